@@ -1,0 +1,29 @@
+"""What the launcher tells the proxy about one running instance. Immutable; a restart makes a new one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from epd_serve.roles import Role
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One stage server.
+
+    Attributes:
+        id: name within the launch, e.g. `P0`; stable across restarts.
+        role: stages it runs.
+        url: base URL of its OpenAI server, e.g. `http://127.0.0.1:41001` (loopback; the proxy is its only client).
+        incarnation: hex id of this process life; changes at every restart, so that late messages of the
+            previous life are recognised (design §4, transfers are tagged with it).
+        kv_endpoint: ZMQ address where this instance takes READY (only roles that send KV), else None.
+        devices: device ids it occupies, in order; co-located instances name the same one.
+    """
+
+    id: str
+    role: Role
+    url: str
+    incarnation: str
+    kv_endpoint: str | None = None
+    devices: tuple[int, ...] = ()

@@ -1,0 +1,63 @@
+"""How one stage is wired to the rest of its launch: the JSON that travels in vLLM's connector extra config.
+
+The launcher builds a `StageWiring` per instance and passes it, under the key `epd`, in
+`ec_connector_extra_config` and `kv_connector_extra_config`; the connectors parse it back. One definition, both ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from epd_serve.errors import ConfigError
+from epd_serve.roles import Role
+
+
+@dataclass(frozen=True)
+class StageWiring:
+    """Addresses and policies of one instance.
+
+    Attributes:
+        instance, role, incarnation: see `epd_serve.instances.Instance`.
+        arena: path of the host arena (MM Store tier 1), or "" where no features travel.
+        events: ZMQ addresses on which the encoders of this launch publish feature events, by instance id.
+        kv_endpoint: where this instance's scheduler takes READY (roles that send KV), else "".
+        kv_worker_endpoint: template of its workers' data channel with `{rank}` (roles that take KV), else "".
+        kv_transport: `auto`, `shm` or `mooncake`.
+        kv_group_layers: g, layers per KV packet (EPD-Serve §3.3).
+        kv_staging_bytes: size of the shared-memory staging buffer per sending worker.
+        host: address to bind Mooncake to.
+        feature_wait_s: how long P waits for a feature event before it recomputes.
+        kv_ready_wait_s: how long P keeps a request that no D has reserved for (lease).
+        kv_peer_timeout_s: silence of the other side after which a transfer fails (heartbeats renew it).
+        trace_path: JSON-lines file for phase stamps, or "" for none.
+        fault: injected fault for tests, e.g. `drop-features`; "" in production.
+    """
+
+    instance: str
+    role: Role
+    incarnation: str
+    arena: str = ""
+    events: dict[str, str] = field(default_factory=dict)
+    kv_endpoint: str = ""
+    kv_worker_endpoint: str = ""
+    kv_transport: str = "auto"
+    kv_group_layers: int = 4
+    kv_staging_bytes: int = 64 << 20
+    host: str = "127.0.0.1"
+    feature_wait_s: float = 2.0
+    kv_ready_wait_s: float = 30.0
+    kv_peer_timeout_s: float = 10.0
+    trace_path: str = ""
+    fault: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> StageWiring:
+        """Parse what `to_json` made. Unknown keys mean a version skew between launcher and stage: refused."""
+        unknown = set(raw) - {f.name for f in fields(cls)}
+        if unknown:
+            raise ConfigError(f"stage wiring has unknown keys {sorted(unknown)}: launcher and stage differ in version")
+        return cls(**{**raw, "role": Role(raw["role"])})
