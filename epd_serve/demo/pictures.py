@@ -103,9 +103,7 @@ def scene(seed: int, count: int | None = None) -> tuple[Shape, ...]:
     number = count if count is not None else chance.randint(1, 3)
     cells = sorted(chance.sample([(column, row) for column in range(GRID) for row in range(GRID)], number))
     names = chance.sample([(colour, kind) for colour in COLOURS for kind in KINDS], number)
-    return tuple(
-        Shape(colour, kind, row, column) for (colour, kind), (column, row) in zip(names, cells, strict=True)
-    )
+    return tuple(Shape(colour, kind, row, column) for (colour, kind), (column, row) in zip(names, cells, strict=True))
 
 
 def describe(shapes: Sequence[Shape]) -> str:

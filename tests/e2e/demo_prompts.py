@@ -41,16 +41,22 @@ PAIRWISE_DIFFERENT = (
     DemoPrompt(
         (Shape("blue", "square", 1, 0), Shape("green", "triangle", 1, 2)), 256, "a blue square and a green triangle"
     ),
-    DemoPrompt((Shape("red", "circle", 1, 0), Shape("yellow", "square", 1, 2)), 384, "a red circle and a yellow square"),
+    DemoPrompt(
+        (Shape("red", "circle", 1, 0), Shape("yellow", "square", 1, 2)), 384, "a red circle and a yellow square"
+    ),
     DemoPrompt(
         (Shape("purple", "circle", 0, 0), Shape("orange", "square", 2, 2)), 160, "a purple circle and an orange square"
     ),
-    DemoPrompt((Shape("green", "circle", 1, 0), Shape("red", "triangle", 1, 2)), 768, "a green circle and a red triangle"),
+    DemoPrompt(
+        (Shape("green", "circle", 1, 0), Shape("red", "triangle", 1, 2)), 768, "a green circle and a red triangle"
+    ),
 )
 
 OTHER_QUESTIONS = (
     DemoPrompt((Shape("red", "circle"),), 224, "one", "How many shapes are there?"),
-    DemoPrompt((Shape("blue", "square", 1, 0), Shape("green", "triangle", 1, 2)), 256, "two", "How many shapes are there?"),
+    DemoPrompt(
+        (Shape("blue", "square", 1, 0), Shape("green", "triangle", 1, 2)), 256, "two", "How many shapes are there?"
+    ),
     DemoPrompt((Shape("red", "circle"),), 224, "red", "What colour is the circle?"),
     DemoPrompt((Shape("yellow", "circle"),), 224, "black", "What colour is the background?", background="black"),
     DemoPrompt((Shape("green", "triangle"),), 224, "a triangle", "What shape is green?"),
