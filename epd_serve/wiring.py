@@ -28,10 +28,9 @@ class StageWiring:
         kv_staging_bytes: size of the shared-memory staging buffer per sending worker.
         host: address to bind Mooncake to.
         feature_wait_s: how long P waits for a feature event before it recomputes.
-        kv_ready_wait_s: how long P keeps a request that no D has reserved for (lease).
+        kv_ready_wait_s: how long P keeps a request that no D has reserved for; it holds no blocks meanwhile.
         kv_peer_timeout_s: silence of the other side after which a transfer fails (heartbeats renew it).
         trace_path: JSON-lines file for phase stamps, or "" for none.
-        fault: injected fault for tests, e.g. `drop-features`; "" in production.
     """
 
     instance: str
@@ -46,10 +45,9 @@ class StageWiring:
     kv_staging_bytes: int = 64 << 20
     host: str = "127.0.0.1"
     feature_wait_s: float = 2.0
-    kv_ready_wait_s: float = 30.0
+    kv_ready_wait_s: float = 300.0
     kv_peer_timeout_s: float = 10.0
     trace_path: str = ""
-    fault: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
