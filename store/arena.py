@@ -57,18 +57,17 @@ class Arena:
         fd, geometry = open_file(path)
         try:
             file = memoryview(map_file(fd, geometry, prefault=prefault))
-        except BaseException:
+            words_end = geometry.words * WORD
+            self._words = file[:words_end].cast("Q")
+            leases = file[words_end : words_end + geometry.leases_bytes].cast("I")
+            self._index = FeatureIndex(file, self._words, leases, geometry)
+            self._lock = ArenaLock(fd, self._words, self._index.rebuild, lock_timeout_s)
+        finally:
             os.close(fd)
-            raise
-        words_end = geometry.words * WORD
-        self._words = file[:words_end].cast("Q")
-        leases = file[words_end : words_end + geometry.leases_bytes].cast("I")
-        self._index = FeatureIndex(file, self._words, leases, geometry)
         self._table = geometry.slots_word
         self._features = file[geometry.data_byte :].toreadonly()
         self._bytes: Bytes = np.frombuffer(file, dtype=np.uint8)[geometry.data_byte :]
         self._checksums = checksums
-        self._lock = ArenaLock(fd, self._words, self._index.rebuild, lock_timeout_s)
         self._begin_life()
         _open_arenas.add(self)
 

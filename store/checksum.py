@@ -42,6 +42,12 @@ def copy(target: Bytes, source: Bytes) -> None:
 
 
 def copy_with_checksum(target: Bytes, source: Bytes) -> int:
-    """Copies, and returns the checksum of `source`."""
+    """Copies, and returns the checksum of `source`.
+
+    Checksum first: it brings the source near for the copy, while a large copy writes past the caches. Measured
+    against the other order and against pieces of 0.25 to 4 MB with a streaming checksum, which were slower
+    (`bench/arena.py`).
+    """
+    digest = checksum(source)
     copy(target, source)
-    return checksum(source)
+    return digest
