@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 
@@ -36,16 +36,12 @@ from store.arena_layout import (
 )
 from store.arena_lock import ArenaLock
 from store.arena_slots import Name, Record
-from store.checksum import Bytes, as_bytes, checksum, copy, copy_with_checksum
+from store.checksum import Buffer, Bytes, as_bytes, checksum, copy, copy_with_checksum
 from store.errors import CorruptFeatureError, StoreError
 from store.feature import FeatureMeta, StoreStats
 from store.lease import Lease
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
 LOCK_TIMEOUT_S = 5.0
-
 
 
 class Arena:

@@ -65,7 +65,9 @@ class Record(NamedTuple):
         record = cls(name, tuple(map(operator.index, shape)), dtype.encode(), nbytes)
         if nbytes < 1:
             raise StoreError("a feature has at least one byte")
-        if len(record.shape) > MAX_DIMENSIONS or (record.shape and not 0 <= min(record.shape) <= max(record.shape) < 1 << 63):
+        if len(record.shape) > MAX_DIMENSIONS or (
+            record.shape and not 0 <= min(record.shape) <= max(record.shape) < 1 << 63
+        ):
             raise StoreError(f"shape {record.shape}: at most {MAX_DIMENSIONS} dimensions, none negative")
         if len(name.text) + len(record.dtype) > MAX_TEXT_BYTES:
             raise StoreError(f"key and dtype of {len(name.text)} + {len(record.dtype)} bytes; {MAX_TEXT_BYTES} fit")

@@ -55,9 +55,11 @@ def test_keys_do_not_change_between_releases_unnoticed() -> None:
 def test_any_field_changed_gives_another_key(one: dict[str, Any], other: dict[str, Any]) -> None:
     for field in one:
         changed = {**one, field: other[field]}
-        same = json.dumps(changed[field], sort_keys=True) == json.dumps(one[field], sort_keys=True) if (
-            field == "processor_options"
-        ) else changed[field] == one[field]
+        same = (
+            json.dumps(changed[field], sort_keys=True) == json.dumps(one[field], sort_keys=True)
+            if (field == "processor_options")
+            else changed[field] == one[field]
+        )
         assert (key(changed) == key(one)) == same
 
 
