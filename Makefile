@@ -1,0 +1,53 @@
+# EPD-Serve. `make help` lists what there is. Everything is installed into $(VENV), nowhere else.
+
+VENV   ?= .venv
+PYTHON ?=
+DEVICE ?= auto
+LAYOUT ?= (E-P)-D
+MODEL  ?=
+PORT   ?= 8000
+# Passed through untouched: SERVE_ARGS to `epd-serve serve` (e.g. --host), TEST_ARGS to pytest, PIP_ARGS to pip.
+SERVE_ARGS ?=
+TEST_ARGS  ?=
+PIP_ARGS   ?=
+export VENV PYTHON DEVICE LAYOUT MODEL PORT PIP_ARGS
+
+SHELL := /bin/bash
+CODE  := bench deploy proxy epd_serve store npu_ops setup.py
+.DEFAULT_GOAL := help
+.PHONY: help serve test test-all check format environment-serve environment-test clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@echo
+	@echo "make serve takes LAYOUT='(E-P)-D' MODEL=DIR PORT=8000 DEVICE=auto|cpu|npu|cuda SERVE_ARGS=; all take PYTHON= VENV= PIP_ARGS="
+
+environment-serve:
+	@deploy/install/environment.sh serve
+
+environment-test:
+	@deploy/install/environment.sh test
+
+serve: environment-serve ## install what is missing and serve a model (the built-in one unless MODEL=DIR)
+	@exec "$$VENV/bin/epd-serve" serve $${MODEL:+"$$MODEL"} --layout "$$LAYOUT" --device "$$DEVICE" --port "$$PORT" $(SERVE_ARGS)
+
+test: environment-test ## unit tests and the short end-to-end tests
+	@exec "$$VENV/bin/python" -m pytest -m "not slow" $(TEST_ARGS)
+
+test-all: environment-test ## all tests, the long ones too
+	@exec "$$VENV/bin/python" -m pytest $(TEST_ARGS)
+
+check: environment-test ## ruff, mypy, import-linter
+	"$$VENV/bin/ruff" check .
+	"$$VENV/bin/ruff" format --check .
+	"$$VENV/bin/mypy" $(CODE)
+	"$$VENV/bin/lint-imports"
+
+format: environment-test ## let ruff format and fix
+	"$$VENV/bin/ruff" check --fix .
+	"$$VENV/bin/ruff" format .
+
+clean: ## remove the environment and all caches
+	@if [[ -f "$$VENV/.epd-serve" ]]; then rm -rf "$$VENV"; fi
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

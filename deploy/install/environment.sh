@@ -1,0 +1,138 @@
+#!/usr/bin/env bash
+# Makes the virtual environment that `make serve`, `make test` and `make check` run in. Usage: environment.sh serve|test
+#
+# It writes into $VENV only. `test` adds the development tools, Mooncake, and (where it may) the system library that
+# Mooncake needs. A second call with nothing changed installs nothing: stamps hold a digest of all that goes in.
+#
+# Reads: VENV (.venv), PYTHON (python3.11), DEVICE (auto|cpu|npu|cuda), PIP_ARGS (passed to every pip install).
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+goal=${1:?usage: environment.sh serve|test}
+VENV=${VENV:-.venv}
+DEVICE=${DEVICE:-auto}
+read -r -a pip_args <<<"${PIP_ARGS:-}"
+
+say() { printf 'epd-serve: %s\n' "$*"; }
+die() {
+    printf 'epd-serve: error: %s\n' "$*" >&2
+    exit 1
+}
+
+# --- which device, which Python ---------------------------------------------------------------------------------
+if [[ $DEVICE == auto ]]; then
+    DEVICE=cpu
+    if command -v npu-smi >/dev/null && npu-smi info >/dev/null 2>&1; then
+        DEVICE=npu
+    elif command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
+        DEVICE=cuda
+    fi
+fi
+[[ $DEVICE =~ ^(cpu|npu|cuda)$ ]] || die "DEVICE=$DEVICE is unknown: one of auto, cpu, npu, cuda"
+
+python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
+
+python=${PYTHON:-}
+if [[ -z $python && $DEVICE == cpu ]]; then
+    for candidate in python3.11 python3; do
+        if [[ $(python_version "$candidate") == 3.11 ]]; then
+            python=$candidate
+            break
+        fi
+    done
+    [[ -n $python ]] || die "the CPU environment needs Python 3.11 and none was found: install it, or set PYTHON=/path/to/python3.11"
+fi
+python=${python:-python3}
+version=$(python_version "$python")
+[[ -n $version ]] || die "PYTHON=$python does not run"
+if [[ $DEVICE == cpu ]]; then
+    [[ $version == 3.11 ]] || die "PYTHON=$python is Python $version: the pinned CPU environment needs 3.11"
+    [[ $(uname -s)-$(uname -m) == Linux-x86_64 ]] || die "the pinned CPU environment is for Linux on x86-64, this is $(uname -s) on $(uname -m)"
+else
+    # The device's own vLLM stays as it is: our environment only looks through to it.
+    "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("vllm") is None)' ||
+        die "DEVICE=$DEVICE uses the vLLM that is installed, and $python has none: set PYTHON= to the one that has (or DEVICE=cpu)"
+fi
+
+# --- is everything there already? -------------------------------------------------------------------------------
+base="$DEVICE $python $version $PWD"
+marker=$VENV/.epd-serve
+[[ $goal == serve || $goal == test ]] || die "unknown goal $goal: serve or test"
+digest_of() { cat "$@" | sha256sum | cut -d' ' -f1; }
+wants() { # digest of all that goes into an environment for goal $1
+    local inputs=(setup.py deploy/install/environment.sh requirements/cpu.txt)
+    [[ $1 == test ]] && inputs+=(requirements/dev.txt requirements/mooncake.txt)
+    digest_of "${inputs[@]}"
+}
+stamp() { echo "$VENV/.epd-serve-$1"; }
+
+ready() { [[ -x $VENV/bin/python && $(cat "$marker" 2>/dev/null) == "$base" && $(cat "$(stamp "$goal")" 2>/dev/null) == "$(wants "$goal")" ]]; }
+
+# --- the environment --------------------------------------------------------------------------------------------
+pip_install() {
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input "${pip_args[@]}" "$@"
+}
+
+install() {
+    local needed_mb=500 free_mb
+    [[ $DEVICE == cpu && ! -f $VENV/.epd-serve-serve && ! -f $VENV/.epd-serve-test ]] && needed_mb=4000
+    free_mb=$(df -Pm "$(dirname "$VENV")" | awk 'NR == 2 {print $4}')
+    ((free_mb >= needed_mb)) ||
+        die "installing needs $needed_mb MB of free disk for $VENV, there are $free_mb MB: free some, or set VENV= to another disk"
+    say "[1/3] $VENV with Python $version for $DEVICE ($free_mb MB of disk free)"
+    if [[ -e $VENV && ! -f $marker ]]; then
+        die "$VENV exists and is not ours: remove it, or set VENV= to another folder"
+    fi
+    if [[ ! -x $VENV/bin/python || $(cat "$marker" 2>/dev/null) != "$base" ]]; then
+        mkdir -p "$VENV"
+        echo unfinished >"$marker"
+        find "$VENV" -mindepth 1 -maxdepth 1 ! -path "$marker" -exec rm -rf {} +
+        local options=()
+        [[ $DEVICE == cpu ]] || options+=(--system-site-packages)
+        "$python" -m venv "${options[@]}" "$VENV" || die "$python cannot make a virtual environment (Debian: install python$version-venv)"
+        echo "$base" >"$marker"
+    fi
+    if [[ $DEVICE == cpu ]]; then
+        say "[2/3] vLLM for CPU and what it needs (about 0.6 GB to download)"
+        pip_install --no-deps -r requirements/cpu.txt ||
+            die "pip failed, see above. If it found no torch +cpu: that build is on PyTorch's CPU wheel index; add it to pip's configuration or to PIP_ARGS='--extra-index-url …'"
+        pip_install --no-deps --no-build-isolation -e .
+    else
+        say "[2/3] EPD-Serve beside the vLLM that is installed"
+        pip_install -e .
+    fi
+    if [[ $goal == test ]]; then
+        say "[3/3] development tools"
+        pip_install --no-deps -r requirements/dev.txt
+        if [[ $DEVICE == cpu ]]; then
+            pip_install --no-deps -r requirements/mooncake.txt
+        else
+            say "Mooncake: left as installed (extras mooncake-cuda and mooncake-npu name the builds)"
+        fi
+    fi
+    wants serve >"$(stamp serve)" # the test environment holds all that serving needs
+    [[ $goal == test ]] && wants test >"$(stamp test)"
+    say "environment ready"
+}
+
+# Mooncake links against libibverbs.so.1. Never asked for by `make serve`; without it its tests are skipped.
+system_library() {
+    ldconfig -p 2>/dev/null | grep -q 'libibverbs\.so\.1' && return
+    local command="apt-get install -y --no-install-recommends libibverbs1" runner=()
+    if ((EUID != 0)); then
+        sudo -n true 2>/dev/null && runner=(sudo -n)
+    fi
+    if command -v apt-get >/dev/null && { ((EUID == 0)) || ((${#runner[@]})); }; then
+        say "installing libibverbs1, which Mooncake needs"
+        for step in "$command" "apt-get update" "$command"; do
+            # shellcheck disable=SC2086  # a command with its words
+            DEBIAN_FRONTEND=noninteractive timeout 180 "${runner[@]}" $step >/dev/null 2>&1 || true
+            ldconfig -p 2>/dev/null | grep -q 'libibverbs\.so\.1' && return
+        done
+    fi
+    say "libibverbs1 is missing, so Mooncake's tests are skipped. To run them: sudo $command"
+}
+
+ready || install
+[[ $goal == test ]] && system_library
+exit 0

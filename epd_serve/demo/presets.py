@@ -1,0 +1,136 @@
+"""The models that ship or can be made on the spot: `demo` (trained, built in), `tiny` and `bench` (random weights).
+
+Owns the names, the sizes and the writing of a model folder. Leaves to others: drawing the weights
+(`epd_serve.demo.random_weights`, run as a process of its own so that nothing here imports torch), training, pictures.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import epd_serve
+from epd_serve.errors import ConfigError
+
+_WEIGHTS = Path(__file__).parent / "weights"
+_SITE = Path(epd_serve.__file__).parent / "engine" / "site"
+_BUILD_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class RandomPreset:
+    """Sizes of a random-weight model, as changes to the demo model's own config (same tokenizer and processor).
+
+    Attributes:
+        text, vision: keys of `text_config` and `vision_config` that differ.
+        min_pixels, max_pixels: bounds of the picture processor. The upper one matters: an encoder's start-up runs
+            the largest possible picture.
+    """
+
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    min_pixels: int = 16_384
+    max_pixels: int = 50_176
+    initializer_range: float = field(default=0.08)  # wide enough that greedy tokens vary from step to step
+
+
+RANDOM_PRESETS = {
+    # 7.1 M parameters: eight layers and two DeepStack levels, so that packets and feature rows are not trivial.
+    "tiny": RandomPreset(
+        text={"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8},
+        vision={"depth": 4, "deepstack_visual_indexes": [1, 2], "out_hidden_size": 256},
+    ),
+    # 41.7 M parameters with the proportions of an 8B model: a 1280x720 picture is 880 tokens.
+    "bench": RandomPreset(
+        text={
+            "hidden_size": 512,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+        },
+        vision={
+            "hidden_size": 256,
+            "intermediate_size": 1024,
+            "deepstack_visual_indexes": [0, 1, 2],
+            "num_position_embeddings": 2304,
+            "out_hidden_size": 512,
+        },
+        min_pixels=65_536,
+        max_pixels=1_048_576,
+    ),
+}
+PRESETS = ("demo", *RANDOM_PRESETS)
+
+
+def builtin_model_dir() -> Path:
+    """Folder of the trained demo model inside the installed package. Read-only: copy it with `write_preset`."""
+    return _WEIGHTS
+
+
+def write_preset(directory: Path, preset: str, seed: int = 0) -> None:
+    """Write a complete model folder that transformers and vLLM load.
+
+    The folder appears whole or not at all. The same seed gives the same weights.
+
+    Args:
+        directory: must not exist, or be empty; parents are made.
+        preset: one of `PRESETS`.
+        seed: for the random weights; the `demo` preset ignores it.
+
+    Raises:
+        ConfigError: unknown preset, a directory in use, or torch/transformers missing for random weights.
+    """
+    if preset not in PRESETS:
+        near = difflib.get_close_matches(preset, PRESETS, n=1, cutoff=0.0)
+        raise ConfigError(
+            f"unknown preset {preset!r}: did you mean {near[0]!r}? (one of {', '.join(PRESETS)})", param="--preset"
+        )
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"{directory} exists and is not an empty directory: name a new one", param="DIR")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as scratch:
+            built = Path(scratch) / "model"
+            shutil.copytree(_WEIGHTS, built)
+            if preset in RANDOM_PRESETS:
+                _write_configs(built, RANDOM_PRESETS[preset])
+                _draw_weights(built, seed)
+            built.replace(directory)
+    except OSError as error:
+        raise ConfigError(f"cannot write {directory}: {error.strerror or error}", param="DIR") from error
+
+
+def _write_configs(model: Path, preset: RandomPreset) -> None:
+    config = json.loads((model / "config.json").read_text())
+    for section, changes in (("text_config", preset.text), ("vision_config", preset.vision)):
+        config[section] |= changes
+        config[section]["initializer_range"] = preset.initializer_range
+    (model / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    processor = json.loads((model / "preprocessor_config.json").read_text())
+    processor["size"] = {"longest_edge": preset.max_pixels, "shortest_edge": preset.min_pixels}
+    (model / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
+
+
+def _draw_weights(model: Path, seed: int) -> None:
+    """Run `epd_serve.demo.random_weights` on `model`, with the torchvision repair that CPU machines need."""
+    (model / "model.safetensors").unlink()
+    ours = [str(_SITE), str(Path(epd_serve.__file__).parents[1])]
+    path = os.pathsep.join([*ours, *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "epd_serve.demo.random_weights", str(model), str(seed)]
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"drawing random weights took longer than {_BUILD_TIMEOUT_S:.0f} s") from error
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ConfigError(f"cannot draw random weights: {reason} (needs torch and transformers: pip install '.[cpu]')")

@@ -1,0 +1,38 @@
+"""Fills a model folder with random weights: `python -m epd_serve.demo.random_weights DIR SEED`.
+
+Owns the drawing. DIR already holds the configs (`epd_serve.demo.presets` writes them and runs this as a process, so
+that the CLI stays free of torch). Parameter names and shapes are those of transformers' own class.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+
+def draw_weights(model_dir: Path, seed: int) -> int:
+    """Write `model_dir/model.safetensors` in bfloat16.
+
+    Matrices are normal with the config's `initializer_range` as standard deviation; norms and biases keep their neutral
+    start. Each tensor has its own generator, seeded with (seed, position), so that the result does not depend on how
+    transformers builds the model.
+
+    Returns:
+        The number of parameters.
+    """
+    config = Qwen3VLConfig.from_pretrained(model_dir)
+    model = Qwen3VLForConditionalGeneration(config)
+    std = config.text_config.initializer_range
+    with torch.no_grad():
+        for position, (_, parameter) in enumerate(sorted(model.named_parameters())):
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, std, generator=torch.Generator().manual_seed(seed * 100_003 + position))
+    model.to(torch.bfloat16).save_pretrained(model_dir)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+if __name__ == "__main__":
+    print(draw_weights(Path(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,47 @@
+"""Copying and checksumming of feature bytes. Both release the GIL, neither knows what an arena is.
+
+xxh3_64 finds flipped bits and torn writes, not forgeries: whoever can write the arena is trusted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from store.errors import StoreError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]  # [nbytes], contiguous
+
+
+def as_bytes(data: Buffer, what: str) -> Bytes:
+    """`data` as flat bytes, uncopied.
+
+    Raises:
+        StoreError: it is no contiguous buffer.
+    """
+    try:
+        return np.frombuffer(data, dtype=np.uint8)
+    except (TypeError, ValueError, BufferError, AttributeError) as error:
+        raise StoreError(f"{what} is not a contiguous buffer: {error}") from error
+
+
+def checksum(data: Bytes) -> int:
+    """xxh3_64 of `data`."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def copy(target: Bytes, source: Bytes) -> None:
+    """Copies `source` over `target`, which has its size."""
+    np.copyto(target, source)
+
+
+def copy_with_checksum(target: Bytes, source: Bytes) -> int:
+    """Copies, and returns the checksum of `source`."""
+    copy(target, source)
+    return checksum(source)

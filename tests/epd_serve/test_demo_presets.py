@@ -1,0 +1,116 @@
+"""The model folders that `epd_serve.demo.presets` writes."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from epd_serve.demo.presets import PRESETS, builtin_model_dir, write_preset
+from epd_serve.errors import ConfigError
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="drawing random weights needs torch and transformers"
+)
+NEEDED_FILES = {"config.json", "model.safetensors", "tokenizer.json", "preprocessor_config.json", "chat_template.jinja"}
+
+
+def tensor_shapes(model: Path) -> dict[str, list[int]]:
+    """Names and shapes from the header of `model.safetensors`."""
+    with (model / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+
+
+def digest(model: Path) -> str:
+    return hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_the_built_in_model_is_complete():
+    assert {path.name for path in builtin_model_dir().iterdir()} >= NEEDED_FILES
+
+
+def test_the_demo_preset_is_a_copy_of_the_built_in_model(tmp_path):
+    write_preset(tmp_path / "deep" / "demo", "demo")
+
+    assert digest(tmp_path / "deep" / "demo") == digest(builtin_model_dir())
+
+
+def test_an_unknown_preset_names_the_nearest(tmp_path):
+    with pytest.raises(ConfigError, match="'tinny': did you mean 'tiny'"):
+        write_preset(tmp_path / "model", "tinny")
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_directory_in_use_is_left_alone(tmp_path):
+    (tmp_path / "precious.txt").write_text("mine")
+
+    with pytest.raises(ConfigError, match="not an empty directory"):
+        write_preset(tmp_path, "demo")
+    assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
+
+
+def test_an_empty_directory_may_be_filled(tmp_path):
+    write_preset(tmp_path, "demo")
+
+    assert {path.name for path in tmp_path.iterdir()} >= NEEDED_FILES
+
+
+def test_a_file_in_the_way_is_a_config_error(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(ConfigError):
+        write_preset(tmp_path / "file" / "model", "demo")
+
+
+@needs_transformers
+def test_tiny_weights_are_fixed_by_the_seed(tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        write_preset(tmp_path / name, "tiny", seed)
+
+    assert digest(tmp_path / "a") == digest(tmp_path / "b") != digest(tmp_path / "c")
+
+
+@needs_transformers
+@pytest.mark.parametrize(("preset", "millions"), [("tiny", 7.1), ("bench", 41.7)])
+def test_a_random_preset_has_its_size_and_the_demo_models_parameter_names(tmp_path, preset, millions):
+    write_preset(tmp_path / "model", preset)
+
+    shapes = tensor_shapes(tmp_path / "model")
+    count = sum(_product(shape) for shape in shapes.values())
+    stems = {name.rsplit(".", 1)[0].translate(_NO_DIGITS) for name in shapes}
+    assert round(count / 1e6, 1) == millions
+    assert stems == {name.rsplit(".", 1)[0].translate(_NO_DIGITS) for name in tensor_shapes(builtin_model_dir())}
+
+
+@needs_transformers
+def test_a_random_preset_bounds_its_pictures(tmp_path):
+    """An encoder's start-up runs the largest possible picture: unbounded, it hangs for minutes on CPU."""
+    write_preset(tmp_path / "model", "bench")
+
+    assert json.loads((tmp_path / "model" / "preprocessor_config.json").read_text())["size"] == {
+        "longest_edge": 1_048_576,
+        "shortest_edge": 65_536,
+    }
+
+
+def test_naming_presets_imports_no_torch():
+    script = "import sys, epd_serve.demo.presets; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2]).returncode == 0
+    assert PRESETS == ("demo", "tiny", "bench")
+
+
+_NO_DIGITS = str.maketrans("", "", "0123456789")
+
+
+def _product(shape: list[int]) -> int:
+    result = 1
+    for length in shape:
+        result *= length
+    return result
