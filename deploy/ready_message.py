@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import json
+from pathlib import Path
 from typing import Any
 
 from deploy.blueprint import Blueprint
 from deploy.placement_table import placement_rows, table
-from deploy.sample_picture import sample_data_url
 from deploy.wiring_plan import WiringPlan
+from epd_serve.demo import presets
+
+SAMPLE = Path(presets.__file__).parent / "samples" / "red_circle.png"
 
 
 def ready_message(wired: WiringPlan, seconds: float) -> str:
@@ -53,7 +57,7 @@ def curl(blueprint: Blueprint, endpoint: str) -> str:
     question = {"type": "text", "text": "Describe the picture."}
     content: Any = "Hello, who are you?"
     if _sees(blueprint):
-        content = [{"type": "image_url", "image_url": {"url": sample_data_url()}}, question]
+        content = [{"type": "image_url", "image_url": {"url": _data_url(SAMPLE)}}, question]
     body = json.dumps(
         {
             "model": blueprint.served_model_name,
@@ -64,6 +68,10 @@ def curl(blueprint: Blueprint, endpoint: str) -> str:
     )
     key = " -H \"Authorization: Bearer $EPD_API_KEY\"" if blueprint.config.api_keys else ""
     return f"curl -s {endpoint}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {_quoted(body)}"
+
+
+def _data_url(picture: Path) -> str:
+    return "data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode()
 
 
 def _quoted(text: str) -> str:
