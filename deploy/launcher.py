@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,8 @@ from deploy.blueprint import Blueprint
 from deploy.environment import is_terminal, shm_root, stage_environment
 from deploy.ports import free_ports
 from deploy.proxy_settings import build_proxy_settings
-from deploy.reaper import reap_dead
 from deploy.ready_message import ready_message
+from deploy.reaper import reap_dead
 from deploy.rundir import RunDir
 from deploy.screen import Screen
 from deploy.shared_memory import fit_shared_memory, free_mib
@@ -32,7 +32,7 @@ from deploy.stage_life import Spawn
 from deploy.supervisor import Patience, StageSpec, Supervisor
 from deploy.wiring_plan import STAGE_HOST, SharedMemory, WiringPlan
 from epd_serve.engine.argv import StageCommand, StagePlan, stage_command
-from epd_serve.errors import EpdError
+from epd_serve.errors import EpdError, StageError
 from epd_serve.placement import InstancePlan
 
 if TYPE_CHECKING:
@@ -132,6 +132,8 @@ class _Session:
             )
             try:
                 await self._until_stopped(supervisor, stages, front)
+            except StageError as error:
+                raise StageError(f"{error}; its log: {self.run.keep_log(error.stage)}", stage=error.stage) from None
             finally:
                 await self._take_down(front, stages)
         return 0
@@ -142,12 +144,12 @@ class _Session:
         """Show progress, say ready, wait. Returns on a signal, raises what ended stages or proxy."""
         ready = asyncio.create_task(supervisor.all_up.wait())
         stopped = asyncio.create_task(self.stop.wait())
-        waiting: set[asyncio.Task[object]] = {ready, stopped, stages, front}  # type: ignore[arg-type]
+        waiting: set[asyncio.Task[object]] = {ready, stopped, stages, front}
         try:
             while not (stopped.done() or stages.done() or front.done()):
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=None if ready.done() else 1.0)
                 if ready.done() and ready in waiting:
-                    waiting.discard(ready)  # type: ignore[arg-type]
+                    waiting.discard(ready)
                     self.screen.close()
                     print(ready_message(self.wired, time.monotonic() - self.started), flush=True)
                 elif not ready.done():
@@ -197,8 +199,6 @@ class _Session:
         return StageSpec(plan.id, STAGE_HOST, self.wired.ports[plan.id], self.run.log(plan.id), command, turn)
 
     def _patience(self) -> Patience:
-        from dataclasses import replace
-
         return replace(self.launch.patience, start_s=self.blueprint.config.startup_timeout_s)
 
     def _take_signals(self) -> None:

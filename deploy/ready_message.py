@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import epd_serve.demo
 from deploy.blueprint import Blueprint
 from deploy.placement_table import placement_rows, table
 from deploy.wiring_plan import WiringPlan
-from epd_serve.demo import presets
 
-SAMPLE = Path(presets.__file__).parent / "samples" / "red_circle.png"
+SAMPLE = Path(epd_serve.demo.__path__[0]) / "samples" / "red_circle.png"
 
 
 def ready_message(wired: WiringPlan, seconds: float) -> str:
@@ -54,7 +54,7 @@ def endpoint_url(blueprint: Blueprint) -> str:
 
 def curl(blueprint: Blueprint, endpoint: str) -> str:
     """A chat request to paste into a shell."""
-    question = {"type": "text", "text": "Describe the picture."}
+    question = {"type": "text", "text": "What is in the picture?"}
     content: Any = "Hello, who are you?"
     if _sees(blueprint):
         content = [{"type": "image_url", "image_url": {"url": _data_url(SAMPLE)}}, question]
@@ -66,7 +66,7 @@ def curl(blueprint: Blueprint, endpoint: str) -> str:
             "temperature": 0,
         }
     )
-    key = " -H \"Authorization: Bearer $EPD_API_KEY\"" if blueprint.config.api_keys else ""
+    key = ' -H "Authorization: Bearer $EPD_API_KEY"' if blueprint.config.api_keys else ""
     return f"curl -s {endpoint}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {_quoted(body)}"
 
 

@@ -1,4 +1,4 @@
-"""How much of /dev/shm a launch takes. Containers often have 64 MiB there: writing beyond it is SIGBUS, not an error."""
+"""How much of /dev/shm a launch takes. Containers often have 64 MiB there, and writing beyond it is SIGBUS."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ def fit_shared_memory(
     Raises:
         ConfigError: not even the smallest fit.
     """
-    senders = sum(plan.tp for plan in plans if plan.role.sends_kv)
+    receivers = sum(plan.role.takes_kv for plan in plans)
+    links = receivers * sum(plan.tp for plan in plans if plan.role.sends_kv)
 
     def needed(memory: SharedMemory) -> int:
-        return (memory.arena_mib if features_travel else 0) + memory.staging_mib * senders
+        return (memory.arena_mib if features_travel else 0) + memory.staging_mib * links
 
     memory = wanted
     while needed(memory) and needed(memory) + RESERVE_MIB > free:

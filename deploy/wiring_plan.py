@@ -19,7 +19,7 @@ STAGE_HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """MiB of /dev/shm: the arena, and the staging buffer of each KV-sending worker."""
+    """MiB of /dev/shm: the arena, and the staging buffer of each KV link (sending worker and receiver)."""
 
     arena_mib: int
     staging_mib: int
@@ -76,18 +76,26 @@ class WiringPlan:
             arena=str(self.run.arena) if featured else "",
             events=self._events() if featured else {},
             kv_endpoint=self._kv_endpoint(plan),
-            kv_worker_endpoint=self.run.ipc(f"{plan.id}.kvw{{rank}}") if role.takes_kv else "",
+            kv_worker_endpoint=self._kv_workers(plan),
+            kv_peers=tuple(map(self._kv_workers, self._takers())) if role.sends_kv else (),
             kv_transport=config.kv_transport,
+            mooncake_protocol="ascend" if self.blueprint.device == "npu" else config.mooncake_protocol,
             kv_group_layers=config.kv_group_layers,
+            kv_staging=str(self.run.shm / f"epd-{self.run.launch_id}-kv") if role.sends_kv else "",
             kv_staging_bytes=self.memory.staging_mib << 20,
             host=STAGE_HOST,
             trace_path=str(Path(config.trace_dir).resolve() / f"{plan.id}.jsonl") if config.trace_dir else "",
-            fault=config.fault,
         )
 
     def _events(self) -> dict[str, str]:
         encoders = (plan.id for plan in self.blueprint.plans if plan.role.sends_features)
         return {encoder: self.run.ipc(f"{encoder}.events") for encoder in encoders}
+
+    def _takers(self) -> list[InstancePlan]:
+        return [plan for plan in self.blueprint.plans if plan.role.takes_kv]
+
+    def _kv_workers(self, plan: InstancePlan) -> str:
+        return self.run.ipc(f"{plan.id}.kvw{{rank}}") if plan.role.takes_kv else ""
 
     def _kv_endpoint(self, plan: InstancePlan) -> str:
         return self.run.ipc(f"{plan.id}.kv") if plan.role.sends_kv else ""
