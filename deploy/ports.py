@@ -1,8 +1,7 @@
-"""Ports: free loopback ones for the stages, and the check that the public one can be had."""
+"""Free loopback ports for the stages. The public port is bound by `proxy.server`."""
 
 from __future__ import annotations
 
-import errno
 import random
 import socket
 from pathlib import Path
@@ -31,28 +30,6 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
         if _is_free(host, port):
             found.append(port)
     raise ConfigError(f"found only {len(found)} free ports on {host}, {count} are needed")
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket for the endpoint, taken before anything slow starts.
-
-    Raises:
-        ConfigError: the port is in use, needs privileges, or the address is not of this machine.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"host {host} is not an address: {error.strerror}", param="--host") from error
-    taken = socket.socket(family, kind, protocol)
-    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        taken.bind(address)
-    except OSError as error:
-        taken.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} is in use; stop what listens there or use --port", param="--port") from None
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", param="--host") from error
-    return taken
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -70,9 +70,8 @@ def _victims(launch_id: str, groups: dict[int, int]) -> list[int]:
         if process.pid == os.getpid():
             continue
         recorded = groups.get(process.group)
-        if recorded is not None and _same_group(process.group, recorded, process):
-            found.append(process.pid)
-        elif processes.has_environment(process.pid, LAUNCH_ENV, launch_id):
+        in_group = recorded is not None and _same_group(process.group, recorded, process)
+        if in_group or processes.has_environment(process.pid, LAUNCH_ENV, launch_id):
             found.append(process.pid)
     return found
 

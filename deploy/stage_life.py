@@ -55,9 +55,10 @@ class StageLife:
 
     async def exited(self) -> int:
         """Wait for the process to end. The caller bounds the wait."""
-        while (code := self._process.poll()) is None:
+        while True:  # a poll, because pidfds and child watchers are missing in some containers
+            if (code := self._process.poll()) is not None:
+                return code
             await asyncio.sleep(EXIT_POLL_S)
-        return code
 
     def new_log_lines(self) -> list[str]:
         """Complete lines written since the last call."""
