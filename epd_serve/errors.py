@@ -111,15 +111,3 @@ class DeadlineError(EpdError):
     type = "timeout_error"
     code = "deadline"
     retryable = True
-
-
-class StoreError(EpdError):
-    """The MM Store cannot do what was asked (full of leased features, wrong sizes, not an arena)."""
-
-    code = "store"
-
-
-class CorruptFeatureError(StoreError):
-    """A stored feature failed its checksum. Corrupt is not missing: it is counted and dropped, then recomputed."""
-
-    code = "corrupt_feature"

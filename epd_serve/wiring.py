@@ -23,15 +23,17 @@ class StageWiring:
         events: ZMQ addresses on which the encoders of this launch publish feature events, by instance id.
         kv_endpoint: where this instance's scheduler takes READY (roles that send KV), else "".
         kv_worker_endpoint: template of its workers' data channel with `{rank}` (roles that take KV), else "".
+        kv_peers: data-channel templates of the instances this one sends KV to, to warm the links at start.
         kv_transport: `auto`, `shm` or `mooncake`.
+        mooncake_protocol: `tcp`, `rdma` or `ascend`.
         kv_group_layers: g, layers per KV packet (EPD-Serve §3.3).
-        kv_staging_bytes: size of the shared-memory staging buffer per sending worker.
+        kv_staging: path prefix of the shared-memory staging files this instance makes, one per link.
+        kv_staging_bytes: size of each.
         host: address to bind Mooncake to.
         feature_wait_s: how long P waits for a feature event before it recomputes.
-        kv_ready_wait_s: how long P keeps a request that no D has reserved for (lease).
+        kv_ready_wait_s: how long P keeps a request that no D has reserved for; it holds no blocks meanwhile.
         kv_peer_timeout_s: silence of the other side after which a transfer fails (heartbeats renew it).
         trace_path: JSON-lines file for phase stamps, or "" for none.
-        fault: injected fault for tests, e.g. `drop-features`; "" in production.
     """
 
     instance: str
@@ -41,15 +43,17 @@ class StageWiring:
     events: dict[str, str] = field(default_factory=dict)
     kv_endpoint: str = ""
     kv_worker_endpoint: str = ""
+    kv_peers: tuple[str, ...] = ()
     kv_transport: str = "auto"
+    mooncake_protocol: str = "tcp"
     kv_group_layers: int = 4
+    kv_staging: str = ""
     kv_staging_bytes: int = 64 << 20
     host: str = "127.0.0.1"
     feature_wait_s: float = 2.0
-    kv_ready_wait_s: float = 30.0
+    kv_ready_wait_s: float = 300.0
     kv_peer_timeout_s: float = 10.0
     trace_path: str = ""
-    fault: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -60,4 +64,4 @@ class StageWiring:
         unknown = set(raw) - {f.name for f in fields(cls)}
         if unknown:
             raise ConfigError(f"stage wiring has unknown keys {sorted(unknown)}: launcher and stage differ in version")
-        return cls(**{**raw, "role": Role(raw["role"])})
+        return cls(**{**raw, "role": Role(raw["role"]), "kv_peers": tuple(raw.get("kv_peers", ()))})

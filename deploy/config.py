@@ -1,0 +1,124 @@
+"""What one deployment is configured with: built once from defaults, a YAML file and flags, validated once, frozen.
+
+The fields are the single list of options: the CLI makes a flag of each, the YAML file has the same names. What the
+stages' vLLM takes goes through `stage_args`, what the proxy takes through `proxy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from deploy.nearest import unknown
+from epd_serve.errors import ConfigError
+
+CPU_PARALLEL_STARTS = 0
+"""Stages that start at once on CPU; 0 = all. Imports dominate a start and share the page cache."""
+
+
+def _option(default: Any, help: str, **extra: Any) -> Any:
+    return field(default=default, metadata={"help": help, **extra})
+
+
+@dataclass(frozen=True)
+class DeployConfig:
+    """Options of `epd-serve serve`. Sizes in MiB, times in seconds."""
+
+    model: str = _option("", "model directory or hub name (default: the built-in demo model)", positional=True)
+    layout: str = _option("(E-P)-D", "stages and devices, for example (E-P)-D, E-PD, TP1 (see epd-serve layout)")
+    device: str = _option("auto", "device kind", choices=("auto", "npu", "cuda", "cpu"))
+    host: str = _option("127.0.0.1", "address of the OpenAI endpoint")
+    port: int = _option(8000, "port of the OpenAI endpoint")
+    served_model_name: str = _option("", "name clients use (default: the model directory's name)")
+    stage_args: tuple[str, ...] = _option(
+        (), "vLLM flags for a role or an instance, as 'P:--max-num-seqs 8' or 'D0:…' or 'all:…'; repeatable", many=True
+    )
+    proxy: tuple[str, ...] = _option(
+        (), "a proxy setting, as KEY=VALUE, for example media.max_bytes=1000000; repeatable", many=True
+    )
+    api_keys: tuple[str, ...] = _option((), "accept only this bearer token; repeatable", many=True, flag="--api-key")
+    media_root: str = _option("", "directory that file:// pictures may be read from (default: none)")
+    allow_private_media: bool = _option(False, "let picture URLs reach private and loopback addresses")
+    arena_mib: int = _option(256, "shared memory for features (MM Store tier 1)")
+    kv_transport: str = _option("auto", "how KV travels P→D", choices=("auto", "shm", "mooncake"))
+    kv_group_layers: int = _option(4, "layers per KV packet")
+    kv_staging_mib: int = _option(64, "shared memory per KV-sending worker")
+    startup_timeout_s: float = _option(900.0, "deadline for one stage to become ready")
+    parallel_starts: int = _option(CPU_PARALLEL_STARTS, "stages that start at once on CPU (0 = all)")
+    trace_dir: str = _option("", "directory for per-stage phase stamps (JSON lines)")
+    fault: str = _option("", "inject a fault into the stages (tests)", hidden=True)
+    run_root: str = _option("", "directory for run directories (default: XDG_RUNTIME_DIR or /tmp)", hidden=True)
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            choices = option.metadata.get("choices")
+            if choices and getattr(self, option.name) not in choices:
+                raise ConfigError(unknown(option.name, getattr(self, option.name), choices), param=option.name)
+        if not 1 <= self.port <= 65535:
+            raise ConfigError(f"port {self.port} is not between 1 and 65535", param="port")
+        for name in ("arena_mib", "kv_group_layers", "kv_staging_mib", "startup_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it has to be positive", param=name)
+        if self.parallel_starts < 0:
+            raise ConfigError("parallel_starts is negative; 0 means all at once", param="parallel_starts")
+        if self.media_root and not Path(self.media_root).is_dir():
+            raise ConfigError(f"media_root {self.media_root} is not a directory", param="media_root")
+
+
+def build_config(flags: Mapping[str, Any], config_file: str | None = None) -> DeployConfig:
+    """Defaults, then the file, then the flags that were given.
+
+    Raises:
+        ConfigError: unreadable file, unknown key (names the nearest), wrong type or bound.
+    """
+    values = read_config_file(config_file) if config_file else {}
+    values.update(flags)
+    return DeployConfig(**values)
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """Options of a YAML file, types checked. Dashes and underscores in keys are the same."""
+    import yaml
+
+    try:
+        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"config file {path} does not exist", param="--config") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"config file {path}: {' '.join(str(error).split())}", param="--config") from error
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise ConfigError(f"config file {path} holds no mapping of options", param="--config")
+    options = {option.name: option for option in fields(DeployConfig)}
+    values = {}
+    for key, value in raw.items():
+        name = str(key).replace("-", "_")
+        if name not in options:
+            raise ConfigError(f"config file {path}: {unknown('key', str(key), options)}", param="--config")
+        values[name] = _typed(path, name, value, options[name].default)
+    return values
+
+
+def _typed(path: str, name: str, value: Any, default: Any) -> Any:
+    """The value as the option's type; YAML already made numbers, booleans and lists."""
+    if isinstance(default, tuple):
+        if isinstance(value, dict):  # stage_args: {P: --flag …}, proxy: {media.max_bytes: 1}
+            joiner = ":" if name == "stage_args" else "="
+            return tuple(f"{key}{joiner}{item}" for key, item in value.items())
+        entries = value if isinstance(value, list) else [value]
+        return tuple(str(entry) for entry in entries)
+    if isinstance(default, bool):
+        fits = isinstance(value, bool)
+    elif isinstance(default, float):
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
+    else:
+        fits = isinstance(value, type(default)) and not isinstance(value, bool)
+    if not fits:
+        raise ConfigError(
+            f"config file {path}: {name} is {value!r}; expected {type(default).__name__}, for example {default!r}",
+            param="--config",
+        )
+    return float(value) if isinstance(default, float) else value

@@ -1,0 +1,41 @@
+"""The one file of this package that reads the environment, and makes that of the stages."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+LAUNCH_ENV = "EPD_SERVE_LAUNCH"
+"""Set to the launch id in every process of a launch; the reaper recognises orphans by it."""
+
+LAUNCHER_PID_ENV = "EPD_SERVE_LAUNCHER_PID"
+"""A stage asks the kernel to die with this process."""
+
+
+def run_root() -> Path:
+    """Where run directories lie: `${XDG_RUNTIME_DIR or /tmp}/epd-serve-<uid>`."""
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")
+    if not (base.is_dir() and os.access(base, os.W_OK)):
+        base = Path("/tmp")
+    return base / f"epd-serve-{os.getuid()}"
+
+
+def shm_root() -> Path:
+    return Path("/dev/shm")
+
+
+def stage_environment(added: Mapping[str, str], launch_id: str, device: str) -> dict[str, str]:
+    """Environment of a stage process: ours, what its command adds, and the marks of this launch."""
+    env = {**os.environ, **added, LAUNCH_ENV: launch_id, LAUNCHER_PID_ENV: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    inherited = os.environ.get("PYTHONPATH")
+    if inherited and "PYTHONPATH" in added:
+        env["PYTHONPATH"] = f"{added['PYTHONPATH']}{os.pathsep}{inherited}"
+    if device == "cuda":
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the ids that nvidia-smi shows
+    return env
+
+
+def is_terminal() -> bool:
+    return sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"

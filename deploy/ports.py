@@ -1,0 +1,71 @@
+"""Ports: free loopback ones for the stages, and the check that the public one can be had."""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+from pathlib import Path
+
+from epd_serve.errors import ConfigError
+
+LOWEST = 20000
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Distinct free ports, below the range from which the kernel takes ports of outgoing connections.
+
+    A stage binds its port only half a minute later; an outgoing connection must not get it meanwhile.
+
+    Raises:
+        ConfigError: not enough free ports.
+    """
+    highest = _ephemeral_start() - 1
+    candidates = list(range(LOWEST, highest)) if highest - LOWEST > 1000 else list(range(1024, 65535))
+    random.shuffle(candidates)
+    found: list[int] = []
+    for port in candidates:
+        if len(found) == count:
+            return found
+        if _is_free(host, port):
+            found.append(port)
+    raise ConfigError(f"found only {len(found)} free ports on {host}, {count} are needed")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket for the endpoint, taken before anything slow starts.
+
+    Raises:
+        ConfigError: the port is in use, needs privileges, or the address is not of this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"host {host} is not an address: {error.strerror}", param="--host") from error
+    taken = socket.socket(family, kind, protocol)
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        taken.bind(address)
+    except OSError as error:
+        taken.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} is in use; stop what listens there or use --port", param="--port") from None
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", param="--host") from error
+    return taken
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+def _ephemeral_start() -> int:
+    try:
+        return int(_EPHEMERAL.read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return 32768

@@ -1,0 +1,88 @@
+"""Who a process is, beyond its pid: start time, process group, marks in its environment (Linux /proc).
+
+A pid alone may belong to somebody else by the time it is used; a pid with its start time in clock ticks does not.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ProcessStat:
+    """From /proc/<pid>/stat. `start_ticks`: clock ticks since boot."""
+
+    pid: int
+    state: str
+    group: int
+    start_ticks: int
+
+    @property
+    def dead(self) -> bool:
+        """Exited, waiting to be collected: holds no memory, port or file."""
+        return self.state in "ZX"
+
+
+def stat(pid: int) -> ProcessStat | None:
+    """The process, or None when there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    rest = text[text.rindex(")") + 2 :].split()  # the name in parentheses may hold anything
+    return ProcessStat(pid, state=rest[0], group=int(rest[2]), start_ticks=int(rest[19]))
+
+
+def is_alive(pid: int, start_ticks: int) -> bool:
+    """Does this very process still run?"""
+    found = stat(pid)
+    return found is not None and not found.dead and found.start_ticks == start_ticks
+
+
+def running() -> Iterator[ProcessStat]:
+    """All processes that are not dead."""
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal():
+            found = stat(int(entry.name))
+            if found is not None and not found.dead:
+                yield found
+
+
+def group_members(group: int) -> list[ProcessStat]:
+    """Running processes of a process group."""
+    return [process for process in running() if process.group == group]
+
+
+def has_environment(pid: int, name: str, value: str) -> bool:
+    """Was the process started with `name=value`? False when its environment may not be read."""
+    try:
+        return f"{name}={value}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def pid_namespace() -> str:
+    """Pids of another namespace (a container that shares /tmp) mean nothing here."""
+    return os.readlink("/proc/self/ns/pid")
+
+
+def signal_group(group: int, number: signal.Signals) -> None:
+    """Signal a process group; one that has gone is no error."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return
+    except PermissionError:
+        return  # macOS and some containers: only dead members are left
+
+
+def signal_process(pid: int, number: signal.Signals) -> None:
+    """Signal one process; one that has gone is no error."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return

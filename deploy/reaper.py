@@ -1,0 +1,117 @@
+"""Cleans up after launchers that were killed: their process groups, run directories and shared memory.
+
+Normally the kernel has already ended the stages (each asks to die with its parent); this is for what it could not,
+and for the files. Only what is proven to belong to a dead launch is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from deploy import processes
+from deploy.environment import LAUNCH_ENV, run_root, shm_root
+from deploy.rundir import RunDir
+
+KILL_TIMEOUT_S = 5.0
+
+
+def reap_dead(root: Path | None = None) -> list[str]:
+    """Remove every dead launch under the run root.
+
+    Returns:
+        Ids of the launches that were cleaned up.
+    """
+    root = root or run_root()
+    if not root.is_dir() or root.lstat().st_uid != os.getuid():
+        return []
+    reaped = []
+    for path in sorted(root.iterdir()):
+        owner = _owner(path)
+        if owner is None:
+            if path.name.startswith(".new-") and path.stat().st_mtime < time.time() - 60:
+                shutil.rmtree(path, ignore_errors=True)
+            continue
+        if owner.get("pid_namespace") != processes.pid_namespace() or processes.is_alive(
+            owner["pid"], owner["start_ticks"]
+        ):
+            continue
+        kill_leftovers(path)
+        RunDir(path.name, path, shm_root()).remove()
+        reaped.append(path.name)
+    return reaped
+
+
+def kill_leftovers(run_path: Path) -> None:
+    """SIGKILL the processes of a dead launch and wait until they are gone (bounded)."""
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    groups = _groups(run_path)
+    while victims := _victims(run_path.name, groups):
+        for pid in victims:
+            processes.signal_process(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.02)
+
+
+def _victims(launch_id: str, groups: dict[int, int]) -> list[int]:
+    """Processes of the launch: those that carry its mark, and members of recorded groups.
+
+    A group's number may have been reused since. It is still ours when its leader is the process that was recorded, or
+    when the leader has gone (the number cannot be reused while members live) and a member is as old as the record says.
+    """
+    found = []
+    for process in processes.running():
+        if process.pid == os.getpid():
+            continue
+        recorded = groups.get(process.group)
+        if recorded is not None and _same_group(process.group, recorded, process):
+            found.append(process.pid)
+        elif processes.has_environment(process.pid, LAUNCH_ENV, launch_id):
+            found.append(process.pid)
+    return found
+
+
+def _same_group(group: int, recorded_ticks: int, member: processes.ProcessStat) -> bool:
+    leader = processes.stat(group)
+    if leader is not None:
+        return leader.start_ticks == recorded_ticks
+    return member.start_ticks >= recorded_ticks and _looks_like_a_stage(member.pid)
+
+
+def _looks_like_a_stage(pid: int) -> bool:
+    """vLLM's children rename themselves, which may overwrite their environment: then the name tells."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return b"vllm" in command.lower() or b"epd_serve" in command or b"multiprocessing" in command
+
+
+def _owner(path: Path) -> dict[str, Any] | None:
+    try:
+        owner = json.loads((path / "launcher.json").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return owner if isinstance(owner, dict) and {"pid", "start_ticks"} <= set(owner) else None
+
+
+def _groups(path: Path) -> dict[int, int]:
+    """Recorded process groups: pid → start ticks. A torn last line is skipped."""
+    try:
+        lines = (path / "groups.jsonl").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return {}
+    groups = {}
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        groups[entry["pid"]] = entry["start_ticks"]
+    return groups

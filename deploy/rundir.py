@@ -1,0 +1,100 @@
+"""The run directory of a launch: its identity, logs and sockets, and what is needed to clean up after kill -9.
+
+    <run root>/<launch id>/launcher.json    pid, start ticks and pid namespace of the launcher
+                           groups.jsonl     one line per stage process group that was ever started
+                           <instance>.log, <instance>.events, <instance>.kv, <instance>.kvw<rank>
+    /dev/shm/epd-<launch id>-*              arena and staging files
+
+A launch removes its own directory when it ends. `reap_dead` does it for launches whose launcher has gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy import processes
+from deploy.environment import run_root, shm_root
+from epd_serve.errors import ConfigError
+
+MAX_SOCKET_PATH = 100
+"""`sockaddr_un` holds 108 bytes."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """One launch's directory and names. Made by `create`, removed by `remove`."""
+
+    launch_id: str
+    path: Path
+    shm: Path
+
+    @classmethod
+    def create(cls, root: Path | None = None) -> RunDir:
+        """Make the directory; complete from the moment it has its name, so that a reaper never sees half of one."""
+        root = root or run_root()
+        _private(root)
+        launch_id = secrets.token_hex(4)
+        unnamed = root / f".new-{launch_id}"
+        unnamed.mkdir(mode=0o700)
+        me = processes.stat(os.getpid())
+        assert me is not None
+        owner = {"pid": me.pid, "start_ticks": me.start_ticks, "pid_namespace": processes.pid_namespace()}
+        (unnamed / "launcher.json").write_text(json.dumps(owner), encoding="ascii")
+        path = root / launch_id
+        unnamed.rename(path)
+        run = cls(launch_id, path, shm_root())
+        if len(str(run.socket("EPD1000.kvw100"))) > MAX_SOCKET_PATH:
+            run.remove()
+            raise ConfigError(f"run directory {root} is too long for sockets; set XDG_RUNTIME_DIR to a shorter path")
+        return run
+
+    def log(self, instance: str) -> Path:
+        return self.path / f"{instance}.log"
+
+    def socket(self, name: str) -> Path:
+        return self.path / name
+
+    def ipc(self, name: str) -> str:
+        """ZMQ address of a socket in the directory; `name` may hold `{rank}`."""
+        return f"ipc://{self.socket(name)}"
+
+    @property
+    def arena(self) -> Path:
+        return self.shm / f"epd-{self.launch_id}-arena"
+
+    def record_group(self, instance: str, pid: int) -> None:
+        """Remember a process group before anything can go wrong with it."""
+        found = processes.stat(pid)
+        entry = {"instance": instance, "pid": pid, "start_ticks": found.start_ticks if found else 0}
+        with (self.path / "groups.jsonl").open("a", encoding="ascii") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def clear_instance(self, instance: str) -> None:
+        """Remove what a dead life of an instance left: sockets and staging memory. Logs stay."""
+        for pattern in ("events", "kv", "kvw*"):
+            for path in self.path.glob(f"{instance}.{pattern}"):
+                path.unlink(missing_ok=True)
+        for path in self.shm.glob(f"epd-{self.launch_id}-kv-{instance}-*"):
+            path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove directory and shared memory. Any number of calls."""
+        for path in self.shm.glob(f"epd-{self.launch_id}-*"):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _private(root: Path) -> None:
+    """Make the run root, and refuse one that somebody else could write to (it lies in /tmp)."""
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = root.lstat()
+    except OSError as error:
+        raise ConfigError(f"run directory {root} cannot be made: {error.strerror}; set XDG_RUNTIME_DIR") from error
+    if root.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"run directory {root} is not private to this user; remove it or set XDG_RUNTIME_DIR")

@@ -1,0 +1,54 @@
+"""`--stage-args 'P:--max-num-seqs 8'`: the operator's vLLM flags, by role, by instance id, or for all."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from deploy.nearest import unknown
+from epd_serve.errors import ConfigError
+from epd_serve.placement import InstancePlan
+
+OURS = ("--host", "--port", "--ec-transfer-config", "--kv-transfer-config", "--tensor-parallel-size", "--model")
+"""Flags the launcher decides; another value would cut the stage off from the rest."""
+
+
+@dataclass(frozen=True)
+class StageArgs:
+    """Parsed entries: (target, flags) in the order given."""
+
+    entries: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def of(self, plan: InstancePlan) -> tuple[str, ...]:
+        """Flags of one instance: for all first, then its role's, then its own; the last one wins in vLLM."""
+        targets = ("all", plan.role.value, plan.id)
+        return tuple(flag for target in targets for name, flags in self.entries if name == target for flag in flags)
+
+
+def parse_stage_args(raw: Iterable[str], plans: Iterable[InstancePlan]) -> StageArgs:
+    """Parse entries of the form `TARGET:FLAGS`.
+
+    Raises:
+        ConfigError: no target, a target that is not in the layout, unbalanced quotes, or a flag of ours.
+    """
+    plans = tuple(plans)
+    targets = {"all", *(plan.role.value for plan in plans), *(plan.id for plan in plans)}
+    return StageArgs(tuple(_entry(text, targets) for text in raw))
+
+
+def _entry(text: str, targets: set[str]) -> tuple[str, tuple[str, ...]]:
+    target, colon, flags = text.partition(":")
+    target = target.strip()
+    if not colon or target.startswith("-"):
+        raise ConfigError(f"stage_args {text!r} has no target; write 'P:{text}' or 'all:{text}'", param="--stage-args")
+    if target not in targets:
+        raise ConfigError(f"stage_args {text!r}: {unknown('role or instance', target, targets)}", param="--stage-args")
+    try:
+        words = tuple(shlex.split(flags))
+    except ValueError as error:
+        raise ConfigError(f"stage_args {text!r}: {error}", param="--stage-args") from error
+    for word in words:
+        if word.split("=")[0] in OURS:
+            raise ConfigError(f"stage_args {text!r}: {word} is set by the launcher; remove it", param="--stage-args")
+    return target, words

@@ -1,0 +1,226 @@
+"""Keeps the stages running: starts them, watches them, restarts the dead with back-off, ends them all.
+
+One task per stage. A stage that fails its first start ends the whole launch with the reason from its log; one that
+was ready once is restarted for ever, under a new incarnation and on the same port. Owns no file or port: what belongs
+to a life is cleared by the `before_spawn` callback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from deploy.health import health_status
+from deploy.stage_life import Spawn, StageLife
+from deploy.stage_log import FIRST_PHASE, phase_of
+from epd_serve.errors import StageError
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """One stage to keep alive.
+
+    Attributes:
+        command: makes the command of a life from its incarnation.
+        turn: stages of the same turn start one after the other (their memory is profiled); "" starts freely.
+    """
+
+    id: str
+    host: str
+    port: int
+    log_path: Path
+    command: Callable[[str], Spawn]
+    turn: str = ""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Every wait of the supervisor, in seconds.
+
+    Attributes:
+        start_s: deadline from spawn to the first 200.
+        backoff_s: first delay before a restart; it doubles up to `backoff_max_s`.
+        settled_s: after this long in health the delay starts over.
+        health_timeout_s: one health request. `sick_after`: consecutive refusals (not time-outs) that mean sick.
+        hung_s: silence that means hung; long, for a stage under load may answer late.
+        stop_grace_s: from SIGTERM to SIGKILL.
+    """
+
+    start_s: float = 900.0
+    poll_s: float = 0.2
+    backoff_s: float = 1.0
+    backoff_max_s: float = 30.0
+    settled_s: float = 60.0
+    health_every_s: float = 1.0
+    health_timeout_s: float = 5.0
+    sick_after: int = 3
+    hung_s: float = 120.0
+    stop_grace_s: float = 8.0
+
+
+class StageEvents(Protocol):
+    """What the supervisor reports, from the event loop's thread. Every call returns at once."""
+
+    def before_spawn(self, stage: str, incarnation: str) -> None:
+        """A life is about to start: clear what the previous one left."""
+
+    def spawned(self, stage: str, pid: int) -> None: ...
+
+    def phase(self, stage: str, phase: str) -> None:
+        """Progress of a start."""
+
+    def up(self, stage: str, incarnation: str, seconds: float) -> None:
+        """It answers; `seconds` since its spawn."""
+
+    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float) -> None:
+        """It was up, or was being restarted, and is not."""
+
+
+@dataclass
+class Supervisor:
+    """Use as `async with asyncio.TaskGroup() as group: group.create_task(supervisor.run())`, then `all_up`.
+
+    `run` ends only by cancellation (which stops every stage) or by a first start that fails.
+    """
+
+    stages: Sequence[StageSpec]
+    events: StageEvents
+    patience: Patience = field(default_factory=Patience)
+    parallel_starts: int = 0
+
+    def __post_init__(self) -> None:
+        self.all_up = asyncio.Event()
+        self._seen_up: set[str] = set()
+        self._lives: dict[str, StageLife] = {}
+        self._turns = {stage.turn: asyncio.Lock() for stage in self.stages if stage.turn}
+        self._starts = asyncio.Semaphore(self.parallel_starts or max(1, len(self.stages)))
+
+    async def run(self) -> None:
+        """Supervise until cancelled.
+
+        Raises:
+            StageError: a stage failed its first start; every other one has been stopped.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for stage in self.stages:
+                    group.create_task(self._supervise(stage), name=f"stage {stage.id}")
+        except* StageError as failed:
+            raise failed.exceptions[0] from None
+
+    def kill_now(self) -> None:
+        """SIGKILL every group, without waiting (second Ctrl-C)."""
+        for life in self._lives.values():
+            life.kill()
+
+    async def _supervise(self, stage: StageSpec) -> None:
+        failures = 0
+        while True:
+            incarnation = uuid.uuid4().hex[:12]
+            lived = _Lived()
+            try:
+                await self._live(stage, incarnation, lived)
+            except OSError as error:
+                lived.reason = f"cannot be started: {error}"
+            if stage.id not in self._seen_up:
+                raise StageError(f"stage {stage.id} did not start: {lived.reason}", stage=stage.id)
+            failures = 1 if lived.up_s >= self.patience.settled_s else failures + 1
+            delay_s = self._backoff(failures)
+            self.events.down(stage.id, incarnation, lived.reason, delay_s)
+            await asyncio.sleep(delay_s)
+
+    def _backoff(self, failures: int) -> float:
+        return min(self.patience.backoff_max_s, self.patience.backoff_s * 2.0 ** min(failures - 1, 16))
+
+    async def _live(self, stage: StageSpec, incarnation: str, lived: _Lived) -> None:
+        """One life, from its turn to start to the end of its process group."""
+        grace_s = self.patience.stop_grace_s
+        try:
+            async with self._turn(stage):
+                self.events.before_spawn(stage.id, incarnation)
+                life = self._lives[stage.id] = StageLife.spawn(stage.command(incarnation), stage.log_path)
+                self.events.spawned(stage.id, life.pid)
+                trouble = await self._until_ready(stage, life)
+            if trouble is None:
+                self._mark_up(stage, incarnation, time.monotonic() - life.started)
+                since = time.monotonic()
+                trouble = await self._until_trouble(stage, life)
+                lived.up_s = time.monotonic() - since
+                # At once, before the group is cleared away: the proxy must send nothing more.
+                self.events.down(stage.id, incarnation, trouble, 0.0)
+            lived.reason = trouble
+            grace_s = min(2.0, grace_s)
+        finally:
+            if (life_now := self._lives.get(stage.id)) is not None:
+                await life_now.stop(grace_s)
+                del self._lives[stage.id]
+
+    def _mark_up(self, stage: StageSpec, incarnation: str, seconds: float) -> None:
+        self.events.up(stage.id, incarnation, seconds)
+        self._seen_up.add(stage.id)
+        if len(self._seen_up) == len(self.stages):
+            self.all_up.set()
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, stage: StageSpec) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as stack:
+            if stage.turn:
+                await stack.enter_async_context(self._turns[stage.turn])
+            await stack.enter_async_context(self._starts)
+            yield
+
+    async def _until_ready(self, stage: StageSpec, life: StageLife) -> str | None:
+        """None once it answers 200; else why it never will."""
+        self.events.phase(stage.id, FIRST_PHASE)
+        deadline = life.started + self.patience.start_s
+        while time.monotonic() < deadline:
+            for line in life.new_log_lines():
+                if (phase := phase_of(line)) is not None:
+                    self.events.phase(stage.id, phase)
+            if life.exit_code is not None:
+                return life.failure_reason()
+            with contextlib.suppress(TimeoutError):  # busy: ask again until the deadline
+                if await health_status(stage.host, stage.port, self.patience.health_timeout_s) == 200:
+                    return None
+            await asyncio.sleep(self.patience.poll_s)
+        return f"not ready within {self.patience.start_s:.0f} s (--startup-timeout-s); {life.failure_reason()}"
+
+    async def _until_trouble(self, stage: StageSpec, life: StageLife) -> str:
+        """Why a stage that was up is to be restarted."""
+        exited = asyncio.create_task(life.exited())
+        sick = asyncio.create_task(self._until_sick(stage))
+        try:
+            await asyncio.wait({exited, sick}, return_when=asyncio.FIRST_COMPLETED)
+            return life.failure_reason() if exited.done() else sick.result()
+        finally:
+            for watch in (exited, sick):
+                watch.cancel()
+
+    async def _until_sick(self, stage: StageSpec) -> str:
+        last_answer, refusals = time.monotonic(), 0
+        while True:
+            await asyncio.sleep(self.patience.health_every_s)
+            try:
+                status = await health_status(stage.host, stage.port, self.patience.health_timeout_s)
+            except TimeoutError:
+                if time.monotonic() - last_answer > self.patience.hung_s:
+                    return f"hung: no answer on /health for {self.patience.hung_s:.0f} s"
+                continue
+            last_answer = time.monotonic()
+            refusals = 0 if status == 200 else refusals + 1
+            if refusals >= self.patience.sick_after:
+                return f"unhealthy: /health answers {status or 'nothing'}"
+
+
+@dataclass
+class _Lived:
+    """How a life went."""
+
+    reason: str = "ended"
+    up_s: float = 0.0

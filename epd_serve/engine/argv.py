@@ -1,0 +1,149 @@
+"""The command that starts one stage: vLLM's OpenAI server with our connectors. Pure: values in, values out, no vLLM.
+
+What is the same everywhere stands first, then what the role adds, then what the device adds, then the operator's own
+flags, which come last and therefore win.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from epd_serve.roles import Role
+from epd_serve.wiring import StageWiring
+
+STAGE_ENV = "EPD_SERVE_STAGE"  # set in every process of a stage; our vLLM plugin is inert without it
+LAUNCHER_ENV = "EPD_SERVE_LAUNCHER_PID"  # a stage whose launcher has this pid dies with it
+
+_VISIBLE_DEVICES = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
+_SITE = Path(__file__).with_name("site")
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One instance, decided: where it runs, what it serves, how it is wired.
+
+    Attributes:
+        device: `npu`, `cuda` or `cpu`.
+        device_ids: devices it occupies, len == tp.
+        cores: CPU cores its OpenMP workers are pinned to (device `cpu` only).
+        model: directory or hub name; served_model_name: the name clients use.
+        colocated: how many instances share the device, itself included.
+        memory_share: fraction of device memory, or None for the default share.
+        extra_args: vLLM flags of the operator, appended last.
+    """
+
+    instance: str
+    role: Role
+    device: str
+    device_ids: tuple[int, ...]
+    cores: tuple[int, ...]
+    tp: int
+    model: str
+    served_model_name: str
+    port: int
+    host: str
+    wiring: StageWiring
+    extra_args: tuple[str, ...] = ()
+    colocated: int = 1
+    memory_share: float | None = None
+
+
+@dataclass(frozen=True)
+class StageCommand:
+    """argv, and what to add to the environment (PYTHONPATH entries are to be prepended to an existing value)."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str]
+
+
+def stage_command(plan: StagePlan) -> StageCommand:
+    """Lower a plan to the command that starts it."""
+    return StageCommand(
+        argv=(
+            sys.executable,
+            "-m",
+            "epd_serve.engine.stage_main",
+            *_common(plan),
+            *_role(plan),
+            *_device(plan),
+            *plan.extra_args,
+        ),
+        env=_environment(plan),
+    )
+
+
+def _common(plan: StagePlan) -> list[str]:
+    return [
+        *("--model", plan.model),
+        *("--served-model-name", plan.served_model_name),
+        *("--host", plan.host),
+        *("--port", str(plan.port)),
+        *("--tensor-parallel-size", str(plan.tp)),
+        "--disable-uvicorn-access-log",
+    ]
+
+
+def _role(plan: StagePlan) -> list[str]:
+    role, extra = plan.role, {"epd": plan.wiring.to_json()}
+    args: list[str] = []
+    if role.sends_features:
+        # No KV cache and no language model: vLLM derives that from the sole role ec_producer (>= 0.28).
+        args += ["--no-enable-prefix-caching", "--enforce-eager"]
+    if (role.sends_features or role.takes_features) and plan.wiring.arena:
+        config = {
+            "ec_connector": "FeatureConnector",
+            "ec_connector_module_path": "epd_serve.engine.ec.connector",
+            "ec_role": "ec_producer" if role.sends_features else "ec_consumer",
+            "engine_id": f"{plan.instance}-{plan.wiring.incarnation}",
+            "ec_connector_extra_config": extra,
+        }
+        args += ["--ec-transfer-config", json.dumps(config)]
+    if role.sends_kv or role.takes_kv:
+        config = {
+            "kv_connector": "GroupedKVConnector",
+            "kv_connector_module_path": "epd_serve.engine.kv.connector",
+            "kv_role": "kv_producer" if role.sends_kv else "kv_consumer",
+            "engine_id": f"{plan.instance}-{plan.wiring.incarnation}",
+            # `recompute` would kill a D that has no feature for the request: the proxy retries instead.
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": extra,
+        }
+        args += ["--kv-transfer-config", json.dumps(config)]
+    return args
+
+
+def _device(plan: StagePlan) -> list[str]:
+    if plan.device == "cpu":
+        # Video off: profiling a worst-case clip takes minutes on CPU. `--stage-args` can switch it on.
+        args = ["--limit-mm-per-prompt", json.dumps({"image": 8, "video": 0})]
+        args += ["--enforce-eager", "--block-size", "32", "--max-num-seqs", "32"]
+        return args
+    args = []
+    if plan.device == "npu" and plan.role.sends_features:
+        args += ["--mm-encoder-only"]  # the API generation of Ascend needs it spelled out
+    if plan.device == "npu" and plan.role.takes_kv:
+        args += ["--no-async-scheduling"]  # 0.23 frees blocks of an aborted load one step too early otherwise
+    share = plan.memory_share
+    if share is None and plan.role.sends_features:
+        share = 0.01  # no KV cache: the tower's weights and activations are taken outside vLLM's budget
+    elif share is None and plan.colocated > 1:
+        share = round(0.85 / plan.colocated, 3)
+    if share is not None:
+        args += ["--gpu-memory-utilization", str(share)]
+    return args
+
+
+def _environment(plan: StagePlan) -> dict[str, str]:
+    env = {STAGE_ENV: plan.instance, "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if Path(plan.model).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    if plan.device == "cpu":
+        env["PYTHONPATH"] = str(_SITE)
+        env["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join([",".join(map(str, plan.cores))] * plan.tp) or "auto"
+    else:
+        env[_VISIBLE_DEVICES[plan.device]] = ",".join(map(str, plan.device_ids))
+    return env

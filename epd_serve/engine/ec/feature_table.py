@@ -1,0 +1,140 @@
+"""What a consumer (P, PD, D) knows of the features its requests need. Pure state, no sockets, no store, no vLLM.
+
+One item per key, one transition table:
+
+    (unknown) --need--> WANTED --arrived--> READY --last request released--> (unknown)
+    (unknown) --prefetched--> READY (nobody needs it yet; dropped after `hold_s`)
+    WANTED --failed | deadline--> LOST --last request released--> (unknown)
+
+READY means: the bytes were verified and are pinned (design §4.4, must). LOST is final for the requests that saw it:
+a decision once made is not changed under a running request, it recomputes locally.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+
+class Pin(Protocol):
+    """A verified feature that stays where it is until released (`store.arena.Lease` is one)."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def release(self) -> None: ...
+
+
+class FeatureState(enum.Enum):
+    WANTED = "wanted"
+    READY = "ready"
+    LOST = "lost"
+
+
+PinT = TypeVar("PinT", bound=Pin)
+
+
+@dataclass
+class _Item(Generic[PinT]):
+    state: FeatureState
+    deadline: float  # WANTED: when to give up. READY without requests: when to let go.
+    pin: PinT | None = None
+    requests: set[str] = field(default_factory=set)
+
+
+class FeatureTable(Generic[PinT]):
+    """Not thread-safe; the owner holds one lock around every call.
+
+    Args:
+        wait_s: how long a wanted feature may take before the request recomputes it.
+        hold_s: how long a prefetched feature that nobody asked for stays pinned.
+        max_prefetched: bound on such features; the oldest is let go.
+    """
+
+    def __init__(self, *, wait_s: float, hold_s: float = 10.0, max_prefetched: int = 256) -> None:
+        self._wait_s = wait_s
+        self._hold_s = hold_s
+        self._max_prefetched = max_prefetched
+        self._items: dict[str, _Item[PinT]] = {}
+        self._idle: OrderedDict[str, None] = OrderedDict()  # READY without requests, oldest first
+        self._keys_of: dict[str, set[str]] = {}
+        self.lost_by_cause: Counter[str] = Counter()
+
+    def need(self, request: str, key: str, now: float) -> FeatureState:
+        """A request needs this feature. The first call makes the item WANTED; later calls report what became of it."""
+        item = self._items.get(key)
+        if item is None:
+            item = self._items[key] = _Item(FeatureState.WANTED, now + self._wait_s)
+        if request not in item.requests:
+            item.requests.add(request)
+            self._keys_of.setdefault(request, set()).add(key)
+            self._idle.pop(key, None)
+        if item.state is FeatureState.WANTED and now >= item.deadline:
+            self._lose(item, "deadline")
+        return item.state
+
+    def pinned(self, key: str) -> PinT | None:
+        """The pin of a READY feature, else None."""
+        item = self._items.get(key)
+        return item.pin if item is not None else None
+
+    def wanted(self) -> list[str]:
+        """Keys to look up in the store, oldest first."""
+        return [key for key, item in self._items.items() if item.state is FeatureState.WANTED]
+
+    def accepts(self, key: str) -> bool:
+        """Whether an announced feature is worth fetching: wanted, or new and therefore a prefetch."""
+        item = self._items.get(key)
+        return item is None or item.state is FeatureState.WANTED
+
+    def arrived(self, key: str, pin: PinT, now: float) -> None:
+        """The feature was fetched, verified and pinned. Owns `pin` from here on."""
+        item = self._items.get(key)
+        if item is None:
+            self._items[key] = _Item(FeatureState.READY, now + self._hold_s, pin)
+            self._idle[key] = None
+            if len(self._idle) > self._max_prefetched:
+                self._drop(next(iter(self._idle)))
+        elif item.state is FeatureState.WANTED:
+            item.state, item.pin = FeatureState.READY, pin
+        else:
+            pin.release()
+
+    def failed(self, key: str, cause: str) -> None:
+        """The feature will not come: those who wait recompute."""
+        item = self._items.get(key)
+        if item is not None and item.state is FeatureState.WANTED:
+            self._lose(item, cause)
+
+    def release(self, requests: Iterable[str]) -> None:
+        """These requests have finished: what only they needed is unpinned."""
+        for request in requests:
+            for key in self._keys_of.pop(request, ()):
+                item = self._items[key]
+                item.requests.discard(request)
+                if not item.requests:
+                    self._drop(key)
+
+    def expire(self, now: float) -> None:
+        """Let go of prefetched features that nobody asked for in time."""
+        while self._idle and self._items[next(iter(self._idle))].deadline <= now:
+            self._drop(next(iter(self._idle)))
+
+    def close(self) -> None:
+        """Unpin everything."""
+        for key in list(self._items):
+            self._drop(key)
+        self._keys_of.clear()
+
+    def _lose(self, item: _Item[PinT], cause: str) -> None:
+        item.state = FeatureState.LOST
+        self.lost_by_cause[cause] += 1
+
+    def _drop(self, key: str) -> None:
+        item = self._items.pop(key)
+        self._idle.pop(key, None)
+        if item.pin is not None:
+            item.pin.release()

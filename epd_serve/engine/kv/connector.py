@@ -1,0 +1,154 @@
+"""vLLM's KV connector for P→D: the shell that maps vLLM's hooks to our two schedulers and two workers.
+
+A request's KV, in the order things happen (design §4.5):
+
+    D scheduler   get_num_new_matched_tokens → (prompt tokens missing, True); update_state_after_alloc sends READY
+    P scheduler   get_num_new_matched_tokens → (None, False) until READY came; build_connector_meta names the blocks
+    P worker      save_kv_layer packs every g layers; wait_for_save sweeps the rest and closes complete transfers
+    D worker      get_finished reports what arrived; get_block_ids_with_load_errors what did not
+    P scheduler   request_finished keeps the blocks; get_finished of the worker releases them
+
+Written to the hooks that vLLM 0.23 and 0.32 share. All per-step state is set in `bind_connector_metadata`, because 0.32
+calls `start_load_kv` after the forward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from epd_serve.engine.kv.decode_scheduler import DecodeScheduler, DecodeStep
+from epd_serve.engine.kv.prefill_scheduler import PrefillScheduler, PrefillStep
+from epd_serve.engine.kv.worker import DecodeWorker, PrefillWorker, quarantine_s
+from epd_serve.wiring import StageWiring
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+@dataclass
+class TransferMetadata(KVConnectorMetadata):
+    """Scheduler → worker, per step: exactly one of the two, by role."""
+
+    prefill: PrefillStep | None = None
+    decode: DecodeStep | None = None
+
+
+class GroupedKVConnector(KVConnectorBase_V1):
+    """P→D KV in packets of adjacent layers (EPD-Serve §3.3). See the module docstring."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        config = vllm_config.kv_transfer_config
+        wiring = StageWiring.from_json(config.kv_connector_extra_config["epd"])
+        block_size = vllm_config.cache_config.block_size
+        tp = vllm_config.parallel_config.tensor_parallel_size
+        self._prefill_scheduler: PrefillScheduler | None = None
+        self._decode_scheduler: DecodeScheduler | None = None
+        self._prefill_worker: PrefillWorker | None = None
+        self._decode_worker: DecodeWorker | None = None
+        if role is KVConnectorRole.SCHEDULER and config.is_kv_producer:
+            self._prefill_scheduler = PrefillScheduler(wiring, block_size)
+        elif role is KVConnectorRole.SCHEDULER:
+            self._decode_scheduler = DecodeScheduler(wiring, block_size, tp, quarantine_s(wiring))
+        elif config.is_kv_producer:
+            self._prefill_worker = PrefillWorker(wiring, vllm_config, kv_cache_config)
+        else:
+            self._decode_worker = DecodeWorker(wiring, vllm_config, kv_cache_config)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Full graphs swallow the per-layer hooks."""
+        return True
+
+    # --- scheduler side -------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        if self._decode_scheduler is not None:
+            self._decode_scheduler.queued(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._decode_scheduler is not None:
+            tokens = self._decode_scheduler.tokens_to_load(request, num_computed_tokens)
+            return tokens, tokens > 0
+        assert self._prefill_scheduler is not None
+        return (0, False) if self._prefill_scheduler.may_run(request) else (None, False)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if self._decode_scheduler is not None:
+            self._decode_scheduler.reserve(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TransferMetadata:
+        if self._decode_scheduler is not None:
+            return TransferMetadata(decode=self._decode_scheduler.step(scheduler_output))
+        assert self._prefill_scheduler is not None
+        return TransferMetadata(prefill=self._prefill_scheduler.step(scheduler_output))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self._decode_scheduler is not None:
+            self._decode_scheduler.received(connector_output.finished_recving or set())
+        elif self._prefill_scheduler is not None:
+            self._prefill_scheduler.sent(connector_output.finished_sending or set())
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if self._decode_scheduler is not None:
+            self._decode_scheduler.finished(request)
+            return False, None
+        assert self._prefill_scheduler is not None
+        return self._prefill_scheduler.finished(request)
+
+    # --- worker side ----------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        worker = self._prefill_worker or self._decode_worker
+        assert worker is not None
+        worker.register(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, TransferMetadata)
+        if self._prefill_worker is not None and connector_metadata.prefill is not None:
+            self._prefill_worker.begin_step(connector_metadata.prefill)
+        elif self._decode_worker is not None and connector_metadata.decode is not None:
+            self._decode_worker.begin_step(connector_metadata.decode)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """D's loads are asynchronous and driven by P; nothing starts here."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads complete before a request is scheduled."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        if self._prefill_worker is not None:
+            self._prefill_worker.layer_saved()
+
+    def wait_for_save(self) -> None:
+        if self._prefill_worker is not None:
+            self._prefill_worker.end_step()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._prefill_worker is not None:
+            return self._prefill_worker.take_over(finished_req_ids), None
+        assert self._decode_worker is not None
+        return None, self._decode_worker.take_finished()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._decode_worker.take_bad_blocks() if self._decode_worker is not None else set()
+
+    def shutdown(self) -> None:
+        for part in (self._prefill_scheduler, self._decode_scheduler, self._prefill_worker, self._decode_worker):
+            if part is not None:
+                part.close()

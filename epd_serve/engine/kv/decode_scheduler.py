@@ -1,0 +1,119 @@
+"""D's scheduler side under vLLM: reserves blocks, tells P, and passes failures to the worker that must report them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from epd_serve import wire
+from epd_serve.engine.kv.control import DecodeControl
+from epd_serve.engine.kv.decode_desk import DecodeDesk
+from epd_serve.engine.kv.params import ReceiveParams, prompt_hash, receive_params
+from epd_serve.engine.kv.receiver import Expected
+from epd_serve.engine.trace import Trace
+from epd_serve.wire import TransferKey
+from epd_serve.wiring import StageWiring
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+@dataclass
+class DecodeStep:
+    """Scheduler → worker, per step."""
+
+    expected: list[Expected] = field(default_factory=list)
+    failed: list[TransferKey] = field(default_factory=list)
+    idle: bool = False
+
+
+class DecodeScheduler:
+    """One per D scheduler. See `epd_serve.engine.kv.connector` for when vLLM calls what."""
+
+    def __init__(self, wiring: StageWiring, block_size: int, tp: int, quarantine_s: float) -> None:
+        self._wiring = wiring
+        self._block_size = block_size
+        self._endpoints = [wiring.kv_worker_endpoint.format(rank=rank) for rank in range(tp)]
+        self._trace = Trace(wiring.trace_path, wiring.instance)
+        self._desk = DecodeDesk(wiring.kv_peer_timeout_s, quarantine_s)
+        self._control = DecodeControl(self._desk)
+        self._asked: set[str] = set()  # requests whose transfer was asked for: a preempted one computes alone
+        self._key_of: dict[str, TransferKey] = {}
+        self._step = DecodeStep()
+
+    def queued(self, request: Request) -> None:
+        """A request has arrived; it may have to wait for blocks for long."""
+        params = self._params(request)
+        if params is not None:
+            self._trace.stamp(params.key.transfer_id, "decode_arrived")
+            with self._control.lock:
+                self._desk.queued(params.key, params.endpoint)
+
+    def tokens_to_load(self, request: Request, computed: int) -> int:
+        """Prompt tokens that P will push: all that are not in D's prefix cache. 0 when there is nothing to ask for."""
+        if self._params(request) is None or request.request_id in self._asked:
+            return 0
+        return max(0, request.num_prompt_tokens - computed)
+
+    def reserve(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
+        """vLLM allocated blocks for the prompt: offer them to P, once."""
+        params = self._params(request)
+        if params is None or tokens <= 0 or request.request_id in self._asked:
+            return
+        self._asked.add(request.request_id)
+        count = -(-request.num_prompt_tokens // self._block_size)
+        table = list(blocks.get_block_ids()[0])[:count]
+        start = request.num_prompt_tokens - tokens
+        ready = wire.Ready(
+            key=params.key,
+            incarnation=params.incarnation,
+            source=f"{self._wiring.instance}:{self._wiring.incarnation}",
+            blocks=table,
+            start_token=start,
+            prompt_tokens=request.num_prompt_tokens,
+            prompt_hash=prompt_hash(
+                request.prompt_token_ids or (), [feature.identifier for feature in request.mm_features]
+            ),
+            endpoints=self._endpoints,
+        )
+        with self._control.lock:
+            self._desk.reserved(params.endpoint, ready, time.monotonic())
+        self._control.flush()
+        self._key_of[request.request_id] = params.key
+        missing = tuple(table[start // self._block_size :])
+        self._step.expected.append(Expected(params.key, request.request_id, missing))
+        self._trace.stamp(params.key.transfer_id, "decode_reserved")
+
+    def step(self, output: SchedulerOutput) -> DecodeStep:
+        step, self._step = self._step, DecodeStep()
+        with self._control.lock:
+            step.failed = self._desk.take_failures()
+        step.idle = not output.total_num_scheduled_tokens
+        return step
+
+    def received(self, requests: set[str]) -> None:
+        """The worker reported these to vLLM, as received or as failed."""
+        for request in requests:
+            key = self._key_of.pop(request, None)
+            if key is not None:
+                with self._control.lock:
+                    self._desk.closed(key)
+
+    def finished(self, request: Request) -> None:
+        """The request left the scheduler. vLLM keeps blocks of an unfinished load until the worker reports it."""
+        params = self._params(request)
+        self._asked.discard(request.request_id)
+        if params is not None:
+            with self._control.lock:
+                self._desk.gone(params.key)
+            self._control.flush()
+
+    def close(self) -> None:
+        self._control.close()
+
+    @staticmethod
+    def _params(request: Request) -> ReceiveParams | None:
+        return receive_params(request.kv_transfer_params, request.request_id)

@@ -1,0 +1,62 @@
+"""The transfer params of one request, as the proxy sets them, and the identity of its prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from epd_serve.wire import TransferKey
+
+_RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")  # vLLM >= 0.28 appends it to the request id, per instance
+
+
+@dataclass(frozen=True)
+class SendParams:
+    """`kv_transfer_params` of a request at P."""
+
+    key: TransferKey
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class ReceiveParams:
+    """`kv_transfer_params` of a request at D: where its KV comes from."""
+
+    key: TransferKey
+    peer: str
+    incarnation: str
+    endpoint: str
+
+
+def transfer_key(raw: dict[str, Any], request_id: str) -> TransferKey:
+    """Name of one child's transfer: both ends got the same X-Request-Id, so the child's id agrees without its suffix."""
+    return TransferKey(str(raw["transfer_id"]), _RANDOM_SUFFIX.sub("", request_id))
+
+
+def send_params(raw: dict[str, Any] | None, request_id: str) -> SendParams | None:
+    """None for a request that is served here alone (vLLM's own warm-up, an operator's curl)."""
+    if not raw or "transfer_id" not in raw:
+        return None
+    return SendParams(transfer_key(raw, request_id), str(raw.get("incarnation", "")))
+
+
+def receive_params(raw: dict[str, Any] | None, request_id: str) -> ReceiveParams | None:
+    """None for a request without a prefill instance: D computes it alone."""
+    if not raw or "transfer_id" not in raw or "peer" not in raw:
+        return None
+    peer = raw["peer"]
+    return ReceiveParams(
+        transfer_key(raw, request_id), str(peer["instance"]), str(peer["incarnation"]), str(peer["endpoint"])
+    )
+
+
+def prompt_hash(token_ids: Iterable[int], item_keys: Iterable[str]) -> str:
+    """What both ends must have tokenised: placeholder tokens look alike, so the items' keys are part of it."""
+    digest = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16)
+    for key in item_keys:
+        digest.update(key.encode() + b"\0")
+    return digest.hexdigest()

@@ -1,0 +1,191 @@
+"""P's scheduler side under vLLM: admits what D has reserved for, and tells the worker which blocks each step completes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from epd_serve.engine.kv.control import PrefillControl
+from epd_serve.engine.kv.params import prompt_hash, send_params
+from epd_serve.engine.kv.plan import blocks_ready
+from epd_serve.engine.kv.prefill_desk import Admission, PrefillDesk
+from epd_serve.engine.kv.sender import ChunkJob
+from epd_serve.engine.trace import Trace
+from epd_serve.engine.wake import idle_bell
+from epd_serve.wire import TransferKey
+from epd_serve.wiring import StageWiring
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+@dataclass
+class PrefillStep:
+    """Scheduler → worker, per step. `stops` and `preempted` are request ids."""
+
+    chunks: list[ChunkJob] = field(default_factory=list)
+    stops: list[str] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    idle: bool = False
+
+
+@dataclass
+class _Sending:
+    """A request admitted with a transfer: its block table, as vLLM grows it, and how much of it is handed over."""
+
+    key: TransferKey
+    prompt_tokens: int
+    blocks: list[int] = field(default_factory=list)
+    sent: int = -1  # blocks handed to the worker; -1: nothing yet
+    told: bool = False  # the worker knows of the transfer
+
+
+class PrefillScheduler:
+    """One per P scheduler. See `epd_serve.engine.kv.connector` for when vLLM calls what."""
+
+    def __init__(self, wiring: StageWiring, block_size: int) -> None:
+        self._block_size = block_size
+        self._trace = Trace(wiring.trace_path, wiring.instance)
+        desk = PrefillDesk(wiring.incarnation, wiring.kv_ready_wait_s)
+        self._control = PrefillControl(desk, wiring.kv_endpoint)
+        self._desk = desk
+        self._sending: dict[str, _Sending] = {}
+        self._request_of: dict[TransferKey, str] = {}
+        self._hashes: dict[str, str] = {}
+        self._stops: list[str] = []
+
+    def may_run(self, request: Request) -> bool:
+        """False defers the request (vLLM asks again at the next step) until D has reserved its blocks."""
+        params = send_params(request.kv_transfer_params, request.request_id)
+        if params is None or request.request_id in self._sending:
+            return True
+        digest = self._hashes.get(request.request_id)
+        if digest is None:
+            keys = [feature.identifier for feature in request.mm_features]
+            digest = self._hashes[request.request_id] = prompt_hash(request.prompt_token_ids or (), keys)
+            self._trace.stamp(params.key.transfer_id, "prefill_arrived")
+        with self._control.lock:
+            admission = self._desk.admit(params.key, request.num_prompt_tokens, digest, time.monotonic())
+        self._control.flush()
+        if admission is Admission.WAIT:
+            return False
+        if admission is Admission.SEND:
+            self._sending[request.request_id] = _Sending(params.key, request.num_prompt_tokens)
+            self._request_of[params.key] = request.request_id
+            self._trace.stamp(params.key.transfer_id, "prefill_admitted")
+        return True
+
+    def step(self, output: SchedulerOutput) -> PrefillStep:
+        """Metadata of one step: the blocks that become whole in it, per transfer."""
+        step = PrefillStep(preempted=list(output.preempted_req_ids or ()), idle=not output.total_num_scheduled_tokens)
+        self._collect_stops()
+        step.stops, self._stops = self._stops, []
+        for new in output.scheduled_new_reqs:
+            self._grow(new.req_id, list(new.block_ids[0]), restart=True)
+            self._chunk(step, new.req_id, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id])
+        cached = output.scheduled_cached_reqs
+        for index, request in enumerate(cached.req_ids):
+            if request in self._sending:
+                groups = cached.new_block_ids[index]
+                restart = request in cached.resumed_req_ids
+                self._grow(request, list(groups[0]) if groups else [], restart=restart)
+                computed = cached.num_computed_tokens[index]
+                self._chunk(step, request, computed, output.num_scheduled_tokens[request])
+        if step.idle:
+            with self._control.lock:
+                waiting = self._desk.waiting()
+            if waiting:
+                idle_bell.wait()
+        return step
+
+    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """(keep its blocks until the worker reports, what to tell the proxy)."""
+        self._hashes.pop(request.request_id, None)
+        params = send_params(request.kv_transfer_params, request.request_id)
+        if params is None:
+            return False, None
+        sending = self._sending.get(request.request_id)
+        complete = sending is not None and sending.sent >= -(-sending.prompt_tokens // self._block_size)
+        with self._control.lock:
+            stop = not complete and self._desk.gone(params.key, "prefill request ended early")
+            if stop and (sending is None or not sending.told):
+                self._desk.stopped_unsent(params.key)
+                stop = False
+            fate = self._desk.fate(params.key)
+        self._control.flush()
+        if stop:
+            self._stops.append(request.request_id)
+        if sending is not None and sending.told:
+            return True, {"ok": complete, "reason": "" if complete else "ended before the prompt was sent"}
+        self._drop(request.request_id)
+        return False, {"ok": False, "reason": fate or "nothing was sent"}
+
+    def sent(self, requests: set[str]) -> None:
+        """The worker reported these to vLLM: their transfers are over."""
+        for request in requests:
+            sending = self._drop(request)
+            if sending is not None:
+                with self._control.lock:
+                    self._desk.closed(sending.key)
+
+    def close(self) -> None:
+        self._control.close()
+
+    def _collect_stops(self) -> None:
+        with self._control.lock:
+            keys, self._control.stops = self._control.stops, []
+            for key in keys:
+                request = self._request_of.get(key)
+                if request is not None and self._sending[request].told:
+                    self._stops.append(request)
+                else:
+                    self._desk.stopped_unsent(key)
+        if keys:
+            self._control.flush()
+
+    def _grow(self, request: str, blocks: list[int], *, restart: bool) -> None:
+        sending = self._sending.get(request)
+        if sending is None:
+            return
+        if restart:  # first run, or resumed after a preemption with a new block table
+            sending.blocks, sending.sent = [], -1
+        sending.blocks += blocks
+
+    def _chunk(self, step: PrefillStep, request: str, computed: int, scheduled: int) -> None:
+        sending = self._sending.get(request)
+        if sending is None:
+            return
+        with self._control.lock:
+            ready = self._desk.ready(sending.key)
+        if ready is None:  # cancelled: the worker has been told, or never knew
+            return
+        if sending.sent < 0:
+            # From D's start, not from P's: blocks that P's prefix cache hit have to travel too.
+            sending.sent = ready.start_token // self._block_size
+        end = blocks_ready(computed + scheduled, sending.prompt_tokens, self._block_size)
+        last = computed + scheduled >= sending.prompt_tokens
+        if end <= sending.sent and not last:
+            return
+        chunk = slice(sending.sent, end)
+        step.chunks.append(
+            ChunkJob(
+                sending.key,
+                request,
+                ready.source,
+                tuple(ready.endpoints),
+                tuple(sending.blocks[chunk]),
+                tuple(ready.blocks[chunk]),
+                last,
+            )
+        )
+        if not sending.told:
+            self._trace.stamp(sending.key.transfer_id, "prefill_start")
+        sending.sent, sending.told = end, True
+
+    def _drop(self, request: str) -> _Sending | None:
+        sending = self._sending.pop(request, None)
+        if sending is not None:
+            self._request_of.pop(sending.key, None)
+        return sending

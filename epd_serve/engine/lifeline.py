@@ -1,0 +1,26 @@
+"""A process that dies with its parent: the chain launcher → API server → EngineCore → workers leaves no orphan."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(expected_parent: int | None = None) -> None:
+    """Ask the kernel to SIGKILL this process when its parent dies (Linux `prctl(2)`; elsewhere nothing is done).
+
+    Args:
+        expected_parent: pid of the parent this process was made for. If it has already gone the process ends at
+            once, which closes the race between fork and prctl.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if expected_parent is not None and os.getppid() != expected_parent:
+        os.kill(os.getpid(), signal.SIGKILL)

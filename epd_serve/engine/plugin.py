@@ -1,0 +1,21 @@
+"""Our vLLM plugin (entry-point group `vllm.general_plugins`): vLLM runs it in the API server, EngineCore and workers.
+
+Inert in any vLLM that was not started as one of our stages.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+from epd_serve.engine.argv import STAGE_ENV
+from epd_serve.engine.lifeline import die_with_parent
+
+
+def register() -> None:
+    """Tie EngineCore and workers to the process that made them. Idempotent, as vLLM asks of plugins."""
+    if STAGE_ENV not in os.environ:
+        return
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        die_with_parent(parent.pid)

@@ -1,0 +1,52 @@
+"""Waking threads: a line from the scheduler thread to a socket thread, and the bell an idle scheduler sleeps on."""
+
+from __future__ import annotations
+
+import threading
+
+import zmq
+
+_IDLE_WAIT_S = 0.002
+
+
+class WakeLine:
+    """Lets any one thread wake another that sleeps in a ZMQ poll. `ring` belongs to the caller, the rest to the sleeper."""
+
+    def __init__(self) -> None:
+        context = zmq.Context.instance()
+        self._caller, self.listener = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        name = f"inproc://epd-wake-{id(self)}"
+        self.listener.bind(name)
+        self._caller.connect(name)
+
+    def ring(self) -> None:
+        try:
+            self._caller.send(b"", zmq.NOBLOCK)
+        except zmq.Again:
+            return  # the line is full of unanswered rings: the listener will wake anyway
+
+    def answer(self) -> None:
+        """Consume all rings at hand."""
+        while self.listener.poll(0):
+            self.listener.recv()
+
+
+class IdleBell:
+    """What a scheduler with nothing to run sleeps on, for at most `_IDLE_WAIT_S`.
+
+    vLLM steps about every millisecond while a request waits for a connector; on CPU that burns the core that the other
+    stage computes on. Our threads ring when something changed, so the sleep costs no latency.
+    """
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def ring(self) -> None:
+        self._event.set()
+
+    def wait(self) -> None:
+        self._event.wait(_IDLE_WAIT_S)
+        self._event.clear()
+
+
+idle_bell = IdleBell()  # one scheduler per process

@@ -1,0 +1,130 @@
+"""From a layout to instances on devices: what can serve, and who runs where. Pure.
+
+Owns the refusals that need meaning rather than grammar, and `InstancePlan`. Ports, addresses and core sets are
+the launcher's; vLLM flags are `epd_serve/engine/argv.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from epd_serve.errors import ConfigError, LayoutError
+from epd_serve.layout import Group, Layout, Member
+from epd_serve.layout_parser import parse
+from epd_serve.roles import Role
+
+DEVICE_MEMORY_BUDGET = 0.9
+"""Share of a device's memory that co-located instances divide; utilizations have to sum below 1 (vllm-ascend)."""
+
+ENCODER_MEMORY_SHARE = 0.1
+"""An encode-only instance holds the tower and activations, no KV cache."""
+
+
+@dataclass(frozen=True)
+class InstancePlan:
+    """One instance of a lowered layout.
+
+    Attributes:
+        id: role and number within the role: `E0`, `P0`, `PD1`.
+        tp: tensor-parallel width, `len(devices)`.
+        devices: device ids in rank order.
+        colocated_with: ids of the other instances on the same devices.
+        memory_share: share of each device's memory, or None when it has the device to itself (engine default).
+    """
+
+    id: str
+    role: Role
+    tp: int
+    devices: tuple[int, ...]
+    colocated_with: tuple[str, ...] = ()
+    memory_share: float | None = None
+
+
+def check_servable(layout: Layout) -> None:
+    """Refuse a layout in which some instance could never do its work (design §3).
+
+    An instance that prefills without decoding needs a D to hand its KV to, a D needs one that does, an E needs a P
+    or PD to hand its features to. A layout without E serves pictures with the vision tower of its P or PD.
+
+    Raises:
+        LayoutError: caret under the instance at fault.
+    """
+    if not layout.spec:
+        layout = parse(str(layout))
+    roles = layout.roles
+    for member in layout.members():
+        reason = _misfit(member.role, roles)
+        if reason is not None:
+            raise LayoutError(reason, layout.spec, member.position)
+
+
+def _misfit(role: Role, roles: frozenset[Role]) -> str | None:
+    if role is Role.ED:
+        return "ED has no encode-only path inside one vLLM instance; co-locate two processes instead: (E-D)-P"
+    if role.sends_kv and Role.D not in roles:
+        return f"{role.value} prefills, but there is no D to decode; add one, or fuse them into {role.value}D"
+    if role.takes_kv and not any(other.sends_kv for other in roles):
+        return "D decodes, but there is no P or EP to prefill for it; add one, or fuse them into PD"
+    if role.sends_features and not roles & {Role.P, Role.PD}:
+        return "E encodes, but there is no P or PD to prefill with its features; for example E-PD or (E-P)-D"
+    return None
+
+
+def lower(layout: Layout, device_ids: Sequence[int]) -> tuple[InstancePlan, ...]:
+    """Place the instances on devices in the layout's order; co-located members share the same ones.
+
+    Raises:
+        ConfigError: fewer devices than the layout needs.
+    """
+    if len(device_ids) < layout.device_count:
+        found = ", ".join(map(str, device_ids)) or "none"
+        raise ConfigError(
+            f"layout {layout} needs {_devices(layout.device_count)}, found {len(device_ids)}: {found}; "
+            "put stages together, for example (E-P-D) or EPD, or make more devices visible",
+            param="--layout",
+        )
+    numbers: Counter[Role] = Counter()
+    plans: list[InstancePlan] = []
+    free = iter(device_ids)
+    for group in layout.groups:
+        for _ in range(group.repeat):
+            devices = tuple(next(free) for _ in range(group.tp))
+            plans.extend(_place(group, devices, numbers))
+    return tuple(plans)
+
+
+def _place(group: Group, devices: tuple[int, ...], numbers: Counter[Role]) -> list[InstancePlan]:
+    named: list[tuple[str, Member]] = []
+    for member in group.members:
+        for _ in range(member.count):
+            named.append((f"{member.role.value}{numbers[member.role]}", member))
+            numbers[member.role] += 1
+    shares = _memory_shares([member.role for _, member in named])
+    return [
+        InstancePlan(
+            id=name,
+            role=member.role,
+            tp=member.tp,
+            devices=devices,
+            colocated_with=tuple(other for other, _ in named if other != name),
+            memory_share=share,
+        )
+        for (name, member), share in zip(named, shares, strict=True)
+    ]
+
+
+def _memory_shares(roles: list[Role]) -> list[float | None]:
+    """Shares of one device: encoders a fixed tenth (less when crowded), the rest split among language models."""
+    if len(roles) == 1:
+        return [None]
+    encoders = sum(role is Role.E for role in roles)
+    models = len(roles) - encoders
+    encoder = min(ENCODER_MEMORY_SHARE, DEVICE_MEMORY_BUDGET / (2 * len(roles)))
+    model = (DEVICE_MEMORY_BUDGET - encoders * encoder) / models if models else 0.0
+    return [round(encoder if role is Role.E else model, 4) for role in roles]
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'s' if count != 1 else ''}"

@@ -1,0 +1,192 @@
+"""Every message that crosses a process boundary of ours: frozen, tagged, versioned, decoded from explicit unions.
+
+msgpack through msgspec; nothing is ever unpickled from a socket. Three channels:
+
+* feature events, E worker → every consumer's scheduler (PUB/SUB): `FeatureReady`, `FeatureFailed`.
+* transfer control, D scheduler ↔ P scheduler (DEALER/ROUTER): `Queued`, `Ready`, `Cancel` | `Alive`, `Refused`,
+  `CancelAck`.
+* transfer data, P worker ↔ D worker of the same rank (DEALER/ROUTER): `Hello`, `Packet`, `Done` | `HelloAck`,
+  `HelloRefused`, `Credit`.
+
+A transfer is named by `TransferKey`: the proxy's transfer id and the child (vLLM fans `n` and prompt lists out under
+one set of transfer params), so both ends of one child agree without asking.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+VERSION = 1
+
+
+class TransferKey(msgspec.Struct, frozen=True, array_like=True):
+    """One prompt's KV on its way: the proxy's id of the attempt, and the request id within the stages."""
+
+    transfer_id: str
+    child: str
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+# --- feature events -------------------------------------------------------------------------------------------------
+
+
+class FeatureReady(_Message):
+    """Published only after the put succeeded. A hint: the store's index is the truth (design §4.2)."""
+
+    key: str
+    nbytes: int
+    incarnation: str
+
+
+class FeatureFailed(_Message):
+    """The encoder could not store this feature: consumers stop waiting and recompute."""
+
+    key: str
+    reason: str
+
+
+# --- transfer control, D scheduler → P scheduler --------------------------------------------------------------------
+
+
+class Queued(_Message):
+    """D holds the request but has no blocks for it yet; renews P's patience."""
+
+    keys: list[TransferKey]
+
+
+class Ready(_Message):
+    """D reserved blocks: P may admit the request and push.
+
+    Attributes:
+        incarnation: the P life this is meant for; another life refuses it.
+        source: instance id and incarnation of D, `D0:1f3c…`.
+        blocks: D's block ids for the whole prompt, in order.
+        start_token: first prompt token D lacks (block-aligned; earlier ones came from its prefix cache).
+        prompt_tokens, prompt_hash: what D tokenised; P refuses a transfer whose prompt differs.
+        endpoints: data endpoints of D's workers, by rank.
+    """
+
+    key: TransferKey
+    incarnation: str
+    source: str
+    blocks: list[int]
+    start_token: int
+    prompt_tokens: int
+    prompt_hash: str
+    endpoints: list[str]
+
+
+class Cancel(_Message):
+    """D gives the transfer up. Its blocks are not reused before `CancelAck`, `Done`, or proof that P is gone."""
+
+    key: TransferKey
+
+
+# --- transfer control, P scheduler → D scheduler --------------------------------------------------------------------
+
+
+class Alive(_Message):
+    """Heartbeat: P still holds these transfers."""
+
+    keys: list[TransferKey]
+
+
+class Refused(_Message):
+    """P will not serve this transfer; nothing was or will be written."""
+
+    key: TransferKey
+    reason: str
+
+
+class CancelAck(_Message):
+    """No write for this transfer is in flight and none will start."""
+
+    key: TransferKey
+
+
+# --- transfer data, P worker → D worker -----------------------------------------------------------------------------
+
+
+class Hello(_Message):
+    """First message on a link: what must agree for KV bytes to mean the same on both ends."""
+
+    version: int
+    source: str
+    transport: str
+    shape: dict[str, Any]
+    staging: str = ""
+    staging_bytes: int = 0
+
+
+class Packet(_Message):
+    """A packet of layers waits in the sender's staging memory (shared-memory transport only).
+
+    Attributes:
+        seq: number on this link, returned in `Credit`.
+        offset: where the packet's bytes start in the staging memory.
+        layers: first and one past the last layer.
+        runs: (first destination block, blocks) in the order the bytes lie: per layer, per region, per run.
+    """
+
+    key: TransferKey
+    seq: int
+    offset: int
+    layers: tuple[int, int]
+    runs: list[tuple[int, int]]
+
+
+class Done(_Message):
+    """Last message of a transfer; follows every write."""
+
+    key: TransferKey
+    ok: bool
+    reason: str = ""
+
+
+# --- transfer data, D worker → P worker -----------------------------------------------------------------------------
+
+
+class HelloAck(_Message):
+    """The link is open. `session` and `bases` (region base addresses) are for one-sided transports."""
+
+    target: str
+    session: str = ""
+    bases: list[int] = []
+
+
+class HelloRefused(_Message):
+    """The ends do not match; `reason` says in what."""
+
+    reason: str
+
+
+class Credit(_Message):
+    """The packet's staging memory may be used again."""
+
+    seq: int
+
+
+FeatureEvent = FeatureReady | FeatureFailed
+ToPrefillScheduler = Queued | Ready | Cancel
+ToDecodeScheduler = Alive | Refused | CancelAck
+ToDecodeWorker = Hello | Packet | Done
+ToPrefillWorker = HelloAck | HelloRefused | Credit
+
+_encoder = msgspec.msgpack.Encoder()
+feature_events: msgspec.msgpack.Decoder[FeatureEvent] = msgspec.msgpack.Decoder(FeatureEvent)
+to_prefill_scheduler: msgspec.msgpack.Decoder[ToPrefillScheduler] = msgspec.msgpack.Decoder(ToPrefillScheduler)
+to_decode_scheduler: msgspec.msgpack.Decoder[ToDecodeScheduler] = msgspec.msgpack.Decoder(ToDecodeScheduler)
+to_decode_worker: msgspec.msgpack.Decoder[ToDecodeWorker] = msgspec.msgpack.Decoder(ToDecodeWorker)
+to_prefill_worker: msgspec.msgpack.Decoder[ToPrefillWorker] = msgspec.msgpack.Decoder(ToPrefillWorker)
+
+DecodeError = msgspec.DecodeError
+
+
+def encode(message: _Message) -> bytes:
+    """msgpack bytes of one message."""
+    return _encoder.encode(message)

@@ -1,0 +1,15 @@
+"""Named errors of the MM Store. `store` is the lower layer, so the serving layer translates these, not the reverse."""
+
+from __future__ import annotations
+
+
+class StoreError(Exception):
+    """The store cannot do what was asked: not an arena, a wrong size, a lock past its deadline."""
+
+
+class StoreFullError(StoreError):
+    """No room for the feature unless features that somebody leases or is still writing are evicted."""
+
+
+class CorruptFeatureError(StoreError):
+    """A stored feature failed its checksum. Corrupt is not missing: it is counted and dropped, then recomputed."""

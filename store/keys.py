@@ -1,0 +1,83 @@
+"""Names of features: equal for equal content under equal processing, different for anything else.
+
+Imports the standard library only; the proxy makes keys. What is in a key: design §4.1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from store.errors import StoreError
+
+_DOMAIN = b"epd-serve/feature-key/1"
+
+
+def content_digest(data: bytes) -> str:
+    """64 hex digits that name the media bytes (sha256: the fastest strong digest of hashlib where it has hardware)."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def feature_key(
+    data: bytes,
+    *,
+    processor_options: Mapping[str, object],
+    model: str,
+    revision: str,
+    dtype: str,
+    tenant: str,
+    modality: str,
+) -> str:
+    """The key of the feature that one media item becomes: 64 lowercase hex digits.
+
+    Args:
+        data: the media as loaded, still encoded.
+        processor_options: `mm_processor_kwargs`; JSON values, order of keys irrelevant.
+        model, revision, dtype: the encoder that makes the feature.
+        tenant: salt, so that features are never shared across tenants.
+        modality: `image`, `video` or `audio`.
+
+    Raises:
+        StoreError: `processor_options` holds something that JSON cannot express.
+    """
+    fields = (
+        ("content", content_digest(data)),
+        ("processor_options", _canonical_json(processor_options)),
+        ("model", model),
+        ("revision", revision),
+        ("dtype", dtype),
+        ("tenant", tenant),
+        ("modality", modality),
+    )
+    digest = hashlib.sha256(_DOMAIN)
+    for name, value in fields:
+        for text in (name, value):
+            # Lone surrogates can come out of a client's JSON; they must name something, not crash.
+            encoded = text.encode("utf-8", "surrogatepass")
+            digest.update(len(encoded).to_bytes(8, "big"))
+            digest.update(encoded)
+    return digest.hexdigest()
+
+
+def _canonical_json(options: Mapping[str, object]) -> str:
+    try:
+        return json.dumps(_plain(options, "processor_options"), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except ValueError as error:
+        raise StoreError(f"processor_options: {error}") from error
+    except RecursionError as error:
+        raise StoreError("processor_options: nested too deeply") from error
+
+
+def _plain(value: object, where: str) -> object:
+    """`value` in JSON's own types. Keys that are not strings are refused: JSON would make 1 and "1" the same."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        for name in value:
+            if not isinstance(name, str):
+                raise StoreError(f"{where}: the key {name!r} is not a string")
+        return {name: _plain(item, f"{where}.{name}") for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    raise StoreError(f"{where}: {type(value).__name__} is not a JSON value")

@@ -1,0 +1,104 @@
+"""What a model directory tells the launcher before any stage starts, and which layouts it rules out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd_serve.errors import ConfigError
+from epd_serve.layout_parser import parse
+from epd_serve.model_facts import ModelFacts, check_model_fits, read_model_facts
+
+QWEN3_VL = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "dtype": "bfloat16",
+    "text_config": {"max_position_embeddings": 8192},
+    "vision_config": {"depth": 3},
+}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "torch_dtype": "float16", "max_position_embeddings": 40960}
+
+
+def model(folder: Path, config: dict[str, Any]) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def facts(folder: Path, config: dict[str, Any]) -> ModelFacts:
+    found = read_model_facts(model(folder, config))
+    assert found is not None
+    return found
+
+
+def test_a_vision_model_and_its_limits_are_read(tmp_path: Path) -> None:
+    found = facts(tmp_path, QWEN3_VL)
+    assert (found.architecture, found.multimodal) == ("Qwen3VLForConditionalGeneration", True)
+    assert (found.max_positions, found.dtype) == (8192, "bfloat16")
+
+
+def test_a_text_model_is_text_only(tmp_path: Path) -> None:
+    found = facts(tmp_path, QWEN3)
+    assert (found.multimodal, found.max_positions, found.dtype) == (False, 40960, "float16")
+
+
+@pytest.mark.parametrize(
+    ("config", "multimodal"),
+    [
+        ({"architectures": ["MolmoForCausalLM"], "vision_backbone": {}}, True),
+        ({"architectures": ["Phi3VForCausalLM"], "img_processor": {"name": "clip"}}, True),
+        ({"architectures": ["Qwen2_5OmniModel"], "thinker_config": {"audio_config": {}, "text_config": {}}}, True),
+        ({"architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True, "num_mel_bins": 80}, True),
+        ({"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, False),
+        ({"architectures": ["LlamaForCausalLM"], "vision_config": None}, False),
+        ({}, False),
+    ],
+)
+def test_towers_are_recognised_by_what_the_config_holds(
+    tmp_path: Path, config: dict[str, Any], multimodal: bool
+) -> None:
+    assert facts(tmp_path, config).multimodal is multimodal
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-VL-3B-Instruct", "gpt2"])
+def test_a_hub_name_passes_through(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_model_facts(name) is None
+    check_model_fits(None, parse("(E-P)-D"))
+
+
+@pytest.mark.parametrize("path", ["/no/such/model", "./model", "../model", "~/no-such-model", "models/typo"])
+def test_a_missing_directory_is_one_line(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist") as refused:
+        read_model_facts(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_directory_without_a_readable_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        read_model_facts(str(tmp_path))
+    (tmp_path / "config.json").write_text("{not json")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_model_facts(str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="not a JSON object"):
+        read_model_facts(str(tmp_path))
+    with pytest.raises(ConfigError, match="is a file"):
+        read_model_facts(str(tmp_path / "config.json"))
+
+
+def test_a_text_only_model_under_encoders_is_told_the_layout_to_use(tmp_path: Path) -> None:
+    found = facts(tmp_path, QWEN3)
+    with pytest.raises(ConfigError, match=r"use --layout P-D$"):
+        check_model_fits(found, parse("(E-P)-D"))
+    with pytest.raises(ConfigError, match=r"use --layout PD$"):
+        check_model_fits(found, parse("E-PD"))
+
+
+def test_a_text_only_model_may_use_layouts_without_encoders(tmp_path: Path) -> None:
+    found = facts(tmp_path, QWEN3)
+    for spec in ("P-D", "PD", "TP1", "EP-D"):
+        check_model_fits(found, parse(spec))
