@@ -127,6 +127,7 @@ def main() -> None:
         "commit": commit.stdout.strip(),
         "rounds": arguments.rounds,
         "machine": {"arch": platform.machine(), "cpus": os.cpu_count(), "model": _cpu_model()},
+        "load_average_1min": os.getloadavg()[0],
         "python": platform.python_version(),
         "numpy": np.__version__,
         "results": results,

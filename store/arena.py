@@ -75,7 +75,7 @@ class Arena:
         """Makes the arena's file and attaches to it. Who creates it unlinks it.
 
         Args:
-            path: a file that does not exist yet, under /dev/shm (or a hugetlbfs).
+            path: a file that does not exist yet, under /dev/shm.
             capacity_bytes: room for features, rounded up to `alignment`.
             slots: most features at one time.
             owners: most processes at one time.
