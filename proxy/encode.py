@@ -52,7 +52,7 @@ class EncodeStep:
                 for encoder, share in zip(encoders, shares, strict=True):
                     if share:
                         group.create_task(self._encode(job, encoder, [items[index] for index in share]))
-        except* Exception as failed:
+        except BaseExceptionGroup as failed:
             raise most_telling(failed) from None
 
     async def _encode(self, job: Job, first: Candidate, items: Sequence[LoadedItem]) -> None:

@@ -24,6 +24,7 @@ from proxy.sink import ClientSink
 from proxy.stage_client import deadline
 
 logger = logging.getLogger(__name__)
+RECANCEL_S = 0.5
 
 
 class ClientLeft(Exception):
@@ -113,4 +114,7 @@ class Exchange(Response):
             pass
         if not sink.finished:
             logger.info("request %s: the client left", self._id)
+        # More than once: Python 3.11's TaskGroup loses a cancellation that meets a failing child.
+        while not sink.finished and not work.done():
             work.cancel()
+            await asyncio.wait([work], timeout=RECANCEL_S)

@@ -111,7 +111,7 @@ class GenerateStep:
                 if not prefill.done():  # its answer is of no interest any more, its tidy end is
                     await asyncio.wait([prefill], timeout=PREFILL_LINGER_S)
                     prefill.cancel()
-        except* Exception as failed:
+        except BaseExceptionGroup as failed:
             raise most_telling(failed) from None
 
     async def _prefill(self, job: Job, route: Route, body: bytes, sink: ClientSink) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import io
 import warnings
 
-from PIL import Image, UnidentifiedImageError
+# The two plugins are imported for their registration: without them the first such picture imports all of Pillow's.
+from PIL import Image, TiffImagePlugin, WebPImagePlugin  # noqa: F401
 
 from epd_serve.errors import RequestError
 
 # What Pillow decodes in its own memory-safe loaders; EPS, PDF and the like run interpreters.
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 # Our own limit is enforced on the header; Pillow's warning about it is noise.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
@@ -36,7 +37,7 @@ def inspect_picture(data: bytes, *, param: str, max_pixels: int) -> tuple[str, i
         raise RequestError(
             f"{param}: {error} (limit {max_pixels:,} pixels).", param=param, code="too_many_pixels"
         ) from None
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
+    except Exception as error:  # Pillow raises whatever a broken file leads its plugins to
         raise _invalid(param, f"not a readable picture (accepted: {', '.join(FORMATS)})") from error
     with picture:
         width, height = picture.size
@@ -51,7 +52,7 @@ def inspect_picture(data: bytes, *, param: str, max_pixels: int) -> tuple[str, i
         mime = Image.MIME[picture.format or ""]
         try:
             _refuse_truncated(picture, data)
-        except (OSError, ValueError, SyntaxError, EOFError) as error:
+        except Exception as error:
             raise _invalid(param, f"the picture is corrupt or truncated ({error})") from error
     return mime, width * height
 

@@ -33,11 +33,14 @@ def read_local(url: str, *, root: Path | None, max_bytes: int, param: str) -> by
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError):
         raise refusal from None
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         where = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         if not where.is_relative_to(root.resolve()) or not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise refusal
-        data = file.read(max_bytes + 1)
+        with open(descriptor, "rb", closefd=False) as file:
+            data = file.read(max_bytes + 1)
+    finally:
+        os.close(descriptor)
     if len(data) > max_bytes:
         raise too_large(param, max_bytes)
     return data

@@ -67,7 +67,7 @@ class MediaLoader:
         try:
             async with asyncio.TaskGroup() as group:
                 raw = [group.create_task(self._bytes_of(ref)) for ref in refs]
-        except* Exception as failed:
+        except BaseExceptionGroup as failed:
             raise most_telling(failed) from None
         contents = [task.result() for task in raw]
         total = sum(len(data) for _, data in contents)

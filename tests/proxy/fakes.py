@@ -173,6 +173,17 @@ class Cluster:
     def metric(self, name: str, **labels: str) -> float:
         return self.app.state.pipeline.metrics.registry.get_sample_value(name, labels) or 0.0
 
+    async def aborted_stream(self, body: dict[str, Any]) -> bytes:
+        """What a chat stream brought before the proxy aborted its connection; fails when it did not."""
+        received = b""
+        try:
+            async with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
+                async for part in response.aiter_bytes():
+                    received += part
+        except httpx.RemoteProtocolError:
+            return received
+        raise AssertionError(f"the stream ended well: {received!r}")
+
     async def idle(self) -> None:
         """Wait until nothing is in flight anywhere; fails after 5 s, naming what is left."""
         async with asyncio.timeout(5):

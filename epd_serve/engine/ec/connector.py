@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 
@@ -125,8 +126,8 @@ class FeatureConnector(ECConnectorBase):
         assert isinstance(metadata, FeatureMetadata) and self._arena is not None
         for slot in metadata.loads:
             if slot.key not in encoder_cache:
-                raw = torch.frombuffer(self._arena.view(slot.offset, slot.nbytes), dtype=torch.uint8)
-                feature = raw.clone().view(getattr(torch, slot.dtype)).view(slot.shape)
+                raw = torch.from_numpy(np.frombuffer(self._arena.view(slot.offset, slot.nbytes), np.uint8).copy())
+                feature = raw.view(getattr(torch, slot.dtype)).view(slot.shape)
                 encoder_cache[slot.key] = feature.to(self._vllm_config.device_config.device)
                 self._trace.stamp(slot.key, "feature_loaded")
 

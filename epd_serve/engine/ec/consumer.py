@@ -144,4 +144,3 @@ class FeatureConsumer:
                     self._table.arrived(key, lease, time.monotonic())
                 idle_bell.ring()
                 self._trace.stamp(key, "feature_pinned", nbytes=lease.nbytes)
-

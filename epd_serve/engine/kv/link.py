@@ -148,9 +148,7 @@ class Link:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.connect(self._endpoint)
         staging, staging_bytes = self._side.hello()
-        self._send(
-            wire.Hello(wire.VERSION, self._source, self._side.name, self._shape, staging, staging_bytes)
-        )
+        self._send(wire.Hello(wire.VERSION, self._source, self._side.name, self._shape, staging, staging_bytes))
         answer = self._receive()
         if isinstance(answer, wire.HelloRefused):
             raise LinkError(f"refused: {answer.reason}")

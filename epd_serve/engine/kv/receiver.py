@@ -38,9 +38,7 @@ class Expected:
 class Receiver:
     """Owns the ROUTER that every P worker of the same rank connects to, and its thread."""
 
-    def __init__(
-        self, endpoint: str, target: str, shape: Mapping[str, Any], side: ReceiveSide, trace: Trace
-    ) -> None:
+    def __init__(self, endpoint: str, target: str, shape: Mapping[str, Any], side: ReceiveSide, trace: Trace) -> None:
         self._target = target
         self._shape = dict(shape)
         self._side = side
