@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import re
 import sys
 from collections.abc import Sequence
@@ -129,6 +130,7 @@ def _serve(arguments: dict[str, Any]) -> int:
     blueprint = draw(config)
     from deploy.launcher import Launch
 
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     return Launch(blueprint).run()
 
 

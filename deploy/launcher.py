@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import os
 import signal
 import socket
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from deploy.blueprint import Blueprint
 from deploy.environment import is_terminal, shm_root, stage_environment
-from deploy.ports import free_ports
+from deploy.ports import free_ports, listen
 from deploy.proxy_settings import build_proxy_settings
 from deploy.ready_message import ready_message
 from deploy.reaper import reap_dead
@@ -64,13 +65,10 @@ class Launch:
         Raises:
             EpdError: port in use, no shared memory, a stage that does not start; everything is cleaned up by then.
         """
-        from proxy.server import bind
-
         config = self.blueprint.config
         root = Path(config.run_root) if config.run_root else None
         with contextlib.ExitStack() as stack:
-            listening = stack.enter_context(bind(config.host, config.port))
-            listening.listen(128)  # from now on a second launch on this port is refused
+            listening = stack.enter_context(listen(config.host, config.port))
             screen = Screen(sys.stderr, terminal=is_terminal())
             for launch_id in reap_dead(root):
                 screen.line(f"cleaned up after launch {launch_id}, which was killed")
@@ -107,8 +105,6 @@ class _Session:
         return WiringPlan(blueprint, self.run, ports, memory)
 
     async def serve(self) -> int:
-        from proxy.app import create_app
-        from proxy.server import serve
         from proxy.table import InstanceTable
 
         self._take_signals()
@@ -116,20 +112,15 @@ class _Session:
             self.screen.line(f"warning: {warning}")
         async with self._arena():
             table = InstanceTable()
-            events = _Events(self.wired, table, self.screen)
             self.supervisor = supervisor = Supervisor(
                 [self._spec(plan) for plan in self.blueprint.plans],
-                events,
-                self._patience(),
+                _Events(self.wired, table, self.screen),
+                replace(self.launch.patience, start_s=self.blueprint.config.startup_timeout_s),
                 parallel_starts=self.blueprint.config.parallel_starts if self.blueprint.device == "cpu" else 0,
             )
             self.screen.open([plan.id for plan in self.blueprint.plans])
             stages = asyncio.create_task(supervisor.run(), name="stages")
-            app = create_app(build_proxy_settings(self.blueprint), table)
-            config = self.blueprint.config
-            front = asyncio.create_task(
-                serve(app, config.host, config.port, sockets=[self.listening], grace_s=DRAIN_S), name="proxy"
-            )
+            front = asyncio.create_task(self._front(table), name="proxy")
             try:
                 await self._until_stopped(supervisor, stages, front)
             except StageError as error:
@@ -137,6 +128,16 @@ class _Session:
             finally:
                 await self._take_down(front, stages)
         return 0
+
+    async def _front(self, table: InstanceTable) -> None:
+        """The proxy, until cancelled. Its web framework loads while the stages load theirs."""
+        await asyncio.to_thread(importlib.import_module, "proxy.app")
+        from proxy.app import create_app
+        from proxy.server import serve
+
+        config = self.blueprint.config
+        app = create_app(build_proxy_settings(self.blueprint), table)
+        await serve(app, config.host, config.port, sockets=[self.listening], grace_s=DRAIN_S)
 
     async def _until_stopped(
         self, supervisor: Supervisor, stages: asyncio.Task[None], front: asyncio.Task[None]
@@ -197,9 +198,6 @@ class _Session:
         profiled = self.blueprint.device != "cpu" and plan.colocated_with
         turn = ",".join(map(str, plan.devices)) if profiled else ""
         return StageSpec(plan.id, STAGE_HOST, self.wired.ports[plan.id], self.run.log(plan.id), command, turn)
-
-    def _patience(self) -> Patience:
-        return replace(self.launch.patience, start_s=self.blueprint.config.startup_timeout_s)
 
     def _take_signals(self) -> None:
         loop = asyncio.get_running_loop()

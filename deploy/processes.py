@@ -54,6 +54,12 @@ def running() -> Iterator[ProcessStat]:
 
 def group_members(group: int) -> list[ProcessStat]:
     """Running processes of a process group."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return []  # spares the walk through /proc
+    except PermissionError:
+        pass  # exists, changed user: look
     return [process for process in running() if process.group == group]
 
 
@@ -77,7 +83,7 @@ def signal_group(group: int, number: signal.Signals) -> None:
     except ProcessLookupError:
         return
     except PermissionError:
-        return  # macOS and some containers: only dead members are left
+        return  # the number belongs to somebody else by now
 
 
 def signal_process(pid: int, number: signal.Signals) -> None:

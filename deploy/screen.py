@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,10 +78,11 @@ class Screen:
             return
         up = f"\x1b[{self._drawn}F" if self._drawn else ""
         now = time.monotonic()
+        width = shutil.get_terminal_size().columns - 1  # a wrapped row could not be drawn over
         lines = []
         for stage, row in self._rows.items():
             elapsed = f" {now - row.since:.0f} s" if row.running else ""
-            lines.append(f"\x1b[2K  {stage:<5} {row.text[:100]}{elapsed}")
+            lines.append("\x1b[2K" + f"  {stage:<5} {row.text}{elapsed}"[:width])
         self._out.write(up + "\n".join(lines) + "\n")
         self._out.flush()
         self._drawn = len(lines)

@@ -140,6 +140,18 @@ def test_a_second_ctrl_c_does_not_wait(launch: Callable[..., FakeLaunch]) -> Non
     one.assert_nothing_remains(launch_id)
 
 
+def test_ctrl_c_while_stages_start_leaves_nothing(launch: Callable[..., FakeLaunch]) -> None:
+    one = launch("E-PD", "--delay=60", "--child")
+    wait_until(lambda: one.get("/health")[0] == 503, "the proxy answers while stages start")
+    launch_id = one.run_path.name
+    wait_until(lambda: len(one.members(launch_id)) == 4, "stages and their children run")
+    out, err = one.end(signal.SIGINT)
+    assert one.process.returncode == 0
+    assert "Ready" not in out
+    assert "Traceback" not in err
+    one.assert_nothing_remains(launch_id)
+
+
 def test_a_killed_stage_comes_back_with_a_new_incarnation_on_the_same_port(launch: Callable[..., FakeLaunch]) -> None:
     one = launch("(E-P)-D")
     one.wait_ready()
