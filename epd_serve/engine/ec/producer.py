@@ -16,6 +16,7 @@ import torch
 import zmq
 
 from epd_serve import wire
+from epd_serve.engine.sockets import open_socket
 from epd_serve.engine.trace import Trace
 from epd_serve.wiring import StageWiring
 from store.arena import Arena
@@ -56,8 +57,7 @@ class FeatureProducer:
         self._arena.close()
 
     def _write(self) -> None:
-        publisher = zmq.Context.instance().socket(zmq.PUB)
-        publisher.setsockopt(zmq.LINGER, 200)
+        publisher = open_socket(zmq.PUB, linger_s=0.2)
         publisher.bind(self._wiring.events[self._wiring.instance])
         while (job := self._queue.get()) is not None:
             key, feature = job
