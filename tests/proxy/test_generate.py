@@ -159,7 +159,9 @@ async def test_prefill_refusal_cancels_decode_and_is_the_answer() -> None:
         await c.idle()
 
 
-@pytest.mark.parametrize("failure", [refuses(500, "boom"), breaks, replies(200, {"kv_transfer_params": {"ok": False}})])
+@pytest.mark.parametrize(
+    "failure", [refuses(500, "boom"), breaks, replies(200, {"kv_transfer_params": {"ok": False, "reason": "x"}})]
+)
 async def test_prefill_failure_cancels_decode_and_starts_over(failure: object) -> None:
     async with cluster("P0", "D0") as c:
         c["P0"].script.append(failure)  # type: ignore[arg-type]
@@ -286,14 +288,14 @@ async def test_nothing_stays_in_flight_whatever_happened() -> None:
     async with cluster("E0", "P0", "P1", "D0", "D1") as c:
         c["E0"].script.extend([answer, refuses(500, "x"), breaks, refuses(400, "bad"), answer])
         c["P0"].script.extend([breaks, refuses(500, "x"), refuses(400, "bad"), answer])
-        c["P1"].script.extend([hangs, answer, replies(200, {"kv_transfer_params": {"ok": False}})])
+        c["P1"].script.extend([hangs, answer, replies(200, {"kv_transfer_params": {"ok": False, "reason": "x"}})])
         c["D0"].script.extend([breaks, streams(chunk("a"), then="break"), streams(chunk("a"), then="hang")])
         c["D1"].script.extend([hangs, refuses(503, "dead"), refuses(422, "bad")])
 
         async def one(index: int) -> None:
             body = (picture_body if index % 2 else text_body)(stream=bool(index % 3))
             try:
-                await asyncio.wait_for(c.client.post(CHAT, json=body), timeout=1.5)
+                await asyncio.wait_for(c.client.post(CHAT, json=body), timeout=0.8)
             except (TimeoutError, httpx.HTTPError):
                 return
 

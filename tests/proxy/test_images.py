@@ -66,7 +66,7 @@ def test_the_pixel_limit_is_inclusive() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200), st.sampled_from(KINDS), st.integers(0, 400))
 def test_damage_never_raises_anything_but_a_request_error(noise: bytes, kind: str, at: int) -> None:
     data = picture(16, 16, kind=kind)

@@ -10,6 +10,7 @@ import pytest
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
 from proxy.server import bind
+from proxy.settings import MediaLimits, Timeouts
 from tests.proxy.fakes import cluster, settings, text_body
 
 
@@ -29,6 +30,18 @@ async def test_health_follows_the_layout() -> None:
 async def test_an_empty_table_is_not_healthy() -> None:
     async with cluster() as c:
         assert (await c.client.get("/health")).status_code == 503
+
+
+async def test_a_bug_of_ours_is_an_openai_shaped_500(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster("PD0") as c:
+
+        def bug(*_: object) -> None:
+            raise KeyError("oops")
+
+        monkeypatch.setattr("proxy.pipeline.parse", bug)
+        response = await c.client.post("/v1/chat/completions", json=text_body())
+        assert response.status_code == 500 and response.json()["error"]["code"] == "internal_error"
+        await c.idle()
 
 
 async def test_models_version_instances_and_metrics() -> None:
@@ -60,6 +73,10 @@ def test_settings_are_checked() -> None:
         settings(served_models=())
     with pytest.raises(ConfigError, match="retries"):
         settings(retries=-1)
+    with pytest.raises(ConfigError, match="total_s"):
+        Timeouts(total_s=0)
+    with pytest.raises(ConfigError, match="max_pixels"):
+        MediaLimits(max_pixels=-1)
 
 
 def test_importing_the_proxy_imports_no_engine_and_no_tensor_library() -> None:
