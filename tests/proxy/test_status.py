@@ -9,7 +9,6 @@ import pytest
 
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
-from proxy.server import bind
 from proxy.settings import MediaLimits, Timeouts
 from tests.proxy.fakes import cluster, settings, text_body
 
@@ -56,16 +55,6 @@ async def test_models_version_instances_and_metrics() -> None:
         metrics = (await c.client.get("/metrics")).text
         assert 'epd_proxy_requests_total{endpoint="/v1/chat/completions",status="200"} 1.0' in metrics
         assert 'epd_proxy_paths_total{path="PD"} 1.0' in metrics
-
-
-def test_a_port_in_use_is_a_config_error_that_names_the_flag() -> None:
-    with bind("127.0.0.1", 0) as taken:
-        taken.listen()
-        with pytest.raises(ConfigError, match=r"--port .* is in use") as refused:
-            bind("127.0.0.1", taken.getsockname()[1])
-        assert refused.value.param == "--port"
-    with pytest.raises(ConfigError, match="--host"):
-        bind("no-such-host.invalid", 0)
 
 
 def test_settings_are_checked() -> None:
