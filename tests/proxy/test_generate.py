@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from proxy.request import Endpoint
 from tests.proxy.fakes import (
     DONE,
+    QUICK,
     answer,
     breaks,
     chunk,
@@ -208,7 +210,7 @@ async def test_a_missing_role_is_503_after_the_wait() -> None:
 
 
 async def test_a_request_waits_for_a_restarted_stage() -> None:
-    patient = settings(timeouts=settings().timeouts.__class__(instance_wait_s=8, total_s=9))
+    patient = settings(timeouts=replace(QUICK, instance_wait_s=8))
     async with cluster("P0", "D0", config=patient) as c:
         first = c.instances["D0"]
         c["D0"].script.append(breaks)
@@ -217,13 +219,13 @@ async def test_a_request_waits_for_a_restarted_stage() -> None:
         await c["D0"].until(lambda stage: bool(stage.calls))
         c.table.mark_down("D0", "killed", incarnation=first.incarnation)
         await c["P0"].until(lambda stage: stage.cancelled == 1)
-        c.table.apply(first.__class__(**{**first.__dict__, "incarnation": "D0-life2"}))
+        c.table.apply(replace(first, incarnation="D0-life2"))
         assert (await request).status_code == 200
         await c.idle()
 
 
 async def test_a_probed_dead_instance_is_replaced_by_its_next_life() -> None:
-    patient = settings(timeouts=settings().timeouts.__class__(instance_wait_s=8, total_s=9))
+    patient = settings(timeouts=replace(QUICK, instance_wait_s=8))
     async with cluster("PD0", config=patient) as c:
         alive = c.instances["PD0"]
         c.table.apply(refused_instance("PD0", alive.role))
@@ -258,20 +260,24 @@ async def test_a_client_that_leaves_mid_stream_cancels_decode() -> None:
         await c.idle()
 
 
-async def test_late_first_token_and_late_next_token_are_named_deadlines() -> None:
-    hurried = settings(timeouts=settings().timeouts.__class__(first_byte_s=0.2, idle_s=0.2))
-    async with cluster("PD0", config=hurried) as c:
+async def test_a_late_first_token_is_a_504_that_says_so() -> None:
+    async with cluster("PD0", config=settings(timeouts=replace(QUICK, first_byte_s=0.3))) as c:
         c["PD0"].script.append(hangs)
         late = await c.client.post(CHAT, json=text_body(stream=True))
         assert late.status_code == 504 and "first token" in late.json()["error"]["message"]
+        await c.idle()
+
+
+async def test_a_late_next_token_ends_the_stream_and_says_so() -> None:
+    async with cluster("PD0", config=settings(timeouts=replace(QUICK, idle_s=0.1))) as c:
         c["PD0"].script.append(streams(chunk("a"), then="hang"))
         received = await c.aborted_stream(text_body(stream=True))
-        assert b"next token" in received
+        assert received.startswith(chunk("a")) and b"next token" in received
+        await c["PD0"].until(lambda stage: stage.cancelled == 1)
 
 
 async def test_the_whole_request_has_a_deadline() -> None:
-    hurried = settings(timeouts=settings().timeouts.__class__(total_s=0.2))
-    async with cluster("PD0", config=hurried) as c:
+    async with cluster("PD0", config=settings(timeouts=replace(QUICK, total_s=0.5))) as c:
         c["PD0"].script.append(hangs)
         assert (await c.client.post(CHAT, json=text_body())).status_code == 504
         await c["PD0"].until(lambda stage: stage.cancelled == 1)
