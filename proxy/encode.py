@@ -70,10 +70,11 @@ class EncodeStep:
                     return
                 except (StageError, DeadlineError) as error:
                     logger.warning("request %s: %s", job.id, error.message)
+                    failed = instance.id
             others = [other for other in self._table.live(Role.E) if other.life not in tried]
             encoder = least_loaded(others)
             if encoder is not None:
-                self._metrics.retries.labels("E").inc()
+                self._metrics.retries.labels(failed).inc()
         self._fall_back(job, items, "encoder_failed")
 
     async def _post(self, job: Job, instance: Instance, body: bytes) -> None:

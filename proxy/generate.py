@@ -123,7 +123,7 @@ class GenerateStep:
             answer = await self._stages.post(instance, job.request.endpoint, body, job.headers, timeout_s=None)
             params = answer.get("kv_transfer_params")
             if isinstance(params, dict) and params.get("ok") is False:
-                reason = params.get("error") or "no reason given"
+                reason = params.get("reason") or "no reason given"
                 raise StageError(f"stage {instance.id} could not deliver its KV: {reason}", stage=instance.id)
             outcome = "ok"
         except EpdError as error:

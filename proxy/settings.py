@@ -32,6 +32,11 @@ class Timeouts:
     total_s: float = 1800.0
     instance_wait_s: float = 30.0
 
+    def __post_init__(self) -> None:
+        _require_positive(self, "connect_s", "encode_s", "first_byte_s", "idle_s", "total_s")
+        if self.instance_wait_s < 0:
+            raise ConfigError("instance_wait_s must not be negative", param="instance_wait_s")
+
 
 @dataclass(frozen=True)
 class MediaLimits:
@@ -57,6 +62,12 @@ class MediaLimits:
     allow_private_addresses: bool = False
     max_parallel_fetches: int = 32
     threads: int = 2
+
+    def __post_init__(self) -> None:
+        names = ("max_bytes", "max_total_bytes", "max_pixels", "fetch_timeout_s", "max_parallel_fetches", "threads")
+        _require_positive(self, *names)
+        if self.max_items < 0 or self.max_redirects < 0:
+            raise ConfigError("max_items and max_redirects must not be negative", param="media")
 
 
 @dataclass(frozen=True)
@@ -97,10 +108,14 @@ class ProxySettings:
     def __post_init__(self) -> None:
         if not self.served_models:
             raise ConfigError("the proxy needs at least one served model name", param="served_models")
-        for name in ("max_body_bytes", "max_n", "max_in_flight"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1", param=name)
+        _require_positive(self, "max_body_bytes", "max_n", "max_in_flight")
         if self.retries < 0:
             raise ConfigError("retries must not be negative", param="retries")
         if any(not key for key in self.api_keys):
             raise ConfigError("an API key is empty", param="api_keys")
+
+
+def _require_positive(settings: object, *names: str) -> None:
+    for name in names:
+        if not getattr(settings, name) > 0:  # also refuses NaN
+            raise ConfigError(f"{name} must be greater than 0, got {getattr(settings, name)}", param=name)

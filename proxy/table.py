@@ -101,16 +101,13 @@ class InstanceTable:
 
     def mark_up(self, instance_id: str) -> None:
         """The instance answers. Unknown ids raise KeyError: announce it with `apply` first."""
-        life = self._lives[instance_id]
-        life.up, life.reason = True, ""
-        self._announce()
+        self._set(self._lives[instance_id], True, "")
 
     def mark_down(self, instance_id: str, reason: str, *, incarnation: str | None = None) -> None:
         """Send it nothing more. With `incarnation`, a late word about a previous life is ignored."""
         life = self._lives[instance_id]
         if incarnation is None or incarnation == life.instance.incarnation:
-            life.up, life.reason = False, reason
-            self._announce()
+            self._set(life, False, reason)
 
     def remove(self, instance_id: str) -> None:
         """Forget an instance (re-layout)."""
@@ -172,6 +169,12 @@ class InstanceTable:
         finally:
             self._waiters.discard(waiter)
         return True
+
+    def _set(self, life: _Life, up: bool, reason: str) -> None:
+        changed = life.up is not up
+        life.up, life.reason = up, reason
+        if changed:  # a poller repeats itself every second; those who wait want news
+            self._announce()
 
     def _retire(self, life: _Life) -> None:
         life.up = False

@@ -8,11 +8,12 @@ import io
 import json
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
+import uvicorn
 from fastapi import FastAPI
 from PIL import Image
 from starlette.types import Receive, Scope, Send
@@ -20,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.app import create_app
-from proxy.server import bind, serve
+from proxy.server import bind
 from proxy.settings import MediaLimits, ModelIdentity, ProxySettings, Timeouts
 from proxy.table import InstanceTable
 
@@ -56,6 +57,10 @@ class FakeStage:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
+            await receive()
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+            await send({"type": "lifespan.shutdown.complete"})
             return
         raw = b""
         while True:
@@ -205,24 +210,39 @@ async def cluster(*ids: str, config: ProxySettings | None = None, **app_options:
     table = InstanceTable()
     instances = {}
     app = create_app(config or settings(), table, **app_options)
-    async with asyncio.TaskGroup() as group:
-        tasks = []
+    async with AsyncExitStack() as stack:
         for stage in stages.values():
-            socket = bind("127.0.0.1", 0)
-            socket.listen(128)
-            port = socket.getsockname()[1]
+            url = await stack.enter_async_context(served(stage))
             kv = f"ipc:///{stage.id}.kv" if stage.role.sends_kv else None
-            instances[stage.id] = Instance(stage.id, stage.role, f"http://127.0.0.1:{port}", f"{stage.id}-life1", kv)
+            instances[stage.id] = Instance(stage.id, stage.role, url, f"{stage.id}-life1", kv)
             table.apply(instances[stage.id])
-            tasks.append(group.create_task(serve(stage, "", 0, sockets=[socket])))  # type: ignore[arg-type]
-        socket = bind("127.0.0.1", 0)
-        socket.listen(128)
-        tasks.append(group.create_task(serve(app, "", 0, sockets=[socket])))
-        url = f"http://127.0.0.1:{socket.getsockname()[1]}"
-        async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as client:
-            yield Cluster(stages, table, client, app, instances)
+        url = await stack.enter_async_context(served(app))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10, trust_env=False))
+        yield Cluster(stages, table, client, app, instances)
+
+
+@asynccontextmanager
+async def served(app: Any) -> AsyncIterator[str]:
+    """`app` on a real uvicorn at a free port, ended at once: uvicorn's own shutdown takes 0.2 s of sleeps."""
+    socket = bind("127.0.0.1", 0)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on")
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    await server.startup(sockets=[socket])
+    try:
+        yield f"http://127.0.0.1:{socket.getsockname()[1]}"
+    finally:
+        for listener in server.servers:
+            listener.close()
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+        tasks = list(server.server_state.tasks)
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.lifespan.shutdown()
+        socket.close()
 
 
 def refused_instance(instance_id: str, role: Role) -> Instance:

@@ -66,7 +66,7 @@ def test_the_pixel_limit_is_inclusive() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200), st.sampled_from(KINDS), st.integers(0, 400))
 def test_damage_never_raises_anything_but_a_request_error(noise: bytes, kind: str, at: int) -> None:
     data = picture(16, 16, kind=kind)
@@ -77,7 +77,9 @@ def test_damage_never_raises_anything_but_a_request_error(noise: bytes, kind: st
 
 def test_a_typical_picture_takes_a_few_milliseconds() -> None:
     data = photo(size=(1024, 1024))
-    inspect(data)
-    begun = time.perf_counter()
-    inspect(data)
-    assert time.perf_counter() - begun < 0.02
+    took = []
+    for _ in range(10):
+        begun = time.perf_counter()
+        inspect(data)
+        took.append(time.perf_counter() - begun)
+    assert min(took) < 0.005

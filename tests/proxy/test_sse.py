@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.errors import StageRefusal, stage_answer_error
 from proxy.sse import EventSplitter, error_payload, is_comment, is_done
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.binary(min_size=1).filter(lambda raw: b"\n" not in raw)), st.data())
 def test_events_come_out_whole_wherever_the_stream_is_cut(events: list[bytes], data: st.DataObject) -> None:
     stream = b"".join(b"data: " + event + b"\n\n" for event in events)

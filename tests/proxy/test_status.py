@@ -9,7 +9,7 @@ import pytest
 
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
-from proxy.server import bind
+from proxy.settings import MediaLimits, Timeouts
 from tests.proxy.fakes import cluster, settings, text_body
 
 
@@ -31,6 +31,18 @@ async def test_an_empty_table_is_not_healthy() -> None:
         assert (await c.client.get("/health")).status_code == 503
 
 
+async def test_a_bug_of_ours_is_an_openai_shaped_500(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster("PD0") as c:
+
+        def bug(*_: object) -> None:
+            raise KeyError("oops")
+
+        monkeypatch.setattr("proxy.pipeline.parse", bug)
+        response = await c.client.post("/v1/chat/completions", json=text_body())
+        assert response.status_code == 500 and response.json()["error"]["code"] == "internal_error"
+        await c.idle()
+
+
 async def test_models_version_instances_and_metrics() -> None:
     async with cluster("PD0", config=settings(served_models=("demo", "alias"), max_model_len=4096)) as c:
         await c.client.post("/v1/chat/completions", json=text_body())
@@ -45,21 +57,15 @@ async def test_models_version_instances_and_metrics() -> None:
         assert 'epd_proxy_paths_total{path="PD"} 1.0' in metrics
 
 
-def test_a_port_in_use_is_a_config_error_that_names_the_flag() -> None:
-    with bind("127.0.0.1", 0) as taken:
-        taken.listen()
-        with pytest.raises(ConfigError, match=r"--port .* is in use") as refused:
-            bind("127.0.0.1", taken.getsockname()[1])
-        assert refused.value.param == "--port"
-    with pytest.raises(ConfigError, match="--host"):
-        bind("no-such-host.invalid", 0)
-
-
 def test_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match="model name"):
         settings(served_models=())
     with pytest.raises(ConfigError, match="retries"):
         settings(retries=-1)
+    with pytest.raises(ConfigError, match="total_s"):
+        Timeouts(total_s=0)
+    with pytest.raises(ConfigError, match="max_pixels"):
+        MediaLimits(max_pixels=-1)
 
 
 def test_importing_the_proxy_imports_no_engine_and_no_tensor_library() -> None:
