@@ -20,6 +20,9 @@ import msgspec
 
 VERSION = 1
 
+MISSING_XARG = "epd_missing"
+"""Proxy → P, in `vllm_xargs`: comma-separated keys of items that no encoder produced; P need not wait for them."""
+
 
 class TransferKey(msgspec.Struct, frozen=True, array_like=True):
     """One prompt's KV on its way: the proxy's id of the attempt, and the request id within the stages."""

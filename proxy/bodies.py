@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from epd_serve.instances import Instance
+from epd_serve.wire import MISSING_XARG
 from proxy.media import LoadedItem
 from proxy.parts import rewritten_part
 from proxy.request import ParsedRequest
@@ -39,6 +40,11 @@ def base_body(request: ParsedRequest, items: Sequence[LoadedItem], cache_salt: s
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
     return body
+
+
+def without_features(base: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Tell the prefilling stage which items no encoder produced, so that it does not wait for them."""
+    return {**base, "vllm_xargs": {**(base.get("vllm_xargs") or {}), MISSING_XARG: ",".join(keys)}}
 
 
 def encode_body(base: Mapping[str, Any], items: Iterable[LoadedItem]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class EncodeStep:
-    """Runs E for a job. When `run` returns, every item is encoded or counted as left to P."""
+    """Runs E for a job. `run` returns the keys that are left to P."""
 
     def __init__(
         self, table: InstanceTable, stages: StageClient, metrics: Metrics, timeouts: Timeouts, *, retries: int
@@ -39,23 +39,32 @@ class EncodeStep:
         self._timeouts = timeouts
         self._retries = retries
 
-    async def run(self, job: Job) -> None:
-        """Encode the job's items, each key once. Raises StageRefusal when an encoder refuses an item."""
+    async def run(self, job: Job) -> list[str]:
+        """Encode the job's items, each key once.
+
+        Returns:
+            Keys of the items that no encoder produced.
+
+        Raises:
+            StageRefusal: an encoder refuses an item.
+        """
         items = list({item.key: item for item in job.items}.values())
         encoders = self._table.live(Role.E)
         if not encoders:
-            self._fall_back(job, items, "no_encoder")
-            return
+            return self._fall_back(job, items, "no_encoder")
         shares = split_longest_first([item.weight for item in items], [encoder.load for encoder in encoders])
         try:
             async with asyncio.TaskGroup() as group:
-                for encoder, share in zip(encoders, shares, strict=True):
-                    if share:
-                        group.create_task(self._encode(job, encoder, [items[index] for index in share]))
+                tasks = [
+                    group.create_task(self._encode(job, encoder, [items[index] for index in share]))
+                    for encoder, share in zip(encoders, shares, strict=True)
+                    if share
+                ]
         except BaseExceptionGroup as failed:
             raise most_telling(failed) from None
+        return [key for task in tasks for key in task.result()]
 
-    async def _encode(self, job: Job, first: Candidate, items: Sequence[LoadedItem]) -> None:
+    async def _encode(self, job: Job, first: Candidate, items: Sequence[LoadedItem]) -> list[str]:
         body = encoded(encode_body(job.base, items))
         weight = sum(item.weight for item in items)
         tried = set()
@@ -67,7 +76,7 @@ class EncodeStep:
             with self._table.acquire(encoder.id, Work.ENCODE, weight) as instance:
                 try:
                     await self._post(job, instance, body)
-                    return
+                    return []
                 except (StageError, DeadlineError) as error:
                     logger.warning("request %s: %s", job.id, error.message)
                     failed = instance.id
@@ -75,7 +84,7 @@ class EncodeStep:
             encoder = least_loaded(others)
             if encoder is not None:
                 self._metrics.retries.labels(failed).inc()
-        self._fall_back(job, items, "encoder_failed")
+        return self._fall_back(job, items, "encoder_failed")
 
     async def _post(self, job: Job, instance: Instance, body: bytes) -> None:
         begun = time.perf_counter()
@@ -89,6 +98,7 @@ class EncodeStep:
         finally:
             self._metrics.stage_seconds.labels("E", outcome).observe(time.perf_counter() - begun)
 
-    def _fall_back(self, job: Job, items: Sequence[LoadedItem], reason: str) -> None:
+    def _fall_back(self, job: Job, items: Sequence[LoadedItem], reason: str) -> list[str]:
         logger.warning("request %s: %d items go on unencoded (%s)", job.id, len(items), reason)
         self._metrics.encode_fallback.labels(reason).inc(len(items))
+        return [item.key for item in items]

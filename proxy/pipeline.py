@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import httpx
 
 from epd_serve.errors import OverloadedError
-from proxy.bodies import base_body
+from proxy.bodies import base_body, without_features
 from proxy.encode import EncodeStep
 from proxy.fetch import Resolver, UrlFetcher, resolve
 from proxy.generate import GenerateStep
@@ -81,5 +82,7 @@ class Pipeline:
         base = base_body(request, items, tenant if self.settings.api_keys else None)
         job = Job(request_id, request, base, items, arrived)
         if items and self._router.encodes_apart:
-            await self._encode.run(job)
+            missing = await self._encode.run(job)
+            if missing:
+                job = replace(job, base=without_features(base, missing))
         await self._generate.run(job, sink)

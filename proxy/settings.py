@@ -30,7 +30,7 @@ class Timeouts:
     first_byte_s: float = 300.0
     idle_s: float = 120.0
     total_s: float = 1800.0
-    instance_wait_s: float = 30.0
+    instance_wait_s: float = 60.0
 
     def __post_init__(self) -> None:
         _require_positive(self, "connect_s", "encode_s", "first_byte_s", "idle_s", "total_s")
