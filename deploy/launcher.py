@@ -192,7 +192,7 @@ class _Session:
     def _spec(self, plan: InstancePlan) -> StageSpec:
         def command(incarnation: str) -> Spawn:
             made = self.launch.command_of(self.wired.stage(plan, incarnation))
-            return Spawn(made.argv, stage_environment(made.env, self.run.launch_id, self.blueprint.device))
+            return Spawn(made.argv, stage_environment(made.env, self.run.path, self.blueprint.device))
 
         # Memory is profiled at the start on NPU and CUDA: neighbours on a device must not start together.
         profiled = self.blueprint.device != "cpu" and plan.colocated_with

@@ -21,8 +21,11 @@ from deploy import processes
 from deploy.environment import run_root, shm_root
 from epd_serve.errors import ConfigError
 
-MAX_SOCKET_PATH = 100
+MAX_SOCKET_PATH = 105
 """`sockaddr_un` holds 108 bytes."""
+
+LONGEST_SOCKET_NAME = "00000000-0000-0000-0000-000000000000"
+"""vLLM's own sockets are named by a UUID."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class RunDir:
         path = root / launch_id
         unnamed.rename(path)
         run = cls(launch_id, path, shm_root())
-        if len(str(run.socket("EPD1000.kvw100"))) > MAX_SOCKET_PATH:
+        if len(str(run.socket(LONGEST_SOCKET_NAME))) > MAX_SOCKET_PATH:
             run.remove()
             raise ConfigError(f"run directory {root} is too long for sockets; set XDG_RUNTIME_DIR to a shorter path")
         return run

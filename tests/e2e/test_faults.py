@@ -20,7 +20,7 @@ from tests.e2e.serving import Serving, wait_until
 
 Solo = Callable[[Body], list[list[int]]]
 epd = pytest.mark.parametrize("launch", ["(E-P)-D"], indirect=True, scope="module")
-LONG_ANSWER = chat("Hello", max_tokens=4000, ignore_eos=True, stream=True)
+LONG_ANSWER = chat("Hello", max_tokens=8000, ignore_eos=True, stream=True)
 
 
 def fresh(index: int) -> Body:
@@ -60,7 +60,8 @@ def test_a_feature_that_cannot_be_stored_is_recomputed(launch: Serving, solo_ans
 @epd
 def test_a_client_that_leaves_frees_blocks_on_prefill_and_decode(launch: Serving) -> None:
     with httpx.stream("POST", launch.url + "/v1/chat/completions", json=LONG_ANSWER, timeout=60) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: dropping the iterator would close the stream
+        next(lines)
         wait_until(lambda: launch.requests_inside("D0") == 1, 10, "D0 to decode")
     for instance in ("P0", "D0"):
         wait_until(lambda i=instance: launch.requests_inside(i) == 0, 10, f"{instance} to drop the request")
