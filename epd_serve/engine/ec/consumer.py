@@ -24,7 +24,7 @@ from epd_serve.engine.trace import Trace
 from epd_serve.engine.wake import WakeLine, idle_bell
 from epd_serve.wiring import StageWiring
 from store.arena import Arena, Lease
-from store.errors import CorruptFeatureError
+from store.errors import CorruptFeatureError, StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +138,9 @@ class FeatureConsumer:
                 with self._lock:
                     self._table.failed(key, "corrupt")
                 idle_bell.ring()
+                continue
+            except StoreError as error:  # it did not answer: looked up again, until the request's deadline
+                logger.warning("feature %s: %s", key, error)
                 continue
             if lease is not None:
                 with self._lock:

@@ -77,9 +77,9 @@ class FeatureTable(Generic[PinT]):
         return item.state
 
     def pinned(self, key: str) -> PinT | None:
-        """The pin of a READY feature, else None."""
+        """The pin of a READY feature that a request needs, else None: a mere prefetch may be let go at any time."""
         item = self._items.get(key)
-        return item.pin if item is not None else None
+        return item.pin if item is not None and item.requests else None
 
     def wanted(self) -> list[str]:
         """Keys to look up in the store, oldest first."""
