@@ -10,7 +10,7 @@ _IDLE_WAIT_S = 0.002
 
 
 class WakeLine:
-    """Lets any one thread wake another that sleeps in a ZMQ poll. `ring` belongs to the caller, the rest to the sleeper."""
+    """Lets one thread wake another that sleeps in a ZMQ poll. `ring` is the caller's, the rest the sleeper's."""
 
     def __init__(self) -> None:
         context = zmq.Context.instance()
