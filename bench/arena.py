@@ -4,12 +4,14 @@
 
 Base: `numpy.copyto` between the same kinds of memory (pre-faulted shared memory on one side, private memory on the
 other), rotating over as many places as the arena has. Puts run in a full arena, so each one evicts. All variants of
-one size take turns within one loop, so that a noisy neighbour meets them alike. Medians, and ratios of medians.
+one size take turns within one loop, in an order drawn for every turn, each on the private buffer that was left alone
+longest: noisy neighbours and warm caches meet them alike. Medians, and ratios of medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import mmap
 import os
@@ -26,14 +28,15 @@ from store.arena import Arena
 
 SIZES = {"1 MB": 1_000_000, "8.6 MB": 1196 * 3584 * 2, "19 MB": 2691 * 3584 * 2}  # 1196 and 2691 tokens of 3584 fp16
 PLACES = 8
-SOURCES = 3
+BUFFERS = 5
+AGE = 3  # turns between a put and its get; small enough that eviction takes read features only
 
 
 def measure(nbytes: int, rounds: int) -> dict[str, float]:
     """Median milliseconds per variant."""
     rng = np.random.default_rng(0)
-    sources = [rng.integers(0, 255, nbytes, dtype=np.uint8) for _ in range(SOURCES)]
-    targets = [np.zeros(nbytes, dtype=np.uint8) for _ in range(SOURCES)]
+    sources = [rng.integers(0, 255, nbytes, dtype=np.uint8) for _ in range(BUFFERS)]
+    targets = [np.zeros(nbytes, dtype=np.uint8) for _ in range(BUFFERS)]
     span = -(-nbytes // 4096) * 4096
     paths = {name: f"/dev/shm/epd-bench-{os.getpid()}-{name}" for name in ("plain", "checked")}
     shared = mmap.mmap(-1, span * PLACES)
@@ -41,17 +44,19 @@ def measure(nbytes: int, rounds: int) -> dict[str, float]:
     base = [np.frombuffer(shared, dtype=np.uint8)[place * span :][:nbytes] for place in range(PLACES)]
     arenas = {name: Arena.create(path, span * PLACES, checksums=name == "checked") for name, path in paths.items()}
 
+    private = itertools.count()
+
     def copy_in(turn: int) -> None:
-        np.copyto(base[turn % PLACES], sources[turn % SOURCES])
+        np.copyto(base[turn % PLACES], sources[next(private) % BUFFERS])
 
     def copy_out(turn: int) -> None:
-        np.copyto(targets[turn % SOURCES], base[(turn + 1) % PLACES])
+        np.copyto(targets[next(private) % BUFFERS], base[(turn - AGE) % PLACES])
 
     def put(name: str) -> Callable[[int], None]:
         arena = arenas[name]
 
         def variant(turn: int) -> None:
-            assert arena.put(f"feature-{turn}", sources[turn % SOURCES], shape=(nbytes,), dtype="uint8")
+            assert arena.put(f"feature-{turn}", sources[next(private) % BUFFERS], shape=(nbytes,), dtype="uint8")
 
         return variant
 
@@ -59,13 +64,12 @@ def measure(nbytes: int, rounds: int) -> dict[str, float]:
         arena = arenas[name]
 
         def variant(turn: int) -> None:
-            key = f"feature-{max(0, turn - PLACES + 1)}"  # the oldest one: no more in cache than the base's
-            assert arena.get_into(key, targets[turn % SOURCES])
+            assert arena.get_into(f"feature-{turn - AGE}", targets[next(private) % BUFFERS])
 
         return variant
 
     def lease(turn: int) -> None:
-        held = arenas["checked"].lease(f"feature-{max(0, turn - PLACES + 1)}", verify=False)
+        held = arenas["checked"].lease(f"feature-{turn - AGE}", verify=False)
         assert held
         held.release()
 
@@ -80,10 +84,13 @@ def measure(nbytes: int, rounds: int) -> dict[str, float]:
     }
     taken_s: dict[str, list[float]] = {name: [] for name in variants}
     try:
+        for turn in range(-AGE, 0):
+            for name in ("put", "put, no checksum"):
+                variants[name](turn)
         for turn in range(rounds):
-            for name, variant in variants.items():
+            for name in rng.permutation(list(variants)):
                 started = time.perf_counter()
-                variant(turn)
+                variants[name](turn)
                 taken_s[name].append(time.perf_counter() - started)
     finally:
         for name, arena in arenas.items():
@@ -120,6 +127,7 @@ def main() -> None:
         "commit": commit.stdout.strip(),
         "rounds": arguments.rounds,
         "machine": {"arch": platform.machine(), "cpus": os.cpu_count(), "model": _cpu_model()},
+        "load_average_1min": os.getloadavg()[0],
         "python": platform.python_version(),
         "numpy": np.__version__,
         "results": results,

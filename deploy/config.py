@@ -43,12 +43,12 @@ class DeployConfig:
     allow_private_media: bool = _option(False, "let picture URLs reach private and loopback addresses")
     arena_mib: int = _option(256, "shared memory for features (MM Store tier 1)")
     kv_transport: str = _option("auto", "how KV travels P→D", choices=("auto", "shm", "mooncake"))
+    mooncake_protocol: str = _option("tcp", "Mooncake's protocol (NPUs always use ascend)", choices=("tcp", "rdma"))
     kv_group_layers: int = _option(4, "layers per KV packet")
-    kv_staging_mib: int = _option(64, "shared memory per KV-sending worker")
+    kv_staging_mib: int = _option(64, "shared memory per KV link (sending worker and receiver)")
     startup_timeout_s: float = _option(900.0, "deadline for one stage to become ready")
     parallel_starts: int = _option(CPU_PARALLEL_STARTS, "stages that start at once on CPU (0 = all)")
     trace_dir: str = _option("", "directory for per-stage phase stamps (JSON lines)")
-    fault: str = _option("", "inject a fault into the stages (tests)", hidden=True)
     run_root: str = _option("", "directory for run directories (default: XDG_RUNTIME_DIR or /tmp)", hidden=True)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,8 @@
-"""Ports: free loopback ones for the stages, and the check that the public one can be had."""
+"""Ports: free loopback ones for the stages, and the public one, taken before anything slow starts.
+
+`proxy.server` can bind too; it is not imported here because its web framework takes longer to load than all of the
+launcher, and the stages should be loading theirs meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from pathlib import Path
 from epd_serve.errors import ConfigError
 
 LOWEST = 20000
+BACKLOG = 2048
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -34,23 +39,27 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket for the endpoint, taken before anything slow starts.
+    """A listening socket for the endpoint; connections wait in it until the proxy runs.
 
     Raises:
-        ConfigError: the port is in use, needs privileges, or the address is not of this machine.
+        ConfigError: the port is in use or needs privileges, or the address is not of this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise ConfigError(f"host {host} is not an address: {error.strerror}", param="--host") from error
+        raise ConfigError(f"--host {host} cannot be resolved: {error.strerror}", param="--host") from error
     taken = socket.socket(family, kind, protocol)
-    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(address)
+        taken.listen(BACKLOG)
+        taken.setblocking(False)
     except OSError as error:
         taken.close()
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} is in use; stop what listens there or use --port", param="--port") from None
+            raise ConfigError(f"port {port} is in use; end what listens there or use --port", param="--port") from None
+        if error.errno == errno.EACCES:
+            raise ConfigError(f"port {port} needs privileges; use --port above 1023", param="--port") from None
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", param="--host") from error
     return taken
 

@@ -54,6 +54,12 @@ def running() -> Iterator[ProcessStat]:
 
 def group_members(group: int) -> list[ProcessStat]:
     """Running processes of a process group."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return []  # spares the walk through /proc
+    except PermissionError:
+        pass  # exists, changed user: look
     return [process for process in running() if process.group == group]
 
 
@@ -77,7 +83,7 @@ def signal_group(group: int, number: signal.Signals) -> None:
     except ProcessLookupError:
         return
     except PermissionError:
-        return  # macOS and some containers: only dead members are left
+        return  # the number belongs to somebody else by now
 
 
 def signal_process(pid: int, number: signal.Signals) -> None:
@@ -86,3 +92,18 @@ def signal_process(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         return
+
+
+def kill_members(members: list[int], *, spare_trackers: bool) -> None:
+    """SIGKILL processes. Python's resource trackers can be spared: when the processes they serve are gone they unlink
+    the shared memory those left in /dev/shm, and end."""
+    for pid in members:
+        if not (spare_trackers and _is_resource_tracker(pid)):
+            signal_process(pid, signal.SIGKILL)
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from deploy import processes
 from deploy.environment import LAUNCH_ENV, run_root, shm_root
 from deploy.rundir import RunDir
+from deploy.stage_life import TRACKER_S
 
 KILL_TIMEOUT_S = 5.0
 
@@ -49,12 +49,11 @@ def reap_dead(root: Path | None = None) -> list[str]:
 
 def kill_leftovers(run_path: Path) -> None:
     """SIGKILL the processes of a dead launch and wait until they are gone (bounded)."""
-    deadline = time.monotonic() + KILL_TIMEOUT_S
+    begun = time.monotonic()
     groups = _groups(run_path)
     while victims := _victims(run_path.name, groups):
-        for pid in victims:
-            processes.signal_process(pid, signal.SIGKILL)
-        if time.monotonic() > deadline:
+        processes.kill_members(victims, spare_trackers=time.monotonic() < begun + TRACKER_S)
+        if time.monotonic() > begun + KILL_TIMEOUT_S:
             return
         time.sleep(0.02)
 
@@ -70,9 +69,8 @@ def _victims(launch_id: str, groups: dict[int, int]) -> list[int]:
         if process.pid == os.getpid():
             continue
         recorded = groups.get(process.group)
-        if recorded is not None and _same_group(process.group, recorded, process):
-            found.append(process.pid)
-        elif processes.has_environment(process.pid, LAUNCH_ENV, launch_id):
+        in_group = recorded is not None and _same_group(process.group, recorded, process)
+        if in_group or processes.has_environment(process.pid, LAUNCH_ENV, launch_id):
             found.append(process.pid)
     return found
 

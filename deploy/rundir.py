@@ -74,6 +74,12 @@ class RunDir:
         with (self.path / "groups.jsonl").open("a", encoding="ascii") as file:
             file.write(json.dumps(entry) + "\n")
 
+    def keep_log(self, instance: str) -> Path:
+        """Copy a failed stage's log to where it outlives the launch (one per instance, overwritten by the next)."""
+        kept = self.path.parent / f"last-failure-{instance}.log"
+        shutil.copyfile(self.log(instance), kept)
+        return kept
+
     def clear_instance(self, instance: str) -> None:
         """Remove what a dead life of an instance left: sockets and staging memory. Logs stay."""
         for pattern in ("events", "kv", "kvw*"):

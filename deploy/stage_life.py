@@ -16,6 +16,8 @@ from deploy.stage_log import failure_reason
 
 EXIT_POLL_S = 0.05
 KILL_TIMEOUT_S = 5.0
+TRACKER_S = 2.0
+"""How long Python's resource trackers may take to unlink the shared memory of processes that were killed."""
 _LOG_TAIL_BYTES = 512 << 10
 
 
@@ -55,9 +57,10 @@ class StageLife:
 
     async def exited(self) -> int:
         """Wait for the process to end. The caller bounds the wait."""
-        while (code := self._process.poll()) is None:
+        while True:  # a poll, because pidfds and child watchers are missing in some containers
+            if (code := self._process.poll()) is not None:
+                return code
             await asyncio.sleep(EXIT_POLL_S)
-        return code
 
     def new_log_lines(self) -> list[str]:
         """Complete lines written since the last call."""
@@ -88,10 +91,11 @@ class StageLife:
             processes.signal_group(self.pid, signal.SIGTERM)
             if await self._gone(grace_s):
                 return
-        deadline = time.monotonic() + KILL_TIMEOUT_S
-        while time.monotonic() < deadline:
-            self.kill()
-            if await self._gone(0.2):
+        begun = time.monotonic()
+        while time.monotonic() < begun + KILL_TIMEOUT_S:
+            members = [process.pid for process in processes.group_members(self.pid)]
+            processes.kill_members(members, spare_trackers=time.monotonic() < begun + TRACKER_S)
+            if await self._gone(0.1):
                 return
 
     async def _gone(self, timeout_s: float) -> bool:

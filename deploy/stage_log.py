@@ -11,7 +11,7 @@ _LEVEL = re.compile(r"^(?:ERROR|CRITICAL|WARNING|INFO|DEBUG)\s+(?:[\d-]+ )?[\d:,
 _ERROR = re.compile(r"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*(?:Error|Exception|Interrupt|Exit|Refused))(?::\s*(.*))?$")
 _USAGE = re.compile(r"^[\w.\- ]+: error: (.*)$")
 _NATIVE = re.compile(
-    r"^(?:Fatal Python error: .*|Bus error.*|.*Segmentation fault.*|terminate called after .*|.*: not found|.*No module named .*)$"
+    r"Fatal Python error: |Bus error|.*Segmentation fault|terminate called after |.*: not found$|.*No module named "
 )
 
 _SYMPTOMS = ("See root cause above", "EngineDeadError", "Engine core initialization failed", "EngineCore encountered")

@@ -111,8 +111,11 @@ class Supervisor:
             async with asyncio.TaskGroup() as group:
                 for stage in self.stages:
                     group.create_task(self._supervise(stage), name=f"stage {stage.id}")
-        except* StageError as failed:
-            raise failed.exceptions[0] from None
+        except ExceptionGroup as failed:
+            stage_errors, _ = failed.split(StageError)
+            if stage_errors is None:
+                raise
+            raise _first(stage_errors) from None
 
     def kill_now(self) -> None:
         """SIGKILL every group, without waiting (second Ctrl-C)."""
@@ -224,3 +227,11 @@ class _Lived:
 
     reason: str = "ended"
     up_s: float = 0.0
+
+
+def _first(group: BaseExceptionGroup[StageError]) -> StageError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, StageError)
+    return error

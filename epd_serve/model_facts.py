@@ -6,6 +6,7 @@ are unknown until the stages download it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout
 
 T = TypeVar("T")
+
+_SAMPLE_BYTES = 1 << 20
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MULTIMODAL_KEY = re.compile(r"vision|visual|audio|img_processor|image_token|video_token")
@@ -31,6 +34,7 @@ class ModelFacts:
         multimodal: it has a vision or audio tower.
         max_positions: context limit of the language model in tokens.
         dtype: as written, e.g. `bfloat16`.
+        revision: digest of the config and of samples of the weights; the same on every host.
     """
 
     directory: Path
@@ -38,6 +42,7 @@ class ModelFacts:
     multimodal: bool
     max_positions: int | None
     dtype: str | None
+    revision: str = ""
 
 
 def read_model_facts(model: str) -> ModelFacts | None:
@@ -63,6 +68,7 @@ def read_model_facts(model: str) -> ModelFacts | None:
         multimodal=_is_multimodal(config, str(architectures[0])),
         max_positions=_first(int, language.get("max_position_embeddings"), config.get("max_position_embeddings")),
         dtype=_first(str, config.get("dtype"), config.get("torch_dtype"), language.get("dtype")),
+        revision=_revision(directory),
     )
 
 
@@ -102,6 +108,19 @@ def _read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a JSON object")
     return config
+
+
+def _revision(directory: Path) -> str:
+    """Config whole, weight files by name, size, head and tail: a retrained model of equal shape still differs."""
+    digest = hashlib.blake2b((directory / "config.json").read_bytes(), digest_size=8)
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}:".encode())
+        with path.open("rb") as weights:
+            digest.update(weights.read(_SAMPLE_BYTES))
+            weights.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(weights.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _is_multimodal(config: dict[str, Any], architecture: str) -> bool:

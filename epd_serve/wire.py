@@ -20,6 +20,9 @@ import msgspec
 
 VERSION = 1
 
+MISSING_XARG = "epd_missing"
+"""Proxy → P, in `vllm_xargs`: comma-separated keys of items that no encoder produced; P need not wait for them."""
+
 
 class TransferKey(msgspec.Struct, frozen=True, array_like=True):
     """One prompt's KV on its way: the proxy's id of the attempt, and the request id within the stages."""
@@ -35,7 +38,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
 # --- feature events -------------------------------------------------------------------------------------------------
 
 
-class FeatureReady(_Message):
+class FeatureReady(_Message, frozen=True):
     """Published only after the put succeeded. A hint: the store's index is the truth (design §4.2)."""
 
     key: str
@@ -43,7 +46,7 @@ class FeatureReady(_Message):
     incarnation: str
 
 
-class FeatureFailed(_Message):
+class FeatureFailed(_Message, frozen=True):
     """The encoder could not store this feature: consumers stop waiting and recompute."""
 
     key: str
@@ -53,13 +56,13 @@ class FeatureFailed(_Message):
 # --- transfer control, D scheduler → P scheduler --------------------------------------------------------------------
 
 
-class Queued(_Message):
+class Queued(_Message, frozen=True):
     """D holds the request but has no blocks for it yet; renews P's patience."""
 
     keys: list[TransferKey]
 
 
-class Ready(_Message):
+class Ready(_Message, frozen=True):
     """D reserved blocks: P may admit the request and push.
 
     Attributes:
@@ -81,7 +84,7 @@ class Ready(_Message):
     endpoints: list[str]
 
 
-class Cancel(_Message):
+class Cancel(_Message, frozen=True):
     """D gives the transfer up. Its blocks are not reused before `CancelAck`, `Done`, or proof that P is gone."""
 
     key: TransferKey
@@ -90,20 +93,20 @@ class Cancel(_Message):
 # --- transfer control, P scheduler → D scheduler --------------------------------------------------------------------
 
 
-class Alive(_Message):
+class Alive(_Message, frozen=True):
     """Heartbeat: P still holds these transfers."""
 
     keys: list[TransferKey]
 
 
-class Refused(_Message):
+class Refused(_Message, frozen=True):
     """P will not serve this transfer; nothing was or will be written."""
 
     key: TransferKey
     reason: str
 
 
-class CancelAck(_Message):
+class CancelAck(_Message, frozen=True):
     """No write for this transfer is in flight and none will start."""
 
     key: TransferKey
@@ -112,7 +115,7 @@ class CancelAck(_Message):
 # --- transfer data, P worker → D worker -----------------------------------------------------------------------------
 
 
-class Hello(_Message):
+class Hello(_Message, frozen=True):
     """First message on a link: what must agree for KV bytes to mean the same on both ends."""
 
     version: int
@@ -123,7 +126,7 @@ class Hello(_Message):
     staging_bytes: int = 0
 
 
-class Packet(_Message):
+class Packet(_Message, frozen=True):
     """A packet of layers waits in the sender's staging memory (shared-memory transport only).
 
     Attributes:
@@ -140,7 +143,7 @@ class Packet(_Message):
     runs: list[tuple[int, int]]
 
 
-class Done(_Message):
+class Done(_Message, frozen=True):
     """Last message of a transfer; follows every write."""
 
     key: TransferKey
@@ -151,7 +154,7 @@ class Done(_Message):
 # --- transfer data, D worker → P worker -----------------------------------------------------------------------------
 
 
-class HelloAck(_Message):
+class HelloAck(_Message, frozen=True):
     """The link is open. `session` and `bases` (region base addresses) are for one-sided transports."""
 
     target: str
@@ -159,13 +162,13 @@ class HelloAck(_Message):
     bases: list[int] = []
 
 
-class HelloRefused(_Message):
+class HelloRefused(_Message, frozen=True):
     """The ends do not match; `reason` says in what."""
 
     reason: str
 
 
-class Credit(_Message):
+class Credit(_Message, frozen=True):
     """The packet's staging memory may be used again."""
 
     seq: int

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,17 +139,27 @@ def _ask(tool: str, *arguments: str) -> tuple[str | None, str]:
     if path is None:
         return None, f"{tool} is not on PATH"
     try:
-        done = subprocess.run(
-            [path, *arguments], capture_output=True, text=True, errors="replace", timeout=TOOL_TIMEOUT_S, check=False
+        process = subprocess.Popen(
+            [path, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        return None, f"{tool} did not answer within {TOOL_TIMEOUT_S:.0f} s"
     except OSError as error:
         return None, f"{tool} could not be run: {error.strerror}"
-    if done.returncode != 0:
-        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-        return None, f"{tool} failed: {last[0] if last else f'exit code {done.returncode}'}"
-    return done.stdout, f"{tool} lists no device"
+    try:
+        output, errors = process.communicate(timeout=TOOL_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        # Killed but not waited for: a process that hangs inside a driver does not die before the driver answers.
+        os.killpg(process.pid, signal.SIGKILL)
+        return None, f"{tool} did not answer within {TOOL_TIMEOUT_S:g} s"
+    if process.returncode != 0:
+        last = (errors.strip() or output.strip()).splitlines()[-1:]
+        return None, f"{tool} failed: {last[0] if last else f'exit code {process.returncode}'}"
+    return output, f"{tool} lists no device"
 
 
 def _numbered_files(folder: str, prefix: str, name: str) -> dict[int, str]:

@@ -17,35 +17,17 @@ import numpy as np
 
 from store.arena_file import make_file, map_file, open_file
 from store.arena_index import FeatureIndex
-from store.arena_layout import (
-    H_CAPACITY,
-    H_CORRUPT,
-    H_EVICTIONS,
-    H_FEATURES,
-    H_HITS,
-    H_LEASED,
-    H_MISSES,
-    H_PUTS,
-    H_RECLAIMED,
-    H_USED,
-    S_OFFSET,
-    SLOT_WORDS,
-    WORD,
-    Geometry,
-    align_up,
-)
+from store.arena_layout import H_CORRUPT, H_HITS, H_MISSES, H_PUTS, S_OFFSET, SLOT_WORDS, WORD, Geometry, align_up
 from store.arena_lock import ArenaLock
 from store.arena_slots import Name, Record
-from store.checksum import Bytes, as_bytes, checksum, copy, copy_with_checksum
+from store.arena_stats import read_stats
+from store.checksum import Buffer, Bytes, as_bytes, checksum, copy, copy_with_checksum
 from store.errors import CorruptFeatureError, StoreError
 from store.feature import FeatureMeta, StoreStats
+from store.interface import FeatureStore
 from store.lease import Lease
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
 LOCK_TIMEOUT_S = 5.0
-
 
 
 class Arena:
@@ -57,18 +39,17 @@ class Arena:
         fd, geometry = open_file(path)
         try:
             file = memoryview(map_file(fd, geometry, prefault=prefault))
-        except BaseException:
+            words_end = geometry.words * WORD
+            self._words = file[:words_end].cast("Q")
+            leases = file[words_end : words_end + geometry.leases_bytes].cast("I")
+            self._index = FeatureIndex(file, self._words, leases, geometry)
+            self._lock = ArenaLock(fd, self._words, self._index.rebuild, lock_timeout_s)
+        finally:
             os.close(fd)
-            raise
-        words_end = geometry.words * WORD
-        self._words = file[:words_end].cast("Q")
-        leases = file[words_end : words_end + geometry.leases_bytes].cast("I")
-        self._index = FeatureIndex(file, self._words, leases, geometry)
         self._table = geometry.slots_word
         self._features = file[geometry.data_byte :].toreadonly()
         self._bytes: Bytes = np.frombuffer(file, dtype=np.uint8)[geometry.data_byte :]
         self._checksums = checksums
-        self._lock = ArenaLock(fd, self._words, self._index.rebuild, lock_timeout_s)
         self._begin_life()
         _open_arenas.add(self)
 
@@ -94,7 +75,7 @@ class Arena:
         """Makes the arena's file and attaches to it. Who creates it unlinks it.
 
         Args:
-            path: a file that does not exist yet, under /dev/shm (or a hugetlbfs).
+            path: a file that does not exist yet, under /dev/shm.
             capacity_bytes: room for features, rounded up to `alignment`.
             slots: most features at one time.
             owners: most processes at one time.
@@ -232,19 +213,7 @@ class Arena:
     def stats(self) -> StoreStats:
         """Counters of all processes together."""
         with self._lock:
-            words = self._words
-            return StoreStats(
-                capacity_bytes=words[H_CAPACITY],
-                used_bytes=words[H_USED],
-                features=words[H_FEATURES],
-                leased=words[H_LEASED],
-                puts=words[H_PUTS],
-                hits=words[H_HITS],
-                misses=words[H_MISSES],
-                evictions=words[H_EVICTIONS],
-                corrupt=words[H_CORRUPT],
-                reclaimed=words[H_RECLAIMED],
-            )
+            return read_stats(self._words)
 
     def close(self) -> None:
         """Ends all leases of this process and unmaps, as soon as no view is left. Any number of calls."""
@@ -290,6 +259,9 @@ class Arena:
             if self._index.drop(slot):
                 self._words[H_CORRUPT] += 1
 
+
+if TYPE_CHECKING:
+    _is_a_tier: type[FeatureStore] = Arena
 
 _open_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 

@@ -38,7 +38,9 @@ from store.arena_rings import Ring, Space
 from store.arena_slots import Name, Record, SlotTable
 from store.errors import StoreFullError
 
-_REAP_EVERY_NS = 1_000_000_000  # looking for the dead costs a /proc read per process; before StoreFullError we always do
+_REAP_EVERY_NS = (
+    1_000_000_000  # looking for the dead costs a /proc read per process; before StoreFullError we always do
+)
 
 
 class FeatureIndex:

@@ -24,8 +24,8 @@ class ArenaLock:
     """Context manager; not re-entrant. Only index changes happen inside, never copies of features."""
 
     def __init__(self, fd: int, words: memoryview, repair: Callable[[], None], timeout_s: float) -> None:
-        """Owns `fd`. `repair` is called, locked, when the last holder did not finish."""
-        self._fd = fd
+        """Opens the file of `fd` anew. `repair` is called, locked, when the last holder did not finish."""
+        self._fd = _open_anew(fd)
         self._words = words
         self._repair = repair
         self._timeout_s = timeout_s
@@ -34,7 +34,7 @@ class ArenaLock:
 
     def __enter__(self) -> None:
         """Raises StoreError when the lock is not had in time or is closed."""
-        if not self._threads.acquire(timeout=self._timeout_s):
+        if not (self._threads.acquire(False) or self._threads.acquire(timeout=self._timeout_s)):
             raise StoreError(f"arena: another thread held the lock for {self._timeout_s} s")
         try:
             if self._fd < 0:
@@ -89,8 +89,7 @@ class ArenaLock:
         self._threads = threading.Lock()
         self._pid = os.getpid()
         if inherited >= 0:
-            # Through /proc, because the path may be unlinked by now.
-            self._fd = os.open(f"/proc/self/fd/{inherited}", os.O_RDWR | os.O_CLOEXEC)
+            self._fd = _open_anew(inherited)
             os.close(inherited)
 
     def close(self) -> None:
@@ -100,6 +99,11 @@ class ArenaLock:
         self._fd = -1
         self._words = memoryview(b"")
         self._repair = _nothing
+
+
+def _open_anew(fd: int) -> int:
+    # Through /proc, because the path may be unlinked by now. A dup would share the lock; mmap keeps one of its own fd.
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 
 def _nothing() -> None: ...

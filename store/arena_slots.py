@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
@@ -36,12 +36,11 @@ from store.errors import StoreError
 from store.feature import FeatureMeta
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
+class Name(NamedTuple):
     """A key as the table compares it."""
 
     text: bytes
-    hash: int
+    digest: int
 
     @classmethod
     def of(cls, key: str) -> Name:
@@ -52,8 +51,7 @@ class Name:
         return cls(text, xxhash.xxh3_64_intdigest(text))
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """What the writer says of a feature."""
 
     name: Name
@@ -67,7 +65,9 @@ class Record:
         record = cls(name, tuple(map(operator.index, shape)), dtype.encode(), nbytes)
         if nbytes < 1:
             raise StoreError("a feature has at least one byte")
-        if len(record.shape) > MAX_DIMENSIONS or any(not 0 <= size < 1 << 63 for size in record.shape):
+        if len(record.shape) > MAX_DIMENSIONS or (
+            record.shape and not 0 <= min(record.shape) <= max(record.shape) < 1 << 63
+        ):
             raise StoreError(f"shape {record.shape}: at most {MAX_DIMENSIONS} dimensions, none negative")
         if len(name.text) + len(record.dtype) > MAX_TEXT_BYTES:
             raise StoreError(f"key and dtype of {len(name.text)} + {len(record.dtype)} bytes; {MAX_TEXT_BYTES} fit")
@@ -88,10 +88,10 @@ class SlotTable:
     def find(self, name: Name) -> int:
         """The slot that holds the name, readable or being written; 0 when there is none."""
         words, table = self._words, self._table
-        slot = words[self._buckets + (name.hash & self._bucket_mask)]
+        slot = words[self._buckets + (name.digest & self._bucket_mask)]
         while slot:
             at = table + slot * SLOT_WORDS
-            if words[at + S_HASH] == name.hash and self._key(at) == name.text:
+            if words[at + S_HASH] == name.digest and self._key(at) == name.text:
                 return int(slot)
             slot = words[at + S_CHAIN]
         return 0
@@ -109,7 +109,7 @@ class SlotTable:
         words, name = self._words, record.name
         at = self._table + slot * SLOT_WORDS
         words[H_FREE] = words[at + S_CHAIN]
-        words[at + S_HASH] = name.hash
+        words[at + S_HASH] = name.digest
         words[at + S_NBYTES] = record.nbytes
         words[at + S_CHECKED] = 0
         words[at + S_OWNER] = owner

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 from store.feature import FeatureMeta, StoreStats
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from store.checksum import Buffer
 
 
 class FeatureLease(Protocol):

@@ -73,6 +73,19 @@ pip_install() {
     "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input "${pip_args[@]}" "$@"
 }
 
+# --system-site-packages looks through to the base interpreter only. Where the vLLM that is installed lives in a virtual
+# environment itself, a .pth file of ours leads to its packages (addsitedir: its own .pth files count too).
+see_parent_environment() {
+    local ours
+    ours=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    "$python" - >"$ours/epd_serve_parent.pth" <<'PYTHON'
+import site, sys
+if sys.prefix != sys.base_prefix:
+    for folder in site.getsitepackages():
+        print(f"import site; site.addsitedir({folder!r})")
+PYTHON
+}
+
 install() {
     local needed_mb=500 free_mb
     [[ $DEVICE == cpu && ! -f $VENV/.epd-serve-serve && ! -f $VENV/.epd-serve-test ]] && needed_mb=4000
@@ -90,6 +103,7 @@ install() {
         local options=()
         [[ $DEVICE == cpu ]] || options+=(--system-site-packages)
         "$python" -m venv "${options[@]}" "$VENV" || die "$python cannot make a virtual environment (Debian: install python$version-venv)"
+        [[ $DEVICE == cpu ]] || see_parent_environment
         echo "$base" >"$marker"
     fi
     if [[ $DEVICE == cpu ]]; then
@@ -103,10 +117,11 @@ install() {
     fi
     if [[ $goal == test ]]; then
         say "[3/3] development tools"
-        pip_install --no-deps -r requirements/dev.txt
         if [[ $DEVICE == cpu ]]; then
-            pip_install --no-deps -r requirements/mooncake.txt
+            pip_install --no-deps -r requirements/dev.txt -r requirements/mooncake.txt
         else
+            # --ignore-installed: into our environment even where the one below has them, or their commands are missing.
+            pip_install --no-deps --ignore-installed -r requirements/dev.txt
             say "Mooncake: left as installed (extras mooncake-cuda and mooncake-npu name the builds)"
         fi
     fi

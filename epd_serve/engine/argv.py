@@ -138,6 +138,7 @@ def _device(plan: StagePlan) -> list[str]:
 
 def _environment(plan: StagePlan) -> dict[str, str]:
     env = {STAGE_ENV: plan.instance, "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env["VLLM_HOST_IP"] = plan.host  # vLLM's own queues bind where the stage does, not on the first interface found
     if Path(plan.model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     if plan.device == "cpu":

@@ -5,6 +5,7 @@ Inert in any vLLM that was not started as one of our stages.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 
@@ -16,6 +17,10 @@ def register() -> None:
     """Tie EngineCore and workers to the process that made them. Idempotent, as vLLM asks of plugins."""
     if STAGE_ENV not in os.environ:
         return
+    for ours in ("epd_serve", "store"):  # our log lines look like vLLM's and carry the process's prefix
+        logging.getLogger(ours).handlers = logging.getLogger("vllm").handlers
+        logging.getLogger(ours).setLevel(logging.INFO)
+        logging.getLogger(ours).propagate = False
     parent = multiprocessing.parent_process()
     if parent is not None:
         die_with_parent(parent.pid)

@@ -6,15 +6,16 @@ import threading
 
 import zmq
 
+from epd_serve.engine.sockets import open_socket, readable
+
 _IDLE_WAIT_S = 0.002
 
 
 class WakeLine:
-    """Lets one thread wake another that sleeps in a ZMQ poll. `ring` is the caller's, the rest the sleeper's."""
+    """Lets one thread wake another that sleeps in a ZMQ poll. `ring` belongs to the caller, the rest to the sleeper."""
 
     def __init__(self) -> None:
-        context = zmq.Context.instance()
-        self._caller, self.listener = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        self._caller, self.listener = open_socket(zmq.PAIR), open_socket(zmq.PAIR)
         name = f"inproc://epd-wake-{id(self)}"
         self.listener.bind(name)
         self._caller.connect(name)
@@ -27,7 +28,7 @@ class WakeLine:
 
     def answer(self) -> None:
         """Consume all rings at hand."""
-        while self.listener.poll(0):
+        while readable(self.listener):
             self.listener.recv()
 
 

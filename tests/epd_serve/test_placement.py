@@ -10,11 +10,11 @@ from epd_serve.layout_parser import parse
 from epd_serve.placement import check_servable, lower
 from epd_serve.roles import Role
 
+PAPERS = "TP1 TP2 TP1x2 (E-PD) E-PD EP-D EP+D (E-P)-D (E-D)-P E-P-D 2E-P-D (E-PD)x2 1E3P4D"
+OURS = "P-D PD (P-D) E-P-PD-D"
 
-@pytest.mark.parametrize(
-    "spec",
-    "TP1 TP2 TP1x2 (E-PD) E-PD EP-D EP+D (E-P)-D (E-D)-P E-P-D 2E-P-D (E-PD)x2 1E3P4D P-D PD (P-D) E-P-PD-D".split(),
-)
+
+@pytest.mark.parametrize("spec", f"{PAPERS} {OURS}".split())
 def test_layouts_of_the_papers_can_serve(spec: str) -> None:
     check_servable(parse(spec))
 

@@ -24,6 +24,7 @@ from epd_serve.engine.ec.consumer import FeatureConsumer
 from epd_serve.engine.ec.producer import FeatureProducer
 from epd_serve.engine.trace import Trace
 from epd_serve.engine.wake import idle_bell
+from epd_serve.wire import MISSING_XARG
 from epd_serve.wiring import StageWiring
 from store.arena import Arena
 
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-MISSING_XARG = "epd_missing"  # vllm_xargs: comma-separated keys that no encoder produced
 
 
 @dataclass(frozen=True)

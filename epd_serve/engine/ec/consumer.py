@@ -20,11 +20,13 @@ import zmq
 
 from epd_serve import wire
 from epd_serve.engine.ec.feature_table import FeatureState, FeatureTable
+from epd_serve.engine.sockets import Socket, milliseconds, open_socket, readable
 from epd_serve.engine.trace import Trace
 from epd_serve.engine.wake import WakeLine, idle_bell
 from epd_serve.wiring import StageWiring
-from store.arena import Arena, Lease
+from store.arena import Arena
 from store.errors import CorruptFeatureError, StoreError
+from store.lease import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +91,8 @@ class FeatureConsumer:
         self._arena.close()
 
     def _listen(self, endpoints: tuple[str, ...]) -> None:
-        events = zmq.Context.instance().socket(zmq.SUB)
+        events = open_socket(zmq.SUB)
         events.setsockopt(zmq.SUBSCRIBE, b"")
-        events.setsockopt(zmq.LINGER, 0)
         for endpoint in endpoints:
             events.connect(endpoint)
         poller = zmq.Poller()
@@ -100,17 +101,17 @@ class FeatureConsumer:
         while not self._closing:
             with self._lock:
                 waiting = bool(self._table.wanted())
-            readable = dict(poller.poll((_RELOOK_S if waiting else 1.0) * 1000))
-            if self._wake.listener in readable:
+            ready = dict(poller.poll(milliseconds(_RELOOK_S if waiting else 1.0)))
+            if self._wake.listener in ready:
                 self._wake.answer()
-            announced = self._drain(events) if events in readable else []
+            announced = self._drain(events) if events in ready else []
             self._look_up(announced)
         events.close()
 
-    def _drain(self, events: zmq.Socket[bytes]) -> list[str]:
+    def _drain(self, events: Socket) -> list[str]:
         """Read all events at hand; the keys announced, in arrival order."""
         announced: dict[str, None] = {}
-        while events.poll(0):
+        while readable(events):
             try:
                 event = wire.feature_events.decode(events.recv())
             except wire.DecodeError as error:

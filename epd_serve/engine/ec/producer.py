@@ -16,6 +16,7 @@ import torch
 import zmq
 
 from epd_serve import wire
+from epd_serve.engine.sockets import open_socket
 from epd_serve.engine.trace import Trace
 from epd_serve.wiring import StageWiring
 from npu_ops.fences import fence
@@ -42,8 +43,7 @@ class FeatureProducer:
         self._trace = Trace(wiring.trace_path, wiring.instance)
         self._cache: dict[str, torch.Tensor] = {}
         self._queue: queue.Queue[_Job | None] = queue.Queue(maxsize=_MAX_QUEUED)
-        self._publisher = zmq.Context.instance().socket(zmq.PUB)  # bound here: an encoder nobody hears must not start
-        self._publisher.setsockopt(zmq.LINGER, 200)
+        self._publisher = open_socket(zmq.PUB, linger_s=0.2)  # bound here: an encoder nobody hears must not start
         self._publisher.bind(wiring.events[wiring.instance])
         self._thread = threading.Thread(target=self._write, name="epd-feature-writer", daemon=True)
         self._thread.start()

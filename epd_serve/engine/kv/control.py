@@ -16,6 +16,7 @@ import zmq
 from epd_serve import wire
 from epd_serve.engine.kv.decode_desk import DecodeDesk
 from epd_serve.engine.kv.prefill_desk import PrefillDesk
+from epd_serve.engine.sockets import Socket, milliseconds, open_socket, readable
 from epd_serve.engine.wake import WakeLine, idle_bell
 from epd_serve.wire import TransferKey
 
@@ -47,10 +48,10 @@ class _Control(ABC):
         next_beat = 0.0
         while not self._closing:
             wait_s = max(0.0, next_beat - time.monotonic())
-            readable = dict(self._poller.poll(wait_s * 1000))
-            if self._wake.listener in readable:
+            ready = dict(self._poller.poll(milliseconds(wait_s)))
+            if self._wake.listener in ready:
                 self._wake.answer()
-            for socket in readable:
+            for socket in ready:
                 if socket is not self._wake.listener:
                     self._receive(socket)
             if time.monotonic() >= next_beat:
@@ -60,7 +61,7 @@ class _Control(ABC):
         self._shut()
 
     @abstractmethod
-    def _receive(self, socket: zmq.Socket[bytes]) -> None: ...
+    def _receive(self, socket: Socket) -> None: ...
 
     @abstractmethod
     def _beat(self) -> None: ...
@@ -79,14 +80,13 @@ class PrefillControl(_Control):
         super().__init__("epd-kv-prefill-control")
         self.desk = desk
         self.stops: list[TransferKey] = []
-        self._router = zmq.Context.instance().socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.LINGER, 0)
+        self._router = open_socket(zmq.ROUTER)
         self._router.bind(endpoint)
         self._poller.register(self._router, zmq.POLLIN)
         self._thread.start()
 
-    def _receive(self, socket: zmq.Socket[bytes]) -> None:
-        while socket.poll(0):
+    def _receive(self, socket: Socket) -> None:
+        while readable(socket):
             peer, *frames = socket.recv_multipart()
             try:
                 message = wire.to_prefill_scheduler.decode(b"".join(frames))
@@ -118,11 +118,11 @@ class DecodeControl(_Control):
     def __init__(self, desk: DecodeDesk) -> None:
         super().__init__("epd-kv-decode-control")
         self.desk = desk
-        self._dealers: dict[str, zmq.Socket[bytes]] = {}
+        self._dealers: dict[str, Socket] = {}
         self._thread.start()
 
-    def _receive(self, socket: zmq.Socket[bytes]) -> None:
-        while socket.poll(0):
+    def _receive(self, socket: Socket) -> None:
+        while readable(socket):
             try:
                 message = wire.to_decode_scheduler.decode(socket.recv())
             except wire.DecodeError as error:
@@ -147,11 +147,9 @@ class DecodeControl(_Control):
             except zmq.Again:
                 logger.warning("prefill at %s takes no messages; its transfers will time out", endpoint)
 
-    def _dealer(self, endpoint: str) -> zmq.Socket[bytes]:
+    def _dealer(self, endpoint: str) -> Socket:
         if endpoint not in self._dealers:
-            dealer = zmq.Context.instance().socket(zmq.DEALER)
-            dealer.setsockopt(zmq.LINGER, 200)
-            dealer.setsockopt(zmq.RECONNECT_IVL, 50)
+            dealer = open_socket(zmq.DEALER, linger_s=0.2)
             dealer.connect(endpoint)
             self._poller.register(dealer, zmq.POLLIN)
             self._dealers[endpoint] = dealer

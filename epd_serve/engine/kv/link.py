@@ -20,6 +20,7 @@ import zmq
 
 from epd_serve import wire
 from epd_serve.engine.kv.transport import LayerPacket, LinkError, SendSide
+from epd_serve.engine.sockets import Socket, milliseconds, open_socket, readable
 from epd_serve.engine.trace import Trace
 from epd_serve.wire import TransferKey
 
@@ -95,7 +96,7 @@ class Link:
         self._on_over = on_over
         self._trace = trace
         self._queue: queue.Queue[PacketJob | DoneJob | None] = queue.Queue()
-        self._socket: zmq.Socket[bytes] | None = None
+        self._socket: Socket | None = None
         self._target = ""
         self._open: set[TransferKey] = set()  # packets on this connection, DONE not sent
         self._broken: set[TransferKey] = set()  # lost something: nothing more is sent
@@ -179,9 +180,7 @@ class Link:
             raise LinkError(f"{target} reserved the blocks, {self._target} answers")
 
     def _connect(self) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket = open_socket(zmq.DEALER)
         self._socket.connect(self._endpoint)
         staging, staging_bytes = self._side.hello()
         self._send(wire.Hello(wire.VERSION, self._source, self._side.name, self._shape, staging, staging_bytes))
@@ -203,13 +202,13 @@ class Link:
 
     def _send(self, message: wire.ToDecodeWorker) -> None:
         assert self._socket is not None
-        if not self._socket.poll(self._timeout_s * 1000, zmq.POLLOUT):
+        if not self._socket.poll(milliseconds(self._timeout_s), zmq.POLLOUT):
             raise LinkError(f"decode takes no messages for {self._timeout_s} s")
         self._socket.send(wire.encode(message))
 
     def _receive(self) -> wire.ToPrefillWorker:
         assert self._socket is not None
-        if not self._socket.poll(self._timeout_s * 1000):
+        if not readable(self._socket, self._timeout_s):
             raise LinkError(f"decode has been silent for {self._timeout_s} s")
         try:
             return wire.to_prefill_worker.decode(self._socket.recv())
@@ -219,7 +218,7 @@ class Link:
     def _drain(self) -> None:
         """Take credits that have come in, so that the next packet finds room."""
         assert self._socket is not None
-        while self._socket.poll(0):
+        while readable(self._socket):
             answer = self._receive()
             if isinstance(answer, wire.Credit):
                 self._side.credit(answer.seq)

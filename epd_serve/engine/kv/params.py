@@ -33,7 +33,7 @@ class ReceiveParams:
 
 
 def transfer_key(raw: dict[str, Any], request_id: str) -> TransferKey:
-    """Name of one child's transfer: both ends got the same X-Request-Id, so its id agrees but for its suffix."""
+    """Name of one child's transfer: both ends got the same X-Request-Id, so its id agrees but for the suffix."""
     return TransferKey(str(raw["transfer_id"]), _RANDOM_SUFFIX.sub("", request_id))
 
 

@@ -1,4 +1,4 @@
-"""P's scheduler side under vLLM: admits what D reserved for, and tells the worker which blocks each step completes."""
+"""P's scheduler side under vLLM: admits what D has reserved for, names the blocks that each step completes."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from epd_serve import wire
 from epd_serve.engine.kv.regions import differences
 from epd_serve.engine.kv.tombstones import Tombstones
 from epd_serve.engine.kv.transport import LinkError, ReceiveSide
+from epd_serve.engine.sockets import open_socket, readable
 from epd_serve.engine.trace import Trace
 from epd_serve.wire import TransferKey
 
@@ -50,8 +51,7 @@ class Receiver:
         self._copying = threading.Lock()  # held while a packet is written; taken after _changed
         self._greeted: set[bytes] = set()
         self._closing = threading.Event()
-        self._router = zmq.Context.instance().socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.LINGER, 0)
+        self._router = open_socket(zmq.ROUTER)
         self._router.bind(endpoint)
         self._thread = threading.Thread(target=self._listen, name="epd-kv-receiver", daemon=True)
         self._thread.start()
@@ -72,7 +72,8 @@ class Receiver:
         with self._changed:
             if idle and self._expected and not self._ended:
                 self._changed.wait(_IDLE_WAIT_S)
-            received, failed = [], []
+            received: list[Expected] = []
+            failed: list[Expected] = []
             for key in [key for key in self._ended if key in self._expected]:
                 done, item = self._ended.pop(key), self._expected.pop(key)
                 with self._copying:  # after this report the blocks are reused: no write of a packet may be under way
@@ -90,7 +91,7 @@ class Receiver:
 
     def _listen(self) -> None:
         while not self._closing.is_set():
-            if not self._router.poll(200):
+            if not readable(self._router, 0.2):
                 continue
             frames = self._router.recv_multipart()
             try:

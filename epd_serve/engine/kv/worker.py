@@ -1,4 +1,4 @@
-"""The two workers under vLLM: what they need of the engine (KV tensors, rank, dtype) for a Sender or a Receiver."""
+"""The two workers under vLLM: what a Sender or a Receiver needs of the engine (KV tensors, rank, dtype)."""
 
 from __future__ import annotations
 

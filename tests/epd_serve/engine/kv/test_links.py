@@ -15,7 +15,7 @@ import zmq
 from epd_serve import wire
 from epd_serve.engine.kv.link import DoneJob, Outgoing
 from epd_serve.engine.kv.transport_shm import ShmReceiveSide
-from tests.epd_serve.engine.kv.fakes import DecodeEnd, PrefillEnd, chunk, key_of, wait_for
+from tests.epd_serve.engine.kv.fakes import DecodeEnd, PrefillEnd, chunk, key_of, shape, wait_for
 
 Ends = Callable[..., Any]
 
@@ -231,19 +231,6 @@ def test_ends_that_do_not_match_are_refused_by_name(
     assert not d.poll()
 
 
-def test_unreadable_staging_memory_is_refused_not_silence(start: Ends, caplog: pytest.LogCaptureFixture) -> None:
-    d = start(DecodeEnd)
-    p = start(PrefillEnd)
-    for path in p.folder.glob("staging-*"):
-        path.unlink()
-    p.sender.warm([d.endpoint])
-    link = p.links[d.endpoint]
-    link._side.hello = lambda: ("/nowhere", 1 << 20)
-    link._disconnect()
-    p.step([chunk(d, "a", [1], [5], last=True)], finished=["a"])
-    p.wait_over({"a"}, deadline_s=p.timeout_s)
-
-
 def test_a_new_life_of_decode_takes_new_transfers_and_old_ones_end(start: Ends, tmp_path: Path) -> None:
     old = DecodeEnd(tmp_path)
     p = start(PrefillEnd)
@@ -400,6 +387,20 @@ def test_a_packet_that_cannot_be_written_fails_its_transfer_and_not_the_worker(
     p.step([chunk(d, "b", [2], [8], last=True)])
     d.wait_ended(2)
     assert [item.request for item in d.received] == ["at-d-b"]
+
+
+@pytest.mark.parametrize(("path", "size"), [("nowhere", 4096), ("memory", 1 << 20), ("memory", 0)])
+def test_staging_memory_that_cannot_be_mapped_is_refused_not_met_with_silence(
+    start: Ends, stranger: zmq.Socket[bytes], tmp_path: Path, path: str, size: int
+) -> None:
+    d = start(DecodeEnd)
+    (tmp_path / "memory").write_bytes(bytes(100) if size else b"")
+    stranger.connect(d.endpoint)
+    stranger.send(wire.encode(wire.Hello(wire.VERSION, "P0:1", "shm", shape(d.layers), str(tmp_path / path), size)))
+    assert stranger.poll(5000)
+    answer = wire.to_prefill_worker.decode(stranger.recv())
+    assert isinstance(answer, wire.HelloRefused)
+    assert "staging memory" in answer.reason
 
 
 def test_garbage_does_not_end_the_listener(start: Ends, stranger: zmq.Socket[bytes]) -> None:

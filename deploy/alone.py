@@ -1,0 +1,225 @@
+"""The parts alone: one stage in the foreground, or the proxy in front of stages that somebody else started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import signal
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from deploy.health import health_status
+from deploy.nearest import unknown
+from epd_serve.errors import ConfigError
+from epd_serve.instances import Instance
+from epd_serve.roles import Role
+from epd_serve.wiring import StageWiring
+
+HEALTH_EVERY_S = 1.0
+HEALTH_TIMEOUT_S = 5.0
+
+
+def run_stage(
+    *,
+    model: str,
+    wiring: str | None,
+    role: str | None,
+    instance: str,
+    host: str,
+    port: int,
+    device: str,
+    device_ids: str,
+    served_model_name: str,
+    print: bool,
+    passed: Sequence[str],
+) -> int:
+    """Become one stage's vLLM server (exec), or print its command.
+
+    Raises:
+        ConfigError: a role that needs peers without a wiring file, unknown model, too few devices.
+    """
+    from deploy.blueprint import draw
+    from deploy.config import DeployConfig
+    from epd_serve.engine.argv import StagePlan, stage_command
+
+    connected = _wiring(wiring, role, instance)
+    ids = _device_ids(device_ids)
+    tp = max(1, len(ids))
+    # One monolith of the same width: the same checks of model and devices as for a whole deployment.
+    blueprint = draw(DeployConfig(model=model, layout=f"TP{tp}", device=device, served_model_name=served_model_name))
+    (plan,) = blueprint.plans
+    command = stage_command(
+        StagePlan(
+            instance=connected.instance,
+            role=connected.role,
+            device=blueprint.device,
+            device_ids=ids or plan.devices,
+            cores=blueprint.cores_of(plan),
+            tp=tp,
+            model=blueprint.model,
+            served_model_name=blueprint.served_model_name,
+            port=port,
+            host=host,
+            wiring=connected,
+            extra_args=tuple(passed),
+        )
+    )
+    if print:
+        _show(command.argv, command.env)
+        return 0
+    environment = {**os.environ, **command.env}
+    if "PYTHONPATH" in os.environ and "PYTHONPATH" in command.env:
+        environment["PYTHONPATH"] = f"{command.env['PYTHONPATH']}{os.pathsep}{os.environ['PYTHONPATH']}"
+    os.execvpe(command.argv[0], command.argv, environment)
+
+
+def _show(argv: Sequence[str], env: dict[str, str]) -> None:
+    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items())
+    os.write(1, f"{settings} {shlex.join(argv)}\n".encode())
+
+
+def _wiring(path: str | None, role: str | None, instance: str) -> StageWiring:
+    if path is None:
+        if role is None:
+            raise ConfigError("give --role EPD or PD, or --wiring FILE.json for a stage with peers", param="--role")
+        chosen = Role(role)
+        if chosen not in (Role.EPD, Role.PD):
+            raise ConfigError(f"role {role} works with other stages: give their addresses by --wiring FILE.json")
+        return StageWiring(instance=instance or f"{role}0", role=chosen, incarnation=uuid.uuid4().hex[:12])
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"wiring file {path} cannot be read: {error}", param="--wiring") from error
+    if not isinstance(raw, dict) or not {"instance", "role", "incarnation"} <= set(raw):
+        raise ConfigError(f"wiring file {path} needs instance, role and incarnation", param="--wiring")
+    if role is not None and raw["role"] != role:
+        raise ConfigError(f"--role {role} contradicts role {raw['role']} of {path}; drop --role", param="--role")
+    return StageWiring.from_json(raw)
+
+
+def _device_ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(entry) for entry in text.split(",") if entry.strip())
+    except ValueError:
+        raise ConfigError(f"--device-ids {text!r} is not a list such as 0,1", param="--device-ids") from None
+
+
+@dataclass(frozen=True)
+class StagesFile:
+    """What `epd-serve proxy --stages` reads: `model`, optional `revision` and `dtype`, and `stages`.
+
+    Each stage is a mapping of `Instance`: id, role, url; incarnation and kv_endpoint as in the stage's wiring.
+    """
+
+    model: str
+    instances: tuple[Instance, ...]
+    revision: str = ""
+    dtype: str = ""
+
+
+def read_stages_file(path: str) -> StagesFile:
+    """Parse and check a stages file.
+
+    Raises:
+        ConfigError: names the entry and the fix.
+    """
+    import yaml
+
+    try:
+        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"stages file {path}: {' '.join(str(error).split())}", param="--stages") from error
+    valid = {"model", "stages", "revision", "dtype"}
+    if not isinstance(raw, dict) or not isinstance(raw.get("stages"), list) or "model" not in raw:
+        raise ConfigError(f"stages file {path} needs `model: NAME` and a list `stages:`", param="--stages")
+    for key in raw:
+        if key not in valid:
+            raise ConfigError(f"stages file {path}: {unknown('key', str(key), valid)}", param="--stages")
+    instances = tuple(_instance(path, entry) for entry in raw["stages"])
+    if len({one.id for one in instances}) != len(instances) or not instances:
+        raise ConfigError(f"stages file {path}: stages need distinct ids, and at least one", param="--stages")
+    return StagesFile(str(raw["model"]), instances, str(raw.get("revision", "")), str(raw.get("dtype", "")))
+
+
+def _instance(path: str, entry: Any) -> Instance:
+    valid = {field.name for field in fields(Instance)}
+    if not isinstance(entry, dict) or not {"id", "role", "url"} <= set(entry):
+        raise ConfigError(f"stages file {path}: a stage needs id, role and url: {entry!r}", param="--stages")
+    for key in entry:
+        if key not in valid:
+            raise ConfigError(f"stages file {path}: {unknown('key', str(key), valid)}", param="--stages")
+    roles = {role.value for role in Role}
+    if entry["role"] not in roles:
+        raise ConfigError(f"stages file {path}: {unknown('role', str(entry['role']), roles)}", param="--stages")
+    address = urlsplit(str(entry["url"]))
+    if address.scheme != "http" or address.hostname is None:
+        raise ConfigError(f"stages file {path}: url {entry['url']!r} is not http://HOST:PORT", param="--stages")
+    return Instance(
+        id=str(entry["id"]),
+        role=Role(entry["role"]),
+        url=str(entry["url"]).rstrip("/"),
+        incarnation=str(entry.get("incarnation", "static")),
+        kv_endpoint=entry.get("kv_endpoint"),
+        devices=tuple(entry.get("devices", ())),
+    )
+
+
+def run_proxy(*, stages: str, host: str, port: int, proxy: Sequence[str], api_keys: Sequence[str]) -> int:
+    """Serve the proxy alone until SIGINT or SIGTERM; each stage's /health is asked every second."""
+    from deploy.proxy_settings import apply_overrides, proxy_overrides
+    from proxy.server import bind
+    from proxy.settings import ModelIdentity, ProxySettings
+
+    file = read_stages_file(stages)
+    settings = ProxySettings(
+        served_models=(file.model,),
+        identity=ModelIdentity(file.model, file.revision, file.dtype),
+        roles=tuple(sorted({one.role for one in file.instances})),
+        api_keys=tuple(api_keys),
+    )
+    settings = apply_overrides(settings, proxy_overrides(proxy))
+    with bind(host, port) as listening:
+        asyncio.run(_serve_proxy(file, settings, host, port, listening))
+    return 0
+
+
+async def _serve_proxy(file: StagesFile, settings: Any, host: str, port: int, listening: Any) -> None:
+    from proxy.app import create_app
+    from proxy.server import serve
+    from proxy.table import InstanceTable
+
+    table = InstanceTable()
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    for one in file.instances:
+        table.apply(one, up=False)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_watch(one, table)) for one in file.instances]
+        tasks.append(group.create_task(serve(create_app(settings, table), host, port, sockets=[listening])))
+        os.write(2, f"proxy on http://{host}:{port} in front of {len(file.instances)} stages\n".encode())
+        await stop.wait()
+        for task in tasks:
+            task.cancel()
+
+
+async def _watch(one: Instance, table: Any) -> None:
+    """Keep the table's view of one stage as its /health says."""
+    address = urlsplit(one.url)
+    assert address.hostname is not None
+    while True:
+        status = None
+        with contextlib.suppress(TimeoutError):
+            status = await health_status(address.hostname, address.port or 80, HEALTH_TIMEOUT_S)
+        if status == 200:
+            table.mark_up(one.id)
+        else:
+            table.mark_down(one.id, f"/health answers {status or 'nothing'}")
+        await asyncio.sleep(HEALTH_EVERY_S)

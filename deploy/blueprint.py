@@ -1,0 +1,111 @@
+"""Everything decided before the first process starts: model, layout, devices, flags. Made by `draw`; no side effects.
+
+All that can be wrong with the operator's input is found here, in one line, in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.config import DeployConfig
+from deploy.proxy_settings import proxy_overrides
+from deploy.stage_args import StageArgs, parse_stage_args
+from epd_serve.errors import ConfigError
+from epd_serve.layout import Layout
+from epd_serve.layout_parser import parse
+from epd_serve.model_facts import ModelFacts, check_model_fits, read_model_facts
+from epd_serve.placement import InstancePlan, check_servable, lower
+from npu_ops.core_sets import CoreSets, core_sets
+from npu_ops.discovery import DeviceInventory, DiscoveryError, discover
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A checked deployment.
+
+    Attributes:
+        model: directory or hub name as the stages get it. served_model_name: as clients say it.
+        facts: of the model directory; None for a hub name.
+        plans: instances in layout order.
+        cores: per virtual device, on CPU; else None.
+        warnings: one line each, to be shown.
+    """
+
+    config: DeployConfig
+    model: str
+    served_model_name: str
+    facts: ModelFacts | None
+    layout: Layout
+    inventory: DeviceInventory
+    plans: tuple[InstancePlan, ...]
+    cores: CoreSets | None
+    stage_args: StageArgs
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def device(self) -> str:
+        return self.inventory.kind
+
+    @property
+    def features_travel(self) -> bool:
+        """Encode-only instances exist, hence an arena and events."""
+        return any(plan.role.sends_features for plan in self.plans)
+
+    def cores_of(self, plan: InstancePlan) -> tuple[int, ...]:
+        return self.cores.of(plan.devices) if self.cores is not None else ()
+
+
+def draw(config: DeployConfig) -> Blueprint:
+    """Check the configuration and place its instances.
+
+    Raises:
+        ConfigError, LayoutError: what is wrong and how to fix it.
+    """
+    layout = parse(config.layout)
+    check_servable(layout)
+    proxy_overrides(config.proxy)
+    model, facts, name = _model(config)
+    check_model_fits(facts, layout)
+    inventory = _devices(config.device)
+    if inventory.kind != "cpu" and not inventory.ids:
+        raise ConfigError(f"no {inventory.kind} device found: {inventory.note}; use --device cpu", param="--device")
+    plans = lower(layout, inventory.allot(layout.device_count))
+    cores = core_sets(layout.device_count) if inventory.kind == "cpu" else None
+    warnings = []
+    if cores is not None and cores.oversubscribed:
+        count = len({core for one in cores.sets for core in one})
+        warnings.append(f"{layout.device_count} virtual devices share {count} CPU cores: expect it to be slow")
+    return Blueprint(
+        config=config,
+        model=model,
+        served_model_name=config.served_model_name or name,
+        facts=facts,
+        layout=layout,
+        inventory=inventory,
+        plans=plans,
+        cores=cores,
+        stage_args=parse_stage_args(config.stage_args, plans),
+        warnings=tuple(warnings),
+    )
+
+
+def _model(config: DeployConfig) -> tuple[str, ModelFacts | None, str]:
+    """The model to serve, its facts and its default name."""
+    if config.model:
+        facts = read_model_facts(config.model)
+        if facts is None:
+            return config.model, None, config.model
+        return str(facts.directory), facts, facts.directory.name
+    from epd_serve.demo.presets import builtin_model_dir
+
+    facts = read_model_facts(str(Path(builtin_model_dir())))
+    assert facts is not None
+    return str(facts.directory), facts, "epd-demo"
+
+
+def _devices(kind: str) -> DeviceInventory:
+    try:
+        return discover(kind)
+    except DiscoveryError as error:
+        raise ConfigError(str(error), param="--device") from error

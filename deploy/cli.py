@@ -1,0 +1,221 @@
+"""`epd-serve`: serve, layout, stage, proxy, demo-model. Reads flags, calls the part, prints one line when it fails.
+
+Imports are late: `epd-serve layout` answers in a blink.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from deploy.config import DeployConfig, build_config
+from deploy.nearest import unknown
+from epd_serve.errors import ConfigError, EpdError
+from epd_serve.roles import Role
+
+BAD_INPUT = 2
+FAILED = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point.
+
+    Returns:
+        0, or 1 when a part failed, or 2 when the input is wrong. Errors go to stderr, never as a traceback.
+    """
+    try:
+        arguments = _parse(list(sys.argv[1:] if argv is None else argv))
+        command = arguments.pop("command")
+        return int(command(arguments))
+    except ConfigError as error:
+        print(f"epd-serve: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except EpdError as error:
+        print(f"epd-serve: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        return 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that raises our errors and names the nearest valid word."""
+
+    def error(self, message: str) -> NoReturn:
+        choice = re.match(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if choice is not None:
+            what, word, valid = choice.groups()
+            raise ConfigError(unknown(what, word, re.findall(r"[\w.:-]+", valid.replace("'", " "))))
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+    def flags(self) -> list[str]:
+        return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+
+
+def _parse(argv: list[str]) -> dict[str, Any]:
+    parser = _Parser(prog="epd-serve", description="Serve multimodal models, encode, prefill and decode apart.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    subparsers = {
+        "serve": _add_serve(commands),
+        "layout": _add_layout(commands),
+        "stage": _add_stage(commands),
+        "proxy": _add_proxy(commands),
+        "demo-model": _add_demo_model(commands),
+    }
+    own, passed = _split(argv)
+    known, extra = parser.parse_known_args(own)
+    arguments = vars(known)
+    if extra:
+        name = next(word for word in own if word in subparsers)
+        word = extra[0].split("=")[0]
+        if word.startswith("-"):
+            raise ConfigError(f"{name}: {unknown('flag', word, subparsers[name].flags())}")
+        raise ConfigError(f"{name}: unexpected argument {word!r} (see epd-serve {name} --help)")
+    if arguments.pop("passes", False):
+        arguments["passed"] = passed
+    elif passed:
+        raise ConfigError("nothing is passed on after --; vLLM flags go in --stage-args 'P:--flag value'")
+    return arguments
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """What is ours, and what stands after `--`."""
+    if "--" not in argv:
+        return argv, []
+    at = argv.index("--")
+    return argv[:at], argv[at + 1 :]
+
+
+def _subparser(commands: Any, name: str, help: str) -> _Parser:
+    made = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
+    assert isinstance(made, _Parser)
+    return made
+
+
+def _add_serve(commands: Any) -> _Parser:
+    parser = _subparser(commands, "serve", "start stages and proxy as a layout says, until Ctrl-C")
+    parser.set_defaults(command=_serve)
+    parser.add_argument("--config", metavar="FILE.yaml", help="options from a file; flags win")
+    for option in fields(DeployConfig):
+        if option.metadata.get("positional"):
+            parser.add_argument(option.name, nargs="?", default=argparse.SUPPRESS, help=option.metadata["help"])
+            continue
+        flag = option.metadata.get("flag", "--" + option.name.replace("_", "-"))
+        kind = type(option.default)
+        text = argparse.SUPPRESS if option.metadata.get("hidden") else option.metadata["help"]
+        shared: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": text}
+        if kind is bool:
+            parser.add_argument(flag, action="store_true", **shared)
+        elif option.metadata.get("many"):
+            parser.add_argument(flag, action="append", metavar="TEXT", **shared)
+        elif option.metadata.get("choices"):
+            parser.add_argument(flag, choices=option.metadata["choices"], **shared)
+        else:
+            parser.add_argument(flag, type=kind, metavar=kind.__name__.upper(), **shared)
+    return parser
+
+
+def _serve(arguments: dict[str, Any]) -> int:
+    config_file = arguments.pop("config", None)
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+    config = build_config(given, config_file)
+    from deploy.blueprint import draw
+
+    blueprint = draw(config)
+    from deploy.launcher import Launch
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    return Launch(blueprint).run()
+
+
+def _add_layout(commands: Any) -> _Parser:
+    parser = _subparser(commands, "layout", "show what a layout means: canonical form, instances, devices")
+    parser.set_defaults(command=_layout)
+    parser.add_argument("spec", metavar="SPEC", help="for example (E-P)-D")
+    parser.add_argument("--devices", type=int, metavar="N", help="devices there are (default: as many as needed)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _layout(arguments: dict[str, Any]) -> int:
+    from deploy.placement_table import placement_json, placement_rows, table
+    from epd_serve.layout_parser import parse
+    from epd_serve.placement import check_servable, lower
+
+    layout = parse(arguments["spec"])
+    devices = arguments["devices"]
+    if devices is not None and devices < 0:
+        raise ConfigError(f"--devices {devices} is negative", param="--devices")
+    plans = lower(layout, range(layout.device_count if devices is None else devices))
+    if arguments["json"]:
+        shown = {"layout": str(layout), "devices": layout.device_count, "instances": placement_json(plans)}
+        print(json.dumps(shown, indent=2))
+    else:
+        print(f"{layout}: {len(plans)} instances on {layout.device_count} devices\n\n{table(placement_rows(plans))}")
+    check_servable(layout)
+    return 0
+
+
+def _add_stage(commands: Any) -> _Parser:
+    parser = _subparser(commands, "stage", "run one stage alone (vLLM flags after --)")
+    parser.set_defaults(command=_stage, passes=True)
+    parser.add_argument("model", nargs="?", default="", help="model directory or hub name (default: the demo model)")
+    parser.add_argument("--wiring", metavar="FILE.json", help="addresses of the launch it belongs to (StageWiring)")
+    parser.add_argument("--role", choices=[role.value for role in Role], help="stages to run (default: of --wiring)")
+    parser.add_argument("--instance", default="", help="name (default: role and 0)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind; keep it private, it has no guard")
+    parser.add_argument("--port", type=int, default=8001)
+    parser.add_argument("--device", default="auto", choices=("auto", "npu", "cuda", "cpu"))
+    parser.add_argument("--device-ids", default="", metavar="0,1", help="devices, one per tensor-parallel rank")
+    parser.add_argument("--served-model-name", default="")
+    parser.add_argument("--print", action="store_true", help="print the command instead of running it")
+    return parser
+
+
+def _stage(arguments: dict[str, Any]) -> int:
+    from deploy.alone import run_stage
+
+    return run_stage(**arguments)
+
+
+def _add_proxy(commands: Any) -> _Parser:
+    parser = _subparser(commands, "proxy", "run the proxy alone, in front of stages that run already")
+    parser.set_defaults(command=_proxy)
+    parser.add_argument("--stages", required=True, metavar="FILE.yaml", help="stages and model (see docs)")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--proxy", action="append", default=[], metavar="KEY=VALUE", help="a proxy setting; repeatable")
+    parser.add_argument("--api-key", dest="api_keys", action="append", default=[], help="repeatable")
+    return parser
+
+
+def _proxy(arguments: dict[str, Any]) -> int:
+    from deploy.alone import run_proxy
+
+    return run_proxy(**arguments)
+
+
+def _add_demo_model(commands: Any) -> _Parser:
+    parser = _subparser(commands, "demo-model", "write a small model directory to try things with")
+    parser.set_defaults(command=_demo_model)
+    parser.add_argument("directory", metavar="DIR", help="a new directory")
+    parser.add_argument("--preset", default="demo", help="demo (trained), tiny or bench (random weights)")
+    return parser
+
+
+def _demo_model(arguments: dict[str, Any]) -> int:
+    from epd_serve.demo.presets import write_preset
+
+    write_preset(Path(arguments["directory"]), arguments["preset"])
+    print(f"wrote {arguments['directory']}; serve it with: epd-serve serve {arguments['directory']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

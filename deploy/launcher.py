@@ -1,0 +1,245 @@
+"""The composition root: turns a blueprint into running stages and a proxy, and takes all of it down again.
+
+Order: what can be wrong cheaply (blueprint) → the public port → run directory and arena → stages under the
+supervisor, with the proxy in the same event loop, so that it knows of a death at once → ready message → wait for
+a signal. Whatever ends it, the same path back removes processes, sockets, files and shared memory, within 15 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.blueprint import Blueprint
+from deploy.environment import is_terminal, shm_root, stage_environment
+from deploy.ports import free_ports, listen
+from deploy.proxy_settings import build_proxy_settings
+from deploy.ready_message import ready_message
+from deploy.reaper import reap_dead
+from deploy.rundir import RunDir
+from deploy.screen import Screen
+from deploy.shared_memory import fit_shared_memory, free_mib
+from deploy.stage_life import Spawn
+from deploy.supervisor import Patience, StageSpec, Supervisor
+from deploy.wiring_plan import STAGE_HOST, SharedMemory, WiringPlan
+from epd_serve.engine.argv import StageCommand, StagePlan, stage_command
+from epd_serve.errors import EpdError, StageError
+from epd_serve.placement import InstancePlan
+
+if TYPE_CHECKING:
+    from proxy.table import InstanceTable
+
+DRAIN_S = 2.0
+"""How long requests in flight may go on after the signal; with the stages' 8 s this keeps the end below 15 s."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Serve one blueprint until a signal.
+
+    Attributes:
+        command_of: makes a stage's command; tests put a stand-in for vLLM here.
+        patience: the supervisor's waits.
+    """
+
+    blueprint: Blueprint
+    command_of: Callable[[StagePlan], StageCommand] = stage_command
+    patience: Patience = field(default_factory=Patience)
+
+    def run(self) -> int:
+        """Blocks until SIGINT, SIGTERM or SIGHUP.
+
+        Returns:
+            Exit code: 0 after a signal.
+
+        Raises:
+            EpdError: port in use, no shared memory, a stage that does not start; everything is cleaned up by then.
+        """
+        config = self.blueprint.config
+        root = Path(config.run_root) if config.run_root else None
+        with contextlib.ExitStack() as stack:
+            listening = stack.enter_context(listen(config.host, config.port))
+            screen = Screen(sys.stderr, terminal=is_terminal())
+            for launch_id in reap_dead(root):
+                screen.line(f"cleaned up after launch {launch_id}, which was killed")
+            run = RunDir.create(root)
+            stack.callback(run.remove)
+            return asyncio.run(_Session(self, run, listening, screen).serve())
+
+
+class _Session:
+    """The life of one launch in its event loop."""
+
+    def __init__(self, launch: Launch, run: RunDir, listening: socket.socket, screen: Screen) -> None:
+        self.launch = launch
+        self.blueprint = launch.blueprint
+        self.run = run
+        self.listening = listening
+        self.screen = screen
+        self.started = time.monotonic()
+        self.stop = asyncio.Event()
+        self.wired = self._wire()
+        self.supervisor: Supervisor | None = None
+
+    def _wire(self) -> WiringPlan:
+        blueprint, config = self.blueprint, self.blueprint.config
+        memory = fit_shared_memory(
+            SharedMemory(config.arena_mib, config.kv_staging_mib),
+            blueprint.plans,
+            features_travel=blueprint.features_travel,
+            free=free_mib(shm_root()),
+        )
+        ports = dict(zip((plan.id for plan in blueprint.plans), free_ports(len(blueprint.plans)), strict=True))
+        if config.trace_dir:
+            Path(config.trace_dir).mkdir(parents=True, exist_ok=True)
+        return WiringPlan(blueprint, self.run, ports, memory)
+
+    async def serve(self) -> int:
+        from proxy.table import InstanceTable
+
+        self._take_signals()
+        for warning in self.blueprint.warnings:
+            self.screen.line(f"warning: {warning}")
+        async with self._arena():
+            table = InstanceTable()
+            self.supervisor = supervisor = Supervisor(
+                [self._spec(plan) for plan in self.blueprint.plans],
+                _Events(self.wired, table, self.screen),
+                replace(self.launch.patience, start_s=self.blueprint.config.startup_timeout_s),
+                parallel_starts=self.blueprint.config.parallel_starts if self.blueprint.device == "cpu" else 0,
+            )
+            self.screen.open([plan.id for plan in self.blueprint.plans])
+            stages = asyncio.create_task(supervisor.run(), name="stages")
+            front = asyncio.create_task(self._front(table), name="proxy")
+            try:
+                await self._until_stopped(supervisor, stages, front)
+            except StageError as error:
+                raise StageError(f"{error}; its log: {self.run.keep_log(error.stage)}", stage=error.stage) from None
+            finally:
+                await self._take_down(front, stages)
+        return 0
+
+    async def _front(self, table: InstanceTable) -> None:
+        """The proxy, until cancelled. Its web framework loads while the stages load theirs."""
+        await asyncio.to_thread(importlib.import_module, "proxy.app")
+        from proxy.app import create_app
+        from proxy.server import serve
+
+        config = self.blueprint.config
+        app = create_app(build_proxy_settings(self.blueprint), table)
+        await serve(app, config.host, config.port, sockets=[self.listening], grace_s=DRAIN_S)
+
+    async def _until_stopped(
+        self, supervisor: Supervisor, stages: asyncio.Task[None], front: asyncio.Task[None]
+    ) -> None:
+        """Show progress, say ready, wait. Returns on a signal, raises what ended stages or proxy."""
+        ready = asyncio.create_task(supervisor.all_up.wait())
+        stopped = asyncio.create_task(self.stop.wait())
+        waiting: set[asyncio.Task[object]] = {ready, stopped, stages, front}
+        try:
+            while not (stopped.done() or stages.done() or front.done()):
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=None if ready.done() else 1.0)
+                if ready.done() and ready in waiting:
+                    waiting.discard(ready)
+                    self.screen.close()
+                    print(ready_message(self.wired, time.monotonic() - self.started), flush=True)
+                elif not ready.done():
+                    self.screen.tick()
+        finally:
+            ready.cancel()
+            stopped.cancel()
+        for task in (stages, front):
+            if task.done() and not stopped.done():
+                task.result()  # raises what ended it
+                raise EpdError(f"the {task.get_name()} ended unexpectedly")
+
+    async def _take_down(self, front: asyncio.Task[None], stages: asyncio.Task[None]) -> None:
+        """First no new requests, then the stages. Both end by cancellation; their own failures were raised before."""
+        self.screen.close()
+        if self.stop.is_set():
+            self.screen.line("stopping")
+        for task in (front, stages):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, EpdError):
+                await task
+
+    @contextlib.asynccontextmanager
+    async def _arena(self) -> AsyncIterator[None]:
+        """The host arena exists, pre-faulted, before any stage attaches to it."""
+        if not self.blueprint.features_travel:
+            yield
+            return
+        from store.arena import Arena
+
+        arena = await asyncio.to_thread(
+            Arena.create, str(self.run.arena), capacity_bytes=self.wired.memory.arena_mib << 20
+        )
+        try:
+            yield
+        finally:
+            arena.close()
+
+    def _spec(self, plan: InstancePlan) -> StageSpec:
+        def command(incarnation: str) -> Spawn:
+            made = self.launch.command_of(self.wired.stage(plan, incarnation))
+            return Spawn(made.argv, stage_environment(made.env, self.run.launch_id, self.blueprint.device))
+
+        # Memory is profiled at the start on NPU and CUDA: neighbours on a device must not start together.
+        profiled = self.blueprint.device != "cpu" and plan.colocated_with
+        turn = ",".join(map(str, plan.devices)) if profiled else ""
+        return StageSpec(plan.id, STAGE_HOST, self.wired.ports[plan.id], self.run.log(plan.id), command, turn)
+
+    def _take_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if not self.stop.is_set():
+            self.stop.set()
+            return
+        # The second one: no more waiting.
+        if self.supervisor is not None:
+            self.supervisor.kill_now()
+        self.run.remove()
+        os._exit(130)
+
+
+class _Events:
+    """Passes what happens to the stages on: to the run directory, the proxy's table and the screen."""
+
+    def __init__(self, wired: WiringPlan, table: InstanceTable, screen: Screen) -> None:
+        self._wired = wired
+        self._plans = {plan.id: plan for plan in wired.blueprint.plans}
+        self._table = table
+        self._screen = screen
+
+    def before_spawn(self, stage: str, incarnation: str) -> None:
+        self._wired.run.clear_instance(stage)
+        self._table.apply(self._wired.instance(self._plans[stage], incarnation), up=False)
+
+    def spawned(self, stage: str, pid: int) -> None:
+        self._wired.run.record_group(stage, pid)
+        self._screen.started(stage)
+
+    def phase(self, stage: str, phase: str) -> None:
+        self._screen.phase(stage, phase)
+
+    def up(self, stage: str, incarnation: str, seconds: float) -> None:
+        self._table.mark_up(stage)
+        self._screen.up(stage, seconds)
+
+    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float) -> None:
+        self._table.mark_down(stage, reason, incarnation=incarnation)
+        if retry_in_s > 0:
+            self._screen.down(stage, reason, retry_in_s)

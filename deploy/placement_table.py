@@ -1,0 +1,37 @@
+"""The placement table: which instance runs where. Text for people, a list for `--json`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from epd_serve.placement import InstancePlan
+
+
+def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
+    """Columns aligned; the first row is the header."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(indent + line for line in lines)
+
+
+def placement_rows(plans: Sequence[InstancePlan], kind: str = "device") -> list[tuple[str, ...]]:
+    """Header and one row per instance: id, stages, devices, neighbours on them."""
+    rows: list[tuple[str, ...]] = [("instance", "stages", kind, "shares it with")]
+    for plan in plans:
+        rows.append((plan.id, plan.role.value, ",".join(map(str, plan.devices)), ", ".join(plan.colocated_with) or "-"))
+    return rows
+
+
+def placement_json(plans: Sequence[InstancePlan]) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": plan.id,
+            "role": plan.role.value,
+            "tp": plan.tp,
+            "devices": list(plan.devices),
+            "colocated_with": list(plan.colocated_with),
+            "memory_share": plan.memory_share,
+        }
+        for plan in plans
+    ]

@@ -1,0 +1,50 @@
+"""How much of /dev/shm a launch takes. Containers often have 64 MiB there, and writing beyond it is SIGBUS."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from deploy.wiring_plan import SharedMemory
+from epd_serve.errors import ConfigError
+from epd_serve.placement import InstancePlan
+
+RESERVE_MIB = 32
+"""Left for vLLM's own message queues."""
+
+SMALLEST = SharedMemory(arena_mib=8, staging_mib=4)
+
+
+def free_mib(path: Path) -> int:
+    """MiB that can still be written below `path`."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize >> 20
+
+
+def fit_shared_memory(
+    wanted: SharedMemory, plans: Sequence[InstancePlan], *, features_travel: bool, free: int
+) -> SharedMemory:
+    """The wanted sizes, or both scaled down until they fit into `free` MiB.
+
+    Raises:
+        ConfigError: not even the smallest fit.
+    """
+    receivers = sum(plan.role.takes_kv for plan in plans)
+    links = receivers * sum(plan.tp for plan in plans if plan.role.sends_kv)
+
+    def needed(memory: SharedMemory) -> int:
+        return (memory.arena_mib if features_travel else 0) + memory.staging_mib * links
+
+    memory = wanted
+    while needed(memory) and needed(memory) + RESERVE_MIB > free:
+        if memory == SMALLEST:
+            raise ConfigError(
+                f"/dev/shm has {free} MiB free, {needed(memory) + RESERVE_MIB} MiB are needed; "
+                "enlarge it (docker run --shm-size=1g) or remove old files there"
+            )
+        memory = SharedMemory(
+            arena_mib=max(SMALLEST.arena_mib, memory.arena_mib // 2),
+            staging_mib=max(SMALLEST.staging_mib, memory.staging_mib // 2),
+        )
+    return memory

@@ -1,0 +1,101 @@
+"""Connects the instances of one launch: ports, sockets, arena; and makes the plan of each life of each stage. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.blueprint import Blueprint
+from deploy.rundir import RunDir
+from epd_serve.engine.argv import StagePlan
+from epd_serve.instances import Instance
+from epd_serve.placement import InstancePlan
+from epd_serve.wiring import StageWiring
+
+STAGE_HOST = "127.0.0.1"
+"""Stages bind loopback: the proxy is their only client (design §4.1)."""
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """MiB of /dev/shm: the arena, and the staging buffer of each KV link (sending worker and receiver)."""
+
+    arena_mib: int
+    staging_mib: int
+
+
+@dataclass(frozen=True)
+class WiringPlan:
+    """One launch, wired. `ports`: HTTP port by instance id, the same in every life."""
+
+    blueprint: Blueprint
+    run: RunDir
+    ports: Mapping[str, int]
+    memory: SharedMemory
+
+    def instance(self, plan: InstancePlan, incarnation: str) -> Instance:
+        """What the proxy is told about a life."""
+        return Instance(
+            id=plan.id,
+            role=plan.role,
+            url=f"http://{STAGE_HOST}:{self.ports[plan.id]}",
+            incarnation=incarnation,
+            kv_endpoint=self._kv_endpoint(plan) or None,
+            devices=plan.devices,
+        )
+
+    def stage(self, plan: InstancePlan, incarnation: str) -> StagePlan:
+        """What the stage's command is made from."""
+        blueprint = self.blueprint
+        return StagePlan(
+            instance=plan.id,
+            role=plan.role,
+            device=blueprint.device,
+            device_ids=plan.devices,
+            cores=blueprint.cores_of(plan),
+            tp=plan.tp,
+            model=blueprint.model,
+            served_model_name=blueprint.served_model_name,
+            port=self.ports[plan.id],
+            host=STAGE_HOST,
+            wiring=self.wiring(plan, incarnation),
+            extra_args=blueprint.stage_args.of(plan),
+            colocated=1 + len(plan.colocated_with),
+            memory_share=plan.memory_share,
+        )
+
+    def wiring(self, plan: InstancePlan, incarnation: str) -> StageWiring:
+        """Addresses and policies of one life. Features concern encoders and every instance that takes them."""
+        config, role = self.blueprint.config, plan.role
+        featured = self.blueprint.features_travel and (role.sends_features or role.takes_features)
+        return StageWiring(
+            instance=plan.id,
+            role=role,
+            incarnation=incarnation,
+            arena=str(self.run.arena) if featured else "",
+            events=self._events() if featured else {},
+            kv_endpoint=self._kv_endpoint(plan),
+            kv_worker_endpoint=self._kv_workers(plan),
+            kv_peers=tuple(map(self._kv_workers, self._takers())) if role.sends_kv else (),
+            kv_transport=config.kv_transport,
+            mooncake_protocol="ascend" if self.blueprint.device == "npu" else config.mooncake_protocol,
+            kv_group_layers=config.kv_group_layers,
+            kv_staging=str(self.run.shm / f"epd-{self.run.launch_id}-kv") if role.sends_kv else "",
+            kv_staging_bytes=self.memory.staging_mib << 20,
+            host=STAGE_HOST,
+            trace_path=str(Path(config.trace_dir).resolve() / f"{plan.id}.jsonl") if config.trace_dir else "",
+        )
+
+    def _events(self) -> dict[str, str]:
+        encoders = (plan.id for plan in self.blueprint.plans if plan.role.sends_features)
+        return {encoder: self.run.ipc(f"{encoder}.events") for encoder in encoders}
+
+    def _takers(self) -> list[InstancePlan]:
+        return [plan for plan in self.blueprint.plans if plan.role.takes_kv]
+
+    def _kv_workers(self, plan: InstancePlan) -> str:
+        return self.run.ipc(f"{plan.id}.kvw{{rank}}") if plan.role.takes_kv else ""
+
+    def _kv_endpoint(self, plan: InstancePlan) -> str:
+        return self.run.ipc(f"{plan.id}.kv") if plan.role.sends_kv else ""

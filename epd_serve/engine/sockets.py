@@ -1,0 +1,24 @@
+"""ZMQ sockets as this engine uses them: one context per process, seconds instead of milliseconds."""
+
+from __future__ import annotations
+
+import zmq
+
+Socket = zmq.Socket[bytes]
+
+
+def open_socket(kind: int, *, linger_s: float = 0.0) -> Socket:
+    """A socket of the process's context. `linger_s`: how long close keeps trying to deliver."""
+    opened: Socket = zmq.Context.instance().socket(kind)
+    opened.setsockopt(zmq.LINGER, milliseconds(linger_s))
+    opened.setsockopt(zmq.RECONNECT_IVL, 50)
+    return opened
+
+
+def milliseconds(seconds: float) -> int:
+    return int(seconds * 1000)
+
+
+def readable(socket: Socket, timeout_s: float = 0.0) -> bool:
+    """Whether a message is here, or comes within `timeout_s`."""
+    return bool(socket.poll(milliseconds(timeout_s)))

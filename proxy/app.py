@@ -1,0 +1,116 @@
+"""The OpenAI front door: routes and the error seam. Everything else is in the parts that `Pipeline` puts together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from epd_serve.errors import EpdError, NotFoundError, RequestError
+from proxy import status
+from proxy.auth import tenant_of
+from proxy.errors import error_body, error_headers
+from proxy.exchange import Exchange
+from proxy.fetch import Resolver, resolve
+from proxy.pipeline import Pipeline
+from proxy.request import Endpoint
+from proxy.settings import ProxySettings
+from proxy.table import InstanceTable
+
+logger = logging.getLogger(__name__)
+
+
+def create_app(
+    settings: ProxySettings,
+    table: InstanceTable,
+    *,
+    transport: httpx.AsyncBaseTransport | None = None,
+    media_transport: httpx.AsyncBaseTransport | None = None,
+    resolver: Resolver = resolve,
+) -> FastAPI:
+    """The proxy's application.
+
+    Args:
+        settings: see `ProxySettings`. table: kept up to date by the launcher, in the same event loop.
+        transport: replaces the network towards the stages. media_transport, resolver: towards media hosts.
+
+    The pipeline is at `app.state.pipeline`. Its connections close with the application's lifespan.
+    """
+    pipeline = Pipeline(settings, table, transport=transport, media_transport=media_transport, resolver=resolver)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await pipeline.aclose()
+
+    app = FastAPI(title="EPD-Serve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.pipeline = pipeline
+    _add_error_seam(app)
+    _add_status_routes(app, pipeline)
+
+    @app.post(Endpoint.CHAT.value)
+    async def chat_completions() -> Response:
+        return Exchange(pipeline, Endpoint.CHAT)
+
+    @app.post(Endpoint.COMPLETIONS.value)
+    async def completions() -> Response:
+        return Exchange(pipeline, Endpoint.COMPLETIONS)
+
+    return app
+
+
+def _add_status_routes(app: FastAPI, pipeline: Pipeline) -> None:
+    settings, table = pipeline.settings, pipeline.table
+
+    @app.get("/health")
+    async def health() -> Response:
+        code, body = status.health(settings, table)
+        return JSONResponse(body, code)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        tenant_of(request.headers.get("authorization"), settings.api_keys)
+        return JSONResponse(status.models(settings))
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse(status.own_version())
+
+    @app.get("/instances")
+    async def instances() -> Response:
+        return JSONResponse(status.instances(table))
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(pipeline.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_error_seam(app: FastAPI) -> None:
+    def answer(error: EpdError) -> Response:
+        return JSONResponse(error_body(error), error.status, error_headers(error))
+
+    @app.exception_handler(EpdError)
+    async def named(_: Request, error: Exception) -> Response:
+        assert isinstance(error, EpdError), "registered for EpdError"
+        return answer(error)
+
+    @app.exception_handler(HTTPException)
+    async def routing(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException), "registered for HTTPException"
+        where = f"{request.method} {request.url.path}"
+        if error.status_code == 404:
+            return answer(NotFoundError(f"There is no {where}.", code="unknown_url"))
+        refusal = RequestError(f"{where}: {error.detail}", code="method_not_allowed")
+        refusal.status = error.status_code
+        return JSONResponse(error_body(refusal), error.status_code, error.headers)
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, error: Exception) -> Response:
+        # Starlette raises it again after this answer, and the server logs the traceback once.
+        return answer(EpdError("Internal error of the proxy; its log has the details.", code="internal_error"))

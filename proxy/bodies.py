@@ -1,0 +1,79 @@
+"""The bodies that each stage gets, made from one client body. Pure.
+
+E sees only its share of the items; D sees the client's request; P sees the same prompt but is asked for one token,
+so that its answer costs nothing. Whatever can change the prompt is kept in both, or P's KV would not fit D's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from epd_serve.instances import Instance
+from epd_serve.wire import MISSING_XARG
+from proxy.media import LoadedItem
+from proxy.parts import rewritten_part
+from proxy.request import ParsedRequest
+
+# Concern sampling or the form of the answer, never the prompt. `response_format`, `tools` and `tool_choice` stay:
+# some renderers (Kimi-K3, harmony) write them into the prompt.
+NOT_FOR_PREFILL = frozenset({
+    "stream_options", "stream_interval", "max_completion_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
+    "logprobs", "top_logprobs", "logprob_token_ids", "structured_outputs", "guided_json", "guided_regex",
+    "guided_choice", "guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern",
+    "return_token_ids", "return_prompt_text", "repetition_detection", "thinking_token_budget",
+})  # fmt: skip
+INTERNAL_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+
+
+def base_body(request: ParsedRequest, items: Sequence[LoadedItem], cache_salt: str | None) -> dict[str, Any]:
+    """The client's body with every media item loaded, keyed and inlined, and the tenant's salt."""
+    body = dict(request.body)
+    if items:
+        messages = list(body["messages"])
+        for item in items:
+            ref = item.ref
+            content = list(messages[ref.message]["content"])
+            content[ref.part] = rewritten_part(content[ref.part], ref, source=item.source, uuid=item.key)
+            messages[ref.message] = {**messages[ref.message], "content": content}
+        body["messages"] = messages
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
+    return body
+
+
+def without_features(base: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Tell the prefilling stage which items no encoder produced, so that it does not wait for them."""
+    return {**base, "vllm_xargs": {**(base.get("vllm_xargs") or {}), MISSING_XARG: ",".join(keys)}}
+
+
+def encode_body(base: Mapping[str, Any], items: Iterable[LoadedItem]) -> dict[str, Any]:
+    """A chat request of media parts only. The answer's text is of no interest."""
+    parts = [base["messages"][item.ref.message]["content"][item.ref.part] for item in items]
+    kept = ("mm_processor_kwargs", "media_io_kwargs", "cache_salt")
+    return {
+        "model": base["model"],
+        "messages": [{"role": "user", "content": parts}],
+        "max_tokens": 1,
+        "stream": False,
+        **{name: base[name] for name in kept if base.get(name) is not None},
+    }
+
+
+def prefill_body(base: Mapping[str, Any], transfer_id: str, prefill: Instance) -> dict[str, Any]:
+    """The same prompt, one token, no frills. `n` and prompt lists stay: transfers are keyed (id, child)."""
+    body = {name: value for name, value in base.items() if name not in NOT_FOR_PREFILL}
+    params = {"transfer_id": transfer_id, "incarnation": prefill.incarnation}
+    return {**body, "stream": False, "max_tokens": 1, "kv_transfer_params": params}
+
+
+def decode_body(base: Mapping[str, Any], transfer_id: str, prefill: Instance) -> dict[str, Any]:
+    """The client's request, and where its KV comes from."""
+    peer = {"instance": prefill.id, "incarnation": prefill.incarnation, "endpoint": prefill.kv_endpoint}
+    return {**base, "kv_transfer_params": {"transfer_id": transfer_id, "peer": peer}}
+
+
+def public_answer(answer: dict[str, Any], *, keep_token_ids: bool) -> dict[str, Any]:
+    """A stage's JSON answer without what only stages may see. Prompt token ids stay if the client asked for them."""
+    internal = INTERNAL_FIELDS if keep_token_ids else (*INTERNAL_FIELDS, "prompt_token_ids")
+    return {name: value for name, value in answer.items() if name not in internal}

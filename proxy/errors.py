@@ -1,0 +1,102 @@
+"""The one seam at which errors become OpenAI-shaped JSON, and stage answers become errors.
+
+Owns the shape `{"error": {"message", "type", "param", "code"}}`. The named errors themselves live in
+`epd_serve.errors`; the two below exist only between the proxy and its stages.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from epd_serve.errors import EpdError, NoInstanceError, OverloadedError, RequestError, StageError
+
+NO_INSTANCE_RETRY_AFTER_S = 5.0
+MAX_STAGE_MESSAGE_CHARS = 500
+
+
+class StageRefusal(RequestError):
+    """A stage answered 4xx: the client's request is at fault, and the stage's own words say how."""
+
+    def __init__(self, message: str, *, status: int, error_type: str, param: str | None, code: str | None) -> None:
+        super().__init__(message, param=param, code=code)
+        self.status = status
+        self.type = error_type
+
+
+class StageUnreachable(StageError):
+    """No connection to the stage: nothing of the request reached it, so trying again costs nobody anything."""
+
+    code = "stage_unreachable"
+
+
+def error_body(error: EpdError) -> dict[str, Any]:
+    """The OpenAI error object of `error`."""
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def error_json(error: EpdError) -> bytes:
+    return json.dumps(error_body(error)).encode()
+
+
+def error_headers(error: EpdError) -> dict[str, str]:
+    """`Retry-After` where waiting helps."""
+    if isinstance(error, OverloadedError):
+        return {"retry-after": str(max(1, round(error.retry_after_s)))}
+    if isinstance(error, NoInstanceError):
+        return {"retry-after": str(round(NO_INSTANCE_RETRY_AFTER_S))}
+    return {}
+
+
+def error_event(error: EpdError) -> bytes:
+    """The single SSE event that ends a stream which failed after its first byte."""
+    return b"data: " + error_json(error) + b"\n\n"
+
+
+def stage_answer_error(raw: bytes | str, *, stage: str, status: int) -> EpdError:
+    """Turn a stage's error answer (body of a non-200 response, or an error event of its stream) into an error.
+
+    Args:
+        raw: JSON as vLLM writes it (`{"error": {"message", "type", "param", "code"}}`) or anything else.
+        stage: instance id. status: its HTTP status.
+
+    Returns:
+        `StageRefusal` for 4xx; `StageError` (a retry is safe before the first byte) for everything else.
+    """
+    fields: dict[str, Any] = {}
+    text = raw.decode(errors="replace") if isinstance(raw, bytes) else raw
+    try:
+        decoded = json.loads(text)
+    except ValueError:
+        decoded = None
+    if isinstance(decoded, dict):
+        inner = decoded.get("error", decoded)
+        fields = inner if isinstance(inner, dict) else {"message": str(inner)}
+    message = str(fields.get("message") or text)[:MAX_STAGE_MESSAGE_CHARS] or f"HTTP {status}"
+    if 400 <= status < 500:
+        code = fields.get("code")
+        param = fields.get("param")
+        return StageRefusal(
+            message,
+            status=status,
+            error_type="invalid_request_error" if status != 429 else "rate_limit_error",
+            param=param if isinstance(param, str) else None,
+            code=code if isinstance(code, str) else None,
+        )
+    return StageError(f"stage {stage} failed with {status}: {message}", stage=stage)
+
+
+def most_telling(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one error of a failed TaskGroup to answer with: the client's fault, then a stage's, then ours."""
+    flat: list[BaseException] = []
+    pending: list[BaseException] = [group]
+    while pending:
+        error = pending.pop()
+        if isinstance(error, BaseExceptionGroup):
+            pending.extend(error.exceptions)
+        else:
+            flat.append(error)
+    ours = [error for error in flat if not isinstance(error, EpdError)]
+    if ours:
+        return ours[0]
+    return min(flat, key=lambda error: not isinstance(error, RequestError))

@@ -1,0 +1,37 @@
+"""One client request on its way through the stages: what every step may read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from proxy.media import LoadedItem
+from proxy.request import ParsedRequest
+
+
+@dataclass(frozen=True)
+class Job:
+    """
+    Attributes:
+        id: sent to every stage as `X-Request-Id`.
+        base: the client's body with media inlined and keyed (`proxy.bodies.base_body`).
+        items: the media items behind it.
+        arrived: loop time in seconds when the request came in.
+    """
+
+    id: str
+    request: ParsedRequest
+    base: Mapping[str, Any]
+    items: tuple[LoadedItem, ...]
+    arrived: float
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"x-request-id": self.id}
+
+
+def encoded(body: Mapping[str, Any]) -> bytes:
+    """JSON for a stage. ASCII escapes, so that whatever JSON could carry in goes out again."""
+    return json.dumps(body, separators=(",", ":")).encode("ascii")

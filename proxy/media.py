@@ -1,0 +1,148 @@
+"""Load every media item of a request once, safely, and give it its key.
+
+Owns the order of checks and the bounds over a whole request. How to fetch is `fetch.py`'s and `local_files.py`'s,
+how to judge a picture `images.py`'s, how keys are made `store/keys.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from epd_serve.errors import PayloadTooLargeError, RequestError
+from proxy.errors import most_telling
+from proxy.fetch import UrlFetcher, too_large
+from proxy.images import inspect_picture
+from proxy.local_files import read_local
+from proxy.parts import MediaRef, Modality
+from proxy.request import ParsedRequest
+from proxy.settings import ProxySettings
+from store.keys import feature_key
+
+T = TypeVar("T")
+DEFAULT_MIME = {Modality.IMAGE: "image/png", Modality.AUDIO: "audio/wav", Modality.VIDEO: "video/mp4"}
+
+
+@dataclass(frozen=True)
+class LoadedItem:
+    """A media item on its way to the stages.
+
+    Attributes:
+        source: data URL (base64 for `input_audio`): what replaces the client's URL.
+        key: its feature key, the `uuid` that every stage sees.
+        weight: encoding cost for LPT: pixels of a picture, bytes of anything else.
+    """
+
+    ref: MediaRef
+    source: str
+    key: str
+    weight: float
+
+
+class MediaLoader:
+    """Loads items. Blocking work runs on a few threads of its own."""
+
+    def __init__(self, settings: ProxySettings, fetcher: UrlFetcher) -> None:
+        self._identity = settings.identity
+        self._limits = settings.media
+        self._fetcher = fetcher
+        self._threads = ThreadPoolExecutor(settings.media.threads, thread_name_prefix="media")
+
+    async def aclose(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        await self._fetcher.aclose()
+
+    async def load(self, request: ParsedRequest, *, tenant: str) -> tuple[LoadedItem, ...]:
+        """All items of `request`, in order. Raises RequestError naming the item at fault."""
+        refs = request.media
+        if len(refs) > self._limits.max_items:
+            raise RequestError(
+                f"messages: {len(refs)} media items, the limit is {self._limits.max_items}.", param="messages"
+            )
+        try:
+            async with asyncio.TaskGroup() as group:
+                raw = [group.create_task(self._bytes_of(ref)) for ref in refs]
+        except BaseExceptionGroup as failed:
+            raise most_telling(failed) from None
+        contents = [task.result() for task in raw]
+        total = sum(len(data) for _, data in contents)
+        if total > self._limits.max_total_bytes:
+            raise PayloadTooLargeError(
+                f"messages: media of {total:,} bytes in all, the limit is {self._limits.max_total_bytes:,}.",
+                param="messages",
+            )
+        options = request.processor_options
+        return tuple(
+            [
+                await self._blocking(lambda ref=ref, mime=mime, data=data: self._item(ref, mime, data, options, tenant))  # type: ignore[misc]
+                for ref, (mime, data) in zip(refs, contents, strict=True)
+            ]
+        )
+
+    async def _bytes_of(self, ref: MediaRef) -> tuple[str, bytes]:
+        """(MIME type, bytes) of one item."""
+        mime = DEFAULT_MIME[ref.modality]
+        limit = self._limits.max_bytes
+        if ref.key == "input_audio":
+            return mime, await self._blocking(lambda: _base64(ref.source, ref.param, limit))
+        scheme = ref.source.partition(":")[0].lower()
+        if scheme == "data":
+            return await self._blocking(lambda: _data_url(ref.source, ref.param, mime, limit))
+        if scheme in ("http", "https"):
+            return mime, await self._fetcher.fetch(ref.source, param=ref.param)
+        if scheme == "file":
+            root = self._limits.allowed_local_root
+            return mime, await self._blocking(
+                lambda: read_local(ref.source, root=root, max_bytes=limit, param=ref.param)
+            )
+        raise RequestError(
+            f"{ref.param}: the URL must begin with data:, http:// or https://.", param=ref.param, code="media_scheme"
+        )
+
+    def _item(self, ref: MediaRef, mime: str, data: bytes, options: dict[str, object], tenant: str) -> LoadedItem:
+        if not data:
+            raise RequestError(f"{ref.param}: empty.", param=ref.param)
+        weight = len(data)
+        if ref.modality is Modality.IMAGE:
+            mime, weight = inspect_picture(data, param=ref.param, max_pixels=self._limits.max_pixels)
+        encoded = base64.b64encode(data).decode("ascii")
+        key = feature_key(
+            data,
+            processor_options=options,
+            model=self._identity.model,
+            revision=self._identity.revision,
+            dtype=self._identity.dtype,
+            tenant=tenant,
+            modality=ref.modality.value,
+        )
+        source = encoded if ref.key == "input_audio" else f"data:{mime};base64,{encoded}"
+        return LoadedItem(ref, source, key, float(weight))
+
+    async def _blocking(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _data_url(url: str, param: str, default_mime: str, max_bytes: int) -> tuple[str, bytes]:
+    header, comma, payload = url.partition(",")
+    mime, *attributes = header[len("data:") :].split(";")
+    if not comma or "base64" not in (attribute.strip().lower() for attribute in attributes):
+        raise RequestError(
+            f"{param}: a data URL must read data:<type>;base64,<data>.", param=param, code="invalid_data_url"
+        )
+    if not all(part.isalnum() for part in mime.replace("-", "").replace("+", "").replace(".", "").split("/")):
+        mime = ""  # would otherwise be copied into the URL that the stages parse
+    return mime or default_mime, _base64(payload, param, max_bytes)
+
+
+def _base64(payload: str, param: str, max_bytes: int) -> bytes:
+    if len(payload) * 3 // 4 > max_bytes + 2:
+        raise too_large(param, max_bytes)
+    try:
+        return base64.b64decode(payload, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"{param}: invalid base64 ({error}).", param=param, code="invalid_base64") from None

@@ -1,0 +1,47 @@
+"""The proxy's own Prometheus metrics; the stages have theirs. One registry per app, so that tests can hold many."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+CANCELLED = "cancelled"
+
+
+class Metrics:
+    """Counters and histograms. Label `status` is the HTTP status, `cancelled`, or `broken` (failed mid-stream)."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter("epd_proxy_requests", "Requests ended.", ("endpoint", "status"), registry=self.registry)
+        self.in_flight = Gauge("epd_proxy_in_flight", "Requests held now.", registry=self.registry)
+        self.paths = Counter("epd_proxy_paths", "Attempts per path.", ("path",), registry=self.registry)
+        self.stage_seconds = Histogram(
+            "epd_proxy_stage_seconds",
+            "Time of one stage call as the proxy sees it.",
+            ("stage", "outcome"),
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.media_seconds = Histogram(
+            "epd_proxy_media_seconds", "Loading and keying a request's media.", buckets=SECONDS, registry=self.registry
+        )
+        self.ttft_seconds = Histogram(
+            "epd_proxy_ttft_seconds",
+            "From the request's arrival to its first streamed event.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.retries = Counter(
+            "epd_proxy_retries", "Attempts repeated after a stage failed.", ("stage",), registry=self.registry
+        )
+        self.encode_fallback = Counter(
+            "epd_proxy_encode_fallback",
+            "Items sent on without an encoder; the prefilling stage encodes them.",
+            ("reason",),
+            registry=self.registry,
+        )
+
+    def text(self) -> bytes:
+        """Prometheus text format."""
+        return generate_latest(self.registry)

@@ -1,0 +1,59 @@
+"""Which stages a request passes: modality x roles of the layout -> ordered paths. Pure.
+
+multimodal: EPD | E->PD | EP->D | E->P->D.   text: EPD | PD | EP->D | P->D.
+An instance that prefills holds the vision tower too, so the encode step may be skipped when every E is down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from epd_serve.roles import Role
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way through the layout.
+
+    Attributes:
+        encode: an E instance encodes the items first.
+        prefill: role that prefills for another instance, or None where the decoder prefills itself.
+        decode: role that answers the client.
+    """
+
+    encode: bool
+    prefill: Role | None
+    decode: Role
+
+    @property
+    def name(self) -> str:
+        stages = ("E" if self.encode else None, self.prefill, self.decode)
+        return "-".join(stage for stage in stages if stage)
+
+    @property
+    def required(self) -> tuple[Role, ...]:
+        """Roles without which the path cannot be taken (E is not among them)."""
+        return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
+
+
+def paths(roles: Collection[Role], *, multimodal: bool, fused: bool = False) -> tuple[Path, ...]:
+    """All paths that `roles` allow, preferred first.
+
+    Args:
+        roles: roles to build from (of the layout, or of its live instances).
+        multimodal: the request has media items.
+        fused: it needs one instance that prefills and decodes (`echo`, `prompt_logprobs`, beam search).
+    """
+    encode = multimodal and Role.E in roles
+    every = [
+        Path(False, None, Role.EPD),
+        Path(encode, None, Role.PD),
+        Path(False, Role.EP, Role.D),
+        Path(encode, Role.P, Role.D),
+    ]
+    return tuple(
+        path
+        for path in every
+        if all(role in roles for role in path.required) and not (fused and path.prefill is not None)
+    )

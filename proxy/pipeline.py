@@ -1,0 +1,88 @@
+"""A request's life in order: parse, load media, encode, then prefill and decode (design §4).
+
+The steps decide how; this file only says when. One per process; owns what they share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+import httpx
+
+from epd_serve.errors import OverloadedError
+from proxy.bodies import base_body, without_features
+from proxy.encode import EncodeStep
+from proxy.fetch import Resolver, UrlFetcher, resolve
+from proxy.generate import GenerateStep
+from proxy.job import Job
+from proxy.media import MediaLoader
+from proxy.metrics import Metrics
+from proxy.request import Endpoint, parse
+from proxy.routing import Router
+from proxy.settings import ProxySettings
+from proxy.sink import ClientSink
+from proxy.stage_client import StageClient
+from proxy.table import InstanceTable
+
+
+class Pipeline:
+    """All parts of the proxy, put together. Transports and the resolver are the seams for tests."""
+
+    def __init__(
+        self,
+        settings: ProxySettings,
+        table: InstanceTable,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+        media_transport: httpx.AsyncBaseTransport | None = None,
+        resolver: Resolver = resolve,
+    ) -> None:
+        timeouts = settings.timeouts
+        self.settings = settings
+        self.table = table
+        self.metrics = Metrics()
+        self._stages = StageClient(timeouts, transport=transport)
+        self._media = MediaLoader(settings, UrlFetcher(settings.media, transport=media_transport, resolver=resolver))
+        self._router = Router(table, settings.roles, instance_wait_s=timeouts.instance_wait_s)
+        self._encode = EncodeStep(table, self._stages, self.metrics, timeouts, retries=settings.retries)
+        self._generate = GenerateStep(
+            table, self._router, self._stages, self.metrics, timeouts, retries=settings.retries
+        )
+        self._running = 0
+
+    async def aclose(self) -> None:
+        await self._media.aclose()
+        await self._stages.aclose()
+
+    def check_admission(self) -> None:
+        """Raises OverloadedError (429) when as many requests run as the settings allow."""
+        limit = self.settings.max_in_flight
+        if self._running >= limit:
+            raise OverloadedError(f"{self._running} requests are in progress, the limit is {limit}; try again later")
+
+    async def run(self, request_id: str, endpoint: Endpoint, raw: bytes, tenant: str, sink: ClientSink) -> None:
+        """Serve one request through `sink`. Raises an EpdError where there is something to answer instead."""
+        self.check_admission()
+        self._running += 1
+        try:
+            await self._run(request_id, endpoint, raw, tenant, sink)
+        finally:
+            self._running -= 1
+
+    async def _run(self, request_id: str, endpoint: Endpoint, raw: bytes, tenant: str, sink: ClientSink) -> None:
+        arrived = asyncio.get_running_loop().time()
+        request = parse(endpoint, raw, self.settings)
+        self._router.check_servable(fused_for=request.needs_fused)
+        begun = time.perf_counter()
+        items = await self._media.load(request, tenant=tenant)
+        if items:
+            self.metrics.media_seconds.observe(time.perf_counter() - begun)
+        base = base_body(request, items, tenant if self.settings.api_keys else None)
+        job = Job(request_id, request, base, items, arrived)
+        if items and self._router.encodes_apart:
+            missing = await self._encode.run(job)
+            if missing:
+                job = replace(job, base=without_features(base, missing))
+        await self._generate.run(job, sink)

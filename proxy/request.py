@@ -1,0 +1,164 @@
+"""From an OpenAI body to a `ParsedRequest`: what the proxy must know, and what it must not let through.
+
+Unknown fields pass through untouched. Checked here are the fields that the proxy acts on, and those that could kill
+an engine or fetch another tenant's feature (design §4.1). Everything else is vLLM's to judge. No I/O.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NoReturn
+
+from epd_serve.errors import NotFoundError, RequestError
+from proxy.parts import MediaRef, media_refs, refuse_embeds
+from proxy.settings import ProxySettings
+
+REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "uuid", "cache_salt", "request_id", "mm_hashes")
+
+
+class Endpoint(StrEnum):
+    """The endpoints that reach a model."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A checked client request.
+
+    Attributes:
+        body: the client's JSON object; treated as read-only.
+        media: its media items, in prompt order.
+        needs_fused: the field that only an instance which prefills and decodes can serve, or None.
+    """
+
+    endpoint: Endpoint
+    body: Mapping[str, Any]
+    model: str
+    stream: bool
+    media: tuple[MediaRef, ...]
+    needs_fused: str | None
+
+    @property
+    def processor_options(self) -> dict[str, object]:
+        """Options that change what an encoder makes of the same bytes."""
+        names = ("mm_processor_kwargs", "media_io_kwargs")
+        return {name: self.body[name] for name in names if self.body.get(name) is not None}
+
+
+def parse(endpoint: Endpoint, raw: bytes, settings: ProxySettings) -> ParsedRequest:
+    """Parse and check a request body.
+
+    Raises:
+        RequestError: 400, `param` names the field. NotFoundError: 404 `model_not_found`.
+    """
+    body = _decode(raw)
+    for name in REFUSED_FIELDS:
+        _refuse(body.get(name), name)
+    refuse_embeds(body, "")
+    # vLLM merges vllm_xargs with its own transfer parameters: a smuggled one reaches the engine.
+    extra = _object(body, "vllm_xargs")
+    for name in REFUSED_FIELDS:
+        _refuse(extra.get(name), f"vllm_xargs.{name}")
+    for name in ("mm_processor_kwargs", "media_io_kwargs"):
+        _object(body, name)
+    model = _model(body, settings)
+    _integer(body, "max_tokens", 1, None)
+    _integer(body, "max_completion_tokens", 1, None)
+    _integer(body, "n", 1, settings.max_n)
+    stream = _boolean(body, "stream")
+    if endpoint is Endpoint.CHAT:
+        media = media_refs(_messages(body))
+    else:
+        media = ()
+        _prompt(body)
+    return ParsedRequest(endpoint, body, model, stream, media, _needs_fused(body))
+
+
+def _decode(raw: bytes) -> dict[str, Any]:
+    def refuse_constant(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not JSON")
+
+    def finite(text: str) -> float:
+        value = float(text)
+        return value if math.isfinite(value) else refuse_constant(text)
+
+    try:
+        body = json.loads(raw, parse_constant=refuse_constant, parse_float=finite)
+    except RecursionError:
+        raise RequestError("The request body is nested too deeply.", code="invalid_json") from None
+    except ValueError as error:
+        raise RequestError(f"The request body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise RequestError("The request body must be a JSON object.", code="invalid_json")
+    return body
+
+
+def _refuse(value: object, name: str) -> None:
+    if value is not None:
+        raise RequestError(f"{name} is set by the server and cannot be sent by a client.", param=name)
+
+
+def _model(body: Mapping[str, Any], settings: ProxySettings) -> str:
+    model = body.get("model")
+    if not isinstance(model, str) or not model:
+        raise RequestError(f"model is required; this server has {', '.join(settings.served_models)}.", param="model")
+    if model not in settings.served_models:
+        raise NotFoundError(
+            f"The model `{model}` does not exist; this server has {', '.join(settings.served_models)}.",
+            param="model",
+            code="model_not_found",
+        )
+    return model
+
+
+def _messages(body: Mapping[str, Any]) -> list[Any]:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("messages must be a non-empty list.", param="messages")
+    return messages
+
+
+def _prompt(body: Mapping[str, Any]) -> None:
+    prompt = body.get("prompt")
+    if not isinstance(prompt, str | list) or prompt == []:
+        raise RequestError("prompt must be a string or a non-empty list.", param="prompt")
+
+
+def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = body.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} must be an object.", param=name)
+    return value
+
+
+def _integer(body: Mapping[str, Any], name: str, low: int, high: int | None) -> None:
+    value = body.get(name)
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise RequestError(f"{name} must be an integer, got {json.dumps(value)[:80]}.", param=name)
+    if value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise RequestError(f"{name} must be {bounds}, got {value}.", param=name)
+
+
+def _boolean(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    # vLLM would coerce "true"; the proxy has to know for certain whether the answer is a stream.
+    if value is not None and not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false.", param=name)
+    return bool(value)
+
+
+def _needs_fused(body: Mapping[str, Any]) -> str | None:
+    if body.get("prompt_logprobs") is not None:
+        return "prompt_logprobs"
+    return next((name for name in ("echo", "use_beam_search") if body.get(name)), None)

@@ -1,0 +1,121 @@
+"""What the proxy is configured with: built once by the composition root, validated once, passed down.
+
+Owns the values and their bounds. Leaves reading of flags, files and the environment to `deploy`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from epd_serve.errors import ConfigError
+from epd_serve.roles import Role
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Deadlines in seconds. Each bounds another wait, so that a message can say which one ran out.
+
+    Attributes:
+        connect_s: opening a connection to a stage.
+        encode_s: one encoder's answer for its share of a request's items.
+        first_byte_s: from dispatch of P and D to the first streamed event.
+        idle_s: between two streamed events.
+        total_s: the whole request, media and queues included.
+        instance_wait_s: how long a request waits for a missing role to come up (a stage restart takes ~40 s).
+    """
+
+    connect_s: float = 5.0
+    encode_s: float = 120.0
+    first_byte_s: float = 300.0
+    idle_s: float = 120.0
+    total_s: float = 1800.0
+    instance_wait_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "connect_s", "encode_s", "first_byte_s", "idle_s", "total_s")
+        if self.instance_wait_s < 0:
+            raise ConfigError("instance_wait_s must not be negative", param="instance_wait_s")
+
+
+@dataclass(frozen=True)
+class MediaLimits:
+    """Bounds on what a client may make the proxy load.
+
+    Attributes:
+        max_bytes: one item. `max_total_bytes`: all items of one request.
+        max_pixels: width x height of a picture, checked on its header before anything decodes it.
+        max_items: items of one request.
+        fetch_timeout_s: one http(s) item, redirects included. `max_redirects`: hops, each checked anew.
+        allowed_local_root: directory that `file://` may read from, or None to refuse `file://`.
+        allow_private_addresses: let http(s) reach loopback, private and link-local addresses.
+        max_parallel_fetches, threads: bounds of the whole process, not of one request.
+    """
+
+    max_bytes: int = 32 << 20
+    max_total_bytes: int = 64 << 20
+    max_pixels: int = 36_000_000
+    max_items: int = 16
+    fetch_timeout_s: float = 10.0
+    max_redirects: int = 3
+    allowed_local_root: Path | None = None
+    allow_private_addresses: bool = False
+    max_parallel_fetches: int = 32
+    threads: int = 2
+
+    def __post_init__(self) -> None:
+        names = ("max_bytes", "max_total_bytes", "max_pixels", "fetch_timeout_s", "max_parallel_fetches", "threads")
+        _require_positive(self, *names)
+        if self.max_items < 0 or self.max_redirects < 0:
+            raise ConfigError("max_items and max_redirects must not be negative", param="media")
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What a feature depends on besides its bytes: part of every key (design §4.1)."""
+
+    model: str
+    revision: str = ""
+    dtype: str = ""
+
+
+@dataclass(frozen=True)
+class ProxySettings:
+    """All of the proxy's settings.
+
+    Attributes:
+        served_models: names that clients may ask for; the first is the default that `/v1/models` lists first.
+        identity: model, revision and dtype as they enter feature keys.
+        roles: roles of the layout. `/health` wants a live instance of each; empty means "those in the table".
+        max_model_len: context length in tokens that `/v1/models` reports, or None when unknown.
+        retries: further attempts after a stage failed before the first byte.
+        max_in_flight: requests held at once; beyond it the answer is 429.
+        api_keys: accepted bearer tokens; empty means no authentication and no per-tenant salt.
+    """
+
+    served_models: tuple[str, ...]
+    identity: ModelIdentity
+    roles: tuple[Role, ...] = ()
+    max_model_len: int | None = None
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    media: MediaLimits = field(default_factory=MediaLimits)
+    retries: int = 2
+    max_body_bytes: int = 96 << 20
+    max_n: int = 64
+    max_in_flight: int = 2048
+    api_keys: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.served_models:
+            raise ConfigError("the proxy needs at least one served model name", param="served_models")
+        _require_positive(self, "max_body_bytes", "max_n", "max_in_flight")
+        if self.retries < 0:
+            raise ConfigError("retries must not be negative", param="retries")
+        if any(not key for key in self.api_keys):
+            raise ConfigError("an API key is empty", param="api_keys")
+
+
+def _require_positive(settings: object, *names: str) -> None:
+    for name in names:
+        if not getattr(settings, name) > 0:  # also refuses NaN
+            raise ConfigError(f"{name} must be greater than 0, got {getattr(settings, name)}", param=name)

@@ -1,0 +1,57 @@
+"""The client's side of one exchange: writes an ASGI response and knows whether it has begun.
+
+The commit point (design §4.6) is `committed`: before it a failed attempt may be repeated, after it never.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.types import Send
+
+
+class ClientSink:
+    """Exactly one response: `start`, `write`*, `finish`, or `respond` for all of it at once."""
+
+    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+        self._send = send
+        self._headers = headers
+        self.committed = False
+        self.finished = False
+        self.status = 0
+
+    async def start_stream(self) -> None:
+        await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
+
+    async def write(self, data: bytes) -> None:
+        assert self.committed and not self.finished, "write outside of a started response"
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def finish(self) -> None:
+        self.finished = True
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def respond_json(
+        self, status: int, answer: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> None:
+        """A whole JSON response."""
+        try:
+            body = json.dumps(answer, ensure_ascii=False).encode()
+        except UnicodeEncodeError:  # lone surrogates, quoted from a client's body
+            body = json.dumps(answer).encode()
+        await self._start(
+            status, {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
+        )
+        self.finished = True
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        assert not self.committed, "a second response to one request"
+        self.committed = True
+        self.status = status
+        raw = [
+            (name.encode("latin-1"), value.encode("latin-1")) for name, value in {**self._headers, **headers}.items()
+        ]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})

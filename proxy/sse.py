@@ -1,0 +1,37 @@
+"""Server-sent events as vLLM writes them: cut a byte stream into complete events, recognise errors and the end.
+
+Events are never re-encoded; what goes to the client is what the stage sent. No I/O.
+"""
+
+from __future__ import annotations
+
+DONE = b"data: [DONE]"
+ERROR_PREFIXES = (b'data: {"error"', b'data:{"error"')
+
+
+class EventSplitter:
+    """Feeds on chunks cut anywhere, gives whole events with their blank line."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Events completed by `chunk`, in order."""
+        *whole, self._rest = (self._rest + chunk).split(b"\n\n")
+        return [event + b"\n\n" for event in whole]
+
+
+def is_done(event: bytes) -> bool:
+    return event.startswith(DONE)
+
+
+def is_comment(event: bytes) -> bool:
+    """A keep-alive, which says nothing about the request."""
+    return event.startswith(b":")
+
+
+def error_payload(event: bytes) -> bytes | None:
+    """The JSON of an error event, or None for any other event."""
+    if not event.startswith(ERROR_PREFIXES):
+        return None
+    return event.partition(b":")[2].strip()

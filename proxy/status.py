@@ -1,0 +1,56 @@
+"""What the proxy says about itself: health, models, version, instances. Pure functions from state to JSON."""
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from proxy.settings import ProxySettings
+from proxy.table import InstanceTable
+
+STARTED = int(time.time())
+
+
+def health(settings: ProxySettings, table: InstanceTable) -> tuple[int, dict[str, Any]]:
+    """200 while every role of the layout has a live instance, else 503 and what is missing."""
+    wanted = settings.roles or table.roles()
+    missing = [role.value for role in table.missing(wanted)]
+    if wanted and not missing:
+        return 200, {"status": "ok"}
+    return 503, {"status": "unavailable", "missing": missing, "instances": instances(table)["instances"]}
+
+
+def models(settings: ProxySettings) -> dict[str, Any]:
+    """OpenAI's model list. All names are one model."""
+    shared: dict[str, Any] = {"object": "model", "created": STARTED, "owned_by": "epd-serve"}
+    if settings.max_model_len is not None:
+        shared["max_model_len"] = settings.max_model_len
+    root = settings.identity.model
+    return {"object": "list", "data": [{"id": name, **shared, "root": root} for name in settings.served_models]}
+
+
+def instances(table: InstanceTable) -> dict[str, Any]:
+    """The status table."""
+    return {
+        "instances": [
+            {
+                "id": view.instance.id,
+                "role": view.instance.role.value,
+                "incarnation": view.instance.incarnation,
+                "devices": list(view.instance.devices),
+                "up": view.up,
+                "reason": view.reason,
+                "in_flight": {work.value: count for work, count in view.in_flight.items()},
+                "load": view.load,
+            }
+            for view in table.snapshot()
+        ]
+    }
+
+
+def own_version() -> dict[str, str]:
+    try:
+        return {"version": version("epd-serve")}
+    except PackageNotFoundError:
+        return {"version": "unknown"}

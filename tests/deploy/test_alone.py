@@ -1,0 +1,94 @@
+"""The proxy alone, in front of stages from a file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from deploy.alone import read_stages_file
+from deploy.ports import free_ports
+from epd_serve.errors import ConfigError
+from epd_serve.roles import Role
+
+REPOSITORY = Path(__file__).parents[2]
+FAKE_STAGE = str(Path(__file__).with_name("fake_stage.py"))
+
+
+def stages_file(folder: Path, text: str) -> str:
+    path = folder / "stages.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_stages_file_becomes_instances(tmp_path: Path) -> None:
+    text = "model: m\nstages:\n  - {id: P0, role: P, url: 'http://h:1/', incarnation: a, kv_endpoint: 'ipc:///p'}\n"
+    file = read_stages_file(stages_file(tmp_path, text))
+    (one,) = file.instances
+    assert (one.id, one.role, one.url, one.incarnation) == ("P0", Role.P, "http://h:1", "a")
+    assert one.kv_endpoint == "ipc:///p"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stages: []", "model"),
+        ("model: m\nstages: []", "at least one"),
+        ("model: m\nstagess: []\nstages: [{id: a, role: P, url: 'http://h:1'}]", "did you mean 'stages'"),
+        ("model: m\nstages: [{id: a, role: P}]", "id, role and url"),
+        ("model: m\nstages: [{id: a, role: X, url: 'http://h:1'}]", "unknown role 'X'"),
+        ("model: m\nstages: [{id: a, role: P, url: 'https://h:1'}]", "not http://HOST:PORT"),
+        ("model: m\nstages: [{id: a, role: P, url: 'http://h:1', incarnaton: 3}]", "did you mean 'incarnation'"),
+        ("{", "stages.yaml"),
+    ],
+)
+def test_what_is_wrong_in_a_stages_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_stages_file(stages_file(tmp_path, text))
+    assert message in str(refused.value)
+
+
+def health(port: int) -> int:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+def wait_health(port: int, status: int) -> None:
+    deadline = time.monotonic() + 20
+    while health(port) != status:
+        assert time.monotonic() < deadline, f"/health is {health(port)}, not {status}"
+        time.sleep(0.05)
+
+
+def test_the_proxy_alone_follows_the_health_of_its_stages_and_ends_on_sigterm(tmp_path: Path) -> None:
+    port, stage_port = free_ports(2)
+    text = f"model: m\nstages: [{{id: EPD0, role: EPD, url: 'http://127.0.0.1:{stage_port}'}}]\n"
+    argv = [sys.executable, "-m", "deploy.cli", "proxy", "--stages", stages_file(tmp_path, text), "--port", str(port)]
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    proxy = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE)
+    stage = None
+    try:
+        wait_health(port, 503)
+        stage = subprocess.Popen([sys.executable, FAKE_STAGE, str(stage_port)], stdout=subprocess.DEVNULL)
+        wait_health(port, 200)
+        stage.kill()
+        wait_health(port, 503)
+        proxy.send_signal(signal.SIGTERM)
+        _, err = proxy.communicate(timeout=15)
+        assert proxy.returncode == 0, err
+    finally:
+        for process in filter(None, (proxy, stage)):
+            process.kill()
+            process.wait()

@@ -1,0 +1,121 @@
+"""Run directories and the reaper: names that fit, privacy, and proof before anything is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy import processes
+from deploy.environment import LAUNCH_ENV, run_root
+from deploy.reaper import reap_dead
+from deploy.rundir import RunDir
+from epd_serve.errors import ConfigError
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(300)"]
+
+
+def make_dead(run: RunDir) -> None:
+    """Pretend that the launcher of this run directory was another process."""
+    owner = json.loads((run.path / "launcher.json").read_text())
+    (run.path / "launcher.json").write_text(json.dumps({**owner, "start_ticks": 1}))
+
+
+def test_a_run_directory_is_private_and_leaves_with_its_shared_memory(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "root")
+    assert run.path.parent.stat().st_mode & 0o077 == 0
+    assert run.ipc("D0.kvw{rank}") == f"ipc://{run.path}/D0.kvw{{rank}}"
+    run.arena.touch()
+    run.remove()
+    run.remove()
+    assert not run.path.exists()
+    assert not run.arena.exists()
+
+
+def test_a_root_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir(mode=0o777)
+    root.chmod(0o777)
+    with pytest.raises(ConfigError, match="not private"):
+        RunDir.create(root)
+
+
+def test_a_root_too_long_for_sockets_is_refused_and_not_left_behind(tmp_path: Path) -> None:
+    root = tmp_path / ("long" * 25)
+    with pytest.raises(ConfigError, match="too long"):
+        RunDir.create(root)
+    assert list(root.iterdir()) == []
+
+
+def test_the_root_is_xdg_runtime_dir_or_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert run_root() == tmp_path / f"epd-serve-{os.getuid()}"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/no/such")
+    assert run_root() == Path(f"/tmp/epd-serve-{os.getuid()}")
+
+
+def test_what_a_dead_life_left_is_cleared_without_its_log(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "root")
+    names = ("E1.log", "E1.events", "E1.kv", "E1.kvw0", "E10.events")
+    for name in names:
+        run.socket(name).touch()
+    staging = run.shm / f"epd-{run.launch_id}-kv-E1-0-D0"
+    staging.touch()
+    run.clear_instance("E1")
+    assert {name for name in names if run.socket(name).exists()} == {"E1.log", "E10.events"}
+    assert not staging.exists()
+    run.remove()
+
+
+def test_a_living_launch_is_not_reaped(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "root")
+    assert reap_dead(tmp_path / "root") == []
+    assert run.path.exists()
+    run.remove()
+
+
+def test_a_launch_of_another_pid_namespace_is_not_judged(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "root")
+    owner = {"pid": 1, "start_ticks": 1, "pid_namespace": "pid:[1]"}
+    (run.path / "launcher.json").write_text(json.dumps(owner))
+    assert reap_dead(tmp_path / "root") == []
+    run.remove()
+
+
+def test_a_dead_launch_loses_processes_directory_and_shared_memory(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "root")
+    run.arena.touch()
+    group = subprocess.Popen(SLEEP, start_new_session=True)
+    run.record_group("E0", group.pid)
+    marked = subprocess.Popen(SLEEP, env={**os.environ, LAUNCH_ENV: run.launch_id})
+    make_dead(run)
+    assert reap_dead(tmp_path / "root") == [run.launch_id]
+    assert (group.wait(5), marked.wait(5)) == (-9, -9)
+    assert not run.path.exists()
+    assert not run.arena.exists()
+
+
+def test_a_process_group_whose_number_was_reused_is_left_alone(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "root")
+    stranger = subprocess.Popen(SLEEP, start_new_session=True)
+    with (run.path / "groups.jsonl").open("a") as file:
+        file.write(json.dumps({"instance": "E0", "pid": stranger.pid, "start_ticks": 1}) + "\n")
+        file.write('{"torn')
+    make_dead(run)
+    try:
+        assert reap_dead(tmp_path / "root") == [run.launch_id]
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_a_process_is_known_by_pid_and_start() -> None:
+    me = processes.stat(os.getpid())
+    assert me is not None
+    assert processes.is_alive(me.pid, me.start_ticks)
+    assert not processes.is_alive(me.pid, me.start_ticks + 1)

@@ -1,0 +1,139 @@
+"""A wired launch: who gets which address, what the proxy is told, how much shared memory is taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy.blueprint import draw
+from deploy.config import DeployConfig
+from deploy.proxy_settings import build_proxy_settings, proxy_overrides
+from deploy.ready_message import curl, endpoint_url, ready_message
+from deploy.rundir import RunDir
+from deploy.shared_memory import fit_shared_memory
+from deploy.wiring_plan import SharedMemory, WiringPlan
+from epd_serve.engine.argv import stage_command
+from epd_serve.errors import ConfigError
+from epd_serve.layout_parser import parse
+from epd_serve.placement import InstancePlan, lower
+from epd_serve.roles import Role
+
+
+def wired(layout: str, **options: object) -> WiringPlan:
+    blueprint = draw(DeployConfig(layout=layout, device="cpu", **options))  # type: ignore[arg-type]
+    ports = {plan.id: 21000 + number for number, plan in enumerate(blueprint.plans)}
+    return WiringPlan(blueprint, RunDir("abcd", Path("/run/x"), Path("/dev/shm")), ports, SharedMemory(64, 8))
+
+
+def plan_of(plan: WiringPlan, name: str) -> InstancePlan:
+    return next(one for one in plan.blueprint.plans if one.id == name)
+
+
+def test_features_and_kv_are_wired_between_the_right_instances() -> None:
+    plan = wired("2E-P-D")
+    encode, prefill, decode = (plan.wiring(plan_of(plan, name), "i1") for name in ("E1", "P0", "D0"))
+    events = {"E0": "ipc:///run/x/E0.events", "E1": "ipc:///run/x/E1.events"}
+    assert encode.events == prefill.events == decode.events == events
+    assert encode.arena == prefill.arena == "/dev/shm/epd-abcd-arena"
+    assert (prefill.kv_endpoint, decode.kv_endpoint, encode.kv_endpoint) == ("ipc:///run/x/P0.kv", "", "")
+    assert decode.kv_worker_endpoint == "ipc:///run/x/D0.kvw{rank}"
+    assert prefill.kv_peers == ("ipc:///run/x/D0.kvw{rank}",)
+    assert (prefill.kv_staging, prefill.kv_staging_bytes) == ("/dev/shm/epd-abcd-kv", 8 << 20)
+
+
+def test_a_layout_without_encoders_has_no_arena() -> None:
+    plan = wired("EP-D")
+    assert all(plan.wiring(one, "i").arena == "" for one in plan.blueprint.plans)
+    assert wired("TP1").wiring(plan_of(wired("TP1"), "EPD0"), "i").events == {}
+
+
+def test_the_proxy_is_told_where_ready_goes() -> None:
+    plan = wired("E-P-D")
+    told = plan.instance(plan_of(plan, "P0"), "i7")
+    assert (told.url, told.incarnation, told.kv_endpoint) == ("http://127.0.0.1:21001", "i7", "ipc:///run/x/P0.kv")
+    assert plan.instance(plan_of(plan, "D0"), "i7").kv_endpoint is None
+
+
+def test_every_life_of_a_stage_becomes_a_command() -> None:
+    plan = wired("(E-P)-D", stage_args=("D:--max-num-seqs 3",))
+    command = stage_command(plan.stage(plan_of(plan, "D0"), "i9"))
+    assert command.argv[-2:] == ("--max-num-seqs", "3")
+    assert any('"incarnation": "i9"' in word for word in command.argv)
+    assert plan.stage(plan_of(plan, "E0"), "i").colocated == 2
+
+
+def test_the_settings_of_the_proxy_follow_from_the_deployment(tmp_path: Path) -> None:
+    plan = wired(
+        "(E-P)-D", media_root=str(tmp_path), proxy=("media.max_bytes=5", "timeouts.encode_s=2"), api_keys=("k",)
+    )
+    settings = build_proxy_settings(plan.blueprint)
+    assert settings.served_models == ("epd-demo",)
+    assert settings.roles == (Role.D, Role.E, Role.P)
+    assert (settings.media.max_bytes, settings.timeouts.encode_s) == (5, 2.0)
+    assert settings.media.allowed_local_root == tmp_path.resolve()
+    assert settings.max_model_len == 8192
+    assert settings.identity.dtype == "bfloat16"
+    assert settings.identity.revision
+    assert settings.api_keys == ("k",)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("media.max_bytes", "not KEY=VALUE"),
+        ("medai.max_bytes=1", "did you mean 'media.max_bytes'?"),
+        ("media=1", "unknown proxy setting"),
+        ("identity.model=x", "unknown proxy setting"),
+        ("retries=many", "a number is expected"),
+        ("media.allow_private_addresses=yes", "write true or false"),
+    ],
+)
+def test_a_proxy_setting_that_is_wrong_is_named(entry: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        proxy_overrides([entry])
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "free", "fitted"),
+    [
+        ("(E-P)-D", 1000, (256, 64)),
+        ("(E-P)-D", 300, (128, 32)),
+        ("(E-P)-D", 64, (16, 4)),
+        ("TP1", 1, (256, 64)),
+        ("EP-D", 100, (256, 64)),
+    ],
+)
+def test_shared_memory_shrinks_to_what_is_free(layout: str, free: int, fitted: tuple[int, int]) -> None:
+    plans = lower(parse(layout), range(4))
+    travel = any(plan.role is Role.E for plan in plans)
+    assert fit_shared_memory(SharedMemory(256, 64), plans, features_travel=travel, free=free) == SharedMemory(*fitted)
+
+
+def test_too_little_shared_memory_is_refused_with_the_fix() -> None:
+    with pytest.raises(ConfigError, match="--shm-size=1g"):
+        fit_shared_memory(SharedMemory(256, 64), lower(parse("E-P-D"), range(3)), features_travel=True, free=40)
+
+
+def test_the_ready_message_shows_endpoint_placement_and_a_command() -> None:
+    plan = wired("(E-P)-D", port=8123)
+    message = ready_message(plan, 12.34)
+    assert "Ready in 12.3 s: (E-P)-D on cpu serves epd-demo" in message
+    assert "http://127.0.0.1:8123/v1" in message
+    assert "data:image/png;base64," in message
+    assert "P0        P       0    E0" in message
+
+
+def test_the_command_to_try_names_a_reachable_address_and_the_key() -> None:
+    blueprint = wired("TP1", host="0.0.0.0", api_keys=("secret",)).blueprint
+    assert endpoint_url(blueprint) == "http://127.0.0.1:8000"
+    shown = curl(blueprint, endpoint_url(blueprint))
+    assert "$EPD_API_KEY" in shown
+    assert "secret" not in shown
+
+
+def test_more_virtual_devices_than_cores_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    assert draw(DeployConfig(layout="E-P-D", device="cpu")).warnings
+    assert not draw(DeployConfig(layout="(E-P)-D", device="cpu")).warnings

@@ -1,0 +1,224 @@
+"""A launch of the product, as a user starts it, and the plain vLLM it is held against."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from deploy import processes
+from deploy.ports import free_ports
+from epd_serve.demo.presets import builtin_model_dir
+
+START_S = 420.0
+STOP_S = 15.0  # the promise: everything ends within this
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "epd-demo"
+# The plain monolith gets the flags that every stage gets on CPU, so that both compute the same.
+PLAIN_FLAGS = (
+    *("--limit-mm-per-prompt", '{"image": 8, "video": 0}'),
+    *("--enforce-eager", "--block-size", "32", "--max-num-seqs", "32"),
+)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Wait for a condition; the tests' only way of waiting."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {timeout_s:.0f} s for {what}")
+        time.sleep(0.1)
+
+
+@dataclass
+class Endpoint:
+    """An OpenAI endpoint: the proxy's, a stage's, or plain vLLM's."""
+
+    url: str
+    client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=180))
+
+    def get(self, path: str) -> httpx.Response:
+        return self.client.get(self.url + path)
+
+    def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
+        return self.client.post(self.url + path, json=body, **kwargs)
+
+    def answers(self, body: dict[str, Any]) -> bool:
+        try:
+            return self.post("/v1/chat/completions", body).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def healthy(self) -> bool:
+        try:
+            return self.get("/health").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+
+class Serving(Endpoint):
+    """`epd-serve serve` in a process of its own, with a run root of its own."""
+
+    def __init__(self, layout: str, *flags: str) -> None:
+        (port,) = free_ports(1)
+        super().__init__(f"http://127.0.0.1:{port}")
+        self.layout = layout
+        self.port = port
+        self.root = Path(tempfile.mkdtemp(prefix="epd-e2e-", dir="/tmp"))
+        self.log = self.root / "launcher.log"
+        argv = [sys.executable, "-m", "deploy.cli", "serve", "--layout", layout, "--device", "cpu"]
+        argv += ["--port", str(port), "--run-root", str(self.root / "run"), *flags]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait_ready(self) -> Serving:
+        def ready() -> bool:
+            if self.process.poll() is not None:
+                raise AssertionError(f"launch {self.layout} ended:\n{self.log.read_text()[-3000:]}")
+            return self.healthy()
+
+        wait_until(ready, START_S, f"{self.layout} to be ready")
+        return self
+
+    @property
+    def run(self) -> Path:
+        """The run directory of this launch."""
+        (path,) = [path for path in (self.root / "run").iterdir() if (path / "launcher.json").exists()]
+        return path
+
+    @property
+    def launch_id(self) -> str:
+        return self.run.name
+
+    def shared_memory(self) -> list[Path]:
+        return sorted(Path("/dev/shm").glob(f"epd-{self.launch_id}-*"))
+
+    def instances(self) -> dict[str, dict[str, Any]]:
+        return {entry["id"]: entry for entry in self.get("/instances").json()["instances"]}
+
+    def stage(self, instance: str) -> Endpoint:
+        """A stage's own server, past the proxy."""
+        return Endpoint(next(self._urls(instance)))
+
+    def stage_pid(self, instance: str) -> int:
+        """Leader of the instance's newest process group: its API server."""
+        lines = (self.run / "groups.jsonl").read_text().splitlines()
+        return int([entry for entry in map(json.loads, lines) if entry["instance"] == instance][-1]["pid"])
+
+    def stage_log(self, instance: str) -> str:
+        return (self.run / f"{instance}.log").read_text(errors="replace")
+
+    def kv_blocks_in_use(self, instance: str) -> float:
+        """vLLM's own KV cache usage, 0 … 1."""
+        return _metric(self.stage(instance).get("/metrics").text, "vllm:kv_cache_usage_perc")
+
+    def requests_inside(self, instance: str) -> float:
+        text = self.stage(instance).get("/metrics").text
+        return _metric(text, "vllm:num_requests_running") + _metric(text, "vllm:num_requests_waiting")
+
+    def stop(self) -> None:
+        """Ctrl-C, and the promise that nothing remains."""
+        run, ours = self.run, self._group_pids()
+        self.process.send_signal(signal.SIGINT)
+        begun = time.monotonic()
+        code = self.process.wait(timeout=STOP_S + 30)
+        took = time.monotonic() - begun
+        assert code == 0, f"exit code {code}:\n{self.log.read_text()[-2000:]}"
+        assert took <= STOP_S, f"the end took {took:.1f} s"
+        self.assert_nothing_left(run, ours)
+
+    def assert_nothing_left(self, run: Path, groups: list[int]) -> None:
+        assert not [group for group in groups if processes.group_members(group)], "processes remain"
+        assert not list(Path("/dev/shm").glob(f"epd-{run.name}-*")), "shared memory remains"
+        assert not run.exists(), "the run directory remains"
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", self.port)) != 0, "the port is still open"
+
+    def destroy(self) -> None:
+        """For tests that failed: leave nothing, whatever state it is in."""
+        groups = self._group_pids()
+        for group in [self.process.pid, *groups]:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=10)
+        with contextlib.suppress(ValueError, FileNotFoundError):
+            for path in self.shared_memory():
+                path.unlink()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def _group_pids(self) -> list[int]:
+        with contextlib.suppress(ValueError, FileNotFoundError):
+            return [json.loads(line)["pid"] for line in (self.run / "groups.jsonl").read_text().splitlines()]
+        return []
+
+    def _urls(self, instance: str) -> Iterator[str]:
+        argv = Path(f"/proc/{self.stage_pid(instance)}/cmdline").read_bytes().decode().split("\0")
+        yield f"http://127.0.0.1:{argv[argv.index('--port') + 1]}"
+
+
+def _metric(text: str, name: str) -> float:
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name + "{"))
+
+
+@contextlib.contextmanager
+def serving(layout: str, *flags: str) -> Iterator[Serving]:
+    """A ready launch; at the end Ctrl-C with all its promises checked."""
+    launch = Serving(layout, *flags)
+    try:
+        yield launch.wait_ready()
+        if launch.process.poll() is None:
+            launch.stop()
+    finally:
+        launch.destroy()
+
+
+@contextlib.contextmanager
+def plain_vllm() -> Iterator[Endpoint]:
+    """A monolithic vLLM server without anything of ours, over the demo model."""
+    (port,) = free_ports(1)
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(builtin_model_dir())]
+    argv += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port), *PLAIN_FLAGS]
+    site = str(ROOT / "epd_serve" / "engine" / "site")
+    env = {**os.environ, "PYTHONPATH": site, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    env |= {"VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            argv, cwd="/", env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+        endpoint = Endpoint(f"http://127.0.0.1:{port}")
+        try:
+
+            def ready() -> bool:
+                if process.poll() is not None:
+                    log.seek(0)
+                    raise AssertionError(f"plain vLLM ended:\n{log.read().decode()[-3000:]}")
+                return endpoint.healthy()
+
+            wait_until(ready, START_S, "plain vLLM to be ready")
+            yield endpoint
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=15)
+            members = [member.pid for member in processes.group_members(process.pid)]
+            processes.kill_members(members, spare_trackers=True)
+            with contextlib.suppress(AssertionError):
+                wait_until(lambda: not processes.group_members(process.pid), 5, "plain vLLM to end")
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,51 @@
+"""How a launch ends, with real stages: nothing of it remains. (Ctrl-C is checked at the end of every launch.)"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from deploy import processes
+from tests.e2e.serving import Serving, wait_until
+
+pytestmark = pytest.mark.slow
+
+
+def test_after_kill_9_of_the_launcher_the_next_start_cleans_up() -> None:
+    before = {path.name for path in Path("/dev/shm").iterdir()}
+    launch = Serving("E-PD").wait_ready()
+    try:
+        groups = [json.loads(line)["pid"] for line in (launch.run / "groups.jsonl").read_text().splitlines()]
+        run, left = launch.run, launch.shared_memory()
+        assert left
+        os.kill(launch.process.pid, signal.SIGKILL)
+        launch.process.wait(timeout=5)
+        for group in groups:
+            wait_until(lambda g=group: not processes.group_members(g), 15, "the stages to die with their launcher")
+        successor = Serving("TP1", "--run-root", str(launch.root / "run"))
+        try:
+            wait_until(lambda: not run.exists() and not any(map(Path.exists, left)), 30, "the next start to clean up")
+            successor.wait_ready()
+            successor.process.send_signal(signal.SIGTERM)
+            assert successor.process.wait(timeout=20) == 0
+        finally:
+            successor.destroy()
+        wait_until(lambda: {path.name for path in Path("/dev/shm").iterdir()} <= before, 10, "/dev/shm to be clean")
+    finally:
+        launch.destroy()
+
+
+def test_a_stage_that_cannot_start_ends_the_launch_with_its_reason() -> None:
+    launch = Serving("TP1", "--stage-args", "EPD:--max-model-len 999999999")
+    try:
+        assert launch.process.wait(timeout=180) == 1
+        said = launch.log.read_text()
+        assert "EPD0" in said
+        assert "max_model_len" in said
+        assert "Traceback" not in said
+    finally:
+        launch.destroy()

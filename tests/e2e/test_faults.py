@@ -1,0 +1,173 @@
+"""What goes wrong in production, on real stages of `(E-P)-D`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from deploy import processes
+from store.arena import Arena
+from store.errors import StoreFullError
+from store.lease import Lease
+from tests.e2e.bodies import Body, about, ask, chat
+from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, DemoPrompt
+from tests.e2e.serving import Serving, wait_until
+
+Solo = Callable[[Body], list[list[int]]]
+epd = pytest.mark.parametrize("launch", ["(E-P)-D"], indirect=True, scope="module")
+LONG_ANSWER = chat("Hello", max_tokens=4000, ignore_eos=True, stream=True)
+
+
+def fresh(index: int) -> Body:
+    """A picture that no other test has shown: its feature cannot be anywhere yet."""
+    base = PAIRWISE_DIFFERENT[index]
+    return about(DemoPrompt(base.shapes, 225 + 7 * index, base.answer, background=base.background))
+
+
+def _lease_one_more(arena: Arena, number: int, data: bytes) -> Lease | None:
+    try:
+        arena.put(f"filler-{number}", data, shape=(len(data),), dtype="uint8")
+    except StoreFullError:
+        return None
+    return arena.lease(f"filler-{number}", verify=False)
+
+
+@epd
+def test_a_feature_that_cannot_be_stored_is_recomputed(launch: Serving, solo_answer: Solo) -> None:
+    body = fresh(0)
+    arena = Arena.attach(next(path for path in launch.shared_memory() if path.name.endswith("-arena")))
+    block = bytes(64 << 10)
+    held = []
+    try:
+        while (lease := _lease_one_more(arena, len(held), block)) is not None:  # leased features are never evicted
+            held.append(lease)
+        assert ask(launch, body) == solo_answer(body)
+        assert "was not stored" in launch.stage_log("E0")
+    finally:
+        for lease in held:
+            lease.release()
+        arena.close()
+    again = fresh(1)
+    assert ask(launch, again) == solo_answer(again)
+    assert launch.stage_log("E0").count("was not stored") == 1
+
+
+@epd
+def test_a_client_that_leaves_frees_blocks_on_prefill_and_decode(launch: Serving) -> None:
+    with httpx.stream("POST", launch.url + "/v1/chat/completions", json=LONG_ANSWER, timeout=60) as response:
+        next(response.iter_lines())
+        wait_until(lambda: launch.requests_inside("D0") == 1, 10, "D0 to decode")
+    for instance in ("P0", "D0"):
+        wait_until(lambda i=instance: launch.requests_inside(i) == 0, 10, f"{instance} to drop the request")
+        wait_until(lambda i=instance: launch.kv_blocks_in_use(i) == 0, 10, f"{instance} to free its blocks")
+    idle = {"encode": 0, "prefill": 0, "decode": 0}
+    wait_until(lambda: all(e["in_flight"] == idle for e in launch.instances().values()), 10, "the table to be idle")
+
+
+@epd
+def test_clients_that_leave_at_any_moment_leave_nothing_behind(launch: Serving, solo_answer: Solo) -> None:
+    for moment in range(12):
+        with pytest.raises(httpx.TimeoutException):
+            launch.post("/v1/chat/completions", {**fresh(2), "max_tokens": 4000, "ignore_eos": True},
+                        timeout=0.02 + 0.03 * moment)  # fmt: skip
+    for instance in ("E0", "P0", "D0"):
+        wait_until(lambda i=instance: launch.requests_inside(i) == 0, 15, f"{instance} to drop the requests")
+    for instance in ("P0", "D0"):
+        wait_until(lambda i=instance: launch.kv_blocks_in_use(i) == 0, 15, f"{instance} to free its blocks")
+    assert ask(launch, fresh(3)) == solo_answer(fresh(3))
+
+
+@epd
+@pytest.mark.parametrize(
+    ("body", "status", "named"),
+    [
+        ({**chat("Hello"), "model": "gpt-nonsense"}, 404, "gpt-nonsense"),
+        ({**chat("Hello"), "max_tokens": -1}, 400, "max_tokens"),
+        ({**chat("Hello"), "kv_transfer_params": {"transfer_id": "x"}}, 400, "kv_transfer_params"),
+        (chat("Hello " * 9000), 400, "8192"),
+        (chat("What?", b"this is not a picture"), 400, "messages[0].content[0]"),
+        ({**chat("Hello"), "temperature": "warm"}, 400, "temperature"),
+    ],
+    ids=[
+        "unknown model",
+        "negative max_tokens",
+        "transfer params",
+        "context overflow",
+        "corrupt picture",
+        "wrong type",
+    ],
+)
+def test_bad_input_is_one_clear_error_and_the_server_stays_up(
+    launch: Serving, body: Body, status: int, named: str
+) -> None:
+    response = launch.post("/v1/chat/completions", body)
+    assert response.status_code == status, response.text[:500]
+    error = response.json()["error"]
+    assert named in error["message"] + str(error["param"])
+    assert launch.get("/health").status_code == 200
+
+
+@epd
+@pytest.mark.parametrize("killed", ["P0", "D0", pytest.param("E0", marks=pytest.mark.slow)])
+def test_a_killed_stage_is_restarted_and_requests_go_on(launch: Serving, solo_answer: Solo, killed: str) -> None:
+    before = launch.instances()[killed]["incarnation"]
+    group = launch.stage_pid(killed)
+    os.kill(group, signal.SIGKILL)
+    body = fresh(4)
+    wait_until(lambda: not launch.instances()[killed]["up"], 5, "the proxy to know")
+    assert launch.get("/health").status_code == 503
+    wait_until(lambda: not processes.group_members(group), 10, "the dead stage's processes to go")
+    wait_until(launch.healthy, 180, f"{killed} to be back")
+    assert launch.instances()[killed]["incarnation"] != before
+    assert ask(launch, body) == solo_answer(body)
+
+
+@epd
+@pytest.mark.slow
+def test_a_request_outlives_the_death_of_the_stage_that_held_it(launch: Serving, solo_answer: Solo) -> None:
+    body = {**chat("Hello"), "max_tokens": 11}
+    answers: list[list[list[int]]] = []
+    os.kill(launch.stage_pid("P0"), signal.SIGSTOP)  # holds the request without an answer …
+    asking = threading.Thread(target=lambda: answers.append(ask(launch, body)))
+    asking.start()
+    wait_until(lambda: launch.instances()["P0"]["in_flight"]["prefill"] == 1, 10, "P to hold the request")
+    os.kill(launch.stage_pid("P0"), signal.SIGKILL)  # … and dies
+    asking.join(timeout=170)
+    assert answers == [solo_answer(body)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launch",
+    [("(E-P)-D", "--stage-args", "P:--num-gpu-blocks-override 40 --max-model-len 1024",
+      "--stage-args", "D:--num-gpu-blocks-override 40 --max-model-len 1024")],
+    indirect=True,
+    ids=["tiny KV"],
+)  # fmt: skip
+class TestTinyKv:
+    def test_fifty_requests_finish_without_a_lease_firing(self, launch: Serving, solo_answer: Solo) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
+        bodies = [about(PAIRWISE_DIFFERENT[number % len(PAIRWISE_DIFFERENT)]) for number in range(25)]
+        bodies += [chat("Hello " * (20 + 11 * number)) for number in range(25)]
+        alone = [solo_answer(body) for body in bodies]
+        with ThreadPoolExecutor(16) as pool:
+            got = list(pool.map(lambda body: ask(launch, body), bodies))
+        assert got == alone
+        for instance in ("P0", "D0"):
+            assert "failed:" not in launch.stage_log(instance)
+            assert "refused" not in launch.stage_log(instance)
+            assert launch.kv_blocks_in_use(instance) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.mooncake
+@pytest.mark.parametrize("launch", [("P-D", "--kv-transport", "mooncake")], indirect=True, ids=["mooncake"])
+def test_kv_travels_by_mooncake_too(launch: Serving, solo_answer: Solo) -> None:
+    for body in (chat("Hello"), about(PAIRWISE_DIFFERENT[9]), chat("Hello " * 600)):
+        assert ask(launch, body) == solo_answer(body)

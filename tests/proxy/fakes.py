@@ -1,0 +1,276 @@
+"""Stages and a proxy for tests: real uvicorn servers on free ports, so that streaming and disconnects are real."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+from PIL import Image
+from starlette.types import Receive, Scope, Send
+
+from epd_serve.instances import Instance
+from epd_serve.roles import Role
+from proxy.app import create_app
+from proxy.server import bind
+from proxy.settings import MediaLimits, ModelIdentity, ProxySettings, Timeouts
+from proxy.table import InstanceTable
+
+MODEL = "demo"
+QUICK = Timeouts(
+    connect_s=1.0, encode_s=5.0, first_byte_s=5.0, idle_s=5.0, total_s=10.0, instance_wait_s=0.3
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request that a fake stage got."""
+
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+
+
+Behaviour = Callable[["FakeStage", Call, Receive, Send], Awaitable[None]]
+
+
+class FakeStage:
+    """An OpenAI server that does as `script` says, request by request, and answers well when the script is over."""
+
+    def __init__(self, instance_id: str, role: Role) -> None:
+        self.id = instance_id
+        self.role = role
+        self.calls: list[Call] = []
+        self.script: deque[Behaviour] = deque()
+        self.cancelled = 0
+        self.active = 0
+        self.changed = asyncio.Condition()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await receive()
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+        raw = b""
+        while True:
+            message = await receive()
+            raw += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        call = Call(scope["path"], headers, json.loads(raw))
+        self.calls.append(call)
+        await self._note(active=1)
+        try:
+            await (self.script.popleft() if self.script else answer)(self, call, receive, send)
+        finally:
+            await self._note(active=-1)
+
+    async def _note(self, *, active: int = 0, cancelled: int = 0) -> None:
+        async with self.changed:
+            self.active += active
+            self.cancelled += cancelled
+            self.changed.notify_all()
+
+    async def wait_disconnect(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        await self._note(cancelled=1)
+
+    async def until(self, condition: Callable[[FakeStage], bool]) -> None:
+        async with asyncio.timeout(5), self.changed:
+            await self.changed.wait_for(lambda: condition(self))
+
+
+# Behaviours.
+
+
+def chunk(text: str, **more: Any) -> bytes:
+    body = {"object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": text}}], **more}
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+INTERNALS = {"kv_transfer_params": {"ok": True}, "ec_transfer_params": None, "prompt_token_ids": [1, 2]}
+
+
+async def _start(send: Send, status: int = 200, kind: bytes = b"application/json") -> None:
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
+
+
+async def _body(send: Send, data: bytes, *, more: bool = False) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+async def answer(stage: FakeStage, call: Call, receive: Receive, send: Send) -> None:
+    if call.body.get("stream"):
+        await _start(send, kind=b"text/event-stream")
+        for event in (chunk("a"), chunk("b"), DONE):
+            await _body(send, event, more=True)
+        await _body(send, b"")
+        return
+    choices = [{"index": i, "message": {"content": f"from {stage.id}"}} for i in range(call.body.get("n") or 1)]
+    await replies(200, {"object": "chat.completion", "choices": choices, **INTERNALS})(stage, call, receive, send)
+
+
+def replies(status: int, body: Any) -> Behaviour:
+    async def behave(_: FakeStage, __: Call, ___: Receive, send: Send) -> None:
+        await _start(send, status)
+        await _body(send, json.dumps(body).encode())
+
+    return behave
+
+
+def refuses(status: int, message: str, param: str | None = None) -> Behaviour:
+    error = {"message": message, "type": "BadRequestError", "param": param, "code": status}
+    return replies(status, {"error": error})
+
+
+async def hangs(stage: FakeStage, call: Call, receive: Receive, send: Send) -> None:
+    await stage.wait_disconnect(receive)
+
+
+def streams(*events: bytes, then: str = "end") -> Behaviour:
+    """Send `events`, then `end` the response, `break` the connection, or `hang` until the proxy leaves."""
+
+    async def behave(stage: FakeStage, call: Call, receive: Receive, send: Send) -> None:
+        await _start(send, kind=b"text/event-stream")
+        for event in events:
+            await _body(send, event, more=True)
+        if then == "end":
+            await _body(send, b"")
+        elif then == "hang":
+            await stage.wait_disconnect(receive)
+
+    return behave
+
+
+breaks = streams(then="break")
+
+
+# The cluster.
+
+
+@dataclass
+class Cluster:
+    """A proxy in front of fake stages."""
+
+    stages: dict[str, FakeStage]
+    table: InstanceTable
+    client: httpx.AsyncClient
+    app: FastAPI
+    instances: dict[str, Instance]
+
+    def __getitem__(self, instance_id: str) -> FakeStage:
+        return self.stages[instance_id]
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.app.state.pipeline.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    async def aborted_stream(self, body: dict[str, Any]) -> bytes:
+        """What a chat stream brought before the proxy aborted its connection; fails when it did not."""
+        received = b""
+        try:
+            async with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
+                async for part in response.aiter_bytes():
+                    received += part
+        except httpx.RemoteProtocolError:
+            return received
+        raise AssertionError(f"the stream ended well: {received!r}")
+
+    async def idle(self) -> None:
+        """Wait until nothing is in flight anywhere; fails after 5 s, naming what is left."""
+        async with asyncio.timeout(5):
+            while self.table.total_in_flight() or self.metric("epd_proxy_in_flight"):
+                await asyncio.sleep(0.005)
+        for stage in self.stages.values():
+            await stage.until(lambda stage: stage.active == 0)
+
+
+def settings(**changes: Any) -> ProxySettings:
+    base = ProxySettings((MODEL,), ModelIdentity(MODEL), timeouts=QUICK, media=MediaLimits(max_items=4))
+    return replace(base, **changes)
+
+
+@asynccontextmanager
+async def cluster(*ids: str, config: ProxySettings | None = None, **app_options: Any) -> AsyncIterator[Cluster]:
+    """A proxy with one fake stage per id (`E0`, `PD1`, ...)."""
+    stages = {name: FakeStage(name, Role(name.rstrip("0123456789"))) for name in ids}
+    table = InstanceTable()
+    instances = {}
+    app = create_app(config or settings(), table, **app_options)
+    async with AsyncExitStack() as stack:
+        for stage in stages.values():
+            url = await stack.enter_async_context(served(stage))
+            kv = f"ipc:///{stage.id}.kv" if stage.role.sends_kv else None
+            instances[stage.id] = Instance(stage.id, stage.role, url, f"{stage.id}-life1", kv)
+            table.apply(instances[stage.id])
+        url = await stack.enter_async_context(served(app))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10, trust_env=False))
+        yield Cluster(stages, table, client, app, instances)
+
+
+@asynccontextmanager
+async def served(app: Any) -> AsyncIterator[str]:
+    """`app` on a real uvicorn at a free port, ended at once: uvicorn's own shutdown takes 0.2 s of sleeps."""
+    socket = bind("127.0.0.1", 0)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on")
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    await server.startup(sockets=[socket])
+    try:
+        yield f"http://127.0.0.1:{socket.getsockname()[1]}"
+    finally:
+        for listener in server.servers:
+            listener.close()
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+        tasks = list(server.server_state.tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.lifespan.shutdown()
+        socket.close()
+
+
+def refused_instance(instance_id: str, role: Role) -> Instance:
+    """An instance at an address where nothing listens."""
+    socket = bind("127.0.0.1", 0)
+    port = socket.getsockname()[1]
+    socket.close()
+    return Instance(instance_id, role, f"http://127.0.0.1:{port}", "dead")
+
+
+# Requests.
+
+
+def picture(width: int = 8, height: int = 8, color: str = "red", kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), color).save(file, kind)
+    return file.getvalue()
+
+
+def data_url(data: bytes, mime: str = "image/png") -> str:
+    return f"data:{mime};base64,{base64.b64encode(data).decode()}"
+
+
+def text_body(**more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, **more}
+
+
+def picture_body(*urls: str, **more: Any) -> dict[str, Any]:
+    parts: list[dict[str, Any]] = [{"type": "text", "text": "what is this?"}]
+    parts += [{"type": "image_url", "image_url": {"url": url}} for url in urls or (data_url(picture()),)]
+    return {"model": MODEL, "messages": [{"role": "user", "content": parts}], "max_tokens": 4, **more}

@@ -1,0 +1,190 @@
+"""Every bad input is one OpenAI-shaped 4xx that names the field, reaches no stage, and leaves the server up."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import zlib
+from typing import Any
+
+import pytest
+
+from proxy.request import Endpoint
+from tests.proxy.fakes import cluster, data_url, hangs, picture, picture_body, settings, text_body
+
+CHAT, COMPLETIONS = Endpoint.CHAT.value, Endpoint.COMPLETIONS.value
+ITEM = "messages[0].content[1].image_url"
+
+
+def part(**fields: Any) -> dict[str, Any]:
+    return text_body(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}, fields]}])
+
+
+def image(url: Any, **more: Any) -> dict[str, Any]:
+    return part(type="image_url", image_url={"url": url}, **more)
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"model": "demo", **fields}
+
+
+PNG = data_url(picture())
+JPEG = picture(64, 64, kind="JPEG")
+ROWS: list[tuple[str, str, Any, int, str | None]] = [
+    ("malformed JSON", CHAT, b'{"model": ', 400, None),
+    ("not UTF-8", CHAT, b'{"model": "\xff"}', 400, None),
+    ("NaN", CHAT, b'{"model": "demo", "temperature": NaN}', 400, None),
+    ("infinity", CHAT, b'{"model": "demo", "temperature": 1e999}', 400, None),
+    ("nested too deeply", CHAT, b"[" * 200_000, 400, None),
+    ("not an object", CHAT, b"[1]", 400, None),
+    ("empty body", CHAT, b"", 400, None),
+    ("no model", CHAT, {"messages": []}, 400, "model"),
+    ("unknown model", CHAT, text_body(model="gpt-9"), 404, "model"),
+    ("a model that is no string", CHAT, text_body(model=3), 400, "model"),
+    ("a lone surrogate", CHAT, b'{"model": "\\ud800"}', 404, "model"),
+    ("no messages", CHAT, {"model": "demo"}, 400, "messages"),
+    ("empty messages", CHAT, text_body(messages=[]), 400, "messages"),
+    ("a message that is no object", CHAT, text_body(messages=["x"]), 400, "messages[0]"),
+    ("content that is an object", CHAT, text_body(messages=[{"content": {}}]), 400, "messages[0].content"),
+    ("no prompt", COMPLETIONS, completion(), 400, "prompt"),
+    ("empty prompt list", COMPLETIONS, completion(prompt=[]), 400, "prompt"),
+    ("prompt_embeds", COMPLETIONS, completion(prompt="x", prompt_embeds="AAAA"), 400, "prompt_embeds"),
+    ("negative max_tokens", CHAT, text_body(max_tokens=-1), 400, "max_tokens"),
+    ("zero max_tokens", COMPLETIONS, completion(prompt="x", max_tokens=0), 400, "max_tokens"),
+    ("max_tokens as text", CHAT, text_body(max_tokens="5"), 400, "max_tokens"),
+    ("negative max_completion_tokens", CHAT, text_body(max_completion_tokens=-5), 400, "max_completion_tokens"),
+    ("n of zero", CHAT, text_body(n=0), 400, "n"),
+    ("n too large", CHAT, text_body(n=100_000), 400, "n"),
+    ("n as boolean", CHAT, text_body(n=True), 400, "n"),
+    ("stream as text", CHAT, text_body(stream="yes"), 400, "stream"),
+    ("processor options that are no object", CHAT, text_body(mm_processor_kwargs=[1]), 400, "mm_processor_kwargs"),
+    ("echo without a fused decoder", COMPLETIONS, completion(prompt="x", echo=True), 400, "echo"),
+    ("prompt_logprobs without a fused decoder", CHAT, text_body(prompt_logprobs=0), 400, "prompt_logprobs"),
+    ("beam search without a fused decoder", CHAT, text_body(use_beam_search=True), 400, "use_beam_search"),
+    *(
+        (f"client-sent {name}", CHAT, text_body(**{name: value}), 400, name)
+        for name, value in {
+            "kv_transfer_params": {}, "ec_transfer_params": {"x": 1}, "cache_salt": "x", "request_id": "x",
+            "uuid": "x", "mm_hashes": [], "image_embeds": "x", "prompt_embeds": "x",
+        }.items()
+    ),
+    (
+        "smuggled in vllm_xargs",
+        CHAT,
+        text_body(vllm_xargs={"kv_transfer_params": "x"}),
+        400,
+        "vllm_xargs.kv_transfer_params",
+    ),
+    ("client-sent uuid", CHAT, image(PNG, uuid="key"), 400, "messages[0].content[1].uuid"),
+    ("an uuid on text", CHAT, part(type="text", text="x", uuid="key"), 400, "messages[0].content[1].uuid"),
+    (
+        "image_embeds part",
+        CHAT,
+        part(type="image_embeds", image_embeds={"image_grid_thw": [1, 1, 1]}),
+        400,
+        "messages[0].content[1].image_embeds",
+    ),
+    ("image_embeds part without data", CHAT, part(type="image_embeds"), 400, "messages[0].content[1].type"),
+    ("embeds beside a picture", CHAT, image(PNG, image_embeds=None), 400, "messages[0].content[1].image_embeds"),
+    ("a second URL beside a picture", CHAT, image(PNG, video_url="http://10.0.0.1/"), 400, "messages[0].content[1]"),
+    ("a URL inside a text part", CHAT, part(type="text", text="x", image_url="http://x/"), 400, None),
+    ("a part that is a number", CHAT, text_body(messages=[{"content": [1]}]), 400, "messages[0].content[0]"),
+    ("a picture without URL", CHAT, part(type="image_url"), 400, "messages[0].content[1]"),
+    ("a URL that is no string", CHAT, image(7), 400, ITEM),
+    ("an unknown scheme", CHAT, image("ftp://example.com/x.png"), 400, ITEM),
+    ("a bare path", CHAT, image("/etc/passwd"), 400, ITEM),
+    ("file:// without an allowed root", CHAT, image("file:///etc/passwd"), 400, ITEM),
+    ("loopback URL", CHAT, image("http://127.0.0.1:1/x.png"), 400, ITEM),
+    ("metadata service", CHAT, image("http://169.254.169.254/latest/"), 400, ITEM),
+    ("a URL without host", CHAT, image("http:///x.png"), 400, ITEM),
+    ("a URL that does not parse", CHAT, image("http://[::1/x.png"), 400, ITEM),
+    ("credentials in the URL", CHAT, image("http://a:b@example.com/x.png"), 400, ITEM),
+    ("a data URL without base64", CHAT, image("data:image/png,abc"), 400, ITEM),
+    ("bad base64", CHAT, image("data:image/png;base64,@@@@"), 400, ITEM),
+    ("bad padding", CHAT, image("data:image/png;base64,AAAAA"), 400, ITEM),
+    ("empty picture", CHAT, image("data:image/png;base64,"), 400, ITEM),
+    ("not a picture", CHAT, image(data_url(b"hello world")), 400, ITEM),
+    ("truncated PNG", CHAT, image(data_url(picture(64, 64)[:-20])), 400, ITEM),
+    ("corrupt PNG", CHAT, image(data_url(picture(64, 64).replace(b"IDAT", b"IDAU"))), 400, ITEM),
+    ("truncated JPEG", CHAT, image(data_url(JPEG[: len(JPEG) // 2])), 400, ITEM),
+    ("a format that is not accepted", CHAT, image(data_url(b"%!PS-Adobe-3.0 EPSF-3.0\n")), 400, ITEM),
+    ("too many items", CHAT, picture_body(*[PNG] * 5), 400, "messages"),
+    ("an item too large", CHAT, image(data_url(b"x" * 300_000)), 413, ITEM),
+    ("bad audio", CHAT, part(type="input_audio", input_audio={"data": "%%", "format": "wav"}), 400, None),
+    ("a body too large", CHAT, text_body(user="x" * 2_000_000), 413, None),
+]  # fmt: skip
+
+
+async def test_every_bad_input_is_refused_with_the_field_and_the_server_stays_up() -> None:
+    base = settings()
+    strict = settings(media=base.media.__class__(max_items=4, max_bytes=200_000), max_body_bytes=1_000_000)
+    wrong = []
+    async with cluster("E0", "P0", "D0", config=strict) as c:
+        for name, path, body, status, param in ROWS:
+            raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+            response = await c.client.post(path, content=raw, headers={"content-type": "application/json"})
+            error = response.json().get("error", {})
+            shaped = set(error) == {"message", "type", "param", "code"} and error["message"]
+            if response.status_code != status or (param and error["param"] != param) or not shaped:
+                wrong.append((name, response.status_code, error))
+        assert not wrong
+        assert not any(stage.calls for stage in c.stages.values())
+        assert (await c.client.post(CHAT, json=picture_body())).status_code == 200
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+async def test_a_bomb_is_refused_by_its_header_with_its_size() -> None:
+    bomb = picture(1, 1)
+    size = (10_000).to_bytes(4, "big") * 2
+    header = b"IHDR" + size + bomb[24:29]
+    bomb = bomb[:12] + header + zlib.crc32(header).to_bytes(4, "big") + bomb[33:]
+    async with cluster("EPD0") as c:
+        response = await c.client.post(CHAT, json=image(data_url(bomb)))
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] == ITEM and error["code"] == "too_many_pixels"
+        assert "10000x10000 = 100,000,000 pixels" in error["message"] and "36,000,000" in error["message"]
+
+
+async def test_unknown_routes_and_methods_are_openai_shaped() -> None:
+    async with cluster("EPD0") as c:
+        missing = await c.client.post("/v1/nothing", json={})
+        assert missing.status_code == 404 and missing.json()["error"]["code"] == "unknown_url"
+        method = await c.client.get(CHAT)
+        assert method.status_code == 405 and method.json()["error"]["code"] == "method_not_allowed"
+
+
+async def test_overload_is_429_with_retry_after() -> None:
+    async with cluster("EPD0", config=settings(max_in_flight=1)) as c:
+        c["EPD0"].script.append(hangs)
+        first = asyncio.create_task(c.client.post(CHAT, json=text_body()))
+        await c["EPD0"].until(lambda stage: stage.active == 1)
+        second = await c.client.post(CHAT, json=text_body())
+        assert second.status_code == 429 and second.headers["retry-after"] == "1"
+        first.cancel()
+
+
+async def test_what_is_unusual_but_fine_passes() -> None:
+    audio = {"data": base64.b64encode(b"RIFF").decode(), "format": "wav"}
+    parts: list[Any] = [
+        "plain text",
+        {"type": "text", "text": "x", "extra": 1},
+        {"image_url": PNG},
+        {"type": "input_image", "image_url": PNG, "detail": "auto"},
+        {"type": "image_url", "image_url": {"url": data_url(JPEG, "image/jpeg"), "detail": "high"}},
+        {"type": "input_audio", "input_audio": audio},
+    ]
+    body = text_body(messages=[{"role": "user", "content": parts}], kv_transfer_params=None, n=None, user="\ud800")
+    async with cluster("EPD0") as c:
+        raw = json.dumps(body).encode()
+        response = await c.client.post(CHAT, content=raw)
+        assert response.status_code == 200, response.text
+        sent = c["EPD0"].calls[0].body
+        assert sent["user"] == "\ud800"
+        content = sent["messages"][0]["content"]
+    assert content[:2] == parts[:2]
+    assert [part["type"] for part in content[2:]] == ["image_url", "image_url", "image_url", "input_audio"]
+    assert content[2]["uuid"] == content[3]["uuid"] != content[4]["uuid"]
+    assert content[3]["detail"] == "auto" and content[4]["image_url"]["detail"] == "high"
+    assert content[5]["input_audio"] == audio and content[5]["uuid"]

@@ -1,0 +1,75 @@
+"""What the proxy says about itself, and what importing it costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from epd_serve.errors import ConfigError
+from epd_serve.roles import Role
+from proxy.settings import MediaLimits, Timeouts
+from tests.proxy.fakes import cluster, settings, text_body
+
+
+async def test_health_follows_the_layout() -> None:
+    async with cluster("E0", "P0", "D0", "D1", config=settings(roles=(Role.E, Role.P, Role.D))) as c:
+        assert (await c.client.get("/health")).status_code == 200
+        c.table.mark_down("D1", "killed")
+        assert (await c.client.get("/health")).status_code == 200
+        c.table.mark_down("E0", "killed by signal 9")
+        unhealthy = await c.client.get("/health")
+        assert unhealthy.status_code == 503 and unhealthy.json()["missing"] == ["E"]
+        assert unhealthy.json()["instances"][0]["reason"] == "killed by signal 9"
+        c.table.mark_up("E0")
+        assert (await c.client.get("/health")).status_code == 200
+
+
+async def test_an_empty_table_is_not_healthy() -> None:
+    async with cluster() as c:
+        assert (await c.client.get("/health")).status_code == 503
+
+
+async def test_a_bug_of_ours_is_an_openai_shaped_500(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster("PD0") as c:
+
+        def bug(*_: object) -> None:
+            raise KeyError("oops")
+
+        monkeypatch.setattr("proxy.pipeline.parse", bug)
+        response = await c.client.post("/v1/chat/completions", json=text_body())
+        assert response.status_code == 500 and response.json()["error"]["code"] == "internal_error"
+        await c.idle()
+
+
+async def test_models_version_instances_and_metrics() -> None:
+    async with cluster("PD0", config=settings(served_models=("demo", "alias"), max_model_len=4096)) as c:
+        await c.client.post("/v1/chat/completions", json=text_body())
+        models = (await c.client.get("/v1/models")).json()
+        assert models["object"] == "list" and [model["id"] for model in models["data"]] == ["demo", "alias"]
+        assert models["data"][0]["object"] == "model" and models["data"][0]["max_model_len"] == 4096
+        assert set((await c.client.get("/version")).json()) == {"version"}
+        [row] = (await c.client.get("/instances")).json()["instances"]
+        assert row["id"] == "PD0" and row["up"] and row["in_flight"] == {"encode": 0, "prefill": 0, "decode": 0}
+        metrics = (await c.client.get("/metrics")).text
+        assert 'epd_proxy_requests_total{endpoint="/v1/chat/completions",status="200"} 1.0' in metrics
+        assert 'epd_proxy_paths_total{path="PD"} 1.0' in metrics
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ConfigError, match="model name"):
+        settings(served_models=())
+    with pytest.raises(ConfigError, match="retries"):
+        settings(retries=-1)
+    with pytest.raises(ConfigError, match="total_s"):
+        Timeouts(total_s=0)
+    with pytest.raises(ConfigError, match="max_pixels"):
+        MediaLimits(max_pixels=-1)
+
+
+def test_importing_the_proxy_imports_no_engine_and_no_tensor_library() -> None:
+    heavy = "{'torch', 'torch_npu', 'vllm', 'mooncake', 'transformers', 'numpy'}"
+    code = f"import sys, proxy.app, proxy.server; print(sorted({heavy} & set(sys.modules)))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert shown.stdout.strip() == "[]"

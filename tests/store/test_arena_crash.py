@@ -1,0 +1,113 @@
+"""A process may die between any two stores to the index; the next one finds a whole arena."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from store.arena import Arena
+from store.arena_index import FeatureIndex
+from store.arena_layout import H_HOLDER, HEADER_WORDS, O_START, OWNER_WORDS
+
+PAGE = 4096
+
+
+class Died(BaseException):
+    """Stands for SIGKILL."""
+
+
+class FatalWords:
+    """Index words that let a number of stores through; then their process is dead and stores no more."""
+
+    def __init__(self, words: memoryview, stores: int) -> None:
+        self.words = words
+        self.left = stores
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.words[at]
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        if at != H_HOLDER and self.left <= 0:
+            raise Died
+        self.left -= 1
+        self.words[at] = value
+
+
+def put(arena: Arena, key: str, data: bytes) -> bool:
+    return arena.put(key, data, shape=(len(data),), dtype="uint8")
+
+
+def content(key: str) -> bytes:
+    return key.encode() * (3 * PAGE)
+
+
+def store_more(arena: Arena) -> None:
+    put(arena, "n", content("n") * 2)  # evicts "a" and "b"
+
+
+def drop_leased(arena: Arena) -> None:
+    lease = arena.lease("b")
+    assert lease is not None
+    arena.remove("b")
+    lease.release()
+
+
+def read_all(arena: Arena) -> None:
+    for key in "dcba":
+        arena.get_into(key, bytearray(3 * PAGE))
+
+
+def die_during(operation: Callable[[Arena], None], path: Path, stores: int) -> bool:
+    """Runs `operation` in an arena whose process dies after that many stores; False if it lived."""
+    doomed = Arena.attach(path)
+    with doomed._lock:
+        row = doomed._row()
+    words, index, geometry = doomed._words, doomed._index, doomed._index._geometry
+    fatal: Any = FatalWords(words, stores)
+    doomed._words = doomed._lock._words = fatal
+    doomed._index = FeatureIndex(index.slots._file, fatal, index._leases, geometry)
+    try:
+        operation(doomed)
+    except Died:
+        words[HEADER_WORDS + row * OWNER_WORDS + O_START] += 1  # no such process any more
+        return True
+    finally:
+        doomed._lock._words = doomed._words = words
+        doomed._index = index
+    doomed.close()
+    return False
+
+
+@pytest.mark.parametrize("operation", [store_more, drop_leased, read_all])
+def test_a_death_after_any_store_leaves_a_whole_arena(operation: Callable[[Arena], None], arena_path: Path) -> None:
+    deaths = 0
+    while True:
+        arena = Arena.create(arena_path, 12 * PAGE, slots=6, owners=4)
+        for key in "abcd":
+            put(arena, key, content(key))
+        died = die_during(operation, arena_path, deaths)
+        for key in "abcdn":
+            with arena._lock:
+                pass
+            dest = bytearray(6 * PAGE)
+            meta = arena.get_into(key, dest)  # verifies the checksum
+            if meta is not None:
+                assert dest[: 3 * PAGE] == content(key)
+        stats = arena.stats()
+        assert stats.features == sum(arena.contains(key) for key in "abcdn")
+        assert stats.used_bytes <= stats.capacity_bytes
+        assert put(arena, "all", bytes(12 * PAGE)), "no space is lost"
+        stats = arena.stats()
+        assert (stats.features, stats.leased, stats.used_bytes) == (1, 0, 12 * PAGE)
+        for number in range(6):
+            assert put(arena, f"slot {number}", b"x"), "no slot is lost"
+        assert arena.stats().features == 6
+        arena.close()
+        Arena.unlink(arena_path)
+        if not died:
+            break
+        deaths += 1
+    assert deaths > 20, "the operation makes many stores"

@@ -1,0 +1,105 @@
+"""store.keys: every field counts, spelling does not, and nothing heavy is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from store.errors import StoreError
+from store.keys import content_digest, feature_key
+
+FIELDS = ("model", "revision", "dtype", "tenant", "modality")
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+options = st.dictionaries(st.text(), json_values, max_size=4)
+requests = st.fixed_dictionaries(
+    {"data": st.binary(max_size=20), "processor_options": options, **dict.fromkeys(FIELDS, st.text(max_size=8))}
+)
+
+
+def key(request: dict[str, Any]) -> str:
+    return feature_key(request["data"], **{name: value for name, value in request.items() if name != "data"})
+
+
+def reversed_order(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: reversed_order(value[name]) for name in reversed(value)}
+    return [reversed_order(item) for item in value] if isinstance(value, list) else value
+
+
+@given(requests)
+def test_a_key_is_stable_lowercase_hex(request: dict[str, Any]) -> None:
+    made = key(request)
+    assert made == key(request)
+    assert len(made) == 64 and set(made) <= set("0123456789abcdef")
+
+
+def test_keys_do_not_change_between_releases_unnoticed() -> None:
+    made = feature_key(
+        b"pixels", processor_options={"b": 1, "a": None}, model="m", revision="r", dtype="d", tenant="t", modality="i"
+    )
+    assert made == "1aae7aec68df81fc73c653e5cabc8abc31f27f347e85a4de934016bd7aa3cec5"
+
+
+@given(requests, requests)
+def test_any_field_changed_gives_another_key(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for field in one:
+        changed = {**one, field: other[field]}
+        same = (
+            json.dumps(changed[field], sort_keys=True) == json.dumps(one[field], sort_keys=True)
+            if (field == "processor_options")
+            else changed[field] == one[field]
+        )
+        assert (key(changed) == key(one)) == same
+
+
+@given(requests)
+def test_the_order_of_options_is_irrelevant(request: dict[str, Any]) -> None:
+    assert key({**request, "processor_options": reversed_order(request["processor_options"])}) == key(request)
+
+
+@given(requests, st.sampled_from(range(len(FIELDS) - 1)), st.integers(1, 8))
+def test_moving_text_to_the_neighbouring_field_gives_another_key(
+    request: dict[str, Any], left: int, count: int
+) -> None:
+    joined = request[FIELDS[left]] + request[FIELDS[left + 1]]
+    moved = {**request, FIELDS[left]: joined[:count], FIELDS[left + 1]: joined[count:]}
+    assume(moved != request)
+    assert key(moved) != key(request)
+
+
+def test_numbers_that_differ_in_type_are_different_options() -> None:
+    base = {"data": b"", **dict.fromkeys(FIELDS, "")}
+    keys = {key({**base, "processor_options": {"x": value}}) for value in (1, 1.0, True, "1", [1], None)}
+    assert len(keys) == 6
+
+
+@pytest.mark.parametrize("bad", [{1: "x"}, {"x": object()}, {"x": float("nan")}, {"x": [{2: 3}]}, {"x": b"raw"}])
+def test_options_that_json_cannot_say_are_refused(bad: Any) -> None:
+    with pytest.raises(StoreError, match="processor_options"):
+        key({"data": b"", "processor_options": bad, **dict.fromkeys(FIELDS, "")})
+
+
+def test_lone_surrogates_have_keys_of_their_own() -> None:
+    base: dict[str, Any] = {"data": b"", "processor_options": {}, **dict.fromkeys(FIELDS, "")}
+    assert len({key({**base, "tenant": text}) for text in ("\ud800", "\ud801", "?", "\ufffd")}) == 4
+
+
+def test_the_content_digest_is_sha256() -> None:
+    assert content_digest(b"") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
+
+def test_importing_keys_imports_nothing_heavy() -> None:
+    code = "import sys, store.keys; print(*{name.partition('.')[0] for name in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=20)
+    assert not {"torch", "numpy", "vllm", "xxhash", "mooncake", "epd_serve"} & set(loaded.stdout.split())
