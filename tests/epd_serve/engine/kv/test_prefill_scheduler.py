@@ -161,7 +161,9 @@ def test_a_request_aborted_before_ready_refuses_the_late_offer(p: PrefillSchedul
     assert d.hear(wire.Refused).reason == "prefill request ended early"
 
 
-def test_a_request_aborted_after_the_offer_and_before_it_runs_tells_decode(p: PrefillScheduler, d: PlayedDecode) -> None:
+def test_a_request_aborted_after_the_offer_and_before_it_runs_tells_decode(
+    p: PrefillScheduler, d: PlayedDecode
+) -> None:
     asked = admitted(p, d)
     assert p.finished(asked)[0] is False
     assert d.hear(wire.CancelAck).key == transfer_key(PARAMS, asked.request_id)
@@ -205,7 +207,9 @@ def test_a_cancel_before_anything_was_sent_is_acknowledged_by_the_scheduler(
     assert (keep, answer) == (False, {"ok": False, "reason": "cancelled"})
 
 
-@pytest.mark.parametrize("change", [{"prompt_hash": "other"}, {"prompt_tokens": 11}, {"blocks": [1]}, {"endpoints": []}])
+@pytest.mark.parametrize(
+    "change", [{"prompt_hash": "other"}, {"prompt_tokens": 11}, {"blocks": [1]}, {"endpoints": []}]
+)
 def test_an_offer_for_another_prompt_is_refused_and_prefill_runs_alone(
     p: PrefillScheduler, d: PlayedDecode, change: dict[str, Any]
 ) -> None:
@@ -230,7 +234,9 @@ def test_decode_hears_a_heartbeat_while_its_transfer_is_held(p: PrefillScheduler
 
 def test_children_of_one_request_are_sent_apart(p: PrefillScheduler, d: PlayedDecode) -> None:
     two = [admitted(p, d, name) for name in ("a", "b")]
-    step = p.step(scheduled([(asked.request_id, [10 * i, 10 * i + 1, 10 * i + 2], 0, 10) for i, asked in enumerate(two)]))
+    step = p.step(
+        scheduled([(asked.request_id, [10 * i, 10 * i + 1, 10 * i + 2], 0, 10) for i, asked in enumerate(two)])
+    )
     assert len({job.key for job in step.chunks}) == 2
 
 
