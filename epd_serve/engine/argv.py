@@ -144,7 +144,8 @@ def _environment(plan: StagePlan) -> dict[str, str]:
     if plan.device == "cpu":
         env["PYTHONPATH"] = str(_SITE)
         env["VLLM_CPU_KVCACHE_SPACE"] = "1"
-        env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join([",".join(map(str, plan.cores))] * plan.tp) or "auto"
+        cores = ",".join(map(str, plan.cores))
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join([cores] * plan.tp) if cores else "auto"
     else:
         env[_VISIBLE_DEVICES[plan.device]] = ",".join(map(str, plan.device_ids))
     return env

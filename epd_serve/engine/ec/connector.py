@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-
 @dataclass(frozen=True)
 class FeatureSlot:
     """Where a pinned feature's bytes lie in the arena."""

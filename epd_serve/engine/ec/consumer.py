@@ -25,7 +25,7 @@ from epd_serve.engine.trace import Trace
 from epd_serve.engine.wake import WakeLine, idle_bell
 from epd_serve.wiring import StageWiring
 from store.arena import Arena
-from store.errors import CorruptFeatureError
+from store.errors import CorruptFeatureError, StoreError
 from store.lease import Lease
 
 logger = logging.getLogger(__name__)
@@ -139,6 +139,9 @@ class FeatureConsumer:
                 with self._lock:
                     self._table.failed(key, "corrupt")
                 idle_bell.ring()
+                continue
+            except StoreError as error:  # it did not answer: looked up again, until the request's deadline
+                logger.warning("feature %s: %s", key, error)
                 continue
             if lease is not None:
                 with self._lock:

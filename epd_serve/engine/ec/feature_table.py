@@ -4,6 +4,7 @@ One item per key, one transition table:
 
     (unknown) --need--> WANTED --arrived--> READY --last request released--> (unknown)
     (unknown) --prefetched--> READY (nobody needs it yet; dropped after `hold_s`)
+    (unknown) --failed--> remembered for the next request, which is LOST at once
     WANTED --failed | deadline--> LOST --last request released--> (unknown)
 
 READY means: the bytes were verified and are pinned (design §4.4, must). LOST is final for the requests that saw it:
@@ -61,6 +62,7 @@ class FeatureTable(Generic[PinT]):
         self._items: dict[str, _Item[PinT]] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()  # READY without requests, oldest first
         self._keys_of: dict[str, set[str]] = {}
+        self._failed: OrderedDict[str, str] = OrderedDict()  # before any request asked: key → cause, oldest first
         self.lost_by_cause: Counter[str] = Counter()
 
     def need(self, request: str, key: str, now: float) -> FeatureState:
@@ -68,6 +70,8 @@ class FeatureTable(Generic[PinT]):
         item = self._items.get(key)
         if item is None:
             item = self._items[key] = _Item(FeatureState.WANTED, now + self._wait_s)
+            if (cause := self._failed.pop(key, None)) is not None:  # the encoder answers before its request gets here
+                self._lose(item, cause)
         if request not in item.requests:
             item.requests.add(request)
             self._keys_of.setdefault(request, set()).add(key)
@@ -77,9 +81,9 @@ class FeatureTable(Generic[PinT]):
         return item.state
 
     def pinned(self, key: str) -> PinT | None:
-        """The pin of a READY feature, else None."""
+        """The pin of a READY feature that a request needs, else None: a mere prefetch may be let go at any time."""
         item = self._items.get(key)
-        return item.pin if item is not None else None
+        return item.pin if item is not None and item.requests else None
 
     def wanted(self) -> list[str]:
         """Keys to look up in the store, oldest first."""
@@ -92,6 +96,7 @@ class FeatureTable(Generic[PinT]):
 
     def arrived(self, key: str, pin: PinT, now: float) -> None:
         """The feature was fetched, verified and pinned. Owns `pin` from here on."""
+        self._failed.pop(key, None)
         item = self._items.get(key)
         if item is None:
             self._items[key] = _Item(FeatureState.READY, now + self._hold_s, pin)
@@ -104,9 +109,13 @@ class FeatureTable(Generic[PinT]):
             pin.release()
 
     def failed(self, key: str, cause: str) -> None:
-        """The feature will not come: those who wait recompute."""
+        """The feature will not come: those who wait recompute, or else the next request that asks."""
         item = self._items.get(key)
-        if item is not None and item.state is FeatureState.WANTED:
+        if item is None:
+            self._failed[key] = cause
+            if len(self._failed) > self._max_prefetched:
+                self._failed.popitem(last=False)
+        elif item.state is FeatureState.WANTED:
             self._lose(item, cause)
 
     def release(self, requests: Iterable[str]) -> None:

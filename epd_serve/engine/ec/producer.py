@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import zmq
@@ -19,12 +19,19 @@ from epd_serve import wire
 from epd_serve.engine.sockets import open_socket
 from epd_serve.engine.trace import Trace
 from epd_serve.wiring import StageWiring
+from npu_ops.fences import fence
 from store.arena import Arena
 from store.errors import StoreError
 
 logger = logging.getLogger(__name__)
 
 _MAX_QUEUED = 256
+
+_Job = tuple[str, torch.Tensor, Callable[[], None]]  # key, feature, wait until the device has written it
+
+
+def _job(key: str, feature: torch.Tensor) -> _Job:
+    return key, feature, fence(feature.device)
 
 
 class FeatureProducer:
@@ -35,7 +42,9 @@ class FeatureProducer:
         self._arena = Arena.attach(wiring.arena)
         self._trace = Trace(wiring.trace_path, wiring.instance)
         self._cache: dict[str, torch.Tensor] = {}
-        self._queue: queue.Queue[tuple[str, torch.Tensor] | None] = queue.Queue(maxsize=_MAX_QUEUED)
+        self._queue: queue.Queue[_Job | None] = queue.Queue(maxsize=_MAX_QUEUED)
+        self._publisher = open_socket(zmq.PUB, linger_s=0.2)  # bound here: an encoder nobody hears must not start
+        self._publisher.bind(wiring.events[wiring.instance])
         self._thread = threading.Thread(target=self._write, name="epd-feature-writer", daemon=True)
         self._thread.start()
 
@@ -43,13 +52,13 @@ class FeatureProducer:
         """A feature was encoded in this step. Returns at once; blocks only when `_MAX_QUEUED` puts are behind."""
         self._cache = cache  # vLLM's encoder cache: one dict for the life of the worker
         self._trace.stamp(key, "encoded")
-        self._queue.put((key, cache[key]))
+        self._queue.put(_job(key, cache[key]))
 
     def announce_again(self, keys: Iterable[str]) -> None:
         """Called before the step runs: what vLLM's cache already holds of these will not be encoded again."""
         for key in keys:
             if key in self._cache:
-                self._queue.put((key, self._cache[key]))
+                self._queue.put(_job(key, self._cache[key]))
 
     def close(self) -> None:
         self._queue.put(None)
@@ -57,11 +66,16 @@ class FeatureProducer:
         self._arena.close()
 
     def _write(self) -> None:
-        publisher = open_socket(zmq.PUB, linger_s=0.2)
-        publisher.bind(self._wiring.events[self._wiring.instance])
+        publisher = self._publisher
         while (job := self._queue.get()) is not None:
-            key, feature = job
-            publisher.send(wire.encode(self._put(key, feature)))
+            key, feature, written = job
+            try:
+                written()
+                event = self._put(key, feature)
+            except Exception as error:  # one bad feature must not end the writer: `save` would block for ever
+                logger.exception("feature %s was not stored", key)
+                event = wire.FeatureFailed(key, str(error))
+            publisher.send(wire.encode(event))
         publisher.close()
 
     def _put(self, key: str, feature: torch.Tensor) -> wire.FeatureEvent:

@@ -61,7 +61,7 @@ class GroupedKVConnector(KVConnectorBase_V1):
         self._prefill_worker: PrefillWorker | None = None
         self._decode_worker: DecodeWorker | None = None
         if role is KVConnectorRole.SCHEDULER and config.is_kv_producer:
-            self._prefill_scheduler = PrefillScheduler(wiring, block_size)
+            self._prefill_scheduler = PrefillScheduler(wiring, block_size, tp)
         elif role is KVConnectorRole.SCHEDULER:
             self._decode_scheduler = DecodeScheduler(wiring, block_size, tp, quarantine_s(wiring))
         elif config.is_kv_producer:

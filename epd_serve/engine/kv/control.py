@@ -87,9 +87,9 @@ class PrefillControl(_Control):
 
     def _receive(self, socket: Socket) -> None:
         while readable(socket):
-            peer, payload = socket.recv_multipart()
+            peer, *frames = socket.recv_multipart()
             try:
-                message = wire.to_prefill_scheduler.decode(payload)
+                message = wire.to_prefill_scheduler.decode(b"".join(frames))
             except wire.DecodeError as error:
                 logger.warning("ignoring a malformed message on the transfer control channel: %s", error)
                 continue

@@ -2,6 +2,9 @@
 
 A thread per peer, so that a dead or slow peer delays no other. The queue keeps order: packets of a transfer, then its
 DONE. A transfer that was stopped or preempted has a new generation; packets of older generations are skipped.
+
+A connection that fails takes every transfer with it that has packets on it: what was in flight may be lost, so none of
+them may reach its DONE.
 """
 
 from __future__ import annotations
@@ -39,6 +42,10 @@ class Outgoing:
     generation: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def skip(self) -> None:
+        """Skip what is queued, without waiting: for blocks that stay held until the transfer is over."""
+        self.generation += 1
+
     def invalidate(self) -> None:
         """Skip what is queued; returns when no packet of it is being read (bounded by the link's deadline)."""
         with self.lock:
@@ -56,6 +63,7 @@ class PacketJob:
 @dataclass(frozen=True)
 class DoneJob:
     out: Outgoing
+    generation: int
     ok: bool
     reason: str = ""
 
@@ -90,7 +98,9 @@ class Link:
         self._queue: queue.Queue[PacketJob | DoneJob | None] = queue.Queue()
         self._socket: Socket | None = None
         self._target = ""
-        self._broken: set[TransferKey] = set()
+        self._open: set[TransferKey] = set()  # packets on this connection, DONE not sent
+        self._broken: set[TransferKey] = set()  # lost something: nothing more is sent
+        self._replaced: set[str] = set()  # former lives of D
         self._thread = threading.Thread(target=self._run, name="epd-kv-link", daemon=True)
         self._thread.start()
 
@@ -108,8 +118,10 @@ class Link:
                 self._do(job)
             except LinkError as error:
                 logger.error("KV link to %s: %s", self._endpoint, error)
-                self._disconnect()
-                self._broken.add(job.out.key)
+                self._fail(job.out)
+            except Exception:  # a dead thread would hold P's blocks and let D wait for ever
+                logger.exception("KV link to %s", self._endpoint)
+                self._fail(job.out)
             if isinstance(job, DoneJob):
                 self._broken.discard(job.out.key)
                 self._on_over(job.out)
@@ -120,7 +132,7 @@ class Link:
         """Open the link before traffic: a first transfer costs 0.4 s to 3.8 s more. Failure is found again later."""
         try:
             self._connect()
-        except LinkError as error:
+        except (LinkError, zmq.ZMQError) as error:
             logger.info("KV link to %s is not open yet: %s", self._endpoint, error)
             self._disconnect()
 
@@ -128,20 +140,44 @@ class Link:
         out = job.out
         if out.key in self._broken:
             return  # after a lost packet nothing of this transfer may arrive, least of all a DONE
+        if out.target in self._replaced:  # the connection to its successor stays
+            logger.error("KV link to %s: %s is gone", self._endpoint, out.target)
+            self._broken.add(out.key)
+            return
         if self._target != out.target:
-            self._disconnect()
-            self._connect()
-            if self._target != out.target:
-                raise LinkError(f"{out.target} reserved the blocks, {self._target} answers")
+            self._reconnect(out.target)
         if isinstance(job, DoneJob):
-            self._send(wire.Done(out.key, job.ok, job.reason))
-            self._trace.stamp(out.key.transfer_id, "kv_sent", ok=job.ok)
+            # Preempted after its last chunk: its packets were skipped, so it is not whole.
+            stale = job.ok and job.generation != out.generation
+            done = wire.Done(out.key, job.ok and not stale, "preempted by prefill" if stale else job.reason)
+            self._send(done)
+            self._open.discard(out.key)
+            self._trace.stamp(out.key.transfer_id, "kv_sent", ok=done.ok)
             return
         job.written()
         with out.lock:
             if job.generation == out.generation:
+                self._open.add(out.key)
                 self._side.move(job.packet, self._send, self._receive)
         self._drain()
+
+    def _fail(self, out: Outgoing) -> None:
+        """The link failed under this transfer: it ends, and so does all that is queued for the same life of D."""
+        self._disconnect()
+        self._broken.add(out.key)
+        with self._queue.mutex:
+            waiting = [job.out for job in self._queue.queue if job is not None]
+        self._broken.update(other.key for other in waiting if other.target == out.target)
+
+    def _reconnect(self, target: str) -> None:
+        former = self._target
+        self._disconnect()
+        self._connect()
+        if former and self._target != former:
+            self._replaced.add(former)
+        if self._target != target:  # who answers lives, and READY is sent after its sender has bound this address
+            self._replaced.add(target)
+            raise LinkError(f"{target} reserved the blocks, {self._target} answers")
 
     def _connect(self) -> None:
         self._socket = open_socket(zmq.DEALER)
@@ -158,6 +194,8 @@ class Link:
 
     def _disconnect(self) -> None:
         self._target = ""
+        self._broken |= self._open
+        self._open.clear()
         if self._socket is not None:
             self._socket.close()
             self._socket = None

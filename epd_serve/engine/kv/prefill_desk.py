@@ -100,7 +100,9 @@ class PrefillDesk:
 
     # --- from P's scheduler ---------------------------------------------------------------------------------------
 
-    def admit(self, key: TransferKey, prompt_tokens: int, prompt_hash: str, now: float) -> Admission:
+    def admit(
+        self, key: TransferKey, prompt_tokens: int, prompt_hash: str, now: float, *, block_size: int, ranks: int
+    ) -> Admission:
         """May this request be scheduled? Asked at every step until it is."""
         entry = self._entries.get(key)
         if entry is None:
@@ -117,6 +119,9 @@ class PrefillDesk:
             assert entry.ready is not None
             if (entry.ready.prompt_tokens, entry.ready.prompt_hash) != (prompt_tokens, prompt_hash):
                 self._refuse(key, "prefill and decode tokenised different prompts")
+                return Admission.ALONE
+            if unlike := _unlike(entry.ready, block_size, ranks):
+                self._refuse(key, unlike)
                 return Admission.ALONE
             entry.state = _State.SENDING
         return Admission.SEND  # also for a preempted request that is admitted again
@@ -181,3 +186,17 @@ class PrefillDesk:
     def _bury(self, key: TransferKey, reason: str) -> None:
         self._entries.pop(key, None)
         self._over.add(key, reason)
+
+
+def _unlike(ready: wire.Ready, block_size: int, ranks: int) -> str:
+    """Why this offer cannot be sent to, or "". (The workers' handshake compares more, but later.)"""
+    blocks = -(-ready.prompt_tokens // block_size)
+    starts = range(0, ready.prompt_tokens, block_size)
+    if len(ready.blocks) != blocks or ready.start_token not in starts:
+        return (
+            f"prefill cuts this prompt into {blocks} blocks of {block_size} tokens, decode offers {len(ready.blocks)} "
+            f"from token {ready.start_token}"
+        )
+    if len(ready.endpoints) != ranks:
+        return f"prefill has {ranks} tensor-parallel ranks, decode {len(ready.endpoints)}"
+    return ""

@@ -45,8 +45,9 @@ class _Sending:
 class PrefillScheduler:
     """One per P scheduler. See `epd_serve.engine.kv.connector` for when vLLM calls what."""
 
-    def __init__(self, wiring: StageWiring, block_size: int) -> None:
+    def __init__(self, wiring: StageWiring, block_size: int, tp: int) -> None:
         self._block_size = block_size
+        self._tp = tp
         self._trace = Trace(wiring.trace_path, wiring.instance)
         desk = PrefillDesk(wiring.incarnation, wiring.kv_ready_wait_s)
         self._control = PrefillControl(desk, wiring.kv_endpoint)
@@ -67,7 +68,14 @@ class PrefillScheduler:
             digest = self._hashes[request.request_id] = prompt_hash(request.prompt_token_ids or (), keys)
             self._trace.stamp(params.key.transfer_id, "prefill_arrived")
         with self._control.lock:
-            admission = self._desk.admit(params.key, request.num_prompt_tokens, digest, time.monotonic())
+            admission = self._desk.admit(
+                params.key,
+                request.num_prompt_tokens,
+                digest,
+                time.monotonic(),
+                block_size=self._block_size,
+                ranks=self._tp,
+            )
         self._control.flush()
         if admission is Admission.WAIT:
             return False

@@ -48,6 +48,8 @@ class Receiver:
         self._expected: dict[TransferKey, Expected] = {}
         self._ended: dict[TransferKey, wire.Done] = {}
         self._over = Tombstones()
+        self._copying = threading.Lock()  # held while a packet is written; taken after _changed
+        self._greeted: set[bytes] = set()
         self._closing = threading.Event()
         self._router = open_socket(zmq.ROUTER)
         self._router.bind(endpoint)
@@ -74,7 +76,8 @@ class Receiver:
             failed: list[Expected] = []
             for key in [key for key in self._ended if key in self._expected]:
                 done, item = self._ended.pop(key), self._expected.pop(key)
-                self._over.add(key, done.reason)
+                with self._copying:  # after this report the blocks are reused: no write of a packet may be under way
+                    self._over.add(key, done.reason)
                 (received if done.ok else failed).append(item)
                 if not done.ok:
                     logger.warning("KV transfer %s of %s failed: %s", key.transfer_id, item.request, done.reason)
@@ -90,13 +93,11 @@ class Receiver:
         while not self._closing.is_set():
             if not readable(self._router, 0.2):
                 continue
-            peer, payload = self._router.recv_multipart()
+            frames = self._router.recv_multipart()
             try:
-                self._handle(peer, wire.to_decode_worker.decode(payload))
+                self._handle(frames[0], wire.to_decode_worker.decode(frames[-1]))
             except wire.DecodeError as error:
                 logger.warning("ignoring a malformed message on the KV data channel: %s", error)
-            except LinkError as error:
-                logger.error("KV link: %s", error)
         self._router.close()
         self._side.close()
 
@@ -104,15 +105,32 @@ class Receiver:
         if isinstance(message, wire.Hello):
             self._answer(peer, self._greet(peer, message))
         elif isinstance(message, wire.Packet):
-            if message.key not in self._over:  # a late packet of a transfer that was given up: its blocks are reused
-                self._side.packet(peer, message)
+            if reason := self._copy(peer, message):
+                logger.error("KV link: %s", reason)
+                self._end(wire.Done(message.key, False, reason))
             self._answer(peer, wire.Credit(message.seq))
         else:
             self._trace.stamp(message.key.transfer_id, "kv_done", ok=message.ok)
-            with self._changed:
-                if message.key not in self._over:
-                    self._ended.setdefault(message.key, message)
-                    self._changed.notify_all()
+            if message.ok and peer not in self._greeted:  # ZMQ reconnected by itself: packets may be lost
+                message = wire.Done(message.key, False, "the link was interrupted")
+            self._end(message)
+
+    def _copy(self, peer: bytes, packet: wire.Packet) -> str:
+        """Write one packet; "" or why it cannot be written, which ends its transfer: a hole must not pass for KV."""
+        with self._copying:
+            if packet.key in self._over:  # a late packet of a transfer that was given up: its blocks are reused
+                return ""
+            try:
+                self._side.packet(peer, packet)
+            except LinkError as error:
+                return str(error)
+        return ""
+
+    def _end(self, done: wire.Done) -> None:
+        with self._changed:
+            if done.key not in self._over:
+                self._ended.setdefault(done.key, done)
+                self._changed.notify_all()
 
     def _greet(self, peer: bytes, hello: wire.Hello) -> wire.ToPrefillWorker:
         mine = {**self._shape, "version": wire.VERSION, "transport": self._side.name}
@@ -120,7 +138,12 @@ class Receiver:
         if reason := differences(mine, theirs):
             logger.error("refusing KV from %s: %s", hello.source, reason)
             return wire.HelloRefused(reason)
-        self._side.attach(peer, hello)
+        try:
+            self._side.attach(peer, hello)
+        except LinkError as error:
+            logger.error("refusing KV from %s: %s", hello.source, error)
+            return wire.HelloRefused(str(error))
+        self._greeted.add(peer)
         session, bases = self._side.session()
         return wire.HelloAck(self._target, session, bases)
 

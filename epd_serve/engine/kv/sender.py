@@ -46,7 +46,7 @@ class _Transfer:
 
     def end(self, *, ok: bool, reason: str = "") -> None:
         self.ending = True
-        self.link.put(DoneJob(self.out, ok, reason))
+        self.link.put(DoneJob(self.out, self.out.generation, ok, reason))
 
 
 class Sender:
@@ -100,7 +100,7 @@ class Sender:
         for request in stops:
             transfer = self._transfers.get(request)
             if transfer is not None and not transfer.ending:
-                transfer.out.invalidate()
+                transfer.out.skip()
                 transfer.end(ok=False, reason="cancelled")
         for chunk in chunks:
             transfer = self._transfers.get(chunk.request)

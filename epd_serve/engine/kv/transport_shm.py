@@ -63,6 +63,7 @@ class ShmSendSide:
     def __init__(self, layers: Layers, path: str, capacity: int) -> None:
         self._layers = layers
         self._path = path
+        capacity += -capacity % _ALIGN  # the ring hands out aligned pieces
         self._ring = StagingRing(capacity)
         self._seq = 0
         with contextlib.suppress(FileNotFoundError):
@@ -140,6 +141,7 @@ class ShmReceiveSide:
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
         self._staging: dict[bytes, torch.Tensor] = {}
+        self._peer_of: dict[str, bytes] = {}  # by staging path
 
     def session(self) -> tuple[str, list[int]]:
         return "", []
@@ -152,14 +154,21 @@ class ShmReceiveSide:
         try:
             # Mapped writable because torch wants a writable buffer; never written here.
             view = mmap.mmap(fd, hello.staging_bytes, mmap.MAP_SHARED)
+        except (OSError, ValueError) as error:
+            raise LinkError(f"staging memory {hello.staging} cannot be mapped: {error}") from error
         finally:
             os.close(fd)
+        # The sender starts anew in this memory: packets of its former connection must not be read from it any more.
+        former = self._peer_of.get(hello.staging, peer)
+        self._staging.pop(former, None)
+        self._peer_of[hello.staging] = peer
         self._staging[peer] = torch.frombuffer(view, dtype=torch.uint8)
 
     def packet(self, peer: bytes, packet: wire.Packet) -> None:
         staging = self._staging.get(peer)
         if staging is None:
             raise LinkError("packet from a peer that has not said hello")
+        self._check(packet, staging.numel())
         at = packet.offset
         for layer in self._layers[slice(*packet.layers)]:
             for region in layer:
@@ -167,6 +176,19 @@ class ShmReceiveSide:
                     end = at + count * region.block_bytes
                     region.blocks(first, count).copy_(staging[at:end])
                     at = end
+
+    def _check(self, packet: wire.Packet, staging_bytes: int) -> None:
+        first, last = packet.layers
+        inside = 0 <= first < last <= len(self._layers) and packet.offset >= 0
+        inside = inside and all(
+            start >= 0 and count > 0 and (start + count) * region.block_bytes <= region.data.numel()
+            for layer in self._layers[first:last]
+            for region in layer
+            for start, count in packet.runs
+        )
+        size = packet_bytes(self._layers, first, last, sum(count for _, count in packet.runs)) if inside else 0
+        if not inside or packet.offset + size > staging_bytes:
+            raise LinkError(f"a packet outside of the KV cache or the staging memory: {packet}")
 
     def close(self) -> None:
         self._staging.clear()

@@ -1,0 +1,221 @@
+"""What the KV tests share: small KV caches, a P worker and a D worker on real sockets, and vLLM's scheduler objects."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from epd_serve import wire
+from epd_serve.engine.kv.link import Link, Outgoing
+from epd_serve.engine.kv.receiver import Expected, Receiver
+from epd_serve.engine.kv.regions import Layers, layers_of, shape_of
+from epd_serve.engine.kv.sender import ChunkJob, Sender
+from epd_serve.engine.kv.transport_shm import ShmReceiveSide, ShmSendSide
+from epd_serve.engine.trace import Trace
+from epd_serve.wire import TransferKey
+
+NO_TRACE = Trace("", "test")
+BLOCK_SIZE = 4
+
+
+def wait_for(condition: Callable[[], Any], deadline_s: float = 5.0) -> Any:
+    """The first true value of `condition`; fails at the deadline."""
+    end = time.monotonic() + deadline_s
+    pause = threading.Event()
+    while time.monotonic() < end:
+        if value := condition():
+            return value
+        pause.wait(0.002)
+    raise AssertionError("condition not met in time")
+
+
+def caches(layers: int, blocks: int, *, filled: bool, block_bytes: int = 64) -> dict[str, torch.Tensor]:
+    """KV caches of [blocks, block_bytes]; filled: every block differs; else zeros."""
+    generator = torch.Generator().manual_seed(7)
+    return {
+        f"layer.{i}": torch.randint(1, 255, (blocks, block_bytes), dtype=torch.uint8, generator=generator)
+        if filled
+        else torch.zeros((blocks, block_bytes), dtype=torch.uint8)
+        for i in range(layers)
+    }
+
+
+def shape(layers: Layers, **changes: Any) -> dict[str, Any]:
+    agreed = {"block_size": BLOCK_SIZE, "dtype": "torch.uint8", "tp": 1, "rank": 0, "platform": "test"}
+    return shape_of(layers, **{**agreed, **changes})
+
+
+class DecodeEnd:
+    """A D worker: a Receiver into zeroed KV caches."""
+
+    def __init__(self, folder: Path, name: str = "D0", *, layers: int = 5, blocks: int = 32, life: str = "1") -> None:
+        self.endpoint = f"ipc://{folder}/{name}.kvw0"
+        self.target = f"{name}:{life}"
+        self.caches = caches(layers, blocks, filled=False)
+        self.layers = layers_of(self.caches, blocks)
+        self.side = ShmReceiveSide(self.layers)
+        self.receiver = Receiver(self.endpoint, self.target, shape(self.layers), self.side, NO_TRACE)
+        self.received: list[Expected] = []
+        self.failed: list[Expected] = []
+
+    def expect(self, key: TransferKey, blocks: Iterable[int]) -> None:
+        self.receiver.expect([Expected(key, f"at-d-{key.child}", tuple(blocks))], [])
+
+    def fail(self, key: TransferKey) -> None:
+        self.receiver.expect([], [key])
+
+    def poll(self) -> bool:
+        received, failed = self.receiver.take_finished(idle=True)
+        self.received += received
+        self.failed += failed
+        return bool(received or failed)
+
+    def wait_ended(self, count: int, deadline_s: float = 5.0) -> None:
+        wait_for(lambda: (self.poll(), len(self.received) + len(self.failed) >= count)[1], deadline_s)
+
+    def close(self) -> None:
+        self.receiver.close()
+
+
+class PrefillEnd:
+    """A P worker: a Sender over random KV caches, links with shared-memory staging."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        layers: int = 5,
+        blocks: int = 32,
+        group: int = 2,
+        staging_bytes: int = 1 << 20,
+        timeout_s: float = 2.0,
+        **shape_changes: Any,
+    ) -> None:
+        self.folder, self.timeout_s, self.staging_bytes = folder, timeout_s, staging_bytes
+        self.caches = caches(layers, blocks, filled=True)
+        self.layers = layers_of(self.caches, blocks)
+        self.shape = shape(self.layers, **shape_changes)
+        self.over: set[str] = set()
+        self.links: dict[str, Link] = {}
+        self.sender = Sender(
+            rank=0,
+            num_layers=layers,
+            group_layers=group,
+            open_link=self._open,
+            mark_written=lambda: lambda: None,
+            trace=NO_TRACE,
+        )
+
+    def _open(self, endpoint: str, on_over: Callable[[Outgoing], None]) -> Link:
+        path = self.folder / f"staging-{len(self.links)}"
+        self.links[endpoint] = Link(
+            endpoint,
+            source="P0:1",
+            shape=self.shape,
+            side=ShmSendSide(self.layers, str(path), self.staging_bytes),
+            timeout_s=self.timeout_s,
+            on_over=on_over,
+            trace=NO_TRACE,
+        )
+        return self.links[endpoint]
+
+    def step(
+        self,
+        chunks: Iterable[ChunkJob] = (),
+        *,
+        stops: Iterable[str] = (),
+        preempted: Iterable[str] = (),
+        hooks: int | None = None,
+        finished: Iterable[str] = (),
+    ) -> None:
+        """One engine step; `hooks`: how many layers announce themselves (default all)."""
+        self.sender.begin_step(chunks, stops, preempted)
+        for _ in range(len(self.layers) if hooks is None else hooks):
+            self.sender.layer_saved()
+        self.sender.flush()
+        self.over |= self.sender.take_over(finished, idle=False)
+
+    def wait_over(self, requests: set[str], deadline_s: float = 5.0) -> None:
+        def both() -> bool:
+            self.over |= self.sender.take_over((), idle=True)
+            return requests <= self.over
+
+        wait_for(both, deadline_s)
+
+    def close(self) -> None:
+        self.sender.close()
+
+
+def key_of(name: str) -> TransferKey:
+    return TransferKey("t-" + name, name)
+
+
+def chunk(end: DecodeEnd, name: str, src: Iterable[int], dst: Iterable[int], *, last: bool) -> ChunkJob:
+    return ChunkJob(key_of(name), name, end.target, (end.endpoint,), tuple(src), tuple(dst), last)
+
+
+# --- vLLM's objects, as far as our schedulers read them -------------------------------------------------------------
+
+
+def request(
+    name: str, prompt: int, params: dict[str, Any] | None, *, suffix: str = "00000000", token: int = 1, items: Any = ()
+) -> Any:
+    """A vLLM Request with `prompt` tokens; vLLM puts a random suffix on its id, per instance."""
+    return SimpleNamespace(
+        request_id=f"chatcmpl-{name}-{suffix}",
+        num_prompt_tokens=prompt,
+        prompt_token_ids=[token] * prompt,
+        mm_features=[SimpleNamespace(identifier=item) for item in items],
+        kv_transfer_params=params,
+    )
+
+
+def scheduled(
+    new: Iterable[tuple[str, list[int], int, int]] = (),
+    cached: Iterable[tuple[str, list[int] | None, int, int]] = (),
+    *,
+    resumed: Iterable[str] = (),
+    preempted: Iterable[str] | None = None,
+    finished: Iterable[str] = (),
+) -> Any:
+    """A SchedulerOutput. Rows: (request id, new block ids, tokens computed before, tokens scheduled)."""
+    new, cached = list(new), list(cached)
+    tokens = {row[0]: row[3] for row in (*new, *cached)}
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, block_ids=(blocks,), num_computed_tokens=computed)
+            for name, blocks, computed, _ in new
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[row[0] for row in cached],
+            resumed_req_ids=set(resumed),
+            new_block_ids=[None if row[1] is None else (row[1],) for row in cached],
+            num_computed_tokens=[row[2] for row in cached],
+        ),
+        num_scheduled_tokens=tokens,
+        total_num_scheduled_tokens=sum(tokens.values()),
+        preempted_req_ids=None if preempted is None else set(preempted),
+        finished_req_ids=set(finished),
+    )
+
+
+def ready(
+    key: TransferKey, *, incarnation: str = "p1", blocks: int = 3, prompt: int = 10, **changes: Any
+) -> wire.Ready:
+    fields: dict[str, Any] = {
+        "key": key,
+        "incarnation": incarnation,
+        "source": "D0:1",
+        "blocks": list(range(blocks)),
+        "start_token": 0,
+        "prompt_tokens": prompt,
+        "prompt_hash": "h",
+        "endpoints": ["ipc:///nowhere"],
+    }
+    return wire.Ready(**{**fields, **changes})

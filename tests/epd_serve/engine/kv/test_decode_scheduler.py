@@ -1,0 +1,172 @@
+"""D's scheduler side under vLLM's calls, against the real prefill desk over ipc."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from epd_serve.engine.kv.control import PrefillControl
+from epd_serve.engine.kv.decode_scheduler import DecodeScheduler
+from epd_serve.engine.kv.params import prompt_hash, transfer_key
+from epd_serve.engine.kv.prefill_desk import Admission, PrefillDesk
+from epd_serve.roles import Role
+from epd_serve.wiring import StageWiring
+from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, request, scheduled, wait_for
+
+
+@pytest.fixture
+def p(tmp_path: Path) -> Iterator[PrefillControl]:
+    control = PrefillControl(PrefillDesk("p1", 60.0), f"ipc://{tmp_path}/P0.kv")
+    yield control
+    control.close()
+
+
+@pytest.fixture
+def d(tmp_path: Path) -> Iterator[DecodeScheduler]:
+    wiring = StageWiring(
+        "D0", Role.D, "d1", kv_worker_endpoint=f"ipc://{tmp_path}/D0.kvw{{rank}}", kv_peer_timeout_s=1.2
+    )
+    scheduler = DecodeScheduler(wiring, BLOCK_SIZE, 2, 0.0)
+    yield scheduler
+    scheduler.close()
+
+
+def asked(tmp_path: Path, name: str = "r", prompt: int = 10, incarnation: str = "p1", **options: Any) -> Any:
+    peer = {"instance": "P0", "incarnation": incarnation, "endpoint": f"ipc://{tmp_path}/P0.kv"}
+    return request(name, prompt, {"transfer_id": "T", "peer": peer}, suffix="ffffffff", **options)
+
+
+def reserve(d: DecodeScheduler, wanted: Any, table: list[int], computed: int = 0) -> None:
+    d.queued(wanted)
+    tokens = d.tokens_to_load(wanted, computed)
+    d.reserve(wanted, SimpleNamespace(get_block_ids=lambda: (table,)), tokens)
+
+
+def key(wanted: Any) -> Any:
+    return transfer_key(wanted.kv_transfer_params, wanted.request_id)
+
+
+def offered(p: PrefillControl, wanted: Any) -> Any:
+    def look() -> Any:
+        with p.lock:
+            entry = p.desk._entries.get(key(wanted))
+            return entry and entry.ready
+
+    return wait_for(look)
+
+
+def failures(d: DecodeScheduler) -> list[Any]:
+    return wait_for(lambda: d.step(scheduled()).failed)
+
+
+def test_a_reservation_offers_its_blocks_once(d: DecodeScheduler, p: PrefillControl, tmp_path: Path) -> None:
+    wanted = asked(tmp_path, items=["img"])
+    reserve(d, wanted, [5, 6, 7, 8])  # one block more than the prompt needs, for what is generated
+    ready = offered(p, wanted)
+    assert (ready.blocks, ready.start_token, ready.prompt_tokens) == ([5, 6, 7], 0, 10)
+    assert (ready.source, ready.incarnation) == ("D0:d1", "p1")
+    assert ready.prompt_hash == prompt_hash([1] * 10, ["img"])
+    assert ready.endpoints == [f"ipc://{tmp_path}/D0.kvw{rank}" for rank in range(2)]
+    (expected,) = d.step(scheduled()).expected
+    assert (expected.key, expected.request, expected.blocks) == (key(wanted), wanted.request_id, (5, 6, 7))
+    assert d.tokens_to_load(wanted, 0) == 0  # preempted later: it computes alone
+    d.reserve(wanted, SimpleNamespace(get_block_ids=lambda: ([1],)), 0)
+    assert not d.step(scheduled()).expected
+
+
+def test_a_prefix_hit_asks_for_the_rest_only(d: DecodeScheduler, p: PrefillControl, tmp_path: Path) -> None:
+    wanted = asked(tmp_path)
+    assert d.tokens_to_load(wanted, 8) == 2
+    reserve(d, wanted, [5, 6, 7], computed=8)
+    assert offered(p, wanted).start_token == 8
+    assert d.step(scheduled()).expected[0].blocks == (7,)
+
+
+def test_a_request_without_a_prefill_instance_loads_nothing(d: DecodeScheduler) -> None:
+    alone = request("r", 10, None)
+    d.queued(alone)
+    assert d.tokens_to_load(alone, 0) == 0
+    d.finished(alone)
+
+
+def test_a_refusal_fails_the_transfer_once(d: DecodeScheduler, p: PrefillControl, tmp_path: Path) -> None:
+    wanted = asked(tmp_path, incarnation="an earlier life")
+    reserve(d, wanted, [5, 6, 7])
+    assert failures(d) == [key(wanted)]
+    d.finished(wanted)
+    d.received({wanted.request_id})
+    assert d.step(scheduled()).failed == []
+    assert not d._desk._entries
+
+
+def test_a_client_that_leaves_gets_its_blocks_back_after_the_acknowledgement(
+    d: DecodeScheduler, p: PrefillControl, tmp_path: Path
+) -> None:
+    wanted = asked(tmp_path)
+    reserve(d, wanted, [5, 6, 7])
+    offered(p, wanted)
+    assert d.step(scheduled()).failed == []
+    d.finished(wanted)
+    assert failures(d) == [key(wanted)]
+    with p.lock:
+        assert p.desk.fate(key(wanted)) == "cancelled by decode"
+
+
+def test_a_client_that_leaves_before_blocks_were_reserved_cancels(
+    d: DecodeScheduler, p: PrefillControl, tmp_path: Path
+) -> None:
+    wanted = asked(tmp_path)
+    d.queued(wanted)
+    d.finished(wanted)
+    wait_for(lambda: p.desk.fate(key(wanted)))
+    assert d.step(scheduled()).failed == []
+
+
+def test_a_cancel_while_prefill_sends_waits_for_its_worker(
+    d: DecodeScheduler, p: PrefillControl, tmp_path: Path
+) -> None:
+    wanted = asked(tmp_path)
+    reserve(d, wanted, [5, 6, 7])
+    ready = offered(p, wanted)
+    with p.lock:
+        admission = p.desk.admit(key(wanted), 10, ready.prompt_hash, 0.0, block_size=BLOCK_SIZE, ranks=2)
+    assert admission is Admission.SEND
+    d.finished(wanted)
+    assert wait_for(lambda: p.stops) == [key(wanted)]
+    assert d.step(scheduled()).failed == []  # P still holds it: no silence, no acknowledgement
+    with p.lock:
+        p.desk.closed(key(wanted))
+    d.received({wanted.request_id})  # the worker had DONE(ok=False)
+    assert not d._desk._entries
+
+
+def test_heartbeats_keep_a_slow_transfer_and_silence_ends_it(
+    d: DecodeScheduler, p: PrefillControl, tmp_path: Path
+) -> None:
+    wanted = asked(tmp_path)
+    reserve(d, wanted, [5, 6, 7])
+    offered(p, wanted)
+    first = d._desk._entries[key(wanted)].deadline
+    wait_for(lambda: d._desk._entries[key(wanted)].deadline > first)
+    assert d.step(scheduled()).failed == []
+    p.close()
+    assert failures(d) == [key(wanted)]
+
+
+def test_a_prefill_instance_that_is_not_there_fails_the_transfer_in_time(d: DecodeScheduler, tmp_path: Path) -> None:
+    wanted = asked(tmp_path)
+    reserve(d, wanted, [5, 6, 7])
+    assert failures(d) == [key(wanted)]
+
+
+def test_queued_requests_renew_prefills_patience(d: DecodeScheduler, p: PrefillControl, tmp_path: Path) -> None:
+    wanted = asked(tmp_path)
+    with p.lock:
+        p.desk.admit(key(wanted), 10, "h", 0.0, block_size=BLOCK_SIZE, ranks=2)
+        first = p.desk._entries[key(wanted)].deadline
+    d.queued(wanted)
+    wait_for(lambda: p.desk._entries[key(wanted)].deadline > first)

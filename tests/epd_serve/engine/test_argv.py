@@ -1,0 +1,127 @@
+"""The command of a stage, per role and device. Pure."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd_serve.engine.argv import STAGE_ENV, StageCommand, StagePlan, stage_command
+from epd_serve.roles import Role
+from epd_serve.wiring import StageWiring
+
+
+def command(role: Role, device: str, *, arena: str = "/dev/shm/a", **changes: Any) -> StageCommand:
+    plan: dict[str, Any] = {
+        "instance": f"{role}0",
+        "role": role,
+        "device": device,
+        "device_ids": (3,),
+        "cores": (0, 1),
+        "tp": 1,
+        "model": "org/model",
+        "served_model_name": "m",
+        "port": 4100,
+        "host": "127.0.0.1",
+        "wiring": StageWiring(f"{role}0", role, "inc", arena=arena),
+    }
+    return stage_command(StagePlan(**{**plan, **changes}))
+
+
+def flag(made: StageCommand, name: str) -> str | None:
+    return made.argv[made.argv.index(name) + 1] if name in made.argv else None
+
+
+def config(made: StageCommand, name: str) -> dict[str, Any] | None:
+    value = flag(made, name)
+    return None if value is None else json.loads(value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
+@pytest.mark.parametrize("role", [Role.E, Role.P, Role.D, Role.EP, Role.PD, Role.EPD])
+def test_connectors_follow_the_role_on_every_device(role: Role, device: str) -> None:
+    made = command(role, device)
+    ec, kv = config(made, "--ec-transfer-config"), config(made, "--kv-transfer-config")
+    ec_role = {Role.E: "ec_producer", Role.P: "ec_consumer", Role.D: "ec_consumer", Role.PD: "ec_consumer"}.get(role)
+    kv_role = {Role.P: "kv_producer", Role.EP: "kv_producer", Role.D: "kv_consumer"}.get(role)
+    assert (ec and ec["ec_role"], kv and kv["kv_role"]) == (ec_role, kv_role)
+    for one, side in ((ec, "ec"), (kv, "kv")):
+        if one is not None:
+            wiring = StageWiring.from_json(one[f"{side}_connector_extra_config"]["epd"])
+            assert wiring == StageWiring(f"{role}0", role, "inc", arena="/dev/shm/a")
+            assert one["engine_id"] == f"{role}0-inc"
+    if kv is not None:
+        assert kv["kv_load_failure_policy"] == "fail"  # `recompute` can kill D's engine
+
+
+@pytest.mark.parametrize("role", [Role.E, Role.P, Role.D, Role.PD])
+def test_without_an_arena_no_features_travel(role: Role) -> None:
+    assert config(command(role, "cpu", arena=""), "--ec-transfer-config") is None
+
+
+def test_the_whole_command_of_a_monolith_on_cpu() -> None:
+    made = command(Role.EPD, "cpu", extra_args=("--max-num-seqs", "7"))
+    assert made.argv == (
+        *(sys.executable, "-m", "epd_serve.engine.stage_main", "--model", "org/model", "--served-model-name", "m"),
+        *("--host", "127.0.0.1", "--port", "4100", "--tensor-parallel-size", "1", "--disable-uvicorn-access-log"),
+        *("--limit-mm-per-prompt", '{"image": 8, "video": 0}', "--enforce-eager", "--block-size", "32"),
+        *("--max-num-seqs", "32", "--max-num-seqs", "7"),
+    )
+    assert made.env[STAGE_ENV] == "EPD0"
+    assert made.env["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
+    assert Path(made.env["PYTHONPATH"]).name == "site"
+    assert not {"CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"} & set(made.env)
+
+
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
+def test_the_operators_flags_come_last(role: Role, device: str) -> None:
+    assert command(role, device, extra_args=("--dtype", "float32")).argv[-2:] == ("--dtype", "float32")
+
+
+@pytest.mark.parametrize(
+    ("cores", "tp", "bound"), [((4, 5), 2, "4,5|4,5"), ((4,), 1, "4"), ((), 1, "auto"), ((), 2, "auto")]
+)
+def test_openmp_threads_are_bound_per_rank(cores: tuple[int, ...], tp: int, bound: str) -> None:
+    assert command(Role.P, "cpu", cores=cores, tp=tp).env["VLLM_CPU_OMP_THREADS_BIND"] == bound
+
+
+@pytest.mark.parametrize(
+    ("device", "variable"), [("cuda", "CUDA_VISIBLE_DEVICES"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")]
+)
+def test_a_stage_sees_its_devices_only(device: str, variable: str) -> None:
+    made = command(Role.P, device, device_ids=(2, 5), tp=2)
+    assert made.env[variable] == "2,5"
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in made.env
+    assert flag(made, "--tensor-parallel-size") == "2"
+
+
+def test_ascend_gets_what_its_generation_needs() -> None:
+    assert "--mm-encoder-only" in command(Role.E, "npu").argv
+    assert "--mm-encoder-only" not in command(Role.E, "cuda").argv
+    assert "--no-async-scheduling" in command(Role.D, "npu").argv
+    assert "--no-async-scheduling" not in command(Role.D, "cuda").argv
+    assert "--no-async-scheduling" not in command(Role.P, "npu").argv
+
+
+@pytest.mark.parametrize(
+    ("role", "more", "share"),
+    [
+        (Role.P, {}, None),
+        (Role.P, {"colocated": 2}, "0.425"),
+        (Role.E, {}, "0.01"),
+        (Role.E, {"colocated": 3}, "0.01"),
+        (Role.D, {"memory_share": 0.3, "colocated": 2}, "0.3"),
+    ],
+)
+def test_device_memory_is_shared_between_colocated_stages(role: Role, more: dict[str, Any], share: str | None) -> None:
+    assert flag(command(role, "npu", **more), "--gpu-memory-utilization") == share
+    assert flag(command(role, "cpu", **more), "--gpu-memory-utilization") is None
+
+
+def test_a_model_on_disk_is_not_looked_up_on_the_network(tmp_path: Path) -> None:
+    assert command(Role.P, "cpu", model=str(tmp_path)).env["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in command(Role.P, "cpu").env

@@ -1,0 +1,49 @@
+"""Wiring survives its trip through vLLM's JSON; roles say what a stage takes and gives."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from epd_serve.errors import ConfigError
+from epd_serve.roles import Role
+from epd_serve.wiring import StageWiring
+
+
+@pytest.mark.parametrize("role", Role)
+def test_wiring_survives_json(role: Role) -> None:
+    wiring = StageWiring(
+        "X0",
+        role,
+        "abc",
+        arena="/dev/shm/a",
+        events={"E0": "ipc:///e"},
+        kv_peers=("ipc:///d{rank}",),
+        kv_group_layers=2,
+    )
+    assert StageWiring.from_json(json.loads(json.dumps(wiring.to_json()))) == wiring
+
+
+def test_unknown_keys_are_refused_by_name() -> None:
+    raw = {**StageWiring("P0", Role.P, "i").to_json(), "kv_colour": "red"}
+    with pytest.raises(ConfigError, match="kv_colour"):
+        StageWiring.from_json(raw)
+
+
+@pytest.mark.parametrize(
+    ("role", "gives_features", "takes_features", "gives_kv", "takes_kv"),
+    [
+        (Role.E, True, False, False, False),
+        (Role.P, False, True, True, False),
+        (Role.D, False, True, False, True),
+        (Role.EP, False, False, True, False),
+        (Role.PD, False, True, False, False),
+        (Role.EPD, False, False, False, False),
+    ],
+)
+def test_what_a_role_gives_and_takes(
+    role: Role, gives_features: bool, takes_features: bool, gives_kv: bool, takes_kv: bool
+) -> None:
+    assert (role.sends_features, role.takes_features) == (gives_features, takes_features)
+    assert (role.sends_kv, role.takes_kv) == (gives_kv, takes_kv)
