@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 
+from epd_serve.engine.compat import tp_rank
 from epd_serve.engine.ec.consumer import FeatureConsumer
 from epd_serve.engine.ec.producer import FeatureProducer
 from epd_serve.engine.trace import Trace
@@ -60,6 +61,9 @@ class FeatureConnector(ECConnectorBase):
         super().__init__(vllm_config, role)
         wiring = StageWiring.from_json(vllm_config.ec_transfer_config.ec_connector_extra_config["epd"])
         self._pending = FeatureMetadata()
+        # Under async scheduling the step before may still be loading when a request finishes: pins go one step later.
+        self._late_release = bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
+        self._finished: set[str] = set()
         self._consumer: FeatureConsumer | None = None
         self._producer: FeatureProducer | None = None
         self._arena: Arena | None = None
@@ -67,7 +71,8 @@ class FeatureConnector(ECConnectorBase):
             if self.is_consumer:
                 self._consumer = FeatureConsumer(wiring)
         elif self.is_producer:
-            self._producer = FeatureProducer(wiring)
+            if tp_rank() == 0:  # every rank computes the whole feature; one of them stores it
+                self._producer = FeatureProducer(wiring)
         else:
             self._arena = Arena.attach(wiring.arena)
             self._trace = Trace(wiring.trace_path, wiring.instance)
@@ -105,7 +110,10 @@ class FeatureConnector(ECConnectorBase):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> FeatureMetadata:
         if self._consumer is not None:
-            self._consumer.release(scheduler_output.finished_req_ids)
+            finished = set(scheduler_output.finished_req_ids)
+            if self._late_release:
+                finished, self._finished = self._finished, finished
+            self._consumer.release(finished)
             if not scheduler_output.total_num_scheduled_tokens and self._consumer.waiting():
                 idle_bell.wait()
         meta, self._pending = self._pending, FeatureMetadata()

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import zmq
 
@@ -39,8 +40,11 @@ class FeatureConsumer:
     def __init__(self, wiring: StageWiring) -> None:
         self._arena = Arena.attach(wiring.arena)
         self._trace = Trace(wiring.trace_path, wiring.instance)
-        self._table: FeatureTable[Lease] = FeatureTable(wait_s=wiring.feature_wait_s)
-        self._lock = threading.Lock()  # guards _table
+        # Only who prefills is worth prefetching for: D needs features after a preemption alone, and looks them up then.
+        share = self._arena.stats().capacity_bytes // 4 if wiring.role.prefills else 0
+        self._table: FeatureTable[_Pin] = FeatureTable(wait_s=wiring.feature_wait_s, max_prefetched_bytes=share)
+        self._lock = threading.Lock()  # guards _table and _unpinned
+        self._unpinned: list[Lease] = []
         self._closing = False
         self._wake = WakeLine()
         self._thread = threading.Thread(
@@ -71,11 +75,16 @@ class FeatureConsumer:
     def pinned(self, key: str) -> Lease | None:
         """The pin of a feature that is here, verified; holds until the requests that need it have finished."""
         with self._lock:
-            return self._table.pinned(key)
+            pin = self._table.pinned(key)
+        return pin.lease if pin is not None else None
 
     def release(self, requests: Iterable[str]) -> None:
+        """These requests have finished. The listener gives the pins back: the store's lock is not for the scheduler."""
         with self._lock:
             self._table.release(requests)
+            unpinned = bool(self._unpinned)
+        if unpinned:
+            self._wake.ring()
 
     def waiting(self) -> bool:
         """Whether a request waits for a feature."""
@@ -88,7 +97,7 @@ class FeatureConsumer:
         self._thread.join(timeout=5)
         with self._lock:
             self._table.close()
-        self._arena.close()
+        self._arena.close()  # ends the leases
 
     def _listen(self, endpoints: tuple[str, ...]) -> None:
         events = open_socket(zmq.SUB)
@@ -106,6 +115,7 @@ class FeatureConsumer:
                 self._wake.answer()
             announced = self._drain(events) if events in ready else []
             self._look_up(announced)
+            self._give_back()
         events.close()
 
     def _drain(self, events: Socket) -> list[str]:
@@ -145,6 +155,32 @@ class FeatureConsumer:
                 continue
             if lease is not None:
                 with self._lock:
-                    self._table.arrived(key, lease, time.monotonic())
+                    self._table.arrived(key, _Pin(lease, self._unpinned), time.monotonic())
                 idle_bell.ring()
                 self._trace.stamp(key, "feature_pinned", nbytes=lease.nbytes)
+
+    def _give_back(self) -> None:
+        with self._lock:
+            leases, self._unpinned[:] = self._unpinned[:], []
+        for lease in leases:
+            try:
+                lease.release()
+            except StoreError as error:  # the store did not answer: tried again with the next ones
+                logger.warning("a feature stays pinned for now: %s", error)
+                with self._lock:
+                    self._unpinned.append(lease)
+
+
+@dataclass(frozen=True)
+class _Pin:
+    """A lease that is given back by the listener thread, whoever lets go of it."""
+
+    lease: Lease
+    unpinned: list[Lease]
+
+    @property
+    def nbytes(self) -> int:
+        return self.lease.nbytes
+
+    def release(self) -> None:
+        self.unpinned.append(self.lease)

@@ -36,6 +36,7 @@ class FeatureState(enum.Enum):
 
 
 PinT = TypeVar("PinT", bound=Pin)
+_MAX_FAILED = 1024
 
 
 @dataclass
@@ -52,13 +53,15 @@ class FeatureTable(Generic[PinT]):
     Args:
         wait_s: how long a wanted feature may take before the request recomputes it.
         hold_s: how long a prefetched feature that nobody asked for stays pinned.
-        max_prefetched: bound on such features; the oldest is let go.
+        max_prefetched_bytes: bound on such features, because pinned bytes cannot be evicted from the store; the oldest
+            is let go. 0: nothing is prefetched.
     """
 
-    def __init__(self, *, wait_s: float, hold_s: float = 10.0, max_prefetched: int = 256) -> None:
+    def __init__(self, *, wait_s: float, max_prefetched_bytes: int, hold_s: float = 10.0) -> None:
         self._wait_s = wait_s
         self._hold_s = hold_s
-        self._max_prefetched = max_prefetched
+        self._max_prefetched_bytes = max_prefetched_bytes
+        self._prefetched_bytes = 0
         self._items: dict[str, _Item[PinT]] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()  # READY without requests, oldest first
         self._keys_of: dict[str, set[str]] = {}
@@ -75,7 +78,7 @@ class FeatureTable(Generic[PinT]):
         if request not in item.requests:
             item.requests.add(request)
             self._keys_of.setdefault(request, set()).add(key)
-            self._idle.pop(key, None)
+            self._no_longer_idle(key, item)
         if item.state is FeatureState.WANTED and now >= item.deadline:
             self._lose(item, "deadline")
         return item.state
@@ -91,8 +94,9 @@ class FeatureTable(Generic[PinT]):
 
     def accepts(self, key: str) -> bool:
         """Whether an announced feature is worth fetching: wanted, or new and therefore a prefetch."""
+        self._failed.pop(key, None)
         item = self._items.get(key)
-        return item is None or item.state is FeatureState.WANTED
+        return item.state is FeatureState.WANTED if item is not None else self._max_prefetched_bytes > 0
 
     def arrived(self, key: str, pin: PinT, now: float) -> None:
         """The feature was fetched, verified and pinned. Owns `pin` from here on."""
@@ -101,7 +105,8 @@ class FeatureTable(Generic[PinT]):
         if item is None:
             self._items[key] = _Item(FeatureState.READY, now + self._hold_s, pin)
             self._idle[key] = None
-            if len(self._idle) > self._max_prefetched:
+            self._prefetched_bytes += pin.nbytes
+            while self._prefetched_bytes > self._max_prefetched_bytes:
                 self._drop(next(iter(self._idle)))
         elif item.state is FeatureState.WANTED:
             item.state, item.pin = FeatureState.READY, pin
@@ -113,7 +118,7 @@ class FeatureTable(Generic[PinT]):
         item = self._items.get(key)
         if item is None:
             self._failed[key] = cause
-            if len(self._failed) > self._max_prefetched:
+            if len(self._failed) > _MAX_FAILED:
                 self._failed.popitem(last=False)
         elif item.state is FeatureState.WANTED:
             self._lose(item, cause)
@@ -142,8 +147,14 @@ class FeatureTable(Generic[PinT]):
         item.state = FeatureState.LOST
         self.lost_by_cause[cause] += 1
 
+    def _no_longer_idle(self, key: str, item: _Item[PinT]) -> None:
+        if key in self._idle:
+            del self._idle[key]
+            assert item.pin is not None
+            self._prefetched_bytes -= item.pin.nbytes
+
     def _drop(self, key: str) -> None:
         item = self._items.pop(key)
-        self._idle.pop(key, None)
+        self._no_longer_idle(key, item)
         if item.pin is not None:
             item.pin.release()

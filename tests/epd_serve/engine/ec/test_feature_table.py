@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -26,7 +27,7 @@ class FakePin:
 class Table(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.table: FeatureTable[FakePin] = FeatureTable(wait_s=WAIT, hold_s=HOLD, max_prefetched=MOST)
+        self.table: FeatureTable[FakePin] = FeatureTable(wait_s=WAIT, hold_s=HOLD, max_prefetched_bytes=MOST)
         self.now = 0.0
         self.pins: list[FakePin] = []
         self.needs: dict[str, set[str]] = {}  # key → requests
@@ -97,8 +98,8 @@ TestTable = Table.TestCase
 TestTable.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def table(**options: float) -> FeatureTable[FakePin]:
-    return FeatureTable(wait_s=WAIT, **options)  # type: ignore[arg-type]
+def table(*, hold_s: float = HOLD, max_prefetched_bytes: int = 100) -> FeatureTable[FakePin]:
+    return FeatureTable(wait_s=WAIT, hold_s=hold_s, max_prefetched_bytes=max_prefetched_bytes)
 
 
 def test_a_wanted_feature_is_given_up_at_its_deadline_and_stays_so_while_referenced() -> None:
@@ -114,8 +115,9 @@ def test_a_wanted_feature_is_given_up_at_its_deadline_and_stays_so_while_referen
     assert t.need("s", "a", WAIT) is FeatureState.WANTED
 
 
-def test_a_failure_before_the_request_is_remembered_once() -> None:
-    t = table(max_prefetched=2)
+def test_a_failure_before_the_request_is_remembered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epd_serve.engine.ec.feature_table._MAX_FAILED", 2)
+    t = table()
     for key in "abc":
         t.failed(key, "encoder")
     assert t.need("r", "c", 0.0) is FeatureState.LOST
@@ -139,6 +141,27 @@ def test_a_prefetch_is_not_promised_and_is_let_go() -> None:
     assert not pin.releases
     t.expire(HOLD)
     assert pin.releases == 1
+
+
+def test_the_oldest_prefetches_make_room_for_new_ones() -> None:
+    t, pins = table(max_prefetched_bytes=2), [FakePin(), FakePin(), FakePin()]
+    for key, pin in zip("abc", pins, strict=True):
+        t.arrived(key, pin, 0.0)
+    assert [pin.releases for pin in pins] == [1, 0, 0]
+    t.need("r", "b", 0.0)  # no longer a mere prefetch: does not count
+    t.arrived("d", FakePin(), 0.0)
+    assert [pin.releases for pin in pins] == [1, 0, 0]
+
+
+def test_a_stage_that_does_not_prefetch_takes_what_it_wants_only() -> None:
+    t, early, wanted = table(max_prefetched_bytes=0), FakePin(), FakePin()
+    assert not t.accepts("a")
+    t.arrived("a", early, 0.0)
+    assert early.releases == 1
+    t.need("r", "a", 0.0)
+    assert t.accepts("a")
+    t.arrived("a", wanted, 0.0)
+    assert t.pinned("a") is wanted
 
 
 def test_close_unpins_everything_once() -> None:
