@@ -14,7 +14,7 @@ from deploy import processes
 from store.arena import Arena
 from store.errors import StoreFullError
 from store.lease import Lease
-from tests.e2e.bodies import Body, about, ask, chat
+from tests.e2e.bodies import Body, about, ask, chat, conversation, png
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, DemoPrompt
 from tests.e2e.serving import Serving, wait_until
 
@@ -155,7 +155,9 @@ class TestTinyKv:
         from concurrent.futures import ThreadPoolExecutor
 
         bodies = [about(PAIRWISE_DIFFERENT[number % len(PAIRWISE_DIFFERENT)]) for number in range(25)]
-        bodies += [chat("Hello " * (20 + 11 * number)) for number in range(25)]
+        turns = (6, 7, 8, 9, 12, 18, 19, 20, 21, 22)  # prompts of up to 503 tokens, 16 of the 40 blocks
+        bodies += [conversation(turn, png(PAIRWISE_DIFFERENT[turn % 12].picture())) for turn in turns] * 2
+        bodies += [chat("Hello")] * 5
         alone = [solo_answer(body) for body in bodies]
         with ThreadPoolExecutor(16) as pool:
             got = list(pool.map(lambda body: ask(launch, body), bodies))
@@ -170,5 +172,5 @@ class TestTinyKv:
 @pytest.mark.mooncake
 @pytest.mark.parametrize("launch", [("P-D", "--kv-transport", "mooncake")], indirect=True, ids=["mooncake"])
 def test_kv_travels_by_mooncake_too(launch: Serving, solo_answer: Solo) -> None:
-    for body in (chat("Hello"), about(PAIRWISE_DIFFERENT[9]), chat("Hello " * 600)):
+    for body in (chat("Hello"), about(PAIRWISE_DIFFERENT[9]), conversation(50)):
         assert ask(launch, body) == solo_answer(body)
