@@ -182,3 +182,25 @@ def _pytest_options() -> dict[str, list[str]]:
         "ini_options"
     ]
     return options
+
+
+def test_every_module_has_its_line_in_the_architecture() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    sections: dict[str, str] = {}
+    for section in text.split("\n### ")[1:]:
+        title, _, body = section.partition("\n")
+        if title.startswith("`"):
+            sections[title.split("`")[1]] = body
+    listed = {
+        folder + line.split("`")[1] for folder, body in sections.items() for line in body.splitlines() if "- `" in line
+    }
+    modules = {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert modules - listed == set(), "missing in docs/architecture.md"
+    assert {name for name in listed if name.endswith(".py")} - modules == set(), (
+        "docs/architecture.md names files that are gone"
+    )

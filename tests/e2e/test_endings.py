@@ -15,13 +15,24 @@ from tests.e2e.serving import Serving, wait_until
 pytestmark = pytest.mark.slow
 
 
+def _shared_memory_of(group: int) -> set[Path]:
+    """Files of /dev/shm that the processes of a group have mapped."""
+    lines = [line for member in processes.group_members(group) for line in _maps(member.pid)]
+    return {Path(line.split()[-1]) for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
+
+
+def _maps(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/maps").read_text().splitlines()
+
+
 def test_after_kill_9_of_the_launcher_the_next_start_cleans_up() -> None:
-    before = {path.name for path in Path("/dev/shm").iterdir()}
     launch = Serving("E-PD").wait_ready()
     try:
         groups = [json.loads(line)["pid"] for line in (launch.run / "groups.jsonl").read_text().splitlines()]
         run, left = launch.run, launch.shared_memory()
+        theirs = {path for group in groups for path in _shared_memory_of(group)}
         assert left
+        assert theirs, "vLLM has message queues in shared memory"
         os.kill(launch.process.pid, signal.SIGKILL)
         launch.process.wait(timeout=5)
         for group in groups:
@@ -34,7 +45,7 @@ def test_after_kill_9_of_the_launcher_the_next_start_cleans_up() -> None:
             assert successor.process.wait(timeout=20) == 0
         finally:
             successor.destroy()
-        wait_until(lambda: {path.name for path in Path("/dev/shm").iterdir()} <= before, 10, "/dev/shm to be clean")
+        wait_until(lambda: not any(map(Path.exists, theirs)), 10, "vLLM's shared memory to go, too")
     finally:
         launch.destroy()
 
