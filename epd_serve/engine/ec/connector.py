@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-
 @dataclass(frozen=True)
 class FeatureSlot:
     """Where a pinned feature's bytes lie in the arena."""
@@ -64,6 +63,7 @@ class FeatureConnector(ECConnectorBase):
         self._consumer: FeatureConsumer | None = None
         self._producer: FeatureProducer | None = None
         self._arena: Arena | None = None
+        self._trace = Trace(wiring.trace_path, wiring.instance)
         if role is ECConnectorRole.SCHEDULER:
             if self.is_consumer:
                 self._consumer = FeatureConsumer(wiring)
@@ -71,7 +71,6 @@ class FeatureConnector(ECConnectorBase):
             self._producer = FeatureProducer(wiring)
         else:
             self._arena = Arena.attach(wiring.arena)
-            self._trace = Trace(wiring.trace_path, wiring.instance)
 
     # --- scheduler side -------------------------------------------------------------------------------------------
 
@@ -84,6 +83,8 @@ class FeatureConnector(ECConnectorBase):
         ]
         if self._consumer is None:
             self._pending.needed.extend(keys)
+            for key in keys:
+                self._trace.stamp(key, "encode_arrived")
             return True
         if not keys:
             return True
