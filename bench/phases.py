@@ -34,8 +34,8 @@ DISAGGREGATED = (
     Milestone("decode_arrived", "D: HTTP, preprocessing, to the scheduler", "prefill"),
     Milestone("decode_reserved", "D: reserve blocks", "prefill"),
     Milestone("prefill_arrived", "P: HTTP, preprocessing, to the scheduler", "prefill"),
-    Milestone("prefill_admitted", "P: wait for D and the feature", "prefill"),
-    Milestone("prefill_start", "P: scheduled", "prefill"),
+    Milestone("prefill_admitted", "P: wait for D's blocks", "prefill"),
+    Milestone("prefill_start", "P: feature at hand, scheduled", "prefill"),
     Milestone("prefill_end", "P: forward pass", "prefill"),
     Milestone("kv_done", "KV after the end of prefill (exposed)", "KV"),
     Milestone("decode_received", "D: notice", "first decode"),
@@ -59,6 +59,7 @@ HIDDEN = (
     ("dispatch to P's scheduler", "dispatched", "prefill_arrived"),
     ("dispatch to D's scheduler", "dispatched", "decode_arrived"),
     ("D reserved to P admitted", "decode_reserved", "prefill_admitted"),
+    ("P's scheduler to D's blocks", "prefill_arrived", "decode_reserved"),
     ("KV latency (prefill start to done)", "prefill_start", "kv_done"),
 )
 """Durations between two stamps whether or not anything waited for them; negative when they overlap."""

@@ -3,7 +3,8 @@
 All layouts are up at once and take turns, in an order drawn for every turn, one request at a time: a noisy machine
 meets them alike (an idle vLLM uses no CPU; the share it does use is in the record). Each request has a picture of its
 own, unless `repeated` asks for the hits of every cache. A monolith is asked twice per turn, through the proxy and
-past it, so that the proxy's part shows. Two cores cannot show a gain from overlap; this shows what the split costs.
+past it, so that the proxy's part shows. A pause before each request lets the previous one's remains end: stages that
+tidy up, OpenMP threads that spin. Two cores cannot show a gain from overlap; this shows what the split costs.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=30, help="measured requests per target and mode")
     parser.add_argument("--warmup", type=int, default=5, help="requests per target before measuring")
     parser.add_argument("--modes", default=",".join(MODES), help="unique and/or repeated pictures")
+    parser.add_argument("--pause", type=float, default=0.5, help="seconds between requests")
     parser.add_argument("--size", type=int, default=224, help="picture width and height in pixels")
     parser.add_argument("--output", type=Path, default=Path("bench/results/ttft.json"))
     parser.set_defaults(run=run)
@@ -78,7 +80,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             for _ in range(arguments.warmup):
                 ask(client, target.url, body(target.launch.model, pictures.new()))
         idle = _idle_share(launches)
-        asked = [one for mode in modes for one in _ask_all(client, targets, mode, arguments.requests, pictures)]
+        asked = [one for mode in modes for one in _ask_all(client, targets, mode, pictures, arguments)]
         timelines = {launch.layout: Timeline(read_stamps(launch.traces)) for launch in launches}
     rows = [_row(one, {target.name: target for target in targets}, timelines) for one in asked]
     summary = {mode: summarise([row for row in rows if row["mode"] == mode], targets) for mode in modes}
@@ -112,14 +114,15 @@ def _targets(launch: Served) -> list[Target]:
 
 
 def _ask_all(
-    client: httpx.Client, targets: Sequence[Target], mode: str, requests: int, pictures: _Pictures
+    client: httpx.Client, targets: Sequence[Target], mode: str, pictures: _Pictures, arguments: argparse.Namespace
 ) -> list[Asked]:
     chance = random.Random(0)
     repeated = {target.name: pictures.new() for target in targets}
     asked = []
-    for turn in range(-1 if mode == "repeated" else 0, requests):  # turn -1 fills the caches
+    for turn in range(-1 if mode == "repeated" else 0, arguments.requests):  # turn -1 fills the caches
         for target in chance.sample(list(targets), len(targets)):
             shown = repeated[target.name] if mode == "repeated" else pictures.new()
+            time.sleep(arguments.pause)
             before = cpu_seconds(target.launch.cpu_parts)
             answer = ask(client, target.url, body(target.launch.model, shown))
             cpu_s = since(before, cpu_seconds(target.launch.cpu_parts))
@@ -134,8 +137,9 @@ def _idle_share(launches: Sequence[Served]) -> dict[str, float]:
     time.sleep(IDLE_S)
     after = [cpu_seconds(launch.cpu_parts) for launch in launches]
     return {
-        launch.layout: round(sum(since(*pair).values()) / IDLE_S, 4)
+        f"{launch.layout} {part}": round(spent / IDLE_S, 4)
         for launch, pair in zip(launches, zip(before, after, strict=True), strict=True)
+        for part, spent in since(*pair).items()
     }
 
 
