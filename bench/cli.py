@@ -7,14 +7,32 @@ import sys
 from collections.abc import Sequence
 
 import epd_serve
+from bench import arena, startup, ttft
+from epd_serve.errors import EpdError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["arena"]:  # a command of its own too: it reads `sys.argv`
+        sys.argv = ["epd-bench arena", *words[1:]]
+        arena.main()
+        return 0
+    arguments = _parser().parse_args(words)
+    try:
+        return int(arguments.run(arguments, words))
+    except EpdError as error:
+        print(f"epd-bench: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="epd-bench", description="Measure EPD-Serve.")
     parser.add_argument("--version", action="version", version=f"epd-bench {epd_serve.__version__}")
-    parser.parse_args(argv)
-    parser.print_help(sys.stderr)
-    return 2  # no measurement was named
+    commands = parser.add_subparsers(required=True, metavar="MEASUREMENT")
+    startup.add_arguments(commands.add_parser("startup", help="time to ready per layout, and of each stage alone"))
+    ttft.add_arguments(commands.add_parser("ttft", help="time to first token of a picture, by layout and phase"))
+    commands.add_parser("arena", help="the arena's put and get against a plain copy")
+    return parser
 
 
 if __name__ == "__main__":

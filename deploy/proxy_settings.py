@@ -61,6 +61,8 @@ def build_proxy_settings(blueprint: Blueprint) -> ProxySettings:
         media.setdefault("allowed_local_root", Path(config.media_root).resolve())
     if config.allow_private_media:
         media.setdefault("allow_private_addresses", True)
+    if config.trace_dir:
+        overrides.setdefault("trace_path", Path(config.trace_dir).resolve() / "proxy.jsonl")
     if facts is not None and facts.max_positions is not None:
         overrides.setdefault("max_model_len", facts.max_positions)
     settings = ProxySettings(

@@ -23,6 +23,7 @@ from proxy.request import Endpoint
 from proxy.settings import Timeouts
 from proxy.stage_client import StageClient
 from proxy.table import InstanceTable, Work
+from proxy.trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +32,21 @@ class EncodeStep:
     """Runs E for a job. `run` returns the keys that are left to P."""
 
     def __init__(
-        self, table: InstanceTable, stages: StageClient, metrics: Metrics, timeouts: Timeouts, *, retries: int
+        self,
+        table: InstanceTable,
+        stages: StageClient,
+        metrics: Metrics,
+        timeouts: Timeouts,
+        *,
+        retries: int,
+        trace: Trace,
     ) -> None:
         self._table = table
         self._stages = stages
         self._metrics = metrics
         self._timeouts = timeouts
         self._retries = retries
+        self._trace = trace
 
     async def run(self, job: Job) -> list[str]:
         """Encode the job's items, each key once.
@@ -89,6 +98,7 @@ class EncodeStep:
     async def _post(self, job: Job, instance: Instance, body: bytes) -> None:
         begun = time.perf_counter()
         outcome = "cancelled"
+        self._trace.stamp(job.id, "encode_sent", to=instance.id)
         try:
             await self._stages.post(instance, Endpoint.CHAT, body, job.headers, timeout_s=self._timeouts.encode_s)
             outcome = "ok"
@@ -97,6 +107,7 @@ class EncodeStep:
             raise
         finally:
             self._metrics.stage_seconds.labels("E", outcome).observe(time.perf_counter() - begun)
+            self._trace.stamp(job.id, "encode_done", by=instance.id, outcome=outcome)
 
     def _fall_back(self, job: Job, items: Sequence[LoadedItem], reason: str) -> list[str]:
         logger.warning("request %s: %d items go on unencoded (%s)", job.id, len(items), reason)

@@ -44,6 +44,7 @@ class Exchange(Response):
         metrics = self._pipeline.metrics
         sink = ClientSink(send, {"x-request-id": self._id})
         outcome = "500"
+        self._pipeline.trace.stamp(self._id, "arrived")
         try:
             with metrics.in_flight.track_inprogress():
                 outcome = await self._serve(scope, receive, sink)
@@ -52,6 +53,7 @@ class Exchange(Response):
             raise
         finally:
             metrics.requests.labels(self._endpoint.value, outcome).inc()
+            self._pipeline.trace.stamp(self._id, "done", outcome=outcome)
 
     async def _serve(self, scope: Scope, receive: Receive, sink: ClientSink) -> str:
         """Work until the end or until the client leaves. Returns how it ended, for the metrics."""

@@ -24,6 +24,7 @@ from proxy.settings import Timeouts
 from proxy.sink import ClientSink
 from proxy.stage_client import StageClient
 from proxy.table import InstanceTable
+from proxy.trace import Trace
 
 logger = logging.getLogger(__name__)
 BACKOFF_S = 0.2
@@ -43,6 +44,7 @@ class GenerateStep:
         timeouts: Timeouts,
         *,
         retries: int,
+        trace: Trace,
     ) -> None:
         self._table = table
         self._router = router
@@ -50,6 +52,7 @@ class GenerateStep:
         self._metrics = metrics
         self._timeouts = timeouts
         self._retries = retries
+        self._trace = trace
 
     async def run(self, job: Job, sink: ClientSink) -> None:
         """Attempt until one succeeds, the client has its first byte, or the retries are used up.
@@ -97,12 +100,15 @@ class GenerateStep:
     async def _attempt(self, job: Job, route: Route, sink: ClientSink) -> None:
         self._metrics.paths.labels(route.path.name).inc()
         if route.prefill is None:
-            await self._decode(job, route, encoded(job.base), sink)
+            body = encoded(job.base)
+            self._trace.stamp(job.id, "dispatched", path=route.path.name)
+            await self._decode(job, route, body, sink)
             return
         transfer_id = uuid4().hex
         sender = route.prefill.instance
         to_decode = encoded(decode_body(job.base, transfer_id, sender))
         to_prefill = encoded(prefill_body(job.base, transfer_id, sender))
+        self._trace.stamp(job.id, "dispatched", path=route.path.name, transfer=transfer_id)
         try:
             async with asyncio.TaskGroup() as group:
                 decode = group.create_task(self._decode(job, route, to_decode, sink))
@@ -133,6 +139,7 @@ class GenerateStep:
             logger.warning("request %s: after the first token, %s", job.id, error.message)
         finally:
             route.prefill.release()
+            self._trace.stamp(job.id, "prefill_done", outcome=outcome)
             self._metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.perf_counter() - begun)
 
     async def _decode(self, job: Job, route: Route, body: bytes, sink: ClientSink) -> None:
@@ -156,3 +163,4 @@ class GenerateStep:
 
     def _first_byte(self, job: Job) -> None:
         self._metrics.ttft_seconds.observe(asyncio.get_running_loop().time() - job.arrived)
+        self._trace.stamp(job.id, "first_byte")

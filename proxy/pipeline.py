@@ -25,6 +25,7 @@ from proxy.settings import ProxySettings
 from proxy.sink import ClientSink
 from proxy.stage_client import StageClient
 from proxy.table import InstanceTable
+from proxy.trace import Trace
 
 
 class Pipeline:
@@ -43,18 +44,22 @@ class Pipeline:
         self.settings = settings
         self.table = table
         self.metrics = Metrics()
+        self.trace = Trace(settings.trace_path)
         self._stages = StageClient(timeouts, transport=transport)
         self._media = MediaLoader(settings, UrlFetcher(settings.media, transport=media_transport, resolver=resolver))
         self._router = Router(table, settings.roles, instance_wait_s=timeouts.instance_wait_s)
-        self._encode = EncodeStep(table, self._stages, self.metrics, timeouts, retries=settings.retries)
+        self._encode = EncodeStep(
+            table, self._stages, self.metrics, timeouts, retries=settings.retries, trace=self.trace
+        )
         self._generate = GenerateStep(
-            table, self._router, self._stages, self.metrics, timeouts, retries=settings.retries
+            table, self._router, self._stages, self.metrics, timeouts, retries=settings.retries, trace=self.trace
         )
         self._running = 0
 
     async def aclose(self) -> None:
         await self._media.aclose()
         await self._stages.aclose()
+        self.trace.close()
 
     def check_admission(self) -> None:
         """Raises OverloadedError (429) when as many requests run as the settings allow."""
@@ -79,6 +84,7 @@ class Pipeline:
         items = await self._media.load(request, tenant=tenant)
         if items:
             self.metrics.media_seconds.observe(time.perf_counter() - begun)
+            self.trace.stamp(request_id, "media_loaded", keys=[item.key for item in items])
         base = base_body(request, items, tenant if self.settings.api_keys else None)
         job = Job(request_id, request, base, items, arrived)
         if items and self._router.encodes_apart:

@@ -91,6 +91,7 @@ class ProxySettings:
         retries: further attempts after a stage failed before the first byte.
         max_in_flight: requests held at once; beyond it the answer is 429.
         api_keys: accepted bearer tokens; empty means no authentication and no per-tenant salt.
+        trace_path: JSON-lines file for phase stamps, or None.
     """
 
     served_models: tuple[str, ...]
@@ -104,6 +105,7 @@ class ProxySettings:
     max_n: int = 64
     max_in_flight: int = 2048
     api_keys: tuple[str, ...] = ()
+    trace_path: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.served_models:

@@ -67,6 +67,7 @@ class FeatureConnector(ECConnectorBase):
         self._consumer: FeatureConsumer | None = None
         self._producer: FeatureProducer | None = None
         self._arena: Arena | None = None
+        self._trace = Trace(wiring.trace_path, wiring.instance)
         if role is ECConnectorRole.SCHEDULER:
             if self.is_consumer:
                 self._consumer = FeatureConsumer(wiring)
@@ -75,7 +76,6 @@ class FeatureConnector(ECConnectorBase):
                 self._producer = FeatureProducer(wiring)
         else:
             self._arena = Arena.attach(wiring.arena)
-            self._trace = Trace(wiring.trace_path, wiring.instance)
 
     # --- scheduler side -------------------------------------------------------------------------------------------
 
@@ -88,6 +88,8 @@ class FeatureConnector(ECConnectorBase):
         ]
         if self._consumer is None:
             self._pending.needed.extend(keys)
+            for key in keys:
+                self._trace.stamp(key, "encode_arrived")
             return True
         if not keys:
             return True

@@ -57,6 +57,7 @@ class FeatureProducer:
     def announce_again(self, keys: Iterable[str]) -> None:
         """Called before the step runs: what vLLM's cache already holds of these will not be encoded again."""
         for key in keys:
+            self._trace.stamp(key, "encode_start")
             if key in self._cache:
                 self._queue.put(_job(key, self._cache[key]))
 

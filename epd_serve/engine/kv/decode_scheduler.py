@@ -42,6 +42,7 @@ class DecodeScheduler:
         self._control = DecodeControl(self._desk)
         self._asked: set[str] = set()  # requests whose transfer was asked for: a preempted one computes alone
         self._key_of: dict[str, TransferKey] = {}
+        self._received: dict[str, TransferKey] = {}  # loaded, not yet run: only to stamp their first step
         self._step = DecodeStep()
 
     def queued(self, request: Request) -> None:
@@ -92,6 +93,10 @@ class DecodeScheduler:
         with self._control.lock:
             step.failed = self._desk.take_failures()
         step.idle = not output.total_num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            key = self._received.pop(new.req_id, None)
+            if key is not None:
+                self._trace.stamp(key.transfer_id, "decode_start")
         return step
 
     def received(self, requests: set[str]) -> None:
@@ -101,11 +106,14 @@ class DecodeScheduler:
             if key is not None:
                 with self._control.lock:
                     self._desk.closed(key)
+                self._received[request] = key
+                self._trace.stamp(key.transfer_id, "decode_received")
 
     def finished(self, request: Request) -> None:
         """The request left the scheduler. vLLM keeps blocks of an unfinished load until the worker reports it."""
         params = self._params(request)
         self._asked.discard(request.request_id)
+        self._received.pop(request.request_id, None)
         if params is not None:
             with self._control.lock:
                 self._desk.gone(params.key)

@@ -1,0 +1,73 @@
+"""One stage of a layout started alone, wired as in the layout: what the layout's time to ready is held against.
+
+Uses the launcher's own parts, without supervisor and proxy. Its peers are absent, which no stage waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from deploy.blueprint import Blueprint
+from deploy.environment import stage_environment
+from deploy.health import health_status
+from deploy.ports import free_ports
+from deploy.rundir import RunDir
+from deploy.stage_life import Spawn, StageLife
+from deploy.wiring_plan import STAGE_HOST, SharedMemory, WiringPlan
+from epd_serve.engine.argv import stage_command
+from epd_serve.errors import StageError
+from epd_serve.placement import InstancePlan
+from store.arena import Arena
+
+POLL_S = 0.2  # as the supervisor
+START_S = 600.0
+STOP_S = 8.0
+
+
+def seconds_to_ready(blueprint: Blueprint, plan: InstancePlan) -> float:
+    """Seconds from spawning the stage to its first 200 on /health. Everything it made is gone on return.
+
+    Raises:
+        StageError: it ended, or took longer than `START_S`; with the reason from its log.
+    """
+    with tempfile.TemporaryDirectory(prefix="epd-bench-", dir="/tmp") as scratch:
+        run = RunDir.create(Path(scratch) / "run")
+        arena: Arena | None = None
+        try:
+            memory = SharedMemory(blueprint.config.arena_mib, blueprint.config.kv_staging_mib)
+            ports = dict(zip((one.id for one in blueprint.plans), free_ports(len(blueprint.plans)), strict=True))
+            if blueprint.features_travel:
+                arena = Arena.create(str(run.arena), capacity_bytes=memory.arena_mib << 20)
+            stage = WiringPlan(blueprint, run, ports, memory).stage(plan, os.urandom(6).hex())
+            made = stage_command(stage)
+            spawn = Spawn(made.argv, stage_environment(made.env, run.launch_id, blueprint.device))
+            return asyncio.run(_start(spawn, run, plan.id, stage.port))
+        finally:
+            if arena is not None:
+                arena.close()
+            run.remove()
+
+
+async def _start(spawn: Spawn, run: RunDir, instance: str, port: int) -> float:
+    begun = time.monotonic()
+    life = StageLife.spawn(spawn, run.log(instance))
+    run.record_group(instance, life.pid)
+    try:
+        while life.exit_code is None and time.monotonic() < begun + START_S:
+            if await _is_up(port):
+                return time.monotonic() - begun
+            await asyncio.sleep(POLL_S)
+        raise StageError(f"{instance} alone did not become ready: {life.failure_reason()}", stage=instance)
+    finally:
+        await life.stop(STOP_S)
+
+
+async def _is_up(port: int) -> bool:
+    try:
+        return await health_status(STAGE_HOST, port, timeout_s=5.0) == 200
+    except TimeoutError:
+        return False

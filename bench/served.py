@@ -1,0 +1,129 @@
+"""A layout served for a measurement: `epd-serve serve` in a process of its own, as a user starts it.
+
+Owns the process and its scratch directory; both end with the context. What is asked of it is the caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.processes import Parts, parts
+from bench.record import ROOT
+from deploy.ports import free_ports
+from epd_serve.errors import StageError
+
+START_S = 600.0
+STOP_S = 60.0
+_READY = re.compile(r"^Ready in ([\d.]+) s: .* serves (\S+)$", re.MULTILINE)
+_STAGE = re.compile(r"^\s+(\w+)\s+(\w+)\s+[\d,]+ .*\s(\d+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """An instance as the ready message lists it."""
+
+    instance: str
+    role: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Served:
+    """A layout that is ready.
+
+    Attributes:
+        url: the proxy. ready_s: from the start of the process to its ready message; own_ready_s: what that says.
+        cpu_parts: its processes. traces: folder of the phase stamps.
+    """
+
+    layout: str
+    url: str
+    model: str
+    cpu_parts: Parts
+    ready_s: float
+    own_ready_s: float
+    stages: tuple[Stage, ...]
+    traces: Path = field(compare=False)
+
+    def stage_url(self, role: str) -> str | None:
+        """A stage's own server, past the proxy; None when no instance has that role."""
+        return next((f"http://127.0.0.1:{stage.port}" for stage in self.stages if stage.role == role), None)
+
+
+def parse_ready(text: str) -> tuple[float, str, tuple[Stage, ...]] | None:
+    """(seconds, model, instances) of a ready message, or None while there is none in `text`."""
+    ready = _READY.search(text)
+    if ready is None or "Ctrl-C" not in text:
+        return None
+    stages = tuple(Stage(name, role, int(port)) for name, role, port in _STAGE.findall(text))
+    return float(ready[1]), ready[2], stages
+
+
+@contextlib.contextmanager
+def served(layout: str, flags: Sequence[str] = ()) -> Iterator[Served]:
+    """Serve `layout` on CPU until the context ends.
+
+    Raises:
+        StageError: it ended before it was ready, or took longer than `START_S`; with the end of its log.
+    """
+    with tempfile.TemporaryDirectory(prefix="epd-bench-", dir="/tmp") as scratch, contextlib.ExitStack() as stack:
+        (port,) = free_ports(1)
+        traces = Path(scratch) / "traces"
+        argv = [sys.executable, "-m", "deploy.cli", "serve", "--layout", layout, "--port", str(port)]
+        argv += ["--run-root", f"{scratch}/run", "--trace-dir", str(traces), *flags]
+        log = stack.enter_context((Path(scratch) / "launcher.log").open("w+b"))
+        begun = time.monotonic()
+        process = subprocess.Popen(
+            argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+        )
+        stack.callback(_stop, process)
+        text = ""
+        while (message := parse_ready(text)) is None:
+            chunk = _read(process, begun + START_S - time.monotonic())
+            if not chunk:
+                log.seek(0)
+                tail = log.read().decode(errors="replace")[-2000:]
+                raise StageError(f"{layout} did not become ready:\n{tail}", stage=layout)
+            text += chunk
+        ready_s = time.monotonic() - begun
+        own_s, model, stages = message
+        processes = parts(process.pid, _groups(Path(scratch) / "run"))
+        yield Served(layout, f"http://127.0.0.1:{port}", model, processes, ready_s, own_s, stages, traces)
+
+
+def _groups(root: Path) -> dict[str, int]:
+    """The newest process group of each instance, from the run directory."""
+    lines = [line for path in root.glob("*/groups.jsonl") for line in path.read_text(encoding="utf-8").splitlines()]
+    return {entry["instance"]: entry["pid"] for entry in map(json.loads, lines)}
+
+
+def _read(process: subprocess.Popen[bytes], timeout_s: float) -> str:
+    """What the process prints next; empty at its end or after the time."""
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], max(0.0, timeout_s))
+    return os.read(process.stdout.fileno(), 1 << 16).decode() if ready else ""
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ctrl-C; the launcher removes its stages itself. Killed, they die with it."""
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(timeout=STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    assert process.stdout is not None
+    process.stdout.close()

@@ -1,0 +1,83 @@
+"""Joining the stamps of one request across processes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from bench.stamps import Timeline, read_stamps
+
+
+def write(path, *lines: dict[str, Any]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def line(t: float, instance: str, subject: str, event: str, **more: object) -> dict[str, Any]:
+    return {"t": t, "instance": instance, "subject": subject, "event": event, **more}
+
+
+def test_a_request_is_joined_by_its_keys_and_transfers(tmp_path):
+    write(
+        tmp_path / "proxy.jsonl",
+        line(1.0, "proxy", "r1", "arrived"),
+        line(1.1, "proxy", "r1", "media_loaded", keys=["k1"]),
+        line(1.5, "proxy", "r1", "dispatched", path="E_P_D", transfer="t1"),
+        line(2.0, "proxy", "r1", "done", outcome="200"),
+    )
+    write(tmp_path / "E0.jsonl", line(1.3, "E0", "k1", "encoded"), line(1.3, "E0", "other", "encoded"))
+    write(tmp_path / "P0.jsonl", line(1.7, "P0", "t1", "prefill_end"))
+
+    events = Timeline(read_stamps(tmp_path)).of("r1")
+
+    assert events == {
+        "arrived": 1.0,
+        "media_loaded": 1.1,
+        "encoded": 1.3,
+        "dispatched": 1.5,
+        "prefill_end": 1.7,
+        "done": 2.0,
+    }
+
+
+def test_stamps_of_another_request_with_the_same_picture_do_not_count(tmp_path):
+    write(
+        tmp_path / "proxy.jsonl",
+        line(1.0, "proxy", "r1", "arrived"),
+        line(1.1, "proxy", "r1", "media_loaded", keys=["k"]),
+        line(2.0, "proxy", "r1", "done"),
+    )
+    write(tmp_path / "E0.jsonl", line(0.5, "E0", "k", "encoded"), line(2.5, "E0", "k", "feature_put"))
+
+    events = Timeline(read_stamps(tmp_path)).of("r1")
+
+    assert set(events) == {"arrived", "media_loaded", "done"}
+
+
+def test_the_last_picture_ends_a_phase_and_the_first_begins_one(tmp_path):
+    write(
+        tmp_path / "proxy.jsonl",
+        line(1.0, "proxy", "r", "arrived"),
+        line(1.1, "proxy", "r", "media_loaded", keys=["a", "b"]),
+        line(2.0, "proxy", "r", "done"),
+    )
+    write(
+        tmp_path / "E0.jsonl",
+        line(1.2, "E0", "a", "encode_start"),
+        line(1.3, "E0", "b", "encode_start"),
+        line(1.4, "E0", "a", "encoded"),
+        line(1.5, "E0", "b", "encoded"),
+    )
+
+    events = Timeline(read_stamps(tmp_path)).of("r")
+
+    assert (events["encode_start"], events["encoded"]) == (1.2, 1.5)
+
+
+def test_a_line_cut_short_is_skipped(tmp_path):
+    (tmp_path / "P0.jsonl").write_text(json.dumps(line(1.0, "P0", "k", "feature_event")) + '\n{"t": 2.0, "ins')
+
+    assert [stamp.event for stamp in read_stamps(tmp_path)] == ["feature_event"]
+
+
+def test_an_unknown_request_has_no_events():
+    assert Timeline([]).of("nobody") == {}
