@@ -11,7 +11,7 @@ from epd_serve.placement import check_servable, lower
 from epd_serve.roles import Role
 
 PAPERS = "TP1 TP2 TP1x2 (E-PD) E-PD EP-D EP+D (E-P)-D (E-D)-P E-P-D 2E-P-D (E-PD)x2 1E3P4D"
-OURS = "P-D PD (P-D) E-P-PD-D"
+OURS = "P-D PD (P-D) E-P-PD-D E-P:tp2-D:tp2"
 
 
 @pytest.mark.parametrize("spec", f"{PAPERS} {OURS}".split())
@@ -33,6 +33,8 @@ def test_layouts_of_the_papers_can_serve(spec: str) -> None:
         ("E-EPD", 0, "no P or PD"),
         ("ED-P", 0, "(E-D)-P"),
         ("ED", 0, "(E-D)-P"),
+        ("P:tp2-D", 6, "same tp"),
+        ("EP-D-D:tp2", 5, "same tp"),
     ],
 )
 def test_an_instance_without_work_is_refused_with_a_caret(spec: str, position: int, reason: str) -> None:
