@@ -46,7 +46,8 @@ def check_servable(layout: Layout) -> None:
     """Refuse a layout in which some instance could never do its work (design §3).
 
     An instance that prefills without decoding needs a D to hand its KV to, a D needs one that does and has the same
-    tensor-parallel width, an E needs a P or PD to hand its features to. A layout without E serves pictures with the vision tower of its P or PD.
+    tensor-parallel width, an E needs a P or PD to hand its features to. A layout without E serves pictures with the
+    vision tower of its P or PD.
 
     Raises:
         LayoutError: caret under the instance at fault.
