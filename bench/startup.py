@@ -73,7 +73,7 @@ def _seconds_to_serve(layout: str) -> float:
 
 
 def _median(starts: Sequence[dict[str, Any]], what: str) -> float:
-    return statistics.median(start["seconds"] for start in starts if start["what"] == what)
+    return statistics.median(float(start["seconds"]) for start in starts if start["what"] == what)
 
 
 def text(layouts: dict[str, dict[str, float]]) -> str:
