@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 
 import epd_serve
 from bench import arena, startup, ttft
@@ -18,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arena.main()
         return 0
     arguments = _parser().parse_args(words)
+    signal.signal(signal.SIGTERM, _end)  # as Ctrl-C: what was started has to be stopped
     try:
         return int(arguments.run(arguments, words))
     except EpdError as error:
@@ -33,6 +36,10 @@ def _parser() -> argparse.ArgumentParser:
     ttft.add_arguments(commands.add_parser("ttft", help="time to first token of a picture, by layout and phase"))
     commands.add_parser("arena", help="the arena's put and get against a plain copy")
     return parser
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """`epd-bench startup`: time to ready per layout against the slowest of its stages started alone, and our imports.
 
+Everything is started `--rounds` times in turns; medians. Every start has the load it met in the record: a figure with
+somebody else's work in it shows.
+
 Two cores start several vLLM processes in turns, so a layout of three stages cannot be as fast as one: the ratio says
 what that costs here, the imports say what of it is ours.
 """
@@ -7,8 +10,11 @@ what that costs here, the imports say what of it is ours.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from bench.alone import seconds_to_ready
 from bench.imports import import_seconds
@@ -23,6 +29,7 @@ LAYOUTS = "TP1,(E-PD),E-PD,EP-D,(E-P)-D,E-P-D"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layouts", default=LAYOUTS, help="comma-separated")
+    parser.add_argument("--rounds", type=int, default=3, help="starts of each")
     parser.add_argument("--output", type=Path, default=Path("bench/results/startup.json"))
     parser.set_defaults(run=run)
 
@@ -32,27 +39,41 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     head = record(argv)
     blueprints = {layout: draw(DeployConfig(layout=layout, device="cpu")) for layout in arguments.layouts.split(",")}
     imports = import_seconds()
-    alone: dict[str, float] = {}
-    for blueprint in blueprints.values():
-        for plan in blueprint.plans:
-            if plan.role.value not in alone:
-                alone[plan.role.value] = seconds_to_ready(blueprint, plan)
-                print(f"{plan.role.value} alone: {alone[plan.role.value]:.1f} s", flush=True)
+    roles = {plan.role.value: (blueprint, plan) for blueprint in blueprints.values() for plan in blueprint.plans}
+    starts: list[dict[str, Any]] = []
+    for _ in range(arguments.rounds):
+        starts += [_start(f"{role} alone", lambda one=one: seconds_to_ready(*one)) for role, one in roles.items()]  # type: ignore[misc]
+        starts += [_start(layout, lambda layout=layout: _seconds_to_serve(layout)) for layout in blueprints]  # type: ignore[misc]
+    alone = {role: _median(starts, f"{role} alone") for role in roles}
     layouts = {}
     for layout, blueprint in blueprints.items():
         slowest = max(alone[plan.role.value] for plan in blueprint.plans)
-        with served(layout) as launch:
-            layouts[layout] = {
-                "stages": len(blueprint.plans),
-                "ready_s": launch.ready_s,
-                "own_ready_s": launch.own_ready_s,
-                "slowest_stage_alone_s": slowest,
-                "ratio": launch.ready_s / slowest,
-            }
-        print(f"{layout}: {layouts[layout]['ready_s']:.1f} s", flush=True)
-    print(f"\n{text(layouts)}\n\n{_imports_text(imports)}\n\nAll figures are real; one start each.")
-    write(arguments.output, {**head, "alone_s": alone, "layouts": layouts, "own_imports_s": imports})
+        ready = _median(starts, layout)
+        layouts[layout] = {
+            "stages": len(blueprint.plans),
+            "ready_s": ready,
+            "slowest_stage_alone_s": slowest,
+            "ratio": ready / slowest,
+        }
+    print(f"\n{text(layouts)}\n\n{_imports_text(imports)}\n\nReal; medians of {arguments.rounds} starts each.")
+    write(arguments.output, {**head, "alone_s": alone, "layouts": layouts, "own_imports_s": imports, "starts": starts})
     return 0
+
+
+def _start(what: str, seconds: Callable[[], float]) -> dict[str, Any]:
+    load = os.getloadavg()[0]
+    taken = seconds()
+    print(f"{what}: {taken:.1f} s (load before: {load:.1f})", flush=True)
+    return {"what": what, "seconds": taken, "load_average_before": load}
+
+
+def _seconds_to_serve(layout: str) -> float:
+    with served(layout) as launch:
+        return launch.ready_s
+
+
+def _median(starts: Sequence[dict[str, Any]], what: str) -> float:
+    return statistics.median(float(start["seconds"]) for start in starts if start["what"] == what)
 
 
 def text(layouts: dict[str, dict[str, float]]) -> str:

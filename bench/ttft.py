@@ -177,6 +177,7 @@ def summarise(rows: Sequence[dict[str, Any]], targets: Sequence[Target]) -> dict
         ttft = [row["ttft_ms"] for row in own]
         figures[target.name] = {
             "median_ms": statistics.median(ttft),
+            "p25_ms": percentile(ttft, 25),
             "p90_ms": percentile(ttft, 90),
             "mean_ms": statistics.fmean(ttft),
             "right": statistics.fmean(row["right"] for row in own),
@@ -196,9 +197,9 @@ def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _text(figures: dict[str, dict[str, Any]]) -> str:
-    rows: list[tuple[str, ...]] = [("target", "median ms", "p90", "mean", "ratio", "right answers")]
+    rows: list[tuple[str, ...]] = [("target", "median ms", "p25", "p90", "mean", "ratio", "right answers")]
     for name, figure in figures.items():
-        numbers = (f"{figure[key]:.1f}" for key in ("median_ms", "p90_ms", "mean_ms"))
+        numbers = (f"{figure[key]:.1f}" for key in ("median_ms", "p25_ms", "p90_ms", "mean_ms"))
         rows.append((name, *numbers, f"{figure['ratio']:.2f}", f"{figure['right']:.0%}"))
     parts = [table(rows)]
     for name, figure in figures.items():
