@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from epd_serve.errors import DeadlineError, EpdError, StageError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
+from epd_serve.trace import Trace
 from proxy.bodies import encode_body
 from proxy.errors import most_telling
 from proxy.job import Job, encoded
@@ -23,7 +24,6 @@ from proxy.request import Endpoint
 from proxy.settings import Timeouts
 from proxy.stage_client import StageClient
 from proxy.table import InstanceTable, Work
-from proxy.trace import Trace
 
 logger = logging.getLogger(__name__)
 

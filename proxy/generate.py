@@ -14,6 +14,7 @@ from contextlib import aclosing
 from uuid import uuid4
 
 from epd_serve.errors import EpdError, StageError
+from epd_serve.trace import Trace
 from proxy.bodies import decode_body, prefill_body, public_answer
 from proxy.errors import StageUnreachable, most_telling
 from proxy.job import Job, encoded
@@ -24,7 +25,6 @@ from proxy.settings import Timeouts
 from proxy.sink import ClientSink
 from proxy.stage_client import StageClient
 from proxy.table import InstanceTable
-from proxy.trace import Trace
 
 logger = logging.getLogger(__name__)
 BACKOFF_S = 0.2

@@ -12,6 +12,7 @@ from dataclasses import replace
 import httpx
 
 from epd_serve.errors import OverloadedError
+from epd_serve.trace import PROXY, Trace
 from proxy.bodies import base_body, without_features
 from proxy.encode import EncodeStep
 from proxy.fetch import Resolver, UrlFetcher, resolve
@@ -25,7 +26,6 @@ from proxy.settings import ProxySettings
 from proxy.sink import ClientSink
 from proxy.stage_client import StageClient
 from proxy.table import InstanceTable
-from proxy.trace import Trace
 
 
 class Pipeline:
@@ -44,7 +44,7 @@ class Pipeline:
         self.settings = settings
         self.table = table
         self.metrics = Metrics()
-        self.trace = Trace(settings.trace_path)
+        self.trace = Trace(str(settings.trace_path or ""), PROXY)
         self._stages = StageClient(timeouts, transport=transport)
         self._media = MediaLoader(settings, UrlFetcher(settings.media, transport=media_transport, resolver=resolver))
         self._router = Router(table, settings.roles, instance_wait_s=timeouts.instance_wait_s)

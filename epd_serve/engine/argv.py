@@ -15,6 +15,7 @@ from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
 
 STAGE_ENV = "EPD_SERVE_STAGE"  # set in every process of a stage; our vLLM plugin is inert without it
+SHARED_CORES_ENV = "EPD_SERVE_SHARED_CORES"  # set where the cores a stage waits on are those another computes on
 LAUNCHER_ENV = "EPD_SERVE_LAUNCHER_PID"  # a stage whose launcher has this pid dies with it
 
 _VISIBLE_DEVICES = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
@@ -143,6 +144,7 @@ def _environment(plan: StagePlan) -> dict[str, str]:
         env["HF_HUB_OFFLINE"] = "1"
     if plan.device == "cpu":
         env["PYTHONPATH"] = str(_SITE)
+        env[SHARED_CORES_ENV] = "1"
         env["VLLM_CPU_KVCACHE_SPACE"] = "1"
         cores = ",".join(map(str, plan.cores))
         env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join([cores] * plan.tp) if cores else "auto"

@@ -9,7 +9,8 @@ import logging
 import multiprocessing
 import os
 
-from epd_serve.engine.argv import STAGE_ENV
+from epd_serve.engine.argv import SHARED_CORES_ENV, STAGE_ENV
+from epd_serve.engine.compat import sleep_between_steps
 from epd_serve.engine.lifeline import die_with_parent
 
 
@@ -21,6 +22,8 @@ def register() -> None:
         logging.getLogger(ours).handlers = logging.getLogger("vllm").handlers
         logging.getLogger(ours).setLevel(logging.INFO)
         logging.getLogger(ours).propagate = False
+    if SHARED_CORES_ENV in os.environ:
+        sleep_between_steps()
     parent = multiprocessing.parent_process()
     if parent is not None:
         die_with_parent(parent.pid)

@@ -23,8 +23,8 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECCo
 from epd_serve.engine.compat import tp_rank
 from epd_serve.engine.ec.consumer import FeatureConsumer
 from epd_serve.engine.ec.producer import FeatureProducer
-from epd_serve.engine.trace import Trace
 from epd_serve.engine.wake import idle_bell
+from epd_serve.trace import Trace
 from epd_serve.wire import MISSING_XARG
 from epd_serve.wiring import StageWiring
 from store.arena import Arena

@@ -22,8 +22,8 @@ import zmq
 from epd_serve import wire
 from epd_serve.engine.ec.feature_table import FeatureState, FeatureTable
 from epd_serve.engine.sockets import Socket, milliseconds, open_socket, readable
-from epd_serve.engine.trace import Trace
 from epd_serve.engine.wake import WakeLine, idle_bell
+from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring
 from store.arena import Arena
 from store.errors import CorruptFeatureError, StoreError

@@ -17,7 +17,7 @@ import zmq
 
 from epd_serve import wire
 from epd_serve.engine.sockets import open_socket
-from epd_serve.engine.trace import Trace
+from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring
 from npu_ops.fences import fence
 from store.arena import Arena

@@ -11,7 +11,7 @@ from epd_serve.engine.kv.control import DecodeControl
 from epd_serve.engine.kv.decode_desk import DecodeDesk
 from epd_serve.engine.kv.params import ReceiveParams, prompt_hash, receive_params
 from epd_serve.engine.kv.receiver import Expected
-from epd_serve.engine.trace import Trace
+from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 from epd_serve.wiring import StageWiring
 

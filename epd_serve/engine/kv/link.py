@@ -21,7 +21,7 @@ import zmq
 from epd_serve import wire
 from epd_serve.engine.kv.transport import LayerPacket, LinkError, SendSide
 from epd_serve.engine.sockets import Socket, milliseconds, open_socket, readable
-from epd_serve.engine.trace import Trace
+from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 
 logger = logging.getLogger(__name__)

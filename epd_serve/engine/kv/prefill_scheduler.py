@@ -11,8 +11,8 @@ from epd_serve.engine.kv.params import prompt_hash, send_params
 from epd_serve.engine.kv.plan import blocks_ready
 from epd_serve.engine.kv.prefill_desk import Admission, PrefillDesk
 from epd_serve.engine.kv.sender import ChunkJob
-from epd_serve.engine.trace import Trace
 from epd_serve.engine.wake import idle_bell
+from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 from epd_serve.wiring import StageWiring
 

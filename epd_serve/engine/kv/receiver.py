@@ -19,7 +19,7 @@ from epd_serve.engine.kv.regions import differences
 from epd_serve.engine.kv.tombstones import Tombstones
 from epd_serve.engine.kv.transport import LinkError, ReceiveSide
 from epd_serve.engine.sockets import open_socket, readable
-from epd_serve.engine.trace import Trace
+from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from epd_serve.engine.kv.link import DoneJob, Link, Outgoing, PacketJob
 from epd_serve.engine.kv.plan import Run, coalesce
 from epd_serve.engine.kv.transport import LayerPacket
-from epd_serve.engine.trace import Trace
+from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 
 _IDLE_WAIT_S = 0.002

@@ -17,7 +17,7 @@ from epd_serve.engine.kv.sender import Sender
 from epd_serve.engine.kv.transport import ReceiveSide, SendSide
 from epd_serve.engine.kv.transport_mooncake import MooncakeEndpoint, MooncakeReceiveSide, MooncakeSendSide
 from epd_serve.engine.kv.transport_shm import ShmReceiveSide, ShmSendSide
-from epd_serve.engine.trace import Trace
+from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring
 from npu_ops.fences import fence
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from epd_serve.engine.trace import Trace
+from epd_serve.trace import Trace
 
 
 def test_stamps_of_two_processes_share_a_file(tmp_path: Path) -> None:

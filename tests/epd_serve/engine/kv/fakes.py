@@ -17,7 +17,7 @@ from epd_serve.engine.kv.receiver import Expected, Receiver
 from epd_serve.engine.kv.regions import Layers, layers_of, shape_of
 from epd_serve.engine.kv.sender import ChunkJob, Sender
 from epd_serve.engine.kv.transport_shm import ShmReceiveSide, ShmSendSide
-from epd_serve.engine.trace import Trace
+from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 
 NO_TRACE = Trace("", "test")

@@ -1,0 +1,38 @@
+"""Phase stamps of one process, stage or proxy: JSON lines of (subject, event, monotonic seconds) for the breakdown.
+
+CLOCK_MONOTONIC is shared by the processes of one host, so stamps of different stages can be subtracted. Subjects are
+request ids at the proxy, feature keys and transfer ids at the stages; the proxy's stamps `media_loaded` and
+`dispatched` carry the keys and the transfer id, which joins the files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+PROXY = "proxy"
+
+
+class Trace:
+    """Appends stamps to one file; lines of several processes do not mix (O_APPEND, one write per line).
+
+    Args:
+        path: the file, or "" for a trace that does nothing.
+        instance: whose stamps they are.
+    """
+
+    def __init__(self, path: str, instance: str) -> None:
+        self._instance = instance
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if path else -1
+
+    def stamp(self, subject: str, event: str, **more: object) -> None:
+        """Record that `event` happened to `subject` now."""
+        if self._fd >= 0:
+            line = {"t": time.monotonic(), "instance": self._instance, "subject": subject, "event": event, **more}
+            os.write(self._fd, json.dumps(line).encode() + b"\n")
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
