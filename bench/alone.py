@@ -44,7 +44,7 @@ def seconds_to_ready(blueprint: Blueprint, plan: InstancePlan) -> float:
                 arena = Arena.create(str(run.arena), capacity_bytes=memory.arena_mib << 20)
             stage = WiringPlan(blueprint, run, ports, memory).stage(plan, os.urandom(6).hex())
             made = stage_command(stage)
-            spawn = Spawn(made.argv, stage_environment(made.env, run.launch_id, blueprint.device))
+            spawn = Spawn(made.argv, stage_environment(made.env, run.path, blueprint.device))
             return asyncio.run(_start(spawn, run, plan.id, stage.port))
         finally:
             if arena is not None:
