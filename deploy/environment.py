@@ -29,10 +29,11 @@ def shm_root() -> Path:
 def stage_environment(added: Mapping[str, str], run_path: Path, device: str) -> dict[str, str]:
     """Environment of a stage process: ours, what its command adds, and the marks of this launch.
 
-    vLLM's sockets go into the run directory, which is removed at the end: in /tmp they would stay after every start.
+    vLLM's sockets and temporary files go into the run directory, which is removed at the end: in /tmp they would stay
+    after every start.
     """
     env = {**os.environ, **added, LAUNCH_ENV: run_path.name, LAUNCHER_PID_ENV: str(os.getpid())}
-    env |= {"PYTHONUNBUFFERED": "1", "VLLM_RPC_BASE_PATH": str(run_path)}
+    env |= {"PYTHONUNBUFFERED": "1", "TMPDIR": str(run_path)}
     inherited = os.environ.get("PYTHONPATH")
     if inherited and "PYTHONPATH" in added:
         env["PYTHONPATH"] = f"{added['PYTHONPATH']}{os.pathsep}{inherited}"
