@@ -30,6 +30,7 @@ PHASES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ),
 )
 FIRST_PHASE = "importing"
+_TRACEBACK = ("Traceback", "During handling", "The above exception")
 _MAX_REASON = 400
 
 
@@ -42,12 +43,13 @@ def failure_reason(log: str, exit_code: int | None = None) -> str:
     """The most telling error of a log in one line: the last error that is not merely the echo of an inner one.
 
     Frames, prefixes and colours are dropped; for a validation error its detail lines are joined. Without any error
-    line the reason is how the process ended.
+    line, or after SIGKILL (nobody can say why), the reason is how the process ended. Requests that failed while the
+    server lived on say nothing about its end.
     """
-    lines = [_plain(line) for line in log.splitlines()]
+    lines = _without_failed_requests([_plain(line) for line in log.splitlines()])
     errors = [(at, text) for at, line in enumerate(lines) if (text := _error_text(lines, at, line)) is not None]
     causes = [(at, text) for at, text in errors if not any(symptom in text for symptom in _SYMPTOMS)]
-    if causes or errors:
+    if (causes or errors) and exit_code != -signal.SIGKILL:
         return _shorten((causes or errors)[-1][1])
     ending = describe_exit(exit_code)
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
@@ -71,6 +73,21 @@ def describe_exit(exit_code: int | None) -> str:
 def _plain(line: str) -> str:
     line = _PROCESS.sub("", _ANSI.sub("", line))
     return _LEVEL.sub("", line).rstrip()
+
+
+def _without_failed_requests(lines: list[str]) -> list[str]:
+    """The lines without the tracebacks that uvicorn writes for a request that raised."""
+    kept = []
+    inside = False
+    for line in lines:
+        if line.endswith("Exception in ASGI application"):
+            inside = True
+        elif inside and _ERROR.match(line):
+            inside = False
+        elif not (inside and (not line or line[0].isspace() or line.startswith(_TRACEBACK))):
+            inside = False
+            kept.append(line)
+    return kept
 
 
 def _error_text(lines: list[str], at: int, line: str) -> str | None:

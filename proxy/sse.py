@@ -1,9 +1,11 @@
-"""Server-sent events as vLLM writes them: cut a byte stream into complete events, recognise errors and the end.
+"""Server-sent events as vLLM writes them: cut a byte stream into complete events, recognise openings, errors, the end.
 
 Events are never re-encoded; what goes to the client is what the stage sent. No I/O.
 """
 
 from __future__ import annotations
+
+import json
 
 DONE = b"data: [DONE]"
 ERROR_PREFIXES = (b'data: {"error"', b'data:{"error"')
@@ -28,6 +30,21 @@ def is_done(event: bytes) -> bool:
 def is_comment(event: bytes) -> bool:
     """A keep-alive, which says nothing about the request."""
     return event.startswith(b":")
+
+
+def is_opening(event: bytes) -> bool:
+    """A chat stream's first event of a choice: a role and nothing else. vLLM sends it before it looks at what the
+    engine answered, so it does not say that there is an answer."""
+    if b'"role"' not in event:
+        return False
+    try:
+        choices = json.loads(event.partition(b":")[2])["choices"]
+        return bool(choices) and all(
+            not choice.get("finish_reason") and not any(v for k, v in choice["delta"].items() if k != "role")
+            for choice in choices
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def error_payload(event: bytes) -> bytes | None:

@@ -18,6 +18,17 @@ ENGINE_FAILED = """\
 (APIServer pid=400)   File "/v/api_server.py", line 12, in <module>
 (APIServer pid=400) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
 """
+FAILED_REQUEST = """\
+INFO:     Application startup complete.
+ERROR:    Exception in ASGI application
+Traceback (most recent call last):
+  File "/v/starlette/errors.py", line 164, in __call__
+    raise AssertionError("inner")
+
+  File "/v/processor.py", line 2, in apply
+AssertionError: Failed to apply prompt replacement for mm_items['image'][0]
+(APIServer pid=400) INFO 11-21 03:44:20 [loggers.py:335] Engine 000: Running: 0 reqs
+"""
 VALIDATION = """\
 Traceback (most recent call last):
   File "/v/arg_utils.py", line 3, in create_model_config
@@ -63,6 +74,16 @@ def test_the_reason_is_the_root_cause_without_frames_and_prefixes(log: str, reas
 def test_a_silent_end_is_described_by_how_it_ended(exit_code: int | None, reason: str) -> None:
     assert failure_reason("", exit_code) == reason
     assert failure_reason("last words\n\n", exit_code) == f"{reason}; its log ends with: last words"
+
+
+def test_a_request_that_failed_is_not_why_the_stage_died() -> None:
+    assert failure_reason(FAILED_REQUEST, 1).startswith("exited with code 1; its log ends with: Engine 000")
+    died = FAILED_REQUEST + "(EngineCore pid=411) ERROR 11-21 03:44:25 [core.py:1200] ValueError: the cause\n"
+    assert failure_reason(died, 1) == "ValueError: the cause"
+
+
+def test_nothing_in_the_log_explains_a_sigkill() -> None:
+    assert failure_reason(ENGINE_FAILED, -9).startswith("killed by SIGKILL (out of memory?)")
 
 
 def test_a_reason_is_one_bounded_line() -> None:

@@ -101,6 +101,13 @@ def chunk(text: str, **more: Any) -> bytes:
     return b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
+def opening(index: int) -> bytes:
+    """What vLLM's chat streams begin with: the role, once per choice."""
+    delta = {"role": "assistant", "content": ""}
+    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+    return b"data: " + json.dumps({"object": "chat.completion.chunk", "choices": [choice]}).encode() + b"\n\n"
+
+
 DONE = b"data: [DONE]\n\n"
 INTERNALS = {"kv_transfer_params": {"ok": True}, "ec_transfer_params": None, "prompt_token_ids": [1, 2]}
 

@@ -18,6 +18,7 @@ from tests.proxy.fakes import (
     chunk,
     cluster,
     hangs,
+    opening,
     picture_body,
     refused_instance,
     refuses,
@@ -122,6 +123,27 @@ async def test_an_error_event_before_the_first_token_is_retried() -> None:
         response = await c.client.post(CHAT, json=text_body(stream=True))
         assert response.content.endswith(DONE) and b"error" not in response.content
         assert len(c["D0"].calls) == 2
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_vllm_s_opening_event_promises_nothing_so_an_error_right_after_it_is_retried(n: int) -> None:
+    """vLLM sends the role before it looks at the engine's first result, which may be an error (`mm cache miss`)."""
+    error = b'data: {"error": {"message": "Internal server error", "type": "x", "param": null, "code": 500}}\n\n'
+    openings = [opening(index) for index in range(n)]
+    async with cluster("P0", "D0") as c:
+        c["D0"].script.append(streams(*openings, error, DONE))
+        c["D0"].script.append(streams(*openings, chunk("a"), DONE))
+        response = await c.client.post(CHAT, json=text_body(stream=True, n=n))
+        assert response.content == b"".join((*openings, chunk("a"), DONE))
+        assert len(c["D0"].calls) == 2
+
+
+async def test_an_answer_without_any_text_keeps_its_opening_event() -> None:
+    end = b'data: {"choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": "stop"}]}\n\n'
+    async with cluster("PD0") as c:
+        c["PD0"].script.append(streams(opening(0), end, DONE))
+        response = await c.client.post(CHAT, json=text_body(stream=True))
+        assert response.content == opening(0) + end + DONE
 
 
 @pytest.mark.parametrize("stream", [False, True])
