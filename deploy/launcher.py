@@ -66,6 +66,7 @@ class Launch:
             EpdError: port in use, no shared memory, a stage that does not start; everything is cleaned up by then.
         """
         config = self.blueprint.config
+        build_proxy_settings(self.blueprint)  # what is wrong with `--proxy` is said before anything starts
         root = Path(config.run_root) if config.run_root else None
         with contextlib.ExitStack() as stack:
             listening = stack.enter_context(listen(config.host, config.port))

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+TRACKER_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -94,11 +97,26 @@ def signal_process(pid: int, number: signal.Signals) -> None:
         return
 
 
-def kill_members(members: list[int], *, spare_trackers: bool) -> None:
-    """SIGKILL processes. Python's resource trackers can be spared: when the processes they serve are gone they unlink
-    the shared memory those left in /dev/shm, and end."""
-    for pid in members:
-        if not (spare_trackers and _is_resource_tracker(pid)):
+class Killing:
+    """Ends processes by SIGKILL, Python's resource trackers last.
+
+    When the processes that a tracker serves are gone it unlinks the shared memory they left in /dev/shm, and ends. It
+    gets `TRACKER_S` for that, counted from when nothing but trackers is left.
+    """
+
+    def __init__(self) -> None:
+        self._trackers_alone_since: float | None = None
+
+    def strike(self, members: Sequence[int]) -> None:
+        """Kill what may be killed now; call again until nobody is left."""
+        others = [pid for pid in members if not _is_resource_tracker(pid)]
+        if others:
+            self._trackers_alone_since = None
+        elif self._trackers_alone_since is None:
+            self._trackers_alone_since = time.monotonic()
+        elif time.monotonic() > self._trackers_alone_since + TRACKER_S:
+            others = list(members)
+        for pid in others:
             signal_process(pid, signal.SIGKILL)
 
 

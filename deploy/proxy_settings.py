@@ -75,7 +75,10 @@ def build_proxy_settings(blueprint: Blueprint) -> ProxySettings:
         roles=tuple(sorted(blueprint.layout.roles)),
         api_keys=config.api_keys,
     )
-    return apply_overrides(settings, overrides)
+    try:
+        return apply_overrides(settings, overrides)
+    except ConfigError as error:
+        raise ConfigError(f"--proxy: {error}", param="--proxy") from error
 
 
 def apply_overrides(settings: ProxySettings, overrides: dict[str, Any]) -> ProxySettings:

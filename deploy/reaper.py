@@ -16,7 +16,6 @@ from typing import Any
 from deploy import processes
 from deploy.environment import LAUNCH_ENV, run_root, shm_root
 from deploy.rundir import RunDir
-from deploy.stage_life import TRACKER_S
 
 KILL_TIMEOUT_S = 5.0
 
@@ -49,11 +48,11 @@ def reap_dead(root: Path | None = None) -> list[str]:
 
 def kill_leftovers(run_path: Path) -> None:
     """SIGKILL the processes of a dead launch and wait until they are gone (bounded)."""
-    begun = time.monotonic()
+    deadline, killing = time.monotonic() + KILL_TIMEOUT_S, processes.Killing()
     groups = _groups(run_path)
     while victims := _victims(run_path.name, groups):
-        processes.kill_members(victims, spare_trackers=time.monotonic() < begun + TRACKER_S)
-        if time.monotonic() > begun + KILL_TIMEOUT_S:
+        killing.strike(victims)
+        if time.monotonic() > deadline:
             return
         time.sleep(0.02)
 

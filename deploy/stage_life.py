@@ -16,8 +16,6 @@ from deploy.stage_log import failure_reason
 
 EXIT_POLL_S = 0.05
 KILL_TIMEOUT_S = 5.0
-TRACKER_S = 2.0
-"""How long Python's resource trackers may take to unlink the shared memory of processes that were killed."""
 _LOG_TAIL_BYTES = 512 << 10
 
 
@@ -91,10 +89,9 @@ class StageLife:
             processes.signal_group(self.pid, signal.SIGTERM)
             if await self._gone(grace_s):
                 return
-        begun = time.monotonic()
-        while time.monotonic() < begun + KILL_TIMEOUT_S:
-            members = [process.pid for process in processes.group_members(self.pid)]
-            processes.kill_members(members, spare_trackers=time.monotonic() < begun + TRACKER_S)
+        deadline, killing = time.monotonic() + KILL_TIMEOUT_S, processes.Killing()
+        while time.monotonic() < deadline:
+            killing.strike([process.pid for process in processes.group_members(self.pid)])
             if await self._gone(0.1):
                 return
 

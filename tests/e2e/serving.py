@@ -216,9 +216,10 @@ def plain_vllm() -> Iterator[Endpoint]:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=15)
-            members = [member.pid for member in processes.group_members(process.pid)]
-            processes.kill_members(members, spare_trackers=True)
-            with contextlib.suppress(AssertionError):
-                wait_until(lambda: not processes.group_members(process.pid), 5, "plain vLLM to end")
+            killing = processes.Killing()
+            deadline = time.monotonic() + 10
+            while (members := processes.group_members(process.pid)) and time.monotonic() < deadline:
+                killing.strike([member.pid for member in members])
+                time.sleep(0.05)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
