@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from deploy.config import DeployConfig, build_config
 from deploy.nearest import unknown
+from epd_serve import __version__
 from epd_serve.errors import ConfigError, EpdError
 from epd_serve.roles import Role
 
@@ -60,6 +61,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(argv: list[str]) -> dict[str, Any]:
     parser = _Parser(prog="epd-serve", description="Serve multimodal models, encode, prefill and decode apart.")
+    parser.add_argument("--version", action="version", version=f"epd-serve {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     subparsers = {
         "serve": _add_serve(commands),
