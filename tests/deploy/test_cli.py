@@ -64,7 +64,7 @@ def test_too_few_devices_of_a_kind_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho '0, GPU-1, NVIDIA H200'\n")
+    tool.write_text("#!/bin/sh\necho '0, GPU-1, NVIDIA A100'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

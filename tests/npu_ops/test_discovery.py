@@ -27,8 +27,8 @@ A3_MAPPING = """\
         1               1               3               3               Ascend910
 """
 TWO_GPUS = """\
-0, GPU-8f3a1c52-0000-1111-2222-333344445555, NVIDIA H200
-1, GPU-8f3a1c99-0000-1111-2222-333344445555, NVIDIA H200
+0, GPU-8f3a1c52-0000-1111-2222-333344445555, NVIDIA A100
+1, GPU-8f3a1c99-0000-1111-2222-333344445555, NVIDIA A100
 """
 
 
@@ -62,7 +62,7 @@ def test_each_chip_of_an_a3_board_is_a_device(bare_machine: Path) -> None:
 def test_gpus_come_with_their_names(bare_machine: Path) -> None:
     tool(bare_machine, "nvidia-smi", TWO_GPUS)
     found = discover("cuda")
-    assert (found.kind, found.ids, found.names) == ("cuda", (0, 1), ("NVIDIA H200", "NVIDIA H200"))
+    assert (found.kind, found.ids, found.names) == ("cuda", (0, 1), ("NVIDIA A100", "NVIDIA A100"))
 
 
 def test_auto_prefers_npu_then_cuda_then_cpu(bare_machine: Path) -> None:
