@@ -42,6 +42,7 @@ class WiringPlan:
             url=f"http://{STAGE_HOST}:{self.ports[plan.id]}",
             incarnation=incarnation,
             kv_endpoint=self._kv_endpoint(plan) or None,
+            events=self._announces(plan) or None,
             devices=plan.devices,
         )
 
@@ -68,13 +69,15 @@ class WiringPlan:
     def wiring(self, plan: InstancePlan, incarnation: str) -> StageWiring:
         """Addresses and policies of one life. Features concern encoders and every instance that takes them."""
         config, role = self.blueprint.config, plan.role
-        featured = self.blueprint.features_travel and (role.sends_features or role.takes_features)
+        featured = bool(self._announces(plan))
         return StageWiring(
             instance=plan.id,
             role=role,
             incarnation=incarnation,
             arena=str(self.run.arena) if featured else "",
-            events=self._events() if featured else {},
+            arena_id=self.run.launch_id if featured else "",
+            events=self._events() if featured and role.takes_features else {},
+            publish=self._announces(plan),
             kv_endpoint=self._kv_endpoint(plan),
             kv_worker_endpoint=self._kv_workers(plan),
             kv_peers=tuple(map(self._kv_workers, self._takers())) if role.sends_kv else (),
@@ -88,8 +91,11 @@ class WiringPlan:
         )
 
     def _events(self) -> dict[str, str]:
-        encoders = (plan.id for plan in self.blueprint.plans if plan.role.sends_features)
-        return {encoder: self.run.ipc(f"{encoder}.events") for encoder in encoders}
+        return {plan.id: self._announces(plan) for plan in self.blueprint.plans if plan.role.sends_features}
+
+    def _announces(self, plan: InstancePlan) -> str:
+        concerned = self.blueprint.features_travel and (plan.role.sends_features or plan.role.takes_features)
+        return self.run.ipc(f"{plan.id}.events") if concerned else ""
 
     def _takers(self) -> list[InstancePlan]:
         return [plan for plan in self.blueprint.plans if plan.role.takes_kv]

@@ -18,6 +18,7 @@ class Instance:
         incarnation: hex id of this process life; changes at every restart, so that late messages of the
             previous life are recognised (design §4, transfers are tagged with it).
         kv_endpoint: ZMQ address where this instance takes READY (only roles that send KV), else None.
+        events: ZMQ address on which it announces (`epd_serve.wire.Announcement`), else None.
         devices: device ids it occupies, in order; co-located instances name the same one.
     """
 
@@ -26,4 +27,5 @@ class Instance:
     url: str
     incarnation: str
     kv_endpoint: str | None = None
+    events: str | None = None
     devices: tuple[int, ...] = ()

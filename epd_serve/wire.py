@@ -2,7 +2,8 @@
 
 msgpack through msgspec; nothing is ever unpickled from a socket. Three channels:
 
-* feature events, E worker → every consumer's scheduler (PUB/SUB): `FeatureReady`, `FeatureFailed`.
+* announcements, every stage that has to do with features → consumers and proxies (PUB/SUB): `FeatureReady`,
+  `FeatureFailed`, `FeaturePending` from encoders, `FeatureMissing` from consumers, `StoreReport` from all.
 * transfer control, D scheduler ↔ P scheduler (DEALER/ROUTER): `Queued`, `Ready`, `Cancel` | `Alive`, `Refused`,
   `CancelAck`.
 * transfer data, P worker ↔ D worker of the same rank (DEALER/ROUTER): `Hello`, `Packet`, `Done` | `HelloAck`,
@@ -18,10 +19,19 @@ from typing import Any
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 
 MISSING_XARG = "epd_missing"
 """Proxy → P, in `vllm_xargs`: comma-separated keys of items that no encoder produced; P need not wait for them."""
+
+ON_MISSING_XARG = "epd_on_missing"
+"""Proxy → P, PD, D, in `vllm_xargs`: `fail` where a lost feature must fail the request instead of being recomputed,
+because the stage has no pixels (metadata-only, design §4.4) or because the policy is to encode again."""
+ON_MISSING_FAIL = "fail"
+
+ENCODE_AGAIN_XARG = "epd_encode_again"
+"""Proxy → E, in `vllm_xargs`: comma-separated keys that a consumer could not get. E must not take its own word, or the
+store's index, for it that they are there."""
 
 
 class TransferKey(msgspec.Struct, frozen=True, array_like=True):
@@ -35,22 +45,69 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-# --- feature events -------------------------------------------------------------------------------------------------
+# --- announcements --------------------------------------------------------------------------------------------------
 
 
 class FeatureReady(_Message, frozen=True):
-    """Published only after the put succeeded. A hint: the store's index is the truth (design §4.2)."""
+    """Published only after the put succeeded. A hint: the store's index is the truth (design §4.2).
+
+    Attributes:
+        host: the arena that holds it (`StageWiring.arena_id`); its consumers need no second tier.
+        pooled: the second tier holds it too.
+        metadata: what a consumer needs in place of the media, e.g. `{"image_grid_thw": [[1, 4, 4]]}`; empty when this
+            vLLM cannot say (consumers then need the media itself).
+    """
 
     key: str
     nbytes: int
     incarnation: str
+    host: str = ""
+    pooled: bool = False
+    metadata: dict[str, Any] = {}
 
 
 class FeatureFailed(_Message, frozen=True):
-    """The encoder could not store this feature: consumers stop waiting and recompute."""
+    """The encoder could not make or store this feature: consumers stop waiting and recompute."""
 
     key: str
     reason: str
+
+
+class FeaturePending(_Message, frozen=True):
+    """E holds these items, queued, running or being stored: consumers renew their deadlines (design §4.4)."""
+
+    keys: list[str]
+    incarnation: str
+
+
+class FeatureMissing(_Message, frozen=True):
+    """A consumer failed this request for want of features. `request_id` begins with the proxy's id of the request."""
+
+    request_id: str
+    keys: list[str]
+    cause: str
+
+
+class StoreReport(_Message, frozen=True):
+    """What one instance sees of the MM Store: on change at most every 50 ms, else every 500 ms.
+
+    Attributes:
+        capacity_bytes, used_bytes, leased: of its host's arena.
+        pool: state of the second tier as seen here: `none`, `up` or `down`.
+        waiting_puts: features that wait for room (encoders).
+        encoding: items that this encoder holds.
+        counters: monotonic counts of this life, e.g. `encoded`, `encode_skipped`, `fetched`, `recomputed.deadline`.
+    """
+
+    instance: str
+    incarnation: str
+    capacity_bytes: int
+    used_bytes: int
+    leased: int
+    pool: str = "none"
+    waiting_puts: int = 0
+    encoding: int = 0
+    counters: dict[str, int] = {}
 
 
 # --- transfer control, D scheduler → P scheduler --------------------------------------------------------------------
@@ -174,14 +231,14 @@ class Credit(_Message, frozen=True):
     seq: int
 
 
-FeatureEvent = FeatureReady | FeatureFailed
+Announcement = FeatureReady | FeatureFailed | FeaturePending | FeatureMissing | StoreReport
 ToPrefillScheduler = Queued | Ready | Cancel
 ToDecodeScheduler = Alive | Refused | CancelAck
 ToDecodeWorker = Hello | Packet | Done
 ToPrefillWorker = HelloAck | HelloRefused | Credit
 
 _encoder = msgspec.msgpack.Encoder()
-feature_events: msgspec.msgpack.Decoder[FeatureEvent] = msgspec.msgpack.Decoder(FeatureEvent)
+announcements: msgspec.msgpack.Decoder[Announcement] = msgspec.msgpack.Decoder(Announcement)
 to_prefill_scheduler: msgspec.msgpack.Decoder[ToPrefillScheduler] = msgspec.msgpack.Decoder(ToPrefillScheduler)
 to_decode_scheduler: msgspec.msgpack.Decoder[ToDecodeScheduler] = msgspec.msgpack.Decoder(ToDecodeScheduler)
 to_decode_worker: msgspec.msgpack.Decoder[ToDecodeWorker] = msgspec.msgpack.Decoder(ToDecodeWorker)

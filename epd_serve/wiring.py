@@ -20,7 +20,15 @@ class StageWiring:
     Attributes:
         instance, role, incarnation: see `epd_serve.instances.Instance`.
         arena: path of the host arena (MM Store tier 1), or "" where no features travel.
-        events: ZMQ addresses on which the encoders of this launch publish feature events, by instance id.
+        arena_id: names that arena across hosts; features announced from it need no second tier.
+        events: ZMQ addresses to subscribe to for announcements, by encoder instance id (or one bus for all).
+        publish: ZMQ address on which this instance announces, or "" where it has nothing to do with features.
+        publish_by_connecting: `publish` is a bus that is bound already, not an address of ours to bind.
+        mooncake_master: `host:port` of the second tier's master, or "" for the arena alone.
+        mooncake_segment_bytes: memory this instance gives to the second tier (encoders).
+        feature_path: `host` (through the arena) or `device` (second tier straight into device memory of the workers).
+        feature_prefetch: `event` (fetched when announced) or `demand` (fetched when a request needs it; for ablation).
+        recompute_limit: how many requests with lost features this instance recomputes at one time.
         kv_endpoint: where this instance's scheduler takes READY (roles that send KV), else "".
         kv_worker_endpoint: template of its workers' data channel with `{rank}` (roles that take KV), else "".
         kv_peers: data-channel templates of the instances this one sends KV to, to warm the links at start.
@@ -40,7 +48,15 @@ class StageWiring:
     role: Role
     incarnation: str
     arena: str = ""
+    arena_id: str = ""
     events: dict[str, str] = field(default_factory=dict)
+    publish: str = ""
+    publish_by_connecting: bool = False
+    mooncake_master: str = ""
+    mooncake_segment_bytes: int = 0
+    feature_path: str = "host"
+    feature_prefetch: str = "event"
+    recompute_limit: int = 2
     kv_endpoint: str = ""
     kv_worker_endpoint: str = ""
     kv_peers: tuple[str, ...] = ()

@@ -34,7 +34,9 @@ def test_features_and_kv_are_wired_between_the_right_instances() -> None:
     plan = wired("2E-P-D")
     encode, prefill, decode = (plan.wiring(plan_of(plan, name), "i1") for name in ("E1", "P0", "D0"))
     events = {"E0": "ipc:///run/x/E0.events", "E1": "ipc:///run/x/E1.events"}
-    assert encode.events == prefill.events == decode.events == events
+    assert prefill.events == decode.events == events
+    assert encode.events == {} and encode.publish == events["E1"]
+    assert prefill.publish == "ipc:///run/x/P0.events"
     assert encode.arena == prefill.arena == "/dev/shm/epd-abcd-arena"
     assert (prefill.kv_endpoint, decode.kv_endpoint, encode.kv_endpoint) == ("ipc:///run/x/P0.kv", "", "")
     assert decode.kv_worker_endpoint == "ipc:///run/x/D0.kvw{rank}"

@@ -13,7 +13,16 @@ from epd_serve.wire import TransferKey
 KEY = TransferKey("t", "chatcmpl-1")
 
 CHANNELS: dict[str, tuple[Any, list[Any]]] = {
-    "feature events": (wire.feature_events, [wire.FeatureReady("k", 8, "i"), wire.FeatureFailed("k", "full")]),
+    "announcements": (
+        wire.announcements,
+        [
+            wire.FeatureReady("k", 8, "i", "h", True, {"image_grid_thw": [[1, 4, 4]]}),
+            wire.FeatureFailed("k", "full"),
+            wire.FeaturePending(["k", "l"], "i"),
+            wire.FeatureMissing("r", ["k"], "deadline"),
+            wire.StoreReport("E0", "i", 10, 5, 1, "up", 2, 3, {"encoded": 4}),
+        ],
+    ),
     "to prefill scheduler": (
         wire.to_prefill_scheduler,
         [

@@ -123,14 +123,14 @@ class FeatureConsumer:
         announced: dict[str, None] = {}
         while readable(events):
             try:
-                event = wire.feature_events.decode(events.recv())
+                event = wire.announcements.decode(events.recv())
             except wire.DecodeError as error:
                 logger.warning("ignoring a malformed feature event: %s", error)
                 continue
             if isinstance(event, wire.FeatureReady):
                 announced[event.key] = None
                 self._trace.stamp(event.key, "feature_event")
-            else:
+            elif isinstance(event, wire.FeatureFailed):
                 with self._lock:
                     self._table.failed(event.key, "encoder")
                 idle_bell.ring()

@@ -44,7 +44,7 @@ class FeatureProducer:
         self._cache: dict[str, torch.Tensor] = {}
         self._queue: queue.Queue[_Job | None] = queue.Queue(maxsize=_MAX_QUEUED)
         self._publisher = open_socket(zmq.PUB, linger_s=0.2)  # bound here: an encoder nobody hears must not start
-        self._publisher.bind(wiring.events[wiring.instance])
+        self._publisher.bind(wiring.publish)
         self._thread = threading.Thread(target=self._write, name="epd-feature-writer", daemon=True)
         self._thread.start()
 
@@ -79,7 +79,7 @@ class FeatureProducer:
             publisher.send(wire.encode(event))
         publisher.close()
 
-    def _put(self, key: str, feature: torch.Tensor) -> wire.FeatureEvent:
+    def _put(self, key: str, feature: torch.Tensor) -> wire.Announcement:
         # A row may be wider than the hidden size (DeepStack): everything is sized by the tensor itself.
         host = feature.detach().to("cpu").contiguous()
         data = host.view(torch.uint8).reshape(-1).numpy()

@@ -56,7 +56,7 @@ class Stages:
         return StageWiring(instance, role, "i", arena=str(self.arena.path), events=events, **more)
 
     def producer(self) -> FeatureProducer:
-        self.parts.append(FeatureProducer(self.wiring("E0", Role.E, {"E0": f"ipc://{self.folder}/E0.events"})))
+        self.parts.append(FeatureProducer(self.wiring("E0", Role.E, {}, publish=f"ipc://{self.folder}/E0.events")))
         return self.parts[-1]
 
     def consumer(self, *, hears: bool = True, **more: Any) -> FeatureConsumer:
@@ -240,7 +240,7 @@ def test_one_bad_feature_does_not_end_the_writer(stages: Stages, arena: Arena) -
 
 
 def test_an_encoder_whose_address_cannot_be_bound_does_not_start(arena: Arena, tmp_path: Path) -> None:
-    wiring = StageWiring("E0", Role.E, "i", arena=str(arena.path), events={"E0": f"ipc://{tmp_path}/no/such/folder"})
+    wiring = StageWiring("E0", Role.E, "i", arena=str(arena.path), publish=f"ipc://{tmp_path}/no/such/folder")
     with pytest.raises(zmq.ZMQError):
         FeatureProducer(wiring)
 
