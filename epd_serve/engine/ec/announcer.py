@@ -110,3 +110,5 @@ class Announcer:
             self._send(self._report())
         except StoreError as error:  # the next report is half a second away
             logger.warning("no store report: %s", error)
+        except Exception:  # a report must not end the renewals
+            logger.exception("no store report")
