@@ -56,14 +56,13 @@ def python() -> Iterator[Callable[..., Child]]:
     """Starts `code` in a new interpreter with pipes; whatever still runs at the end of the test is killed."""
     children: list[Child] = []
 
-    def start(code: str, *arguments: object, quiet: bool = False) -> Child:
+    def start(code: str, *arguments: object) -> Child:
         child = subprocess.Popen(
             [sys.executable, "-c", code, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd="/",
-            stderr=subprocess.DEVNULL if quiet else None,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         )
         children.append(child)
