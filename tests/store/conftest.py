@@ -87,7 +87,7 @@ class Master:
         self.settings = MasterSettings(
             rpc_port=free_port(),
             metrics_port=free_port(),
-            lease_s=0.5,
+            lease_s=1.5,
             client_ttl_s=3,
             put_discard_s=1,
             put_release_s=3,

@@ -89,6 +89,7 @@ CHURN = (
     PRELUDE
     + """
 import random
+from store.errors import StoreFullError
 rng = random.Random(sys.argv[2])
 wrong = 0
 dest = bytearray(20 * 4096)
@@ -96,7 +97,10 @@ for _ in range(1500):
     number = rng.randrange(30)
     data = bytes([number]) * (1 + number * 2500)
     if rng.random() < 0.5:
-        arena.put(str(number), data, shape=(1,), dtype="uint8")
+        try:
+            arena.put(str(number), data, shape=(1,), dtype="uint8")
+        except StoreFullError:
+            pass  # the others were interrupted while they held most of it
     else:
         meta = arena.get_into(str(number), dest)
         wrong += meta is not None and bytes(dest[: meta.nbytes]) != data
@@ -182,7 +186,7 @@ def test_room_that_a_killed_process_was_filling_is_taken_back(
     assert not arena.contains("k") and arena.lease("k") is None
     assert arena.put("k", b"x", shape=(1,), dtype="uint8") == bool(options), "its key is free if it was detached"
     kill(child)
-    assert arena.lease("k") is None or options
+    assert arena.contains("k") == bool(options)
     assert arena.put("all", bytes(64 * PAGE), shape=(1,), dtype="uint8"), "no room is lost"
     assert arena.stats().reclaimed == 1
 
