@@ -105,7 +105,8 @@ class _TorchMemory:
         return DeviceBlock(data, data.data_ptr(), nbytes)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=True)
+        # Host memory may be pageable and gone the next moment: only copies within the device are left to the stream.
+        target.copy_(source, non_blocking=source.device.type != "cpu")
 
     def clone(self, source: torch.Tensor) -> torch.Tensor:
         return source.clone()
