@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
+from epd_serve.engine.ec.device_fetch import FeatureAgent
 from epd_serve.engine.ec.device_probe import ArenaNeed, Path
+from epd_serve.engine.ec.device_source import DeviceSource
 from npu_ops.fake import FakeDevice, FakeFabric
 from npu_ops.memory import DeviceMemoryError
-from store.errors import StoreError, StoreFullError
+from store.errors import CorruptFeatureError, StoreError, StoreFullError
 from tests.epd_serve.engine.ec.device_stages import Consumer, Encoder, FabricTier, wait_for
 
 LATENCY_S, STEP_S = 0.003, 0.3
@@ -166,6 +169,60 @@ def test_a_full_outbox_makes_the_writer_wait_and_then_refuses(rig: Rig) -> None:
     assert encoder.outbox is not None
     wait_for(lambda: encoder.outbox is not None and encoder.outbox.waiting_bytes() == 0)
     encoder.put("c", rows=(1 << 20) // 256)
+
+
+@pytest.fixture
+def source(rig: Rig) -> Iterator[DeviceSource]:
+    """Blocking manners, on two ranks."""
+    devices = [FakeDevice(place) for place in P_NPUS]
+    endpoints = [f"inproc://source-{id(device)}" for device in devices]
+    agents = [
+        FeatureAgent(
+            device,
+            lambda device=device: FabricTier(rig.fabric, device),  # type: ignore[misc]
+            endpoint=endpoint,
+            rank=rank,
+            incarnation="p1",
+            slab_bytes=2 << 20,
+        )
+        for rank, (device, endpoint) in enumerate(zip(devices, endpoints, strict=True))
+    ]
+    made = DeviceSource(endpoints, incarnation="p1", wait_s=2.0, on_path=lambda encoder, path, reason: None)
+    wait_for(made.features.capacity_bytes)
+    yield made
+    made.close()
+    for agent in agents:
+        agent.close()
+
+
+def test_a_blocking_fetch_answers_as_the_pool_does(rig: Rig, source: DeviceSource) -> None:
+    encoder = rig.encoder()
+    expected = encoder.put("k")
+    assert source.lease_local("k") is None and source.fetch("never") is None
+    pin = source.fetch("k", expected.nbytes)
+    assert pin is not None and pin.nbytes == expected.nbytes
+    encoder.put("bad")
+    rig.fabric.objects["bad@device1"][0][0] ^= 1
+    with pytest.raises(CorruptFeatureError):
+        source.fetch("bad", expected.nbytes)
+    with pytest.raises(StoreFullError):
+        source.fetch("large", 4 << 20)
+    pin.release()
+    wait_for(lambda: source.features.pinned_bytes() == 0)
+
+
+def test_threads_that_want_the_same_feature_share_one_fetch_and_have_a_pin_each(rig: Rig, source: DeviceSource) -> None:
+    expected = rig.encoder().put("k")
+    with ThreadPoolExecutor(8) as threads:
+        pins = list(threads.map(lambda _: source.fetch("k", expected.nbytes), range(8)))
+    assert all(pin is not None for pin in pins)
+    for pin in pins[1:]:
+        assert pin is not None
+        pin.release()
+    assert source.features.pinned_bytes() > 0
+    assert pins[0] is not None
+    pins[0].release()
+    assert source.features.pinned_bytes() == 0
 
 
 # --- which way -----------------------------------------------------------------------------------------------------
