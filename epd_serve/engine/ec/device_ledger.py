@@ -21,7 +21,7 @@ from epd_serve.engine.ec.device_slab import Place, SlabBook
 from epd_serve.engine.ec.device_trailer import TRAILER_BYTES, FeatureShape
 
 GUESSED_BYTES = 4 << 20
-"""Room for a feature whose size nobody announced; one that needs more is fetched once more."""
+"""Room for a feature whose size nobody announced, at most 1/8 of the slab; one that needs more is fetched again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +99,7 @@ class FetchLedger:
         if (pin := self.try_local(key)) is not None:
             self.events.append(Pinned(pin))
             return
-        capacity = (nbytes or min(GUESSED_BYTES, self.book.capacity - TRAILER_BYTES)) + TRAILER_BYTES
+        capacity = (nbytes or min(GUESSED_BYTES, self.book.capacity // 8)) + TRAILER_BYTES
         place = self.book.reserve(capacity)
         if place is None:
             used = f"{self.book.pinned_bytes} of {self.book.capacity} bytes are pinned"
