@@ -3,11 +3,14 @@
 msgpack through msgspec; nothing is ever unpickled from a socket. Three channels:
 
 * announcements, every stage that has to do with features → consumers and proxies (PUB/SUB): `FeatureReady`,
-  `FeatureFailed`, `FeaturePending` from encoders, `FeatureMissing` from consumers, `StoreReport` from all.
+  `FeatureFailed`, `FeaturePending` from encoders, `FeatureMissing`, `FeaturePath` from consumers, `StoreReport` from
+  all.
 * transfer control, D scheduler ↔ P scheduler (DEALER/ROUTER): `Queued`, `Ready`, `Cancel` | `Alive`, `Refused`,
   `CancelAck`.
 * transfer data, P worker ↔ D worker of the same rank (DEALER/ROUTER): `Hello`, `Packet`, `Done` | `HelloAck`,
   `HelloRefused`, `Credit`.
+* device features, the scheduler of a consumer ↔ the feature agents of its own workers (DEALER/ROUTER): `AgentHello`,
+  `FetchInto` | `AgentReady`, `AgentRefused`, `Fetched`, `FetchFailed`, `FetchSettled`.
 
 A transfer is named by `TransferKey`: the proxy's transfer id and the child (vLLM fans `n` and prompt lists out under
 one set of transfer params), so both ends of one child agree without asking.
@@ -86,6 +89,22 @@ class FeatureMissing(_Message, frozen=True):
     request_id: str
     keys: list[str]
     cause: str
+
+
+class FeaturePath(_Message, frozen=True):
+    """A consumer has tried, at start, how it reaches this life of an encoder. Encoders learn from it whether somebody
+    needs their features in the arena.
+
+    Attributes:
+        encoder: incarnation of the encoder.
+        path: `device` (second tier into device memory) or `arena`.
+        reason: why not `device`.
+    """
+
+    instance: str
+    encoder: str
+    path: str
+    reason: str = ""
 
 
 class StoreReport(_Message, frozen=True):
@@ -231,7 +250,83 @@ class Credit(_Message, frozen=True):
     seq: int
 
 
-Announcement = FeatureReady | FeatureFailed | FeaturePending | FeatureMissing | StoreReport
+# --- device features, scheduler of a consumer → feature agent of each of its workers ---------------------------------
+
+
+class AgentHello(_Message, frozen=True):
+    """First message, repeated until answered. `incarnation`: of the instance; an agent of another life refuses."""
+
+    version: int
+    incarnation: str
+
+
+class FetchInto(_Message, frozen=True):
+    """Fetch a feature to `offset` of the slab, where `capacity` bytes are free, and verify it there.
+
+    Attributes:
+        seq: number of the attempt, the same for all ranks.
+        writer: incarnation of the encoder that must have written it, or "" for any.
+    """
+
+    seq: int
+    key: str
+    offset: int
+    capacity: int
+    writer: str = ""
+
+
+# --- device features, feature agent of a worker → scheduler of the same instance --------------------------------------
+
+
+class AgentReady(_Message, frozen=True):
+    """The agent has its slab. `integrity`: how it verifies features, for the log."""
+
+    rank: int
+    slab_bytes: int
+    integrity: str
+
+
+class AgentRefused(_Message, frozen=True):
+    """This worker cannot fetch into device memory; features take the host path."""
+
+    rank: int
+    reason: str
+
+
+class Fetched(_Message, frozen=True):
+    """The feature lies at its offset of this rank's slab, verified."""
+
+    seq: int
+    nbytes: int
+    shape: list[int]
+    dtype: str
+
+
+class FetchFailed(_Message, frozen=True):
+    """The feature does not lie there.
+
+    Attributes:
+        cause: `missing`, `corrupt`, `unavailable`, or `size` (it needs more than `capacity`).
+        settled: no transfer will write there any more; else `FetchSettled` follows.
+        nbytes: with `size`, of the payload.
+    """
+
+    seq: int
+    cause: str
+    reason: str
+    settled: bool
+    nbytes: int = 0
+
+
+class FetchSettled(_Message, frozen=True):
+    """A transfer that was given up has ended: its place may be used again."""
+
+    seq: int
+
+
+Announcement = FeatureReady | FeatureFailed | FeaturePending | FeatureMissing | FeaturePath | StoreReport
+ToFeatureAgent = AgentHello | FetchInto
+ToFeatureClient = AgentReady | AgentRefused | Fetched | FetchFailed | FetchSettled
 ToPrefillScheduler = Queued | Ready | Cancel
 ToDecodeScheduler = Alive | Refused | CancelAck
 ToDecodeWorker = Hello | Packet | Done
@@ -243,6 +338,8 @@ to_prefill_scheduler: msgspec.msgpack.Decoder[ToPrefillScheduler] = msgspec.msgp
 to_decode_scheduler: msgspec.msgpack.Decoder[ToDecodeScheduler] = msgspec.msgpack.Decoder(ToDecodeScheduler)
 to_decode_worker: msgspec.msgpack.Decoder[ToDecodeWorker] = msgspec.msgpack.Decoder(ToDecodeWorker)
 to_prefill_worker: msgspec.msgpack.Decoder[ToPrefillWorker] = msgspec.msgpack.Decoder(ToPrefillWorker)
+to_feature_agent: msgspec.msgpack.Decoder[ToFeatureAgent] = msgspec.msgpack.Decoder(ToFeatureAgent)
+to_feature_client: msgspec.msgpack.Decoder[ToFeatureClient] = msgspec.msgpack.Decoder(ToFeatureClient)
 
 DecodeError = msgspec.DecodeError
 

@@ -27,6 +27,9 @@ class StageWiring:
         mooncake_master: `host:port` of the second tier's master, or "" for the arena alone.
         mooncake_segment_bytes: memory this instance gives to the second tier (encoders).
         feature_path: `host` (through the arena) or `device` (second tier straight into device memory of the workers).
+        feature_worker_endpoint: where the feature agents of this instance's workers listen, a template with `{rank}`
+            (consumers on the device path), else "".
+        feature_slab_bytes: device memory of each worker for features on the device path.
         feature_prefetch: `event` (fetched when announced) or `demand` (fetched when a request needs it; for ablation).
         recompute_limit: how many requests with lost features this instance recomputes at one time.
         kv_endpoint: where this instance's scheduler takes READY (roles that send KV), else "".
@@ -55,6 +58,8 @@ class StageWiring:
     mooncake_master: str = ""
     mooncake_segment_bytes: int = 0
     feature_path: str = "host"
+    feature_worker_endpoint: str = ""
+    feature_slab_bytes: int = 512 << 20
     feature_prefetch: str = "event"
     recompute_limit: int = 2
     kv_endpoint: str = ""

@@ -52,6 +52,7 @@ class Guard:
         failures_to_open: int = 2,
         probe_after_s: float = 1.0,
         is_open: bool = False,
+        begin_thread: Callable[[], None] = _nothing,
     ) -> None:
         """
         Args:
@@ -62,12 +63,14 @@ class Guard:
             failures_to_open: late or unavailable calls in a row after which the breaker opens.
             probe_after_s: pause before each probe.
             is_open: begin open, and probe without a pause.
+            begin_thread: called first in every thread made here (an NPU must be set in each thread that touches it).
         """
         self.name = name
         self.timeout_s = timeout_s
         self.openings = 0
         self.late_calls = 0
         self._probe = probe
+        self._begin_thread = begin_thread
         self._probe_after_s = probe_after_s
         self._failures_to_open = failures_to_open
         self._most = threads
@@ -177,6 +180,7 @@ class Guard:
         return False
 
     def _work(self) -> None:
+        self._begin_thread()
         while True:
             with self._lock:
                 self._idle += 1
@@ -225,6 +229,7 @@ class Guard:
         ).start()
 
     def _probe_until_up(self, pause_s: float) -> None:
+        self._begin_thread()
         reason = ""
         while not self._closed.wait(pause_s):
             pause_s = self._probe_after_s

@@ -41,8 +41,11 @@ class MooncakeStore:
     `on_failure` says when.
     """
 
-    def __init__(self, config: MooncakeConfig) -> None:
+    def __init__(self, config: MooncakeConfig, *, begin_thread: Callable[[], None] = lambda: None) -> None:
         """Begins to connect, in the background; until that succeeds every call raises StoreUnavailableError.
+
+        `begin_thread` is called first in every thread that calls Mooncake: where registered memory is an NPU's, each
+        has to set the device.
 
         Raises:
             StoreError: Mooncake is not installed.
@@ -64,17 +67,20 @@ class MooncakeStore:
             failures_to_open=config.failures_to_open,
             probe_after_s=config.probe_after_s,
             is_open=True,
+            begin_thread=begin_thread,
         )
 
     @classmethod
-    def connect(cls, config: MooncakeConfig, *, wait_s: float = 10.0) -> Self:
+    def connect(
+        cls, config: MooncakeConfig, *, wait_s: float = 10.0, begin_thread: Callable[[], None] = lambda: None
+    ) -> Self:
         """Connects, and waits for it.
 
         Raises:
             StoreUnavailableError: not within `wait_s`.
             StoreError: Mooncake is not installed.
         """
-        store = cls(config)
+        store = cls(config, begin_thread=begin_thread)
         if not store.guard.wait_until_up(wait_s):
             store.close()
             raise StoreUnavailableError(f"no Mooncake master at {config.master} within {wait_s} s")

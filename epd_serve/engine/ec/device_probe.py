@@ -1,0 +1,132 @@
+"""Which way features come from which encoder: decided by trying, once per life of an encoder. Pure.
+
+Two processes on one NPU cannot connect before CANN 9.1 (reference/ascend.md, "Same-NPU transfer trap"), and what else
+keeps a pair apart (a fabric, a firewall, a refused registration) is not known before it is tried. So a consumer that
+hears of an encoder's life for the first time fetches its probe object into the slabs of all its workers:
+
+    (unheard of) --meet--> PROBING --fetched--> DEVICE
+                           PROBING --failed `_TRIES` times--> ARENA
+
+Until DEVICE is decided, and after ARENA is, features of that encoder come through the arena: nothing is tried at a
+request's expense. `ArenaNeed` is the encoder's half: it puts into the arena as long as somebody may need that.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+_TRIES = 5
+_PAUSE_S = 0.5
+_MOST_LIVES = 256
+
+
+class Path(enum.Enum):
+    PROBING = "probing"
+    DEVICE = "device"
+    ARENA = "arena"
+
+
+@dataclass
+class _Pair:
+    path: Path = Path.PROBING
+    tries: int = 0
+    next_at: float = 0.0
+    under_way: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How features come from this life of an encoder; `reason`: why not device to device."""
+
+    encoder: str
+    path: Path
+    reason: str = ""
+
+
+@dataclass
+class PairProbe:
+    """Verdicts by incarnation of the encoder. Not thread-safe."""
+
+    refusal: str = ""  # why this instance has no device path at all
+    _pairs: OrderedDict[str, _Pair] = field(default_factory=OrderedDict)
+
+    def path(self, encoder: str) -> Path:
+        pair = self._pairs.get(encoder)
+        return pair.path if pair is not None else Path.PROBING
+
+    def meet(self, encoder: str) -> Verdict | None:
+        """An encoder was heard of. The verdict, if one is due already."""
+        if encoder in self._pairs:
+            return None
+        pair = self._pairs[encoder] = _Pair()
+        if len(self._pairs) > _MOST_LIVES:
+            self._pairs.popitem(last=False)
+        if not self.refusal:
+            return None
+        pair.path = Path.ARENA
+        return Verdict(encoder, Path.ARENA, self.refusal)
+
+    def refuse(self, reason: str) -> list[Verdict]:
+        """This instance cannot take features into device memory: for all encoders, also those to come."""
+        self.refusal = reason
+        verdicts = []
+        for encoder, pair in self._pairs.items():
+            if pair.path is not Path.ARENA:
+                pair.path = Path.ARENA
+                verdicts.append(Verdict(encoder, Path.ARENA, reason))
+        return verdicts
+
+    def due(self, now: float) -> list[str]:
+        """Encoders to probe now."""
+        due = [
+            encoder
+            for encoder, pair in self._pairs.items()
+            if pair.path is Path.PROBING and not pair.under_way and now >= pair.next_at
+        ]
+        for encoder in due:
+            self._pairs[encoder].under_way = True
+        return due
+
+    def tried(self, encoder: str, failure: str, now: float) -> Verdict | None:
+        """How a probe ended; `failure` "" when it came through."""
+        pair = self._pairs.get(encoder)
+        if pair is None or pair.path is not Path.PROBING:
+            return None
+        pair.under_way = False
+        pair.tries += 1
+        pair.next_at = now + _PAUSE_S
+        if failure and pair.tries < _TRIES:
+            return None
+        pair.path = Path.ARENA if failure else Path.DEVICE
+        return Verdict(encoder, pair.path, failure)
+
+    def probing(self) -> bool:
+        return any(pair.path is Path.PROBING for pair in self._pairs.values())
+
+
+class ArenaNeed:
+    """The encoder's half: whether its features must be in the arena too.
+
+    `consumers`: instances that take its features by the device path when they can. Needed until each of them said that
+    it reaches this life of the encoder; a consumer that restarts and says otherwise makes it needed again.
+    """
+
+    def __init__(self, incarnation: str, consumers: Iterable[str]) -> None:
+        self._incarnation = incarnation
+        self._without = set(consumers)
+
+    @property
+    def needed(self) -> bool:
+        return bool(self._without)
+
+    def hear(self, instance: str, encoder: str, path: str) -> None:
+        """An announcement `FeaturePath`."""
+        if encoder != self._incarnation:
+            return
+        if path == Path.DEVICE.value:
+            self._without.discard(instance)
+        else:
+            self._without.add(instance)

@@ -1,0 +1,189 @@
+"""Device memory as transfers need it: flat slabs at aligned addresses, copies in stream order, fences, checks.
+
+One protocol, `DeviceMemory`; `HostMemory`, `CudaMemory` and `NpuMemory` here, `npu_ops.fake.FakeDevice` for tests. Who
+transfers must keep the rules of the strictest of them, the NPU:
+
+1. every thread calls `enter_thread` before it touches the device;
+2. what is handed to a transport starts at a multiple of `alignment`;
+3. a transport reads and writes memory without regard to streams: wait for a `fence` recorded after the last queued
+   write before it reads, and after the last queued read before it writes.
+
+NPU contract. The symbols called for an NPU, here and in `fences.py`, and where reference/ascend.md has them:
+
+    torch.npu.set_device          "Mooncake on Ascend" (every thread first), "Devices"
+    event.synchronize             "Mooncake on Ascend" (may hang before CANN 8.5.RC1)
+    torch.npu.Event, event.record "KV cache on Ascend" (vllm-ascend records one event per layer)
+    2 MB alignment, 256 regions   "Mooncake on Ascend"
+
+All else is torch (`empty`, `copy_`, `data_ptr`, views, `sum`). No stream is created on an NPU: reference/ascend.md says
+nothing of it, so copies queue on the thread's current stream there. `total` is trusted only after `proves_total`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from npu_ops.fences import fence
+
+NPU_ALIGNMENT = 2 << 20
+MAX_REGIONS = 256
+
+
+class DeviceMemoryError(RuntimeError):
+    """The device refused: no memory, or a rule above was broken."""
+
+
+@dataclass(frozen=True)
+class DeviceBlock:
+    """Memory that its owner keeps for life. `data` is flat uint8 on the device; `address` is that of its first byte."""
+
+    data: torch.Tensor
+    address: int
+    nbytes: int
+
+
+class DeviceMemory(Protocol):
+    """One device's memory, for one process.
+
+    Attributes:
+        name: `cpu`, `cuda:0`, `npu:3`.
+        alignment: what the address of a registered region must be a multiple of.
+        host_visible: the CPU may read the bytes in place, at memory speed.
+    """
+
+    name: str
+    alignment: int
+    host_visible: bool
+
+    def enter_thread(self) -> None:
+        """Binds the calling thread to the device (rule 1), with a stream of its own where the device lets it."""
+
+    def allocate(self, nbytes: int, alignment: int | None = None) -> DeviceBlock:
+        """Uninitialised memory at a multiple of `alignment` (default: the device's)."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queues a copy of equal-sized flat bytes on this thread's stream; `source` may be small host memory."""
+
+    def clone(self, source: torch.Tensor) -> torch.Tensor:
+        """Queues a copy into new memory of the device's allocator."""
+
+    def fence(self) -> Callable[[], None]:
+        """Recorded on this thread's stream; the returned function waits for it, in any thread that has entered."""
+
+    def to_host(self, source: torch.Tensor) -> torch.Tensor:
+        """A host copy, after all that this thread's stream has queued."""
+
+    def total(self, source: torch.Tensor) -> int:
+        """The sum of flat bytes read as little-endian int32 words, modulo 2^64, computed on the device."""
+
+
+class _TorchMemory:
+    """What torch does alike on every device."""
+
+    host_visible = False
+
+    def __init__(self, device: torch.device, alignment: int) -> None:
+        self.device = device
+        self.name = str(device)
+        self.alignment = alignment
+
+    def enter_thread(self) -> None:
+        """Nothing to bind."""
+
+    def allocate(self, nbytes: int, alignment: int | None = None) -> DeviceBlock:
+        step = self.alignment if alignment is None else alignment
+        try:
+            raw = torch.empty(nbytes + step, dtype=torch.uint8, device=self.device)
+        except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors on every device
+            raise DeviceMemoryError(f"{self.name} has no {nbytes} bytes: {error}") from error
+        data = raw[-raw.data_ptr() % step :][:nbytes]
+        return DeviceBlock(data, data.data_ptr(), nbytes)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        # Host memory may be pageable and gone the next moment: only copies within the device are left to the stream.
+        target.copy_(source, non_blocking=source.device.type != "cpu")
+
+    def clone(self, source: torch.Tensor) -> torch.Tensor:
+        return source.clone()
+
+    def fence(self) -> Callable[[], None]:
+        return fence(self.device)
+
+    def to_host(self, source: torch.Tensor) -> torch.Tensor:
+        return source.to("cpu", copy=True)
+
+    def total(self, source: torch.Tensor) -> int:
+        return whole_words(source).sum(dtype=torch.int64).item() % (1 << 64)
+
+
+class HostMemory(_TorchMemory):
+    """The CPU: device memory is host memory, all copies are done when they return."""
+
+    host_visible = True
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), 64)
+
+
+class CudaMemory(_TorchMemory):
+    """A CUDA device. Our threads get streams of their own, so that a copy does not queue behind the next step."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(torch.device("cuda", index), NPU_ALIGNMENT)
+        self._streams = threading.local()
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self.device)
+        if not hasattr(self._streams, "own"):
+            self._streams.own = torch.cuda.Stream(self.device)
+        torch.cuda.set_stream(self._streams.own)
+
+
+class NpuMemory(_TorchMemory):
+    """An Ascend NPU. See the contract in the module docstring."""
+
+    def __init__(self, index: int) -> None:
+        import torch_npu  # noqa: F401  (makes torch.npu; imported late: it needs CANN's shared libraries)
+
+        super().__init__(torch.device("npu", index), NPU_ALIGNMENT)
+
+    def enter_thread(self) -> None:
+        torch.npu.set_device(self.device)
+
+
+def open_memory(kind: str, index: int = 0) -> DeviceMemory:
+    """The memory of a device of this process. `kind`: `cpu`, `cuda` or `npu`, as vLLM's platform names it."""
+    if kind == "cpu":
+        return HostMemory()
+    if kind == "cuda":
+        return CudaMemory(index)
+    if kind == "npu":
+        return NpuMemory(index)
+    raise DeviceMemoryError(f"no device memory of kind {kind!r}: cpu, cuda or npu")
+
+
+def whole_words(data: torch.Tensor) -> torch.Tensor:
+    """The int32 words of flat bytes; up to three last bytes are left out."""
+    return data[: data.numel() // 4 * 4].view(torch.int32)
+
+
+def proves_total(memory: DeviceMemory) -> str | None:
+    """Why `memory.total` cannot be trusted on this device, or None: it is tried on words whose sum is known.
+
+    Not every device sums int32 into int64; this asks it instead of assuming. The calling thread has entered.
+    """
+    words = torch.tensor([2**31 - 1] * 513 + [-(2**31)] * 3 + [-1, 7], dtype=torch.int32)
+    expected = int(words.sum(dtype=torch.int64).item()) % (1 << 64)
+    pattern = words.view(torch.uint8)
+    try:
+        block = memory.allocate(pattern.numel())
+        memory.copy(block.data, pattern)
+        found = memory.total(block.data)
+    except RuntimeError as error:
+        return f"{memory.name} cannot sum on the device: {error}"
+    return None if found == expected else f"{memory.name} sums int32 words to {found} instead of {expected}"
