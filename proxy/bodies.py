@@ -1,4 +1,4 @@
-"""The bodies that each stage gets, made from one client body. Pure.
+"""The bodies that each stage gets, made from one client body. Pure. With which media is `proxy/delivery.py`'s choice.
 
 E sees only its share of the items; D sees the client's request; P sees the same prompt but is asked for one token,
 so that its answer costs nothing. Whatever can change the prompt is kept in both, or P's KV would not fit D's tokens.
@@ -6,13 +6,14 @@ so that its answer costs nothing. Whatever can change the prompt is kept in both
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from epd_serve.instances import Instance
-from epd_serve.wire import MISSING_XARG
+from epd_serve.wire import ENCODE_AGAIN_XARG
+from proxy.directory import Metadata
 from proxy.media import LoadedItem
-from proxy.parts import rewritten_part
+from proxy.parts import placeholder_part, rewritten_part
 from proxy.request import ParsedRequest
 
 # Concern sampling or the form of the answer, never the prompt. `response_format`, `tools` and `tool_choice` stay:
@@ -42,22 +43,40 @@ def base_body(request: ParsedRequest, items: Sequence[LoadedItem], cache_salt: s
     return body
 
 
-def without_features(base: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """Tell the prefilling stage which items no encoder produced, so that it does not wait for them."""
-    return {**base, "vllm_xargs": {**(base.get("vllm_xargs") or {}), MISSING_XARG: ",".join(keys)}}
+def placeholder_body(
+    base: Mapping[str, Any], items: Sequence[LoadedItem], metadata: Mapping[str, Metadata]
+) -> dict[str, Any]:
+    """`base` with every item's metadata in place of its media. `metadata` has all of their keys."""
+    messages = list(base["messages"])
+    for item in items:
+        ref = item.ref
+        content = list(messages[ref.message]["content"])
+        content[ref.part] = placeholder_part(ref, metadata[item.key], uuid=item.key)
+        messages[ref.message] = {**messages[ref.message], "content": content}
+    return {**base, "messages": messages}
 
 
-def encode_body(base: Mapping[str, Any], items: Iterable[LoadedItem]) -> dict[str, Any]:
-    """A chat request of media parts only. The answer's text is of no interest."""
+def with_xargs(base: Mapping[str, Any], **words: str) -> dict[str, Any]:
+    """`base` with words for the connectors of the stage, beside the client's own `vllm_xargs`."""
+    return {**base, "vllm_xargs": {**(base.get("vllm_xargs") or {}), **words}}
+
+
+def encode_body(base: Mapping[str, Any], items: Iterable[LoadedItem], again: Collection[str] = ()) -> dict[str, Any]:
+    """A chat request of media parts only. The answer's text is of no interest.
+
+    Args:
+        again: keys that the encoder must encode even where it believes that they are there.
+    """
     parts = [base["messages"][item.ref.message]["content"][item.ref.part] for item in items]
     kept = ("mm_processor_kwargs", "media_io_kwargs", "cache_salt")
-    return {
+    body = {
         "model": base["model"],
         "messages": [{"role": "user", "content": parts}],
         "max_tokens": 1,
         "stream": False,
         **{name: base[name] for name in kept if base.get(name) is not None},
     }
+    return with_xargs(body, **{ENCODE_AGAIN_XARG: ",".join(sorted(again))}) if again else body
 
 
 def prefill_body(base: Mapping[str, Any], transfer_id: str, prefill: Instance) -> dict[str, Any]:
