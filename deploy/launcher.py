@@ -146,7 +146,7 @@ class _Session:
         from proxy.server import serve
 
         config = self.blueprint.config
-        app = create_app(build_proxy_settings(self.blueprint), table)
+        app = create_app(build_proxy_settings(self.blueprint, self.run.arena), table)
         await serve(app, config.host, config.port, sockets=[self.listening], grace_s=DRAIN_S)
 
     async def _until_stopped(
