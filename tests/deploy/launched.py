@@ -64,8 +64,15 @@ class FakeLaunch:
 
     @property
     def run_path(self) -> Path:
-        (path,) = (path for path in self.root.iterdir() if (path / "launcher.json").exists())
-        return path
+        """Of this launch: several may share the root."""
+        (path,) = (
+            path for path in self.root.glob("*/launcher.json") if json.loads(path.read_text())["pid"] == self.pid
+        )
+        return path.parent
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     def stage_pid(self, instance: str) -> int:
         lines = (self.run_path / "groups.jsonl").read_text().splitlines()
