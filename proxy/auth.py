@@ -53,8 +53,8 @@ def _key_of(authorization: str | None, api_keys: Sequence[str]) -> bytes:
     return given
 
 
-def _named(headers: Headers, tenant_header: str | None) -> str:
-    values = headers.getlist(tenant_header) if tenant_header is not None else []
+def _named(headers: Headers, tenant_header: str) -> str:
+    values = headers.getlist(tenant_header) if tenant_header else []
     if len(values) > 1:  # the gateway's and the client's: which one is whose cannot be told
         raise RequestError(f"The header {tenant_header} must be sent once.", param=tenant_header)
     return values[0].strip() if values else ""

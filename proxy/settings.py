@@ -97,8 +97,8 @@ class ProxySettings:
         retries: further attempts after a stage failed before the first byte.
         max_in_flight: requests held at once; beyond it the answer is 429.
         api_keys: accepted bearer tokens; empty means no authentication. Each is a tenant.
-        tenant_header: request header whose value names the tenant, set by a gateway that is trusted to; None to heed
-            none. A request without it belongs to the default tenant.
+        tenant_header: request header whose value names the tenant, set by a gateway that is trusted to; empty to
+            heed none. A request without it belongs to the default tenant.
         shared_features: all tenants share features (they can tell by the time taken that somebody else sent the same
             picture). Prefix caches stay apart.
         modalities: what the model takes (`image`, `video`, `audio`), or None to leave it to the stages to refuse.
@@ -120,7 +120,7 @@ class ProxySettings:
     max_n: int = 64
     max_in_flight: int = 2048
     api_keys: tuple[str, ...] = ()
-    tenant_header: str | None = None
+    tenant_header: str = ""
     shared_features: bool = False
     modalities: frozenset[str] | None = None
     send_pixels: str = "auto"
@@ -137,7 +137,7 @@ class ProxySettings:
             raise ConfigError("retries must not be negative", param="retries")
         if any(not key for key in self.api_keys):
             raise ConfigError("an API key is empty", param="api_keys")
-        if self.tenant_header is not None and not HEADER_NAME.fullmatch(self.tenant_header):
+        if self.tenant_header and not HEADER_NAME.fullmatch(self.tenant_header):
             raise ConfigError(f"tenant_header {self.tenant_header!r} is no header name", param="tenant_header")
         _require_one_of("send_pixels", self.send_pixels, SEND_PIXELS)
         _require_one_of("on_missing_feature", self.on_missing_feature, ON_MISSING_FEATURE)
@@ -146,7 +146,7 @@ class ProxySettings:
 
     @property
     def tells_tenants_apart(self) -> bool:
-        return bool(self.api_keys) or self.tenant_header is not None
+        return bool(self.api_keys or self.tenant_header)
 
 
 def _require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
