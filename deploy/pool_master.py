@@ -125,4 +125,5 @@ class MasterNews:
 
     def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float) -> None:
         if retry_in_s > 0:
+            reason = reason.partition("; its log ends with: ")[0]  # its last line tells nothing about a kill
             self._tell(f"{stage} is down: {reason}; features stay on their host; restart in {retry_in_s:g} s")

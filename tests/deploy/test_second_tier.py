@@ -80,7 +80,7 @@ def test_a_killed_master_is_back_on_its_ports_and_gone_after_the_launch(launch: 
     second = master_pid(one)
     wait_until(lambda: one.instances()["E0"]["up"], "the stages never noticed")
     _, err = one.end(signal.SIGINT)
-    assert "mooncake_master is down: killed by SIGKILL" in err
+    assert "mooncake_master is down: killed by SIGKILL (out of memory?); features stay on their host; restart in" in err
     assert "mooncake_master is back; features of the second tier were lost" in err
     assert processes.stat(second) is None
     one.assert_nothing_remains(launch_id)
