@@ -7,11 +7,10 @@ and recorded for the reaper. A restart loses the index and with it every feature
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deploy.environment import stage_environment
+from deploy.environment import module_command, module_path, stage_environment
 from deploy.listeners import listeners
 from deploy.mm_store import MASTER_PROGRAM, master_program
 from deploy.ports import free_ports
@@ -61,8 +60,8 @@ class PoolMaster:
         return StageSpec(MASTER_PROGRAM, host, self.settings.metrics_port, log, lambda _: self._spawn(), what="the")
 
     def _spawn(self) -> Spawn:
-        tied = (sys.executable, "-m", "deploy.tied", *self.command(self.settings))
-        return Spawn(tied, stage_environment({}, self.run.path, "cpu"))
+        tied = module_command("deploy.tied", *self.command(self.settings))
+        return Spawn(tied, {**stage_environment({}, self.run.path, "cpu"), "PYTHONPATH": module_path()})
 
 
 def mooncake_command(settings: MasterSettings) -> tuple[str, ...]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from deploy.environment import module_command, module_environment
 from deploy.placement_table import table
 from deploy.pool_report import PoolReport, ask_master, pool_keys
 from deploy.running_launches import RunningLaunch, choose_launch
@@ -143,7 +143,8 @@ def _clear_pool(master: str, metrics: str, removed: set[str], leased: set[str]) 
     if not keys:
         return 0
     purging = subprocess.run(
-        [sys.executable, "-m", "store.purge", master],
+        module_command("store.purge", master),
+        env=module_environment(),
         input="\n".join(sorted(keys)),
         capture_output=True,
         text=True,

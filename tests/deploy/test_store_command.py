@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from deploy.cli import main
+from deploy.environment import module_command, module_environment
 from deploy.pool_report import Segment, parse_metrics
 from deploy.second_tier import recorded_pool
-from deploy.store_command import size
+from deploy.store_command import NAMESPACE, size
 from store.arena import Arena
+from store.mooncake_client import MooncakeConfig
 from tests.deploy import fake_master
 from tests.deploy.launched import FakeLaunch
 
@@ -111,6 +113,17 @@ def test_metrics_of_a_master_are_read() -> None:
     assert report.segments == (Segment("127.0.0.1:14027", 1000, 4096),)
     assert (report.features, report.capacity_bytes) == (3, 4096)
     assert parse_metrics("").segments == ()
+
+
+def test_the_namespace_that_is_cleared_is_the_one_that_stages_use() -> None:
+    assert MooncakeConfig(master="m:1").namespace == NAMESPACE
+
+
+def test_our_modules_are_found_where_the_working_directory_has_others_of_their_name(tmp_path: Path) -> None:
+    (tmp_path / "deploy").mkdir()
+    (tmp_path / "deploy" / "__init__.py").write_text("raise RuntimeError('not ours')")
+    command = module_command("deploy.tied", "/bin/true")
+    subprocess.run(command, env=module_environment(), cwd=tmp_path, check=True, timeout=20)
 
 
 @pytest.mark.mooncake
