@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from deploy.cli import main
 from deploy.environment import module_command, module_environment
+from deploy.listeners import exposed, listeners
 from deploy.pool_report import Segment, parse_metrics
 from deploy.second_tier import recorded_pool
 from deploy.store_command import NAMESPACE, size
@@ -147,6 +149,8 @@ def test_clear_reaches_the_second_tier(launch: Callable[..., FakeLaunch], capsys
     )
     try:
         assert process.stdout is not None and process.stdout.readline().strip() == "stored"
+        assert any(port.everywhere for port in listeners([process.pid])), "as Mooncake binds them"
+        assert asyncio.run(exposed([process.pid], "127.0.0.1")) == [], "and as we narrow them"
         pool = ask_json(capsys, one.root, "stat")["pool"]
         assert (pool["features"], len(pool["segments"])) == (1, 1)
         assert ask_json(capsys, one.root, "clear")["pool_removed"] == 1
