@@ -6,7 +6,8 @@ so that its answer costs nothing. Whatever can change the prompt is kept in both
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from epd_serve.instances import Instance
@@ -29,15 +30,9 @@ INTERNAL_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 
 def base_body(request: ParsedRequest, items: Sequence[LoadedItem], cache_salt: str | None) -> dict[str, Any]:
     """The client's body with every media item loaded, keyed and inlined, and the tenant's salt."""
-    body = dict(request.body)
-    if items:
-        messages = list(body["messages"])
-        for item in items:
-            ref = item.ref
-            content = list(messages[ref.message]["content"])
-            content[ref.part] = rewritten_part(content[ref.part], ref, source=item.source, uuid=item.key)
-            messages[ref.message] = {**messages[ref.message], "content": content}
-        body["messages"] = messages
+    body = _with_parts(
+        request.body, items, lambda item, part: rewritten_part(part, item.ref, source=item.source, uuid=item.key)
+    )
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
     return body
@@ -47,13 +42,17 @@ def placeholder_body(
     base: Mapping[str, Any], items: Sequence[LoadedItem], metadata: Mapping[str, Metadata]
 ) -> dict[str, Any]:
     """`base` with every item's metadata in place of its media. `metadata` has all of their keys."""
-    messages = list(base["messages"])
-    for item in items:
-        ref = item.ref
-        content = list(messages[ref.message]["content"])
-        content[ref.part] = placeholder_part(ref, metadata[item.key], uuid=item.key)
-        messages[ref.message] = {**messages[ref.message], "content": content}
-    return {**base, "messages": messages}
+    return _with_parts(base, items, lambda item, _: placeholder_part(item.ref, metadata[item.key], uuid=item.key))
+
+
+def renamed_body(base: Mapping[str, Any], items: Sequence[LoadedItem]) -> dict[str, Any]:
+    """`base` with its media under names that are not those of any feature (`media_name`)."""
+    return _with_parts(base, items, lambda item, part: {**part, "uuid": media_name(item.key)})
+
+
+def media_name(key: str) -> str:
+    """Another name for the item of `key`, the same one every time."""
+    return hashlib.sha256(b"epd-serve/media/" + key.encode()).hexdigest()
 
 
 def with_xargs(base: Mapping[str, Any], **words: str) -> dict[str, Any]:
@@ -96,3 +95,20 @@ def public_answer(answer: dict[str, Any], *, keep_token_ids: bool) -> dict[str, 
     """A stage's JSON answer without what only stages may see. Prompt token ids stay if the client asked for them."""
     internal = INTERNAL_FIELDS if keep_token_ids else (*INTERNAL_FIELDS, "prompt_token_ids")
     return {name: value for name, value in answer.items() if name not in internal}
+
+
+def _with_parts(
+    body: Mapping[str, Any],
+    items: Sequence[LoadedItem],
+    rewritten: Callable[[LoadedItem, Mapping[str, Any]], Mapping[str, Any]],
+) -> dict[str, Any]:
+    """A copy of `body` with the part of every item rewritten."""
+    if not items:
+        return dict(body)
+    messages = list(body["messages"])
+    for item in items:
+        ref = item.ref
+        content = list(messages[ref.message]["content"])
+        content[ref.part] = rewritten(item, content[ref.part])
+        messages[ref.message] = {**messages[ref.message], "content": content}
+    return {**body, "messages": messages}

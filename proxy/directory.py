@@ -45,12 +45,15 @@ class FeatureDirectory:
 
     Args:
         holds: asks the arena of this host: True, False, or None where there is none to ask (or no answer).
+
+    `has_had_metadata`: some encoder has given some item's metadata.
     """
 
     def __init__(self, limit: int, *, holds: Callable[[str], bool | None] = lambda _: None) -> None:
         self._limit = limit
         self._holds = holds
         self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self.has_had_metadata = False
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -115,6 +118,7 @@ class FeatureDirectory:
         return self._entries.get(key, Entry())
 
     def _set(self, key: str, entry: Entry) -> None:
+        self.has_had_metadata = self.has_had_metadata or entry.metadata is not None
         self._entries[key] = entry
         self._entries.move_to_end(key)
         if len(self._entries) > self._limit:

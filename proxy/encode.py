@@ -128,7 +128,7 @@ class EncodeStep:
     def _with_features(self, job: Job, missing: Sequence[str]) -> Job:
         known = {item.key: self._directory.metadata(item.key) for item in job.items}
         metadata = {key: fields for key, fields in known.items() if fields is not None}
-        return replace(job, features=Features(tuple(missing), metadata))
+        return replace(job, features=Features(tuple(missing), metadata, self._directory.has_had_metadata))
 
 
 def _distinct(job: Job) -> list[LoadedItem]:

@@ -96,7 +96,7 @@ class GenerateStep:
     async def _run_attempt(self, job: Job, delivery: Delivery, route: Route, sink: ClientSink) -> None:
         if job.items and route.path.encode:
             self._metrics.deliveries.labels(delivery.value).inc()
-        base = delivered(job, delivery) if route.path.encode else job.base
+        base = delivered(job, delivery, self._settings) if route.path.encode else job.base
         await self._attempt.run(job, base, route, sink)
 
     def _retry_pause_s(self, progress: _Progress, failure: EpdError, route: Route) -> float:
@@ -136,7 +136,7 @@ class GenerateStep:
         if told and self._settings.on_missing_feature == "reencode" and not progress.encoded_again:
             progress.encoded_again = True
             progress.job = await self._encode.again(job, lost)
-            progress.delivery = delivery_after_encoding_again(delivery, progress.job)
+            progress.delivery = delivery_after_encoding_again(delivery, progress.job, self._settings)
         else:
             progress.job = _given_up(job, missing.keys) if missing is not None else job
             progress.delivery = Delivery.PIXELS

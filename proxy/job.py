@@ -19,10 +19,12 @@ class Features:
     Attributes:
         missing: keys of items that no encoder produced; the prefilling stage encodes them from the media.
         metadata: what stands in for the media, by key, where that is known.
+        metadata_in_use: the encoders of this deployment give metadata, for whatever item.
     """
 
     missing: tuple[str, ...] = ()
     metadata: Mapping[str, Metadata] = field(default_factory=dict)
+    metadata_in_use: bool = False
 
 
 @dataclass(frozen=True)

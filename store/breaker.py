@@ -92,12 +92,18 @@ class Guard:
         return "down" if self._open or self._closed.is_set() else "up"
 
     def call(
-        self, fn: Callable[[], T], *, timeout_s: float | None = None, on_failure: Callable[[], None] = _nothing
+        self,
+        fn: Callable[[], T],
+        *,
+        timeout_s: float | None = None,
+        on_failure: Callable[[], None] = _nothing,
+        proof: bool = True,
     ) -> T:
         """`fn()`, on a thread of this guard.
 
         When this raises, whatever it raises, `on_failure` runs exactly once, as soon as `fn` runs no more: at once, or,
         when it was given up, whenever it ends. Memory that `fn` touches is handed back there and nowhere else.
+        `proof`: an answer shows that the whole thing works, so earlier failures do not count any more.
 
         Raises:
             StoreUnavailableError: past the deadline, the breaker is open, or every thread is stuck.
@@ -121,7 +127,7 @@ class Guard:
             )
         if isinstance(call.error, StoreUnavailableError):
             self._failed()
-        else:
+        elif proof:
             self._failures = 0
         if call.error is not None:
             on_failure()

@@ -30,8 +30,8 @@ _ENVIRONMENT = {
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",  # a peer that is stopped: the call ends after that long, not after 30 s
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
     "MC_LOG_LEVEL": "ERROR",
-    "GLOG_minloglevel": "3",  # it reports every refusal and its own start as errors; we report them by their codes
 }
+LEAST_SEGMENT_BYTES = 16 << 20
 INSTALL = "pip install 'epd-serve[mooncake]' (mooncake-cuda or mooncake-npu there), and apt-get install libibverbs1"
 
 Part = tuple[int, int]  # address, bytes; within registered memory
@@ -46,7 +46,7 @@ class MooncakeConfig:
         host: the address of this machine that peers connect to.
         protocol: `tcp`, `rdma` or `ascend`.
         device_names: network devices, comma-separated; "" lets Mooncake choose.
-        segment_bytes: memory given to the store; what this process puts is placed there first. 0: none.
+        segment_bytes: memory given to the store, 16 MiB or more; what this process puts is placed there first. 0: none.
         buffer_bytes: Mooncake's own buffers; we transfer from and to registered memory, so they stay small.
         timeout_s: deadline of a call, and
         bytes_per_s: the slowest transfer that is worth waiting for: it gets `nbytes / bytes_per_s` on top.
@@ -67,6 +67,12 @@ class MooncakeConfig:
     failures_to_open: int = 2
     probe_after_s: float = 1.0
     namespace: str = "epd/"
+
+    def __post_init__(self) -> None:
+        if 0 < self.segment_bytes < LEAST_SEGMENT_BYTES:
+            raise StoreError(
+                f"Mooncake takes no segment of {self.segment_bytes} bytes: 0, or {LEAST_SEGMENT_BYTES} and up"
+            )
 
 
 def load_mooncake(host: str) -> Any:

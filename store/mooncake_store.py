@@ -231,24 +231,27 @@ class MooncakeStore:
     def _call(self, fn: Callable[[], T], key: str, nbytes: int = 0, on_failure: Callable[[], None] = lambda: None) -> T:
         late_calls = self.guard.late_calls
         try:
-            return self.guard.call(fn, timeout_s=self.deadline_s(nbytes), on_failure=on_failure)
+            # The master alone answers calls that move no bytes: they say nothing of the owners.
+            return self.guard.call(fn, timeout_s=self.deadline_s(nbytes), on_failure=on_failure, proof=nbytes > 0)
         except StoreUnavailableError:
             if nbytes and self.guard.late_calls != late_calls:
                 self._suspect = self._name(key)
             raise
 
-    def _store(self, meta: FeatureMeta, address: int) -> bool:
+    def _store(self, meta: FeatureMeta, address: int) -> Outcome:
         patience_s = self.config.timeout_s / 2
         stored = store_value(self._connected(), self._name(meta.key), meta, address, self._scratch, patience_s)
-        self._counts["puts"] += stored
+        self._counts["puts"] += stored is Outcome.DONE
         return stored
 
     def _load(self, key: str, address: int, nbytes: int) -> FeatureMeta | None:
         return load_value(self._connected(), self._name(key), key, address, nbytes, self._scratch)
 
-    def _finished(self, key: str, stored: bool) -> None:
-        if not stored:
-            raise StoreUnavailableError(f"{key}: another writer has not finished it", retry_after_s=1.0)
+    def _finished(self, key: str, stored: Outcome) -> None:
+        if stored is Outcome.UNFINISHED:
+            raise StoreUnavailableError(f"{key}: another writer has not finished it")
+        if stored is Outcome.LOST:
+            raise StoreUnavailableError(f"{key}: put into the second tier, but cannot be read there yet")
 
     def _with_registered(self, memory: Bytes, transfer: Callable[[], T]) -> T:
         client, address = self._connected(), memory.ctypes.data

@@ -14,7 +14,7 @@ import numpy as np
 
 from store.checksum import Bytes
 from store.codec import TRAILER_BYTES, decode_trailer, encode_trailer
-from store.errors import CorruptFeatureError, StoreError, StoreFullError
+from store.errors import CorruptFeatureError, StoreFullError
 from store.feature import FeatureMeta
 from store.mooncake_client import MooncakeClient
 from store.mooncake_codes import Outcome
@@ -48,10 +48,11 @@ class Scratch:
 
 def store_value(
     client: MooncakeClient, name: str, meta: FeatureMeta, address: int, scratch: Scratch, patience_s: float
-) -> bool:
-    """Puts the payload at `address` under `name`. True when a value of this feature can be read back, ours or another.
+) -> Outcome:
+    """Puts the payload at `address` under `name`. `DONE`: a value of this feature can be read back, ours or another's.
 
-    False when another writer of the name has not finished within `patience_s`.
+    `UNFINISHED`: another writer of the name has not finished within `patience_s`. `LOST`: it went to memory whose owner
+    is gone, and the master does not know yet.
 
     Raises:
         StoreFullError: no room.
@@ -74,12 +75,10 @@ def store_value(
         while found is Outcome.UNFINISHED and time.monotonic() < deadline:
             time.sleep(_UNFINISHED_NAP_S)
             found = _read_back(client, name, meta, trailer)
-        if found is Outcome.DONE:
-            return True
-        if found is Outcome.UNFINISHED:
-            return False
+        if found in (Outcome.DONE, Outcome.UNFINISHED):
+            return found
         if time.monotonic() > deadline:
-            raise StoreError(f"{meta.key}: put into the second tier, but cannot be read there ({found.name.lower()})")
+            return Outcome.LOST
         client.remove(name)  # of an owner that is gone, or not what it should be
         if put is not Outcome.DONE:
             time.sleep(_RETRY_NAP_S)  # its memory is still offered by the master

@@ -113,7 +113,7 @@ async def test_one_item_without_metadata_is_reason_enough_for_pixels_of_all() ->
         c["E0"].script.append(encodes())
         assert (await c.ask(urls[0])).status_code == 200
         assert (await c.ask(*urls)).status_code == 200
-        assert kinds(c, "PD0") == ["metadata!", "pixels"]
+        assert kinds(c, "PD0") == ["metadata!", "pixels!"]
 
 
 async def test_items_whose_fields_differ_are_not_mixed() -> None:
@@ -123,7 +123,7 @@ async def test_items_whose_fields_differ_are_not_mixed() -> None:
         for url in urls:
             assert (await c.ask(url)).status_code == 200
         assert (await c.ask(*urls)).status_code == 200
-        assert kinds(c, "PD0") == ["metadata!", "metadata!", "pixels"]
+        assert kinds(c, "PD0") == ["metadata!", "metadata!", "pixels!"]
 
 
 async def test_unencoded_items_mean_pixels_that_p_does_not_wait_for() -> None:
@@ -145,7 +145,8 @@ async def test_a_lost_feature_is_followed_by_pixels_under_a_new_transfer_once_d_
         assert kinds(c, "P0") == kinds(c, "D0") == ["metadata!", "pixels"] and c["D0"].cancelled == 1
         first, second = (call.body["kv_transfer_params"]["transfer_id"] for call in c["D0"].calls)
         assert first != second
-        assert xargs(c["P0"].calls[1])[MISSING_XARG] == c["E0"].keys[0][0], "P need not look for it again"
+        [named], [again] = c["P0"].keys
+        assert named != again == xargs(c["P0"].calls[1])[MISSING_XARG], "nothing to wait for under that name"
         assert c.metric("epd_proxy_step_downs_total", failed="metadata", next="pixels", cause="evicted") == 1
         assert c.metric("epd_proxy_retries_total", stage="P0") == 0
         assert (await c.ask()).status_code == 200
@@ -188,7 +189,31 @@ async def test_refused_metadata_is_judged_again_with_the_media_and_not_trusted_a
         c["PD0"].script.append(refuses(400, "context overflow", "messages"))
         refused = await c.ask()
         assert refused.status_code == 400 and refused.json()["error"]["message"] == "context overflow"
-        assert kinds(c, "PD0")[2:] == ["pixels"]
+        assert kinds(c, "PD0")[2:] == ["pixels!"]
+
+
+async def test_where_metadata_travels_media_that_may_be_recomputed_never_has_a_features_name() -> None:
+    """vLLM would take it for the item that it was sent without its media (`proxy/delivery.py`)."""
+    urls = [data_url(picture(color=color)) for color in ("red", "blue")]
+    for config in (settings(), REENCODE):
+        async with cluster("E0", "PD0", config=config) as c:
+            c["E0"].script.extend([encodes(), encodes(), breaks])
+            c["E0"].usual = encodes(other=[1])
+            for lost in range(3):
+                c["PD0"].script.extend([loses(c)] * lost)
+                await c.ask(urls[0])
+                await c.ask(*urls)
+            features = {key for keys in c["E0"].keys for key in keys}
+            for call, keys in zip(c["PD0"].calls, c["PD0"].keys, strict=True):
+                named = features & set(keys)
+                assert named == set() if kind(call) == "pixels" else named == set(keys)
+            assert "pixels" in kinds(c, "PD0")
+
+
+async def test_where_no_encoder_gives_metadata_media_keeps_the_features_name_and_may_be_recomputed() -> None:
+    async with cluster("E0", "PD0") as c:
+        assert (await c.ask()).status_code == 200
+        assert kinds(c, "PD0") == ["pixels"] and c["PD0"].keys == c["E0"].keys
 
 
 async def test_with_reencode_the_lost_feature_is_encoded_elsewhere_and_metadata_sent_once_more() -> None:

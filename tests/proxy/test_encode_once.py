@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
 from epd_serve.wire import FeatureFailed, FeatureReady, StoreReport
 from proxy.policy import owners
+from store.arena import Arena
 from tests.proxy.fakes import (
     GRID,
     QUICK,
@@ -61,6 +64,23 @@ async def test_an_announced_feature_is_not_encoded_and_one_that_failed_is() -> N
         assert (await c.ask()).status_code == 200 and len(c["E0"].calls) == 1
         c.pipeline.hearsay.heard(FeatureFailed(key, "no room"))
         assert (await c.ask()).status_code == 200 and len(c["E0"].calls) == 2
+
+
+async def test_what_the_hosts_arena_holds_is_not_encoded_and_what_it_has_lost_is() -> None:
+    path = Path(f"/dev/shm/epd-test-{uuid4().hex}-arena")
+    arena = Arena.create(path, 16 * 4096, slots=8, owners=4)
+    try:
+        async with cluster("E0", "PD0", config=settings(arena=path)) as c:
+            assert (await c.ask()).status_code == 200
+            [[key]] = c["E0"].keys
+            arena.put(key, b"feature", shape=(7,), dtype="uint8")
+            assert (await c.ask()).status_code == 200 and len(c["E0"].calls) == 1
+            c.pipeline.hearsay.heard(FeatureReady(key, 7, "E0-life1"))
+            arena.remove(key)
+            assert (await c.ask()).status_code == 200 and len(c["E0"].calls) == 2
+    finally:
+        arena.close()
+        Arena.unlink(path)
 
 
 async def test_64_duplicates_over_two_encoders_and_two_proxies_are_encoded_where_they_meet() -> None:
