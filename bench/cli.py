@@ -15,10 +15,6 @@ from epd_serve.errors import EpdError
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["arena"]:  # a command of its own too: it reads `sys.argv`
-        sys.argv = ["epd-bench arena", *words[1:]]
-        arena.main()
-        return 0
     arguments = _parser().parse_args(words)
     signal.signal(signal.SIGTERM, _end)  # as Ctrl-C: what was started has to be stopped
     try:
@@ -34,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="MEASUREMENT")
     startup.add_arguments(commands.add_parser("startup", help="time to ready per layout, and of each stage alone"))
     ttft.add_arguments(commands.add_parser("ttft", help="time to first token of a picture, by layout and phase"))
-    commands.add_parser("arena", help="the arena's put and get against a plain copy")
+    arena.add_arguments(commands.add_parser("arena", help="the arena's put and get against a plain copy"))
     return parser
 
 
