@@ -1,0 +1,10 @@
+"""Features without a model: what measurements and tests hand to an encoder's producer in place of a vision tower's."""
+
+from __future__ import annotations
+
+import torch
+
+
+def random_feature(tokens: int, hidden: int, seed: int = 0) -> torch.Tensor:
+    """[tokens, hidden] in fp16, the same for the same seed."""
+    return torch.randn((tokens, hidden), generator=torch.Generator().manual_seed(seed)).to(torch.float16)
