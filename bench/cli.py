@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 import epd_serve
-from bench import arena, startup, ttft
+from bench import arena, duplicates, startup, transfer, ttft
 from epd_serve.errors import EpdError
 
 
@@ -31,6 +31,19 @@ def _parser() -> argparse.ArgumentParser:
     startup.add_arguments(commands.add_parser("startup", help="time to ready per layout, and of each stage alone"))
     ttft.add_arguments(commands.add_parser("ttft", help="time to first token of a picture, by layout and phase"))
     arena.add_arguments(commands.add_parser("arena", help="the arena's put and get against a plain copy"))
+    duplicates.add_arguments(
+        commands.add_parser("duplicates", help="encodes of one picture that many clients send at once")
+    )
+    transfers = commands.add_parser("transfer", help="what of a transfer between stages a request sees")
+    ways = transfers.add_subparsers(required=True, metavar="WAY")
+    transfer.add_arguments(
+        ways.add_parser(
+            "ep",
+            help="features from E to P",
+            description=transfer.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
     return parser
 
 

@@ -46,7 +46,7 @@ class Served:
     Attributes:
         name: the layout, or what its caller calls it. url: the proxy.
         ready_s: from the start of the process to its ready message; own_ready_s: what that says.
-        cpu_parts: its processes. traces: folder of the phase stamps.
+        cpu_parts: its processes. traces: folder of the phase stamps. run: its run directory, with the stages' sockets.
     """
 
     name: str
@@ -57,6 +57,7 @@ class Served:
     own_ready_s: float
     stages: tuple[Stage, ...]
     traces: Path = field(compare=False)
+    run: Path = field(compare=False, default=Path())
 
     def stage_url(self, role: str) -> str | None:
         """A stage's own server, past the proxy; None when no instance has that role."""
@@ -104,7 +105,8 @@ def served(layout: str, flags: Sequence[str] = (), *, name: str = "") -> Iterato
         ready_s = time.monotonic() - begun
         own_s, model, stages = message
         processes = parts(process.pid, _groups(Path(scratch) / "run"))
-        yield Served(name or layout, f"http://127.0.0.1:{port}", model, processes, ready_s, own_s, stages, traces)
+        (run,) = (found.parent for found in (Path(scratch) / "run").glob("*/groups.jsonl"))
+        yield Served(name or layout, f"http://127.0.0.1:{port}", model, processes, ready_s, own_s, stages, traces, run)
 
 
 def _groups(root: Path) -> dict[str, int]:

@@ -8,9 +8,9 @@ import os
 import pytest
 
 from bench.cli import main
+from bench.mechanism import paired_ratio
 from bench.phases import DIRECT
 from bench.processes import cpu_seconds, parts, since
-from bench.mechanism import paired_ratio
 from bench.record import ROOT, environment, flatten, write
 from bench.served import Served
 from bench.statistic import Spread, percentile

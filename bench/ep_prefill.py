@@ -1,0 +1,87 @@
+"""The prefill process of `epd-bench transfer ep`: the real `FeatureConsumer`, asked as vLLM's scheduler asks it.
+
+Emulated is the compute only. While P computes another prefill, its engine thread waits for the device and asks nothing:
+here it sleeps until the given time, as a thread does that waits for an NPU (on CPU stages the compute would also take
+cores away from the listener thread; that is not in these figures). After it, each turn of the loop is a scheduler
+step without tokens: ask the consumer, then sleep on the bell that its listener rings, as the connector does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import zmq
+
+from bench.children import Message, answering, commands
+from epd_serve import wire
+from epd_serve.engine.ec.consumer import FeatureConsumer
+from epd_serve.engine.sockets import Socket, open_socket, readable
+from epd_serve.engine.wake import idle_bell
+from epd_serve.wiring import StageWiring
+
+LIMIT_S = 30.0
+
+
+def main() -> None:
+    """Commands: `admit` a request (at a time, or a while after its feature was announced), or `release` requests."""
+    answer = answering()
+    told = commands()
+    config = next(told)
+    consumer = FeatureConsumer(StageWiring.from_json(config["wiring"]))
+    announced = open_socket(zmq.SUB)  # ours, not the consumer's: what tells a synchronous P that E has finished
+    announced.setsockopt(zmq.SUBSCRIBE, b"")
+    announced.connect(config["announced"])
+    answer(ready=True)
+    for command in told:
+        if command["do"] == "release":
+            consumer.release(command["requests"])
+            answer(released=True)
+        else:
+            _admit(consumer, announced, command, answer)
+    consumer.close()
+
+
+def _admit(consumer: FeatureConsumer, announced: Socket, command: Message, answer: Callable[..., None]) -> None:
+    """Answers twice: when it is armed, and how it went."""
+    request, key = command["request"], command["key"]
+    at = command.get("at", 0.0)
+    if command.get("after_announcement"):
+        answer(armed=True)
+        at += _heard(announced, key)
+    _compute_until(at)
+    asked = time.monotonic()
+    settled = consumer.ready_or_lost(request, [key])
+    if not command.get("after_announcement"):
+        answer(armed=True)
+    while not settled and time.monotonic() < asked + LIMIT_S:
+        idle_bell.wait()
+        settled = consumer.ready_or_lost(request, [key])
+    admitted = time.monotonic()
+    lease = consumer.pinned(key)
+    copied = 0.0
+    if lease is not None:
+        begun = time.monotonic()
+        np.frombuffer(lease.view(), np.uint8).copy()  # as the worker loads it, whatever the mode
+        copied = time.monotonic() - begun
+    answer(asked=asked, admitted=admitted, request_at=at, local=lease is not None, load_s=copied)
+
+
+def _compute_until(at: float) -> None:
+    while (left := at - time.monotonic()) > 0:
+        time.sleep(left)
+
+
+def _heard(announced: Socket, key: str) -> float:
+    """When the feature's announcement arrived. 0 when it did not in time: the request then asks at once."""
+    end = time.monotonic() + LIMIT_S
+    while readable(announced, max(0.0, end - time.monotonic())):
+        message = wire.announcements.decode(announced.recv())
+        if isinstance(message, wire.FeatureReady) and message.key == key:
+            return time.monotonic()
+    return 0.0
+
+
+if __name__ == "__main__":
+    main()
