@@ -19,11 +19,12 @@ from store.arena_file import make_file, map_file, open_file
 from store.arena_index import FeatureIndex
 from store.arena_layout import H_CORRUPT, H_HITS, H_MISSES, H_PUTS, S_OFFSET, SLOT_WORDS, WORD, Geometry, align_up
 from store.arena_lock import ArenaLock
+from store.arena_room import Room
 from store.arena_slots import Name, Record
 from store.arena_stats import read_stats
 from store.checksum import Buffer, Bytes, as_bytes, checksum, copy, copy_with_checksum
 from store.errors import CorruptFeatureError, StoreError
-from store.feature import FeatureMeta, StoreStats
+from store.feature import FeatureEntry, FeatureMeta, StoreStats
 from store.interface import FeatureStore
 from store.lease import Lease
 
@@ -145,6 +146,24 @@ class Arena:
             raise
         return True
 
+    def reserve(self, key: str, nbytes: int) -> Room | None:
+        """Room for a feature that something else will write, or None when it is there or being written.
+
+        As with `put`, it is readable only when it is committed, and the room of a process that dies is taken back.
+
+        Raises:
+            StoreFullError: no room without evicting leased features.
+            StoreError: no bytes, a key beyond the limits, or the arena does not answer.
+        """
+        record = Record.of(Name.of(key), (), "", nbytes)
+        with self._lock:
+            slot = self._index.reserve(record, self._row())
+            if not slot:
+                return None
+            self._writing += 1
+            offset = self._words[self._table + slot * SLOT_WORDS + S_OFFSET]
+            return Room(self, self._life, slot, offset, key, self._bytes[offset : offset + nbytes])
+
     def contains(self, key: str) -> bool:
         """See `FeatureStore.contains`."""
         name = Name.of(key)
@@ -203,6 +222,13 @@ class Arena:
             raise StoreError(f"arena: no {nbytes} bytes at {offset}")
         return self._features[offset : offset + nbytes]
 
+    def memory(self) -> Bytes:
+        """All room for features, writable, for a transport to register. While it is referenced it stays mapped.
+
+        A lease's bytes start at its `offset` here.
+        """
+        return self._bytes
+
     def remove(self, key: str) -> bool:
         """Makes a feature missing. See `FeatureStore.remove`."""
         name = Name.of(key)
@@ -214,6 +240,11 @@ class Arena:
         """Counters of all processes together."""
         with self._lock:
             return read_stats(self._words)
+
+    def entries(self) -> list[FeatureEntry]:
+        """Every readable feature, the least recently used first."""
+        with self._lock:
+            return self._index.entries()
 
     def close(self) -> None:
         """Ends all leases of this process and unmaps, as soon as no view is left. Any number of calls."""
@@ -253,6 +284,36 @@ class Arena:
             if not lease._released and lease._life is self._life:
                 self._index.unpin(lease._slot, self._row())
             lease._released = True
+
+    def _commit_room(self, room: Room, meta: FeatureMeta) -> Lease:
+        if meta.key != room.key or meta.nbytes != room.nbytes:
+            raise StoreError(f"room for {room.nbytes} bytes of {room.key}, not for {meta.nbytes} of {meta.key}")
+        record = Record.of(Name.of(meta.key), meta.shape, meta.dtype, meta.nbytes)
+        with self._lock:
+            if room._life is not self._life or room._ended or room._detached:
+                raise StoreError(f"room for {room.key}: it has ended")
+            self._index.slots.describe(room._slot, record)
+            self._index.commit(room._slot, meta.checksum)
+            self._writing -= 1
+            self._words[H_PUTS] += 1
+            room._ended = True
+            self._index.pin(room._slot, self._row())
+            return Lease(self, self._life, room._slot, room.offset, meta)
+
+    def _abandon_room(self, room: Room) -> None:
+        if room._life is not self._life:  # closed, or a fork since: reclaimed when the process that made it is gone
+            return
+        with self._lock:
+            if not room._ended and room._life is self._life:
+                room._ended = True
+                self._writing -= 1
+                self._index.discard(room._slot)
+
+    def _detach_room(self, room: Room) -> None:
+        with self._lock:
+            if not room._ended and not room._detached and room._life is self._life:
+                self._index.slots.disown(room._slot)
+                room._detached = True
 
     def _drop_corrupt(self, slot: int) -> None:
         with self._lock:

@@ -37,6 +37,7 @@ from store.arena_owners import OwnerTable
 from store.arena_rings import Ring, Space
 from store.arena_slots import Name, Record, SlotTable
 from store.errors import StoreFullError
+from store.feature import FeatureEntry
 
 _REAP_EVERY_NS = (
     1_000_000_000  # looking for the dead costs a /proc read per process; before StoreFullError we always do
@@ -92,7 +93,7 @@ class FeatureIndex:
         if checksum is not None:
             words[at + S_CHECKSUM] = checksum
             words[at + S_CHECKED] = 1
-        words[at + S_TICK] = words[H_TICK] = words[H_TICK] + 1
+        words[at + S_TICK] = self._tick()
         words[at + S_STATE] = READY
         words[H_FEATURES] += 1
         self._idle.append(slot)
@@ -119,7 +120,7 @@ class FeatureIndex:
             return
         words[H_LEASED] -= 1
         if words[at + S_STATE] == READY:
-            words[at + S_TICK] = words[H_TICK] = words[H_TICK] + 1
+            words[at + S_TICK] = self._tick()
             self._idle.append(slot)
         else:
             self._free(slot)
@@ -136,6 +137,22 @@ class FeatureIndex:
             self._idle.take_out(slot)
             self._free(slot)
         return True
+
+    def entries(self) -> list[FeatureEntry]:
+        """Readable features by last use, the oldest first."""
+        words, table, now = self._words, self._table, self._tick()
+        slots = (
+            slot for slot in range(1, self._geometry.slots + 1) if words[table + slot * SLOT_WORDS + S_STATE] == READY
+        )
+        used = sorted((words[table + slot * SLOT_WORDS + S_TICK], slot) for slot in slots)
+        return [
+            FeatureEntry(
+                meta=self.slots.meta(slot, self.slots.key(slot)),
+                leases=words[table + slot * SLOT_WORDS + S_PINS],
+                age_s=(now - tick) / 1e9,
+            )
+            for tick, slot in used
+        ]
 
     def leave(self, owner: int) -> None:
         """Ends every lease of one process."""
@@ -206,9 +223,15 @@ class FeatureIndex:
         self._space.offer(self._space.give_back(slot))
         self.slots.free(slot)
 
+    def _tick(self) -> int:
+        """CLOCK_MONOTONIC in ns, the same for all processes of a host; never twice the same."""
+        words = self._words
+        words[H_TICK] = now = max(words[H_TICK] + 1, time.monotonic_ns())
+        return now
+
     def _touch(self, slot: int) -> None:
         words, at = self._words, self._table + slot * SLOT_WORDS
-        words[at + S_TICK] = words[H_TICK] = words[H_TICK] + 1
+        words[at + S_TICK] = self._tick()
         if words[at + S_PINS] == 0:
             self._idle.take_out(slot)
             self._idle.append(slot)

@@ -25,7 +25,7 @@ H_HOLDER = 6  # pid inside the critical section, 0 when the index is whole
 H_FREE = 7  # head of the free slots
 H_ROVER = 8  # slot after which the next search for room starts
 H_WIDEST = 9  # no gap is wider than this many bytes
-H_TICK = 10  # clock of last uses
+H_TICK = 10  # latest time of use given out, CLOCK_MONOTONIC ns
 H_REAPED_NS = 11  # CLOCK_MONOTONIC of the last look for dead processes
 H_USED, H_FEATURES, H_LEASED = 12, 13, 14
 H_PUTS, H_HITS, H_MISSES, H_EVICTIONS, H_CORRUPT, H_RECLAIMED = range(15, 21)
@@ -37,7 +37,7 @@ OWNER_WORDS = 2
 
 # Slot words. Slot 0 is no feature: it heads both rings and stands for "none".
 S_STATE, S_HASH, S_OFFSET, S_NBYTES, S_SPAN, S_CHECKSUM, S_CHECKED, S_OWNER = range(8)
-S_TICK = 8  # last use
+S_TICK = 8  # last use, CLOCK_MONOTONIC ns
 S_PINS = 9  # leases of all processes
 S_PLACE_PREV, S_PLACE_NEXT = 10, 11  # ring in order of offset
 S_USE_PREV, S_USE_NEXT = 12, 13  # ring of evictable features, least recently used first

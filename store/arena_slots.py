@@ -122,6 +122,22 @@ class SlotTable:
         words[at + S_STATE] = ALLOCATED
         self.link(slot)
 
+    def describe(self, slot: int, record: Record) -> None:
+        """Gives a slot that is still being written the shape and dtype that its writer learnt later."""
+        words, at = self._words, self._table + slot * SLOT_WORDS
+        for index, size in enumerate(record.shape, at + S_SHAPE):
+            words[index] = size
+        start = (at + S_TEXT) * WORD + len(record.name.text)
+        self._file[start : start + len(record.dtype)] = record.dtype
+        words[at + S_LENGTHS] = len(record.name.text) | len(record.dtype) << 16 | len(record.shape) << 32
+
+    def disown(self, slot: int) -> None:
+        """Frees the name of a slot that is still being written: another slot may take it, nobody finds this one."""
+        words, at = self._words, self._table + slot * SLOT_WORDS
+        self.unlink(slot)
+        words[at + S_HASH] ^= (1 << 64) - 1  # of no key: a key's text fixes its digest
+        self.link(slot)
+
     def link(self, slot: int) -> None:
         """Makes the slot findable by its name."""
         words, at = self._words, self._table + slot * SLOT_WORDS
@@ -144,6 +160,9 @@ class SlotTable:
         words[at + S_STATE] = FREE
         words[at + S_CHAIN] = words[H_FREE]
         words[H_FREE] = slot
+
+    def key(self, slot: int) -> str:
+        return str(self._key(self._table + slot * SLOT_WORDS), "utf-8", "surrogatepass")
 
     def meta(self, slot: int, key: str) -> FeatureMeta:
         words = self._words

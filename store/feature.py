@@ -25,6 +25,21 @@ class FeatureMeta:
 
 
 @dataclass(frozen=True, slots=True)
+class FeatureEntry:
+    """A readable feature in a listing.
+
+    Attributes:
+        meta: the feature.
+        leases: pins of all processes.
+        age_s: seconds since it was stored or last used.
+    """
+
+    meta: FeatureMeta
+    leases: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStats:
     """Counters of a whole store (all processes together); those below the blank line only grow.
 

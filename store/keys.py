@@ -1,6 +1,9 @@
 """Names of features: equal for equal content under equal processing, different for anything else.
 
-Imports the standard library only; the proxy makes keys. What is in a key: design §4.1.
+Imports the standard library only; the proxy makes keys. A key covers everything that changes a feature's bytes or who
+may see it: the media's bytes (not its URL), every processor option (`max_pixels`, `fps`, frame counts, server-level
+ones included: the caller merges them), modality, model, revision and dtype of the encoder, and the tenant. It does not
+cover the request, the prompt, or the layout, so that these share features.
 """
 
 from __future__ import annotations

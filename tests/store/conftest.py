@@ -1,10 +1,15 @@
-"""Arenas for tests, and the promise that they leave nothing in /dev/shm."""
+"""Arenas and Mooncake masters for tests, and the promise that they leave nothing behind."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import socket
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from store.arena import Arena
+from store.mooncake_client import MooncakeConfig
+from store.mooncake_master import MasterSettings, health_url, master_command, rpc_address
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CAPACITY = 64 * 4096
@@ -23,6 +30,14 @@ def arena_path() -> Iterator[Path]:
     yield path
     Arena.unlink(path)
     assert not path.exists()
+
+
+@pytest.fixture
+def other_path() -> Iterator[Path]:
+    """The arena of another host."""
+    path = Path(f"/dev/shm/epd-test-{uuid.uuid4().hex}-arena")
+    yield path
+    Arena.unlink(path)
 
 
 @pytest.fixture
@@ -57,3 +72,70 @@ def python() -> Iterator[Callable[..., Child]]:
     for child in children:
         child.kill()
         child.communicate(timeout=10)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Master:
+    """A real `mooncake_master` on loopback, impatient enough for tests."""
+
+    def __init__(self) -> None:
+        self.settings = MasterSettings(
+            rpc_port=free_port(),
+            metrics_port=free_port(),
+            lease_s=0.5,
+            client_ttl_s=3,
+            put_discard_s=1,
+            put_release_s=3,
+        )
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        executable = shutil.which("mooncake_master") or str(Path(sys.executable).with_name("mooncake_master"))
+        self.process = subprocess.Popen(
+            master_command(self.settings, executable), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + 20
+        while not self._answers():
+            assert self.process.poll() is None and time.monotonic() < deadline, "the master does not come up"
+            time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(health_url(self.settings), timeout=1) as answer:
+                return answer.status == 200
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(10)
+
+    def config(self, **options: object) -> MooncakeConfig:
+        """Of a client whose keys meet nobody else's unless it says so."""
+        return MooncakeConfig(
+            **{"master": rpc_address(self.settings), "namespace": f"{uuid.uuid4().hex}/", "timeout_s": 3.0, **options}  # type: ignore[arg-type]
+        )
+
+
+@pytest.fixture(scope="session")
+def shared_master() -> Iterator[Master]:
+    """For tests that leave it alone."""
+    master = Master()
+    master.start()
+    yield master
+    master.kill()
+
+
+@pytest.fixture
+def own_master() -> Iterator[Master]:
+    """For tests that kill it."""
+    master = Master()
+    master.start()
+    yield master
+    master.kill()

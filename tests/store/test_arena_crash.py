@@ -6,11 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import xxhash
 
 from store.arena import Arena
 from store.arena_index import FeatureIndex
 from store.arena_layout import H_HOLDER, HEADER_WORDS, O_START, OWNER_WORDS
+from store.feature import FeatureMeta
 
 PAGE = 4096
 
@@ -55,6 +58,22 @@ def drop_leased(arena: Arena) -> None:
     lease.release()
 
 
+def fill_room(arena: Arena) -> None:
+    room = arena.reserve("n", 6 * PAGE)
+    assert room is not None
+    room.data[:] = np.frombuffer(content("n") * 2, dtype=np.uint8)
+    digest = xxhash.xxh3_64_intdigest(room.data.tobytes())
+    room.commit(FeatureMeta("n", (6, PAGE), "uint8", 6 * PAGE, digest)).release()
+
+
+def detach_room(arena: Arena) -> None:
+    room = arena.reserve("n", 6 * PAGE)
+    assert room is not None
+    room.detach()
+    put(arena, "n", content("n"))
+    room.abandon()
+
+
 def read_all(arena: Arena) -> None:
     for key in "dcba":
         arena.get_into(key, bytearray(3 * PAGE))
@@ -81,7 +100,7 @@ def die_during(operation: Callable[[Arena], None], path: Path, stores: int) -> b
     return False
 
 
-@pytest.mark.parametrize("operation", [store_more, drop_leased, read_all])
+@pytest.mark.parametrize("operation", [store_more, drop_leased, read_all, fill_room, detach_room])
 def test_a_death_after_any_store_leaves_a_whole_arena(operation: Callable[[Arena], None], arena_path: Path) -> None:
     deaths = 0
     while True:

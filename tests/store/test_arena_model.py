@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import uuid
 
+import xxhash
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from store.arena import Arena
-from store.errors import StoreFullError
+from store.arena_room import Room
+from store.errors import StoreError, StoreFullError
+from store.feature import FeatureMeta
 from store.lease import Lease
 
 PAGE = 4096
@@ -29,6 +32,7 @@ class ArenaModel(RuleBasedStateMachine):
         self.stored: dict[str, bytes] = {}
         self.leases: list[tuple[str, bytes, Lease]] = []
         self.handles: list[Arena] = []
+        self.rooms: list[tuple[str, int, Room, bool]] = []  # key, handle, room, detached
 
     @initialize()
     def create(self) -> None:
@@ -52,17 +56,75 @@ class ArenaModel(RuleBasedStateMachine):
         try:
             new = self.handles[handle].put(key, data, shape=(pages, 1), dtype="uint8")
         except StoreFullError:
-            assert self.leases, "only leases can fill an arena"
-            assert key not in self.stored
-            self.forget_evicted()
-            assert set(self.stored) == self.pinned(), "it gives up only when nothing is left to evict"
+            self.gave_up(key)
             return
-        assert new == (key not in self.stored)
+        assert new == (key not in self.stored and not self.is_being_written(key))
         if new:
             self.forget_evicted()
             self.stored[key] = data
-        elif key not in self.pinned():
+        elif key in self.stored and key not in self.pinned():
             self.used(key)
+
+    def is_being_written(self, key: str) -> bool:
+        return any(key == name and not detached for name, _, _, detached in self.rooms)
+
+    def gave_up(self, key: str) -> None:
+        assert self.leases or self.rooms, "only leases and writers can fill an arena"
+        assert key not in self.stored
+        self.forget_evicted()
+        assert set(self.stored) == self.pinned(), "it gives up only when nothing is left to evict"
+
+    @rule(handle=handles, key=keys, pages=st.integers(1, 7))
+    def reserve(self, handle: int, key: str, pages: int) -> None:
+        try:
+            room = self.handles[handle].reserve(key, pages * PAGE - 5)
+        except StoreFullError:
+            self.gave_up(key)
+            return
+        assert (room is not None) == (key not in self.stored and not self.is_being_written(key))
+        if room is None:
+            if key in self.stored and key not in self.pinned():
+                self.used(key)
+            return
+        self.forget_evicted()
+        room.data[:] = 0
+        self.rooms.append((key, handle, room, False))
+
+    @rule(which=st.randoms(use_true_random=False), fill=st.integers(0, 255))
+    def commit(self, which: object, fill: int) -> None:
+        if not self.rooms:
+            return
+        key, _, room, detached = self.rooms.pop(which.randrange(len(self.rooms)))  # type: ignore[attr-defined]
+        room.data[:] = fill
+        data = bytes([fill]) * room.nbytes
+        meta = FeatureMeta(key, (room.nbytes,), "uint8", room.nbytes, xxhash.xxh3_64_intdigest(data))
+        if detached:
+            try:
+                room.commit(meta)
+                raise AssertionError("what may be written to by others was made readable")
+            except StoreError:
+                room.abandon()
+                return
+        lease = room.commit(meta)
+        room.abandon()  # does nothing now
+        self.stored[key] = data
+        self.leases.append((key, data, lease))
+
+    @rule(which=st.randoms(use_true_random=False))
+    def abandon(self, which: object) -> None:
+        if self.rooms:
+            _, _, room, _ = self.rooms.pop(which.randrange(len(self.rooms)))  # type: ignore[attr-defined]
+            room.abandon()
+            room.abandon()
+
+    @rule(which=st.randoms(use_true_random=False))
+    def detach(self, which: object) -> None:
+        """Its key is free again, its bytes are not."""
+        if self.rooms:
+            at = which.randrange(len(self.rooms))  # type: ignore[attr-defined]
+            key, handle, room, _ = self.rooms[at]
+            room.detach()
+            self.rooms[at] = (key, handle, room, True)
 
     def forget_evicted(self) -> None:
         evictable = [key for key in self.stored if key not in self.pinned()]
@@ -108,6 +170,8 @@ class ArenaModel(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         """Closing a handle ends its leases, and only its own."""
+        if any(handle == 1 for _, handle, _, _ in self.rooms):
+            return  # what is being written stays taken until the process ends: nothing to see here
         closed = self.handles[1]
         closed.close()
         self.handles[1] = Arena.attach(self.path)
@@ -130,7 +194,14 @@ class ArenaModel(RuleBasedStateMachine):
             held = {id(data): data for data in self.stored.values()} | {id(data): data for _, data, _ in self.leases}
             assert stats.features == len(self.stored)
             assert stats.leased == len({id(data) for _, data, _ in self.leases})
-            assert stats.used_bytes == sum(-(-len(data) // PAGE) * PAGE for data in held.values())
+            assert stats.used_bytes == sum(-(-len(data) // PAGE) * PAGE for data in held.values()) + sum(
+                -(-room.nbytes // PAGE) * PAGE for _, _, room, _ in self.rooms
+            )
+            entries = self.handles[0].entries()
+            assert [entry.meta.key for entry in entries if not entry.leases] == [
+                key for key in self.stored if key not in self.pinned()
+            ], "the least recently used first"
+            assert {entry.meta.key for entry in entries if entry.leases} == self.pinned()
 
 
 TestArenaModel = ArenaModel.TestCase

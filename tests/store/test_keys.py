@@ -90,6 +90,34 @@ def test_options_that_json_cannot_say_are_refused(bad: Any) -> None:
         key({"data": b"", "processor_options": bad, **dict.fromkeys(FIELDS, "")})
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data": b"other media"},
+        {"processor_options": {"max_pixels": 401408, "fps": 2}},
+        {"processor_options": {"max_pixels": 200704, "fps": 1}},
+        {"processor_options": {}},
+        {"model": "other"},
+        {"revision": "r2"},
+        {"dtype": "float16"},
+        {"tenant": "tenant-b"},
+        {"modality": "video"},
+    ],
+)
+def test_what_changes_a_feature_or_its_readers_changes_the_key(change: dict[str, Any]) -> None:
+    base: dict[str, Any] = {
+        "data": b"media",
+        "processor_options": {"max_pixels": 200704, "fps": 2},
+        "model": "m",
+        "revision": "r1",
+        "dtype": "bfloat16",
+        "tenant": "tenant-a",
+        "modality": "image",
+    }
+    assert key(base) == key(dict(base))
+    assert key({**base, **change}) != key(base)
+
+
 def test_lone_surrogates_have_keys_of_their_own() -> None:
     base: dict[str, Any] = {"data": b"", "processor_options": {}, **dict.fromkeys(FIELDS, "")}
     assert len({key({**base, "tenant": text}) for text in ("\ud800", "\ud801", "?", "\ufffd")}) == 4

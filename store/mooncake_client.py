@@ -1,0 +1,177 @@
+"""One connection to a Mooncake Store: its calls in our words. Blocks as Mooncake blocks; knows no deadline, no codec.
+
+What Mooncake listens on (0.3.13.post1, TCP, read from /proc/net/tcp and tcp6): the master's two ports lie on the
+address it is given. Every client opens two more, whether it gives memory or not: its handshake port (0.0.0.0, the
+15000s and 16000s) and its data port (::, likewise). Neither can be bound to one address: `MC_TCP_BIND_ADDRESS` only
+chooses which address is *announced* to peers. Nothing authenticates them, and the data port reads and writes the
+client's registered memory: keep them behind a firewall.
+
+`setup` holds the GIL until the master answers, so we connect a socket to the master first, and Mooncake's own limits,
+30 s and more, are lowered (unless the environment sets them): they bound how long a call that we gave up holds memory.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from store.errors import StoreError, StoreUnavailableError
+from store.mooncake_codes import Outcome, outcome
+
+_ENVIRONMENT = {
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # we retry; its 20 retries take 90 s
+    "MC_RPC_TIMEOUT_MS": "3000",
+    "MC_RPC_CONNECT_TIMEOUT_MS": "1000",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",  # a peer that is stopped: the call ends after that long, not after 30 s
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_LOG_LEVEL": "ERROR",
+}
+LEAST_SEGMENT_BYTES = 16 << 20
+INSTALL = "pip install 'epd-serve[mooncake]' (mooncake-cuda or mooncake-npu there), and apt-get install libibverbs1"
+
+Part = tuple[int, int]  # address, bytes; within registered memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class MooncakeConfig:
+    """How a process uses a Mooncake Store.
+
+    Attributes:
+        master: `host:port` of the master.
+        host: the address of this machine that peers connect to.
+        protocol: `tcp`, `rdma` or `ascend`.
+        device_names: network devices, comma-separated; "" lets Mooncake choose.
+        segment_bytes: memory given to the store, 16 MiB or more; what this process puts is placed there first. 0: none.
+        buffer_bytes: Mooncake's own buffers; we transfer from and to registered memory, so they stay small.
+        timeout_s: deadline of a call, and
+        bytes_per_s: the slowest transfer that is worth waiting for: it gets `nbytes / bytes_per_s` on top.
+        threads: calls at one time.
+        failures_to_open, probe_after_s: of the breaker (`store.breaker`).
+        namespace: put before every key, so that one master can serve other uses.
+    """
+
+    master: str
+    host: str = "127.0.0.1"
+    protocol: str = "tcp"
+    device_names: str = ""
+    segment_bytes: int = 0
+    buffer_bytes: int = 16 << 20
+    timeout_s: float = 1.0
+    bytes_per_s: float = 200e6
+    threads: int = 4
+    failures_to_open: int = 2
+    probe_after_s: float = 1.0
+    namespace: str = "epd/"
+
+    def __post_init__(self) -> None:
+        if 0 < self.segment_bytes < LEAST_SEGMENT_BYTES:
+            raise StoreError(
+                f"Mooncake takes no segment of {self.segment_bytes} bytes: 0, or {LEAST_SEGMENT_BYTES} and up"
+            )
+
+
+def load_mooncake(host: str) -> Any:
+    """The module `mooncake.store`.
+
+    Raises:
+        StoreError: it is not installed or does not load; says what to do.
+    """
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ["MC_TCP_BIND_ADDRESS"] = host
+    try:
+        import mooncake.store
+    except ImportError as error:
+        raise StoreError(f"Mooncake does not load ({error}): {INSTALL}") from error
+    return mooncake.store
+
+
+class MooncakeClient:
+    """Connected for its whole life; it reconnects by itself when its master returns. Thread-safe."""
+
+    def __init__(self, config: MooncakeConfig) -> None:
+        """Connects.
+
+        Raises:
+            StoreUnavailableError: the master is not there.
+            StoreError: Mooncake does not load.
+        """
+        module = load_mooncake(config.host)
+        _reach(config.master, config.timeout_s)
+        self._store: Any = module.MooncakeDistributedStore()
+        code = self._store.setup(
+            config.host,
+            "P2PHANDSHAKE",
+            config.segment_bytes,
+            config.buffer_bytes,
+            config.protocol,
+            config.device_names,
+            config.master,
+        )
+        if code != 0:
+            raise StoreUnavailableError(f"Mooncake: no connection to the master at {config.master} ({code})")
+        self._placement: Any = module.ReplicateConfig()
+        if config.segment_bytes:
+            self._placement.preferred_segment = self._store.get_hostname()
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Makes memory usable in `put` and `get`."""
+        if self._store.register_buffer(address, nbytes) != 0:
+            raise StoreError(f"Mooncake: registering {nbytes} bytes at {address:#x} failed")
+
+    def unregister(self, address: int) -> None:
+        if self._store.unregister_buffer(address) != 0:
+            raise StoreError(f"Mooncake: unregistering {address:#x} failed")
+
+    def exists(self, name: str) -> bool:
+        """In the index and complete; says nothing about its owner. Pins it for the master's lease time."""
+        code = int(self._store.is_exist(name))
+        outcome(code, f"is_exist of {name}")
+        return code == 1
+
+    def size(self, name: str) -> int | None:
+        """Bytes of the value; None when there is none that is complete."""
+        code = int(self._store.get_size(name))
+        return code if outcome(code, f"get_size of {name}") is Outcome.DONE else None
+
+    def put(self, name: str, parts: Sequence[Part]) -> Outcome:
+        """Stores the parts as one value. `DONE` also when the name was there: then the old value stays.
+
+        And even when somebody else's put of it is unfinished, without storing anything: read back what matters.
+        """
+        addresses, sizes = map(list, zip(*parts, strict=True))
+        codes = self._store.batch_put_from_multi_buffers([name], [addresses], [sizes], self._placement)
+        return outcome(int(codes[0]), f"put of {name}")
+
+    def get(self, name: str, parts: Sequence[Part]) -> Outcome:
+        """Fills the parts, which together have the size of the value, in place."""
+        addresses, sizes = map(list, zip(*parts, strict=True))
+        codes = self._store.batch_get_into_multi_buffers([name], [addresses], [sizes])
+        return outcome(int(codes[0]), f"get of {name}")
+
+    def get_range(self, name: str, start: int, part: Part) -> Outcome:
+        """Fills the part with the bytes of the value from `start` on."""
+        address, nbytes = part
+        codes = self._store.get_into_ranges([address], [[name]], [[[0]]], [[[start]]], [[[nbytes]]])
+        return outcome(int(codes[0][0][0]), f"get of {nbytes} bytes of {name}")
+
+    def remove(self, name: str) -> Outcome:
+        """Removes the value whether or not it is leased, or its owner gone."""
+        return outcome(int(self._store.remove(name, True)), f"remove of {name}")
+
+    def close(self) -> None:
+        """Leaves the store; what lies in this process's memory is lost to it. Holds the GIL, up to seconds."""
+        self._store.close()
+
+
+def _reach(master: str, timeout_s: float) -> None:
+    host, _, port = master.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+    except ValueError as error:
+        raise StoreError(f"Mooncake's master: {master!r} is not host:port") from error
+    except OSError as error:
+        raise StoreUnavailableError(f"Mooncake: no master at {master}: {error}") from error

@@ -1,0 +1,271 @@
+"""What every tier promises, on the arena, on a real Mooncake Store, and on both stacked."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from store.arena import Arena
+from store.errors import CorruptFeatureError, StoreError, StoreFullError
+from store.feature_pool import FeaturePool
+from store.interface import FeatureStore
+from store.mooncake_store import MooncakeStore
+from tests.store.conftest import Master
+
+MB = 1 << 20
+Tier = FeatureStore
+Open = Callable[[int], Tier]
+
+LAYERS = [
+    "arena",
+    pytest.param("mooncake", marks=pytest.mark.mooncake),
+    pytest.param("both", marks=pytest.mark.mooncake),
+]
+
+
+@pytest.fixture(scope="session")
+def shared_remote(shared_master: Master) -> Iterator[MooncakeStore]:
+    """To leave a Mooncake Store takes two seconds, so most tests share one, emptied in between."""
+    remote = MooncakeStore.connect(shared_master.config(segment_bytes=32 * MB))
+    yield remote
+    remote.close()
+
+
+@pytest.fixture(params=LAYERS)
+def open_tier(request: pytest.FixtureRequest, arena_path: Path) -> Iterator[Open]:
+    """Opens the tier with a given capacity, 32 MB if the test does not close it; it is left after the test."""
+    opened: list[Tier] = []
+    shared: list[MooncakeStore] = []
+
+    def open_one(capacity: int) -> Tier:
+        if request.param == "arena":
+            opened.append(Arena.create(arena_path, capacity, slots=64))
+            return opened[0]
+        remote: MooncakeStore
+        if capacity == 32 * MB:
+            remote = request.getfixturevalue("shared_remote")
+            assert remote._client is not None
+            remote._client._store.remove_all(True)
+            remote._counts = dict.fromkeys(remote._counts, 0)
+            shared.append(remote)
+        else:
+            remote = MooncakeStore.connect(request.getfixturevalue("shared_master").config(segment_bytes=capacity))
+            opened.append(remote)
+        if request.param == "mooncake":
+            return remote
+        arena = Arena.create(arena_path, capacity, slots=64)
+        opened.append(arena)
+        return FeaturePool(arena, remote)
+
+    yield open_one
+    for remote in shared:  # a pool lives as long as its tiers; here this tier outlives the pool's arena
+        for address, _ in remote._registered[2:]:
+            assert remote._client is not None
+            remote._client.unregister(address)
+        del remote._registered[2:]
+    for tier in opened:
+        tier.close()
+
+
+@pytest.fixture
+def tier(open_tier: Open) -> Tier:
+    return open_tier(32 * MB)
+
+
+def put(tier: Tier, key: str, data: bytes) -> bool:
+    return tier.put(key, data, shape=(len(data),), dtype="uint8")
+
+
+def get(tier: Tier, key: str) -> bytes | None:
+    lease = tier.lease(key)
+    if lease is None:
+        return None
+    with lease:
+        return bytes(lease.view())
+
+
+def flip_a_bit(tier: Tier, key: str) -> None:
+    """In the bytes that lie in this process, wherever the tier keeps them."""
+    if isinstance(tier, FeaturePool):
+        remote: Any = tier._remote
+        flip_a_bit(tier.arena, key)
+        flip_a_bit(remote, key)
+    elif isinstance(tier, Arena):
+        lease = tier.lease(key, verify=False)
+        assert lease is not None
+        tier.memory()[lease.offset + 5] ^= 16
+        lease.release()
+    else:
+        assert isinstance(tier, MooncakeStore) and tier._client is not None
+        place = tier._client._store.get_replica_desc(tier._name(key))[0].get_memory_descriptor().buffer_descriptor
+        ctypes.c_uint8.from_address(place.buffer_address + 5).value ^= 16
+
+
+def test_a_feature_comes_back_with_its_shape_and_dtype(tier: Tier) -> None:
+    data = np.arange(300_000, dtype=np.float32).reshape(3, 2, 50_000)
+    assert tier.put("image", data, shape=data.shape, dtype="float32")
+    assert tier.contains("image")
+    dest = np.empty_like(data)
+    meta = tier.get_into("image", dest)
+    assert meta is not None and meta.checksum is not None
+    assert (meta.key, meta.shape, meta.dtype, meta.nbytes) == ("image", (3, 2, 50_000), "float32", data.nbytes)
+    assert np.array_equal(dest, data)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, MB + 1])
+def test_every_size_comes_back(tier: Tier, nbytes: int) -> None:
+    data = np.random.default_rng(nbytes).bytes(nbytes)
+    assert put(tier, "k", data)
+    assert get(tier, "k") == data
+
+
+def test_a_missing_feature_is_none_not_an_error(tier: Tier) -> None:
+    assert tier.lease("absent") is None
+    assert tier.get_into("absent", bytearray(1)) is None
+    assert not tier.contains("absent")
+    assert not tier.remove("absent")
+    assert tier.stats().misses >= 2
+
+
+def test_the_first_of_two_puts_stays(tier: Tier) -> None:
+    assert put(tier, "k", b"first")
+    assert not put(tier, "k", b"second")
+    assert get(tier, "k") == b"first"
+    assert tier.stats().puts == 1
+
+
+def test_a_lease_outlives_the_removal_of_its_feature(tier: Tier) -> None:
+    put(tier, "k", b"leased")
+    lease = tier.lease("k")
+    assert lease is not None
+    assert tier.remove("k") and not tier.contains("k") and get(tier, "k") is None
+    for number in range(8):
+        put(tier, f"other {number}", bytes(MB))
+    assert bytes(lease.view()) == b"leased"
+    lease.release()
+    lease.release()
+    with pytest.raises(StoreError):
+        lease.view()
+    assert put(tier, "k", b"again") and get(tier, "k") == b"again"
+
+
+def test_a_full_store_makes_room(tier: Tier) -> None:
+    """Three times what fits. A tier may say that it is full while what was just used is pinned, but not for long."""
+    for number in range(24):
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                tier.put(f"k{number}", bytes([number]) * (4 * MB), shape=(4 * MB,), dtype="uint8")
+                break
+            except StoreFullError:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+    assert get(tier, "k23") == bytes([23]) * (4 * MB)
+    here = [number for number in range(24) if get(tier, f"k{number}") == bytes([number]) * (4 * MB)]
+    missing = [number for number in range(24) if get(tier, f"k{number}") is None]
+    assert sorted(here + missing) == list(range(24)), "right or missing, never wrong"
+    assert missing
+
+
+def test_a_feature_larger_than_the_store_is_refused(tier: Tier) -> None:
+    with pytest.raises(StoreFullError):
+        put(tier, "k", bytes(40 * MB))
+    assert not tier.contains("k")
+    assert put(tier, "small", b"fits") and get(tier, "small") == b"fits"
+
+
+def test_a_corrupt_feature_is_an_error_then_missing(tier: Tier) -> None:
+    put(tier, "k", bytes(100_000))
+    flip_a_bit(tier, "k")
+    with pytest.raises(CorruptFeatureError):
+        tier.lease("k")
+    if isinstance(tier, FeaturePool):
+        with pytest.raises(CorruptFeatureError):
+            tier.lease("k")  # the second tier's copy
+    assert tier.lease("k") is None
+    assert put(tier, "k", b"whole again") and get(tier, "k") == b"whole again"
+
+
+def test_dest_is_untouched_when_the_feature_is_corrupt(tier: Tier) -> None:
+    put(tier, "k", bytes(5000))
+    flip_a_bit(tier, "k")
+    dest = bytearray(b"\xff" * 5000)
+    with pytest.raises(CorruptFeatureError):
+        tier.get_into("k", dest)
+    assert dest == b"\xff" * 5000
+
+
+def test_a_dest_too_small_or_read_only_is_refused(tier: Tier) -> None:
+    put(tier, "k", b"four")
+    with pytest.raises(StoreError):
+        tier.get_into("k", bytearray(3))
+    with pytest.raises(StoreError):
+        tier.get_into("k", b"four")
+
+
+def test_what_no_tier_can_hold_is_refused(tier: Tier) -> None:
+    for key, data, shape in [("k", b"", (0,)), ("", b"x", (1,)), ("k" * 200, b"x", (1,)), ("k", b"x", (1,) * 9)]:
+        with pytest.raises(StoreError):
+            tier.put(key, data, shape=shape, dtype="uint8")
+
+
+def test_writers_of_one_key_leave_one_whole_feature(tier: Tier) -> None:
+    contents = [bytes([writer]) * 2 * MB for writer in range(4)]
+    start = threading.Barrier(4)
+    stored: list[bool] = []
+
+    def write(data: bytes) -> None:
+        start.wait(10)
+        stored.append(put(tier, "k", data))
+
+    writers = [threading.Thread(target=write, args=(data,)) for data in contents]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(20)
+    assert any(stored) and len(stored) == 4
+    assert get(tier, "k") in contents
+
+
+def test_writers_of_many_keys_do_not_disturb_each_other(tier: Tier) -> None:
+    wrong: list[str] = []
+
+    def work(worker: int) -> None:
+        for number in range(6):
+            key, data = f"{worker}-{number}", bytes([worker * 16 + number]) * (300_000 + number)
+            if not put(tier, key, data) or get(tier, key) != data:
+                wrong.append(key)
+
+    workers = [threading.Thread(target=work, args=(worker,)) for worker in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+    assert wrong == []
+
+
+def test_a_4k_picture_s_feature_fits(open_tier: Open) -> None:
+    tier = open_tier(160 * MB)
+    data = np.random.default_rng(0).integers(0, 255, (16206, 3584 * 2), dtype=np.uint8)
+    assert tier.put("4k", data, shape=(16206, 3584), dtype="float16")
+    dest = np.zeros_like(data)
+    assert tier.get_into("4k", dest) is not None
+    assert np.array_equal(dest, data)
+
+
+def test_a_closed_store_refuses(open_tier: Open) -> None:
+    tier = open_tier(16 * MB)
+    put(tier, "k", b"x")
+    tier.close()
+    tier.close()
+    with pytest.raises(StoreError):
+        put(tier, "k", b"x")
+    with pytest.raises(StoreError):
+        tier.lease("k")
