@@ -46,6 +46,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        pipeline.start()
         yield
         await pipeline.aclose()
 
@@ -75,7 +76,7 @@ def _add_status_routes(app: FastAPI, pipeline: Pipeline) -> None:
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        tenant_of(request.headers.get("authorization"), settings.api_keys)
+        tenant_of(request.headers, settings)
         return JSONResponse(status.models(settings))
 
     @app.get("/version")

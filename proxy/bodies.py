@@ -1,4 +1,4 @@
-"""The bodies that each stage gets, made from one client body. Pure.
+"""The bodies that each stage gets, made from one client body. Pure. With which media is `proxy/delivery.py`'s choice.
 
 E sees only its share of the items; D sees the client's request; P sees the same prompt but is asked for one token,
 so that its answer costs nothing. Whatever can change the prompt is kept in both, or P's KV would not fit D's tokens.
@@ -6,13 +6,15 @@ so that its answer costs nothing. Whatever can change the prompt is kept in both
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from epd_serve.instances import Instance
-from epd_serve.wire import MISSING_XARG
+from epd_serve.wire import ENCODE_AGAIN_XARG
+from proxy.directory import Metadata
 from proxy.media import LoadedItem
-from proxy.parts import rewritten_part
+from proxy.parts import placeholder_part, rewritten_part
 from proxy.request import ParsedRequest
 
 # Concern sampling or the form of the answer, never the prompt. `response_format`, `tools` and `tool_choice` stay:
@@ -28,36 +30,52 @@ INTERNAL_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 
 def base_body(request: ParsedRequest, items: Sequence[LoadedItem], cache_salt: str | None) -> dict[str, Any]:
     """The client's body with every media item loaded, keyed and inlined, and the tenant's salt."""
-    body = dict(request.body)
-    if items:
-        messages = list(body["messages"])
-        for item in items:
-            ref = item.ref
-            content = list(messages[ref.message]["content"])
-            content[ref.part] = rewritten_part(content[ref.part], ref, source=item.source, uuid=item.key)
-            messages[ref.message] = {**messages[ref.message], "content": content}
-        body["messages"] = messages
+    body = _with_parts(
+        request.body, items, lambda item, part: rewritten_part(part, item.ref, source=item.source, uuid=item.key)
+    )
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
     return body
 
 
-def without_features(base: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """Tell the prefilling stage which items no encoder produced, so that it does not wait for them."""
-    return {**base, "vllm_xargs": {**(base.get("vllm_xargs") or {}), MISSING_XARG: ",".join(keys)}}
+def placeholder_body(
+    base: Mapping[str, Any], items: Sequence[LoadedItem], metadata: Mapping[str, Metadata]
+) -> dict[str, Any]:
+    """`base` with every item's metadata in place of its media. `metadata` has all of their keys."""
+    return _with_parts(base, items, lambda item, _: placeholder_part(item.ref, metadata[item.key], uuid=item.key))
 
 
-def encode_body(base: Mapping[str, Any], items: Iterable[LoadedItem]) -> dict[str, Any]:
-    """A chat request of media parts only. The answer's text is of no interest."""
+def renamed_body(base: Mapping[str, Any], items: Sequence[LoadedItem]) -> dict[str, Any]:
+    """`base` with its media under names that are not those of any feature (`media_name`)."""
+    return _with_parts(base, items, lambda item, part: {**part, "uuid": media_name(item.key)})
+
+
+def media_name(key: str) -> str:
+    """Another name for the item of `key`, the same one every time."""
+    return hashlib.sha256(b"epd-serve/media/" + key.encode()).hexdigest()
+
+
+def with_xargs(base: Mapping[str, Any], **words: str) -> dict[str, Any]:
+    """`base` with words for the connectors of the stage, beside the client's own `vllm_xargs`."""
+    return {**base, "vllm_xargs": {**(base.get("vllm_xargs") or {}), **words}}
+
+
+def encode_body(base: Mapping[str, Any], items: Iterable[LoadedItem], again: Collection[str] = ()) -> dict[str, Any]:
+    """A chat request of media parts only. The answer's text is of no interest.
+
+    Args:
+        again: keys that the encoder must encode even where it believes that they are there.
+    """
     parts = [base["messages"][item.ref.message]["content"][item.ref.part] for item in items]
     kept = ("mm_processor_kwargs", "media_io_kwargs", "cache_salt")
-    return {
+    body = {
         "model": base["model"],
         "messages": [{"role": "user", "content": parts}],
         "max_tokens": 1,
         "stream": False,
         **{name: base[name] for name in kept if base.get(name) is not None},
     }
+    return with_xargs(body, **{ENCODE_AGAIN_XARG: ",".join(sorted(again))}) if again else body
 
 
 def prefill_body(base: Mapping[str, Any], transfer_id: str, prefill: Instance) -> dict[str, Any]:
@@ -77,3 +95,20 @@ def public_answer(answer: dict[str, Any], *, keep_token_ids: bool) -> dict[str, 
     """A stage's JSON answer without what only stages may see. Prompt token ids stay if the client asked for them."""
     internal = INTERNAL_FIELDS if keep_token_ids else (*INTERNAL_FIELDS, "prompt_token_ids")
     return {name: value for name, value in answer.items() if name not in internal}
+
+
+def _with_parts(
+    body: Mapping[str, Any],
+    items: Sequence[LoadedItem],
+    rewritten: Callable[[LoadedItem, Mapping[str, Any]], Mapping[str, Any]],
+) -> dict[str, Any]:
+    """A copy of `body` with the part of every item rewritten."""
+    if not items:
+        return dict(body)
+    messages = list(body["messages"])
+    for item in items:
+        ref = item.ref
+        content = list(messages[ref.message]["content"])
+        content[ref.part] = rewritten(item, content[ref.part])
+        messages[ref.message] = {**messages[ref.message], "content": content}
+    return {**body, "messages": messages}

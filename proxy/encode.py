@@ -1,6 +1,8 @@
-"""The encode step: a request's items to the encoders, longest first, and on without them when they fail.
+"""The encode step: every item encoded at most once, however many requests hold it, and on without those that fail.
 
-A missing feature is normal (the prefilling stage recomputes it from the pixels) and counted; a 4xx is the client's.
+An item that the MM Store has already is not encoded (`proxy/directory.py`), one that another request is having encoded
+is waited for (`proxy/single_flight.py`), the rest go to their owners (`proxy/encoders.py`). A missing feature is normal
+(the prefilling stage recomputes it from the media) and counted; a 4xx is the client's.
 """
 
 from __future__ import annotations
@@ -8,108 +10,126 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
 
-from epd_serve.errors import DeadlineError, EpdError, StageError
+from epd_serve.errors import DeadlineError
 from epd_serve.instances import Instance
-from epd_serve.roles import Role
-from epd_serve.trace import Trace
-from proxy.bodies import encode_body
-from proxy.errors import most_telling
-from proxy.job import Job, encoded
+from proxy.directory import FeatureDirectory
+from proxy.encoders import EncodeOrder, Encoders
+from proxy.errors import StageRefusal, most_telling
+from proxy.job import Features, Job
 from proxy.media import LoadedItem
 from proxy.metrics import Metrics
-from proxy.policy import Candidate, least_loaded, split_longest_first
-from proxy.request import Endpoint
-from proxy.settings import Timeouts
-from proxy.stage_client import StageClient
-from proxy.table import InstanceTable, Work
+from proxy.single_flight import Seat, SingleFlight
+from proxy.stage_client import deadline
 
 logger = logging.getLogger(__name__)
 
 
 class EncodeStep:
-    """Runs E for a job. `run` returns the keys that are left to P."""
+    """Runs E for jobs, and remembers what is being encoded for whom.
 
-    def __init__(
-        self,
-        table: InstanceTable,
-        stages: StageClient,
-        metrics: Metrics,
-        timeouts: Timeouts,
-        *,
-        retries: int,
-        trace: Trace,
-    ) -> None:
-        self._table = table
-        self._stages = stages
+    Args:
+        follow_s: how long a request waits for what another one is having encoded.
+    """
+
+    def __init__(self, encoders: Encoders, directory: FeatureDirectory, metrics: Metrics, *, follow_s: float) -> None:
+        self._encoders = encoders
+        self._directory = directory
         self._metrics = metrics
-        self._timeouts = timeouts
-        self._retries = retries
-        self._trace = trace
+        self._follow_s = follow_s
+        self.flights: SingleFlight[bool] = SingleFlight()
 
-    async def run(self, job: Job) -> list[str]:
-        """Encode the job's items, each key once.
-
-        Returns:
-            Keys of the items that no encoder produced.
+    async def run(self, job: Job) -> Job:
+        """`job` with its features: every distinct item known, encoded, or missing.
 
         Raises:
             StageRefusal: an encoder refuses an item.
         """
-        items = list({item.key: item for item in job.items}.values())
-        encoders = self._table.live(Role.E)
-        if not encoders:
-            return self._fall_back(job, items, "no_encoder")
-        shares = split_longest_first([item.weight for item in items], [encoder.load for encoder in encoders])
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._encode(job, encoder, [items[index] for index in share]))
-                    for encoder, share in zip(encoders, shares, strict=True)
-                    if share
-                ]
-        except BaseExceptionGroup as failed:
-            raise most_telling(failed) from None
-        return [key for task in tasks for key in task.result()]
+        items = _distinct(job)
+        wanted = [item for item in items if not self._directory.knows(item.key, time.monotonic())]
+        self._metrics.encode_skipped.inc(len(items) - len(wanted))
+        missing = await self._obtain(wanted, EncodeOrder(job, self._done))
+        return self._with_features(job, missing)
 
-    async def _encode(self, job: Job, first: Candidate, items: Sequence[LoadedItem]) -> list[str]:
-        body = encoded(encode_body(job.base, items))
-        weight = sum(item.weight for item in items)
-        tried = set()
-        encoder: Candidate | None = first
-        for _ in range(self._retries + 1):
-            if encoder is None:
-                break
-            tried.add(encoder.life)
-            with self._table.acquire(encoder.id, Work.ENCODE, weight) as instance:
-                try:
-                    await self._post(job, instance, body)
-                    return []
-                except (StageError, DeadlineError) as error:
-                    logger.warning("request %s: %s", job.id, error.message)
-                    failed = instance.id
-            others = [other for other in self._table.live(Role.E) if other.life not in tried]
-            encoder = least_loaded(others)
-            if encoder is not None:
-                self._metrics.retries.labels(failed).inc()
-        return self._fall_back(job, items, "encoder_failed")
+    async def again(self, job: Job, lost: Collection[str]) -> Job:
+        """`job` after the items named by `lost` (all, where it names none of them) were encoded once more.
 
-    async def _post(self, job: Job, instance: Instance, body: bytes) -> None:
-        begun = time.perf_counter()
-        outcome = "cancelled"
-        self._trace.stamp(job.id, "encode_sent", to=instance.id)
+        Elsewhere than before where there is an elsewhere. `lost` may hold names that only stages know: vLLM renames an
+        item when the request has processor options.
+        """
+        items = _distinct(job)
+        items = [item for item in items if item.key in lost] or items
+        keys = {item.key for item in items}
+        self._metrics.encoded_again.inc(len(items))
+        order = EncodeOrder(job, self._done, again=frozenset(keys | set(lost)), shunned=self._directory.makers(keys))
+        return self._with_features(job, await self._obtain(items, order))
+
+    async def _obtain(self, items: Sequence[LoadedItem], order: EncodeOrder) -> list[str]:
+        """Lead or follow the flight of each item. Returns the keys that came to nothing."""
+        with ExitStack() as seated:
+            seats = {item.key: seated.enter_context(self._join(item.key, again=bool(order.again))) for item in items}
+            leading = [item for item in items if seats[item.key].leads]
+            following = [item for item in items if not seats[item.key].leads]
+            self._metrics.encode_coalesced.inc(len(following))
+            try:
+                async with asyncio.TaskGroup() as group:
+                    if leading:
+                        group.create_task(self._lead(leading, seats, order))
+                    for item in following:
+                        group.create_task(self._follow(item, seats, order))
+            except BaseExceptionGroup as failed:
+                raise most_telling(failed) from None
+            return [key for key, seat in seats.items() if not seat.result]
+
+    def _join(self, key: str, *, again: bool) -> Seat[bool]:
+        """Encoding again has a flight of its own, as one under way may rest on the word that proved wrong. Whoever
+        wants the same item meanwhile boards that one."""
+        once_more = f"{key} again"
+        return self.flights.join(once_more if again or once_more in self.flights else key)
+
+    async def _lead(self, items: Sequence[LoadedItem], seats: dict[str, Seat[bool]], order: EncodeOrder) -> None:
+        def done(item: LoadedItem, instance: Instance, entry: dict[str, Any]) -> None:
+            order.done(item, instance, entry)
+            seats[item.key].land(True)
+
+        def fail() -> None:
+            for item in items:
+                if seats[item.key].leads:
+                    seats[item.key].fail()
+
         try:
-            await self._stages.post(instance, Endpoint.CHAT, body, job.headers, timeout_s=self._timeouts.encode_s)
-            outcome = "ok"
-        except EpdError as error:
-            outcome = error.code or type(error).__name__
+            await self._encoders.encode(replace(order, done=done), items)
+        except StageRefusal:
+            fail()
             raise
-        finally:
-            self._metrics.stage_seconds.labels("E", outcome).observe(time.perf_counter() - begun)
-            self._trace.stamp(job.id, "encode_done", by=instance.id, outcome=outcome)
+        fail()
 
-    def _fall_back(self, job: Job, items: Sequence[LoadedItem], reason: str) -> list[str]:
-        logger.warning("request %s: %d items go on unencoded (%s)", job.id, len(items), reason)
-        self._metrics.encode_fallback.labels(reason).inc(len(items))
-        return [item.key for item in items]
+    async def _follow(self, item: LoadedItem, seats: dict[str, Seat[bool]], order: EncodeOrder) -> None:
+        try:
+            async with deadline(self._follow_s, f"the encoding of {item.ref.param} for another request"):
+                leads = await seats[item.key].turn()
+        except DeadlineError as error:
+            logger.warning("request %s: %s", order.job.id, error.message)
+            self._metrics.encode_fallback.labels("leader_late").inc()
+            return
+        if leads:
+            await self._lead([item], seats, order)
+        elif not seats[item.key].result:
+            self._metrics.encode_fallback.labels("leader_failed").inc()
+
+    def _done(self, item: LoadedItem, instance: Instance, entry: dict[str, Any]) -> None:
+        if entry:  # an encoder that reports nothing may have been told by an old vLLM: its announcement will say
+            self._directory.promised(item.key, entry.get("metadata"), maker=instance.incarnation, now=time.monotonic())
+
+    def _with_features(self, job: Job, missing: Sequence[str]) -> Job:
+        known = {item.key: self._directory.metadata(item.key) for item in job.items}
+        metadata = {key: fields for key, fields in known.items() if fields is not None}
+        return replace(job, features=Features(tuple(missing), metadata, self._directory.has_had_metadata))
+
+
+def _distinct(job: Job) -> list[LoadedItem]:
+    return list({item.key: item for item in job.items}.values())

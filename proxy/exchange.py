@@ -59,7 +59,7 @@ class Exchange(Response):
         """Work until the end or until the client leaves. Returns how it ended, for the metrics."""
         try:
             headers = Headers(scope=scope)
-            tenant = tenant_of(headers.get("authorization"), self._pipeline.settings.api_keys)
+            tenant = tenant_of(headers, self._pipeline.settings)
             self._pipeline.check_admission()
             raw = await self._read(headers, receive)
         except ClientLeft:

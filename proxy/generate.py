@@ -1,7 +1,7 @@
-"""The prefill and decode step: D and P at once under one transfer id, repeated before the first byte, never after.
+"""The prefill and decode step: attempts until one succeeds, repeated before the first byte, never after.
 
-D is dispatched first, because P's packets need D's blocks (design §4.5). Closing a stage's connection cancels it, so
-cancellation of the task that runs here cancels every stage.
+Owns when to try again, where, and how the media is delivered then (`proxy/delivery.py` says what there is to choose
+from). One attempt is `proxy/attempt.py`'s business.
 """
 
 from __future__ import annotations
@@ -9,27 +9,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
-from contextlib import aclosing
-from uuid import uuid4
+from dataclasses import dataclass, field, replace
 
 from epd_serve.errors import EpdError, StageError
-from epd_serve.trace import Trace
-from proxy.bodies import decode_body, prefill_body, public_answer
-from proxy.errors import StageUnreachable, most_telling
-from proxy.job import Job, encoded
+from epd_serve.wire import FeatureMissing
+from proxy.attempt import Attempt
+from proxy.delivery import Delivery, delivered, delivery_after_encoding_again, first_delivery
+from proxy.encode import EncodeStep
+from proxy.errors import StageRefusal, StageUnreachable
+from proxy.hearsay import Hearsay
+from proxy.job import Job
 from proxy.metrics import Metrics
-from proxy.relay import relay
 from proxy.routing import Life, Route, Router
-from proxy.settings import Timeouts
+from proxy.settings import ProxySettings
 from proxy.sink import ClientSink
-from proxy.stage_client import StageClient
 from proxy.table import InstanceTable
 
 logger = logging.getLogger(__name__)
 BACKOFF_S = 0.2
 REPROBE_S = 1.0
-PREFILL_LINGER_S = 5.0
+
+
+@dataclass
+class _Progress:
+    """Where a request stands between two attempts."""
+
+    job: Job
+    delivery: Delivery
+    avoid: set[Life] = field(default_factory=set)
+    failures: int = 0
+    probing_until: float | None = None
+    encoded_again: bool = False
 
 
 class GenerateStep:
@@ -37,130 +47,124 @@ class GenerateStep:
 
     def __init__(
         self,
+        settings: ProxySettings,
         table: InstanceTable,
         router: Router,
-        stages: StageClient,
+        encode: EncodeStep,
+        attempt: Attempt,
+        hearsay: Hearsay,
         metrics: Metrics,
-        timeouts: Timeouts,
-        *,
-        retries: int,
-        trace: Trace,
     ) -> None:
+        self._settings = settings
         self._table = table
         self._router = router
-        self._stages = stages
+        self._encode = encode
+        self._attempt = attempt
+        self._hearsay = hearsay
         self._metrics = metrics
-        self._timeouts = timeouts
-        self._retries = retries
-        self._trace = trace
 
     async def run(self, job: Job, sink: ClientSink) -> None:
         """Attempt until one succeeds, the client has its first byte, or the retries are used up.
 
-        An instance that cannot be reached at all does not use up a retry: it has just died and the launcher is
-        about to say so. Such probing is bounded by `instance_wait_s`.
+        Two kinds of failure do not use up a retry. An instance that cannot be reached at all has just died and the
+        launcher is about to say so; such probing is bounded by `instance_wait_s`. An attempt that a lost feature could
+        fail is followed by one that it can fail no more (`_step_down`), at most twice in all.
         """
-        loop = asyncio.get_running_loop()
         multimodal, fused = bool(job.items), job.request.needs_fused is not None
-        avoid: set[Life] = set()
-        failures = 0
-        probing_until: float | None = None
+        progress = _Progress(job, first_delivery(job, self._settings))
         while True:
-            route = await self._router.route(multimodal=multimodal, fused=fused, avoid=avoid)
-            lives = {
-                lease.instance.id: (lease.instance.id, lease.instance.incarnation)
-                for lease in (route.decode, route.prefill)
-                if lease is not None
-            }
+            route = await self._router.route(multimodal=multimodal, fused=fused, avoid=progress.avoid)
+            # An instance that encodes for itself takes the media, and nothing but the media.
+            delivery = progress.delivery if route.path.encode else Delivery.PIXELS
             try:
-                await self._attempt(job, route, sink)
+                await self._run_attempt(progress.job, delivery, route, sink)
                 return
-            except StageError as error:
-                if sink.committed or not error.retryable:
+            except (StageError, StageRefusal) as error:
+                if sink.committed:
                     raise
-                avoid.add(lives[error.stage])
-                if isinstance(error, StageUnreachable):
-                    probing_until = probing_until or loop.time() + self._timeouts.instance_wait_s
-                    give_up = loop.time() >= probing_until
-                else:
-                    failures += 1
-                    give_up = failures > self._retries
-                if give_up:
-                    raise
-                logger.warning("request %s: %s; trying again", job.id, error.message)
-                self._metrics.retries.labels(error.stage).inc()
-                unreachable = isinstance(error, StageUnreachable)
+                failure = error
             finally:
                 route.release()
-            if not self._router.has_alternative(multimodal=multimodal, fused=fused, avoid=avoid):
+            if _may_step_down(delivery, failure):
+                await self._step_down(progress, delivery, failure, route)
+                continue
+            pause_s = self._retry_pause_s(progress, failure, route)
+            if not self._router.has_alternative(multimodal=multimodal, fused=fused, avoid=progress.avoid):
                 # The same instance again: after the launcher's word about it, or a little later.
-                pause_s = REPROBE_S if unreachable else BACKOFF_S * failures
                 await self._table.changed(pause_s * random.uniform(0.5, 1.0))
 
-    async def _attempt(self, job: Job, route: Route, sink: ClientSink) -> None:
-        self._metrics.paths.labels(route.path.name).inc()
-        if route.prefill is None:
-            body = encoded(job.base)
-            self._trace.stamp(job.id, "dispatched", path=route.path.name)
-            await self._decode(job, route, body, sink)
-            return
-        transfer_id = uuid4().hex
-        sender = route.prefill.instance
-        to_decode = encoded(decode_body(job.base, transfer_id, sender))
-        to_prefill = encoded(prefill_body(job.base, transfer_id, sender))
-        self._trace.stamp(job.id, "dispatched", path=route.path.name, transfer=transfer_id)
-        try:
-            async with asyncio.TaskGroup() as group:
-                decode = group.create_task(self._decode(job, route, to_decode, sink))
-                prefill = group.create_task(self._prefill(job, route, to_prefill, sink))
-                await asyncio.wait([decode])
-                if not prefill.done():  # its answer is of no interest any more, its tidy end is
-                    await asyncio.wait([prefill], timeout=PREFILL_LINGER_S)
-                    prefill.cancel()
-        except BaseExceptionGroup as failed:
-            raise most_telling(failed) from None
+    async def _run_attempt(self, job: Job, delivery: Delivery, route: Route, sink: ClientSink) -> None:
+        if job.items and route.path.encode:
+            self._metrics.deliveries.labels(delivery.value).inc()
+        base = delivered(job, delivery, self._settings) if route.path.encode else job.base
+        await self._attempt.run(job, base, route, sink)
 
-    async def _prefill(self, job: Job, route: Route, body: bytes, sink: ClientSink) -> None:
-        """Run P. Its failure fails the attempt, unless the client has its first byte: D no longer needs P then."""
-        assert route.prefill is not None, "only paths with a prefilling instance come here"
-        instance = route.prefill.instance
-        begun, outcome = time.perf_counter(), "cancelled"
-        try:
-            answer = await self._stages.post(instance, job.request.endpoint, body, job.headers, timeout_s=None)
-            params = answer.get("kv_transfer_params")
-            if isinstance(params, dict) and params.get("ok") is False:
-                reason = params.get("reason") or "no reason given"
-                raise StageError(f"stage {instance.id} could not deliver its KV: {reason}", stage=instance.id)
-            outcome = "ok"
-        except EpdError as error:
-            outcome = error.code or type(error).__name__
-            if not sink.committed:
-                raise
-            logger.warning("request %s: after the first token, %s", job.id, error.message)
-        finally:
-            route.prefill.release()
-            self._trace.stamp(job.id, "prefill_done", outcome=outcome)
-            self._metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.perf_counter() - begun)
+    def _retry_pause_s(self, progress: _Progress, failure: EpdError, route: Route) -> float:
+        """Count a failure; how long to wait where the same instance is to be tried. Raises it if it was the last."""
+        if not isinstance(failure, StageError) or not failure.retryable:
+            raise failure
+        progress.avoid.add(_life_of(failure, route))
+        timeouts = self._settings.timeouts
+        if isinstance(failure, StageUnreachable):
+            now = asyncio.get_running_loop().time()
+            progress.probing_until = progress.probing_until or now + timeouts.instance_wait_s
+            give_up, pause_s = now >= progress.probing_until, REPROBE_S
+        else:
+            progress.failures += 1
+            give_up, pause_s = progress.failures > self._settings.retries, BACKOFF_S * progress.failures
+        if give_up:
+            raise failure
+        logger.warning("request %s: %s; trying again", progress.job.id, failure.message)
+        self._metrics.retries.labels(failure.stage).inc()
+        return pause_s
 
-    async def _decode(self, job: Job, route: Route, body: bytes, sink: ClientSink) -> None:
-        instance, request = route.decode.instance, job.request
-        begun, outcome = time.perf_counter(), "cancelled"
-        try:
-            if request.stream:
-                async with aclosing(self._stages.events(instance, request.endpoint, body, job.headers)) as events:
-                    await relay(events, sink, stage=instance.id, on_first=lambda: self._first_byte(job))
-            else:
-                answer = await self._stages.post(instance, request.endpoint, body, job.headers, timeout_s=None)
-                keep = bool(request.body.get("return_token_ids"))
-                await sink.respond_json(200, public_answer(answer, keep_token_ids=keep))
-            outcome = "ok"
-        except EpdError as error:
-            outcome = error.code or type(error).__name__
-            raise
-        finally:
-            route.decode.release()
-            self._metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.perf_counter() - begun)
+    async def _step_down(self, progress: _Progress, delivery: Delivery, failure: EpdError, route: Route) -> None:
+        """Choose the next delivery after one that a lost feature may have failed. Both stages have been left."""
+        job = progress.job
+        missing: FeatureMissing | None = None
+        if isinstance(failure, StageError):
+            missing = await self._hearsay.missing_for(job.id)
+            if missing is None:  # then it may be the stage that is ill
+                progress.avoid.add(_life_of(failure, route))
+        else:  # with the media, the stage judges what the client wrote
+            self._hearsay.directory.distrust(item.key for item in job.items)
+        cause = missing.cause if missing is not None else failure.code or "refused"
+        lost = missing.keys if missing is not None else [item.key for item in job.items]
+        told = missing is not None or (isinstance(failure, StageError) and not self._hearsay.listening)
+        if told:
+            self._hearsay.directory.lost(lost)
+        if told and self._settings.on_missing_feature == "reencode" and not progress.encoded_again:
+            progress.encoded_again = True
+            progress.job = await self._encode.again(job, lost)
+            progress.delivery = delivery_after_encoding_again(delivery, progress.job, self._settings)
+        else:
+            progress.job = _given_up(job, missing.keys) if missing is not None else job
+            progress.delivery = Delivery.PIXELS
+        self._metrics.step_downs.labels(delivery.value, progress.delivery.value, cause).inc()
+        logger.warning(
+            "request %s: %s (feature missing: %s); trying again with %s",
+            job.id,
+            failure.message,
+            cause,
+            progress.delivery.value,
+        )
 
-    def _first_byte(self, job: Job) -> None:
-        self._metrics.ttft_seconds.observe(asyncio.get_running_loop().time() - job.arrived)
-        self._trace.stamp(job.id, "first_byte")
+
+def _may_step_down(delivery: Delivery, failure: EpdError) -> bool:
+    """Whether the way of delivery can be what failed the attempt."""
+    if isinstance(failure, StageRefusal):
+        return delivery is Delivery.METADATA
+    return delivery is not Delivery.PIXELS and not isinstance(failure, StageUnreachable)
+
+
+def _life_of(failure: StageError, route: Route) -> Life:
+    for lease in (route.decode, route.prefill):
+        if lease is not None and lease.instance.id == failure.stage:
+            return (lease.instance.id, lease.instance.incarnation)
+    raise AssertionError(f"{failure.stage} is not on the route") from failure
+
+
+def _given_up(job: Job, keys: list[str]) -> Job:
+    """`job` whose prefilling stage need not wait for these any more."""
+    assert job.features is not None, "only requests with features lose one"
+    return replace(job, features=replace(job.features, missing=tuple(dict.fromkeys((*job.features.missing, *keys)))))

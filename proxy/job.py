@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from proxy.directory import Metadata
 from proxy.media import LoadedItem
 from proxy.request import ParsedRequest
+
+
+@dataclass(frozen=True)
+class Features:
+    """What became of a job's items at the encoders.
+
+    Attributes:
+        missing: keys of items that no encoder produced; the prefilling stage encodes them from the media.
+        metadata: what stands in for the media, by key, where that is known.
+        metadata_in_use: the encoders of this deployment give metadata, for whatever item.
+    """
+
+    missing: tuple[str, ...] = ()
+    metadata: Mapping[str, Metadata] = field(default_factory=dict)
+    metadata_in_use: bool = False
 
 
 @dataclass(frozen=True)
@@ -18,6 +34,7 @@ class Job:
         id: sent to every stage as `X-Request-Id`.
         base: the client's body with media inlined and keyed (`proxy.bodies.base_body`).
         items: the media items behind it.
+        features: what the encoders have made of the items; None where no encoder was to be asked.
         arrived: loop time in seconds when the request came in.
     """
 
@@ -26,6 +43,7 @@ class Job:
     base: Mapping[str, Any]
     items: tuple[LoadedItem, ...]
     arrived: float
+    features: Features | None = None
 
     @property
     def headers(self) -> dict[str, str]:

@@ -42,6 +42,34 @@ class Metrics:
             registry=self.registry,
         )
 
+        self.encode_skipped = Counter(
+            "epd_proxy_encode_skipped", "Items not encoded because the store has them.", registry=self.registry
+        )
+        self.encode_coalesced = Counter(
+            "epd_proxy_encode_coalesced", "Items that another request was having encoded.", registry=self.registry
+        )
+        self.encoded_again = Counter(
+            "epd_proxy_encoded_again", "Items encoded again because they got lost.", registry=self.registry
+        )
+        self.store_waits = Counter(
+            "epd_proxy_store_waits", "Waits because every encoder's store was full.", registry=self.registry
+        )
+        self.deliveries = Counter(
+            "epd_proxy_deliveries", "Attempts by what stands for the media.", ("delivery",), registry=self.registry
+        )
+        self.step_downs = Counter(
+            "epd_proxy_step_downs",
+            "Attempts repeated with the media delivered otherwise, by the cause of the failure.",
+            ("failed", "next", "cause"),
+            registry=self.registry,
+        )
+        self.announcements = Counter(
+            "epd_proxy_announcements", "Announcements heard.", ("kind",), registry=self.registry
+        )
+        self.malformed_announcements = Counter(
+            "epd_proxy_announcements_malformed", "Announcements that did not decode.", registry=self.registry
+        )
+
     def text(self) -> bytes:
         """Prometheus text format."""
         return generate_latest(self.registry)

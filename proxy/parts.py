@@ -65,6 +65,16 @@ def rewritten_part(part: Mapping[str, Any], ref: MediaRef, *, source: str, uuid:
     return {**part, "type": ref.key, ref.key: inner, "uuid": uuid}
 
 
+def placeholder_part(ref: MediaRef, metadata: Mapping[str, Any], *, uuid: str) -> dict[str, Any]:
+    """A part without media: the fields that size the item's place in the prompt, and the key of its feature.
+
+    vLLM (0.32, `renderers/chat_utils.py`) takes `<modality>_embeds` with an object of flat numeric lists, and wants the
+    tensor itself only where no connector brings it.
+    """
+    kind = f"{ref.modality.value}_embeds"
+    return {"type": kind, kind: dict(metadata), "uuid": uuid}
+
+
 def refuse_embeds(fields: Mapping[str, Any], where: str) -> None:
     """Refuse any `*_embeds` field: embeddings from outside reach the engine unchecked."""
     for name, value in fields.items():

@@ -1,22 +1,28 @@
 """A request's life in order: parse, load media, encode, then prefill and decode (design §4).
 
-The steps decide how; this file only says when. One per process; owns what they share.
+The steps decide how; this file only says when. One per process; owns what they share. An item's key is salted with the
+tenant unless features are shared; vLLM's prefix cache always is, since prompts are never shared (design §4.1).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
 
 import httpx
 
 from epd_serve.errors import OverloadedError
 from epd_serve.trace import PROXY, Trace
-from proxy.bodies import base_body, without_features
+from proxy.attempt import Attempt
+from proxy.auth import DEFAULT_TENANT
+from proxy.bodies import base_body
+from proxy.directory import FeatureDirectory
 from proxy.encode import EncodeStep
+from proxy.encoders import Encoders
 from proxy.fetch import Resolver, UrlFetcher, resolve
 from proxy.generate import GenerateStep
+from proxy.hearsay import Hearsay
+from proxy.host_arena import HostArena
 from proxy.job import Job
 from proxy.media import MediaLoader
 from proxy.metrics import Metrics
@@ -25,6 +31,7 @@ from proxy.routing import Router
 from proxy.settings import ProxySettings
 from proxy.sink import ClientSink
 from proxy.stage_client import StageClient
+from proxy.store_metrics import StoreMetrics
 from proxy.table import InstanceTable
 
 
@@ -40,23 +47,42 @@ class Pipeline:
         media_transport: httpx.AsyncBaseTransport | None = None,
         resolver: Resolver = resolve,
     ) -> None:
-        timeouts = settings.timeouts
+        timeouts, retries = settings.timeouts, settings.retries
         self.settings = settings
         self.table = table
         self.metrics = Metrics()
+        self.metrics.registry.register(StoreMetrics(table))
         self.trace = Trace(str(settings.trace_path or ""), PROXY)
         self._stages = StageClient(timeouts, transport=transport)
         self._media = MediaLoader(settings, UrlFetcher(settings.media, transport=media_transport, resolver=resolver))
         self._router = Router(table, settings.roles, instance_wait_s=timeouts.instance_wait_s)
+        self._arena = HostArena(settings.arena)
+        self.directory = FeatureDirectory(settings.max_known_features, holds=self._arena.holds)
+        self.hearsay = Hearsay(table, self.directory, self.metrics)
         self._encode = EncodeStep(
-            table, self._stages, self.metrics, timeouts, retries=settings.retries, trace=self.trace
+            Encoders(table, self._stages, self.metrics, timeouts, retries=retries, trace=self.trace),
+            self.directory,
+            self.metrics,
+            follow_s=timeouts.encode_s * (retries + 1),
         )
         self._generate = GenerateStep(
-            table, self._router, self._stages, self.metrics, timeouts, retries=settings.retries, trace=self.trace
+            settings,
+            table,
+            self._router,
+            self._encode,
+            Attempt(self._stages, self.metrics, self.trace),
+            self.hearsay,
+            self.metrics,
         )
         self._running = 0
 
+    def start(self) -> None:
+        """Listen to the stages. In the running event loop, which is the status table's too."""
+        self.hearsay.start()
+
     async def aclose(self) -> None:
+        await self.hearsay.stop()
+        self._arena.close()
         await self._media.aclose()
         await self._stages.aclose()
         self.trace.close()
@@ -81,14 +107,13 @@ class Pipeline:
         request = parse(endpoint, raw, self.settings)
         self._router.check_servable(fused_for=request.needs_fused)
         begun = time.perf_counter()
-        items = await self._media.load(request, tenant=tenant)
+        feature_tenant = DEFAULT_TENANT if self.settings.shared_features else tenant
+        items = await self._media.load(request, tenant=feature_tenant)
         if items:
             self.metrics.media_seconds.observe(time.perf_counter() - begun)
             self.trace.stamp(request_id, "media_loaded", keys=[item.key for item in items])
-        base = base_body(request, items, tenant if self.settings.api_keys else None)
+        base = base_body(request, items, tenant if self.settings.tells_tenants_apart else None)
         job = Job(request_id, request, base, items, arrived)
         if items and self._router.encodes_apart:
-            missing = await self._encode.run(job)
-            if missing:
-                job = replace(job, base=without_features(base, missing))
+            job = await self._encode.run(job)
         await self._generate.run(job, sink)

@@ -18,6 +18,7 @@ from proxy.parts import MediaRef, media_refs, refuse_embeds
 from proxy.settings import ProxySettings
 
 REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "uuid", "cache_salt", "request_id", "mm_hashes")
+OUR_XARGS = "epd_"
 
 
 class Endpoint(StrEnum):
@@ -61,10 +62,10 @@ def parse(endpoint: Endpoint, raw: bytes, settings: ProxySettings) -> ParsedRequ
     for name in REFUSED_FIELDS:
         _refuse(body.get(name), name)
     refuse_embeds(body, "")
-    # vLLM merges vllm_xargs with its own transfer parameters: a smuggled one reaches the engine.
-    extra = _object(body, "vllm_xargs")
-    for name in REFUSED_FIELDS:
-        _refuse(extra.get(name), f"vllm_xargs.{name}")
+    # vLLM merges vllm_xargs with its own transfer parameters: a smuggled one reaches the engine. So do words of ours.
+    for name, value in _object(body, "vllm_xargs").items():
+        if name in REFUSED_FIELDS or name.startswith(OUR_XARGS):
+            _refuse(value, f"vllm_xargs.{name}")
     for name in ("mm_processor_kwargs", "media_io_kwargs"):
         _object(body, name)
     model = _model(body, settings)
@@ -74,6 +75,7 @@ def parse(endpoint: Endpoint, raw: bytes, settings: ProxySettings) -> ParsedRequ
     stream = _boolean(body, "stream")
     if endpoint is Endpoint.CHAT:
         media = media_refs(_messages(body))
+        _check_modalities(media, settings)
     else:
         media = ()
         _prompt(body)
@@ -122,6 +124,18 @@ def _messages(body: Mapping[str, Any]) -> list[Any]:
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a non-empty list.", param="messages")
     return messages
+
+
+def _check_modalities(media: tuple[MediaRef, ...], settings: ProxySettings) -> None:
+    for ref in media:
+        if settings.modalities is not None and ref.modality.value not in settings.modalities:
+            taken = ", ".join(sorted(settings.modalities)) or "text only"
+            raise RequestError(
+                f"{ref.param}: the model {settings.served_models[0]} does not take {ref.modality.value} (it takes "
+                f"{taken}).",
+                param=ref.param,
+                code="unsupported_modality",
+            )
 
 
 def _prompt(body: Mapping[str, Any]) -> None:

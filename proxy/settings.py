@@ -5,11 +5,17 @@ Owns the values and their bounds. Leaves reading of flags, files and the environ
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
+from proxy.parts import Modality
+
+SEND_PIXELS = ("auto", "always")
+ON_MISSING_FEATURE = ("recompute", "reencode")
+HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,16 @@ class ProxySettings:
         max_model_len: context length in tokens that `/v1/models` reports, or None when unknown.
         retries: further attempts after a stage failed before the first byte.
         max_in_flight: requests held at once; beyond it the answer is 429.
-        api_keys: accepted bearer tokens; empty means no authentication and no per-tenant salt.
+        api_keys: accepted bearer tokens; empty means no authentication. Each is a tenant.
+        tenant_header: request header whose value names the tenant, set by a gateway that is trusted to; empty to
+            heed none. A request without it belongs to the default tenant.
+        shared_features: all tenants share features (they can tell by the time taken that somebody else sent the same
+            picture). Prefix caches stay apart.
+        modalities: what the model takes (`image`, `video`, `audio`), or None to leave it to the stages to refuse.
+        send_pixels: `auto` sends P and D an item's metadata instead of the media where that is known, `always` never.
+        on_missing_feature: `recompute` lets P encode what got lost, `reencode` has an encoder do it again first.
+        arena: the arena of this host where all stages of the layout use it, else None.
+        max_known_features: how many features the proxy remembers.
         trace_path: JSON-lines file for phase stamps, or None.
     """
 
@@ -105,16 +120,38 @@ class ProxySettings:
     max_n: int = 64
     max_in_flight: int = 2048
     api_keys: tuple[str, ...] = ()
+    tenant_header: str = ""
+    shared_features: bool = False
+    modalities: frozenset[str] | None = None
+    send_pixels: str = "auto"
+    on_missing_feature: str = "recompute"
+    arena: Path | None = None
+    max_known_features: int = 65_536
     trace_path: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.served_models:
             raise ConfigError("the proxy needs at least one served model name", param="served_models")
-        _require_positive(self, "max_body_bytes", "max_n", "max_in_flight")
+        _require_positive(self, "max_body_bytes", "max_n", "max_in_flight", "max_known_features")
         if self.retries < 0:
             raise ConfigError("retries must not be negative", param="retries")
         if any(not key for key in self.api_keys):
             raise ConfigError("an API key is empty", param="api_keys")
+        if self.tenant_header and not HEADER_NAME.fullmatch(self.tenant_header):
+            raise ConfigError(f"tenant_header {self.tenant_header!r} is no header name", param="tenant_header")
+        _require_one_of("send_pixels", self.send_pixels, SEND_PIXELS)
+        _require_one_of("on_missing_feature", self.on_missing_feature, ON_MISSING_FEATURE)
+        for modality in sorted(self.modalities or ()):
+            _require_one_of("modalities", modality, tuple(Modality))
+
+    @property
+    def tells_tenants_apart(self) -> bool:
+        return bool(self.api_keys or self.tenant_header)
+
+
+def _require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}", param=name)
 
 
 def _require_positive(settings: object, *names: str) -> None:

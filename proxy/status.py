@@ -6,6 +6,9 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from msgspec import structs
+
+from epd_serve.wire import StoreReport
 from proxy.settings import ProxySettings
 from proxy.table import InstanceTable
 
@@ -43,10 +46,18 @@ def instances(table: InstanceTable) -> dict[str, Any]:
                 "reason": view.reason,
                 "in_flight": {work.value: count for work, count in view.in_flight.items()},
                 "load": view.load,
+                "store": _store(view.report),
             }
             for view in table.snapshot()
         ]
     }
+
+
+def _store(report: StoreReport | None) -> dict[str, Any] | None:
+    """What the instance reports of the MM Store; None for one that does not."""
+    if report is None:
+        return None
+    return {name: value for name, value in structs.asdict(report).items() if name not in ("instance", "incarnation")}
 
 
 def own_version() -> dict[str, str]:

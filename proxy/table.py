@@ -1,13 +1,15 @@
 """The status table: which instances exist, which are up, and what the proxy has in flight on each.
 
 Lives in the proxy's event loop and is called only from there (no locks). The launcher calls `apply`, `mark_up`
-and `mark_down` directly; requests hold a `Lease` while a stage works for them. Choosing among instances is
+and `mark_down` directly; the instances' own reports come in through `report`; requests hold a `Lease` while a stage
+works for them. Choosing among instances is
 `proxy/policy.py`'s business.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,7 +17,11 @@ from types import TracebackType
 
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
+from epd_serve.wire import StoreReport
 from proxy.policy import Candidate
+
+REPORT_TRUST_S = 3.0
+"""Instances report every 0.5 s at least: one that has fallen silent says nothing about its store any more."""
 
 
 class Work(StrEnum):
@@ -36,17 +42,26 @@ class _Life:
     in_flight: dict[Work, int] = field(default_factory=lambda: dict.fromkeys(Work, 0))
     load: float = 0.0
     last_pick: int = 0
+    report: StoreReport | None = None
+    reported_at: float = 0.0
+
+    @property
+    def full(self) -> bool:
+        """Features wait for room in its store."""
+        trusted = self.report is not None and time.monotonic() - self.reported_at < REPORT_TRUST_S
+        return trusted and self.report is not None and self.report.waiting_puts > 0
 
 
 @dataclass(frozen=True)
 class InstanceView:
-    """A row as others may see it. `load` is in requests (P, D) or pixels (E)."""
+    """A row as others may see it. `load` is in requests (P, D) or pixels (E). `report`: its last one, if any."""
 
     instance: Instance
     up: bool
     reason: str
     in_flight: dict[Work, int]
     load: float
+    report: StoreReport | None
 
 
 class Lease:
@@ -114,6 +129,18 @@ class InstanceTable:
         self._retire(self._lives.pop(instance_id))
         self._announce()
 
+    # What the instances say.
+
+    def report(self, report: StoreReport) -> None:
+        """Take in what an instance sees of the MM Store. Words of unknown instances and past lives are ignored."""
+        life = self._lives.get(report.instance)
+        if life is None or life.instance.incarnation != report.incarnation:
+            return
+        was_full = life.full
+        life.report, life.reported_at = report, time.monotonic()
+        if was_full and not life.full:
+            self._announce()
+
     # What requests ask.
 
     def acquire(self, instance_id: str, work: Work, weight: float = 1.0) -> Lease:
@@ -126,7 +153,7 @@ class InstanceTable:
     def live(self, role: Role) -> tuple[Candidate, ...]:
         """Instances of `role` that are up, as the policies see them."""
         return tuple(
-            Candidate(instance_id, life.instance.incarnation, life.load, life.last_pick)
+            Candidate(instance_id, life.instance.incarnation, life.load, life.last_pick, life.full)
             for instance_id, life in self._lives.items()
             if life.up and life.instance.role is role
         )
@@ -138,6 +165,10 @@ class InstanceTable:
         """Roles that some instance has, up or not."""
         return frozenset(life.instance.role for life in self._lives.values())
 
+    def event_addresses(self) -> frozenset[str]:
+        """Where instances announce, up or not."""
+        return frozenset(life.instance.events for life in self._lives.values() if life.instance.events)
+
     def live_roles(self) -> frozenset[Role]:
         return frozenset(life.instance.role for life in self._lives.values() if life.up)
 
@@ -148,7 +179,7 @@ class InstanceTable:
 
     def snapshot(self) -> tuple[InstanceView, ...]:
         return tuple(
-            InstanceView(life.instance, life.up, life.reason, dict(life.in_flight), life.load)
+            InstanceView(life.instance, life.up, life.reason, dict(life.in_flight), life.load, life.report)
             for life in self._lives.values()
         )
 
@@ -158,7 +189,8 @@ class InstanceTable:
         return sum(sum(life.in_flight.values()) for life in (*self._lives.values(), *self._retired))
 
     async def changed(self, timeout_s: float) -> bool:
-        """Wait until an instance comes, goes up or goes down; False when `timeout_s` passed first."""
+        """Wait until an instance comes, goes, goes up or down, or has room in its store again; False when `timeout_s`
+        passed first."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:

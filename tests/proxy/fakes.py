@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.app import create_app
+from proxy.pipeline import Pipeline
 from proxy.server import bind
 from proxy.settings import MediaLimits, ModelIdentity, ProxySettings, Timeouts
 from proxy.table import InstanceTable
@@ -44,13 +45,14 @@ Behaviour = Callable[["FakeStage", Call, Receive, Send], Awaitable[None]]
 
 
 class FakeStage:
-    """An OpenAI server that does as `script` says, request by request, and answers well when the script is over."""
+    """An OpenAI server that does as `script` says, request by request, and as `usual` when the script is over."""
 
     def __init__(self, instance_id: str, role: Role) -> None:
         self.id = instance_id
         self.role = role
         self.calls: list[Call] = []
         self.script: deque[Behaviour] = deque()
+        self.usual: Behaviour = answer
         self.cancelled = 0
         self.active = 0
         self.changed = asyncio.Condition()
@@ -73,7 +75,7 @@ class FakeStage:
         self.calls.append(call)
         await self._note(active=1)
         try:
-            await (self.script.popleft() if self.script else answer)(self, call, receive, send)
+            await (self.script.popleft() if self.script else self.usual)(self, call, receive, send)
         finally:
             await self._note(active=-1)
 
@@ -88,9 +90,20 @@ class FakeStage:
             pass
         await self._note(cancelled=1)
 
+    @property
+    def keys(self) -> list[list[str]]:
+        """The items' keys, call by call."""
+        return [[part["uuid"] for part in parts(call)] for call in self.calls]
+
     async def until(self, condition: Callable[[FakeStage], bool]) -> None:
         async with asyncio.timeout(5), self.changed:
             await self.changed.wait_for(lambda: condition(self))
+
+
+def parts(call: Call) -> list[dict[str, Any]]:
+    """The parts of a request that stand for media."""
+    messages = call.body["messages"]
+    return [part for message in messages for part in message["content"] if isinstance(part, dict) and "uuid" in part]
 
 
 # Behaviours.
@@ -108,6 +121,7 @@ def opening(index: int) -> bytes:
     return b"data: " + json.dumps({"object": "chat.completion.chunk", "choices": [choice]}).encode() + b"\n\n"
 
 
+GRID = {"image_grid_thw": [1, 4, 4]}
 DONE = b"data: [DONE]\n\n"
 INTERNALS = {"kv_transfer_params": {"ok": True}, "ec_transfer_params": None, "prompt_token_ids": [1, 2]}
 
@@ -142,6 +156,36 @@ def replies(status: int, body: Any) -> Behaviour:
 def refuses(status: int, message: str, param: str | None = None) -> Behaviour:
     error = {"message": message, "type": "BadRequestError", "param": param, "code": status}
     return replies(status, {"error": error})
+
+
+def encodes(**metadata: Any) -> Behaviour:
+    """Answer as an encoder of vLLM 0.32 does, every item with this metadata (default: of a picture)."""
+
+    async def behave(stage: FakeStage, call: Call, receive: Receive, send: Send) -> None:
+        entries: dict[str, Any] = {}
+        for index, part in enumerate(parts(call)):
+            entry = entries.setdefault(part["uuid"], {"item_indices": [], "metadata": metadata or GRID})
+            entry["item_indices"].append(index)
+        body = {"object": "chat.completion", "choices": [], "ec_transfer_params": entries}
+        await replies(200, body)(stage, call, receive, send)
+
+    return behave
+
+
+def once(released: asyncio.Event, then: Behaviour) -> Behaviour:
+    """Wait for `released`, or for the proxy to leave."""
+
+    async def behave(stage: FakeStage, call: Call, receive: Receive, send: Send) -> None:
+        leaves = asyncio.create_task(stage.wait_disconnect(receive))
+        waits = asyncio.create_task(released.wait())
+        await asyncio.wait([leaves, waits], return_when=asyncio.FIRST_COMPLETED)
+        left = leaves.done()
+        for task in (leaves, waits):
+            task.cancel()
+        if not left:
+            await then(stage, call, receive, send)
+
+    return behave
 
 
 async def hangs(stage: FakeStage, call: Call, receive: Receive, send: Send) -> None:
@@ -185,6 +229,20 @@ class Cluster:
     def metric(self, name: str, **labels: str) -> float:
         return self.app.state.pipeline.metrics.registry.get_sample_value(name, labels) or 0.0
 
+    @property
+    def pipeline(self) -> Pipeline:
+        pipeline: Pipeline = self.app.state.pipeline
+        return pipeline
+
+    async def ask(self, *urls: str, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
+        """One chat request with pictures."""
+        return await self.client.post("/v1/chat/completions", json=picture_body(*urls, **more), headers=headers)
+
+    async def until_metric(self, name: str, value: float, **labels: str) -> None:
+        async with asyncio.timeout(5):
+            while self.metric(name, **labels) < value:
+                await asyncio.sleep(0.002)
+
     async def aborted_stream(self, body: dict[str, Any]) -> bytes:
         """What a chat stream brought before the proxy aborted its connection; fails when it did not."""
         received = b""
@@ -226,6 +284,17 @@ async def cluster(*ids: str, config: ProxySettings | None = None, **app_options:
         url = await stack.enter_async_context(served(app))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10, trust_env=False))
         yield Cluster(stages, table, client, app, instances)
+
+
+@asynccontextmanager
+async def another_proxy(c: Cluster, config: ProxySettings | None = None) -> AsyncIterator[Cluster]:
+    """A second proxy in front of the same stages."""
+    table = InstanceTable()
+    for instance in c.instances.values():
+        table.apply(instance)
+    app = create_app(config or settings(), table)
+    async with served(app) as url, httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as client:
+        yield Cluster(c.stages, table, client, app, c.instances)
 
 
 @asynccontextmanager

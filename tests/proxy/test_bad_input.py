@@ -147,6 +147,23 @@ async def test_a_bomb_is_refused_by_its_header_with_its_size() -> None:
         assert "10000x10000 = 100,000,000 pixels" in error["message"] and "36,000,000" in error["message"]
 
 
+async def test_a_modality_that_the_model_does_not_take_is_refused_by_the_part() -> None:
+    audio = {"data": base64.b64encode(b"RIFF").decode(), "format": "wav"}
+    async with cluster("E0", "PD0", config=settings(modalities=frozenset({"image"}))) as c:
+        response = await c.client.post(CHAT, json=part(type="input_audio", input_audio=audio))
+        error = response.json()["error"]
+        assert response.status_code == 400 and error["code"] == "unsupported_modality"
+        assert error["param"] == "messages[0].content[1].input_audio" and "it takes image" in error["message"]
+        assert not c["E0"].calls
+        assert (await c.client.post(CHAT, json=picture_body())).status_code == 200
+
+
+async def test_a_text_only_model_takes_no_picture() -> None:
+    async with cluster("PD0", config=settings(modalities=frozenset())) as c:
+        response = await c.client.post(CHAT, json=picture_body())
+        assert response.status_code == 400 and "text only" in response.json()["error"]["message"]
+
+
 async def test_unknown_routes_and_methods_are_openai_shaped() -> None:
     async with cluster("EPD0") as c:
         missing = await c.client.post("/v1/nothing", json={})

@@ -1,0 +1,151 @@
+"""What this proxy knows of the MM Store's features: which are there, and the metadata that stands in for their media.
+
+Fed by announcements and by encoders' answers. Both are hints: on the same host the arena's index is asked before one
+is believed (`holds`), elsewhere a hint counts for `TRUST_S`. Pure state, bounded; the clock is the caller's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from epd_serve.wire import FeatureReady
+
+Metadata = Mapping[str, Any]
+TRUST_S = 30.0  # a consumer that recomputes a lost feature does not tell, so no hint may be believed for ever
+PROMISE_S = 2.0  # an encoder answers before its put has ended, so that P and D start meanwhile
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One feature.
+
+    Attributes:
+        metadata: fields of its item, as `placeholder_metadata` gives them; a function of the key, so it never ages.
+        maker: incarnation of the encoder that made it, or "".
+        nbytes: its size, 0 while nobody has said.
+        ready_at: when it was announced to be stored, None if it was not or has been lost since.
+        promised_at: when an encoder answered that it is being stored.
+        pooled: the second tier holds it.
+    """
+
+    metadata: Metadata | None = None
+    maker: str = ""
+    nbytes: int = 0
+    ready_at: float | None = None
+    promised_at: float | None = None
+    pooled: bool = False
+
+
+class FeatureDirectory:
+    """Features by key, the least recently used forgotten beyond `limit`.
+
+    Args:
+        holds: asks the arena of this host: True, False, or None where there is none to ask (or no answer).
+
+    `has_had_metadata`: some encoder has given some item's metadata.
+    """
+
+    def __init__(self, limit: int, *, holds: Callable[[str], bool | None] = lambda _: None) -> None:
+        self._limit = limit
+        self._holds = holds
+        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self.has_had_metadata = False
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def announced(self, event: FeatureReady, now: float) -> None:
+        """An encoder has put it."""
+        entry = self._of(event.key)
+        self._set(
+            event.key,
+            replace(
+                entry,
+                metadata=placeholder_metadata(event.metadata) or entry.metadata,
+                maker=event.incarnation,
+                nbytes=event.nbytes,
+                ready_at=now,
+                promised_at=None,
+                pooled=event.pooled,
+            ),
+        )
+
+    def promised(self, key: str, metadata: object, *, maker: str, now: float) -> None:
+        """An encoder answered that it has encoded this."""
+        entry = self._of(key)
+        self._set(
+            key,
+            replace(entry, metadata=placeholder_metadata(metadata) or entry.metadata, maker=maker, promised_at=now),
+        )
+
+    def lost(self, keys: Iterable[str]) -> None:
+        """Not to be had: an encoder could not store these, or a consumer did not find them."""
+        for key in keys:
+            if key in self._entries:
+                self._entries[key] = replace(self._entries[key], ready_at=None, promised_at=None, pooled=False)
+
+    def distrust(self, keys: Iterable[str]) -> None:
+        """A stage refused the metadata of these."""
+        for key in keys:
+            if key in self._entries:
+                self._entries[key] = replace(self._entries[key], metadata=None)
+
+    def knows(self, key: str, now: float) -> bool:
+        """Whether the feature is there, or as good as there, so that no encoder need be asked."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._entries.move_to_end(key)
+            if _fresh(entry.promised_at, PROMISE_S, now):
+                return True
+        there = self._holds(key)
+        if there or entry is None:
+            return bool(there)
+        return _fresh(entry.ready_at, TRUST_S, now) and (entry.pooled or there is None)
+
+    def metadata(self, key: str) -> Metadata | None:
+        """What stands in for the media of `key`, or None where only the media itself will do."""
+        return self._of(key).metadata
+
+    def makers(self, keys: Iterable[str]) -> frozenset[str]:
+        """Incarnations of the encoders that made these."""
+        return frozenset(maker for key in keys if (maker := self._of(key).maker))
+
+    def _of(self, key: str) -> Entry:
+        return self._entries.get(key, Entry())
+
+    def _set(self, key: str, entry: Entry) -> None:
+        self.has_had_metadata = self.has_had_metadata or entry.metadata is not None
+        self._entries[key] = entry
+        self._entries.move_to_end(key)
+        if len(self._entries) > self._limit:
+            self._entries.popitem(last=False)
+
+
+def placeholder_metadata(given: object) -> Metadata | None:
+    """An item's metadata in the form that vLLM takes in a `*_embeds` part: flat lists of finite numbers.
+
+    A list that holds the one row of the one item is unfolded. None where anything else is in it, or nothing: what
+    cannot be sent is treated like what is not known.
+    """
+    if not isinstance(given, Mapping) or not given:
+        return None
+    fields: dict[str, Any] = {}
+    for name, value in given.items():
+        if isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], list | tuple):
+            value = value[0]
+        if not isinstance(name, str) or not isinstance(value, list | tuple) or not all(map(_is_number, value)):
+            return None
+        fields[name] = list(value)
+    return fields
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _fresh(since: float | None, for_s: float, now: float) -> bool:
+    return since is not None and now - since < for_s

@@ -1,0 +1,156 @@
+"""Calls to encoders: which of them gets which items, one request per share, another one when it fails.
+
+Owns back-pressure (an encoder whose store has no room is left alone) and the retries. Which items need encoding at all
+is `proxy/encode.py`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from epd_serve.errors import DeadlineError, EpdError, StageError
+from epd_serve.instances import Instance
+from epd_serve.roles import Role
+from epd_serve.trace import Trace
+from proxy.bodies import encode_body
+from proxy.errors import most_telling
+from proxy.job import Job, encoded
+from proxy.media import LoadedItem
+from proxy.metrics import Metrics
+from proxy.policy import Candidate, assign_to_owners
+from proxy.request import Endpoint
+from proxy.settings import Timeouts
+from proxy.stage_client import StageClient
+from proxy.table import InstanceTable, Work
+
+logger = logging.getLogger(__name__)
+RELOOK_S = 0.5  # a full store's last report may lapse without any news
+Life = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class EncodeOrder:
+    """What is the same for all calls about one request's items.
+
+    Attributes:
+        again: keys to be encoded even where an encoder believes that they are there.
+        shunned: incarnations of encoders to ask last (they made what got lost).
+        done: called for each item with the encoder that has it and its entry of `ec_transfer_params`, or {}.
+    """
+
+    job: Job
+    done: Callable[[LoadedItem, Instance, dict[str, Any]], None]
+    again: frozenset[str] = frozenset()
+    shunned: frozenset[str] = frozenset()
+
+
+class Encoders:
+    """All encoders of the table."""
+
+    def __init__(
+        self,
+        table: InstanceTable,
+        stages: StageClient,
+        metrics: Metrics,
+        timeouts: Timeouts,
+        *,
+        retries: int,
+        trace: Trace,
+    ) -> None:
+        self._table = table
+        self._stages = stages
+        self._metrics = metrics
+        self._timeouts = timeouts
+        self._retries = retries
+        self._trace = trace
+
+    async def encode(
+        self, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[Life] = frozenset()
+    ) -> None:
+        """Have distinct items encoded, each by its owner (`policy.assign_to_owners`) or by whoever inherits it.
+
+        Items that no encoder produced are logged and counted; `order.done` is not called for them.
+
+        Raises:
+            StageRefusal: an encoder refuses an item.
+        """
+        encoders, reason = await self._available(order, tried)
+        if not encoders:
+            self._give_up(order, items, reason)
+            return
+        shares = assign_to_owners([item.key for item in items], [item.weight for item in items], encoders)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for encoder, share in zip(encoders, shares, strict=True):
+                    if share:
+                        group.create_task(self._encode_at(encoder, order, [items[index] for index in share], tried))
+        except BaseExceptionGroup as failed:
+            raise most_telling(failed) from None
+
+    async def _available(self, order: EncodeOrder, tried: Collection[Life]) -> tuple[list[Candidate], str]:
+        """Encoders to choose from, or none and why. Waits for room in a store, `encode_s` at most."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._timeouts.encode_s
+        while True:
+            untried = [encoder for encoder in self._table.live(Role.E) if encoder.life not in tried]
+            if not untried:
+                return [], "encoder_failed" if tried else "no_encoder"
+            roomy = [encoder for encoder in untried if not encoder.full]
+            if roomy:
+                return [encoder for encoder in roomy if encoder.incarnation not in order.shunned] or roomy, ""
+            left_s = until - loop.time()
+            if left_s <= 0:
+                return [], "store_full"
+            self._metrics.store_waits.inc()
+            await self._table.changed(min(left_s, RELOOK_S))
+
+    async def _encode_at(
+        self, encoder: Candidate, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[Life]
+    ) -> None:
+        job = order.job
+        with self._table.acquire(encoder.id, Work.ENCODE, sum(item.weight for item in items)) as instance:
+            try:
+                answer = await self._post(order, instance, items)
+            except (StageError, DeadlineError) as error:
+                logger.warning("request %s: %s", job.id, error.message)
+                tried = tried | {(instance.id, instance.incarnation)}
+            else:
+                entries = answer.get("ec_transfer_params")
+                entries = entries if isinstance(entries, dict) else {}
+                for item in items:
+                    entry = entries.get(item.key)
+                    order.done(item, instance, entry if isinstance(entry, dict) else {})
+                return
+        if len(tried) > self._retries:
+            self._give_up(order, items, "encoder_failed")
+            return
+        if any(other.life not in tried for other in self._table.live(Role.E)):
+            self._metrics.retries.labels(instance.id).inc()
+        await self.encode(order, items, tried)
+
+    async def _post(self, order: EncodeOrder, instance: Instance, items: Sequence[LoadedItem]) -> dict[str, Any]:
+        job = order.job
+        body = encoded(encode_body(job.base, items, order.again))
+        begun, outcome = time.perf_counter(), "cancelled"
+        self._trace.stamp(job.id, "encode_sent", to=instance.id)
+        try:
+            answer = await self._stages.post(
+                instance, Endpoint.CHAT, body, job.headers, timeout_s=self._timeouts.encode_s
+            )
+            outcome = "ok"
+            return answer
+        except EpdError as error:
+            outcome = error.code or type(error).__name__
+            raise
+        finally:
+            self._metrics.stage_seconds.labels("E", outcome).observe(time.perf_counter() - begun)
+            self._trace.stamp(job.id, "encode_done", by=instance.id, outcome=outcome)
+
+    def _give_up(self, order: EncodeOrder, items: Sequence[LoadedItem], reason: str) -> None:
+        logger.warning("request %s: %d items go on unencoded (%s)", order.job.id, len(items), reason)
+        self._metrics.encode_fallback.labels(reason).inc(len(items))
