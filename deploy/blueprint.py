@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.config import DeployConfig
+from deploy.mm_store import choose_pool, feature_path
 from deploy.proxy_settings import proxy_overrides
 from deploy.stage_args import StageArgs, parse_stage_args
 from epd_serve.errors import ConfigError
@@ -29,6 +30,7 @@ class Blueprint:
         facts: of the model directory; None for a hub name.
         plans: instances in layout order.
         cores: per virtual device, on CPU; else None.
+        pooled: the MM Store has its second tier, Mooncake. feature_path: `host` or `device`, see StageWiring.
         warnings: one line each, to be shown.
     """
 
@@ -41,6 +43,8 @@ class Blueprint:
     plans: tuple[InstancePlan, ...]
     cores: CoreSets | None
     stage_args: StageArgs
+    pooled: bool = False
+    feature_path: str = "host"
     warnings: tuple[str, ...] = ()
 
     @property
@@ -72,7 +76,9 @@ def draw(config: DeployConfig) -> Blueprint:
         raise ConfigError(f"no {inventory.kind} device found: {inventory.note}; use --device cpu", param="--device")
     plans = lower(layout, inventory.allot(layout.device_count))
     cores = core_sets(layout.device_count) if inventory.kind == "cpu" else None
-    warnings = []
+    features_travel = any(role.sends_features for role in layout.roles)
+    pooled, pool_warnings = choose_pool(config, inventory.kind, features_travel=features_travel)
+    warnings = list(pool_warnings)
     if cores is not None and cores.oversubscribed:
         count = len({core for one in cores.sets for core in one})
         warnings.append(f"{layout.device_count} virtual devices share {count} CPU cores: expect it to be slow")
@@ -86,6 +92,8 @@ def draw(config: DeployConfig) -> Blueprint:
         plans=plans,
         cores=cores,
         stage_args=parse_stage_args(config.stage_args, plans),
+        pooled=pooled,
+        feature_path=feature_path(config, inventory.kind, plans, pooled=pooled),
         warnings=tuple(warnings),
     )
 

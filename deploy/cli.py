@@ -1,4 +1,4 @@
-"""`epd-serve`: serve, layout, stage, proxy, demo-model. Reads flags, calls the part, prints one line when it fails.
+"""`epd-serve`: serve, layout, stage, proxy, store, demo-model. Reads flags, calls the part, says failures in one line.
 
 Imports are late: `epd-serve layout` answers in a blink.
 """
@@ -68,6 +68,7 @@ def _parse(argv: list[str]) -> dict[str, Any]:
         "layout": _add_layout(commands),
         "stage": _add_stage(commands),
         "proxy": _add_proxy(commands),
+        "store": _add_store(commands),
         "demo-model": _add_demo_model(commands),
     }
     own, passed = _split(argv)
@@ -201,6 +202,22 @@ def _proxy(arguments: dict[str, Any]) -> int:
     from deploy.alone import run_proxy
 
     return run_proxy(**arguments)
+
+
+def _add_store(commands: Any) -> _Parser:
+    parser = _subparser(commands, "store", "look into the features that a running launch keeps")
+    parser.set_defaults(command=_store)
+    parser.add_argument("action", choices=("ls", "stat", "clear"), help="list, count, or remove what is not in use")
+    parser.add_argument("--launch", metavar="ID", help="which one, where several run (or the beginning of its id)")
+    parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
+    parser.add_argument("--run-root", dest="root", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def _store(arguments: dict[str, Any]) -> int:
+    from deploy.store_command import run_store
+
+    return run_store(**arguments)
 
 
 def _add_demo_model(commands: Any) -> _Parser:

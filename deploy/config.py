@@ -6,6 +6,7 @@ stages' vLLM takes goes through `stage_args`, what the proxy takes through `prox
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -16,6 +17,8 @@ from epd_serve.errors import ConfigError
 
 CPU_PARALLEL_STARTS = 0
 """Stages that start at once on CPU; 0 = all. Imports dominate a start and share the page cache."""
+
+_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, field-name
 
 
 def _option(default: Any, help: str, **extra: Any) -> Any:
@@ -42,6 +45,31 @@ class DeployConfig:
     media_root: str = _option("", "directory that file:// pictures may be read from (default: none)")
     allow_private_media: bool = _option(False, "let picture URLs reach private and loopback addresses")
     arena_mib: int = _option(256, "shared memory for features (MM Store tier 1)")
+    mm_store: str = _option(
+        "auto",
+        "where features lie: arena (this host's shared memory), mooncake (arena and Mooncake Store), "
+        "auto (arena; with Mooncake on NPUs or when --mooncake-master is given)",
+        choices=("auto", "arena", "mooncake"),
+    )
+    mooncake_master: str = _option("", "HOST:PORT of a running mooncake_master (default: start one if it is needed)")
+    mooncake_segment_mib: int = _option(512, "memory that each encoder gives to the Mooncake Store")
+    on_missing_feature: str = _option(
+        "recompute",
+        "what a request whose feature is lost does: recompute it at its prefill instance, or reencode it first",
+        choices=("recompute", "reencode"),
+    )
+    send_pixels: str = _option(
+        "auto", "send pictures to prefill and decode: only where needed (auto), or always", choices=("auto", "always")
+    )
+    tenant_header: str = _option("", "header that names the tenant, set by a gateway you trust (default: the API key)")
+    shared_features: bool = _option(False, "let tenants use each other's features")
+    recompute_limit: int = _option(2, "requests with lost features that one instance recomputes at a time")
+    feature_prefetch: str = _option(
+        "event", "fetch features when announced or on demand", choices=("event", "demand"), hidden=True
+    )
+    feature_path: str = _option(
+        "auto", "features through the host or to device memory", choices=("auto", "host", "device"), hidden=True
+    )
     kv_transport: str = _option("auto", "how KV travels P→D", choices=("auto", "shm", "mooncake"))
     mooncake_protocol: str = _option("tcp", "Mooncake's protocol (NPUs always use ascend)", choices=("tcp", "rdma"))
     kv_group_layers: int = _option(4, "layers per KV packet")
@@ -58,13 +86,34 @@ class DeployConfig:
                 raise ConfigError(unknown(option.name, getattr(self, option.name), choices), param=option.name)
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"port {self.port} is not between 1 and 65535", param="port")
-        for name in ("arena_mib", "kv_group_layers", "kv_staging_mib", "startup_timeout_s"):
+        positive = ("arena_mib", "mooncake_segment_mib", "kv_group_layers", "kv_staging_mib", "startup_timeout_s")
+        for name in (*positive, "recompute_limit"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it has to be positive", param=name)
         if self.parallel_starts < 0:
             raise ConfigError("parallel_starts is negative; 0 means all at once", param="parallel_starts")
         if self.media_root and not Path(self.media_root).is_dir():
             raise ConfigError(f"media_root {self.media_root} is not a directory", param="media_root")
+        if self.mooncake_master:
+            host_and_port(self.mooncake_master)
+            if self.mm_store == "arena":
+                raise ConfigError(
+                    "mooncake_master is given, but mm_store is arena; use --mm-store mooncake", param="mm_store"
+                )
+        if self.tenant_header and not _HEADER.fullmatch(self.tenant_header):
+            raise ConfigError(f"tenant_header {self.tenant_header!r} is no header name", param="tenant_header")
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """`10.0.0.1:50051` or `[fd00::1]:50051` as host and port.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+        raise ConfigError(f"mooncake_master {address!r} is not HOST:PORT", param="mooncake_master")
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def build_config(flags: Mapping[str, Any], config_file: str | None = None) -> DeployConfig:

@@ -13,6 +13,8 @@ LAUNCH_ENV = "EPD_SERVE_LAUNCH"
 LAUNCHER_PID_ENV = "EPD_SERVE_LAUNCHER_PID"
 """A stage asks the kernel to die with this process."""
 
+_HOUSE = Path(__file__).resolve().parents[1]
+
 
 def run_root() -> Path:
     """Where run directories lie: `${XDG_RUNTIME_DIR or /tmp}/epd-serve-<uid>`."""
@@ -24,6 +26,20 @@ def run_root() -> Path:
 
 def shm_root() -> Path:
     return Path("/dev/shm")
+
+
+def module_command(module: str, *arguments: str) -> tuple[str, ...]:
+    """argv that runs a module of ours, whatever lies in the working directory; goes with `module_path`."""
+    return (sys.executable, "-P", "-m", module, *arguments)
+
+
+def module_path() -> str:
+    """PYTHONPATH under which `module_command` finds our packages, the installed or the checked-out ones."""
+    return os.pathsep.join(filter(None, (str(_HOUSE), os.environ.get("PYTHONPATH"))))
+
+
+def module_environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": module_path()}
 
 
 def stage_environment(added: Mapping[str, str], run_path: Path, device: str) -> dict[str, str]:

@@ -22,19 +22,24 @@ from typing import TYPE_CHECKING
 
 from deploy.blueprint import Blueprint
 from deploy.environment import is_terminal, shm_root, stage_environment
+from deploy.listeners import exposure_warnings
+from deploy.pool_master import mooncake_command
 from deploy.ports import free_ports, listen
 from deploy.proxy_settings import build_proxy_settings
 from deploy.ready_message import ready_message
 from deploy.reaper import reap_dead
 from deploy.rundir import RunDir
 from deploy.screen import Screen
+from deploy.second_tier import SecondTier
 from deploy.shared_memory import fit_shared_memory, free_mib
 from deploy.stage_life import Spawn
+from deploy.stage_news import StageNews
 from deploy.supervisor import Patience, StageSpec, Supervisor
 from deploy.wiring_plan import STAGE_HOST, SharedMemory, WiringPlan
 from epd_serve.engine.argv import StageCommand, StagePlan, stage_command
 from epd_serve.errors import EpdError, StageError
 from epd_serve.placement import InstancePlan
+from store.mooncake_master import MasterSettings
 
 if TYPE_CHECKING:
     from proxy.table import InstanceTable
@@ -49,11 +54,13 @@ class Launch:
 
     Attributes:
         command_of: makes a stage's command; tests put a stand-in for vLLM here.
+        master_command_of: makes the argv of Mooncake's master; tests put a stand-in here.
         patience: the supervisor's waits.
     """
 
     blueprint: Blueprint
     command_of: Callable[[StagePlan], StageCommand] = stage_command
+    master_command_of: Callable[[MasterSettings], tuple[str, ...]] = mooncake_command
     patience: Patience = field(default_factory=Patience)
 
     def run(self) -> int:
@@ -89,8 +96,9 @@ class _Session:
         self.screen = screen
         self.started = time.monotonic()
         self.stop = asyncio.Event()
+        self.tier = SecondTier.of(launch.blueprint, run, STAGE_HOST, launch.master_command_of)
         self.wired = self._wire()
-        self.supervisor: Supervisor | None = None
+        self.supervisors: list[Supervisor] = []
 
     def _wire(self) -> WiringPlan:
         blueprint, config = self.blueprint, self.blueprint.config
@@ -103,7 +111,7 @@ class _Session:
         ports = dict(zip((plan.id for plan in blueprint.plans), free_ports(len(blueprint.plans)), strict=True))
         if config.trace_dir:
             Path(config.trace_dir).mkdir(parents=True, exist_ok=True)
-        return WiringPlan(blueprint, self.run, ports, memory)
+        return WiringPlan(blueprint, self.run, ports, memory, self.tier.address)
 
     async def serve(self) -> int:
         from proxy.table import InstanceTable
@@ -111,14 +119,15 @@ class _Session:
         self._take_signals()
         for warning in self.blueprint.warnings:
             self.screen.line(f"warning: {warning}")
-        async with self._arena():
+        async with self._arena(), self.tier.running(self.screen.line) as master:
             table = InstanceTable()
-            self.supervisor = supervisor = Supervisor(
+            supervisor = Supervisor(
                 [self._spec(plan) for plan in self.blueprint.plans],
-                _Events(self.wired, table, self.screen),
+                StageNews(self.wired, table, self.screen),
                 replace(self.launch.patience, start_s=self.blueprint.config.startup_timeout_s),
                 parallel_starts=self.blueprint.config.parallel_starts if self.blueprint.device == "cpu" else 0,
             )
+            self.supervisors += [one for one in (master, supervisor) if one is not None]
             self.screen.open([plan.id for plan in self.blueprint.plans])
             stages = asyncio.create_task(supervisor.run(), name="stages")
             front = asyncio.create_task(self._front(table), name="proxy")
@@ -137,7 +146,7 @@ class _Session:
         from proxy.server import serve
 
         config = self.blueprint.config
-        app = create_app(build_proxy_settings(self.blueprint), table)
+        app = create_app(build_proxy_settings(self.blueprint, self.run.arena), table)
         await serve(app, config.host, config.port, sockets=[self.listening], grace_s=DRAIN_S)
 
     async def _until_stopped(
@@ -147,6 +156,7 @@ class _Session:
         ready = asyncio.create_task(supervisor.all_up.wait())
         stopped = asyncio.create_task(self.stop.wait())
         waiting: set[asyncio.Task[object]] = {ready, stopped, stages, front}
+        checking: asyncio.Task[None] | None = None
         try:
             while not (stopped.done() or stages.done() or front.done()):
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=None if ready.done() else 1.0)
@@ -154,11 +164,13 @@ class _Session:
                     waiting.discard(ready)
                     self.screen.close()
                     print(ready_message(self.wired, time.monotonic() - self.started), flush=True)
+                    checking = asyncio.create_task(self._check_ports())
                 elif not ready.done():
                     self.screen.tick()
         finally:
-            ready.cancel()
-            stopped.cancel()
+            for task in (ready, stopped, checking):
+                if task is not None:
+                    task.cancel()
         for task in (stages, front):
             if task.done() and not stopped.done():
                 task.result()  # raises what ended it
@@ -190,6 +202,13 @@ class _Session:
         finally:
             arena.close()
 
+    async def _check_ports(self) -> None:
+        """Mooncake's ports ask nobody who they are: say which answer beyond the address of the stages."""
+        if self.tier.address or self.blueprint.config.kv_transport == "mooncake":
+            for supervisor in self.supervisors:
+                for line in await exposure_warnings(supervisor.groups(), STAGE_HOST):
+                    self.screen.line(line)
+
     def _spec(self, plan: InstancePlan) -> StageSpec:
         def command(incarnation: str) -> Spawn:
             made = self.launch.command_of(self.wired.stage(plan, incarnation))
@@ -210,37 +229,7 @@ class _Session:
             self.stop.set()
             return
         # The second one: no more waiting.
-        if self.supervisor is not None:
-            self.supervisor.kill_now()
+        for supervisor in self.supervisors:
+            supervisor.kill_now()
         self.run.remove()
         os._exit(130)
-
-
-class _Events:
-    """Passes what happens to the stages on: to the run directory, the proxy's table and the screen."""
-
-    def __init__(self, wired: WiringPlan, table: InstanceTable, screen: Screen) -> None:
-        self._wired = wired
-        self._plans = {plan.id: plan for plan in wired.blueprint.plans}
-        self._table = table
-        self._screen = screen
-
-    def before_spawn(self, stage: str, incarnation: str) -> None:
-        self._wired.run.clear_instance(stage)
-        self._table.apply(self._wired.instance(self._plans[stage], incarnation), up=False)
-
-    def spawned(self, stage: str, pid: int) -> None:
-        self._wired.run.record_group(stage, pid)
-        self._screen.started(stage)
-
-    def phase(self, stage: str, phase: str) -> None:
-        self._screen.phase(stage, phase)
-
-    def up(self, stage: str, incarnation: str, seconds: float) -> None:
-        self._table.mark_up(stage)
-        self._screen.up(stage, seconds)
-
-    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float) -> None:
-        self._table.mark_down(stage, reason, incarnation=incarnation)
-        if retry_in_s > 0:
-            self._screen.down(stage, reason, retry_in_s)

@@ -13,15 +13,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploy.identity import model_identity
 from deploy.nearest import unknown
 from epd_serve.errors import ConfigError
+from epd_serve.model_facts import modalities
 
 if TYPE_CHECKING:
     from deploy.blueprint import Blueprint
     from proxy.settings import ProxySettings
 
-_DECIDED = ("served_models", "identity", "roles", "api_keys")
+_DECIDED = ("served_models", "identity", "roles", "api_keys", "stage_key", "modalities", "arena")
 """Fields that follow from the deployment itself."""
+
+_OWN_FLAGS = ("tenant_header", "shared_features", "send_pixels", "on_missing_feature")
+"""Fields that have a flag of their own; by --proxy they would be two answers to one question."""
 
 
 def proxy_overrides(entries: Iterable[str]) -> dict[str, Any]:
@@ -43,6 +48,9 @@ def proxy_overrides(entries: Iterable[str]) -> dict[str, Any]:
         for name in path:
             owner = _section(owner, name, key)
             target = target.setdefault(name, {})
+        if not path and last in _OWN_FLAGS:
+            flag = "--" + last.replace("_", "-")
+            raise ConfigError(f"proxy setting {key} has a flag of its own: {flag}", param="--proxy")
         hint = _scalars(owner).get(last)
         if hint is None:
             raise ConfigError(unknown("proxy setting", key, _all_keys(ProxySettings)), param="--proxy")
@@ -50,9 +58,9 @@ def proxy_overrides(entries: Iterable[str]) -> dict[str, Any]:
     return overrides
 
 
-def build_proxy_settings(blueprint: Blueprint) -> ProxySettings:
-    """The settings of the proxy in front of a deployment."""
-    from proxy.settings import ModelIdentity, ProxySettings
+def build_proxy_settings(blueprint: Blueprint, arena: Path | None = None) -> ProxySettings:
+    """The settings of the proxy in front of a deployment; `arena` is the one that all its stages share."""
+    from proxy.settings import ProxySettings
 
     config, facts = blueprint.config, blueprint.facts
     overrides = proxy_overrides(config.proxy)
@@ -67,18 +75,27 @@ def build_proxy_settings(blueprint: Blueprint) -> ProxySettings:
         overrides.setdefault("max_model_len", facts.max_positions)
     settings = ProxySettings(
         served_models=(blueprint.served_model_name,),
-        identity=ModelIdentity(
-            model=blueprint.served_model_name,
-            revision=facts.revision if facts else "",
-            dtype=(facts.dtype or "") if facts else "",
-        ),
+        identity=model_identity(blueprint),
         roles=tuple(sorted(blueprint.layout.roles)),
         api_keys=config.api_keys,
+        tenant_header=config.tenant_header,
+        shared_features=config.shared_features,
+        modalities=_modalities(blueprint),
+        send_pixels=config.send_pixels,
+        on_missing_feature=config.on_missing_feature,
+        arena=arena if blueprint.features_travel else None,
     )
     try:
         return apply_overrides(settings, overrides)
     except ConfigError as error:
         raise ConfigError(f"--proxy: {error}", param="--proxy") from error
+
+
+def _modalities(blueprint: Blueprint) -> frozenset[str] | None:
+    """What every instance takes: an item passes through several of them."""
+    taken = [modalities(blueprint.facts, blueprint.stage_args.of(plan), blueprint.device) for plan in blueprint.plans]
+    known = [one for one in taken if one is not None]
+    return frozenset.intersection(*known) if len(known) == len(taken) else None
 
 
 def apply_overrides(settings: ProxySettings, overrides: dict[str, Any]) -> ProxySettings:

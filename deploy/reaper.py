@@ -6,16 +6,14 @@ and for the files. Only what is proven to belong to a dead launch is touched.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 from deploy import processes
 from deploy.environment import LAUNCH_ENV, run_root, shm_root
-from deploy.rundir import RunDir
+from deploy.rundir import RunDir, read_groups, read_owner
 
 KILL_TIMEOUT_S = 5.0
 
@@ -31,14 +29,12 @@ def reap_dead(root: Path | None = None) -> list[str]:
         return []
     reaped = []
     for path in sorted(root.iterdir()):
-        owner = _owner(path)
+        owner = read_owner(path)
         if owner is None:
             if path.name.startswith(".new-") and path.stat().st_mtime < time.time() - 60:
                 shutil.rmtree(path, ignore_errors=True)
             continue
-        if owner.get("pid_namespace") != processes.pid_namespace() or processes.is_alive(
-            owner["pid"], owner["start_ticks"]
-        ):
+        if owner.of_other_namespace or owner.alive:
             continue
         kill_leftovers(path)
         RunDir(path.name, path, shm_root()).remove()
@@ -49,7 +45,7 @@ def reap_dead(root: Path | None = None) -> list[str]:
 def kill_leftovers(run_path: Path) -> None:
     """SIGKILL the processes of a dead launch and wait until they are gone (bounded)."""
     deadline, killing = time.monotonic() + KILL_TIMEOUT_S, processes.Killing()
-    groups = _groups(run_path)
+    groups = read_groups(run_path)
     while victims := _victims(run_path.name, groups):
         killing.strike(victims)
         if time.monotonic() > deadline:
@@ -88,27 +84,3 @@ def _looks_like_a_stage(pid: int) -> bool:
     except OSError:
         return False
     return b"vllm" in command.lower() or b"epd_serve" in command or b"multiprocessing" in command
-
-
-def _owner(path: Path) -> dict[str, Any] | None:
-    try:
-        owner = json.loads((path / "launcher.json").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
-    return owner if isinstance(owner, dict) and {"pid", "start_ticks"} <= set(owner) else None
-
-
-def _groups(path: Path) -> dict[int, int]:
-    """Recorded process groups: pid → start ticks. A torn last line is skipped."""
-    try:
-        lines = (path / "groups.jsonl").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return {}
-    groups = {}
-    for line in lines:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        groups[entry["pid"]] = entry["start_ticks"]
-    return groups

@@ -1,7 +1,8 @@
 """The run directory of a launch: its identity, logs and sockets, and what is needed to clean up after kill -9.
 
     <run root>/<launch id>/launcher.json    pid, start ticks and pid namespace of the launcher
-                           groups.jsonl     one line per stage process group that was ever started
+                           groups.jsonl     one line per process group that was ever started: stages, Mooncake's master
+                           pool.json        addresses of the MM Store's second tier, where there is one
                            <instance>.log, <instance>.events, <instance>.kv, <instance>.kvw<rank>
     /dev/shm/epd-<launch id>-*              arena and staging files
 
@@ -16,6 +17,7 @@ import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deploy import processes
 from deploy.environment import run_root, shm_root
@@ -96,6 +98,57 @@ class RunDir:
         for path in self.shm.glob(f"epd-{self.launch_id}-*"):
             path.unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The launcher of a run directory."""
+
+    pid: int
+    start_ticks: int
+    pid_namespace: str | None
+
+    @property
+    def of_other_namespace(self) -> bool:
+        """Its pid means nothing here, so nothing can be said about it."""
+        return self.pid_namespace != processes.pid_namespace()
+
+    @property
+    def alive(self) -> bool:
+        return processes.is_alive(self.pid, self.start_ticks)
+
+
+def read_owner(path: Path) -> Owner | None:
+    """Who made the run directory; None when it is none, or half of one."""
+    try:
+        owner = json.loads((path / "launcher.json").read_text(encoding="ascii"))
+        return Owner(owner["pid"], owner["start_ticks"], owner.get("pid_namespace"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def read_groups(path: Path) -> dict[int, int]:
+    """Recorded process groups: pid → start ticks. A torn last line is skipped."""
+    return {entry["pid"]: entry["start_ticks"] for entry in _group_lines(path)}
+
+
+def read_instances(path: Path) -> list[str]:
+    """Names under which process groups were recorded, in the order of their first start."""
+    return list(dict.fromkeys(str(entry["instance"]) for entry in _group_lines(path)))
+
+
+def _group_lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = (path / "groups.jsonl").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
+    entries = []
+    for line in lines:
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            continue
+    return entries
 
 
 def _private(root: Path) -> None:

@@ -29,6 +29,7 @@ class StageSpec:
     Attributes:
         command: makes the command of a life from its incarnation.
         turn: stages of the same turn start one after the other (their memory is profiled); "" starts freely.
+        what: what messages call it, before its id.
     """
 
     id: str
@@ -37,6 +38,7 @@ class StageSpec:
     log_path: Path
     command: Callable[[str], Spawn]
     turn: str = ""
+    what: str = "stage"
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,10 @@ class Supervisor:
                 raise
             raise _first(stage_errors) from None
 
+    def groups(self) -> dict[str, int]:
+        """Process groups that run now, by stage."""
+        return {stage: life.pid for stage, life in self._lives.items()}
+
     def kill_now(self) -> None:
         """SIGKILL every group, without waiting (second Ctrl-C)."""
         for life in self._lives.values():
@@ -132,7 +138,7 @@ class Supervisor:
             except OSError as error:
                 lived.reason = f"cannot be started: {error}"
             if stage.id not in self._seen_up:
-                raise StageError(f"stage {stage.id} did not start: {lived.reason}", stage=stage.id)
+                raise StageError(f"{stage.what} {stage.id} did not start: {lived.reason}", stage=stage.id)
             failures = 1 if lived.up_s >= self.patience.settled_s else failures + 1
             delay_s = self._backoff(failures)
             self.events.down(stage.id, incarnation, lived.reason, delay_s)

@@ -27,12 +27,18 @@ class SharedMemory:
 
 @dataclass(frozen=True)
 class WiringPlan:
-    """One launch, wired. `ports`: HTTP port by instance id, the same in every life."""
+    """One launch, wired.
+
+    Attributes:
+        ports: HTTP port by instance id, the same in every life.
+        mooncake_master: `host:port` of the second tier's master, "" for the arena alone.
+    """
 
     blueprint: Blueprint
     run: RunDir
     ports: Mapping[str, int]
     memory: SharedMemory
+    mooncake_master: str = ""
 
     def instance(self, plan: InstancePlan, incarnation: str) -> Instance:
         """What the proxy is told about a life."""
@@ -70,6 +76,7 @@ class WiringPlan:
         """Addresses and policies of one life. Features concern encoders and every instance that takes them."""
         config, role = self.blueprint.config, plan.role
         featured = bool(self._announces(plan))
+        pooled = featured and bool(self.mooncake_master)
         return StageWiring(
             instance=plan.id,
             role=role,
@@ -78,6 +85,11 @@ class WiringPlan:
             arena_id=self.run.launch_id if featured else "",
             events=self._events() if featured and role.takes_features else {},
             publish=self._announces(plan),
+            mooncake_master=self.mooncake_master if featured else "",
+            mooncake_segment_bytes=config.mooncake_segment_mib << 20 if pooled and role.sends_features else 0,
+            feature_path=self.blueprint.feature_path,
+            feature_prefetch=config.feature_prefetch,
+            recompute_limit=config.recompute_limit,
             kv_endpoint=self._kv_endpoint(plan),
             kv_worker_endpoint=self._kv_workers(plan),
             kv_peers=tuple(map(self._kv_workers, self._takers())) if role.sends_kv else (),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,30 @@ _SAMPLE_BYTES = 1 << 20
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MULTIMODAL_KEY = re.compile(r"vision|visual|audio|img_processor|image_token|video_token")
+_IMAGE_KEY = re.compile(r"vision|visual|img_processor|image_token|mm_vision_tower")
+_AUDIO_KEY = re.compile(r"audio_(?:config|processor|tower|token|encoder)|num_mel_bins|sound_")
+_VIDEO_KEY = re.compile(r"video_token|video_start_token|video_pad_token|video_config")
+_TAKES_VIDEO = re.compile(
+    r"Qwen2VL|Qwen2_5_VL|Qwen3VL|Qwen3_5|Qwen2_5Omni|Qwen3Omni|Glm4v|Glm4_1v|InternS1|LlavaNextVideo|LlavaOnevision"
+    r"|LlavaOnevision2|MiniCPMV|MiniCPMO|Keye|Molmo2|Ernie4_5_?VL|OpenPanguVL|Ovis2_5|NemotronH_Nano_VL|HCXVision|MiMoV2",
+    re.IGNORECASE,
+)
+"""Architectures to whose vLLM classes a clip can be given (`get_supported_mm_limits`, vLLM 0.32)."""
+
+CPU_LIMITS: Mapping[str, int] = {"image": 8, "video": 0}
+"""What CPU stages are started with as `--limit-mm-per-prompt`: profiling a worst-case clip takes minutes there."""
+
+_PROCESSING_FILES = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "image_processor_config.json",
+    "feature_extractor_config.json",
+    "tokenizer_config.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+)
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.safetensors.index.json")
 
 
 @dataclass(frozen=True)
@@ -34,7 +59,8 @@ class ModelFacts:
         multimodal: it has a vision or audio tower.
         max_positions: context limit of the language model in tokens.
         dtype: as written, e.g. `bfloat16`.
-        revision: digest of the config and of samples of the weights; the same on every host.
+        revision: digest of configs, custom code and samples of the weights; the same on every host.
+        towers: `image`, `video`, `audio`: what the model takes, or None where the config does not tell.
     """
 
     directory: Path
@@ -43,6 +69,7 @@ class ModelFacts:
     max_positions: int | None
     dtype: str | None
     revision: str = ""
+    towers: frozenset[str] | None = None
 
 
 def read_model_facts(model: str) -> ModelFacts | None:
@@ -69,6 +96,7 @@ def read_model_facts(model: str) -> ModelFacts | None:
         max_positions=_first(int, language.get("max_position_embeddings"), config.get("max_position_embeddings")),
         dtype=_first(str, config.get("dtype"), config.get("torch_dtype"), language.get("dtype")),
         revision=_revision(directory),
+        towers=_towers(config, str(architectures[0])),
     )
 
 
@@ -87,6 +115,43 @@ def check_model_fits(facts: ModelFacts | None, layout: Layout) -> None:
             f"but layout {layout} has encoders; use --layout {fix}",
             param="--layout",
         )
+
+
+def modalities(facts: ModelFacts | None, stage_args: Sequence[str], device: str) -> frozenset[str] | None:
+    """What a stage takes that is started with these vLLM flags on this kind of device; None: unknown, let it decide.
+
+    A modality that `--limit-mm-per-prompt` sets to 0 is not taken: on CPU that is video, unless the flags say other.
+    """
+    if facts is None or facts.towers is None:
+        return None
+    if "--language-model-only" in stage_args:
+        return frozenset()
+    limits = _limits(stage_args)
+    if limits is None:
+        limits = CPU_LIMITS if device == "cpu" else {}
+    off = {name for name, limit in limits.items() if (limit.get("count") if isinstance(limit, dict) else limit) == 0}
+    return facts.towers - off
+
+
+def _limits(stage_args: Sequence[str]) -> Mapping[str, Any] | None:
+    """The last `--limit-mm-per-prompt`, which replaces those before it; None without one."""
+    found: dict[str, Any] | None = None
+    for at, word in enumerate(stage_args):
+        name, equals, value = word.partition("=")
+        name, dot, modality = name.replace("_", "-").partition(".")
+        if name != "--limit-mm-per-prompt":
+            continue
+        if not equals:
+            value = stage_args[at + 1] if at + 1 < len(stage_args) else ""
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            continue  # vLLM refuses it with its own words
+        if dot:
+            found = {**(found or {}), modality: parsed}
+        elif isinstance(parsed, dict):
+            found = parsed
+    return found
 
 
 def _is_hub_name(model: str) -> bool:
@@ -111,9 +176,17 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _revision(directory: Path) -> str:
-    """Config whole, weight files by name, size, head and tail: a retrained model of equal shape still differs."""
+    """Configs and code whole, weights by name, size, head and tail: a retrained model of equal shape still differs.
+
+    No dates: copies of a model on several hosts have to agree.
+    """
     digest = hashlib.blake2b((directory / "config.json").read_bytes(), digest_size=8)
-    for path in sorted(directory.glob("*.safetensors")):
+    texts = [directory / name for name in _PROCESSING_FILES] + sorted(directory.glob("*.py"))
+    for path in texts:
+        if path.is_file():
+            content = path.read_bytes()
+            digest.update(f"{path.name}:{len(content)}:".encode() + content)
+    for path in sorted({path for pattern in _WEIGHTS for path in directory.glob(pattern)}):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}:".encode())
         with path.open("rb") as weights:
@@ -121,6 +194,26 @@ def _revision(directory: Path) -> str:
             weights.seek(max(0, size - _SAMPLE_BYTES))
             digest.update(weights.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def _towers(config: dict[str, Any], architecture: str) -> frozenset[str] | None:
+    """Modalities by the keys of the config, and by the architecture where keys do not tell."""
+    if not _is_multimodal(config, architecture):
+        return frozenset()
+    nested = config.get("thinker_config")
+    levels = (config, nested if isinstance(nested, dict) else {})
+    keys = {key for level in levels for key, value in level.items() if value is not None and value is not False}
+
+    def has(pattern: re.Pattern[str]) -> bool:
+        return any(pattern.search(key) for key in keys)
+
+    audio = has(_AUDIO_KEY)
+    image = has(_IMAGE_KEY)
+    if not (audio or image):
+        return None
+    video = image and (has(_VIDEO_KEY) or _TAKES_VIDEO.search(architecture) is not None)
+    taken = {"image": image, "video": video, "audio": audio}
+    return frozenset(name for name, there in taken.items() if there)
 
 
 def _is_multimodal(config: dict[str, Any], architecture: str) -> bool:

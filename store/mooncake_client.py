@@ -4,7 +4,8 @@ What Mooncake listens on (0.3.13.post1, TCP, read from /proc/net/tcp and tcp6): 
 address it is given. Every client opens two more, whether it gives memory or not: its handshake port (0.0.0.0, the
 15000s and 16000s) and its data port (::, likewise). Neither can be bound to one address: `MC_TCP_BIND_ADDRESS` only
 chooses which address is *announced* to peers. Nothing authenticates them, and the data port reads and writes the
-client's registered memory: keep them behind a firewall.
+client's registered memory: a filter makes them answer at that address only (`store.port_filter`), and where it is not
+loopback they belong behind a firewall.
 
 `setup` holds the GIL until the master answers, so we connect a socket to the master first, and Mooncake's own limits,
 30 s and more, are lowered (unless the environment sets them): they bound how long a call that we gave up holds memory.
@@ -20,6 +21,7 @@ from typing import Any
 
 from store.errors import StoreError, StoreUnavailableError
 from store.mooncake_codes import Outcome, outcome
+from store.port_filter import reachable_only_at
 
 _ENVIRONMENT = {
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # we retry; its 20 retries take 90 s
@@ -102,15 +104,16 @@ class MooncakeClient:
         module = load_mooncake(config.host)
         _reach(config.master, config.timeout_s)
         self._store: Any = module.MooncakeDistributedStore()
-        code = self._store.setup(
-            config.host,
-            "P2PHANDSHAKE",
-            config.segment_bytes,
-            config.buffer_bytes,
-            config.protocol,
-            config.device_names,
-            config.master,
-        )
+        with reachable_only_at(config.host):
+            code = self._store.setup(
+                config.host,
+                "P2PHANDSHAKE",
+                config.segment_bytes,
+                config.buffer_bytes,
+                config.protocol,
+                config.device_names,
+                config.master,
+            )
         if code != 0:
             raise StoreUnavailableError(f"Mooncake: no connection to the master at {config.master} ({code})")
         self._placement: Any = module.ReplicateConfig()

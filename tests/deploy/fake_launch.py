@@ -1,20 +1,26 @@
 """A whole launch with stand-ins for vLLM: `python fake_launch.py RUN_ROOT PORT LAYOUT [fake_stage flags…]`.
 
-Flags of the form `E0=--fail` are for one instance, others for all.
+Flags of the form `E0=--fail` are for one instance, `+mm_store=mooncake` are options of the launch, `master=…` puts a
+stand-in, with these flags, in the place of Mooncake's master; others are for all stages.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
+from deploy import mm_store
 from deploy.blueprint import draw
 from deploy.config import DeployConfig
 from deploy.launcher import Launch
+from deploy.pool_master import mooncake_command
 from deploy.supervisor import Patience
 from epd_serve.engine.argv import StageCommand, StagePlan, stage_command
 from epd_serve.errors import EpdError
+from store.mooncake_master import MasterSettings
 
+FAKE_MASTER = str(Path(__file__).with_name("fake_master.py"))
 FAKE_STAGE = str(Path(__file__).with_name("fake_stage.py"))
 
 
@@ -24,13 +30,25 @@ def main() -> int:
     def command(plan: StagePlan) -> StageCommand:
         env = stage_command(plan).env
         own = [flag.partition("=")[2] for flag in flags if flag.startswith(f"{plan.instance}=")]
-        shared = [flag for flag in flags if not flag[0].isupper()]
+        shared = [flag for flag in flags if flag.startswith("--")]
         return StageCommand((sys.executable, FAKE_STAGE, str(plan.port), *shared, *own), env)
 
-    config = DeployConfig(layout=layout, device="cpu", port=int(port), run_root=root, arena_mib=8, kv_staging_mib=4)
+    def master(settings: MasterSettings) -> tuple[str, ...]:
+        own = [flag.partition("=")[2] for flag in flags if flag.startswith("master=--")]
+        return (sys.executable, FAKE_MASTER, settings.host, str(settings.rpc_port), str(settings.metrics_port), *own)
+
+    options: dict[str, Any] = dict(flag[1:].split("=", 1) for flag in flags if flag.startswith("+"))
+    flags = [flag for flag in flags if not flag.startswith("+")]
+    config = DeployConfig(
+        layout=layout, device="cpu", port=int(port), run_root=root, arena_mib=8, kv_staging_mib=4, **options
+    )
+    master_of = mooncake_command
+    if any(flag.startswith("master=") for flag in flags):
+        master_of = master
+        mm_store.what_is_missing = lambda device, master: ""  # type: ignore[assignment]
     patience = Patience(poll_s=0.05, backoff_s=0.1, health_every_s=0.1, stop_grace_s=1.0)
     try:
-        return Launch(draw(config), command, patience).run()
+        return Launch(draw(config), command, master_of, patience).run()
     except EpdError as error:
         print(f"epd-serve: {error}", file=sys.stderr)
         return 1

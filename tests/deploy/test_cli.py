@@ -48,6 +48,12 @@ def test_layout_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["stage", "--wiring", "/no/such"], "cannot be read"),
         (["proxy"], "--stages"),
         (["proxy", "--stages", "/no/such"], "/no/such"),
+        (["serve", "--mm-store", "mooncakes"], "unknown --mm-store 'mooncakes'; did you mean 'mooncake'?"),
+        (["serve", "--mooncake-master", "nohost"], "mooncake_master 'nohost' is not HOST:PORT"),
+        (["serve", "--send-pixels", "never"], "unknown --send-pixels 'never'"),
+        (["serve", "--device", "cpu", "--proxy", "tenant_header=X"], "has a flag of its own: --tenant-header"),
+        (["store", "list"], "unknown action 'list'"),
+        (["store"], "action"),
         (["demo-model", "/tmp", "--preset", "tinny"], "did you mean 'tiny'?"),
     ],
 )

@@ -48,6 +48,11 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
         ("device: tpu", "unknown device 'tpu'"),
         ("media_root: /no/such", "is not a directory"),
         ("arena_mib: -1", "has to be positive"),
+        ("mm_store: disk", "unknown mm_store 'disk'"),
+        ("mooncake_master: host", "is not HOST:PORT"),
+        ("{mooncake_master: 'a:1', mm_store: arena}", "use --mm-store mooncake"),
+        ("recompute_limit: 0", "has to be positive"),
+        ("tenant_header: 'X Team'", "is no header name"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: str) -> None:

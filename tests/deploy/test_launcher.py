@@ -2,107 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from deploy import processes
-from deploy.environment import LAUNCH_ENV
-from deploy.ports import free_ports
 from deploy.reaper import reap_dead
-
-REPOSITORY = Path(__file__).parents[2]
-SCRIPT = str(Path(__file__).with_name("fake_launch.py"))
-DEADLINE_S = 20.0
-
-
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.03)
-    raise AssertionError(f"not within {timeout_s} s: {what}")
-
-
-class FakeLaunch:
-    """One launch under test."""
-
-    def __init__(self, root: Path, port: int, layout: str, *flags: str) -> None:
-        self.root, self.port = root, port
-        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-        self.process = subprocess.Popen(
-            [sys.executable, SCRIPT, str(root), str(port), layout, *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-            text=True,
-        )
-
-    def get(self, path: str) -> tuple[int, Any]:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
-        except OSError:
-            return 0, None
-
-    def instances(self) -> dict[str, Any]:
-        _, body = self.get("/instances")
-        return {row["id"]: row for row in body["instances"]} if body else {}
-
-    def wait_ready(self) -> None:
-        wait_until(lambda: self.get("/health")[0] == 200 or self.process.poll() is not None, "healthy")
-        assert self.process.poll() is None, self.process.communicate()[1]
-
-    @property
-    def run_path(self) -> Path:
-        (path,) = (path for path in self.root.iterdir() if (path / "launcher.json").exists())
-        return path
-
-    def stage_pid(self, instance: str) -> int:
-        lines = (self.run_path / "groups.jsonl").read_text().splitlines()
-        return next(entry["pid"] for entry in map(json.loads, reversed(lines)) if entry["instance"] == instance)
-
-    def members(self, launch_id: str) -> list[int]:
-        return [p.pid for p in processes.running() if processes.has_environment(p.pid, LAUNCH_ENV, launch_id)]
-
-    def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[str, str]:
-        self.process.send_signal(number)
-        return self.process.communicate(timeout=DEADLINE_S)
-
-    def assert_nothing_remains(self, launch_id: str) -> None:
-        wait_until(lambda: not self.members(launch_id), "no process", 5)
-        assert not list(Path("/dev/shm").glob(f"epd-{launch_id}-*"))
-        assert not (self.root / launch_id).exists()
-        assert self.get("/health")[0] == 0
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[..., FakeLaunch]]:
-    made: list[FakeLaunch] = []
-
-    def start(layout: str, *flags: str, port: int | None = None) -> FakeLaunch:
-        made.append(FakeLaunch(tmp_path / "run", port or free_ports(1)[0], layout, *flags))
-        return made[-1]
-
-    yield start
-    for one in made:
-        if one.process.poll() is None:
-            one.process.kill()
-        one.process.communicate()
-    reap_dead(tmp_path / "run")
+from tests.deploy.launched import DEADLINE_S, FakeLaunch, wait_until
 
 
 def test_a_launch_serves_and_ctrl_c_leaves_nothing(launch: Callable[..., FakeLaunch]) -> None:

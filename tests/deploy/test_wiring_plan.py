@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,38 @@ def test_the_settings_of_the_proxy_follow_from_the_deployment(tmp_path: Path) ->
     assert settings.identity.dtype == "bfloat16"
     assert settings.identity.revision
     assert settings.api_keys == ("k",)
+    assert settings.modalities == {"image"}
+
+
+def test_flags_of_the_mm_store_reach_the_proxy_and_the_stages() -> None:
+    plan = wired(
+        "E-P-D",
+        send_pixels="always",
+        on_missing_feature="reencode",
+        tenant_header="X-Team",
+        shared_features=True,
+        recompute_limit=5,
+        feature_prefetch="demand",
+    )
+    settings = build_proxy_settings(plan.blueprint, plan.run.arena)
+    assert (settings.send_pixels, settings.on_missing_feature) == ("always", "reencode")
+    assert (settings.tenant_header, settings.shared_features) == ("X-Team", True)
+    assert settings.arena == plan.run.arena
+    wiring = plan.wiring(plan_of(plan, "P0"), "i")
+    assert (wiring.recompute_limit, wiring.feature_prefetch, wiring.feature_path) == (5, "demand", "host")
+    assert (wiring.mooncake_master, wiring.mooncake_segment_bytes) == ("", 0)
+
+
+def test_encoders_give_memory_to_the_second_tier_and_the_others_only_use_it() -> None:
+    plan = replace(wired("E-P-D", mooncake_segment_mib=64), mooncake_master="127.0.0.1:5")
+    encode, prefill = (plan.wiring(plan_of(plan, name), "i") for name in ("E0", "P0"))
+    assert (encode.mooncake_master, encode.mooncake_segment_bytes) == ("127.0.0.1:5", 64 << 20)
+    assert (prefill.mooncake_master, prefill.mooncake_segment_bytes) == ("127.0.0.1:5", 0)
+
+
+def test_without_encoders_the_proxy_has_no_arena_to_ask() -> None:
+    plan = wired("EP-D")
+    assert build_proxy_settings(plan.blueprint, plan.run.arena).arena is None
 
 
 @pytest.mark.parametrize(
@@ -87,6 +120,7 @@ def test_the_settings_of_the_proxy_follow_from_the_deployment(tmp_path: Path) ->
         ("medai.max_bytes=1", "did you mean 'media.max_bytes'?"),
         ("media=1", "unknown proxy setting"),
         ("identity.model=x", "unknown proxy setting"),
+        ("send_pixels=always", "has a flag of its own: --send-pixels"),
         ("retries=many", "a number is expected"),
         ("media.allow_private_addresses=yes", "write true or false"),
     ],

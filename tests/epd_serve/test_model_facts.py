@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from epd_serve.engine.argv import StagePlan, stage_command
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
-from epd_serve.model_facts import ModelFacts, check_model_fits, read_model_facts
+from epd_serve.model_facts import CPU_LIMITS, ModelFacts, check_model_fits, modalities, read_model_facts
+from epd_serve.roles import Role
+from epd_serve.wiring import StageWiring
 
 QWEN3_VL = {
     "architectures": ["Qwen3VLForConditionalGeneration"],
@@ -102,3 +105,83 @@ def test_a_text_only_model_may_use_layouts_without_encoders(tmp_path: Path) -> N
     found = facts(tmp_path, QWEN3)
     for spec in ("P-D", "PD", "TP1", "EP-D"):
         check_model_fits(found, parse(spec))
+
+
+@pytest.mark.parametrize(
+    ("config", "towers"),
+    [
+        (QWEN3_VL, {"image", "video"}),
+        (QWEN3, set()),
+        ({"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}}, {"image"}),
+        ({"architectures": ["SomeNewVLM"], "vision_config": {}, "video_token_id": 7}, {"image", "video"}),
+        ({"architectures": ["Qwen2AudioForConditionalGeneration"], "audio_config": {}}, {"audio"}),
+        (
+            {"architectures": ["Qwen2_5OmniModel"], "thinker_config": {"audio_config": {}, "vision_config": {}}},
+            {"image", "video", "audio"},
+        ),
+        ({"architectures": ["MysteryForConditionalGeneration"]}, None),
+    ],
+)
+def test_what_a_model_takes_is_read_from_its_config(
+    tmp_path: Path, config: dict[str, Any], towers: set[str] | None
+) -> None:
+    assert facts(tmp_path, config).towers == towers
+
+
+@pytest.mark.parametrize(
+    ("device", "stage_args", "taken"),
+    [
+        ("npu", "", {"image", "video"}),
+        ("cpu", "", {"image"}),
+        ("cpu", """--limit-mm-per-prompt {"image":1,"video":1}""", {"image", "video"}),
+        ("cpu", """--limit_mm_per_prompt={"image":2}""", {"image", "video"}),
+        ("npu", """--limit-mm-per-prompt {"image":0}""", {"video"}),
+        ("npu", """--limit-mm-per-prompt {"video":{"count":0}}""", {"image"}),
+        ("npu", "--limit-mm-per-prompt.video 0", {"image"}),
+        ("npu", "--language-model-only", set()),
+    ],
+)
+def test_what_a_stage_takes_follows_its_flags_and_device(
+    tmp_path: Path, device: str, stage_args: str, taken: set[str]
+) -> None:
+    assert modalities(facts(tmp_path, QWEN3_VL), stage_args.split(), device) == taken
+
+
+def test_the_modalities_of_a_hub_name_are_unknown() -> None:
+    assert modalities(None, (), "cpu") is None
+
+
+def test_cpu_stages_are_started_with_the_limits_that_are_assumed() -> None:
+    wiring = StageWiring("EPD0", Role.EPD, "i")
+    plan = StagePlan("EPD0", Role.EPD, "cpu", (0,), (), 1, "m", "m", 1, "127.0.0.1", wiring)
+    argv = stage_command(plan).argv
+    assert json.loads(argv[argv.index("--limit-mm-per-prompt") + 1]) == CPU_LIMITS
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("preprocessor_config.json", '{"max_pixels": 1}'),
+        ("video_preprocessor_config.json", '{"fps": 1}'),
+        ("tokenizer_config.json", "{}"),
+        ("modeling_own.py", "pass"),
+        ("model.safetensors", "weights"),
+    ],
+)
+def test_another_file_that_shapes_features_is_another_revision(tmp_path: Path, name: str, content: str) -> None:
+    without = facts(tmp_path, QWEN3_VL).revision
+    (tmp_path / name).write_text(content)
+    first = facts(tmp_path, QWEN3_VL).revision
+    (tmp_path / name).write_text(content + " ")
+    second = facts(tmp_path, QWEN3_VL).revision
+    assert len({without, first, second}) == 3
+
+
+def test_copies_of_a_model_have_one_revision_and_readmes_do_not_count(tmp_path: Path) -> None:
+    revisions = set()
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "preprocessor_config.json").write_text("{}")
+        (tmp_path / name / "README.md").write_text(name)
+        revisions.add(facts(tmp_path / name, QWEN3_VL).revision)
+    assert len(revisions) == 1

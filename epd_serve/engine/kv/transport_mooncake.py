@@ -15,6 +15,7 @@ from typing import Any
 from epd_serve import wire
 from epd_serve.engine.kv.regions import Layers, Region
 from epd_serve.engine.kv.transport import AwaitMessage, LayerPacket, LinkError, SendMessage
+from store.port_filter import reachable_only_at
 
 _MAX_BATCH = 1024  # more than 2048 descriptors in a batch fail
 _PENDING, _DONE = 0, 1
@@ -38,7 +39,9 @@ class MooncakeEndpoint:
                 "or use --kv-transport shm on one host"
             ) from error
         self.engine: Any = TransferEngine()
-        if self.engine.initialize(host, "P2PHANDSHAKE", protocol, "") != 0:
+        with reachable_only_at(host):  # it binds its ports to every address
+            started = self.engine.initialize(host, "P2PHANDSHAKE", protocol, "")
+        if started != 0:
             raise LinkError(f"Mooncake's Transfer Engine does not start on {host} with protocol {protocol}")
         self.session = f"{host}:{self.engine.get_rpc_port()}"
         self.bases = [region.data.data_ptr() for layer in layers for region in layer]

@@ -1,0 +1,41 @@
+"""Passes on what happens to the stages: to the run directory, the proxy's table and the screen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deploy.screen import Screen
+from deploy.wiring_plan import WiringPlan
+
+if TYPE_CHECKING:
+    from proxy.table import InstanceTable
+
+
+class StageNews:
+    """A `deploy.supervisor.StageEvents`."""
+
+    def __init__(self, wired: WiringPlan, table: InstanceTable, screen: Screen) -> None:
+        self._wired = wired
+        self._plans = {plan.id: plan for plan in wired.blueprint.plans}
+        self._table = table
+        self._screen = screen
+
+    def before_spawn(self, stage: str, incarnation: str) -> None:
+        self._wired.run.clear_instance(stage)
+        self._table.apply(self._wired.instance(self._plans[stage], incarnation), up=False)
+
+    def spawned(self, stage: str, pid: int) -> None:
+        self._wired.run.record_group(stage, pid)
+        self._screen.started(stage)
+
+    def phase(self, stage: str, phase: str) -> None:
+        self._screen.phase(stage, phase)
+
+    def up(self, stage: str, incarnation: str, seconds: float) -> None:
+        self._table.mark_up(stage)
+        self._screen.up(stage, seconds)
+
+    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float) -> None:
+        self._table.mark_down(stage, reason, incarnation=incarnation)
+        if retry_in_s > 0:
+            self._screen.down(stage, reason, retry_in_s)

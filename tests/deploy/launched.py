@@ -1,0 +1,92 @@
+"""A launch in a process of its own, for tests that look at it from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from deploy import processes
+from deploy.environment import LAUNCH_ENV
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = str(Path(__file__).with_name("fake_launch.py"))
+DEADLINE_S = 20.0
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.03)
+    raise AssertionError(f"not within {timeout_s} s: {what}")
+
+
+class FakeLaunch:
+    """One launch under test."""
+
+    def __init__(self, root: Path, port: int, layout: str, *flags: str) -> None:
+        self.root, self.port = root, port
+        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        self.process = subprocess.Popen(
+            [sys.executable, SCRIPT, str(root), str(port), layout, *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+            text=True,
+        )
+
+    def get(self, path: str) -> tuple[int, Any]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+        except OSError:
+            return 0, None
+
+    def instances(self) -> dict[str, Any]:
+        _, body = self.get("/instances")
+        return {row["id"]: row for row in body["instances"]} if body else {}
+
+    def wait_ready(self) -> None:
+        wait_until(lambda: self.get("/health")[0] == 200 or self.process.poll() is not None, "healthy")
+        assert self.process.poll() is None, self.process.communicate()[1]
+
+    @property
+    def run_path(self) -> Path:
+        """Of this launch: several may share the root."""
+        (path,) = (
+            path for path in self.root.glob("*/launcher.json") if json.loads(path.read_text())["pid"] == self.pid
+        )
+        return path.parent
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def stage_pid(self, instance: str) -> int:
+        lines = (self.run_path / "groups.jsonl").read_text().splitlines()
+        return next(entry["pid"] for entry in map(json.loads, reversed(lines)) if entry["instance"] == instance)
+
+    def members(self, launch_id: str) -> list[int]:
+        return [p.pid for p in processes.running() if processes.has_environment(p.pid, LAUNCH_ENV, launch_id)]
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[str, str]:
+        self.process.send_signal(number)
+        return self.process.communicate(timeout=DEADLINE_S)
+
+    def assert_nothing_remains(self, launch_id: str) -> None:
+        wait_until(lambda: not self.members(launch_id), "no process", 5)
+        assert not list(Path("/dev/shm").glob(f"epd-{launch_id}-*"))
+        assert not (self.root / launch_id).exists()
+        assert self.get("/health")[0] == 0
