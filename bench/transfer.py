@@ -27,9 +27,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench import arena, duplicates, overlap, proxies
+from bench import arena, duplicates, mooncake_get, overlap, proxies
 from bench.ep_links import MODES, Link, Places, opened
 from bench.goals import Goal, goal_table
+from bench.master import PROGRAM, master, program
 from bench.overlap import BUSY, PrefillModel, Sample, cells, lines
 from bench.paper import HIDDEN_SIZE, TABLE_3
 from bench.record import add_arguments as add_record_arguments
@@ -64,7 +65,7 @@ GOALS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, help="features per picture, mode and model of P (default 20, quick 4)")
     parser.add_argument("--pictures", default=",".join(PICTURES), help="comma-separated")
-    parser.add_argument("--modes", default=",".join(MODES), help="comma-separated; sync_ is fetching on demand")
+    parser.add_argument("--modes", help=f"of {','.join(MODES)} (default all that are installed)")
     add_record_arguments(parser, quick="4 rounds, without the sensitivity of the emulated latency")
     parser.set_defaults(run=run)
 
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure, print the tables, write the result."""
     env = environment(argv, kind="real processes, bytes, sockets and stores; emulated prefill (scheduling latency)")
     quick = arguments.quick
-    modes, pictures = arguments.modes.split(","), arguments.pictures.split(",")
+    modes, pictures = (arguments.modes or ",".join(_modes())).split(","), arguments.pictures.split(",")
     for word, known in [*((mode, MODES) for mode in modes), *((picture, tuple(PICTURES)) for picture in pictures)]:
         if word not in known:
             raise ConfigError(f"{word!r} is none of {', '.join(known)}")
@@ -83,6 +84,10 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if latencies_ms:
         figures |= {"event_p50_ms": percentile(latencies_ms, 50), "event_p99_ms": percentile(latencies_ms, 99)}
     figures |= arena.ratios("8m", arena.measure(arena.SIZES["8m"], 100 if quick else 400))
+    if program() is not None:
+        with master() as address:
+            get_ms = mooncake_get.measure(address, arena.SIZES["8m"], 100 if quick else 400)
+        figures |= mooncake_get.ratios(get_ms)
     encodes = proxies.count_encodes()
     figures |= {
         "encodes_for_64_duplicates": encodes.for_duplicates,
@@ -93,6 +98,13 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     events = [{"event_ms": round(latency, 4)} for latency in latencies_ms]
     write(arguments.json, figures, env, [*(sample.row() for sample in samples), *events])
     return 0
+
+
+def _modes() -> tuple[str, ...]:
+    if program() is None:
+        print(f"{PROGRAM} is not installed: without the Mooncake modes")
+        return tuple(mode for mode in MODES if "mooncake" not in mode)
+    return MODES
 
 
 _SAYS = "Transfers are real, P's compute is emulated: scheduling is given, not measured (epd-bench transfer ep --help)."
@@ -177,7 +189,6 @@ def _places(modes: Sequence[str], largest_bytes: int) -> Iterator[dict[str, Plac
         if "one" in paths:
             places |= dict.fromkeys(("sync_arena", "arena"), Places(paths["one"], paths["one"]))
         if "e" in paths:
-            master = ""
-            pooled = Places(paths["e"], paths["p"], master, capacity)
+            pooled = Places(paths["e"], paths["p"], stack.enter_context(master()), capacity)
             places |= dict.fromkeys(("sync_mooncake", "mooncake"), pooled)
         yield places
