@@ -167,6 +167,8 @@ def _link(mode: str, places: Places, tokens: Sequence[int], scratch: Path, stack
         "bench.ep_encoder", {"wiring": encoder.to_json(), "tokens": list(tokens), "hidden": HIDDEN_SIZE}, quiet
     )
     stack.callback(encoding.stop)
-    prefilling = Child("bench.ep_prefill", {"wiring": prefill.to_json(), "announced": socket}, quiet)
+    prefilling = Child(
+        "bench.ep_prefill", {"wiring": prefill.to_json(), "announced": socket, "pooled": bool(places.master)}, quiet
+    )
     stack.callback(prefilling.stop)
     return Link(mode, encoding, prefilling, traces)

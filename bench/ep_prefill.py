@@ -36,28 +36,32 @@ def main() -> None:
     answer(ready=True)
     for command in told:
         if command["do"] == "release":
+            for request in command["requests"]:
+                consumer.ended(request)
             consumer.release(command["requests"])
             answer(released=True)
         else:
-            _admit(consumer, announced, command, answer)
+            _admit(consumer, announced, command, answer, pooled=config["pooled"])
     consumer.close()
 
 
-def _admit(consumer: FeatureConsumer, announced: Socket, command: Message, answer: Callable[..., None]) -> None:
+def _admit(
+    consumer: FeatureConsumer, announced: Socket, command: Message, answer: Callable[..., None], *, pooled: bool
+) -> None:
     """Answers twice: when it is armed, and how it went."""
     request, key = command["request"], command["key"]
     at = command.get("at", 0.0)
     if command.get("after_announcement"):
         answer(armed=True)
-        at += _heard(announced, key)
+        at += _heard(announced, key, pooled=pooled)
     _compute_until(at)
     asked = time.monotonic()
-    settled = consumer.ready_or_lost(request, [key])
+    settled = consumer.settled(request, [key])
     if not command.get("after_announcement"):
         answer(armed=True)
     while not settled and time.monotonic() < asked + LIMIT_S:
         idle_bell.wait()
-        settled = consumer.ready_or_lost(request, [key])
+        settled = consumer.settled(request, [key])
     admitted = time.monotonic()
     lease = consumer.pinned(key)
     copied = 0.0
@@ -73,12 +77,15 @@ def _compute_until(at: float) -> None:
         time.sleep(left)
 
 
-def _heard(announced: Socket, key: str) -> float:
-    """When the feature's announcement arrived. 0 when it did not in time: the request then asks at once."""
+def _heard(announced: Socket, key: str, *, pooled: bool) -> float:
+    """When the feature's announcement arrived; 0, so that the request asks at once, when it did not in time.
+
+    `pooled`: the announcement that says that other hosts can fetch it. E announces a feature of its arena before that.
+    """
     end = time.monotonic() + LIMIT_S
     while readable(announced, max(0.0, end - time.monotonic())):
         message = wire.announcements.decode(announced.recv())
-        if isinstance(message, wire.FeatureReady) and message.key == key:
+        if isinstance(message, wire.FeatureReady) and message.key == key and (message.pooled or not pooled):
             return time.monotonic()
     return 0.0
 

@@ -78,8 +78,7 @@ def _put_all(config: Message) -> MooncakeStore:
     store = MooncakeStore.connect(MooncakeConfig(master=config["master"], segment_bytes=room))
     rng = np.random.default_rng(0)
     for key in _keys():
-        value: Bytes = rng.integers(0, 255, nbytes, dtype=np.uint8)
-        store.put(key, value, shape=(nbytes,), dtype="uint8")
+        store.put(key, rng.bytes(nbytes), shape=(nbytes,), dtype="uint8")
     return store
 
 
