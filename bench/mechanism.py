@@ -2,14 +2,13 @@
 
 EPD-Serve's Table 2 asks what asynchronous prefetching brings to the TTFT; here each part is taken away alone: features
 fetched on demand instead of on their event, pixels sent to P and D instead of metadata, Mooncake instead of the arena.
-The whole mechanism and the one without a part are up at the same time and take turns, pair by pair, so both meet the
-same machine. One request at a time: what is seen is latency on an idle P, not what queues hide.
+The whole mechanism stays up, and each variant takes turns with it, pair by pair, so that both of a pair meet the same
+machine. One request at a time: what is seen is latency on an idle P, not what queues hide.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,8 @@ from typing import Any
 import httpx
 
 from bench.chat import ask, body
-from bench.record import environment, flatten, write
-from bench.served import served
+from bench.record import environment, write
+from bench.served import Served, served
 from bench.stamps import Timeline, read_stamps
 from bench.statistic import Spread
 from bench.turns import Pictures, ask_all, row_of, summarise, targets_of, text
@@ -37,32 +36,48 @@ class Variant:
 
 
 WHOLE = "event, metadata, arena"
-VARIANTS = (
-    Variant("fetched on demand", "ttft_demand_over_event", ("--feature-prefetch", "demand")),
-    Variant("pixels to P and D", "ttft_pixels_over_metadata", ("--send-pixels", "always")),
-    Variant("through Mooncake", "ttft_mooncake_over_arena", ("--mm-store", "mooncake")),
-)
+VARIANTS = {
+    "event": Variant("fetched on demand", "ttft_demand_over_event", ("--feature-prefetch", "demand")),
+    "metadata": Variant("pixels to P and D", "ttft_pixels_over_metadata", ("--send-pixels", "always")),
+    "arena": Variant("through Mooncake", "ttft_mooncake_over_arena", ("--mm-store", "mooncake")),
+}
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str], model: tuple[str, ...]) -> int:
-    """One pair of launches after the other; print the tables, write the result."""
+    """One variant after the other beside the whole mechanism; print the tables, write the result."""
     env = environment(argv)
     figures: dict[str, float] = {}
     rows: list[dict[str, Any]] = []
     lines: list[tuple[str, ...]] = [("without", "TTFT ms", "whole mechanism ms", "ratio of pairs")]
-    for variant in VARIANTS:
-        pair = [{**row, "compared": variant.name} for row in _pair(variant, arguments, model)]
-        rows += pair
-        ratio = paired_ratio(pair, variant.name, WHOLE)
-        figures[variant.figure] = ratio.median
-        figures |= {f"{variant.figure}_p25": ratio.p25, f"{variant.figure}_p75": ratio.p75}
-        without, whole = (Spread.of(_ttft(pair, name)) for name in (variant.name, WHOLE))
-        figures |= flatten({variant.figure: {"without_ms": without.median, "whole_ms": whole.median}})
-        lines.append((variant.name, f"{without:.1f}", f"{whole:.1f}", f"{ratio:.2f}"))
+    with served(LAYOUT, model, name=WHOLE) as whole:
+        pictures = Pictures(arguments.size)
+        for variant in (VARIANTS[name] for name in arguments.without.split(",")):
+            with served(LAYOUT, (*model, *variant.flags), name=variant.name) as without:
+                pair = _compare(without, whole, pictures, arguments)
+            rows += [{**row, "compared": variant.name} for row in pair]
+            figures |= pair_figures(variant, pair)
+            lines.append(line(variant, pair))
     kind = f"real stages, {arguments.preset} model, {LAYOUT}, {arguments.size}² pictures"
     print(f"\n{kind}, {arguments.requests} pairs each, median (quartiles)\n\n{table(lines)}")
     write(arguments.json, figures, env, rows)
     return 0
+
+
+def pair_figures(variant: Variant, pair: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The ratio under the variant's name, with its quartiles and both medians."""
+    ratio = paired_ratio(pair, variant.name, WHOLE)
+    return {
+        variant.figure: ratio.median,
+        f"{variant.figure}_p25": ratio.p25,
+        f"{variant.figure}_p75": ratio.p75,
+        f"{variant.figure}/without_ms": Spread.of(_ttft(pair, variant.name)).median,
+        f"{variant.figure}/whole_ms": Spread.of(_ttft(pair, WHOLE)).median,
+    }
+
+
+def line(variant: Variant, pair: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    without, whole = (Spread.of(_ttft(pair, name)) for name in (variant.name, WHOLE))
+    return variant.name, f"{without:.1f}", f"{whole:.1f}", f"{paired_ratio(pair, variant.name, WHOLE):.2f}"
 
 
 def paired_ratio(rows: Sequence[dict[str, Any]], of: str, over: str) -> Spread:
@@ -75,20 +90,15 @@ def _ttft(rows: Sequence[dict[str, Any]], target: str) -> list[float]:
     return [row["ttft_ms"] for row in rows if row["target"] == target]
 
 
-def _pair(variant: Variant, arguments: argparse.Namespace, model: tuple[str, ...]) -> list[dict[str, Any]]:
-    with contextlib.ExitStack() as stack:
-        launches = [
-            stack.enter_context(served(LAYOUT, model, name=WHOLE)),
-            stack.enter_context(served(LAYOUT, (*model, *variant.flags), name=variant.name)),
-        ]
-        targets = [target for launch in launches for target in targets_of(launch)]
-        client = stack.enter_context(httpx.Client(timeout=120, trust_env=False))
-        pictures = Pictures(arguments.size)
+def _compare(without: Served, whole: Served, pictures: Pictures, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    targets = [target for launch in (whole, without) for target in targets_of(launch)]
+    with httpx.Client(timeout=120, trust_env=False) as client:
         for target in targets:
             for _ in range(arguments.warmup):
                 ask(client, target.url, body(target.launch.model, pictures.new()))
-        asked = ask_all(client, targets, "unique", pictures, requests=arguments.requests, pause_s=arguments.pause)
-        timelines = {launch.name: Timeline(read_stamps(launch.traces)) for launch in launches}
+        turns = {"requests": arguments.requests, "pause_s": arguments.pause}
+        asked = ask_all(client, targets, "unique", pictures, **turns)
+    timelines = {launch.name: Timeline(read_stamps(launch.traces)) for launch in (whole, without)}
     rows = [row_of(one, {target.name: target for target in targets}, timelines) for one in asked]
     print(f"\n{text(summarise(rows, targets))}", flush=True)
     return rows

@@ -27,6 +27,7 @@ from bench.served import Served, served
 from bench.stamps import Timeline, read_stamps
 from bench.turns import MODES, Pictures, ask_all, row_of, summarise, targets_of, text
 from epd_serve.demo.presets import PRESETS, write_preset
+from epd_serve.errors import ConfigError
 
 IDLE_S = 5.0
 
@@ -34,6 +35,9 @@ IDLE_S = 5.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layouts", default="TP1,(E-P)-D", help="comma-separated; ratios are to the first")
     parser.add_argument("--mechanism", action="store_true", help="(E-P)-D with and without each part of the mechanism")
+    parser.add_argument(
+        "--without", default=",".join(mechanism.VARIANTS), help="with --mechanism: the parts to take away, each alone"
+    )
     parser.add_argument("--preset", choices=PRESETS, default="demo", help="the model")
     parser.add_argument("--requests", type=int, help="measured requests per target and mode (default 30, quick 8)")
     parser.add_argument("--warmup", type=int, default=5, help="requests per target before measuring")
@@ -46,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure, print the tables, write the result."""
+    if unknown := set(arguments.without.split(",")) - set(mechanism.VARIANTS):
+        raise ConfigError(f"--without {', '.join(sorted(unknown))}: one of {', '.join(mechanism.VARIANTS)}")
     if arguments.requests is None:
         arguments.requests = 8 if arguments.quick else 30
     if arguments.modes is None:
