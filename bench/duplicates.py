@@ -1,8 +1,9 @@
 """`epd-bench duplicates`: encodes of a picture that many clients send at once, on real stages behind two proxies.
 
 2E-P-D with the launcher's proxy, and a second `epd-serve proxy` in front of the same stages. Every round has a picture
-of its own, sent by all clients at the same moment, half of them to each proxy; encodes are counted from the encoders'
-phase stamps. The same with proxies alone, without stages, is in `epd-bench transfer ep`.
+of its own, sent by all clients at the same moment, half of them to each proxy. Encodes are counted from the encoders'
+phase stamps; a feature that P encodes again because it got lost counts as one too (P's reports). The same with proxies
+alone, without stages, is in `epd-bench transfer ep`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -37,7 +39,9 @@ from epd_serve.errors import StageError
 LAYOUT = "2E-P-D"
 SIZE = 224
 START_S = 30.0
+REPORT_S = 0.7  # stages report at least every 0.5 s
 STOP_S = 10.0
+_RECOMPUTED = re.compile(r'epd_store_events_total\{.*event="recomputed\.')
 GOALS = (Goal("encodes_for_64_duplicates", "==", 1),)
 
 
@@ -69,6 +73,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def _round(launch: Served, other: str, clients: int, seed: int) -> dict[str, Any]:
     request = body(launch.model, picture(seed, SIZE))
+    recomputed = _recomputed(launch.url)
     begun = time.monotonic()
 
     def send(number: int) -> float:
@@ -77,8 +82,18 @@ def _round(launch: Served, other: str, clients: int, seed: int) -> dict[str, Any
 
     with ThreadPoolExecutor(clients) as pool:
         ended = max(pool.map(send, range(clients)))
-    by = encoders(launch.traces, begun)
+    time.sleep(REPORT_S)
+    by = encoders(launch.traces, begun) + ["P"] * round(_recomputed(launch.url) - recomputed)
     return {"picture": seed, "encodes": len(by), "by": ",".join(by), "slowest_ms": round((ended - begun) * 1e3, 1)}
+
+
+def _recomputed(url: str) -> float:
+    return recomputes(httpx.get(f"{url}/metrics", trust_env=False).text)
+
+
+def recomputes(metrics: str) -> float:
+    """Features that any instance recomputed so far, in the proxy's metrics."""
+    return sum(float(line.split()[-1]) for line in metrics.splitlines() if _RECOMPUTED.match(line))
 
 
 def encoders(traces: Path, since: float) -> list[str]:

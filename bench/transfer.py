@@ -7,7 +7,8 @@ for the device and asks for nothing (`bench/ep_prefill.py`). Models of P:
 
     waiting     the request waits already: the bare transfer, nothing to hide behind
     idle        P is idle; what passes until the request reaches its scheduler is E's answer, the proxy, P's API
-                server: 13.2 ms, the least of 30 requests with a small picture in bench/results/ttft.json
+                server: 13.2 ms, the least of 30 requests for a small picture on real stages here (`encoded` to
+                `prefill_arrived` in bench/results/ttft.json as of commit 19f57db)
     busy        the scheduling latency that EPD-Serve measured for the same picture (bench/paper.py), on its NPUs
     busy-30%, busy+30%  the same, to show what depends on it (not with --quick)
 
@@ -137,6 +138,9 @@ def _transfers(
     with _places(modes, largest) as places, tempfile.TemporaryDirectory(prefix="epd-bench-", dir="/tmp") as scratch:
         sizes = [EVENT_TOKENS, *tokens.values()]
         with opened(modes, places, sizes, Path(scratch)) as links:
+            for place in places.values():  # all have them open: whatever ends us from here on, nothing stays behind
+                Arena.unlink(place.encoder_arena)
+                Arena.unlink(place.prefill_arena)
             events = 300 if quick else 2000
             keys = [
                 key

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
-from bench.duplicates import encoders
+from prometheus_client import generate_latest
+from prometheus_client.registry import CollectorRegistry
+
+from bench.duplicates import encoders, recomputes
+from epd_serve.wire import StoreReport
+from proxy.store_metrics import StoreMetrics
 
 
 def test_encodes_are_counted_from_the_round_s_beginning(tmp_path):
@@ -16,3 +22,13 @@ def test_encodes_are_counted_from_the_round_s_beginning(tmp_path):
     (tmp_path / "E.jsonl").write_text("".join(json.dumps(stamp) + "\n" for stamp in stamps))
 
     assert encoders(tmp_path, 1.5) == ["E1"]
+
+
+def test_what_a_prefill_stage_recomputed_is_read_from_the_metrics():
+    counters = {"recomputed.deadline": 2, "recomputed.corrupt": 1, "fetched": 7}
+    report = StoreReport("P0", "life", 1, 0, 0, counters=counters)
+    table = SimpleNamespace(snapshot=lambda: [SimpleNamespace(report=report)])
+    registry = CollectorRegistry()
+    registry.register(StoreMetrics(table))
+
+    assert recomputes(generate_latest(registry).decode()) == 3
