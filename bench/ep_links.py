@@ -26,7 +26,8 @@ LOCAL_AFTER_S = 0.005
 """Where there is no scheduling latency: time enough for the command to be there before its moment."""
 WAIT_S = 20.0
 START_S = 120.0
-WARM_TRIES = 10
+WARM_TRIES = 20
+WARM_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -53,19 +54,23 @@ class Link:
     def synchronous(self) -> bool:
         return self.mode.startswith("sync_")
 
-    def send(self, picture: str, tokens: int, model: str, scheduling_s: float, number: int) -> Sample:
+    def send(
+        self, picture: str, tokens: int, model: str, scheduling_s: float, number: int, limit_s: float = WAIT_S
+    ) -> Sample:
         """Send a feature to a request that P could admit `scheduling_s` after the end of encoding.
 
         Without `model`, the request waits already, and the sample is the whole transfer.
 
         Raises:
-            StageError: the feature did not arrive.
+            StageError: the feature did not arrive, or its announcement did not within `limit_s` (synchronous modes).
         """
         key = f"{self.mode}-{picture}-{next(self._names)}"
-        taken = self._synchronous(key, tokens, scheduling_s) if self.synchronous else None
+        taken = self._synchronous(key, tokens, scheduling_s, limit_s) if self.synchronous else None
         if taken is None:
             taken = self._event_driven(key, tokens, scheduling_s) if model else self._waited_for(key, tokens)
         encoded, admission = taken
+        if not admission["heard"]:
+            raise StageError(f"{self.mode}: {picture} was not announced within {limit_s:g} s", stage=self.mode)
         # As long a wait as before: a thread that slept long wakes later, and that is not the transfer's doing.
         local = self._admit(f"{key}-local", key, time.monotonic() + max(LOCAL_AFTER_S, scheduling_s))
         assert self.prefill.ask(do="release", requests=[key, f"{key}-local"])["released"]
@@ -77,10 +82,10 @@ class Link:
         return Sample(self.mode, picture, tokens, model, number, scheduling_s, exposed_s, local["load_s"])
 
     def warm(self, tokens: int) -> None:
-        """Until a feature has passed: sockets, mappings, the way to the pool."""
+        """Until a feature has passed: sockets (what is announced before a subscription is there is lost), the pool."""
         for attempt in range(WARM_TRIES):
             try:
-                self.send("warm", tokens, "", 0.0, attempt)
+                self.send("warm", tokens, "", 0.0, attempt, WARM_S)
                 return
             except StageError:
                 if attempt == WARM_TRIES - 1:
@@ -96,8 +101,8 @@ class Link:
         self.prefill.stop()
         self.encoder.stop()
 
-    def _synchronous(self, key: str, tokens: int, scheduling_s: float) -> tuple[float, Message]:
-        self.prefill.tell(do="admit", request=key, key=key, at=scheduling_s, after_announcement=True)
+    def _synchronous(self, key: str, tokens: int, scheduling_s: float, limit_s: float) -> tuple[float, Message]:
+        self.prefill.tell(do="admit", request=key, key=key, at=scheduling_s, after_announcement=True, limit_s=limit_s)
         return self._save_when_armed(key, tokens)
 
     def _waited_for(self, key: str, tokens: int) -> tuple[float, Message]:

@@ -48,12 +48,16 @@ def main() -> None:
 def _admit(
     consumer: FeatureConsumer, announced: Socket, command: Message, answer: Callable[..., None], *, pooled: bool
 ) -> None:
-    """Answers twice: when it is armed, and how it went."""
+    """Answers twice: when it is armed, and how it went; `heard=False` when nobody announced the feature."""
     request, key = command["request"], command["key"]
     at = command.get("at", 0.0)
     if command.get("after_announcement"):
         answer(armed=True)
-        at += _heard(announced, key, pooled=pooled)
+        heard = _heard(announced, key, command["limit_s"], pooled=pooled)
+        if heard is None:
+            answer(heard=False)
+            return
+        at += heard
     _compute_until(at)
     asked = time.monotonic()
     settled = consumer.settled(request, [key])
@@ -69,7 +73,7 @@ def _admit(
         begun = time.monotonic()
         np.frombuffer(lease.view(), np.uint8).copy()  # as the worker loads it, whatever the mode
         copied = time.monotonic() - begun
-    answer(asked=asked, admitted=admitted, request_at=at, local=lease is not None, load_s=copied)
+    answer(heard=True, asked=asked, admitted=admitted, request_at=at, local=lease is not None, load_s=copied)
 
 
 def _compute_until(at: float) -> None:
@@ -77,17 +81,17 @@ def _compute_until(at: float) -> None:
         time.sleep(left)
 
 
-def _heard(announced: Socket, key: str, *, pooled: bool) -> float:
-    """When the feature's announcement arrived; 0, so that the request asks at once, when it did not in time.
+def _heard(announced: Socket, key: str, limit_s: float, *, pooled: bool) -> float | None:
+    """When the feature's announcement arrived; None when it did not in time.
 
     `pooled`: the announcement that says that other hosts can fetch it. E announces a feature of its arena before that.
     """
-    end = time.monotonic() + LIMIT_S
+    end = time.monotonic() + limit_s
     while readable(announced, max(0.0, end - time.monotonic())):
         message = wire.announcements.decode(announced.recv())
         if isinstance(message, wire.FeatureReady) and message.key == key and (message.pooled or not pooled):
             return time.monotonic()
-    return 0.0
+    return None
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import mmap
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -30,8 +30,8 @@ RATIOS = {
 }
 
 
-def measure(master: str, nbytes: int, rounds: int) -> dict[str, float]:
-    """Median milliseconds per variant.
+def measure(master: str, nbytes: int, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds per variant, turn by turn.
 
     Raises:
         StageError: a process of it ended or did not answer.
@@ -41,16 +41,21 @@ def measure(master: str, nbytes: int, rounds: int) -> dict[str, float]:
         assert owner.hear()["ready"]
         reader = Child("bench.mooncake_get", {"own": False, "master": master, "nbytes": nbytes, "rounds": rounds})
         try:
-            median_ms = reader.hear(120)
+            taken_ms = reader.hear(120)
         finally:
             reader.stop()
     finally:
         owner.stop()
-    return {name: float(milliseconds) for name, milliseconds in median_ms.items()}
+    return taken_ms
 
 
-def ratios(median_ms: dict[str, float]) -> dict[str, float]:
-    return {figure: median_ms[variant] / median_ms["raw client"] for figure, variant in RATIOS.items()}
+def ratios(taken_ms: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Medians of the ratios of one turn: what slows the machine down slows all that take the same turn."""
+    raw = taken_ms["raw client"]
+    return {
+        figure: statistics.median(ours / theirs for ours, theirs in zip(taken_ms[variant], raw, strict=True))
+        for figure, variant in RATIOS.items()
+    }
 
 
 def main() -> None:
@@ -82,7 +87,7 @@ def _put_all(config: Message) -> MooncakeStore:
     return store
 
 
-def _read_all(config: Message) -> dict[str, float]:
+def _read_all(config: Message) -> dict[str, list[float]]:
     nbytes, rounds = config["nbytes"], config["rounds"]
     ours = MooncakeConfig(master=config["master"])
     store = MooncakeStore.connect(ours)
@@ -112,15 +117,16 @@ def _read_all(config: Message) -> dict[str, float]:
         "fetch, no checksum": lambda key: fetch(key, verify=False),
     }
     chance = random.Random(0)
-    taken_s: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(rounds):
+    taken_ms: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(-VALUES, rounds):  # each value once before it counts
         for name in chance.sample(list(variants), len(variants)):
             started = time.perf_counter()
             variants[name](_keys()[turn % VALUES])
-            taken_s[name].append(time.perf_counter() - started)
+            if turn >= 0:
+                taken_ms[name].append(round((time.perf_counter() - started) * 1e3, 4))
     raw.close()
     store.close()
-    return {name: statistics.median(taken[rounds // 10 :]) * 1e3 for name, taken in taken_s.items()}
+    return taken_ms
 
 
 def _memory(nbytes: int) -> Bytes:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from bench.cli import main
 from bench.goals import Goal, goal_table
+from bench.mooncake_get import ratios
 from bench.paper import TABLE_3
 from bench.stamps import Stamp
-from bench.transfer import GOALS, event_latencies_ms, prefill_models
+from bench.transfer import GOALS, event_latencies_ms, prefill_models, transfers
 
 
 def test_the_paper_s_overlap_follows_from_its_latencies():
@@ -58,3 +62,20 @@ def test_an_unknown_mode_or_picture_is_named(capsys, flags):
     assert main(["transfer", "ep", *flags]) == 1
 
     assert flags[1] in capsys.readouterr().err
+
+
+def test_features_pass_from_a_real_producer_to_a_real_consumer():
+    samples, latencies_ms = transfers(["sync_arena", "arena"], ["280x280"], rounds=1, quick=True)
+
+    assert {(sample.mode, sample.model) for sample in samples} == {
+        (mode, model) for mode in ("sync_arena", "arena") for model in ("", "idle", "busy")
+    }
+    assert all(sample.exposed_s > 0 for sample in samples if not sample.model)
+    assert len(latencies_ms) == 300
+    assert list(Path("/dev/shm").glob(f"epd-bench-{os.getpid()}-*")) == []
+
+
+def test_the_second_tier_is_compared_turn_by_turn():
+    found = ratios({"raw client": [1.0, 10.0, 2.0], "fetch": [2.0, 20.0, 4.0], "fetch, no checksum": [1.0, 10.0, 2.0]})
+
+    assert found == {"mooncake_get_over_raw_client_8m": 2.0, "mooncake_get_over_raw_client_8m_nosum": 1.0}
