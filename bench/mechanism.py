@@ -96,7 +96,7 @@ def _compare(without: Served, whole: Served, pictures: Pictures, arguments: argp
         for target in targets:
             for _ in range(arguments.warmup):
                 ask(client, target.url, body(target.launch.model, pictures.new()))
-        turns = {"requests": arguments.requests, "pause_s": arguments.pause}
+        turns = {"requests": arguments.requests, "pause_s": arguments.pause, "trained": arguments.preset == "demo"}
         asked = ask_all(client, targets, "unique", pictures, **turns)
     timelines = {launch.name: Timeline(read_stamps(launch.traces)) for launch in (whole, without)}
     rows = [row_of(one, {target.name: target for target in targets}, timelines) for one in asked]

@@ -76,7 +76,7 @@ def _layouts(arguments: argparse.Namespace, argv: Sequence[str], model: tuple[st
             for _ in range(arguments.warmup):
                 ask(client, target.url, body(target.launch.model, pictures.new()))
         idle = _idle_share(launches)
-        turns = {"requests": arguments.requests, "pause_s": arguments.pause}
+        turns = {"requests": arguments.requests, "pause_s": arguments.pause, "trained": arguments.preset == "demo"}
         asked = [one for mode in modes for one in ask_all(client, targets, mode, pictures, **turns)]
         timelines = {launch.name: Timeline(read_stamps(launch.traces)) for launch in launches}
     rows = [row_of(one, {target.name: target for target in targets}, timelines) for one in asked]

@@ -44,7 +44,7 @@ class Asked:
     mode: str
     turn: int
     answer: Answer
-    right: bool
+    right: bool | None  # None: a model with random weights has no right answer
     cpu_s: dict[str, float]
 
 
@@ -72,7 +72,14 @@ def targets_of(launch: Served) -> list[Target]:
 
 
 def ask_all(
-    client: httpx.Client, targets: Sequence[Target], mode: str, pictures: Pictures, *, requests: int, pause_s: float
+    client: httpx.Client,
+    targets: Sequence[Target],
+    mode: str,
+    pictures: Pictures,
+    *,
+    requests: int,
+    pause_s: float,
+    trained: bool = True,
 ) -> list[Asked]:
     """`requests` measured turns. The pause before each request lets the remains of the one before end."""
     chance = random.Random(0)
@@ -86,7 +93,8 @@ def ask_all(
             answer = ask(client, target.url, body(target.launch.model, shown))
             cpu_s = since(before, cpu_seconds(target.launch.cpu_parts))
             if turn >= 0:
-                asked.append(Asked(target.name, mode, turn, answer, answer.text == shown.answer, cpu_s))
+                right = answer.text == shown.answer if trained else None
+                asked.append(Asked(target.name, mode, turn, answer, right, cpu_s))
     return asked
 
 
@@ -127,7 +135,7 @@ def summarise(rows: Sequence[dict[str, Any]], targets: Sequence[Target]) -> dict
             "p25_ms": percentile(ttft, 25),
             "p90_ms": percentile(ttft, 90),
             "mean_ms": statistics.fmean(ttft),
-            "right": statistics.fmean(row["right"] for row in own),
+            **({} if own[0]["right"] is None else {"right": statistics.fmean(row["right"] for row in own)}),
             "residual_ms": statistics.fmean(row["residual_ms"] for row in own),
             **{name: _means([row[name] for row in own]) for name in ("groups_ms", "phases_ms", "hidden_ms", "cpu_ms")},
         }
@@ -148,7 +156,7 @@ def text(figures: Mapping[str, Mapping[str, Any]]) -> str:
     rows: list[tuple[str, ...]] = [("target", "median ms", "p25", "p90", "mean", "ratio", "right answers")]
     for name, figure in figures.items():
         numbers = (f"{figure[key]:.1f}" for key in ("median_ms", "p25_ms", "p90_ms", "mean_ms"))
-        rows.append((name, *numbers, f"{figure['ratio']:.2f}", f"{figure['right']:.0%}"))
+        rows.append((name, *numbers, f"{figure['ratio']:.2f}", f"{figure['right']:.0%}" if "right" in figure else "-"))
     parts = [table(rows)]
     for name, figure in figures.items():
         kinds = ("groups_ms", "phases_ms", "hidden_ms", "cpu_ms")

@@ -14,7 +14,7 @@ from bench.processes import cpu_seconds, parts, since
 from bench.record import ROOT, environment, flatten, write
 from bench.served import Served
 from bench.statistic import Spread, percentile
-from bench.turns import Target, summarise
+from bench.turns import Target, summarise, text
 
 
 @pytest.mark.parametrize("name", ["startup", "ttft", "arena", "duplicates", "transfer ep"])
@@ -112,6 +112,15 @@ def test_ratios_are_of_medians_to_the_first_target(tmp_path):
     assert figures["TP1"]["ratio"] == 1.0
     assert (figures["(E-P)-D"]["median_ms"], figures["(E-P)-D"]["ratio"]) == (30.0, 2.5)
     assert figures["(E-P)-D"]["groups_ms"] == {"vLLM": pytest.approx(140 / 3)}
+
+
+def test_a_model_with_random_weights_has_no_right_answers(tmp_path):
+    launch = Served("TP1", "http://proxy", "m", {}, 1.0, 1.0, (), tmp_path)
+
+    figures = summarise([{**row("TP1", 10.0), "right": None}], [Target("TP1", "http://proxy", launch, DIRECT)])
+
+    assert "right" not in figures["TP1"]
+    assert text(figures).splitlines()[1].split()[-1] == "-"
 
 
 def row(target: str, ttft: float) -> dict[str, object]:
