@@ -1,6 +1,4 @@
-"""What the arena costs beyond moving the bytes: put and get against a plain copy of the same size.
-
-    python -m bench.arena [--output bench/results/arena.json]
+"""`epd-bench arena`: what the arena costs beyond moving the bytes: put and get against a plain copy of the same size.
 
 Base: `numpy.copyto` between the same kinds of memory (pre-faulted shared memory on one side, private memory on the
 other), rotating over as many places as the arena has. Puts run in a full arena, so each one evicts. All variants of
@@ -12,21 +10,34 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import mmap
 import os
-import platform
 import statistics
-import subprocess
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from bench.goals import Goal, goal_table
+from bench.record import add_arguments as add_record_arguments
+from bench.record import environment, write
+from deploy.placement_table import table
 from store.arena import Arena
 
-SIZES = {"1 MB": 1_000_000, "8.6 MB": 1196 * 3584 * 2, "19 MB": 2691 * 3584 * 2}  # 1196 and 2691 tokens of 3584 fp16
+SIZES = {"1m": 1_000_000, "8m": 1196 * 3584 * 2, "19m": 2691 * 3584 * 2}  # 1196 (720p), 2691 (1080p) tokens x 3584 fp16
+RATIOS = {
+    "arena_put_over_memcpy": ("put", "copy in"),
+    "arena_put_over_memcpy_nosum": ("put, no checksum", "copy in"),
+    "arena_get_over_memcpy": ("get", "copy out"),
+    "arena_get_over_memcpy_nosum": ("get, no checksum", "copy out"),
+}
+GOALS = (
+    Goal("arena_put_over_memcpy_8m", "<=", 1.8),
+    Goal("arena_put_over_memcpy_8m_nosum", "<=", 1.3),
+    Goal("arena_get_over_memcpy_8m", "<=", 1.8),
+    Goal("arena_get_over_memcpy_8m_nosum", "<=", 1.3),
+)
 PLACES = 8
 BUFFERS = 5
 AGE = 3  # turns between a put and its get; small enough that eviction takes read features only
@@ -99,49 +110,43 @@ def measure(nbytes: int, rounds: int) -> dict[str, float]:
     return {name: statistics.median(taken[rounds // 10 :]) * 1e3 for name, taken in taken_s.items()}
 
 
-def main() -> None:
-    """Prints a table and writes the same numbers as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("bench/results/arena.json"))
-    parser.add_argument("--rounds", type=int, default=400)
-    arguments = parser.parse_args()
-    results = {}
-    print(f"{'':8}{'copy in':>10}{'put':>10}{'ratio':>7}{'no sum':>10}{'ratio':>7}", end="")
-    print(f"{'copy out':>12}{'get':>10}{'ratio':>7}{'no sum':>10}{'ratio':>7}{'lease':>10}   (median ms)")
-    for label, nbytes in SIZES.items():
-        times = measure(nbytes, arguments.rounds)
-        ratios = {
-            "put": times["put"] / times["copy in"],
-            "put, no checksum": times["put, no checksum"] / times["copy in"],
-            "get": times["get"] / times["copy out"],
-            "get, no checksum": times["get, no checksum"] / times["copy out"],
-        }
-        results[label] = {"bytes": nbytes, "median_ms": times, "ratio_to_copy": ratios}
-        print(f"{label:8}{times['copy in']:10.3f}{times['put']:10.3f}{ratios['put']:7.2f}", end="")
-        print(f"{times['put, no checksum']:10.3f}{ratios['put, no checksum']:7.2f}{times['copy out']:12.3f}", end="")
-        print(f"{times['get']:10.3f}{ratios['get']:7.2f}{times['get, no checksum']:10.3f}", end="")
-        print(f"{ratios['get, no checksum']:7.2f}{times['lease']:10.4f}")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    record = {
-        "command": "python -m bench.arena",
-        "commit": commit.stdout.strip(),
-        "rounds": arguments.rounds,
-        "machine": {"arch": platform.machine(), "cpus": os.cpu_count(), "model": _cpu_model()},
-        "load_average_1min": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "results": results,
-    }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(record, indent=1) + "\n")
+def ratios(size: str, median_ms: Mapping[str, float]) -> dict[str, float]:
+    """The named figures of one size: `arena_put_over_memcpy_8m`, `arena_put_over_memcpy_8m_nosum`, …"""
+    found = {}
+    for name, (of, over) in RATIOS.items():
+        stem, _, suffix = name.partition("memcpy")
+        found[f"{stem}memcpy_{size}{suffix}"] = median_ms[of] / median_ms[over]
+    return found
 
 
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown"
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, help="turns per size (default 400, quick 100)")
+    add_record_arguments(parser, quick="100 turns per size")
+    parser.set_defaults(run=run)
 
 
-if __name__ == "__main__":
-    main()
+def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Measure every size, print the table, write the result."""
+    env = environment(argv)
+    rounds = arguments.rounds or (100 if arguments.quick else 400)
+    figures: dict[str, float] = {}
+    rows: list[dict[str, Any]] = []
+    for size, nbytes in SIZES.items():
+        times = measure(nbytes, rounds)
+        figures |= ratios(size, times)
+        rows.append({"size": size, "bytes": nbytes, "rounds": rounds, "median_ms": times})
+    print(f"{text(rows)}\n\n{goal_table(figures, GOALS)}\n\nReal; median milliseconds of {rounds} turns.")
+    write(arguments.json, figures, env, rows)
+    return 0
+
+
+def text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Medians per size, and ratios to the plain copy."""
+    lines: list[tuple[str, ...]] = [
+        ("size", *rows[0]["median_ms"], *(f"{of} / {over}" for of, over in RATIOS.values()))
+    ]
+    for row in rows:
+        median_ms = row["median_ms"]
+        taken = (f"{milliseconds:.3f}" for milliseconds in median_ms.values())
+        lines.append((row["size"], *taken, *(f"{ratio:.2f}" for ratio in ratios(row["size"], median_ms).values())))
+    return table(lines)

@@ -9,16 +9,12 @@ from collections.abc import Sequence
 from types import FrameType
 
 import epd_serve
-from bench import arena, startup, ttft
+from bench import arena, duplicates, startup, transfer, ttft
 from epd_serve.errors import EpdError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["arena"]:  # a command of its own too: it reads `sys.argv`
-        sys.argv = ["epd-bench arena", *words[1:]]
-        arena.main()
-        return 0
     arguments = _parser().parse_args(words)
     signal.signal(signal.SIGTERM, _end)  # as Ctrl-C: what was started has to be stopped
     try:
@@ -34,7 +30,20 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="MEASUREMENT")
     startup.add_arguments(commands.add_parser("startup", help="time to ready per layout, and of each stage alone"))
     ttft.add_arguments(commands.add_parser("ttft", help="time to first token of a picture, by layout and phase"))
-    commands.add_parser("arena", help="the arena's put and get against a plain copy")
+    arena.add_arguments(commands.add_parser("arena", help="the arena's put and get against a plain copy"))
+    duplicates.add_arguments(
+        commands.add_parser("duplicates", help="encodes of one picture that many clients send at once")
+    )
+    transfers = commands.add_parser("transfer", help="what of a transfer between stages a request sees")
+    ways = transfers.add_subparsers(required=True, metavar="WAY")
+    transfer.add_arguments(
+        ways.add_parser(
+            "ep",
+            help="features from E to P",
+            description=transfer.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
     return parser
 
 

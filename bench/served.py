@@ -44,11 +44,12 @@ class Served:
     """A layout that is ready.
 
     Attributes:
-        url: the proxy. ready_s: from the start of the process to its ready message; own_ready_s: what that says.
-        cpu_parts: its processes. traces: folder of the phase stamps.
+        name: the layout, or what its caller calls it. url: the proxy.
+        ready_s: from the start of the process to its ready message; own_ready_s: what that says.
+        cpu_parts: its processes. traces: folder of the phase stamps. run: its run directory, with the stages' sockets.
     """
 
-    layout: str
+    name: str
     url: str
     model: str
     cpu_parts: Parts
@@ -56,6 +57,7 @@ class Served:
     own_ready_s: float
     stages: tuple[Stage, ...]
     traces: Path = field(compare=False)
+    run: Path = field(compare=False, default=Path())
 
     def stage_url(self, role: str) -> str | None:
         """A stage's own server, past the proxy; None when no instance has that role."""
@@ -72,8 +74,11 @@ def parse_ready(text: str) -> tuple[float, str, tuple[Stage, ...]] | None:
 
 
 @contextlib.contextmanager
-def served(layout: str, flags: Sequence[str] = ()) -> Iterator[Served]:
+def served(layout: str, flags: Sequence[str] = (), *, name: str = "") -> Iterator[Served]:
     """Serve `layout` on CPU until the context ends.
+
+    Args:
+        flags: what follows in `epd-serve serve`, the model's folder too. name: instead of the layout.
 
     Raises:
         StageError: it ended before it was ready, or took longer than `START_S`; with the end of its log.
@@ -100,7 +105,8 @@ def served(layout: str, flags: Sequence[str] = ()) -> Iterator[Served]:
         ready_s = time.monotonic() - begun
         own_s, model, stages = message
         processes = parts(process.pid, _groups(Path(scratch) / "run"))
-        yield Served(layout, f"http://127.0.0.1:{port}", model, processes, ready_s, own_s, stages, traces)
+        (run,) = (found.parent for found in (Path(scratch) / "run").glob("*/groups.jsonl"))
+        yield Served(name or layout, f"http://127.0.0.1:{port}", model, processes, ready_s, own_s, stages, traces, run)
 
 
 def _groups(root: Path) -> dict[str, int]:

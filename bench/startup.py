@@ -13,35 +13,38 @@ import argparse
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from bench.alone import seconds_to_ready
 from bench.imports import import_seconds
-from bench.record import record, write
+from bench.record import add_arguments as add_record_arguments
+from bench.record import environment, flatten, write
 from bench.served import served
 from deploy.blueprint import draw
 from deploy.config import DeployConfig
 from deploy.placement_table import table
 
 LAYOUTS = "TP1,(E-PD),E-PD,EP-D,(E-P)-D,E-P-D"
+QUICK_LAYOUTS = "TP1,(E-P)-D"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layouts", default=LAYOUTS, help="comma-separated")
-    parser.add_argument("--rounds", type=int, default=3, help="starts of each")
-    parser.add_argument("--output", type=Path, default=Path("bench/results/startup.json"))
+    parser.add_argument("--layouts", help=f"comma-separated (default {LAYOUTS}, quick {QUICK_LAYOUTS})")
+    parser.add_argument("--rounds", type=int, help="starts of each (default 3, quick 1)")
+    add_record_arguments(parser, quick="one start each of the monolith and of (E-P)-D with its stages")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Start each role once alone, each layout once, print the table, write the record."""
-    head = record(argv)
-    blueprints = {layout: draw(DeployConfig(layout=layout, device="cpu")) for layout in arguments.layouts.split(",")}
+    env = environment(argv)
+    rounds = arguments.rounds or (1 if arguments.quick else 3)
+    names = arguments.layouts or (QUICK_LAYOUTS if arguments.quick else LAYOUTS)
+    blueprints = {layout: draw(DeployConfig(layout=layout, device="cpu")) for layout in names.split(",")}
     imports = import_seconds()
     roles = {plan.role.value: (blueprint, plan) for blueprint in blueprints.values() for plan in blueprint.plans}
     starts: list[dict[str, Any]] = []
-    for _ in range(arguments.rounds):
+    for _ in range(rounds):
         starts += [_start(f"{role} alone", lambda one=one: seconds_to_ready(*one)) for role, one in roles.items()]  # type: ignore[misc]
         starts += [_start(layout, lambda layout=layout: _seconds_to_serve(layout)) for layout in blueprints]  # type: ignore[misc]
     alone = {role: _median(starts, f"{role} alone") for role in roles}
@@ -55,8 +58,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             "slowest_stage_alone_s": slowest,
             "ratio": ready / slowest,
         }
-    print(f"\n{text(layouts)}\n\n{_imports_text(imports)}\n\nReal; medians of {arguments.rounds} starts each.")
-    write(arguments.output, {**head, "alone_s": alone, "layouts": layouts, "own_imports_s": imports, "starts": starts})
+    print(f"\n{text(layouts)}\n\n{_imports_text(imports)}\n\nReal; medians of {rounds} starts each.")
+    write(arguments.json, flatten({"alone_s": alone, "layouts": layouts, "own_imports_s": imports}), env, starts)
     return 0
 
 

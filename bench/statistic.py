@@ -3,7 +3,25 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A sample as it is reported: the median, and the quartiles between which half of it lies."""
+
+    median: float
+    p25: float
+    p75: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), percentile(values, 25), percentile(values, 75))
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.median:{spec}} ({self.p25:{spec}}–{self.p75:{spec}})"
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

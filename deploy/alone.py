@@ -167,6 +167,7 @@ def _instance(path: str, entry: Any) -> Instance:
         url=str(entry["url"]).rstrip("/"),
         incarnation=str(entry.get("incarnation", "static")),
         kv_endpoint=entry.get("kv_endpoint"),
+        events=entry.get("events"),
         devices=tuple(entry.get("devices", ())),
     )
 

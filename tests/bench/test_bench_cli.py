@@ -8,21 +8,23 @@ import os
 import pytest
 
 from bench.cli import main
+from bench.mechanism import paired_ratio
 from bench.phases import DIRECT
 from bench.processes import cpu_seconds, parts, since
-from bench.record import record, write
+from bench.record import ROOT, environment, flatten, write
 from bench.served import Served
-from bench.statistic import percentile
-from bench.ttft import Target, summarise
+from bench.statistic import Spread, percentile
+from bench.turns import Target, summarise, text
 
 
-def test_each_measurement_has_help(capsys):
-    for name in ("startup", "ttft", "arena"):
-        with pytest.raises(SystemExit) as ended:
-            main([name, "--help"])
+@pytest.mark.parametrize("name", ["startup", "ttft", "arena", "duplicates", "transfer ep"])
+def test_each_measurement_is_quick_on_demand_and_writes_json(capsys, name):
+    with pytest.raises(SystemExit) as ended:
+        main([*name.split(), "--help"])
 
-        assert ended.value.code == 0
-        assert "--output" in capsys.readouterr().out
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--quick" in shown and "--json FILE" in shown
 
 
 def test_a_measurement_has_to_be_named():
@@ -32,20 +34,65 @@ def test_a_measurement_has_to_be_named():
     assert ended.value.code == 2
 
 
-def test_a_record_carries_command_machine_and_kind(tmp_path):
-    write(tmp_path / "deep" / "r.json", record(["ttft", "--layouts", "TP1,(E-P)-D"]))
+def test_a_result_is_figures_environment_and_rows(tmp_path):
+    env = environment(["ttft", "--layouts", "TP1,(E-P)-D"])
+    write(tmp_path / "deep" / "r.json", {"a": 1.5, "b": 2}, env, [{"turn": 0}])
 
     saved = json.loads((tmp_path / "deep" / "r.json").read_text())
-    assert saved["kind"] == "real"
-    assert saved["command"] == "epd-bench ttft --layouts 'TP1,(E-P)-D'"
-    assert saved["machine"]["cores"] >= 1
-    assert {"cpu", "arch"} <= set(saved["machine"])
+    assert saved == {"figures": {"a": 1.5, "b": 2}, "env": env, "rows": [{"turn": 0}]}
+    assert env["kind"] == "real"
+    assert env["command"] == "epd-bench ttft --layouts 'TP1,(E-P)-D'"
+    assert env["machine"]["cores"] >= 1
+    assert {"cpu", "arch"} <= set(env["machine"])
+
+
+@pytest.mark.parametrize("wrong", ["1.0", True, None, [1]])
+def test_a_figure_is_a_number(tmp_path, wrong):
+    with pytest.raises(AssertionError, match="figures are numbers"):
+        write(tmp_path / "r.json", {"a": wrong}, {}, [])
+
+
+def test_without_a_file_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    write(None, {"a": 1.0}, {}, [])
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench" / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_committed_results_have_the_same_shape(path):
+    saved = json.loads(path.read_text())
+
+    assert list(saved) == ["figures", "env", "rows"]
+    assert saved["figures"] and all(isinstance(value, int | float) for value in saved["figures"].values())
+    assert {"kind", "command", "commit", "machine", "versions"} <= set(saved["env"])
+    assert saved["rows"]
+
+
+def test_nested_figures_get_joined_names():
+    assert flatten({"unique": {"(E-P)-D": {"median_ms": 2.0}}, "x": 1}) == {"unique/(E-P)-D/median_ms": 2.0, "x": 1}
 
 
 def test_percentile_is_the_nearest_rank():
     assert percentile([3, 1, 2], 50) == 2
     assert percentile(list(range(1, 11)), 90) == 9
     assert percentile([7], 90) == 7
+
+
+def test_a_spread_is_the_median_and_the_quartiles():
+    assert Spread.of([4.0, 1.0, 2.0, 3.0, 100.0]) == Spread(3.0, 2.0, 4.0)
+    assert f"{Spread(3.0, 2.0, 4.0):.1f}" == "3.0 (2.0–4.0)"
+
+
+def test_a_machine_that_slows_down_does_not_change_paired_ratios():
+    taken = [
+        (turn, name, slow * of) for turn, slow in enumerate((1.0, 1.0, 9.0)) for name, of in (("a", 2.0), ("b", 1.0))
+    ]
+
+    ratio = paired_ratio([{"turn": turn, "target": name, "ttft_ms": ms} for turn, name, ms in taken], "a", "b")
+
+    assert ratio == Spread(2.0, 2.0, 2.0)
 
 
 def test_cpu_time_is_counted_by_part():
@@ -65,6 +112,15 @@ def test_ratios_are_of_medians_to_the_first_target(tmp_path):
     assert figures["TP1"]["ratio"] == 1.0
     assert (figures["(E-P)-D"]["median_ms"], figures["(E-P)-D"]["ratio"]) == (30.0, 2.5)
     assert figures["(E-P)-D"]["groups_ms"] == {"vLLM": pytest.approx(140 / 3)}
+
+
+def test_a_model_with_random_weights_has_no_right_answers(tmp_path):
+    launch = Served("TP1", "http://proxy", "m", {}, 1.0, 1.0, (), tmp_path)
+
+    figures = summarise([{**row("TP1", 10.0), "right": None}], [Target("TP1", "http://proxy", launch, DIRECT)])
+
+    assert "right" not in figures["TP1"]
+    assert text(figures).splitlines()[1].split()[-1] == "-"
 
 
 def row(target: str, ttft: float) -> dict[str, object]:

@@ -1,0 +1,98 @@
+"""The prefill process of `epd-bench transfer ep`: the real `FeatureConsumer`, asked as vLLM's scheduler asks it.
+
+Emulated is the compute only. While P computes another prefill, its engine thread waits for the device and asks nothing:
+here it sleeps until the given time, as a thread does that waits for an NPU (on CPU stages the compute would also take
+cores away from the listener thread; that is not in these figures). After it, each turn of the loop is a scheduler
+step without tokens: ask the consumer, then sleep on the bell that its listener rings, as the connector does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import zmq
+
+from bench.children import Message, answering, commands
+from epd_serve import wire
+from epd_serve.engine.ec.consumer import FeatureConsumer
+from epd_serve.engine.sockets import Socket, open_socket, readable
+from epd_serve.engine.wake import idle_bell
+from epd_serve.wiring import StageWiring
+
+LIMIT_S = 30.0
+
+
+def main() -> None:
+    """Commands: `admit` a request (at a time, or a while after its feature was announced), or `release` requests."""
+    answer = answering()
+    told = commands()
+    config = next(told)
+    consumer = FeatureConsumer(StageWiring.from_json(config["wiring"]))
+    announced = open_socket(zmq.SUB)  # ours, not the consumer's: what tells a synchronous P that E has finished
+    announced.setsockopt(zmq.SUBSCRIBE, b"")
+    announced.connect(config["announced"])
+    answer(ready=True)
+    for command in told:
+        if command["do"] == "release":
+            for request in command["requests"]:
+                consumer.ended(request)
+            consumer.release(command["requests"])
+            answer(released=True)
+        else:
+            _admit(consumer, announced, command, answer, pooled=config["pooled"])
+    consumer.close()
+
+
+def _admit(
+    consumer: FeatureConsumer, announced: Socket, command: Message, answer: Callable[..., None], *, pooled: bool
+) -> None:
+    """Answers twice: when it is armed, and how it went; `heard=False` when nobody announced the feature."""
+    request, key = command["request"], command["key"]
+    at = command.get("at", 0.0)
+    if command.get("after_announcement"):
+        answer(armed=True)
+        heard = _heard(announced, key, command["limit_s"], pooled=pooled)
+        if heard is None:
+            answer(heard=False)
+            return
+        at += heard
+    _compute_until(at)
+    asked = time.monotonic()
+    settled = consumer.settled(request, [key])
+    if not command.get("after_announcement"):
+        answer(armed=True)
+    while not settled and time.monotonic() < asked + LIMIT_S:
+        idle_bell.wait()
+        settled = consumer.settled(request, [key])
+    admitted = time.monotonic()
+    lease = consumer.pinned(key)
+    copied = 0.0
+    if lease is not None:
+        begun = time.monotonic()
+        np.frombuffer(lease.view(), np.uint8).copy()  # as the worker loads it, whatever the mode
+        copied = time.monotonic() - begun
+    answer(heard=True, asked=asked, admitted=admitted, request_at=at, local=lease is not None, load_s=copied)
+
+
+def _compute_until(at: float) -> None:
+    while (left := at - time.monotonic()) > 0:
+        time.sleep(left)
+
+
+def _heard(announced: Socket, key: str, limit_s: float, *, pooled: bool) -> float | None:
+    """When the feature's announcement arrived; None when it did not in time.
+
+    `pooled`: the announcement that says that other hosts can fetch it. E announces a feature of its arena before that.
+    """
+    end = time.monotonic() + limit_s
+    while readable(announced, max(0.0, end - time.monotonic())):
+        message = wire.announcements.decode(announced.recv())
+        if isinstance(message, wire.FeatureReady) and message.key == key and (message.pooled or not pooled):
+            return time.monotonic()
+    return None
+
+
+if __name__ == "__main__":
+    main()
