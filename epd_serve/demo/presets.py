@@ -1,7 +1,8 @@
-"""The models that ship or can be made on the spot: `demo` (trained, built in), `tiny` and `bench` (random weights).
+"""The models that ship or can be made on the spot: `demo` (trained, built in); `tiny`, `bench` and others (random).
 
-Owns the names, the sizes and the writing of a model folder. Leaves to others: drawing the weights
-(`epd_serve.demo.random_weights`, run as a process of its own so that nothing here imports torch), training, pictures.
+Owns the names, the sizes and the writing of a model folder. Leaves to others: other architectures than the demo
+model's (`epd_serve.demo.families`), drawing the weights (`epd_serve.demo.random_weights`, run as a process of its own
+so that nothing here imports torch), training, pictures.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import epd_serve
+from epd_serve.demo.families import family_names, write_family
 from epd_serve.errors import ConfigError
 
 _WEIGHTS = Path(__file__).parent / "weights"
@@ -68,7 +70,7 @@ RANDOM_PRESETS = {
         max_pixels=1_048_576,
     ),
 }
-PRESETS = ("demo", *RANDOM_PRESETS)
+PRESETS = ("demo", *RANDOM_PRESETS, *family_names())
 
 
 def builtin_model_dir() -> Path:
@@ -103,6 +105,9 @@ def write_preset(directory: Path, preset: str, seed: int = 0) -> None:
             shutil.copytree(_WEIGHTS, built)
             if preset in RANDOM_PRESETS:
                 _write_configs(built, RANDOM_PRESETS[preset])
+                _draw_weights(built, seed)
+            elif preset != "demo":
+                write_family(built, preset)
                 _draw_weights(built, seed)
             built.replace(directory)
     except OSError as error:

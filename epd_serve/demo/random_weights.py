@@ -1,7 +1,8 @@
 """Fills a model folder with random weights: `python -m epd_serve.demo.random_weights DIR SEED`.
 
 Owns the drawing. DIR already holds the configs (`epd_serve.demo.presets` writes them and runs this as a process, so
-that the CLI stays free of torch). Parameter names and shapes are those of transformers' own class.
+that the CLI stays free of torch). Parameter names and shapes are those of transformers' own class for the architecture that
+config.json names.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+import transformers
 
 
 def draw_weights(model_dir: Path, seed: int) -> int:
@@ -23,9 +24,10 @@ def draw_weights(model_dir: Path, seed: int) -> int:
     Returns:
         The number of parameters.
     """
-    config = Qwen3VLConfig.from_pretrained(model_dir)
-    model = Qwen3VLForConditionalGeneration(config)
-    std = config.text_config.initializer_range
+    config = transformers.AutoConfig.from_pretrained(model_dir)
+    torch.manual_seed(seed)  # for vectors that a class starts at random (LLaVA's newline)
+    model = getattr(transformers, config.architectures[0])(config)
+    std = config.get_text_config().initializer_range
     with torch.no_grad():
         for position, (_, parameter) in enumerate(sorted(model.named_parameters())):
             if parameter.ndim >= 2:
