@@ -9,6 +9,7 @@ A family file holds
     tokens        special tokens beside the demo tokenizer's own
     placeholders  per modality, what stands for an item in the prompt; its keys are what the model understands
     tokenizer     keys of tokenizer_config.json by which a processor finds its tokens (optional)
+    rename_weights  prefixes of weight names, as transformers saves them → as checkpoints have them (optional)
     files         file name → content. `id:<token>` stands for a token's id, `vocab` for the size of the vocabulary
 """
 
@@ -40,8 +41,12 @@ def read_family(name: str) -> dict[str, Any]:
     return family
 
 
-def write_family(model: Path, name: str) -> None:
-    """Write everything but the weights into `model`, which holds the demo model's tokenizer files."""
+def write_family(model: Path, name: str) -> dict[str, str]:
+    """Write everything but the weights into `model`, which holds the demo model's tokenizer files.
+
+    Returns:
+        How prefixes of weight names have to change, for `random_weights`.
+    """
     family = read_family(name)
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     ids = _add_tokens(tokenizer, family["tokens"])
@@ -56,6 +61,8 @@ def write_family(model: Path, name: str) -> None:
         for modality, placeholder in family["placeholders"].items()
     )
     (model / "chat_template.jinja").write_text(_TEMPLATE.replace("ITEMS", items))
+    renames: dict[str, str] = family.get("rename_weights", {})
+    return renames
 
 
 def _add_tokens(tokenizer: dict[str, Any], tokens: list[str]) -> dict[str, int]:
