@@ -66,7 +66,10 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=[pattern for name in PACKAGES for pattern in (name, f"{name}.*")]),
-    package_data={"epd_serve.demo": ["weights/*", "families/*.json", "samples/*.png"], "epd_serve.engine": ["site/*.py"]},
+    package_data={
+        "epd_serve.demo": ["weights/*", "families/*.json", "samples/*.png"],
+        "epd_serve.engine": ["site/*.py"],
+    },
     install_requires=RUNTIME,
     extras_require=EXTRAS,
     entry_points={

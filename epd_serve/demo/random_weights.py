@@ -1,8 +1,8 @@
 """Fills a model folder with random weights: `python -m epd_serve.demo.random_weights DIR SEED [RENAMES]`.
 
 Owns the drawing. DIR already holds the configs (`epd_serve.demo.presets` writes them and runs this as a process, so
-that the CLI stays free of torch). Parameter names and shapes are those of transformers' own class for the architecture that
-config.json names.
+that the CLI stays free of torch). Parameter names and shapes are those of transformers' own class for the
+architecture that config.json names.
 """
 
 from __future__ import annotations
