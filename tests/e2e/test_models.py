@@ -52,7 +52,10 @@ CASES = (
         "audio 1",
     ),
     Case(
-        "tiny", VISION, (("image 4",), ("image 1",), ("video 5",), ("video 2",), ("image 5", "video 6"), ()), "audio 1"
+        "tiny",
+        VISION,
+        (("image 10",), ("image 14",), ("video 23",), ("video 9",), ("image 5", "video 6"), ()),
+        "audio 1",
     ),
     Case(
         "internvl-tiny",
