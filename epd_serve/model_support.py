@@ -8,6 +8,7 @@ test keeps the two equal. `TESTED` is what our end-to-end tests hold against a m
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
 
 from epd_serve.errors import ConfigError
@@ -40,6 +41,18 @@ TESTED: dict[str, tuple[str, ...]] = {
     "Qwen2_5_VLForConditionalGeneration": ("image", "video"),
     "Qwen3VLForConditionalGeneration": ("image", "video"),
 }
+
+# modality → packages of which vLLM needs one to decode it; without, a request is a 500
+DECODERS = {"audio": ("soundfile", "av", "torchcodec"), "video": ("cv2", "torchcodec")}
+
+
+def undecodable(modalities: Iterable[str]) -> dict[str, str]:
+    """Modalities that this environment cannot decode → what is missing, under any layout. It is that of the stages."""
+    return {
+        modality: f"no decoder for {modality} is installed (one of {', '.join(DECODERS[modality])})"
+        for modality in modalities
+        if modality in DECODERS and not any(importlib.util.find_spec(name) for name in DECODERS[modality])
+    }
 
 
 def why_not_apart(architecture: str, modality: str) -> str | None:

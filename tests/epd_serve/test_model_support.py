@@ -8,7 +8,7 @@ import pytest
 
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
-from epd_serve.model_support import REFUSED, TESTED, check_encoders_fit, left_out, why_not_apart
+from epd_serve.model_support import REFUSED, TESTED, check_encoders_fit, left_out, undecodable, why_not_apart
 
 
 def test_an_encoder_that_reads_the_language_model_is_refused_with_layouts_that_work() -> None:
@@ -41,6 +41,14 @@ def test_an_untested_architecture_is_served_with_a_warning() -> None:
 def test_tested_architectures_pass_without_a_word(architecture: str) -> None:
     assert check_encoders_fit(architecture, parse("(E-P)-D")) is None
     assert architecture not in REFUSED
+
+
+def test_a_modality_without_a_decoder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert set(undecodable(("image", "video", "audio"))) == {"video", "audio"}
+    assert "soundfile" in undecodable(("audio",))["audio"]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in ("cv2", "av") else None)
+    assert undecodable(("image", "video", "audio")) == {}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="reads vLLM's source")
