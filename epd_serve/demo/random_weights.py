@@ -1,38 +1,56 @@
-"""Fills a model folder with random weights: `python -m epd_serve.demo.random_weights DIR SEED`.
+"""Fills a model folder with random weights: `python -m epd_serve.demo.random_weights DIR SEED [RENAMES]`.
 
 Owns the drawing. DIR already holds the configs (`epd_serve.demo.presets` writes them and runs this as a process, so
-that the CLI stays free of torch). Parameter names and shapes are those of transformers' own class.
+that the CLI stays free of torch). Parameter names and shapes are those of transformers' own class for the
+architecture that config.json names.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import torch
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+import transformers
+from safetensors.torch import load_file, save_file
 
 
-def draw_weights(model_dir: Path, seed: int) -> int:
+def draw_weights(model_dir: Path, seed: int, renames: dict[str, str]) -> int:
     """Write `model_dir/model.safetensors` in bfloat16.
 
     Matrices are normal with the config's `initializer_range` as standard deviation; norms and biases keep their neutral
     start. Each tensor has its own generator, seeded with (seed, position), so that the result does not depend on how
     transformers builds the model.
 
+    Args:
+        renames: prefixes of saved names, old → new, where transformers writes other names than published checkpoints
+            have and vLLM reads.
+
     Returns:
         The number of parameters.
     """
-    config = Qwen3VLConfig.from_pretrained(model_dir)
-    model = Qwen3VLForConditionalGeneration(config)
-    std = config.text_config.initializer_range
+    config = transformers.AutoConfig.from_pretrained(model_dir)
+    torch.manual_seed(seed)  # for vectors that a class starts at random (LLaVA's newline)
+    model = getattr(transformers, config.architectures[0])(config)
+    std = config.get_text_config().initializer_range
     with torch.no_grad():
         for position, (_, parameter) in enumerate(sorted(model.named_parameters())):
             if parameter.ndim >= 2:
                 parameter.normal_(0.0, std, generator=torch.Generator().manual_seed(seed * 100_003 + position))
     model.to(torch.bfloat16).save_pretrained(model_dir)
+    if renames:
+        _rename(model_dir / "model.safetensors", renames)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def _rename(weights: Path, renames: dict[str, str]) -> None:
+    tensors = {}
+    for name, tensor in load_file(weights).items():
+        old = next((prefix for prefix in renames if name.startswith(prefix)), "")
+        tensors[renames.get(old, "") + name.removeprefix(old)] = tensor
+    save_file(tensors, weights, metadata={"format": "pt"})
+
+
 if __name__ == "__main__":
-    print(draw_weights(Path(sys.argv[1]), int(sys.argv[2])))
+    print(draw_weights(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3] if sys.argv[3:] else "{}")))

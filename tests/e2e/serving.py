@@ -189,11 +189,11 @@ def serving(layout: str, *flags: str) -> Iterator[Serving]:
 
 
 @contextlib.contextmanager
-def plain_vllm() -> Iterator[Endpoint]:
-    """A monolithic vLLM server without anything of ours, over the demo model."""
+def plain_vllm(model: Path | None = None, *flags: str) -> Iterator[Endpoint]:
+    """A monolithic vLLM server without anything of ours, over the demo model unless another is given."""
     (port,) = free_ports(1)
-    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(builtin_model_dir())]
-    argv += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port), *PLAIN_FLAGS]
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model or builtin_model_dir())]
+    argv += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port), *PLAIN_FLAGS, *flags]
     site = str(ROOT / "epd_serve" / "engine" / "site")
     env = {**os.environ, "PYTHONPATH": site, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     env |= {"VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}

@@ -7,13 +7,16 @@ import importlib.util
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import jinja2
 import pytest
 
+from epd_serve.demo.families import read_family, write_family
 from epd_serve.demo.presets import PRESETS, builtin_model_dir, write_preset
 from epd_serve.errors import ConfigError
 
@@ -114,4 +117,33 @@ def test_naming_presets_imports_no_torch():
     script = "import sys, epd_serve.demo.presets; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2]).returncode == 0
-    assert PRESETS == ("demo", "tiny", "bench")
+    assert PRESETS[:3] == ("demo", "tiny", "bench")
+    assert set(PRESETS[3:]) == {"internvl-tiny", "llava-onevision-tiny", "qwen2-audio-tiny", "qwen2.5-vl-tiny"}
+
+
+@needs_transformers
+@pytest.mark.parametrize("preset", PRESETS[3:])
+def test_a_preset_of_another_architecture_is_tiny_complete_and_of_one_vocabulary(preset, tmp_path):
+    write_preset(tmp_path / "model", preset)
+
+    shapes = tensor_shapes(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    tokenizer = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
+    ids = tokenizer["model"]["vocab"] | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    assert {path.name for path in (tmp_path / "model").iterdir()} >= NEEDED_FILES
+    assert sum(math.prod(shape) for shape in shapes.values()) < 10e6
+    assert config["text_config"]["vocab_size"] == len(ids) == len(set(ids.values()))
+    assert config["text_config"]["eos_token_id"] == ids["<|im_end|>"]
+
+
+@pytest.mark.parametrize("preset", PRESETS[3:])
+def test_a_preset_of_another_architecture_shows_every_item_to_the_model(preset, tmp_path):
+    """The template is what puts an item's placeholder into the prompt; one without it is a 500 in vLLM."""
+    shutil.copytree(builtin_model_dir(), tmp_path, dirs_exist_ok=True)
+    write_family(tmp_path, preset)
+
+    template = jinja2.Environment().from_string((tmp_path / "chat_template.jinja").read_text())
+    for modality, placeholder in read_family(preset)["placeholders"].items():
+        content = [{"type": modality}, {"type": "text", "text": "What?"}]
+        prompt = template.render(messages=[{"role": "user", "content": content}], add_generation_prompt=True)
+        assert prompt == f"<|im_start|>user\n{placeholder}What?<|im_end|>\n<|im_start|>assistant\n"

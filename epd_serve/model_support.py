@@ -1,0 +1,97 @@
+"""Which architectures can encode apart from prefill, per modality, and why not. Pure data and checks; no vLLM.
+
+An encode-only instance loads the towers and not the language model, and what it sends is all that P sees of an item.
+A model fits when its encoder reads nothing of the language model and its decoder finds the encoder's output in the
+prompt. The table holds the exceptions of vLLM 0.32; `epd_serve.engine.model_probe` finds them in vLLM's source, and a
+test keeps the two equal. `TESTED` is what our end-to-end tests hold against a monolith, token for token.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+
+from epd_serve.errors import ConfigError
+from epd_serve.layout import Layout
+
+ANY = "any"  # every modality of the architecture
+
+READS_LANGUAGE_MODEL = "its encoder reads the language model's weights, which an encode-only instance does not load"
+CROSS_ATTENTION = "its decoder reads the encoder's output by cross-attention, which no stage can receive from another"
+
+_NEMOTRON = {"video": READS_LANGUAGE_MODEL}
+
+# architecture → modality → why an encode-only instance cannot serve it
+REFUSED: dict[str, dict[str, str]] = {
+    "CohereAsrForConditionalGeneration": {ANY: CROSS_ATTENTION},
+    "IsaacForConditionalGeneration": {ANY: READS_LANGUAGE_MODEL},
+    "Molmo2ForConditionalGeneration": {ANY: READS_LANGUAGE_MODEL},
+    "NemotronH_Nano_Omni_Reasoning_V3": _NEMOTRON,
+    "NemotronH_Nano_VL_V2": _NEMOTRON,
+    "NemotronH_Omni_Reasoning_V3": _NEMOTRON,
+    "NemotronH_Super_Omni_Reasoning_V3": _NEMOTRON,
+    "NemotronParseForConditionalGeneration": {ANY: CROSS_ATTENTION},
+    "WhisperForConditionalGeneration": {ANY: CROSS_ATTENTION},
+}
+
+TESTED: dict[str, tuple[str, ...]] = {
+    "InternVLForConditionalGeneration": ("image", "video"),
+    "LlavaOnevisionForConditionalGeneration": ("image", "video"),
+    "Qwen2AudioForConditionalGeneration": ("audio",),
+    "Qwen2_5_VLForConditionalGeneration": ("image", "video"),
+    "Qwen3VLForConditionalGeneration": ("image", "video"),
+}
+
+# modality → packages of which vLLM needs one to decode it; without, a request is a 500
+DECODERS = {"audio": ("soundfile", "av", "torchcodec"), "video": ("cv2", "torchcodec")}
+
+
+def undecodable(modalities: Iterable[str]) -> dict[str, str]:
+    """Modalities that this environment cannot decode → what is missing, under any layout. It is that of the stages."""
+    return {
+        modality: f"no decoder for {modality} is installed (one of {', '.join(DECODERS[modality])})"
+        for modality in modalities
+        if modality in DECODERS and not any(importlib.util.find_spec(name) for name in DECODERS[modality])
+    }
+
+
+def why_not_apart(architecture: str, modality: str) -> str | None:
+    """The reason why items of this modality cannot be encoded by an instance of their own, or None."""
+    refused = REFUSED.get(architecture, {})
+    return refused.get(ANY) or refused.get(modality)
+
+
+def left_out(architecture: str, layout: Layout, modalities: Iterable[str]) -> dict[str, str]:
+    """Of the modalities that the model has, those that this layout cannot serve → why. The proxy answers them 400."""
+    if not any(role.sends_features for role in layout.roles):
+        return {}
+    reasons = {modality: why_not_apart(architecture, modality) for modality in modalities}
+    return {modality: reason for modality, reason in reasons.items() if reason is not None}
+
+
+def check_encoders_fit(architecture: str, layout: Layout) -> str | None:
+    """Refuse an architecture that cannot encode apart under a layout with encode-only instances.
+
+    Returns:
+        A warning when parts of the model are left out, or when no test of ours covers the architecture; else None.
+
+    Raises:
+        ConfigError: names the architecture, the reason and the layouts that do work.
+    """
+    if not architecture or not any(role.sends_features for role in layout.roles):
+        return None
+    refused = REFUSED.get(architecture, {})
+    if (reason := refused.get(ANY)) is not None:
+        # Cross-attention's KV is not in the blocks that P hands to D: only a whole instance serves such a model.
+        works = "TP1" if reason is CROSS_ATTENTION else "EP-D or TP1"
+        raise ConfigError(
+            f"{architecture} cannot encode apart from prefill: {reason}; use --layout {works}", param="--layout"
+        )
+    if refused:
+        modality, reason = next(iter(refused.items()))
+        return f"{architecture} serves no {modality} under {layout}: {reason}; --layout EP-D does"
+    if architecture not in TESTED:
+        return (
+            f"{architecture} with encoders apart is not among the tested architectures; --layout EP-D is the safe one"
+        )
+    return None

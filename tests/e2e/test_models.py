@@ -1,0 +1,158 @@
+"""Other architectures and modalities: tiny random models answer through (E-P)-D as a plain vLLM does.
+
+Their weights are random: an answer means nothing, but other items give other tokens. The items were chosen for top-1
+margins that rounding does not decide (see `test_answers_depend_on_the_item`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from bench.stamps import read_stamps
+from epd_serve.demo.presets import write_preset
+from tests.e2e.bodies import Body, ask, tokens
+from tests.e2e.items import part
+from tests.e2e.serving import MODEL, ROOT, Serving, plain_vllm, serving
+
+pytestmark = pytest.mark.slow
+
+LAYOUT = "(E-P)-D"
+# Profiling runs the largest clip there may be: these bounds are what makes video affordable on CPUs.
+VISION = '{"image": 8, "video": {"count": 1, "num_frames": 8, "width": 112, "height": 112}}'
+AUDIO = '{"audio": 2}'
+without_audio_decoder = pytest.mark.skipif(
+    not any(importlib.util.find_spec(name) for name in ("soundfile", "av")),
+    reason="vLLM decodes audio by soundfile or av",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A preset, its limits per prompt, the prompts (items each) and a modality that it does not take."""
+
+    preset: str
+    limits: str
+    prompts: tuple[tuple[str, ...], ...]
+    lacks: str
+
+
+CASES = (
+    Case(
+        "qwen2.5-vl-tiny",
+        VISION,
+        (("image 2",), ("image 3",), ("video 1",), ("video 3",), ("image 3", "video 5"), ()),
+        "audio 1",
+    ),
+    Case(
+        "tiny",
+        VISION,
+        (("image 10",), ("image 14",), ("video 23",), ("video 9",), ("image 5", "video 6"), ()),
+        "audio 1",
+    ),
+    Case(
+        "internvl-tiny",
+        VISION,
+        (("image 2",), ("image 4",), ("video 5",), ("video 1",), ("image 3", "video 4"), ()),
+        "audio 1",
+    ),
+    Case(
+        "llava-onevision-tiny",
+        VISION,
+        (("image 2",), ("image 5",), ("video 1",), ("video 5",), ("image 2", "video 3"), ()),
+        "audio 1",
+    ),
+    Case(
+        "qwen2-audio-tiny",
+        AUDIO,
+        (("audio 1",), ("audio 3",), ("audio 5",), ("audio 6",), ("audio 3", "audio 6"), ()),
+        "image 1",
+    ),
+)
+
+
+def body(*items: str) -> Body:
+    content = [*map(part, items), {"type": "text", "text": "What is in the picture?"}]
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 6, "temperature": 0}
+    return {**asked, "return_token_ids": True}
+
+
+@dataclass(frozen=True)
+class Held:
+    """A launch, and what a plain vLLM answers to each prompt of the case."""
+
+    case: Case
+    launch: Serving
+    plain: dict[tuple[str, ...], list[list[int]]]
+    traces: Path
+
+
+@pytest.fixture(scope="module")
+def held(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
+    """One after the other, because both at once are seven processes with a gigabyte each."""
+    case: Case = request.param
+    folder = tmp_path_factory.mktemp("models")
+    write_preset(folder / case.preset, case.preset)
+    with plain_vllm(folder / case.preset, "--limit-mm-per-prompt", case.limits) as monolith:
+        plain = {prompt: ask(monolith, body(*prompt)) for prompt in case.prompts}
+    flags = ["--served-model-name", MODEL, "--trace-dir", str(folder / "traces")]
+    flags += ["--stage-args", f"all:--limit-mm-per-prompt '{case.limits}'"]
+    with contextlib.ExitStack() as stack:
+        launch = stack.enter_context(serving(LAYOUT, str(folder / case.preset), *flags))
+        yield Held(case, launch, plain, folder / "traces")
+
+
+every_model = pytest.mark.parametrize(
+    "held",
+    [
+        pytest.param(case, marks=without_audio_decoder if "audio" in case.preset else (), id=case.preset)
+        for case in CASES
+    ],
+    indirect=True,
+    scope="module",
+)
+
+
+@every_model
+def test_tokens_equal_the_monoliths_and_the_features_came_from_the_encoder(held: Held) -> None:
+    assert {prompt: ask(held.launch, body(*prompt)) for prompt in held.case.prompts} == held.plain
+    keys = {item for prompt in held.case.prompts for item in prompt}
+    stamps = read_stamps(held.traces)
+    for instance, event in (("E0", "feature_put"), ("P0", "feature_pinned")):
+        assert len({s.subject for s in stamps if (s.instance, s.event) == (instance, event)}) == len(keys)
+
+
+@every_model
+def test_answers_depend_on_the_item(held: Held) -> None:
+    alone = {prompt[0]: answer for prompt, answer in held.plain.items() if len(prompt) == 1}
+    assert len({str(answer) for answer in alone.values()}) == len(alone)
+
+
+@every_model
+def test_an_item_again_gives_the_same_tokens(held: Held) -> None:
+    prompt = held.case.prompts[0]
+    assert ask(held.launch, body(*prompt)) == held.plain[prompt]
+
+
+@every_model
+def test_a_modality_that_the_model_lacks_is_a_400(held: Held) -> None:
+    response = held.launch.post("/v1/chat/completions", body(held.case.lacks))
+    assert response.status_code == 400, response.text[:300]
+    assert held.case.lacks.split()[0] in response.json()["error"]["message"]
+    assert tokens(held.launch.post("/v1/chat/completions", body()))
+
+
+def test_an_architecture_that_cannot_encode_apart_is_refused_before_any_stage_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Molmo2ForConditionalGeneration"], "vision_config": {}}')
+    argv = [sys.executable, "-m", "deploy.cli", "serve", str(tmp_path), "--layout", LAYOUT, "--device", "cpu"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "Molmo2ForConditionalGeneration cannot encode apart" in done.stderr
+    assert "use --layout EP-D or TP1" in done.stderr
