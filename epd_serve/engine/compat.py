@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.v1.request import Request
+
+ItemMetadata = dict[str, dict[str, Any]]
 
 logger = logging.getLogger(__name__)
 
@@ -42,3 +52,71 @@ def sleep_between_steps() -> None:
         shm_broadcast.sched_yield = lambda: time.sleep(_YIELD_S)
     else:
         logger.warning("this vLLM waits differently between steps; idle stages may take cores from busy ones")
+
+
+def can_fail_requests() -> bool:
+    """Whether vLLM asks the EC connector which requests it has to fail (else a lost feature is recomputed)."""
+    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
+
+    return hasattr(ECConnectorBase, "take_unavailable_requests")
+
+
+def hands_over_encoder_cache() -> bool:
+    """Whether vLLM gives a producer its encoder cache at every step (else it is known from the first item on)."""
+    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
+
+    return hasattr(ECConnectorBase, "start_save_caches")
+
+
+def tells_finished_requests() -> bool:
+    """Whether the scheduler calls the EC connector's `request_finished`: 0.23 defines it and never calls it."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return "ec_connector.request_finished" in inspect.getsource(Scheduler)
+
+
+def item_metadata(vllm_config: VllmConfig) -> Callable[[list[MultiModalFeatureSpec]], ItemMetadata]:
+    """What a consumer needs in place of each item's media: key → `{"item_indices": […], "metadata": {…}}`.
+
+    The metadata is empty for a modality that this vLLM or model cannot take without its media.
+    """
+    try:
+        from vllm.distributed.ec_transfer.ec_connector.utils import collect_ec_item_metadata
+    except ImportError:
+        return no_item_metadata
+    resolver = _metadata_resolver(vllm_config)
+    return lambda features: dict(collect_ec_item_metadata(features, resolver))
+
+
+def media_is_absent(vllm_config: VllmConfig) -> Callable[[list[MultiModalFeatureSpec]], bool]:
+    """Whether some item came as metadata only: encoding it here would end the engine, whatever the proxy asked for."""
+    try:
+        resolver = _metadata_resolver(vllm_config)
+    except ImportError:
+        return lambda features: False
+
+    def absent(features: list[MultiModalFeatureSpec]) -> bool:
+        return any(
+            feature.data is not None and set(feature.data.get_data()) <= resolver.fields_for(feature.modality)
+            for feature in features
+        )
+
+    return absent
+
+
+def _metadata_resolver(vllm_config: VllmConfig) -> Any:
+    from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
+
+    resolver = PlaceholderMetadataResolver(vllm_config.model_config)
+    resolver.fields_for("image")  # makes the processor now, not at the first request
+    return resolver
+
+
+def no_item_metadata(features: list[MultiModalFeatureSpec]) -> ItemMetadata:
+    """Where metadata could not reach anybody."""
+    return {}
+
+
+def was_aborted(request: Request) -> bool:
+    """Whether a finished request was given up by its client, not served."""
+    return bool(request.status.name == "FINISHED_ABORTED")

@@ -12,9 +12,10 @@ _IDLE_WAIT_S = 0.002
 
 
 class WakeLine:
-    """Lets one thread wake another that sleeps in a ZMQ poll. `ring` belongs to the caller, the rest to the sleeper."""
+    """Lets threads wake one that sleeps in a ZMQ poll. `ring` belongs to the callers, the rest to the sleeper."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # a ZMQ socket is one thread's at a time
         self._caller, self.listener = open_socket(zmq.PAIR), open_socket(zmq.PAIR)
         name = f"inproc://epd-wake-{id(self)}"
         self.listener.bind(name)
@@ -22,7 +23,8 @@ class WakeLine:
 
     def ring(self) -> None:
         try:
-            self._caller.send(b"", zmq.NOBLOCK)
+            with self._lock:
+                self._caller.send(b"", zmq.NOBLOCK)
         except zmq.Again:
             return  # the line is full of unanswered rings: the listener will wake anyway
 

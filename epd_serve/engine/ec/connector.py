@@ -1,31 +1,35 @@
 """vLLM's EC connector for E→P: the shell that maps vLLM's hooks to our producer and consumer.
 
-vLLM makes two objects, one in the scheduler process and one in each worker (one process or two, by executor). Written
-to the subset of hooks that vLLM 0.23 and 0.32 share:
+vLLM makes two objects, one in the scheduler process and one in each worker (one process or two, by executor). What
+vLLM 0.23 does not call is marked *; `compat.py` says what this vLLM has, and without it E reports no metadata and
+skips no encode, and P recomputes what is lost.
 
-    E scheduler   ensure_cache_available notes which features the step's requests need
-    E worker      save_caches → FeatureProducer.save; bind_connector_metadata → re-announce
-    P scheduler   ensure_cache_available defers until pinned or lost; has_cache_item promises only what is pinned;
-                  update_state_after_alloc / build_connector_meta name the arena bytes to load; pins go when the
-                  request is among the finished
+    E scheduler   ensure_cache_available notes which features the step's requests need; has_cache_item and
+                  update_state_after_alloc pin what the store has; request_finished* reports keys and metadata
+    E worker      start_save_caches* (else bind_connector_metadata) → loads, re-announcements; save_caches → put
+    P scheduler   ensure_cache_available defers until pinned, or lost and a slot is free; has_cache_item promises only
+                  what is pinned; take_unavailable_requests* fails who must not recompute; update_state_after_alloc /
+                  build_connector_meta name the arena bytes to load; pins go when the request is among the finished
     P worker      start_load_caches copies from the arena into vLLM's encoder cache
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 
-from epd_serve.engine.compat import tp_rank
+from epd_serve.engine import compat
 from epd_serve.engine.ec.consumer import FeatureConsumer
+from epd_serve.engine.ec.encoder_scheduler import EncoderScheduler
+from epd_serve.engine.ec.loading import load
 from epd_serve.engine.ec.producer import FeatureProducer
+from epd_serve.engine.ec.request_facts import item_keys, must_not_recompute, not_encoded
+from epd_serve.engine.ec.step import FeatureSlot, FeatureStep
+from epd_serve.engine.ec.store_access import open_store
 from epd_serve.engine.wake import idle_bell
 from epd_serve.trace import Trace
-from epd_serve.wire import MISSING_XARG
 from epd_serve.wiring import StageWiring
 from store.arena import Arena
 
@@ -35,45 +39,45 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-@dataclass(frozen=True)
-class FeatureSlot:
-    """Where a pinned feature's bytes lie in the arena."""
-
-    key: str
-    offset: int
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass
 class FeatureMetadata(ECConnectorMetadata):
-    """Scheduler → worker, per step: what to load (consumer), what this step's requests need (producer)."""
+    """A `FeatureStep` as vLLM carries it."""
 
-    loads: list[FeatureSlot] = field(default_factory=list)
-    needed: list[str] = field(default_factory=list)
+    def __init__(self, step: FeatureStep) -> None:
+        self.step = step
 
 
 class FeatureConnector(ECConnectorBase):
-    """E→P features through the host arena (EPD-Serve §3.2). See the module docstring."""
+    """E→P features through the MM Store (EPD-Serve §3.2). See the module docstring."""
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
         wiring = StageWiring.from_json(vllm_config.ec_transfer_config.ec_connector_extra_config["epd"])
-        self._pending = FeatureMetadata()
         # Under async scheduling the step before may still be loading when a request finishes: pins go one step later.
         self._late_release = bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
         self._finished: set[str] = set()
+        self._loads: list[FeatureSlot] = []
+        self._promised: set[str] = set()  # answers of has_cache_item within one step
         self._consumer: FeatureConsumer | None = None
+        self._encoder: EncoderScheduler | None = None
         self._producer: FeatureProducer | None = None
         self._arena: Arena | None = None
+        self._must_not_recompute: dict[str, bool] = {}  # by request
+        self._cache_is_handed_over = compat.hands_over_encoder_cache()
         self._trace = Trace(wiring.trace_path, wiring.instance)
         if role is ECConnectorRole.SCHEDULER:
             if self.is_consumer:
                 self._consumer = FeatureConsumer(wiring)
+                self._can_fail = compat.can_fail_requests()
+                self._media_is_absent = compat.media_is_absent(vllm_config)
+            else:
+                reports = compat.tells_finished_requests()
+                collect = compat.item_metadata(vllm_config) if reports else compat.no_item_metadata
+                self._encoder = EncoderScheduler(
+                    open_store(wiring, local_only=True), self._trace, collect, skips=self._cache_is_handed_over
+                )
         elif self.is_producer:
-            if tp_rank() == 0:  # every rank computes the whole feature; one of them stores it
-                self._producer = FeatureProducer(wiring)
+            if compat.tp_rank() == 0:  # every rank computes the whole feature; one of them stores it
+                self._producer = FeatureProducer(wiring, vllm_config.device_config.device)
         else:
             self._arena = Arena.attach(wiring.arena)
 
@@ -81,64 +85,81 @@ class FeatureConnector(ECConnectorBase):
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
         """False leaves the request waiting for this step; asked again every step."""
-        keys = [
-            feature.identifier
-            for feature in request.mm_features
-            if feature.mm_position.offset + feature.mm_position.length > num_computed_tokens
-        ]
+        if self._encoder is not None:
+            self._encoder.asked(request)
         if self._consumer is None:
-            self._pending.needed.extend(keys)
-            for key in keys:
-                self._trace.stamp(key, "encode_arrived")
             return True
+        keys = item_keys(request, num_computed_tokens)
         if not keys:
+            self._consumer.passed(request.request_id)
             return True
-        settled = self._consumer.ready_or_lost(request.request_id, keys)
-        if not settled and (missing := _missing(request)):
-            self._consumer.give_up(missing, "not encoded")
+        settled = self._consumer.settled(request.request_id, keys, must_not_recompute=self._has_to_fail(request))
+        if not settled and (missing := not_encoded(request)):
+            self._consumer.give_up(missing, "not_encoded")
         return settled
 
     def has_cache_item(self, identifier: str) -> bool:
         """A promise that kills the engine when broken: true only for what is verified and pinned."""
-        return self._consumer is not None and self._consumer.pinned(identifier) is not None
+        if self._encoder is not None:
+            return self._encoder.has(identifier)
+        if self._consumer is not None and self._consumer.pinned(identifier) is not None:
+            self._promised.add(identifier)
+        return identifier in self._promised
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
-        if self._consumer is None:
-            return
-        lease = self._consumer.pinned(request.mm_features[index].identifier)
-        if lease is not None:
-            meta = lease.meta
-            self._pending.loads.append(FeatureSlot(meta.key, lease.offset, meta.nbytes, meta.shape, meta.dtype))
+        key = request.mm_features[index].identifier
+        if self._encoder is not None:
+            self._encoder.allocated(request, key)
+        elif self._consumer is not None and key in self._promised:  # else it is being encoded, even if it came just now
+            lease = self._consumer.pinned(key)
+            assert lease is not None, "a feature that was promised in this step is unpinned"
+            self._loads.append(FeatureSlot.of(lease))
+
+    def take_unavailable_requests(self) -> set[str]:
+        """Requests that lack a feature and must not encode it here: vLLM fails them, which is safe to repeat."""
+        return self._consumer.take_failed() if self._consumer is not None else set()
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """(False: nothing of vLLM's is kept, the response's `ec_transfer_params`)."""
+        if self._consumer is not None:
+            self._consumer.ended(request.request_id)
+        if self._encoder is None:
+            return False, None
+        return False, self._encoder.finished(request, served=not compat.was_aborted(request)) or None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> FeatureMetadata:
+        finished = set(scheduler_output.finished_req_ids)
+        if self._late_release:
+            finished, self._finished = self._finished, finished
+        if self._encoder is not None:
+            return FeatureMetadata(self._encoder.step(finished))
+        step, self._loads = FeatureStep(loads=self._loads), []
+        self._promised.clear()
         if self._consumer is not None:
-            finished = set(scheduler_output.finished_req_ids)
-            if self._late_release:
-                finished, self._finished = self._finished, finished
             self._consumer.release(finished)
+            for request in finished:
+                self._must_not_recompute.pop(request, None)
             if not scheduler_output.total_num_scheduled_tokens and self._consumer.waiting():
                 idle_bell.wait()
-        meta, self._pending = self._pending, FeatureMetadata()
-        return meta
+        return FeatureMetadata(step)
 
     # --- worker side ----------------------------------------------------------------------------------------------
 
     def bind_connector_metadata(self, connector_metadata: ECConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
+        if self._producer is not None and not self._cache_is_handed_over:
+            self._producer.step(self._bound_step())
+
+    def start_save_caches(self, **kwargs: Any) -> None:
         if self._producer is not None:
-            assert isinstance(connector_metadata, FeatureMetadata)
-            self._producer.announce_again(connector_metadata.needed)
+            self._producer.step(self._bound_step(), kwargs["encoder_cache"])
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
         """Copy this step's features out of the arena. The scheduler side holds their pins, so they are there."""
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, FeatureMetadata) and self._arena is not None
-        for slot in metadata.loads:
-            if slot.key not in encoder_cache:
-                raw = torch.from_numpy(np.frombuffer(self._arena.view(slot.offset, slot.nbytes), np.uint8).copy())
-                feature = raw.view(getattr(torch, slot.dtype)).view(slot.shape)
-                encoder_cache[slot.key] = feature.to(self._vllm_config.device_config.device)
-                self._trace.stamp(slot.key, "feature_loaded")
+        assert self._arena is not None
+        device = self._vllm_config.device_config.device
+        for key in load(self._arena, self._bound_step().loads, encoder_cache, device):
+            self._trace.stamp(key, "feature_loaded")
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
         if self._producer is not None:
@@ -148,12 +169,19 @@ class FeatureConnector(ECConnectorBase):
         return None, None
 
     def shutdown(self) -> None:
-        for part in (self._consumer, self._producer, self._arena):
+        for part in (self._consumer, self._encoder, self._producer, self._arena):
             if part is not None:
                 part.close()
 
+    def _has_to_fail(self, request: Request) -> bool:
+        """If a feature is lost."""
+        known = self._must_not_recompute.get(request.request_id)
+        if known is None:
+            known = self._can_fail and (must_not_recompute(request) or self._media_is_absent(request.mm_features))
+            self._must_not_recompute[request.request_id] = known
+        return known
 
-def _missing(request: Request) -> list[str]:
-    extra = getattr(request.sampling_params, "extra_args", None) or {}
-    value = extra.get(MISSING_XARG, "")
-    return [key for key in value.split(",") if key] if isinstance(value, str) else []
+    def _bound_step(self) -> FeatureStep:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, FeatureMetadata)
+        return metadata.step

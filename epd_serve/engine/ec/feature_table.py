@@ -2,135 +2,204 @@
 
 One item per key, one transition table:
 
-    (unknown) --need--> WANTED --arrived--> READY --last request released--> (unknown)
-    (unknown) --prefetched--> READY (nobody needs it yet; dropped after `hold_s`)
-    (unknown) --failed--> remembered for the next request, which is LOST at once
-    WANTED --failed | deadline--> LOST --last request released--> (unknown)
+    state      what happens                           becomes
+    (unknown)  need                                   WANTED    deadline: wait_s from now
+    (unknown)  need, and a failure is remembered      DOUBTED
+    (unknown)  arrived                                READY     a prefetch: let go after hold_s, or for newer ones
+    WANTED     renewed                                WANTED    deadline: wait_s from now, renew_limit_s at most in all
+    WANTED     arrived                                READY
+    WANTED     failed, deadline                       DOUBTED   the store is asked once more: its index is the truth
+    DOUBTED    renewed                                WANTED    some encoder has it after all
+    DOUBTED    arrived                                READY
+    DOUBTED    not found, last_look_s over            LOST
+    LOST       arrived, renewed                       READY, WANTED   while a request has not decided to recompute
+    LOST       need of another request                DOUBTED   for that one; those who know it as LOST still do
+    any        last request released                  (unknown)
 
-READY means: the bytes were verified and are pinned (design §4.4, must). LOST is final for the requests that saw it:
-a decision once made is not changed under a running request, it recomputes locally.
+READY means: the bytes were verified and are pinned (design §4.4, must). LOST is final for a request when it *decides*
+(`decide`): until then it waits for a recompute slot, and a feature that comes late is used. A decided request is never
+held up again, whatever becomes of the item.
 """
 
 from __future__ import annotations
 
-import enum
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
+from epd_serve.engine.ec.feature_item import UNSETTLED, FeatureState, Item, PinT
 
-class Pin(Protocol):
-    """A verified feature that stays where it is until released (`store.arena.Lease` is one)."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def release(self) -> None: ...
-
-
-class FeatureState(enum.Enum):
-    WANTED = "wanted"
-    READY = "ready"
-    LOST = "lost"
-
-
-PinT = TypeVar("PinT", bound=Pin)
 _MAX_FAILED = 1024
 
 
-@dataclass
-class _Item(Generic[PinT]):
-    state: FeatureState
-    deadline: float  # WANTED: when to give up. READY without requests: when to let go.
-    pin: PinT | None = None
-    requests: set[str] = field(default_factory=set)
-
-
 class FeatureTable(Generic[PinT]):
-    """Not thread-safe; the owner holds one lock around every call.
+    """Not thread-safe; the owner holds one lock around every call. Times are monotonic seconds.
 
     Args:
-        wait_s: how long a wanted feature may take before the request recomputes it.
-        hold_s: how long a prefetched feature that nobody asked for stays pinned.
-        max_prefetched_bytes: bound on such features, because pinned bytes cannot be evicted from the store; the oldest
-            is let go. 0: nothing is prefetched.
+        wait_s: how long a wanted feature may take, from its first need or its last renewal.
+        max_prefetched_bytes: bound on features nobody asked for yet, because pinned bytes cannot be evicted from the
+            store; the oldest is let go. 0: nothing is prefetched.
+        hold_s: how long such a feature stays pinned.
+        renew_limit_s: how long an encoder can keep a feature wanted by renewals: it may be stuck, not slow.
+        last_look_s: how long the store may take to say that a doubted feature is not there.
     """
 
-    def __init__(self, *, wait_s: float, max_prefetched_bytes: int, hold_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        *,
+        wait_s: float,
+        max_prefetched_bytes: int,
+        hold_s: float = 10.0,
+        renew_limit_s: float = 120.0,
+        last_look_s: float = 3.0,
+    ) -> None:
         self._wait_s = wait_s
         self._hold_s = hold_s
+        self._renew_limit_s = renew_limit_s
+        self._last_look_s = last_look_s
         self._max_prefetched_bytes = max_prefetched_bytes
         self._prefetched_bytes = 0
-        self._items: dict[str, _Item[PinT]] = {}
+        self._items: dict[str, Item[PinT]] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()  # READY without requests, oldest first
         self._keys_of: dict[str, set[str]] = {}
         self._failed: OrderedDict[str, str] = OrderedDict()  # before any request asked: key → cause, oldest first
         self.lost_by_cause: Counter[str] = Counter()
+        self.doubts = 0  # features that became DOUBTED so far: somebody has to look them up
+
+    # --- what requests need -----------------------------------------------------------------------------------------
 
     def need(self, request: str, key: str, now: float) -> FeatureState:
-        """A request needs this feature. The first call makes the item WANTED; later calls report what became of it."""
+        """A request needs this feature: what became of it, as far as this request is concerned."""
         item = self._items.get(key)
         if item is None:
-            item = self._items[key] = _Item(FeatureState.WANTED, now + self._wait_s)
+            item = self._items[key] = Item(FeatureState.WANTED, now, now + self._wait_s)
             if (cause := self._failed.pop(key, None)) is not None:  # the encoder answers before its request gets here
-                self._lose(item, cause)
+                self._doubt(item, cause, now)
         if request not in item.requests:
             item.requests.add(request)
             self._keys_of.setdefault(request, set()).add(key)
             self._no_longer_idle(key, item)
-        if item.state is FeatureState.WANTED and now >= item.deadline:
-            self._lose(item, "deadline")
+            if item.state is FeatureState.LOST:
+                self._doubt(item, item.cause, now)
+        if request in item.decided and item.state is not FeatureState.READY:
+            return FeatureState.LOST
+        if item.state in UNSETTLED and now >= item.deadline:
+            if item.state is FeatureState.WANTED:
+                self._doubt(item, item.cause, now)
+            else:
+                self._lose(item)
+        if item.state is FeatureState.LOST:
+            item.told.add(request)
+        elif item.state is FeatureState.DOUBTED and request in item.told:  # looked up for another request
+            return FeatureState.LOST
         return item.state
 
-    def pinned(self, key: str) -> PinT | None:
-        """The pin of a READY feature that a request needs, else None: a mere prefetch may be let go at any time."""
-        item = self._items.get(key)
-        return item.pin if item is not None and item.requests else None
+    def decide(self, request: str, keys: Iterable[str]) -> None:
+        """The request recomputes these lost features: nothing that happens to them holds it up again."""
+        for key in keys:
+            assert request in self._items[key].told
+            self._items[key].decided.add(request)
 
-    def wanted(self) -> list[str]:
-        """Keys to look up in the store, oldest first."""
-        return [key for key, item in self._items.items() if item.state is FeatureState.WANTED]
-
-    def accepts(self, key: str) -> bool:
-        """Whether an announced feature is worth fetching: wanted, or new and therefore a prefetch."""
-        self._failed.pop(key, None)
-        item = self._items.get(key)
-        return item.state is FeatureState.WANTED if item is not None else self._max_prefetched_bytes > 0
-
-    def arrived(self, key: str, pin: PinT, now: float) -> None:
-        """The feature was fetched, verified and pinned. Owns `pin` from here on."""
-        self._failed.pop(key, None)
-        item = self._items.get(key)
-        if item is None:
-            self._items[key] = _Item(FeatureState.READY, now + self._hold_s, pin)
-            self._idle[key] = None
-            self._prefetched_bytes += pin.nbytes
-            while self._prefetched_bytes > self._max_prefetched_bytes:
-                self._drop(next(iter(self._idle)))
-        elif item.state is FeatureState.WANTED:
-            item.state, item.pin = FeatureState.READY, pin
-        else:
-            pin.release()
-
-    def failed(self, key: str, cause: str) -> None:
-        """The feature will not come: those who wait recompute, or else the next request that asks."""
-        item = self._items.get(key)
-        if item is None:
-            self._failed[key] = cause
-            if len(self._failed) > _MAX_FAILED:
-                self._failed.popitem(last=False)
-        elif item.state is FeatureState.WANTED:
-            self._lose(item, cause)
+    def undecide(self, request: str) -> None:
+        """The request has recomputed what it had to, or need not any more."""
+        for key in self._keys_of.get(request, ()):
+            self._items[key].decided.discard(request)
 
     def release(self, requests: Iterable[str]) -> None:
         """These requests have finished: what only they needed is unpinned."""
         for request in requests:
             for key in self._keys_of.pop(request, ()):
                 item = self._items[key]
-                item.requests.discard(request)
+                for known in (item.requests, item.told, item.decided):
+                    known.discard(request)
                 if not item.requests:
                     self._drop(key)
+
+    def pinned(self, key: str) -> PinT | None:
+        """The pin of a READY feature that a request needs, else None: a mere prefetch may be let go at any time."""
+        item = self._items.get(key)
+        return item.pin if item is not None and item.requests else None
+
+    def cause(self, key: str) -> str:
+        """Why a feature that some request needs is lost, or would be at its deadline."""
+        return self._items[key].cause
+
+    def lost(self, key: str) -> bool:
+        item = self._items.get(key)
+        return item is not None and item.state is FeatureState.LOST
+
+    # --- what is heard and found ------------------------------------------------------------------------------------
+
+    def wanted(self) -> list[str]:
+        """Keys to look up in the store, oldest first."""
+        return [key for key, item in self._items.items() if item.open]
+
+    def doubted(self) -> list[str]:
+        """Of these, the ones that are looked up for the last time: tell `not_found`."""
+        return [key for key, item in self._items.items() if item.state is FeatureState.DOUBTED]
+
+    def requested(self, key: str) -> bool:
+        """Whether a request needs it, as opposed to a prefetch."""
+        item = self._items.get(key)
+        return item is not None and bool(item.requests)
+
+    def accepts(self, key: str) -> bool:
+        """Whether an announced feature is worth fetching: wanted, or new and therefore a prefetch."""
+        item = self._items.get(key)
+        return item.open if item is not None else self._max_prefetched_bytes > 0
+
+    def announced(self, key: str) -> bool:
+        """An encoder says that it is there: a failure before that is forgotten. True if a request had lost it."""
+        self._failed.pop(key, None)
+        item = self._items.get(key)
+        return item is not None and item.state is FeatureState.LOST
+
+    def arrived(self, key: str, pin: PinT, now: float) -> None:
+        """The feature was fetched, verified and pinned. Owns `pin` from here on."""
+        self._failed.pop(key, None)
+        item = self._items.get(key)
+        if item is None:
+            self._items[key] = Item(FeatureState.READY, now, now + self._hold_s, pin=pin)
+            self._idle[key] = None
+            self._prefetched_bytes += pin.nbytes
+            while self._prefetched_bytes > self._max_prefetched_bytes:
+                self._drop(next(iter(self._idle)))
+        elif item.open:
+            item.state, item.pin = FeatureState.READY, pin
+        else:
+            pin.release()
+
+    def renew(self, keys: Iterable[str], now: float) -> None:
+        """An encoder holds these: queued, running or being stored."""
+        for key in keys:
+            self._failed.pop(key, None)
+            item = self._items.get(key)
+            if item is not None and item.open and now < item.born + self._renew_limit_s:
+                deadline = min(now + self._wait_s, item.born + self._renew_limit_s)
+                item.state, item.deadline, item.cause = FeatureState.WANTED, deadline, "deadline"
+                item.told &= item.decided
+
+    def failed(self, key: str, cause: str, now: float) -> None:
+        """The feature will not come: it is looked up once more for those who wait, or else for the next who asks."""
+        item = self._items.get(key)
+        if item is None:
+            self._failed[key] = cause
+            if len(self._failed) > _MAX_FAILED:
+                self._failed.popitem(last=False)
+        elif item.state is FeatureState.WANTED:
+            self._doubt(item, cause, now)
+
+    def hampered(self, key: str, cause: str, deadline: float) -> None:
+        """The feature may still come, but this stands in its way, and there is no use in waiting beyond `deadline`."""
+        item = self._items.get(key)
+        if item is not None and item.state is FeatureState.WANTED:
+            item.cause, item.deadline = cause, min(item.deadline, deadline)
+
+    def not_found(self, key: str) -> None:
+        """The store does not have this doubted feature."""
+        item = self._items.get(key)
+        if item is not None and item.state is FeatureState.DOUBTED:
+            self._lose(item)
 
     def expire(self, now: float) -> None:
         """Let go of prefetched features that nobody asked for in time."""
@@ -143,11 +212,15 @@ class FeatureTable(Generic[PinT]):
             self._drop(key)
         self._keys_of.clear()
 
-    def _lose(self, item: _Item[PinT], cause: str) -> None:
-        item.state = FeatureState.LOST
-        self.lost_by_cause[cause] += 1
+    def _doubt(self, item: Item[PinT], cause: str, now: float) -> None:
+        item.state, item.cause, item.deadline = FeatureState.DOUBTED, cause, now + self._last_look_s
+        self.doubts += 1
 
-    def _no_longer_idle(self, key: str, item: _Item[PinT]) -> None:
+    def _lose(self, item: Item[PinT]) -> None:
+        item.state = FeatureState.LOST
+        self.lost_by_cause[item.cause] += 1
+
+    def _no_longer_idle(self, key: str, item: Item[PinT]) -> None:
         if key in self._idle:
             del self._idle[key]
             assert item.pin is not None

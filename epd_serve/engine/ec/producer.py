@@ -1,92 +1,172 @@
-"""Worker side of an encoder: features leave through a writer thread that puts first and announces after.
+"""Worker side of an encoder: what leaves it, what it loads instead of encoding, and what it says about both.
 
-The model step only hands the tensor over (on a device: records an event; the writer waits for it), so encoding the
-next item overlaps with storing this one (EPD-Serve §3.2). An item that vLLM finds in its own encoder cache is not
-encoded again and `save_caches` never fires for it: those are re-announced, and put again if the store has lost them.
+The model step only hands tensors over (`feature_writer.py` puts and announces behind its back, EPD-Serve §3.2). An
+item that vLLM finds in its own encoder cache is not encoded and `save_caches` never fires for it: it is announced
+again, and put again if the store has lost it. Items that are queued, running or on their way into the store are
+renewed at the consumers (design §4.4).
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict
+from typing import Any
 
 import torch
-import zmq
 
 from epd_serve import wire
-from epd_serve.engine.sockets import open_socket
+from epd_serve.engine.ec.announcer import Announcer
+from epd_serve.engine.ec.feature_writer import FeatureWriter
+from epd_serve.engine.ec.loading import load
+from epd_serve.engine.ec.step import FeatureStep
+from epd_serve.engine.ec.store_access import open_store, remote_counters
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring
-from npu_ops.fences import fence
-from store.arena import Arena
 from store.errors import StoreError
+from store.feature_pool import FeaturePool
 
 logger = logging.getLogger(__name__)
 
-_MAX_QUEUED = 256
-
-_Job = tuple[str, torch.Tensor, Callable[[], None]]  # key, feature, wait until the device has written it
-
-
-def _job(key: str, feature: torch.Tensor) -> _Job:
-    return key, feature, fence(feature.device)
+_MAX_REMEMBERED = 8192
 
 
 class FeatureProducer:
-    """Owns the writer thread and the publisher socket of one encode worker."""
+    """One per encoder, in the worker of rank 0. Every rank computes the whole feature; one of them stores it."""
 
-    def __init__(self, wiring: StageWiring) -> None:
+    def __init__(
+        self, wiring: StageWiring, device: torch.device | str = "cpu", pool: FeaturePool | None = None
+    ) -> None:
         self._wiring = wiring
-        self._arena = Arena.attach(wiring.arena)
+        self._device = device
+        self._pool = pool if pool is not None else open_store(wiring)
         self._trace = Trace(wiring.trace_path, wiring.instance)
         self._cache: dict[str, torch.Tensor] = {}
-        self._queue: queue.Queue[_Job | None] = queue.Queue(maxsize=_MAX_QUEUED)
-        self._publisher = open_socket(zmq.PUB, linger_s=0.2)  # bound here: an encoder nobody hears must not start
-        self._publisher.bind(wiring.publish)
-        self._thread = threading.Thread(target=self._write, name="epd-feature-writer", daemon=True)
-        self._thread.start()
+        self._awaited: set[str] = set()  # needed, and neither encoded, loaded nor found in vLLM's cache yet
+        self._again: set[str] = set()  # put anew, whatever the store says
+        self._lock = threading.Lock()  # guards the following; the announcer and the writer read and write them too
+        self._held: set[str] = set()
+        self._ready: set[str] = set()  # of these: announced
+        self._metadata: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._counters: Counter[str] = Counter()
+        # Bound here: an encoder nobody hears must not start.
+        self._announcer = Announcer(wiring, self._report, self._pending)
+        self._writer = FeatureWriter(self._pool, self._tell, self._trace)
+        self._announcer.start()
+
+    def step(self, step: FeatureStep, cache: dict[str, torch.Tensor] | None = None) -> None:
+        """Before the step runs: what vLLM's cache holds of the needed items will not be encoded again.
+
+        Args:
+            cache: vLLM's encoder cache; None where vLLM does not hand it over (it is known from the first save on).
+        """
+        self._cache = cache if cache is not None else self._cache
+        with self._lock:
+            self._held = set(step.held)
+            self._ready &= self._held
+            for item in step.needed:
+                if item.metadata:
+                    self._remember(item.key, item.metadata)
+        self._load(step)
+        loaded = {slot.key for slot in step.loads}
+        for item in step.needed:
+            self._trace.stamp(item.key, "encode_start")
+            if item.again:
+                self._count("reencode_requested")
+                self._again.add(item.key)
+            if item.key in loaded:
+                continue  # announced already
+            if item.key in self._cache:
+                self._count("announced_again")
+                self._put(item.key)
+            else:
+                self._awaited.add(item.key)
+        self._settle(step)
 
     def save(self, cache: dict[str, torch.Tensor], key: str) -> None:
-        """A feature was encoded in this step. Returns at once; blocks only when `_MAX_QUEUED` puts are behind."""
+        """A feature was encoded in this step. Returns at once; blocks only when too many puts are behind."""
         self._cache = cache  # vLLM's encoder cache: one dict for the life of the worker
         self._trace.stamp(key, "encoded")
-        self._queue.put(_job(key, cache[key]))
-
-    def announce_again(self, keys: Iterable[str]) -> None:
-        """Called before the step runs: what vLLM's cache already holds of these will not be encoded again."""
-        for key in keys:
-            self._trace.stamp(key, "encode_start")
-            if key in self._cache:
-                self._queue.put(_job(key, self._cache[key]))
+        self._count("encoded")
+        self._awaited.discard(key)
+        self._put(key)
 
     def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join(timeout=5)
-        self._arena.close()
+        self._writer.close()
+        self._announcer.close()
+        self._pool.close()
 
-    def _write(self) -> None:
-        publisher = self._publisher
-        while (job := self._queue.get()) is not None:
-            key, feature, written = job
+    def _load(self, step: FeatureStep) -> None:
+        """What the store has and the scheduler pinned is loaded, not encoded: vLLM counts it as cached from now on."""
+        for slot in step.loads:
+            self._awaited.discard(slot.key)
             try:
-                written()
-                event = self._put(key, feature)
-            except Exception as error:  # one bad feature must not end the writer: `save` would block for ever
-                logger.exception("feature %s was not stored", key)
-                event = wire.FeatureFailed(key, str(error))
-            publisher.send(wire.encode(event))
-        publisher.close()
+                for _ in load(self._pool.arena, [slot], self._cache, self._device):
+                    self._count("encode_skipped")
+            except StoreError:
+                logger.exception("feature %s was not loaded", slot.key)
+            self._writer.announce(slot.key)
 
-    def _put(self, key: str, feature: torch.Tensor) -> wire.Announcement:
-        # A row may be wider than the hidden size (DeepStack): everything is sized by the tensor itself.
-        host = feature.detach().to("cpu").contiguous()
-        data = host.view(torch.uint8).reshape(-1).numpy()
-        try:
-            self._arena.put(key, data, shape=tuple(feature.shape), dtype=str(feature.dtype).removeprefix("torch."))
-        except StoreError as error:
-            logger.warning("feature %s was not stored: %s", key, error)
-            return wire.FeatureFailed(key, str(error))
-        self._trace.stamp(key, "feature_put", nbytes=data.nbytes)
-        return wire.FeatureReady(key, data.nbytes, self._wiring.incarnation)
+    def _settle(self, step: FeatureStep) -> None:
+        """A request that was served without one of its items: whoever waits for that item is told now."""
+        for key in self._awaited.intersection(step.ended):
+            logger.error("feature %s was neither encoded nor in the encoder cache", key)
+            self._writer.announce(key)  # or as failed, if the store lacks it too
+        self._awaited.intersection_update(step.held)
+
+    def _put(self, key: str) -> None:
+        again = key in self._again
+        self._again.discard(key)
+        if again:
+            with self._lock:
+                self._ready.discard(key)
+        self._writer.put(key, self._cache[key], again=again)
+
+    def _tell(self, key: str, event: str, nbytes: int = 0, *, pooled: bool = False, reason: str = "") -> None:
+        """The writer's word about a key: counted as `event`, and announced."""
+        with self._lock:
+            self._counters[event] += 1
+            metadata = self._metadata.get(key, {})
+            if reason:
+                self._held.discard(key)
+            elif nbytes:
+                self._ready.add(key)
+        if reason:
+            self._announcer.announce(wire.FeatureFailed(key, reason))
+        elif nbytes:
+            self._announcer.announce(
+                wire.FeatureReady(key, nbytes, self._wiring.incarnation, self._wiring.arena_id, pooled, metadata)
+            )
+        self._announcer.changed()
+
+    def _remember(self, key: str, metadata: dict[str, Any]) -> None:
+        self._metadata[key] = metadata
+        self._metadata.move_to_end(key)
+        while len(self._metadata) > _MAX_REMEMBERED:
+            self._metadata.popitem(last=False)
+
+    def _count(self, event: str) -> None:
+        with self._lock:
+            self._counters[event] += 1
+        self._announcer.changed()
+
+    def _pending(self) -> list[str]:
+        with self._lock:
+            held = self._held - self._ready
+        return list(dict.fromkeys((*held, *self._writer.pending())))
+
+    def _report(self) -> wire.StoreReport:
+        stats = self._pool.stats()
+        with self._lock:
+            encoding, counters = len(self._held - self._ready), dict(self._counters)
+        return wire.StoreReport(
+            self._wiring.instance,
+            self._wiring.incarnation,
+            stats.capacity_bytes,
+            stats.used_bytes,
+            stats.leased,
+            pool=self._pool.pool_state,
+            waiting_puts=self._writer.waiting_puts,
+            encoding=encoding,
+            counters=counters | remote_counters(self._pool),
+        )

@@ -1,17 +1,13 @@
-"""What a consumer knows of features: pins never leak, decisions stay, nothing is released twice."""
+"""What a consumer knows of one feature: the transition table of `feature_table.py`, row by row."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from epd_serve.engine.ec.feature_table import FeatureState, FeatureTable
+from epd_serve.engine.ec.feature_item import FeatureState
+from epd_serve.engine.ec.feature_table import FeatureTable
 
-REQUESTS = st.sampled_from(["r0", "r1", "r2"])
-KEYS = st.sampled_from(["a", "b", "c", "d", "e"])
-WAIT, HOLD, MOST = 3.0, 5.0, 2
+WAIT, HOLD, LAST_LOOK, RENEW_LIMIT = 3.0, 5.0, 1.0, 10.0
 
 
 class FakePin:
@@ -24,103 +20,135 @@ class FakePin:
         self.releases += 1
 
 
-class Table(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table: FeatureTable[FakePin] = FeatureTable(wait_s=WAIT, hold_s=HOLD, max_prefetched_bytes=MOST)
-        self.now = 0.0
-        self.pins: list[FakePin] = []
-        self.needs: dict[str, set[str]] = {}  # key → requests
-        self.seen: dict[tuple[str, str], FeatureState] = {}
-
-    @rule(request=REQUESTS, key=KEYS)
-    def need(self, request: str, key: str) -> None:
-        state = self.table.need(request, key, self.now)
-        before = self.seen.get((request, key))
-        assert before in (None, FeatureState.WANTED, state), "a decision changed under a running request"
-        self.seen[request, key] = state
-        self.needs.setdefault(key, set()).add(request)
-        assert (self.table.pinned(key) is not None) == (state is FeatureState.READY)
-
-    @rule(key=KEYS)
-    def arrived(self, key: str) -> None:
-        if self.table.accepts(key):
-            self._arrives(key)
-
-    @rule(key=KEYS)
-    def arrived_although_settled_meanwhile(self, key: str) -> None:
-        self._arrives(key)
-
-    def _arrives(self, key: str) -> None:
-        pin = FakePin()
-        self.pins.append(pin)
-        self.table.arrived(key, pin, self.now)
-
-    @rule(key=KEYS)
-    def failed(self, key: str) -> None:
-        self.table.failed(key, "test")
-
-    @rule(request=REQUESTS)
-    def release(self, request: str) -> None:
-        self.table.release([request, "unknown"])
-        for requests in self.needs.values():
-            requests.discard(request)
-        self.seen = {pair: state for pair, state in self.seen.items() if pair[0] != request}
-
-    @rule(seconds=st.sampled_from([0.5, 4.0]))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-        self.table.expire(self.now)
-
-    @invariant()
-    def nothing_is_released_twice_and_what_is_needed_is_pinned(self) -> None:
-        assert all(pin.releases <= 1 for pin in self.pins)
-        for key, requests in self.needs.items():
-            pin = self.table.pinned(key)
-            assert pin is None or pin.releases == 0
-            if not requests:
-                assert pin is None, "promised although no request holds it"
-
-    @invariant()
-    def prefetches_are_bounded(self) -> None:
-        needed = sum(bool(requests) for requests in self.needs.values())
-        assert sum(pin.releases == 0 for pin in self.pins) <= needed + MOST
-
-    def teardown(self) -> None:
-        self.table.release(["r0", "r1", "r2"])
-        self.now += HOLD
-        self.table.expire(self.now)
-        assert all(pin.releases == 1 for pin in self.pins)
-        assert not self.table.wanted()
-
-
-TestTable = Table.TestCase
-TestTable.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
-
-
 def table(*, hold_s: float = HOLD, max_prefetched_bytes: int = 100) -> FeatureTable[FakePin]:
-    return FeatureTable(wait_s=WAIT, hold_s=hold_s, max_prefetched_bytes=max_prefetched_bytes)
+    return FeatureTable(
+        wait_s=WAIT,
+        hold_s=hold_s,
+        max_prefetched_bytes=max_prefetched_bytes,
+        last_look_s=LAST_LOOK,
+        renew_limit_s=RENEW_LIMIT,
+    )
 
 
-def test_a_wanted_feature_is_given_up_at_its_deadline_and_stays_so_while_referenced() -> None:
+def lost(t: FeatureTable[FakePin], key: str, request: str = "r", cause: str = "encoder", now: float = 0.0) -> None:
+    t.need(request, key, now)
+    t.failed(key, cause, now)
+    t.not_found(key)
+    assert t.need(request, key, now) is FeatureState.LOST
+
+
+def test_a_wanted_feature_is_looked_up_once_more_at_its_deadline_before_it_is_lost() -> None:
     t = table()
     assert t.need("r", "a", 0.0) is FeatureState.WANTED
-    assert t.wanted() == ["a"]
+    assert (t.wanted(), t.doubted()) == (["a"], [])
+    assert t.need("r", "a", WAIT) is FeatureState.DOUBTED
+    assert (t.wanted(), t.doubted()) == (["a"], ["a"])
+    t.not_found("a")
     assert t.need("r", "a", WAIT) is FeatureState.LOST
-    pin = FakePin()
-    t.arrived("a", pin, WAIT)
-    assert (t.need("r", "a", WAIT), t.pinned("a"), pin.releases) == (FeatureState.LOST, None, 1)
-    assert t.lost_by_cause == {"deadline": 1}
-    t.release(["r"])
-    assert t.need("s", "a", WAIT) is FeatureState.WANTED
+    assert (t.lost_by_cause, t.cause("a")) == ({"deadline": 1}, "deadline")
+
+
+def test_what_the_last_look_finds_is_used() -> None:
+    t, pin = table(), FakePin()
+    t.need("r", "a", 0.0)
+    t.failed("a", "encoder", 0.0)
+    t.arrived("a", pin, 0.0)
+    assert t.need("r", "a", 0.0) is FeatureState.READY
+    t.not_found("a")  # too late to matter
+    assert (t.pinned("a"), t.lost_by_cause) == (pin, {})
+
+
+def test_a_last_look_that_is_not_answered_ends_too() -> None:
+    t = table()
+    t.need("r", "a", 0.0)
+    t.failed("a", "corrupt", 0.0)
+    assert t.need("r", "a", LAST_LOOK - 0.1) is FeatureState.DOUBTED
+    assert t.need("r", "a", LAST_LOOK) is FeatureState.LOST
+    assert t.lost_by_cause == {"corrupt": 1}
+
+
+def test_a_lost_feature_that_comes_late_is_used_by_those_who_have_not_decided() -> None:
+    t, pin = table(), FakePin()
+    lost(t, "a")
+    assert t.wanted() == ["a"]
+    t.arrived("a", pin, 0.0)
+    assert t.need("r", "a", 0.0) is FeatureState.READY
+
+
+def test_a_decided_request_is_not_held_up_and_lets_a_late_feature_go() -> None:
+    t, pin = table(), FakePin()
+    lost(t, "a")
+    t.decide("r", ["a"])
+    assert (t.wanted(), t.accepts("a")) == ([], False)
+    t.renew(["a"], 0.0)
+    t.arrived("a", pin, 0.0)
+    assert (t.need("r", "a", 0.0), t.pinned("a"), pin.releases) == (FeatureState.LOST, None, 1)
+
+
+def test_a_new_request_has_a_lost_feature_looked_up_again_while_the_decided_one_runs_on() -> None:
+    t = table()
+    lost(t, "a")
+    t.decide("r", ["a"])
+    assert t.need("s", "a", 0.0) is FeatureState.DOUBTED
+    assert t.need("r", "a", 0.0) is FeatureState.LOST
+    t.arrived("a", FakePin(), 0.0)
+    assert t.need("s", "a", 0.0) is FeatureState.READY
+    assert t.need("r", "a", 0.0) is FeatureState.READY  # pinned for both: it may load what it has not encoded yet
+
+
+def test_an_undecided_request_has_it_looked_for_again() -> None:
+    t = table()
+    lost(t, "a")
+    t.decide("r", ["a"])
+    t.undecide("r")
+    assert t.wanted() == ["a"]
+
+
+def test_renewals_move_the_deadline_but_not_for_ever() -> None:
+    t = table()
+    t.need("r", "a", 0.0)
+    for now in (2.0, 4.0, 6.0, 8.0, 9.0):
+        t.renew(["a", "nobody wants this"], now)
+        assert t.need("r", "a", now) is FeatureState.WANTED
+    assert t.need("r", "a", RENEW_LIMIT) is FeatureState.DOUBTED
+    t.renew(["a"], RENEW_LIMIT)
+    assert t.need("r", "a", RENEW_LIMIT) is FeatureState.DOUBTED
+
+
+@pytest.mark.parametrize("doubted_only", [True, False])
+def test_a_renewal_revives_what_was_given_up(doubted_only: bool) -> None:
+    t = table()
+    t.need("r", "a", 0.0)
+    t.failed("a", "encoder", 0.0)
+    if not doubted_only:
+        t.not_found("a")
+    t.renew(["a"], 1.0)
+    assert t.need("r", "a", 1.0) is FeatureState.WANTED
+    assert t.cause("a") == "deadline"
+
+
+def test_a_renewal_forgets_a_failure_that_nobody_asked_about_yet() -> None:
+    t = table()
+    t.failed("a", "encoder", 0.0)
+    t.renew(["a"], 0.0)
+    assert t.need("r", "a", 0.0) is FeatureState.WANTED
+
+
+def test_what_stands_in_the_way_names_the_cause_and_may_bring_the_deadline_forward() -> None:
+    t = table()
+    t.need("r", "a", 0.0)
+    t.hampered("a", "unavailable", 0.5)
+    t.hampered("a", "no_room", float("inf"))
+    assert t.need("r", "a", 0.5) is FeatureState.DOUBTED
+    assert t.cause("a") == "no_room"
 
 
 def test_a_failure_before_the_request_is_remembered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("epd_serve.engine.ec.feature_table._MAX_FAILED", 2)
     t = table()
     for key in "abc":
-        t.failed(key, "encoder")
-    assert t.need("r", "c", 0.0) is FeatureState.LOST
+        t.failed(key, "encoder", 0.0)
+    assert t.need("r", "c", 0.0) is FeatureState.DOUBTED
     assert t.need("r", "a", 0.0) is FeatureState.WANTED  # bounded: the oldest was forgotten
     t.release(["r"])
     assert t.need("r", "c", 0.0) is FeatureState.WANTED
@@ -128,7 +156,8 @@ def test_a_failure_before_the_request_is_remembered_once(monkeypatch: pytest.Mon
 
 def test_a_feature_that_came_after_its_failure_counts() -> None:
     t = table()
-    t.failed("a", "encoder")
+    t.failed("a", "encoder", 0.0)
+    assert not t.announced("a")
     t.arrived("a", FakePin(), 0.0)
     assert t.need("r", "a", 0.0) is FeatureState.READY
 

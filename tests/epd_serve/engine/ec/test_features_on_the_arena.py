@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,88 +13,20 @@ import torch
 import zmq
 
 from epd_serve import wire
-from epd_serve.engine.ec import producer as producer_module
-from epd_serve.engine.ec.consumer import FeatureConsumer
+from epd_serve.engine.ec import feature_writer as writer_module
 from epd_serve.engine.ec.producer import FeatureProducer
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
 from store.arena import Arena
 from store.errors import StoreError
-
-CAPACITY = 64 << 10
-
-
-def wait_for(condition: Callable[[], Any], deadline_s: float = 5.0) -> Any:
-    end, pause = time.monotonic() + deadline_s, threading.Event()
-    while time.monotonic() < end:
-        if value := condition():
-            return value
-        pause.wait(0.002)
-    raise AssertionError("condition not met in time")
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    path = Path(f"/dev/shm/epd-test-{os.getpid()}-{uuid.uuid4().hex}")
-    made = Arena.create(path, CAPACITY, slots=32)
-    yield made
-    made.close()
-    Arena.unlink(path)
-
-
-class Stages:
-    """One E worker, one P scheduler; `drop_events` keeps P from hearing E."""
-
-    def __init__(self, arena: Arena, folder: Path) -> None:
-        self.arena, self.folder = arena, folder
-        self.parts: list[Any] = []
-
-    def wiring(self, instance: str, role: Role, events: dict[str, str], **more: Any) -> StageWiring:
-        return StageWiring(instance, role, "i", arena=str(self.arena.path), events=events, **more)
-
-    def producer(self) -> FeatureProducer:
-        self.parts.append(FeatureProducer(self.wiring("E0", Role.E, {}, publish=f"ipc://{self.folder}/E0.events")))
-        return self.parts[-1]
-
-    def consumer(self, *, hears: bool = True, **more: Any) -> FeatureConsumer:
-        events = {"E0": f"ipc://{self.folder}/E0.events"} if hears else {}
-        self.parts.append(FeatureConsumer(self.wiring("P0", Role.P, events, **more)))
-        return self.parts[-1]
-
-    def heard(self, e: FeatureProducer, p: FeatureConsumer) -> None:
-        """Waits until P's subscription has reached E: events before it are lost."""
-        cache = {"hello": torch.ones(1)}
-
-        def prefetched() -> bool:
-            e.save(cache, "hello")
-            with p._lock:
-                return "hello" in p._table._items
-
-        wait_for(prefetched)
-
-
-@pytest.fixture
-def stages(arena: Arena, tmp_path: Path) -> Iterator[Stages]:
-    made = Stages(arena, tmp_path)
-    yield made
-    for part in made.parts:
-        part.close()
-    assert arena.stats().leased == 0
-
-
-def feature(rows: int = 8) -> torch.Tensor:
-    return torch.randn(rows, 16).to(torch.bfloat16)
-
-
-def settled(p: FeatureConsumer, *keys: str, request: str = "r", within_s: float = 5.0) -> None:
-    wait_for(lambda: p.ready_or_lost(request, keys), within_s)
+from tests.epd_serve.engine.ec.stages import CAPACITY, Stages, feature, needed, settled, wait_for
 
 
 def test_a_feature_reaches_the_consumer_bit_by_bit(stages: Stages, arena: Arena) -> None:
     e, p = stages.producer(), stages.consumer()
     stages.heard(e, p)
     made = feature()
-    assert not p.ready_or_lost("r", ["k"])
+    assert not p.settled("r", ["k"])
     assert p.waiting()
     e.save({"k": made}, "k")
     settled(p, "k")
@@ -113,15 +42,15 @@ def test_an_event_prefetches_before_any_request(stages: Stages) -> None:
     e, p = stages.producer(), stages.consumer()
     stages.heard(e, p)
     e.save({"k": feature()}, "k")
-    wait_for(lambda: not p._table.accepts("k"))
+    wait_for(lambda: not p._desk.table.accepts("k"))
     assert p.pinned("k") is None  # held, but promised to nobody
-    assert p.ready_or_lost("r", ["k"])
+    assert p.settled("r", ["k"])
     assert p.pinned("k") is not None
 
 
 def test_a_lost_event_is_made_good_by_looking_again(stages: Stages) -> None:
     e, p = stages.producer(), stages.consumer(hears=False)
-    assert not p.ready_or_lost("r", ["k"])
+    assert not p.settled("r", ["k"])
     e.save({"k": feature()}, "k")
     settled(p, "k", within_s=1.0)
     assert p.pinned("k") is not None
@@ -141,22 +70,23 @@ def test_a_corrupt_feature_is_lost_and_never_promised(stages: Stages, arena: Are
     p = stages.consumer(hears=False)
     settled(p, "k", within_s=1.0)
     assert p.pinned("k") is None
-    assert p._table.lost_by_cause == {"corrupt": 1}
+    assert p._desk.table.lost_by_cause == {"corrupt": 1}
     assert arena.stats().corrupt == 1
 
 
 def test_a_feature_that_never_comes_is_lost_at_the_deadline(stages: Stages) -> None:
     p = stages.consumer(hears=False, feature_wait_s=0.1)
-    assert not p.ready_or_lost("r", ["k"])
+    assert not p.settled("r", ["k"])
     settled(p, "k", within_s=1.0)
     assert p.pinned("k") is None
 
 
 def test_what_the_proxy_says_was_not_encoded_is_lost_at_once(stages: Stages) -> None:
     p = stages.consumer(hears=False, feature_wait_s=60.0)
-    assert not p.ready_or_lost("r", ["k"])
+    assert not p.settled("r", ["k"])
     p.give_up(["k"], "not encoded")
-    assert p.ready_or_lost("r", ["k"])
+    settled(p, "k", within_s=1.0)  # after one more look into the store
+    assert p.pinned("k") is None
 
 
 @pytest.mark.parametrize("asks_first", [True, False])
@@ -164,14 +94,13 @@ def test_a_full_arena_is_told_at_once(stages: Stages, arena: Arena, asks_first: 
     e, p = stages.producer(), stages.consumer(feature_wait_s=60.0)
     stages.heard(e, p)
     if asks_first:
-        assert not p.ready_or_lost("r", ["big"])
+        assert not p.settled("r", ["big"])
     e.save({"big": torch.zeros(CAPACITY + 1, dtype=torch.uint8)}, "big")
     if not asks_first:
-        wait_for(lambda: "big" in p._table._failed)
-        assert p.ready_or_lost("r", ["big"])
+        wait_for(lambda: "big" in p._desk.table._failed)
     settled(p, "big", within_s=2.0)
     assert p.pinned("big") is None
-    assert p._table.lost_by_cause == {"encoder": 1}
+    assert p._desk.table.lost_by_cause == {"encoder": 1}
 
 
 def test_pins_go_with_the_last_request(stages: Stages, arena: Arena) -> None:
@@ -195,16 +124,16 @@ def test_an_item_in_the_encoders_cache_is_announced_again_and_put_again_when_evi
     e.save(cache, "k")
     wait_for(lambda: arena.contains("k"))
     assert arena.remove("k")
-    e.announce_again(["k", "never encoded"])
+    e.step(needed("k", "never encoded"), cache)
     wait_for(lambda: arena.contains("k"))
     puts = arena.stats().puts
     p = stages.consumer()
-    assert p.ready_or_lost("r", ["never encoded"]) is False
+    assert p.settled("r", ["never encoded"]) is False
 
     def heard_again() -> bool:
-        e.announce_again(["k"])
+        e.step(needed("k"), cache)
         with p._lock:
-            return "k" in p._table._items
+            return "k" in p._desk.table._items
 
     wait_for(heard_again)
     assert arena.stats().puts == puts  # still there: not put twice
@@ -220,10 +149,10 @@ def test_the_writer_waits_until_the_device_has_written(stages: Stages, monkeypat
 
         return wait
 
-    monkeypatch.setattr(producer_module, "fence", fence)
+    monkeypatch.setattr(writer_module, "fence", fence)
     e, p = stages.producer(), stages.consumer(hears=False)
     e.save({"k": made}, "k")
-    assert not p.ready_or_lost("r", ["k"])
+    assert not p.settled("r", ["k"])
     made.fill_(7)
     written.set()
     settled(p, "k")
@@ -247,14 +176,14 @@ def test_an_encoder_whose_address_cannot_be_bound_does_not_start(arena: Arena, t
 
 def test_a_store_that_does_not_answer_does_not_end_the_listener(stages: Stages) -> None:
     e, p = stages.producer(), stages.consumer(hears=False)
-    lease, failures = p._arena.lease, [StoreError("lock"), StoreError("lock")]
+    lease, failures = p._pool.lease_local, [StoreError("lock"), StoreError("lock")]
 
     def flaky(key: str) -> Any:
         if failures:
             raise failures.pop()
         return lease(key)
 
-    p._arena.lease = flaky  # type: ignore[assignment,method-assign]
+    p._pool.lease_local = flaky  # type: ignore[assignment,method-assign]
     e.save({"k": feature()}, "k")
     settled(p, "k")
     assert p.pinned("k") is not None
@@ -266,12 +195,12 @@ def test_a_malformed_event_is_ignored(stages: Stages, tmp_path: Path) -> None:
     publisher.bind(f"ipc://{tmp_path}/E0.events")
     p = stages.consumer(feature_wait_s=60.0)
     try:
-        p.ready_or_lost("r", ["k"])
+        p.settled("r", ["k"])
 
         def lost() -> bool:
             publisher.send(b"\xff")
             publisher.send(wire.encode(wire.FeatureFailed("k", "full")))
-            return p.ready_or_lost("r", ["k"])
+            return p.settled("r", ["k"])
 
         wait_for(lost)
     finally:

@@ -1,0 +1,127 @@
+"""Scheduler side of an encoder: which items its requests hold, what the store has already, what consumers need to know.
+
+An item that the arena holds is not encoded: it is pinned, and the worker loads it into vLLM's encoder cache. The load
+matters: vLLM's cache manager counts the item as cached from then on, and an encoder whose manager and cache disagree
+could neither encode that item again nor give it to anybody.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from epd_serve.engine.compat import ItemMetadata
+from epd_serve.engine.ec.request_facts import item_keys, to_encode_again
+from epd_serve.engine.ec.step import FeatureSlot, FeatureStep, NeededItem
+from epd_serve.trace import Trace
+from store.errors import StoreError
+from store.feature_pool import FeaturePool
+from store.lease import Lease
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_MAX_REMEMBERED = 8192
+
+
+class EncoderScheduler:
+    """One per scheduler of E.
+
+    Args:
+        collect: metadata of a request's items (`compat.item_metadata`).
+        skips: whether items that the store has may be loaded instead of encoded.
+    """
+
+    def __init__(
+        self, pool: FeaturePool, trace: Trace, collect: Callable[[list[Any]], ItemMetadata], *, skips: bool = True
+    ) -> None:
+        self._pool, self._trace, self._collect, self._skips = pool, trace, collect, skips
+        self._metadata: OrderedDict[str, dict[str, Any]] = OrderedDict()  # vLLM's processor cache drops it
+        self._held: dict[str, list[str]] = {}  # request → keys
+        self._again: dict[str, set[str]] = {}  # request → keys that the store's word is not taken for
+        self._offers: dict[str, Lease] = {}  # found in the store during this step
+        self._leases: dict[str, list[Lease]] = {}  # request → what its step loads
+        self._step = FeatureStep()
+
+    def asked(self, request: Request) -> None:
+        """vLLM considers running this request; called at every step."""
+        if request.request_id in self._held:
+            return
+        self._held[request.request_id] = keys = item_keys(request)
+        again = self._again[request.request_id] = set(to_encode_again(request))
+        metadata = self._remember(request)
+        for key in dict.fromkeys(keys):
+            self._trace.stamp(key, "encode_arrived")
+            self._step.needed.append(NeededItem(key, metadata.get(key, {}).get("metadata", {}), key in again))
+
+    def has(self, key: str) -> bool:
+        """Whether the store has this feature, intact: it is pinned from here on, and need not be encoded."""
+        if key in self._offers:
+            return True
+        if not self._skips or any(key in again for again in self._again.values()):
+            return False
+        try:
+            lease = self._pool.lease_local(key)
+        except StoreError as error:  # corrupt, or no answer: encoded
+            logger.warning("feature %s is encoded again: %s", key, error)
+            return False
+        if lease is not None:
+            self._offers[key] = lease
+        return lease is not None
+
+    def allocated(self, request: Request, key: str) -> None:
+        """vLLM's cache has a place for it now: what the store has is loaded in this step."""
+        lease = self._offers.pop(key, None)
+        if lease is not None:
+            self._leases.setdefault(request.request_id, []).append(lease)
+            self._step.loads.append(FeatureSlot.of(lease))
+
+    def finished(self, request: Request, *, served: bool) -> ItemMetadata:
+        """The request's `ec_transfer_params`; it is held no longer."""
+        if served:
+            self._step.ended += self._held.get(request.request_id, [])
+        self._forget(request.request_id)
+        return self._remember(request)
+
+    def step(self, loaded: Iterable[str]) -> FeatureStep:
+        """What the worker is told. `loaded`: finished requests whose loads are surely done."""
+        for request in loaded:
+            self._forget(request)
+            _release(self._leases.pop(request, []))
+        _release(self._offers.values())
+        self._offers.clear()
+        step, self._step = self._step, FeatureStep()
+        step.held = list(dict.fromkeys(key for keys in self._held.values() for key in keys))
+        return step
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _forget(self, request: str) -> None:
+        self._held.pop(request, None)
+        self._again.pop(request, None)
+
+    def _remember(self, request: Request) -> ItemMetadata:
+        items = self._collect(request.mm_features)
+        for key, item in items.items():
+            if item["metadata"]:
+                self._metadata[key] = item["metadata"]
+            elif key in self._metadata:
+                item["metadata"] = self._metadata[key]
+            if key in self._metadata:
+                self._metadata.move_to_end(key)
+        while len(self._metadata) > _MAX_REMEMBERED:
+            self._metadata.popitem(last=False)
+        return items
+
+
+def _release(leases: Iterable[Lease]) -> None:
+    for lease in leases:
+        try:
+            lease.release()
+        except StoreError as error:  # ends with this process at the latest
+            logger.warning("a feature stays pinned: %s", error)

@@ -1,0 +1,44 @@
+"""One feature as a consumer sees it: its state, who needs it, and the pin that holds it. Values; no transitions."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+
+class Pin(Protocol):
+    """A verified feature that stays where it is until released (`store.lease.Lease` is one)."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def release(self) -> None: ...
+
+
+class FeatureState(enum.Enum):
+    WANTED = "wanted"
+    DOUBTED = "doubted"
+    READY = "ready"
+    LOST = "lost"
+
+
+PinT = TypeVar("PinT", bound=Pin)
+UNSETTLED = (FeatureState.WANTED, FeatureState.DOUBTED)
+
+
+@dataclass
+class Item(Generic[PinT]):
+    state: FeatureState
+    born: float
+    deadline: float  # WANTED, DOUBTED: when to go on without it. READY without requests: when to let go.
+    cause: str = "deadline"  # why it is lost, or will be at the deadline
+    pin: PinT | None = None
+    requests: set[str] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)  # of `requests`: those that know it as LOST
+    decided: set[str] = field(default_factory=set)  # of `told`: those that recompute it
+
+    @property
+    def open(self) -> bool:
+        """Whether the feature is of use to somebody if it comes now."""
+        return self.state in UNSETTLED or (self.state is FeatureState.LOST and self.requests != self.decided)

@@ -1,0 +1,148 @@
+"""The writer of an encoder: puts features into the arena and says so afterwards, never before.
+
+The arena comes first, because consumers of the same host need no more; then the second tier, in a thread of its own
+(`publishing.py`). A full store is back-pressure: the writer waits for room, and what is behind it waits with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from epd_serve.engine.ec.publishing import SecondTierPublisher
+from epd_serve.trace import Trace
+from npu_ops.fences import fence
+from store.errors import StoreError, StoreFullError
+from store.feature_pool import FeaturePool
+
+logger = logging.getLogger(__name__)
+
+PUT_TIMEOUT_S = 30.0
+_MAX_QUEUED = 256
+_RETRY_S = 0.02
+
+
+class Tell(Protocol):
+    """What became of a key. `reason`: it failed. `nbytes` > 0: it is readable, on other hosts too if `pooled`."""
+
+    def __call__(self, key: str, event: str, nbytes: int = 0, *, pooled: bool = False, reason: str = "") -> None: ...
+
+
+@dataclass(frozen=True)
+class _Job:
+    key: str
+    feature: torch.Tensor | None  # None: the store has it, as far as is known
+    written: Callable[[], None]  # wait until the device has written it
+    again: bool = False
+
+
+class FeatureWriter:
+    """Owns the writer thread and the publisher of the second tier."""
+
+    def __init__(self, pool: FeaturePool, tell: Tell, trace: Trace, *, put_timeout_s: float = PUT_TIMEOUT_S) -> None:
+        self._pool, self._tell, self._trace = pool, tell, trace
+        self._put_timeout_s = put_timeout_s
+        self._queue: queue.Queue[_Job | None] = queue.Queue(maxsize=_MAX_QUEUED)
+        self._underway: list[str] = []  # keys in the queue or in the writer's hands; guarded by the next
+        self._lock = threading.Lock()
+        self._full = False
+        self._closing = threading.Event()
+        self._second_tier = SecondTierPublisher(pool.publish, tell) if pool.pool_state != "none" else None
+        self._thread = threading.Thread(target=self._write, name="epd-feature-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting_puts(self) -> int:
+        """Features that wait for room."""
+        return len(self._underway) if self._full else 0
+
+    def pending(self) -> list[str]:
+        """Keys on their way into the store."""
+        with self._lock:
+            underway = list(self._underway)
+        return underway + (self._second_tier.pending() if self._second_tier is not None else [])
+
+    def put(self, key: str, feature: torch.Tensor, *, again: bool = False) -> None:
+        """Store this and announce it. `again`: even if the store says that it has it."""
+        self._submit(_Job(key, feature, fence(feature.device), again))
+
+    def announce(self, key: str) -> None:
+        """Announce what the store has; as failed if it has not."""
+        self._submit(_Job(key, None, lambda: None))
+
+    def close(self) -> None:
+        """What is queued is put first, unless the store is full."""
+        self._closing.set()
+        self._queue.put(None)
+        self._thread.join(timeout=5)
+        if self._second_tier is not None:
+            self._second_tier.close()
+
+    def _submit(self, job: _Job) -> None:
+        with self._lock:
+            self._underway.append(job.key)
+        self._queue.put(job)
+
+    def _write(self) -> None:
+        while (job := self._queue.get()) is not None:
+            try:
+                job.written()
+                nbytes = self._store(job) if job.feature is not None else self._stored(job.key)
+            except StoreError as error:
+                logger.warning("feature %s was not stored: %s", job.key, error)
+                self._tell(job.key, "put_failed", reason=str(error))
+            except Exception as error:  # one bad feature must not end the writer: `put` would block for ever
+                logger.exception("feature %s was not stored", job.key)
+                self._tell(job.key, "put_failed", reason=str(error) or type(error).__name__)
+            else:
+                self._tell(job.key, "put", nbytes)
+                if self._second_tier is not None:
+                    self._second_tier.submit(job.key, nbytes)
+            finally:
+                self._full = False
+                with self._lock:
+                    self._underway.remove(job.key)
+
+    def _stored(self, key: str) -> int:
+        lease = self._pool.lease_local(key, verify=False)
+        if lease is None:
+            raise StoreError("neither the encoder's cache nor the store has it")
+        with lease:
+            return lease.nbytes
+
+    def _store(self, job: _Job) -> int:
+        # A row may be wider than the hidden size (DeepStack): everything is sized by the tensor itself.
+        assert job.feature is not None
+        host = job.feature.detach().to("cpu").contiguous()
+        data = host.view(torch.uint8).reshape(-1).numpy()
+        if job.again:
+            self._forget(job.key)
+        deadline = time.monotonic() + self._put_timeout_s
+        while True:
+            try:
+                self._pool.put_local(
+                    job.key, data, shape=tuple(host.shape), dtype=str(host.dtype).removeprefix("torch.")
+                )
+            except StoreFullError:
+                never = data.nbytes > self._pool.stats().capacity_bytes
+                if never or time.monotonic() >= deadline or self._closing.wait(_RETRY_S):
+                    raise
+                if not self._full:
+                    self._full = True
+                    self._tell(job.key, "put_waited")
+            else:
+                self._trace.stamp(job.key, "feature_put", nbytes=data.nbytes)
+                return int(data.nbytes)
+
+    def _forget(self, key: str) -> None:
+        try:
+            self._pool.remove(key)
+        except StoreError as error:  # what cannot be reached cannot be removed; the put may still mend it
+            logger.warning("feature %s is put over what the store has: %s", key, error)

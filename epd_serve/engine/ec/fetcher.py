@@ -1,0 +1,106 @@
+"""Fetches features from the second tier in a few threads, so that none of them holds up another, nor the listener.
+
+Owns the threads; what is fetched next is `fetch_queue.py`'s decision, what a result means the listener's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from epd_serve.engine.ec.fetch_queue import FetchQueue
+from store.errors import CorruptFeatureError, StoreError, StoreFullError
+from store.lease import Lease
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """How a fetch ended: a lease, or `why` there is none (`missing`, `no_room`, `corrupt`, `unavailable`)."""
+
+    key: str
+    lease: Lease | None
+    why: str = ""
+
+
+class Fetcher:
+    """Args:
+    fetch: blocks until the feature is in the arena, verified and leased, at most its own deadline.
+    wanted: asked with the key and `needed` before a fetch begins; any thread.
+    ended: called from the fetching thread; owns the lease.
+    """
+
+    def __init__(
+        self,
+        fetch: Callable[[str], Lease | None],
+        wanted: Callable[[str, bool], bool],
+        ended: Callable[[Fetched], None],
+        *,
+        max_bytes: int,
+        threads: int = 3,
+    ) -> None:
+        self._fetch, self._wanted, self._ended = fetch, wanted, ended
+        self._queue = FetchQueue(max_bytes)
+        self._turn = threading.Condition()  # guards _queue and _closing
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"epd-feature-fetch-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, key: str, nbytes: int, *, needed: bool) -> bool:
+        """Fetch this when its turn comes. False: the line is full, or it stands there already."""
+        with self._turn:
+            if key in self._queue or not self._queue.add(key, nbytes, needed=needed):
+                return False
+            self._turn.notify()
+        return True
+
+    def busy_with(self, key: str) -> bool:
+        with self._turn:
+            return key in self._queue
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Fetches that have begun end at their own deadline."""
+        with self._turn:
+            self._closing = True
+            self._turn.notify_all()
+        for thread in self._threads:
+            thread.join(timeout=timeout_s)
+
+    def _run(self) -> None:
+        while (key := self._next()) is not None:
+            result = self._fetched(key)
+            with self._turn:
+                self._queue.done(key)
+                self._turn.notify_all()  # its bytes are free for the next
+            self._ended(result)
+
+    def _next(self) -> str | None:
+        with self._turn:
+            while not self._closing:
+                if (key := self._queue.next(self._wanted)) is not None:
+                    return key
+                self._turn.wait(timeout=1.0)
+        return None
+
+    def _fetched(self, key: str) -> Fetched:
+        try:
+            lease = self._fetch(key)
+        except StoreFullError:
+            return Fetched(key, None, "no_room")
+        except CorruptFeatureError as error:
+            logger.error("second tier: %s", error)
+            return Fetched(key, None, "corrupt")
+        except StoreError as error:
+            logger.warning("second tier, feature %s: %s", key, error)
+            return Fetched(key, None, "unavailable")
+        except Exception:  # a fetching thread that dies would leave its key in flight for ever
+            logger.exception("second tier, feature %s", key)
+            return Fetched(key, None, "unavailable")
+        return Fetched(key, lease, "" if lease is not None else "missing")

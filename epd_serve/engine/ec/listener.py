@@ -1,0 +1,260 @@
+"""The listener of a consumer: turns feature events and look-ups into verified, pinned features.
+
+EPD-Serve §3.2, event-driven asynchronous prefetching: the event carries only the key; the listener fetches, verifies
+the checksum, pins, and only then does the scheduler promise the feature. What is in this host's arena is pinned here
+and read in place by the worker; what has to come from the second tier is fetched by threads of its own
+(`fetcher.py`), so that neither a slow fetch nor a network that is gone holds up the other features.
+
+Three paths lead to a feature: looked up on arrival of the request, on its event, and once more before recomputing.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+
+from epd_serve import wire
+from epd_serve.engine.ec.feature_desk import FeatureDesk
+from epd_serve.engine.ec.fetcher import Fetched, Fetcher
+from epd_serve.engine.ec.lookups import RELOOK_S, Lookups
+from epd_serve.engine.ec.pins import Pin, Pins
+from epd_serve.engine.sockets import Socket, milliseconds, open_socket, readable
+from epd_serve.engine.wake import WakeLine, idle_bell
+from epd_serve.trace import Trace
+from epd_serve.wiring import StageWiring
+from store.errors import CorruptFeatureError, StoreError
+from store.feature_pool import FeaturePool
+from store.lease import Lease
+
+logger = logging.getLogger(__name__)
+
+_OUTAGE_GRACE_S = 0.5  # a second tier that is gone: an encoder of this host may still put, one that works renews
+
+
+class FeatureListener:
+    """Owns the listener thread and its sockets. `lock` guards `desk`; the store is never touched under it."""
+
+    def __init__(
+        self,
+        wiring: StageWiring,
+        pool: FeaturePool,
+        desk: FeatureDesk[Pin],
+        lock: threading.Lock,
+        pins: Pins,
+        changed: Callable[[], None],
+        *,
+        max_bytes: int,
+    ) -> None:
+        self._wiring, self._pool = wiring, pool
+        self._desk, self._table, self._lock, self._pins = desk, desk.table, lock, pins
+        self._changed = changed
+        self._trace = Trace(wiring.trace_path, wiring.instance)
+        self._lookups = Lookups()
+        self._no_room: set[str] = set()
+        self._last_look: set[str] = set()  # doubted keys whose last fetch is under way
+        self._fetched: queue.SimpleQueue[Fetched] = queue.SimpleQueue()
+        self._wake = WakeLine()
+        self._closing = False
+        self._fetcher: Fetcher | None = None
+        if pool.pool_state != "none":
+            self._fetcher = Fetcher(pool.fetch, self._accepts, self._fetch_ended, max_bytes=max_bytes)
+        self._thread = threading.Thread(target=self._listen, name="epd-feature-listener", daemon=True)
+        self._thread.start()
+
+    @property
+    def without_room(self) -> int:
+        """Features that the second tier has and the arena has no room for."""
+        return len(self._no_room)
+
+    def ring(self) -> None:
+        """There is something new to look up or to give back."""
+        self._wake.ring()
+
+    def close(self) -> None:
+        self._closing = True
+        self._wake.ring()
+        self._thread.join(timeout=5)
+        if self._fetcher is not None:
+            self._fetcher.close()
+        self._take_fetched()
+        self._pins.give_back()
+
+    def _listen(self) -> None:
+        events = open_socket(zmq.SUB)
+        events.setsockopt(zmq.SUBSCRIBE, b"")
+        for endpoint in dict.fromkeys(self._wiring.events.values()):
+            events.connect(endpoint)
+        poller = zmq.Poller()
+        poller.register(events, zmq.POLLIN)
+        poller.register(self._wake.listener, zmq.POLLIN)
+        while not self._closing:
+            with self._lock:
+                looking = self._desk.waiting()
+            ready = dict(poller.poll(milliseconds(RELOOK_S if looking or self._pins.dropped else 1.0)))
+            try:
+                if self._wake.listener in ready:
+                    self._wake.answer()
+                announced = self._hear(events) if events in ready else {}
+                self._take_fetched()
+                self._look_up(announced)
+                if self._pins.give_back():
+                    for key in self._no_room:
+                        self._lookups.hurry(key, remote=True)
+            except Exception:  # without its listener every request of this stage would wait for its deadline
+                logger.exception("feature listener")
+        events.close()
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def _hear(self, events: Socket) -> dict[str, int]:
+        """Read all events at hand; the keys that may be here now, with their bytes, in arrival order."""
+        announced: dict[str, int] = {}
+        now = time.monotonic()
+        while readable(events):
+            try:
+                event = wire.announcements.decode(events.recv())
+            except wire.DecodeError as error:
+                logger.warning("ignoring a malformed feature event: %s", error)
+                continue
+            if isinstance(event, wire.FeatureReady):
+                self._trace.stamp(event.key, "feature_event")
+                if self._ready(event, now):
+                    announced[event.key] = event.nbytes
+            elif isinstance(event, wire.FeatureFailed):
+                with self._lock:
+                    self._table.failed(event.key, "encoder", now)
+            elif isinstance(event, wire.FeaturePending):
+                with self._lock:
+                    self._table.renew(event.keys, now)
+        return announced
+
+    def _ready(self, event: wire.FeatureReady, now: float) -> bool:
+        """Whether to look this key up now. An event is a hint: it may be lost, late, twice, or about another host."""
+        here = event.host in ("", self._wiring.arena_id)
+        with self._lock:
+            self._desk.counters["events"] += 1
+            self._desk.counters["late_events"] += self._table.announced(event.key)
+            if not here and not event.pooled:
+                if self._fetcher is None:
+                    self._table.failed(event.key, "not_pooled", now)
+                else:  # its encoder has it and is about to put it where we can reach it
+                    self._table.hampered(event.key, "not_pooled", now + self._wiring.feature_wait_s)
+                return False
+            worth_it = self._table.accepts(event.key)
+        self._lookups.hurry(event.key, remote=event.pooled)
+        self._changed()
+        return worth_it
+
+    # --- look-ups ---------------------------------------------------------------------------------------------------
+
+    def _look_up(self, announced: dict[str, int]) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._table.expire(now)
+            wanted = self._table.wanted()
+            doubted = set(self._table.doubted())
+        keys = dict.fromkeys((*announced, *wanted))
+        self._lookups.forget_all_but(keys)
+        self._no_room.intersection_update(keys)
+        self._last_look.intersection_update(doubted)
+        for key in keys:
+            if key in doubted and key not in self._last_look:
+                self._look_for_the_last_time(key)
+            elif self._lookups.local_due(key, now) and not self._look_here(key):
+                self._look_afar(key, announced.get(key, 0), now)
+
+    def _look_here(self, key: str) -> bool:
+        """Pin it if the arena has it. True: nothing more to do for it."""
+        try:
+            lease = self._pool.lease_local(key)
+        except CorruptFeatureError as error:
+            logger.error("%s; it is fetched from elsewhere or recomputed", error)
+            with self._lock:
+                self._table.failed(key, "corrupt", time.monotonic())
+            self._wake.ring()  # for its last look
+            return True
+        except StoreError as error:  # it did not answer: looked up again, until the request's deadline
+            logger.warning("feature %s: %s", key, error)
+            return True
+        if lease is not None:
+            self._arrived(key, lease)
+        return lease is not None
+
+    def _look_afar(self, key: str, nbytes: int, now: float) -> None:
+        if self._fetcher is None or self._fetcher.busy_with(key) or not self._lookups.remote_due(key, now):
+            return
+        with self._lock:
+            needed = self._table.requested(key)
+        self._fetcher.submit(key, nbytes, needed=needed)
+
+    def _look_for_the_last_time(self, key: str) -> None:
+        with self._lock:
+            cause = self._table.cause(key)
+        if self._look_here(key):
+            return
+        if self._fetcher is None or cause in ("unavailable", "no_room") or self._pool.pool_state == "down":
+            self._not_found(key)
+        else:
+            self._last_look.add(key)
+            self._fetcher.submit(key, 0, needed=True)  # if it is being fetched already, that is the last look
+
+    def _not_found(self, key: str) -> None:
+        with self._lock:
+            self._table.not_found(key)
+        self._last_look.discard(key)
+        self._changed()
+        idle_bell.ring()
+
+    def _arrived(self, key: str, lease: Lease) -> None:
+        with self._lock:
+            self._desk.counters["prefetched"] += not self._table.requested(key)
+            self._table.arrived(key, Pin(lease, self._pins), time.monotonic())
+        idle_bell.ring()
+        self._changed()
+        self._trace.stamp(key, "feature_pinned", nbytes=lease.nbytes)
+
+    # --- the second tier --------------------------------------------------------------------------------------------
+
+    def _accepts(self, key: str, needed: bool) -> bool:
+        with self._lock:
+            return self._table.accepts(key) and (not needed or self._table.requested(key))
+
+    def _fetch_ended(self, result: Fetched) -> None:
+        self._fetched.put(result)
+        self._wake.ring()
+
+    def _take_fetched(self) -> None:
+        while not self._fetched.empty():
+            result = self._fetched.get()
+            key, now = result.key, time.monotonic()
+            with self._lock:
+                self._desk.counters["fetched" if result.lease is not None else f"fetch_{result.why}"] += 1
+                doubted = key in self._table.doubted()
+            if result.lease is not None:
+                self._no_room.discard(key)
+                self._arrived(key, result.lease)
+            elif doubted:
+                self._not_found(key)
+            elif result.why == "no_room":
+                self._waits_for_room(key, now)
+            elif result.why == "corrupt":
+                with self._lock:
+                    self._table.failed(key, "corrupt", now)
+            elif result.why == "unavailable":
+                with self._lock:
+                    self._table.hampered(key, "unavailable", now + _OUTAGE_GRACE_S)
+
+    def _waits_for_room(self, key: str, now: float) -> None:
+        """Back-pressure: tried again when leases go, until the request's deadline; a prefetch is let be."""
+        with self._lock:
+            if not self._table.requested(key):
+                return
+            self._table.hampered(key, "no_room", float("inf"))
+        self._no_room.add(key)
+        self._lookups.put_off(key, now)
+        self._changed()

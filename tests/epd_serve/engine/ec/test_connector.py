@@ -1,0 +1,202 @@
+"""The connector between vLLM's hooks and ours, called in vLLM's order. vLLM is a stub here, real in tests/e2e."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from epd_serve.engine import compat
+from epd_serve.roles import Role
+from store.arena import Arena
+from tests.epd_serve.engine.ec.stages import Stages, wait_for
+
+GRID = {"image_grid_thw": [[1, 4, 4]]}
+Make = Callable[..., Any]
+
+
+class ECConnectorRole(enum.Enum):
+    SCHEDULER = 0
+    WORKER = 1
+
+
+class Base:
+    """What our connector uses of vLLM's `ECConnectorBase`."""
+
+    def __init__(self, config: Any, role: ECConnectorRole) -> None:
+        self._vllm_config, self._metadata = config, None
+        self.is_producer = config.ec_transfer_config.is_ec_producer
+        self.is_consumer = config.ec_transfer_config.is_ec_consumer
+
+    def bind_connector_metadata(self, metadata: Any) -> None:
+        self._metadata = metadata
+
+    def _get_connector_metadata(self) -> Any:
+        return self._metadata
+
+
+@pytest.fixture
+def connector_class(monkeypatch: pytest.MonkeyPatch) -> Any:
+    base = ModuleType("vllm.distributed.ec_transfer.ec_connector.base")
+    base.__dict__.update(ECConnectorBase=Base, ECConnectorMetadata=object, ECConnectorRole=ECConnectorRole)
+    parts = base.__name__.split(".")
+    for depth in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(parts[depth - 1]))
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    monkeypatch.delitem(sys.modules, "epd_serve.engine.ec.connector", raising=False)
+    yield importlib.import_module("epd_serve.engine.ec.connector").FeatureConnector
+    sys.modules.pop("epd_serve.engine.ec.connector")
+
+
+@pytest.fixture
+def make(stages: Stages, connector_class: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    for probe in ("can_fail_requests", "hands_over_encoder_cache", "tells_finished_requests"):
+        monkeypatch.setattr(compat, probe, lambda: True)
+    monkeypatch.setattr(compat, "tp_rank", lambda: 0)
+    monkeypatch.setattr(compat, "media_is_absent", lambda config: lambda features: any(f.bare for f in features))
+    monkeypatch.setattr(
+        compat,
+        "item_metadata",
+        lambda config: lambda features: {f.identifier: {"item_indices": [0], "metadata": dict(GRID)} for f in features},
+    )
+
+    def connector(role: Role, side: ECConnectorRole, **more: Any) -> Any:
+        instance = f"{role.value}0"
+        publish = {"publish": stages.events(instance)} if side is _announces(role) else {}
+        events = {} if role is Role.E else {"E0": stages.events("E0")}
+        wiring = stages.wiring(instance, role, events, **publish, **more)
+        transfer = SimpleNamespace(
+            is_ec_producer=role is Role.E,
+            is_ec_consumer=role is not Role.E,
+            ec_connector_extra_config={"epd": wiring.to_json()},
+        )
+        config = SimpleNamespace(
+            ec_transfer_config=transfer,
+            scheduler_config=SimpleNamespace(async_scheduling=False),
+            device_config=SimpleNamespace(device="cpu"),
+        )
+        made = connector_class(config, side)
+        stages.parts.append(SimpleNamespace(close=made.shutdown))
+        return made
+
+    yield connector
+    stages.close()
+
+
+def _announces(role: Role) -> ECConnectorRole:
+    return ECConnectorRole.WORKER if role is Role.E else ECConnectorRole.SCHEDULER
+
+
+def request(name: str, *keys: str, bare: bool = False, status: str = "FINISHED_STOPPED", **xargs: str) -> Any:
+    return SimpleNamespace(
+        request_id=name,
+        mm_features=[
+            SimpleNamespace(identifier=key, mm_position=SimpleNamespace(offset=0, length=10), bare=bare) for key in keys
+        ],
+        sampling_params=SimpleNamespace(extra_args=xargs or None),
+        status=SimpleNamespace(name=status),
+    )
+
+
+def output(*finished: str, tokens: int = 1) -> Any:
+    return SimpleNamespace(finished_req_ids=set(finished), total_num_scheduled_tokens=tokens)
+
+
+def put(arena: Arena, key: str) -> torch.Tensor:
+    data = np.arange(64, dtype=np.uint8)
+    arena.put(key, data, shape=(64,), dtype="uint8")
+    return torch.from_numpy(data)
+
+
+def test_a_consumer_loads_what_it_promised_and_unpins_it_at_the_end(make: Make, arena: Arena) -> None:
+    scheduler, worker = make(Role.P, ECConnectorRole.SCHEDULER), make(Role.P, ECConnectorRole.WORKER)
+    asked, made = request("r", "k"), put(arena, "k")
+    wait_for(lambda: scheduler.ensure_cache_available(asked, 0))
+    assert scheduler.has_cache_item("k")
+    scheduler.update_state_after_alloc(asked, 0)
+    cache: dict[str, torch.Tensor] = {}
+    worker.bind_connector_metadata(scheduler.build_connector_meta(output()))
+    worker.start_load_caches(cache)
+    assert torch.equal(cache["k"], made)
+    assert scheduler.request_finished(asked) == (False, None)
+    scheduler.build_connector_meta(output("r"))
+    wait_for(lambda: arena.stats().leased == 0)
+
+
+def test_what_comes_between_the_answer_and_the_allocation_is_not_loaded(make: Make, arena: Arena) -> None:
+    """vLLM encodes it in this step; the worker's order of loading and encoding must not matter."""
+    scheduler = make(Role.P, ECConnectorRole.SCHEDULER, feature_wait_s=60.0)
+    asked = request("r", "k")
+    scheduler.ensure_cache_available(asked, 0)
+    assert not scheduler.has_cache_item("k")
+    put(arena, "k")
+    wait_for(lambda: scheduler.ensure_cache_available(asked, 0))
+    scheduler.update_state_after_alloc(asked, 0)
+    assert scheduler.build_connector_meta(output()).step.loads == []
+
+
+@pytest.mark.parametrize("how", [{"epd_on_missing": "fail"}, {"bare": True}])
+def test_a_request_without_pixels_is_failed_not_encoded(make: Make, how: dict[str, Any]) -> None:
+    scheduler = make(Role.D, ECConnectorRole.SCHEDULER, feature_wait_s=0.05)
+    asked, taken = request("chatcmpl-x-00000000", "k", **how), set[str]()
+
+    def failed() -> bool:
+        assert not scheduler.ensure_cache_available(asked, 0)
+        taken.update(scheduler.take_unavailable_requests())
+        scheduler.build_connector_meta(output(tokens=0))  # an engine that has nothing else to do
+        return bool(taken)
+
+    wait_for(failed)
+    assert taken == {"chatcmpl-x-00000000"}
+    assert scheduler.take_unavailable_requests() == set()
+    scheduler.request_finished(asked)
+    scheduler.build_connector_meta(output(*taken))
+
+
+def test_a_request_whose_items_are_computed_needs_nothing(make: Make) -> None:
+    scheduler = make(Role.D, ECConnectorRole.SCHEDULER)
+    assert scheduler.ensure_cache_available(request("r", "k"), 10)
+
+
+def test_what_was_not_encoded_is_recomputed_without_waiting(make: Make) -> None:
+    scheduler = make(Role.P, ECConnectorRole.SCHEDULER, feature_wait_s=60.0)
+    asked = request("r", "k", epd_missing="k")
+    wait_for(lambda: scheduler.ensure_cache_available(asked, 0), 2.0)
+    assert not scheduler.has_cache_item("k")
+
+
+def test_an_encoder_answers_with_keys_and_metadata(make: Make, arena: Arena) -> None:
+    scheduler, worker = make(Role.E, ECConnectorRole.SCHEDULER), make(Role.E, ECConnectorRole.WORKER)
+    asked = request("r", "k")
+    assert scheduler.ensure_cache_available(asked, 0)
+    assert not scheduler.has_cache_item("k")
+    scheduler.update_state_after_alloc(asked, 0)
+    cache: dict[str, torch.Tensor] = {}
+    worker.bind_connector_metadata(scheduler.build_connector_meta(output()))
+    worker.start_save_caches(encoder_cache=cache)
+    cache["k"] = torch.ones(4)
+    worker.save_caches(cache, "k")
+    assert scheduler.request_finished(asked) == (False, {"k": {"item_indices": [0], "metadata": GRID}})
+    wait_for(lambda: arena.contains("k"))
+
+
+def test_a_vllm_that_does_not_hand_its_cache_over_encodes_everything(
+    make: Make, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "hands_over_encoder_cache", lambda: False)
+    monkeypatch.setattr(compat, "tells_finished_requests", lambda: False)
+    scheduler, worker = make(Role.E, ECConnectorRole.SCHEDULER), make(Role.E, ECConnectorRole.WORKER)
+    put(arena, "k")
+    assert scheduler.ensure_cache_available(request("r", "k"), 0)
+    assert not scheduler.has_cache_item("k")
+    worker.bind_connector_metadata(scheduler.build_connector_meta(output()))
+    made = torch.ones(4)
+    worker.save_caches({"k": made}, "k")
+    assert scheduler.build_connector_meta(output("r")).step.held == []

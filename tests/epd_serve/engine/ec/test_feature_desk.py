@@ -1,0 +1,262 @@
+"""What vLLM is told about requests: every request settles, slots are bounded and come back, pins never leak."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from epd_serve.engine.ec.feature_desk import Admission, FeatureDesk
+from epd_serve.engine.ec.feature_item import FeatureState
+from epd_serve.engine.ec.feature_table import FeatureTable
+from tests.epd_serve.engine.ec.test_feature_table import FakePin
+
+WAIT, HOLD, LAST_LOOK, RENEW_LIMIT, MOST, LIMIT = 3.0, 5.0, 1.0, 9.0, 2, 2
+REQUESTS = [f"r{number}" for number in range(6)]
+FAILING = {"r4", "r5"}
+NEEDS = {"r0": "a", "r1": "ab", "r2": "bc", "r3": "cde", "r4": "ad", "r5": "e"}
+
+
+def desk(limit: int = LIMIT) -> FeatureDesk[FakePin]:
+    table: FeatureTable[FakePin] = FeatureTable(
+        wait_s=WAIT, hold_s=HOLD, max_prefetched_bytes=MOST, last_look_s=LAST_LOOK, renew_limit_s=RENEW_LIMIT
+    )
+    return FeatureDesk(table, limit)
+
+
+class Interleavings(RuleBasedStateMachine):
+    """A scheduler, a store and encoders that do their worst. Events are dropped by not being drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.desk = desk()
+        self.now = 0.0
+        self.pins: list[FakePin] = []
+        self.store: set[str] = set()
+        self.live: set[str] = set()
+        self.running: set[str] = set()
+        self.recomputing: set[str] = set()
+        self.failed: list[str] = []
+
+    # --- vLLM ---
+
+    @rule(request=st.sampled_from(REQUESTS))
+    def vllm_asks(self, request: str) -> None:
+        if request in self.failed:
+            return
+        self.live.add(request)
+        keys = list(NEEDS[request])
+        admission = self.desk.admission(request, keys, self.now, must_not_recompute=request in FAILING)
+        states = {key: self.desk.table.need(request, key, self.now) for key in keys}
+        if admission is Admission.RUN:
+            assert set(states.values()) <= {FeatureState.READY, FeatureState.LOST}
+            assert all((states[key] is FeatureState.READY) == (self.desk.table.pinned(key) is not None) for key in keys)
+            lost = FeatureState.LOST in states.values()
+            assert not (lost and request in FAILING), "asked to recompute what it must not"
+            self.running.add(request)
+            (self.recomputing.add if lost else self.recomputing.discard)(request)
+        else:
+            self.recomputing.discard(request)
+        if admission is Admission.FAIL:
+            failure = self.desk.failure(request, keys)
+            assert failure.keys and failure.cause
+            self.failed.append(request)
+
+    @rule()
+    def vllm_takes_the_failed(self) -> None:
+        taken = self.desk.take_failed()
+        assert taken <= set(self.failed), "named twice, or never failed"
+        for request in taken:
+            self._finish(request)
+
+    @rule(request=st.sampled_from(REQUESTS))
+    def a_request_finishes_or_is_aborted(self, request: str) -> None:
+        self._finish(request)
+
+    def _finish(self, request: str) -> None:
+        self.desk.ended(request)
+        self.desk.release([request, "unknown"])
+        for known in (self.live, self.running, self.recomputing):
+            known.discard(request)
+        if request in self.failed:
+            self.failed.remove(request)
+
+    @rule(request=st.sampled_from(REQUESTS))
+    def a_prefill_passes_its_items(self, request: str) -> None:
+        if request in self.running:
+            self.desk.passed(request)
+            self.recomputing.discard(request)
+
+    # --- the store and its listener ---
+
+    @rule(key=st.sampled_from("abcde"), there=st.booleans())
+    def the_store_changes(self, key: str, there: bool) -> None:
+        (self.store.add if there else self.store.discard)(key)
+
+    @rule()
+    def the_listener_looks(self) -> None:
+        doubted = set(self.desk.table.doubted())
+        for key in self.desk.table.wanted():
+            if key in self.store:
+                self._arrives(key)
+            elif key in doubted:
+                self.desk.table.not_found(key)
+
+    @rule(key=st.sampled_from("abcde"))
+    def a_fetch_comes_back_whatever_happened_meanwhile(self, key: str) -> None:
+        self._arrives(key)
+
+    def _arrives(self, key: str) -> None:
+        pin = FakePin()
+        self.pins.append(pin)
+        self.desk.table.arrived(key, pin, self.now)
+
+    @rule(key=st.sampled_from("abcde"), cause=st.sampled_from(["unavailable", "no_room"]))
+    def a_fetch_fails(self, key: str, cause: str) -> None:
+        self.desk.table.hampered(key, cause, self.now + 0.5)
+
+    # --- encoders ---
+
+    @rule(key=st.sampled_from("abcde"))
+    def an_event_comes(self, key: str) -> None:
+        self.desk.table.announced(key)
+        if self.desk.table.accepts(key) and key in self.store:
+            self._arrives(key)
+
+    @rule(key=st.sampled_from("abcde"), cause=st.sampled_from(["encoder", "corrupt", "not_encoded", "not_pooled"]))
+    def it_will_not_come(self, key: str, cause: str) -> None:
+        self.desk.table.failed(key, cause, self.now)
+
+    @rule(keys=st.sets(st.sampled_from("abcde")))
+    def an_encoder_renews(self, keys: set[str]) -> None:
+        self.desk.table.renew(sorted(keys), self.now)
+
+    @rule(seconds=st.sampled_from([0.5, 4.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.desk.table.expire(self.now)
+
+    # --- what always holds ---
+
+    @invariant()
+    def the_cap_holds(self) -> None:
+        assert len(self.recomputing) <= LIMIT
+        assert self.desk.slots.taken <= LIMIT
+
+    @invariant()
+    def nothing_is_released_twice_and_nothing_needed_is_released(self) -> None:
+        assert all(pin.releases <= 1 for pin in self.pins)
+        for key in "abcde":
+            pin = self.desk.table.pinned(key)
+            assert pin is None or pin.releases == 0
+            needed = any(key in NEEDS[request] for request in self.live)
+            assert needed or pin is None, "promised although no request holds it"
+
+    @invariant()
+    def pins_are_bounded(self) -> None:
+        assert sum(pin.releases == 0 for pin in self.pins) <= 5 + MOST
+
+    def teardown(self) -> None:
+        """With silent encoders and an empty store every request is let run or is failed, a few at a time."""
+        self.store.clear()
+        waiting = set(self.live)
+        for _ in range(40):
+            self.now += LAST_LOOK
+            self.the_listener_looks()
+            for request in sorted(waiting):
+                self.vllm_asks(request)
+                if request in self.running or request in self.failed:
+                    waiting.discard(request)
+                    self._finish(request)
+            self.the_cap_holds()
+            if not waiting:
+                break
+        assert not waiting, f"{waiting} never settled"
+        assert (self.desk.slots.taken, self.desk.slots.standing) == (0, 0)
+        assert self.desk.take_failed() == set()
+        self.now += HOLD
+        self.desk.table.expire(self.now)
+        assert all(pin.releases == 1 for pin in self.pins), "a pin leaked"
+        assert not self.desk.waiting()
+
+
+TestInterleavings = Interleavings.TestCase
+TestInterleavings.settings = settings(max_examples=1000, stateful_step_count=25, deadline=None)
+
+
+def lose(d: FeatureDesk[FakePin], *keys: str, cause: str = "encoder") -> None:
+    for key in keys:
+        d.table.failed(key, cause, 0.0)
+        d.table.not_found(key)
+
+
+def ask(d: FeatureDesk[FakePin], request: str, keys: str, *, fails: bool = False) -> Admission:
+    return d.admission(request, list(keys), 0.0, must_not_recompute=fails)
+
+
+def test_a_request_with_several_lost_features_takes_one_slot() -> None:
+    d = desk(limit=1)
+    assert ask(d, "r", "ab") is Admission.WAIT
+    lose(d, "a", "b")
+    assert ask(d, "r", "ab") is Admission.RUN
+    assert d.slots.taken == 1
+    assert d.counters == {"recomputed.encoder": 2}
+    ask(d, "r", "ab")
+    assert d.counters == {"recomputed.encoder": 2}
+
+
+def test_a_feature_that_comes_while_its_request_stands_in_line_is_used() -> None:
+    d, pin = desk(limit=1), FakePin()
+    for request, key in (("r", "a"), ("s", "b")):
+        ask(d, request, key)
+        lose(d, key)
+    assert (ask(d, "r", "a"), ask(d, "s", "b")) == (Admission.RUN, Admission.WAIT)
+    assert d.table.wanted() == ["b"]
+    d.table.arrived("b", pin, 0.0)
+    assert ask(d, "s", "b") is Admission.RUN
+    assert (d.slots.taken, d.slots.standing, d.table.pinned("b")) == (1, 0, pin)
+
+
+def test_an_aborted_request_gives_its_slot_to_the_next() -> None:
+    d = desk(limit=1)
+    for request, key in (("r", "a"), ("s", "b")):
+        ask(d, request, key)
+        lose(d, key)
+        ask(d, request, key)
+    d.release(["r"])
+    assert ask(d, "s", "b") is Admission.RUN
+
+
+def test_a_prefill_that_is_over_gives_its_slot_to_the_next() -> None:
+    d = desk(limit=1)
+    for request, key in (("r", "a"), ("s", "b")):
+        ask(d, request, key)
+        lose(d, key)
+        ask(d, request, key)
+    d.passed("r")
+    assert ask(d, "s", "b") is Admission.RUN
+    assert d.table.wanted() == []  # nobody looks for what has been recomputed
+    assert ask(d, "r", "a") is Admission.WAIT  # preempted: in line again,
+    assert d.table.wanted() == ["a"]  # and what comes now is used
+
+
+def test_a_request_that_must_not_recompute_fails_once() -> None:
+    d = desk()
+    assert ask(d, "r", "ab", fails=True) is Admission.WAIT
+    lose(d, "a", cause="deadline")
+    assert ask(d, "r", "ab", fails=True) is Admission.FAIL
+    assert d.failure("r", "ab").keys == ["a"]
+    assert ask(d, "r", "ab", fails=True) is Admission.WAIT
+    assert (d.take_failed(), d.take_failed()) == ({"r"}, set())
+    assert ask(d, "r", "ab", fails=True) is Admission.WAIT  # the step after, under async scheduling
+    assert d.take_failed() == set()
+    assert d.counters == {"failed.deadline": 1}
+
+
+def test_a_request_that_is_aborted_before_it_is_failed_is_not_named() -> None:
+    d = desk()
+    ask(d, "r", "a", fails=True)
+    lose(d, "a")
+    assert ask(d, "r", "a", fails=True) is Admission.FAIL
+    d.ended("r")
+    assert d.take_failed() == set()
