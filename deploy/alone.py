@@ -50,7 +50,7 @@ def run_stage(
     from epd_serve.engine.argv import StagePlan, stage_command
 
     connected = _wiring(wiring, role, instance)
-    ids = _device_ids(device_ids)
+    ids = device_list(device_ids)
     tp = max(1, len(ids))
     # One monolith of the same width: the same checks of model and devices as for a whole deployment.
     blueprint = draw(DeployConfig(model=model, layout=f"TP{tp}", device=device, served_model_name=served_model_name))
@@ -104,7 +104,8 @@ def _wiring(path: str | None, role: str | None, instance: str) -> StageWiring:
     return StageWiring.from_json(raw)
 
 
-def _device_ids(text: str) -> tuple[int, ...]:
+def device_list(text: str) -> tuple[int, ...]:
+    """`0,1` as ids. Raises ConfigError."""
     try:
         return tuple(int(entry) for entry in text.split(",") if entry.strip())
     except ValueError:

@@ -13,6 +13,18 @@ from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
 
 
+def worker_endpoint(template: str, rank: int) -> str:
+    """ZMQ address of one worker: `ipc:///run/D0.kvw{rank}`, or `tcp://10.0.0.4:8002+{rank}`, where the port is summed.
+
+    The sum stands in the template because TCP ports of ranks are neighbours: one string still names all workers.
+    """
+    address = template.format(rank=rank)
+    if not address.startswith("tcp://") or "+" not in address:
+        return address
+    head, _, port = address.rpartition(":")
+    return f"{head}:{sum(map(int, port.split('+')))}"
+
+
 @dataclass(frozen=True)
 class StageWiring:
     """Addresses and policies of one instance.
@@ -33,7 +45,7 @@ class StageWiring:
         feature_prefetch: `event` (fetched when announced) or `demand` (fetched when a request needs it; for ablation).
         recompute_limit: how many requests with lost features this instance recomputes at one time.
         kv_endpoint: where this instance's scheduler takes READY (roles that send KV), else "".
-        kv_worker_endpoint: template of its workers' data channel with `{rank}` (roles that take KV), else "".
+        kv_worker_endpoint: template of its workers' data channel for `worker_endpoint` (roles that take KV), else "".
         kv_peers: data-channel templates of the instances this one sends KV to, to warm the links at start.
         kv_transport: `auto`, `shm` or `mooncake`.
         mooncake_protocol: `tcp`, `rdma` or `ascend`.

@@ -53,7 +53,7 @@ class Pipeline:
         self.metrics = Metrics()
         self.metrics.registry.register(StoreMetrics(table))
         self.trace = Trace(str(settings.trace_path or ""), PROXY)
-        self._stages = StageClient(timeouts, transport=transport)
+        self._stages = StageClient(timeouts, key=settings.stage_key, transport=transport)
         self._media = MediaLoader(settings, UrlFetcher(settings.media, transport=media_transport, resolver=resolver))
         self._router = Router(table, settings.roles, instance_wait_s=timeouts.instance_wait_s)
         self._arena = HostArena(settings.arena)

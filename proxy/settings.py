@@ -107,6 +107,7 @@ class ProxySettings:
         arena: the arena of this host where all stages of the layout use it, else None.
         max_known_features: how many features the proxy remembers.
         trace_path: JSON-lines file for phase stamps, or None.
+        stage_key: bearer token that the stages want (stages of several hosts), or "".
     """
 
     served_models: tuple[str, ...]
@@ -128,6 +129,7 @@ class ProxySettings:
     arena: Path | None = None
     max_known_features: int = 65_536
     trace_path: Path | None = None
+    stage_key: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         if not self.served_models:

@@ -39,11 +39,13 @@ async def deadline(seconds: float, what: str) -> AsyncIterator[None]:
 class StageClient:
     """Posts to stages. Every method raises only errors of `epd_serve.errors` (and CancelledError)."""
 
-    def __init__(self, timeouts: Timeouts, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(self, timeouts: Timeouts, *, key: str = "", transport: httpx.AsyncBaseTransport | None = None) -> None:
+        """`key`: bearer token of the stages; "" where they bind loopback and need none."""
         self._timeouts = timeouts
         # Deadlines of encode, first byte, idle and total are set around the calls; httpx bounds connecting.
         self._client = httpx.AsyncClient(
             transport=transport,
+            headers={"authorization": f"Bearer {key}"} if key else None,
             trust_env=False,
             follow_redirects=False,
             timeout=httpx.Timeout(None, connect=timeouts.connect_s),

@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import structs
 
 from epd_serve.wire import StoreReport
+from proxy.paths import paths
 from proxy.settings import ProxySettings
 from proxy.table import InstanceTable
 
@@ -16,10 +17,13 @@ STARTED = int(time.time())
 
 
 def health(settings: ProxySettings, table: InstanceTable) -> tuple[int, dict[str, Any]]:
-    """200 while every role of the layout has a live instance, else 503 and what is missing."""
+    """200 while every role of the layout has a live instance, else 503 and what is missing.
+
+    Without a layout (stages join one by one) the roles that came count, and they have to make a path.
+    """
     wanted = settings.roles or table.roles()
     missing = [role.value for role in table.missing(wanted)]
-    if wanted and not missing:
+    if not missing and paths(wanted, multimodal=False):
         return 200, {"status": "ok"}
     return 503, {"status": "unavailable", "missing": missing, "instances": instances(table)["instances"]}
 

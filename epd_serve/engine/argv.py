@@ -34,6 +34,8 @@ class StagePlan:
         colocated: how many instances share the device, itself included.
         memory_share: fraction of device memory, or None for the default share.
         extra_args: vLLM flags of the operator, appended last.
+        guarded: other machines reach it, so its server wants a key (`stage_guard`); whoever spawns it puts the key
+            into its environment.
     """
 
     instance: str
@@ -50,6 +52,7 @@ class StagePlan:
     extra_args: tuple[str, ...] = ()
     colocated: int = 1
     memory_share: float | None = None
+    guarded: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ def _common(plan: StagePlan) -> list[str]:
         *("--port", str(plan.port)),
         *("--tensor-parallel-size", str(plan.tp)),
         "--disable-uvicorn-access-log",
+        *(("--middleware", "epd_serve.engine.stage_guard.StageGuard") if plan.guarded else ()),
     ]
 
 

@@ -12,6 +12,10 @@ def open_socket(kind: int, *, linger_s: float = 0.0) -> Socket:
     opened: Socket = zmq.Context.instance().socket(kind)
     opened.setsockopt(zmq.LINGER, milliseconds(linger_s))
     opened.setsockopt(zmq.RECONNECT_IVL, 50)
+    # A machine that loses power closes nothing: the kernel finds out for us, and ZMQ connects again. Idle links count.
+    for option, value in ((zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 10), (zmq.TCP_KEEPALIVE_INTVL, 5)):
+        opened.setsockopt(option, value)
+    opened.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
     return opened
 
 

@@ -1,6 +1,6 @@
 """A stage without vLLM: answers /health, logs like a start, and dies, hangs or fails on demand.
 
-argv: PORT [--fail TEXT] [--delay S] [--child] [--ignore-term] [--unhealthy-file PATH]
+argv: PORT [--host ADDRESS] [--fail TEXT] [--delay S] [--child] [--ignore-term] [--unhealthy-file PATH]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("port", type=int)
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--fail", default="")
     parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--child", action="store_true")
@@ -46,7 +47,7 @@ def main() -> None:
         def log_message(self, format: str, *values: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", args.port), Health)
+    server = ThreadingHTTPServer((args.host, args.port), Health)
     print("INFO:     Application startup complete.", flush=True)
     server.serve_forever()
 

@@ -8,7 +8,7 @@ import pytest
 
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
-from epd_serve.wiring import StageWiring
+from epd_serve.wiring import StageWiring, worker_endpoint
 
 
 @pytest.mark.parametrize("role", Role)
@@ -47,3 +47,16 @@ def test_what_a_role_gives_and_takes(
 ) -> None:
     assert (role.sends_features, role.takes_features) == (gives_features, takes_features)
     assert (role.sends_kv, role.takes_kv) == (gives_kv, takes_kv)
+
+
+@pytest.mark.parametrize(
+    ("template", "rank", "address"),
+    [
+        ("ipc:///run/D0.kvw{rank}", 3, "ipc:///run/D0.kvw3"),
+        ("ipc:///run+1/D0.kvw{rank}", 0, "ipc:///run+1/D0.kvw0"),
+        ("tcp://10.0.0.4:8002+{rank}", 0, "tcp://10.0.0.4:8002"),
+        ("tcp://10.0.0.4:8002+{rank}", 7, "tcp://10.0.0.4:8009"),
+    ],
+)
+def test_a_workers_address_follows_from_the_template_and_its_rank(template: str, rank: int, address: str) -> None:
+    assert worker_endpoint(template, rank) == address

@@ -13,7 +13,7 @@ from epd_serve.engine.kv.params import ReceiveParams, prompt_hash, receive_param
 from epd_serve.engine.kv.receiver import Expected
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
-from epd_serve.wiring import StageWiring
+from epd_serve.wiring import StageWiring, worker_endpoint
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -36,7 +36,7 @@ class DecodeScheduler:
     def __init__(self, wiring: StageWiring, block_size: int, tp: int, quarantine_s: float) -> None:
         self._wiring = wiring
         self._block_size = block_size
-        self._endpoints = [wiring.kv_worker_endpoint.format(rank=rank) for rank in range(tp)]
+        self._endpoints = [worker_endpoint(wiring.kv_worker_endpoint, rank) for rank in range(tp)]
         self._trace = Trace(wiring.trace_path, wiring.instance)
         self._desk = DecodeDesk(wiring.kv_peer_timeout_s, quarantine_s)
         self._control = DecodeControl(self._desk)

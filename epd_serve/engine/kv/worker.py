@@ -18,7 +18,7 @@ from epd_serve.engine.kv.transport import ReceiveSide, SendSide
 from epd_serve.engine.kv.transport_mooncake import MooncakeEndpoint, MooncakeReceiveSide, MooncakeSendSide
 from epd_serve.engine.kv.transport_shm import ShmReceiveSide, ShmSendSide
 from epd_serve.trace import Trace
-from epd_serve.wiring import StageWiring
+from epd_serve.wiring import StageWiring, worker_endpoint
 from npu_ops.fences import fence
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def uses_mooncake(wiring: StageWiring) -> bool:
-    """`auto` is shared memory: the launcher places every stage on one host today."""
+    """`auto` is shared memory: who wires stages of several hosts says `mooncake`."""
     return wiring.kv_transport == "mooncake"
 
 
@@ -93,7 +93,7 @@ class PrefillWorker(_Worker):
             mark_written=lambda: fence(device),
             trace=self._trace,
         )
-        self._sender.warm(template.format(rank=self._rank) for template in self._wiring.kv_peers)
+        self._sender.warm(worker_endpoint(template, self._rank) for template in self._wiring.kv_peers)
 
     def begin_step(self, step: PrefillStep) -> None:
         self._idle = step.idle
@@ -129,7 +129,7 @@ class DecodeWorker(_Worker):
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layers, shape = self._view(kv_caches)
         side: ReceiveSide = ShmReceiveSide(layers) if self._mooncake is None else MooncakeReceiveSide(self._mooncake)
-        endpoint = self._wiring.kv_worker_endpoint.format(rank=self._rank)
+        endpoint = worker_endpoint(self._wiring.kv_worker_endpoint, self._rank)
         self._receiver = Receiver(endpoint, self._name, shape, side, self._trace)
         self._bad_blocks: set[int] = set()
 

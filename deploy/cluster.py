@@ -1,0 +1,202 @@
+"""`epd-serve proxy --cluster-key-file F`: the head of a cluster, in the foreground, until a signal.
+
+One process on one machine: the OpenAI endpoint, the door that stages join by, the event bus, and (as a child, under
+supervision) Mooncake's master. All ports follow from two numbers, so that a head that is started again has them again
+and no stage has to be told: the proxy's, and `--cluster-port` C (default: the proxy's plus ten):
+
+    C      events in: stages that announce connect here       C + 2  mooncake_master, for the stages
+    C + 1  events out: stages that listen connect here        C + 3  mooncake_master's /health and /metrics
+
+The head keeps no state that matters. Started again, it learns of its members by their next beats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploy.blueprint import Blueprint, draw
+from deploy.cluster_bus import EventBus
+from deploy.cluster_key import read_cluster_key
+from deploy.config import DeployConfig, host_and_port
+from deploy.environment import is_terminal
+from deploy.join_plan import address_of, processing_text
+from deploy.mm_store import what_is_missing
+from deploy.pool_master import PoolMaster, mooncake_command
+from deploy.ports import listen
+from deploy.proxy_settings import build_proxy_settings
+from deploy.reaper import reap_dead
+from deploy.rundir import RunDir
+from deploy.screen import Screen
+from deploy.second_tier import SecondTier
+from epd_serve import __version__
+from epd_serve.cluster import ClusterSettings, stage_key
+from epd_serve.errors import ConfigError
+from store.mooncake_master import MasterSettings
+
+if TYPE_CHECKING:
+    from proxy.cluster import Membership
+    from proxy.settings import ProxySettings
+
+SILENCE_EVERY_S = 0.5
+AUTO, NONE = "auto", "none"
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head, checked but for its ports.
+
+    Attributes:
+        blueprint: the model and the proxy's settings, drawn as a monolith's: the members make the layout.
+        address: IPv4 address that the stages reach this machine at. port: first of four (see the module).
+        master: `auto` (run one), `none`, or host:port of one that runs already.
+        passed: the vLLM flags that all stages are started with, as far as they change what a feature is.
+    """
+
+    blueprint: Blueprint
+    key: str
+    address: str
+    port: int
+    master: str
+    passed: tuple[str, ...]
+
+    @property
+    def settings(self) -> ClusterSettings:
+        """What the members are told."""
+        config = self.blueprint.config
+        own = f"{self.address}:{self.port + 2}"
+        return ClusterSettings(
+            served_model=self.blueprint.served_model_name,
+            events_publish=f"tcp://{self.address}:{self.port}",
+            events_listen=f"tcp://{self.address}:{self.port + 1}",
+            mooncake_master={AUTO: own, NONE: ""}.get(self.master, self.master),
+            mooncake_protocol=config.mooncake_protocol,
+            kv_group_layers=config.kv_group_layers,
+            recompute_limit=config.recompute_limit,
+            feature_path=config.feature_path if config.feature_path == "host" else "auto",
+        )
+
+    @property
+    def proxy_settings(self) -> ProxySettings:
+        """Without a layout, arena or devices of its own: what the stages take, they say."""
+        facts = self.blueprint.facts
+        return replace(
+            build_proxy_settings(self.blueprint),
+            roles=(),
+            modalities=facts.towers if facts else None,
+            stage_key=stage_key(self.key),
+        )
+
+    def second_tier(self, run: RunDir) -> SecondTier:
+        """On fixed ports: the stages keep looking for the master where it was."""
+        if self.master != AUTO:
+            return SecondTier(run, address=self.settings.mooncake_master)
+        ports = MasterSettings(host=self.address, rpc_port=self.port + 2, metrics_port=self.port + 3)
+        master = PoolMaster(ports, run, mooncake_command)
+        return SecondTier(run, master, master.address)
+
+
+def run_head(
+    *,
+    model: str,
+    cluster_key_file: str,
+    cluster_host: str,
+    cluster_port: int,
+    mooncake_master: str,
+    host: str,
+    port: int,
+    passed: Sequence[str],
+    **options: Any,
+) -> int:
+    """Serve until SIGINT or SIGTERM. `options`: further fields of `DeployConfig`.
+
+    Raises:
+        ConfigError: what is wrong with the flags, or a port in use. StageError: mooncake_master does not start.
+    """
+    config = DeployConfig(
+        model=model,
+        layout="TP1",
+        device="cpu",  # the head computes nothing; what the stages run on is compared when they join
+        host=host,
+        port=port,
+        stage_args=(f"all:{shlex.join(passed)}",) if passed else (),
+        **options,
+    )
+    if mooncake_master not in (AUTO, NONE):
+        host_and_port(mooncake_master)
+    missing = what_is_missing("cpu", master=True) if mooncake_master == AUTO else ""
+    if missing:
+        raise ConfigError(
+            f"the feature store needs a master: {missing}. Without features between hosts: --mooncake-master none",
+            param="--mooncake-master",
+        )
+    address = address_of(cluster_host or host, "--cluster-host")
+    key = read_cluster_key(cluster_key_file)
+    head = Head(draw(config), key, address, cluster_port or port + 10, mooncake_master, tuple(passed))
+    root = Path(config.run_root) if config.run_root else None
+    settings = head.proxy_settings  # what is wrong with `--proxy` is said before anything starts
+    screen = Screen(sys.stderr, terminal=is_terminal())
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(listen(host, port))
+        for launch_id in reap_dead(root):
+            screen.line(f"cleaned up after launch {launch_id}, which was killed")
+        told = head.settings
+        stack.enter_context(EventBus(told.events_publish, told.events_listen))
+        run = RunDir.create(root)
+        stack.callback(run.remove)
+        asyncio.run(_serve(head, settings, run, listening, screen))
+    return 0
+
+
+async def _serve(head: Head, settings: ProxySettings, run: RunDir, listening: socket.socket, screen: Screen) -> None:
+    from proxy.app import create_app
+    from proxy.cluster import Membership
+    from proxy.cluster_admission import ClusterIdentity
+    from proxy.cluster_routes import add_cluster_routes
+    from proxy.server import serve
+    from proxy.table import InstanceTable
+
+    facts, config = head.blueprint.facts, head.blueprint.config
+    identity = ClusterIdentity(
+        model=facts.directory.name if facts else head.blueprint.model,
+        revision=facts.revision if facts else "",
+        processing=processing_text(head.passed),
+        multimodal=facts.multimodal if facts else True,
+        version=__version__,
+    )
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    table = InstanceTable()
+    members = Membership(table, identity, head.settings)
+    app = create_app(settings, table)
+    add_cluster_routes(app, members, head.key)
+    async with head.second_tier(run).running(screen.line):
+        async with asyncio.TaskGroup() as group:
+            front = serve(app, config.host, config.port, sockets=[listening], grace_s=2.0)
+            tasks = [group.create_task(front), group.create_task(_notice_silence(members))]
+            screen.line(
+                f"head of a cluster on http://{config.host}:{config.port}; stages join it at "
+                f"http://{head.address}:{config.port}"
+            )
+            await stop.wait()
+            for task in tasks:
+                task.cancel()
+
+
+async def _notice_silence(members: Membership) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        slept_since = loop.time()
+        await asyncio.sleep(SILENCE_EVERY_S)
+        # After a pause of this process (a suspended machine) the beats that came meanwhile are still unread.
+        if loop.time() - slept_since < 2 * SILENCE_EVERY_S:
+            members.notice_silence()

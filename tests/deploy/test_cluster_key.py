@@ -1,0 +1,40 @@
+"""The file that opens a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy.cluster_key import read_cluster_key
+from epd_serve.errors import ConfigError
+
+
+def key_file(folder: Path, content: bytes, mode: int = 0o600) -> str:
+    path = folder / "key"
+    path.write_bytes(content)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_a_key_is_one_line(tmp_path: Path) -> None:
+    assert read_cluster_key(key_file(tmp_path, b"0123456789abcdef\n", 0o640)) == "0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "said"),
+    [
+        (b"0123456789abcdef", 0o644, "chmod 600"),
+        (b"short", 0o600, "at least 16 characters; make one"),
+        (b"two words and more of them", 0o600, "one word"),
+        (b"\xff" * 20, 0o600, "not plain text"),
+    ],
+)
+def test_a_file_that_is_no_secret_is_refused(tmp_path: Path, content: bytes, mode: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_cluster_key(key_file(tmp_path, content, mode))
+
+
+def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="openssl rand"):
+        read_cluster_key(str(tmp_path / "none"))

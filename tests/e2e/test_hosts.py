@@ -1,0 +1,142 @@
+"""E, P and D on machines of their own: separate arenas, features over Mooncake Store, KV over its Transfer Engine.
+
+The machines are loopback addresses; what crosses from one to another is what would cross a network.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from deploy import processes
+from tests.e2e.bodies import SOLO, TWO_CHOICES, Body, about, ask, stream
+from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, DemoPrompt
+from tests.e2e.hosts import ADDRESSES, Hosts, hosts_serving
+from tests.e2e.serving import wait_until
+
+Solo = Callable[[Body], list[list[int]]]
+pytestmark = [pytest.mark.slow, pytest.mark.mooncake]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with hosts_serving() as serving:
+        yield serving
+
+
+def fresh(index: int) -> Body:
+    """A picture that no other test here has shown: its feature cannot be anywhere yet."""
+    base = PAIRWISE_DIFFERENT[index]
+    return about(DemoPrompt(base.shapes, 229 + 9 * index, base.answer, background=base.background))
+
+
+@pytest.mark.parametrize("name", SOLO)
+def test_greedy_tokens_equal_the_monoliths(hosts: Hosts, solo_answer: Solo, name: str) -> None:
+    assert ask(hosts, SOLO[name]) == solo_answer(SOLO[name])
+
+
+def test_the_same_picture_again_gives_the_same_answer(hosts: Hosts, solo_answer: Solo) -> None:
+    body = about(PAIRWISE_DIFFERENT[6])
+    assert ask(hosts, body) == ask(hosts, body) == solo_answer(body)
+
+
+def test_a_stream_carries_the_same_tokens(hosts: Hosts, solo_answer: Solo) -> None:
+    body = about(PAIRWISE_DIFFERENT[5])
+    ids, _ = stream(hosts, body)
+    assert [ids] == solo_answer(body)
+
+
+def test_two_choices_equal_the_monoliths(hosts: Hosts, solo_answer: Solo) -> None:
+    assert ask(hosts, TWO_CHOICES) == solo_answer(TWO_CHOICES)
+
+
+def test_eight_at_a_time_each_get_the_answer_to_their_own_picture(hosts: Hosts, solo_answer: Solo) -> None:
+    bodies = [about(prompt) for prompt in PAIRWISE_DIFFERENT]
+    alone = [solo_answer(body) for body in bodies]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda body: ask(hosts, body), bodies)) == alone
+
+
+def test_every_machine_has_its_own_arena_and_features_cross_by_mooncake(hosts: Hosts, solo_answer: Solo) -> None:
+    arenas = {name: Path(f"/dev/shm/epd-{hosts.run(name).name}-arena") for name in "EPD"}
+    assert len(set(arenas.values())) == 3
+    assert all(map(Path.exists, arenas.values()))
+    before = hosts.counters("P0")
+    assert ask(hosts, fresh(0)) == solo_answer(fresh(0))
+    wait_until(lambda: hosts.counters("P0").get("fetched", 0) > before.get("fetched", 0), 5, "P to count its fetch")
+    after = hosts.counters("P0")
+    recomputed = [name for name in after if name.startswith("recomputed") and after[name] != before.get(name, 0)]
+    assert recomputed == [], "the feature came from E"
+
+
+def test_a_stages_own_server_answers_its_proxy_only(hosts: Hosts) -> None:
+    for name in "EPD":
+        assert hosts.stage(name).get("/health").status_code == 200
+        for path in ("/v1/models", "/metrics"):
+            assert hosts.stage(name).get(path).status_code == 401
+        for path in ("/invocations", "/v1/chat/completions", "/tokenize"):
+            assert hosts.stage(name).post(path, {"model": "epd-demo", "prompt": "Hello"}).status_code == 401
+
+
+def test_ports_answer_at_the_machines_own_address_only(hosts: Hosts) -> None:
+    import asyncio
+
+    from deploy.listeners import exposed
+
+    for name in "EPD":
+        members = [member.pid for member in processes.group_members(hosts.group(name, f"{name}0"))]
+        assert asyncio.run(exposed(members, ADDRESSES[name])) == []
+
+
+def test_a_killed_encoder_costs_no_answer(hosts: Hosts, solo_answer: Solo) -> None:
+    before = hosts.instances()["E0"]["incarnation"]
+    group = hosts.group("E", "E0")
+    os.kill(group, signal.SIGKILL)
+    assert ask(hosts, fresh(1)) == solo_answer(fresh(1))
+    wait_until(lambda: not processes.group_members(group), 10, "its processes to go")
+    assert ask(hosts, fresh(2)) == solo_answer(fresh(2))
+    wait_until(hosts.complete, 180, "E0 to be back")
+    assert hosts.instances()["E0"]["incarnation"] != before
+    assert ask(hosts, fresh(3)) == solo_answer(fresh(3))
+
+
+def test_a_killed_master_of_the_store_costs_no_answer(hosts: Hosts, solo_answer: Solo) -> None:
+    master = hosts.group("head", "mooncake_master")
+    os.kill(master, signal.SIGKILL)
+    assert ask(hosts, fresh(4)) == solo_answer(fresh(4))
+    wait_until(lambda: hosts.group("head", "mooncake_master") != master, 30, "another master")
+    wait_until(lambda: hosts.instances()["P0"]["store"]["pool"] == "up", 30, "P to reach it")
+    wait_until(lambda: hosts.instances()["E0"]["store"]["pool"] == "up", 30, "E to reach it")
+    before = hosts.counters("P0").get("fetched", 0)
+    assert ask(hosts, fresh(5)) == solo_answer(fresh(5))
+    wait_until(lambda: hosts.counters("P0").get("fetched", 0) > before, 5, "features to cross again")
+
+
+def test_a_restarted_head_finds_its_stages_and_features_cross_again(hosts: Hosts, solo_answer: Solo) -> None:
+    lives = {name: entry["incarnation"] for name, entry in hosts.instances().items()}
+    head = hosts.processes["head"]
+    os.kill(head.pid, signal.SIGKILL)
+    head.wait(timeout=10)
+    hosts.start("head")
+    wait_until(hosts.healthy, 60, "the head to be back")
+    wait_until(hosts.complete, 30, "the stages to join again")
+    assert {name: entry["incarnation"] for name, entry in hosts.instances().items()} == lives, "no stage was restarted"
+    assert ask(hosts, fresh(6)) == solo_answer(fresh(6))
+
+
+def test_a_machine_that_dies_and_comes_back_is_a_member_again(hosts: Hosts, solo_answer: Solo) -> None:
+    run, agent = hosts.run("P"), hosts.processes["P"]
+    group, arena = hosts.group("P", "P0"), Path(f"/dev/shm/epd-{run.name}-arena")
+    os.kill(agent.pid, signal.SIGKILL)
+    agent.wait(timeout=10)
+    wait_until(lambda: not processes.group_members(group), 15, "its server to die with it")
+    wait_until(lambda: "P0" not in hosts.up(), 10, "the head to notice")
+    hosts.start("P")
+    wait_until(lambda: not run.exists() and not arena.exists(), 30, "what it left to be cleaned up")
+    wait_until(hosts.complete, 180, "P0 to be back")
+    assert ask(hosts, fresh(7)) == solo_answer(fresh(7))
