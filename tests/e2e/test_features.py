@@ -1,0 +1,215 @@
+"""What the MM Store promises, and what may go wrong with it, on real stages of `(E-P)-D`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from store.arena import Arena
+from tests.e2e.bodies import Body, about, ask, conversation, png
+from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, DemoPrompt
+from tests.e2e.serving import Serving, wait_until
+
+Solo = Callable[[Body], list[list[int]]]
+pytestmark = pytest.mark.slow
+epd = pytest.mark.parametrize("launch", ["(E-P)-D"], indirect=True, scope="module")
+small_arena = pytest.mark.parametrize(
+    "launch", [("(E-P)-D", "--arena-mib", "1")], indirect=True, scope="module", ids=["an arena of 1 MiB"]
+)
+
+
+def fresh_prompt(number: int) -> DemoPrompt:
+    """A picture that no other test has shown: its feature cannot be anywhere yet."""
+    base = PAIRWISE_DIFFERENT[number % len(PAIRWISE_DIFFERENT)]
+    return DemoPrompt(base.shapes, 225 + number, base.answer, background=base.background)
+
+
+def fresh(number: int) -> Body:
+    return about(fresh_prompt(number))
+
+
+def counters(launch: Serving, instance: str) -> dict[str, int]:
+    report = launch.instances()[instance]["store"]
+    counts: dict[str, int] = report["counters"]
+    return counts
+
+
+def recomputed(launch: Serving) -> int:
+    return sum(count for name, count in counters(launch, "P0").items() if name.startswith("recomputed."))
+
+
+def proxy_metric(launch: Serving, line: str) -> float:
+    values = [row.rsplit(" ", 1)[1] for row in launch.get("/metrics").text.splitlines() if row.startswith(line + " ")]
+    return float(values[0]) if values else 0.0
+
+
+@contextlib.contextmanager
+def arena_of(launch: Serving) -> Iterator[Arena]:
+    arena = Arena.attach(next(path for path in launch.shared_memory() if path.name.endswith("-arena")))
+    try:
+        yield arena
+    finally:
+        arena.close()
+
+
+def newest(arena: Arena) -> str:
+    return min(arena.entries(), key=lambda entry: entry.age_s).meta.key
+
+
+@contextlib.contextmanager
+def slowed(group: int, share: float) -> Iterator[None]:
+    """The process group runs for this share of the time only."""
+    over = threading.Event()
+
+    def toggle() -> None:
+        while not over.is_set():
+            os.killpg(group, signal.SIGSTOP)
+            time.sleep(0.1 * (1 - share))
+            os.killpg(group, signal.SIGCONT)
+            time.sleep(0.1 * share)
+
+    thread = threading.Thread(target=toggle)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@epd
+def test_a_known_picture_is_not_encoded_again_and_its_media_stays_at_the_proxy(
+    launch: Serving, solo_answer: Solo
+) -> None:
+    body = fresh(0)
+    assert ask(launch, body) == solo_answer(body)
+    wait_until(lambda: counters(launch, "E0").get("encoded", 0) >= 1, 5, "E to report")
+    encoded = counters(launch, "E0")["encoded"]
+    as_metadata = proxy_metric(launch, 'epd_proxy_deliveries_total{delivery="metadata"}')
+    skipped = proxy_metric(launch, "epd_proxy_encode_skipped_total")
+    again = {**body, "max_tokens": 7}
+    assert ask(launch, again) == solo_answer(again)
+    assert ask(launch, body) == solo_answer(body)
+    assert proxy_metric(launch, 'epd_proxy_deliveries_total{delivery="metadata"}') == as_metadata + 2
+    assert proxy_metric(launch, "epd_proxy_encode_skipped_total") == skipped + 2
+    assert counters(launch, "E0")["encoded"] == encoded
+
+
+@epd
+def test_concurrent_duplicates_are_encoded_once(launch: Serving, solo_answer: Solo) -> None:
+    body = fresh(1)
+    alone = solo_answer(body)
+    encoded = counters(launch, "E0").get("encoded", 0)
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(lambda _: ask(launch, body), range(16))) == [alone] * 16
+    time.sleep(0.6)  # one report period: what would be counted late is counted
+    assert counters(launch, "E0")["encoded"] == encoded + 1
+
+
+@epd
+def test_a_bit_that_flips_in_memory_never_reaches_an_answer(launch: Serving, solo_answer: Solo) -> None:
+    body = fresh(2)
+    assert ask(launch, body) == solo_answer(body)
+    with arena_of(launch) as arena:
+        wait_until(lambda: arena.stats().leased == 0, 15, "all pins to be given back")
+        corrupt = arena.stats().corrupt
+        lease = arena.lease(newest(arena), verify=False)
+        assert lease is not None
+        arena.memory()[lease.offset + lease.nbytes // 2] ^= 1
+        lease.release()
+        later = conversation(6, png(fresh_prompt(2).picture()))  # no prefix of it is known: P needs the feature again
+        assert ask(launch, later) == solo_answer(later)
+        assert arena.stats().corrupt == corrupt + 1
+    assert ask(launch, body) == solo_answer(body)
+
+
+@epd
+def test_features_that_vanish_at_any_moment_cost_no_answer(launch: Serving, solo_answer: Solo) -> None:
+    over = threading.Event()
+
+    def vanish(arena: Arena) -> None:
+        while not over.wait(0.001):
+            for entry in arena.entries():
+                if not entry.leases:
+                    arena.remove(entry.meta.key)
+
+    bodies = [fresh(20 + number) for number in range(16)]
+    alone = [solo_answer(body) for body in bodies]
+    with arena_of(launch) as arena, ThreadPoolExecutor(4) as pool:
+        thread = threading.Thread(target=vanish, args=(arena,))
+        thread.start()
+        try:
+            assert list(pool.map(lambda body: ask(launch, body), bodies)) == alone
+        finally:
+            over.set()
+            thread.join()
+    assert ask(launch, fresh(40)) == solo_answer(fresh(40))
+
+
+@epd
+def test_a_slow_encoder_does_not_turn_prefill_into_an_encoder(launch: Serving, solo_answer: Solo) -> None:
+    bodies = [fresh(60 + number) for number in range(16)]
+    alone = [solo_answer(body) for body in bodies]
+    before = recomputed(launch)
+    with slowed(launch.stage_pid("E0"), 1 / 20), ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda body: ask(launch, body), bodies)) == alone
+    time.sleep(0.6)  # one report period
+    share = (recomputed(launch) - before) / len(bodies)
+    assert share <= 0.25
+    settled = recomputed(launch)
+    for number in range(80, 84):
+        assert ask(launch, fresh(number)) == solo_answer(fresh(number))
+    time.sleep(0.6)
+    assert recomputed(launch) == settled, "with the encoder back to its speed nothing is recomputed"
+
+
+@epd
+def test_a_prefill_stage_restarted_before_it_fetched_finds_the_feature(launch: Serving, solo_answer: Solo) -> None:
+    body = fresh(100)
+    alone = solo_answer(body)
+    encoded = counters(launch, "E0").get("encoded", 0)
+    group = launch.stage_pid("P0")
+    os.killpg(group, signal.SIGSTOP)  # hears no event, fetches nothing …
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, launch, body)
+        wait_until(lambda: counters(launch, "E0")["encoded"] == encoded + 1, 10, "E to have encoded")
+        wait_until(lambda: launch.instances()["P0"]["in_flight"]["prefill"] == 1, 10, "P to have been asked")
+        os.killpg(group, signal.SIGKILL)  # … and dies
+        assert answer.result(timeout=170) == alone
+    wait_until(launch.healthy, 180, "P0 to be back")
+    assert counters(launch, "E0")["encoded"] == encoded + 1, "the event was for the dead one; the index is the truth"
+
+
+@epd
+def test_an_encoder_killed_while_it_stores_costs_no_answer(launch: Serving, solo_answer: Solo) -> None:
+    bodies = [fresh(110 + number) for number in range(8)]
+    alone = [solo_answer(body) for body in bodies]
+    group = launch.stage_pid("E0")
+    encoded = counters(launch, "E0").get("encoded", 0)
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(ask, launch, body) for body in bodies]
+        wait_until(lambda: counters(launch, "E0").get("encoded", 0) > encoded or answers[0].done(), 10, "the first")
+        os.killpg(group, signal.SIGKILL)
+        assert [answer.result(timeout=170) for answer in answers] == alone
+    wait_until(launch.healthy, 180, "E0 to be back")
+    with arena_of(launch) as arena:
+        wait_until(lambda: arena.stats().leased == 0, 15, "all pins to be given back")
+    assert ask(launch, fresh(120)) == solo_answer(fresh(120))
+
+
+@small_arena
+def test_more_pictures_than_the_arena_holds_are_all_answered(launch: Serving, solo_answer: Solo) -> None:
+    bodies = [fresh(130 + number) for number in range(48)]
+    alone = [solo_answer(body) for body in bodies]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda body: ask(launch, body), bodies)) == alone
+    with arena_of(launch) as arena:
+        assert arena.stats().evictions > 0
+        wait_until(lambda: arena.stats().leased == 0, 15, "all pins to be given back")
