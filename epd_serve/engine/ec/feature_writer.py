@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 PUT_TIMEOUT_S = 30.0
 _MAX_QUEUED = 256
 _RETRY_S = 0.02
+_RENEWED_WHILE_FULL_S = 3.0  # whoever waits for a feature that has no room longer than that may recompute it
 
 
 class Tell(Protocol):
@@ -52,7 +53,7 @@ class FeatureWriter:
         self._queue: queue.Queue[_Job | None] = queue.Queue(maxsize=_MAX_QUEUED)
         self._underway: list[str] = []  # keys in the queue or in the writer's hands; guarded by the next
         self._lock = threading.Lock()
-        self._full = False
+        self._full_since: float | None = None
         self._closing = threading.Event()
         self._second_tier = SecondTierPublisher(pool.publish, tell) if pool.pool_state != "none" else None
         self._thread = threading.Thread(target=self._write, name="epd-feature-writer", daemon=True)
@@ -61,12 +62,14 @@ class FeatureWriter:
     @property
     def waiting_puts(self) -> int:
         """Features that wait for room."""
-        return len(self._underway) if self._full else 0
+        return len(self._underway) if self._full_since is not None else 0
 
     def pending(self) -> list[str]:
-        """Keys on their way into the store."""
+        """Keys on their way into the store, as long as that is worth waiting for."""
+        full_since = self._full_since
+        stuck = full_since is not None and time.monotonic() > full_since + _RENEWED_WHILE_FULL_S
         with self._lock:
-            underway = list(self._underway)
+            underway = [] if stuck else list(self._underway)
         return underway + (self._second_tier.pending() if self._second_tier is not None else [])
 
     def put(self, key: str, feature: torch.Tensor, *, again: bool = False) -> None:
@@ -106,7 +109,7 @@ class FeatureWriter:
                 if self._second_tier is not None:
                     self._second_tier.submit(job.key, nbytes)
             finally:
-                self._full = False
+                self._full_since = None
                 with self._lock:
                     self._underway.remove(job.key)
 
@@ -134,8 +137,8 @@ class FeatureWriter:
                 never = data.nbytes > self._pool.stats().capacity_bytes
                 if never or time.monotonic() >= deadline or self._closing.wait(_RETRY_S):
                     raise
-                if not self._full:
-                    self._full = True
+                if self._full_since is None:
+                    self._full_since = time.monotonic()
                     self._tell(job.key, "put_waited")
             else:
                 self._trace.stamp(job.key, "feature_put", nbytes=data.nbytes)

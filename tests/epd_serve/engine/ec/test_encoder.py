@@ -219,6 +219,20 @@ def test_a_full_store_is_waited_for_and_shown(stages: Stages, arena: Arena) -> N
     assert not ear.of(wire.FeatureFailed)
 
 
+def test_a_store_that_stays_full_keeps_nobody_waiting(
+    stages: Stages, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feature_writer, "_RENEWED_WHILE_FULL_S", 0.3)
+    e, ear = stages.producer(), stages.ear()
+    arena.put("big", np.zeros(CAPACITY, np.uint8), shape=(CAPACITY,), dtype="uint8")
+    with arena.lease("big"):  # type: ignore[union-attr]
+        e.save({"k": feature()}, "k")  # its request has been answered
+        wait_for(lambda: ear.of(wire.StoreReport, waiting_puts=1) and e._pending() == ["k"])
+        wait_for(lambda: e._pending() == [])
+        assert e._writer.waiting_puts == 1
+    wait_for(lambda: ear.of(wire.FeatureReady, key="k"))
+
+
 def test_a_store_that_stays_full_is_told_after_the_put_deadline(
     stages: Stages, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
