@@ -15,7 +15,7 @@ class Outcome(Enum):
     UNFINISHED = auto()  # somebody is writing it, or died while writing it
     LEASED = auto()  # somebody reads it
     FULL = auto()  # no room, or nobody gives any
-    LOST = auto()  # the index has it, but its bytes cannot be had: its owner died, or the read took too long
+    LOST = auto()  # the index has it, but its bytes cannot be had: its owner died
 
 
 _OUTCOMES = {
@@ -28,7 +28,6 @@ _OUTCOMES = {
     -704: Outcome.MISSING,  # OBJECT_NOT_FOUND
     -705: Outcome.DONE,  # OBJECT_ALREADY_EXISTS; `put` says 0 for the same
     -706: Outcome.LEASED,  # OBJECT_HAS_LEASE
-    -707: Outcome.LOST,  # LEASE_EXPIRED before the transfer was complete
     -710: Outcome.MISSING,  # REPLICA_NOT_FOUND
     -712: Outcome.MISSING,  # REPLICA_IS_GONE
     -714: Outcome.LEASED,  # OBJECT_REPLICA_BUSY
@@ -37,6 +36,7 @@ _OUTCOMES = {
 }
 _UNAVAILABLE = {
     -103: "the master does not know this client",  # CLIENT_NOT_FOUND: it restarted, the client is about to register
+    -707: "a read took longer than the master's lease",  # LEASE_EXPIRED: the value itself is whole
     -900: "the master does not answer",  # RPC_FAIL
     -901: "the master did not answer in time",  # RPC_TIMEOUT
     -1000: "etcd does not answer",

@@ -56,14 +56,13 @@ def python() -> Iterator[Callable[..., Child]]:
     """Starts `code` in a new interpreter with pipes; whatever still runs at the end of the test is killed."""
     children: list[Child] = []
 
-    def start(code: str, *arguments: object, quiet: bool = False) -> Child:
+    def start(code: str, *arguments: object) -> Child:
         child = subprocess.Popen(
             [sys.executable, "-c", code, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd="/",
-            stderr=subprocess.DEVNULL if quiet else None,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         )
         children.append(child)
@@ -88,7 +87,7 @@ class Master:
         self.settings = MasterSettings(
             rpc_port=free_port(),
             metrics_port=free_port(),
-            lease_s=0.5,
+            lease_s=1.5,
             client_ttl_s=3,
             put_discard_s=1,
             put_release_s=3,

@@ -37,6 +37,24 @@ store.arena.copy_with_checksum = half
 arena.put("k", bytes(40 * 4096), shape=(1,), dtype="uint8")
 """
 )
+FILL_HALF = (
+    PRELUDE
+    + """
+room = arena.reserve("k", 40 * 4096)
+if len(sys.argv) > 2:
+    room.detach()
+room.data[: room.nbytes // 2] = 1
+wait()
+"""
+)
+CREATE = """
+import sys
+from store.arena import Arena
+arena = Arena.create(sys.argv[1], 64 * 4096, slots=32, owners=8)
+arena.put("k", b"whole", shape=(5,), dtype="uint8")
+print("waiting", flush=True)
+sys.stdin.read()
+"""
 HOLD_LEASE = (
     PRELUDE
     + """
@@ -71,6 +89,7 @@ CHURN = (
     PRELUDE
     + """
 import random
+from store.errors import StoreFullError
 rng = random.Random(sys.argv[2])
 wrong = 0
 dest = bytearray(20 * 4096)
@@ -78,7 +97,10 @@ for _ in range(1500):
     number = rng.randrange(30)
     data = bytes([number]) * (1 + number * 2500)
     if rng.random() < 0.5:
-        arena.put(str(number), data, shape=(1,), dtype="uint8")
+        try:
+            arena.put(str(number), data, shape=(1,), dtype="uint8")
+        except StoreFullError:
+            pass  # the others were interrupted while they held most of it
     else:
         meta = arena.get_into(str(number), dest)
         wrong += meta is not None and bytes(dest[: meta.nbytes]) != data
@@ -153,6 +175,31 @@ def test_the_room_of_a_killed_writer_is_taken_back_when_needed(arena: Arena, are
         put(arena, "large", bytes(60 * PAGE))
     kill(child)
     assert put(arena, "large", bytes(60 * PAGE))
+
+
+@pytest.mark.parametrize("options", [(), ("detached",)])
+def test_room_that_a_killed_process_was_filling_is_taken_back(
+    arena: Arena, arena_path: Path, python: Start, options: tuple[str, ...]
+) -> None:
+    child = python(FILL_HALF, arena_path, *options)
+    assert child.stdout and child.stdout.readline() == "waiting\n"
+    assert not arena.contains("k") and arena.lease("k") is None
+    assert arena.put("k", b"x", shape=(1,), dtype="uint8") == bool(options), "its key is free if it was detached"
+    kill(child)
+    assert arena.contains("k") == bool(options)
+    assert arena.put("all", bytes(64 * PAGE), shape=(1,), dtype="uint8"), "no room is lost"
+    assert arena.stats().reclaimed == 1
+
+
+def test_an_arena_outlives_the_process_that_made_it(arena_path: Path, python: Start) -> None:
+    child = python(CREATE, arena_path)
+    assert child.stdout and child.stdout.readline() == "waiting\n"
+    survivor = Arena.attach(arena_path)
+    kill(child)
+    dest = bytearray(5)
+    assert survivor.get_into("k", dest) is not None and dest == b"whole"
+    assert survivor.put("other", bytes(60 * PAGE), shape=(1,), dtype="uint8")
+    survivor.close()
 
 
 def test_a_writer_killed_while_a_zombie_counts_as_dead(arena: Arena, arena_path: Path, python: Start) -> None:
