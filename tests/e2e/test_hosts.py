@@ -129,7 +129,11 @@ def test_a_restarted_head_finds_its_stages_and_features_cross_again(hosts: Hosts
     assert ask(hosts, fresh(6)) == solo_answer(fresh(6))
 
 
-def test_a_machine_that_dies_and_comes_back_is_a_member_again(hosts: Hosts, solo_answer: Solo) -> None:
+def test_a_machine_that_dies_comes_back_and_an_owner_of_features_that_hangs_costs_no_answer(
+    hosts: Hosts, solo_answer: Solo
+) -> None:
+    known = fresh(8)
+    assert ask(hosts, known) == solo_answer(known)
     run, agent = hosts.run("P"), hosts.processes["P"]
     group, arena = hosts.group("P", "P0"), Path(f"/dev/shm/epd-{run.name}-arena")
     os.kill(agent.pid, signal.SIGKILL)
@@ -140,3 +144,10 @@ def test_a_machine_that_dies_and_comes_back_is_a_member_again(hosts: Hosts, solo
     wait_until(lambda: not run.exists() and not arena.exists(), 30, "what it left to be cleaned up")
     wait_until(hosts.complete, 180, "P0 to be back")
     assert ask(hosts, fresh(7)) == solo_answer(fresh(7))
+    encoder = hosts.group("E", "E0")
+    os.killpg(encoder, signal.SIGSTOP)  # its memory holds the only copy: the arena of P is a new one
+    try:
+        assert ask(hosts, known) == solo_answer(known)
+    finally:
+        os.killpg(encoder, signal.SIGCONT)
+    assert ask(hosts, fresh(9)) == solo_answer(fresh(9))
