@@ -1,7 +1,7 @@
 """Calls to encoders: which of them gets which items, one request per share, another one when it fails.
 
-Owns back-pressure (an encoder whose store has no room is left alone) and the retries. Which items need encoding at all
-is `proxy/encode.py`'s business.
+Owns back-pressure (an encoder whose store has no room is left alone), the retries, and when an encoder that hangs is
+given up. Which items need encoding at all is `proxy/encode.py`'s business.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from epd_serve.errors import DeadlineError, EpdError, StageError
 from epd_serve.instances import Instance
@@ -29,8 +29,9 @@ from proxy.stage_client import StageClient
 from proxy.table import InstanceTable, Work
 
 logger = logging.getLogger(__name__)
-RELOOK_S = 0.5  # a full store's last report may lapse without any news
+RELOOK_S = 0.5  # a full store's last report may lapse, and an encoder fall silent, without any news
 Life = tuple[str, str]
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,9 @@ class Encoders:
             untried = [encoder for encoder in self._table.live(Role.E) if encoder.life not in tried]
             if not untried:
                 return [], "encoder_failed" if tried else "no_encoder"
+            untried = [encoder for encoder in untried if not self._hangs(encoder.life)]
+            if not untried:
+                return [], "encoder_silent"
             roomy = [encoder for encoder in untried if not encoder.full]
             if roomy:
                 return [encoder for encoder in roomy if encoder.incarnation not in order.shunned] or roomy, ""
@@ -139,8 +143,9 @@ class Encoders:
         begun, outcome = time.perf_counter(), "cancelled"
         self._trace.stamp(job.id, "encode_sent", to=instance.id)
         try:
-            answer = await self._stages.post(
-                instance, Endpoint.CHAT, body, job.headers, timeout_s=self._timeouts.encode_s
+            answer = await self._unless_it_hangs(
+                instance,
+                self._stages.post(instance, Endpoint.CHAT, body, job.headers, timeout_s=self._timeouts.encode_s),
             )
             outcome = "ok"
             return answer
@@ -150,6 +155,23 @@ class Encoders:
         finally:
             self._metrics.stage_seconds.labels("E", outcome).observe(time.perf_counter() - begun)
             self._trace.stamp(job.id, "encode_done", by=instance.id, outcome=outcome)
+
+    def _hangs(self, life: Life) -> bool:
+        return self._table.silence_s(*life) > self._timeouts.encode_silence_s
+
+    async def _unless_it_hangs(self, instance: Instance, call: Coroutine[Any, Any, Answer]) -> Answer:
+        """The call's answer. Raises StageError when the encoder falls silent meanwhile: its queue may be long, and then
+        `encode_s` is right, or its processes may be stopped, and then it is not."""
+        task = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait([task], timeout=RELOOK_S))[0]:
+                if self._hangs((instance.id, instance.incarnation)):
+                    raise StageError(f"stage {instance.id} has stopped to report", stage=instance.id)
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
 
     def _give_up(self, order: EncodeOrder, items: Sequence[LoadedItem], reason: str) -> None:
         logger.warning("request %s: %d items go on unencoded (%s)", order.job.id, len(items), reason)

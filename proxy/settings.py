@@ -25,6 +25,7 @@ class Timeouts:
     Attributes:
         connect_s: opening a connection to a stage.
         encode_s: one encoder's answer for its share of a request's items.
+        encode_silence_s: an encoder that reported before and has stopped to, while other instances report, hangs.
         first_byte_s: from dispatch of P and D to the first streamed event.
         idle_s: between two streamed events.
         total_s: the whole request, media and queues included.
@@ -33,13 +34,14 @@ class Timeouts:
 
     connect_s: float = 5.0
     encode_s: float = 120.0
+    encode_silence_s: float = 10.0
     first_byte_s: float = 300.0
     idle_s: float = 120.0
     total_s: float = 1800.0
     instance_wait_s: float = 60.0
 
     def __post_init__(self) -> None:
-        _require_positive(self, "connect_s", "encode_s", "first_byte_s", "idle_s", "total_s")
+        _require_positive(self, "connect_s", "encode_s", "encode_silence_s", "first_byte_s", "idle_s", "total_s")
         if self.instance_wait_s < 0:
             raise ConfigError("instance_wait_s must not be negative", param="instance_wait_s")
 

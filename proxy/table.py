@@ -99,6 +99,7 @@ class InstanceTable:
         self._retired: list[_Life] = []
         self._picks = 0
         self._waiters: set[asyncio.Future[None]] = set()
+        self._heard_at = 0.0  # when anybody reported last
 
     # What the launcher says.
 
@@ -137,7 +138,8 @@ class InstanceTable:
         if life is None or life.instance.incarnation != report.incarnation:
             return
         was_full = life.full
-        life.report, life.reported_at = report, time.monotonic()
+        self._heard_at = time.monotonic()
+        life.report, life.reported_at = report, self._heard_at
         if was_full and not life.full:
             self._announce()
 
@@ -157,6 +159,14 @@ class InstanceTable:
             for instance_id, life in self._lives.items()
             if life.up and life.instance.role is role
         )
+
+    def silence_s(self, instance_id: str, incarnation: str) -> float:
+        """For how long this life has reported nothing while others did; 0 for one that never reports. A stage that
+        hangs looks alive for longer than its reports, which come twice a second, stay away."""
+        life = self._lives.get(instance_id)
+        if life is None or life.instance.incarnation != incarnation or life.report is None:
+            return 0.0
+        return self._heard_at - life.reported_at
 
     def instance(self, instance_id: str) -> Instance:
         return self._lives[instance_id].instance

@@ -201,6 +201,31 @@ async def test_a_store_that_stays_full_does_not_hold_a_request_for_ever() -> Non
         assert c.metric("epd_proxy_encode_fallback_total", reason="store_full") == 1 and not c["E0"].calls
 
 
+async def test_an_encoder_that_falls_silent_is_given_up_long_before_its_deadline() -> None:
+    config = settings(timeouts=replace(QUICK, encode_s=30.0, encode_silence_s=0.2))
+    async with cluster("E0", "PD0", config=config) as c:
+        c.table.report(report("E0", 0))
+        c["E0"].script.append(hangs)
+        asking = asyncio.create_task(c.ask())
+        await c["E0"].until(lambda stage: stage.active == 1)
+        await asyncio.sleep(0.3)
+        c.table.report(report("PD0", 0))  # others are heard: it is E that hangs, not we that are deaf
+        assert (await asyncio.wait_for(asking, 5)).status_code == 200
+        assert c.metric("epd_proxy_encode_fallback_total", reason="encoder_failed") == 1
+        assert (await c.ask(data_url(picture(color="green")))).status_code == 200
+        assert c.metric("epd_proxy_encode_fallback_total", reason="encoder_silent") == 1
+        assert len(c["E0"].calls) == 1
+
+
+async def test_a_proxy_that_hears_nobody_calls_no_encoder_silent() -> None:
+    config = settings(timeouts=replace(QUICK, encode_silence_s=0.01))
+    async with cluster("E0", "PD0", config=config) as c:
+        c.table.report(report("E0", 0))
+        await asyncio.sleep(0.05)
+        assert (await c.ask()).status_code == 200
+        assert len(c["E0"].calls) == 1
+
+
 async def test_a_follower_does_not_wait_for_ever() -> None:
     config = settings(timeouts=replace(QUICK, encode_s=0.3), retries=0)
     async with cluster("E0", "PD0", config=config) as c:
