@@ -17,6 +17,7 @@ from deploy.identity import model_identity
 from deploy.nearest import unknown
 from epd_serve.errors import ConfigError
 from epd_serve.model_facts import modalities
+from epd_serve.model_support import left_out, undecodable
 
 if TYPE_CHECKING:
     from deploy.blueprint import Blueprint
@@ -95,7 +96,10 @@ def _modalities(blueprint: Blueprint) -> frozenset[str] | None:
     """What every instance takes: an item passes through several of them."""
     taken = [modalities(blueprint.facts, blueprint.stage_args.of(plan), blueprint.device) for plan in blueprint.plans]
     known = [one for one in taken if one is not None]
-    return frozenset.intersection(*known) if len(known) == len(taken) else None
+    if blueprint.facts is None or len(known) < len(taken):
+        return None
+    every = frozenset.intersection(*known)
+    return every - set(left_out(blueprint.facts.architecture, blueprint.layout, every)) - set(undecodable(every))
 
 
 def apply_overrides(settings: ProxySettings, overrides: dict[str, Any]) -> ProxySettings:

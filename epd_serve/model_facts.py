@@ -27,8 +27,8 @@ _IMAGE_KEY = re.compile(r"vision|visual|img_processor|image_token|mm_vision_towe
 _AUDIO_KEY = re.compile(r"audio_(?:config|processor|tower|token|encoder)|num_mel_bins|sound_")
 _VIDEO_KEY = re.compile(r"video_token|video_start_token|video_pad_token|video_config")
 _TAKES_VIDEO = re.compile(
-    r"Qwen2VL|Qwen2_5_VL|Qwen3VL|Qwen3_5|Qwen2_5Omni|Qwen3Omni|Glm4v|Glm4_1v|InternS1|LlavaNextVideo|LlavaOnevision"
-    r"|LlavaOnevision2|MiniCPMV|MiniCPMO|Keye|Molmo2|Ernie4_5_?VL|OpenPanguVL|Ovis2_5|NemotronH_Nano_VL|HCXVision|MiMoV2",
+    r"Qwen2VL|Qwen2_5_VL|Qwen3VL|Qwen3_5|Qwen2_5Omni|Qwen3Omni|Glm4v|Glm4_1v|InternS1|InternVL|LlavaNextVideo"
+    r"|LlavaOnevision|MiniCPMV|MiniCPMO|Keye|Molmo2|Ernie4_5_?VL|OpenPanguVL|Ovis2_5|NemotronH_Nano_VL|HCXVision|MiMoV2",
     re.IGNORECASE,
 )
 """Architectures to whose vLLM classes a clip can be given (`get_supported_mm_limits`, vLLM 0.32)."""

@@ -113,6 +113,7 @@ def test_a_text_only_model_may_use_layouts_without_encoders(tmp_path: Path) -> N
         (QWEN3_VL, {"image", "video"}),
         (QWEN3, set()),
         ({"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}}, {"image"}),
+        ({"architectures": ["InternVLForConditionalGeneration"], "vision_config": {}}, {"image", "video"}),
         ({"architectures": ["SomeNewVLM"], "vision_config": {}, "video_token_id": 7}, {"image", "video"}),
         ({"architectures": ["Qwen2AudioForConditionalGeneration"], "audio_config": {}}, {"audio"}),
         (
