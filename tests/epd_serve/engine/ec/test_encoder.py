@@ -219,6 +219,19 @@ def test_a_full_store_is_waited_for_and_shown(stages: Stages, arena: Arena) -> N
     assert not ear.of(wire.FeatureFailed)
 
 
+def test_what_another_process_is_still_writing_is_not_announced(stages: Stages, arena: Arena) -> None:
+    e, ear = stages.producer(), stages.ear()
+    wait_for(lambda: ear.of(wire.StoreReport))
+    room = arena.reserve("k", 64)  # a consumer of this host fetches it from the second tier
+    assert room is not None
+    e.save({"k": feature()}, "k")
+    wait_for(lambda: ear.of(wire.FeaturePending)[-1:] and "k" in ear.of(wire.FeaturePending)[-1].keys)
+    assert not ear.of(wire.FeatureReady)
+    room.abandon()  # and does not get it
+    wait_for(lambda: ear.of(wire.FeatureReady, key="k"))
+    assert arena.contains("k")
+
+
 def test_a_store_that_stays_full_keeps_nobody_waiting(
     stages: Stages, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
