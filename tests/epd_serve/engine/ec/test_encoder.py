@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +73,23 @@ def test_an_offer_that_vllm_had_no_room_for_is_not_kept(scheduler: EncoderSchedu
     assert scheduler.has("k")
     assert scheduler.step([]).loads == []
     assert arena.stats().leased == 0
+
+
+def test_a_pin_that_met_a_stuck_lock_goes_back_with_a_later_step(arena: Arena) -> None:
+    pool = FeaturePool(Arena.attach(arena.path, lock_timeout_s=0.05))
+    scheduler = EncoderScheduler(pool, Trace("", "E0"), collect)
+    for key in ("a", "b"):
+        put(arena, key)
+        scheduler.asked(request(key, key))
+        assert scheduler.has(key)
+    with arena._lock:
+        begun = time.monotonic()
+        scheduler.step([])
+        assert time.monotonic() - begun < 0.1, "the scheduler waits for the lock once, not once per pin"
+    assert arena.stats().leased == 2
+    scheduler.step([])
+    assert arena.stats().leased == 0
+    scheduler.close()
 
 
 def test_a_corrupt_feature_is_encoded(scheduler: EncoderScheduler, arena: Arena) -> None:
