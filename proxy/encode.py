@@ -113,6 +113,7 @@ class EncodeStep:
             async with deadline(self._follow_s, f"the encoding of {item.ref.param} for another request"):
                 leads = await seats[item.key].turn()
         except DeadlineError as error:
+            seats[item.key].leave()  # or it may come to lead a flight that nobody here flies
             logger.warning("request %s: %s", order.job.id, error.message)
             self._metrics.encode_fallback.labels("leader_late").inc()
             return

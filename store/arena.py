@@ -58,7 +58,7 @@ class Arena:
         self._life: object = object()  # leases of another life (before a fork, before close) are over
         self._owner: int | None = None  # our owner row, taken with the first put or lease
         self._writing = 0  # puts that have room and are not readable yet
-        self._orphans: list[int] = []  # slots of failed puts that could not be given back yet
+        self._orphans: list[int] = []  # slots of failed puts and abandoned rooms that could not be given back yet
 
     @classmethod
     def create(
@@ -122,8 +122,7 @@ class Arena:
         source = as_bytes(data, "data")
         record = Record.of(Name.of(key), shape, dtype, source.nbytes)
         with self._lock:
-            while self._orphans:
-                self._index.discard(self._orphans.pop())
+            self._discard_orphans()
             slot = self._index.reserve(record, self._row())
             if not slot:
                 return False
@@ -157,6 +156,7 @@ class Arena:
         """
         record = Record.of(Name.of(key), (), "", nbytes)
         with self._lock:
+            self._discard_orphans()
             slot = self._index.reserve(record, self._row())
             if not slot:
                 return None
@@ -252,8 +252,7 @@ class Arena:
             return
         with self._lock:
             if self._owner is not None:
-                while self._orphans:
-                    self._index.discard(self._orphans.pop())
+                self._discard_orphans()
                 self._index.leave(self._owner)
                 if not self._writing:  # else another thread still writes there: ours until this process ends
                     self._index.owners.give_back(self._owner)
@@ -263,6 +262,11 @@ class Arena:
             self._bytes = np.empty(0, dtype=np.uint8)
             del self._index, self._words
             _open_arenas.discard(self)
+
+    def _discard_orphans(self) -> None:
+        """Locked."""
+        while self._orphans:
+            self._index.discard(self._orphans.pop())
 
     def _row(self) -> int:
         """Our owner row. Locked."""
@@ -303,11 +307,20 @@ class Arena:
     def _abandon_room(self, room: Room) -> None:
         if room._life is not self._life:  # closed, or a fork since: reclaimed when the process that made it is gone
             return
-        with self._lock:
+        if room._ended:
+            return
+        try:
+            with self._lock:
+                if not room._ended and room._life is self._life:
+                    room._ended = True
+                    self._writing -= 1
+                    self._index.discard(room._slot)
+        except StoreError:  # the lock was not to be had: whoever abandons does so once
             if not room._ended and room._life is self._life:
                 room._ended = True
                 self._writing -= 1
-                self._index.discard(room._slot)
+                self._orphans.append(room._slot)
+            raise
 
     def _detach_room(self, room: Room) -> None:
         with self._lock:

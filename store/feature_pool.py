@@ -64,6 +64,7 @@ class FeaturePool:
         self._memory = arena.memory()  # stays mapped while a transfer that was given up may write to it
         self._counts = RemoteCounts()
         self._counting = threading.Lock()
+        self._kept: list[Lease] = []  # that could not be given back yet
         if remote is not None:
             remote.register(self._memory.ctypes.data, self._memory.nbytes)
 
@@ -109,14 +110,14 @@ class FeaturePool:
         if lease is None:
             return False
         try:
-            self._remote.put_from(lease.meta, self._address(lease), on_failure=lease.release)
+            self._remote.put_from(lease.meta, self._address(lease), on_failure=lambda: self._give_back(lease))
         except StoreFullError:
             self._count(publish_full=1)
             raise
         except StoreError:
             self._count(publish_failed=1)
             raise
-        lease.release()
+        self._give_back(lease)
         self._count(published=1)
         return True
 
@@ -213,22 +214,23 @@ class FeaturePool:
         self.arena.close()
 
     def _fetch(self, remote: MooncakeStore, key: str) -> Lease | None:
-        deadline: float | None = None
+        lease = self.arena.lease(key)
+        if lease is not None:
+            return lease
+        nbytes = remote.size(key)
+        if nbytes is None:
+            return None
+        deadline = time.monotonic() + remote.deadline_s(nbytes)
         while True:
-            lease = self.arena.lease(key)
-            if lease is not None:
-                return lease
-            nbytes = remote.size(key)
-            if nbytes is None:
-                return None
             room = self.arena.reserve(key, nbytes)
             if room is not None:
                 return self._fill(remote, room)
-            if deadline is None:
-                deadline = time.monotonic() + remote.deadline_s(nbytes)
-            elif time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise StoreUnavailableError(f"{key}: somebody else who stores it does not finish")
             time.sleep(_OTHER_FETCH_NAP_S)
+            lease = self.arena.lease(key)
+            if lease is not None:
+                return lease
 
     def _fill(self, remote: MooncakeStore, room: Room) -> Lease | None:
         try:
@@ -249,6 +251,19 @@ class FeaturePool:
             room.abandon()  # unless committed
         self._count(fetched=1, fetched_bytes=room.nbytes)
         return lease
+
+    def _give_back(self, lease: Lease) -> None:
+        with self._counting:
+            leases, self._kept = [*self._kept, lease], []
+        while leases:
+            try:
+                leases[-1].release()
+            except StoreError as error:  # the arena does not answer: tried again with the next one
+                log.warning("a feature stays leased for now: %s", error)
+                break
+            leases.pop()
+        with self._counting:
+            self._kept += leases
 
     def _address(self, lease: Lease) -> int:
         return int(self._memory.ctypes.data) + lease.offset

@@ -6,11 +6,17 @@ import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from uuid import uuid4
 
 import pytest
 
 from epd_serve.wire import FeatureFailed, FeatureReady, StoreReport
+from proxy.directory import FeatureDirectory
+from proxy.encode import EncodeStep
+from proxy.encoders import EncodeOrder
+from proxy.metrics import Metrics
 from proxy.policy import owners
 from store.arena import Arena
 from tests.proxy.fakes import (
@@ -235,6 +241,45 @@ async def test_a_follower_does_not_wait_for_ever() -> None:
         begun = time.monotonic()
         assert (await c.ask()).status_code == 200 and time.monotonic() - begun < 2
         assert (await first).status_code == 200
+
+
+async def test_a_follower_that_gave_up_does_not_come_to_lead() -> None:
+    class Slow:
+        """Encoders of which the first call fails when it is told to, and the call for `y` never ends."""
+
+        def __init__(self) -> None:
+            self.fail, self.calls = asyncio.Event(), list[str]()
+
+        async def encode(self, order: Any, items: Any) -> None:
+            self.calls.append(items[0].key)
+            if items[0].key == "y":
+                await asyncio.Event().wait()
+            elif len(self.calls) == 1:
+                await self.fail.wait()
+            else:
+                order.done(items[0], None, {})
+
+    def job(*keys: str) -> Any:
+        return SimpleNamespace(
+            id="r", items=[SimpleNamespace(key=key, ref=SimpleNamespace(param=key)) for key in keys], features=None
+        )
+
+    slow = Slow()
+    step = EncodeStep(slow, FeatureDirectory(8), Metrics(), follow_s=0.2)  # type: ignore[arg-type]
+    flights = step.flights
+    obtain = [asyncio.create_task(step._obtain(job("x").items, EncodeOrder(job("x"), lambda *_: None)))]
+    await asyncio.sleep(0)
+    obtain.append(asyncio.create_task(step._obtain(job("x", "y").items, EncodeOrder(job("x", "y"), lambda *_: None))))
+    await asyncio.sleep(0.3)  # the second has given up on x, and waits for y
+    third = asyncio.create_task(step._obtain(job("x").items, EncodeOrder(job("x"), lambda *_: None)))
+    await asyncio.sleep(0)
+    assert "x" in flights
+    slow.fail.set()
+    assert await third == [], "nobody encoded x, since one who had given up was to"
+    for task in obtain:
+        task.cancel()
+    await asyncio.wait(obtain)
+    assert len(flights) == 0
 
 
 @pytest.mark.parametrize("params", [None, {}, [], {"other key": {"metadata": GRID}}])

@@ -14,6 +14,7 @@ import store.arena
 from store.arena import Arena
 from store.errors import CorruptFeatureError, StoreError, StoreFullError
 from store.interface import FeatureStore
+from tests.store.conftest import CAPACITY
 
 PAGE = 4096
 
@@ -300,6 +301,25 @@ def test_a_stopped_lock_holder_costs_a_deadline_not_a_hang(arena: Arena, arena_p
         waiting.contains("k")
     assert not waiting.contains("k")
     waiting.close()
+
+
+@pytest.mark.parametrize("then", ["reserve", "put"])
+def test_room_that_could_not_be_given_back_for_the_lock_goes_back_later(
+    arena: Arena, arena_path: Path, then: str
+) -> None:
+    impatient = Arena.attach(arena_path, lock_timeout_s=0.05)
+    room = impatient.reserve("k", CAPACITY)
+    assert room is not None
+    with arena._lock, pytest.raises(StoreError, match="held the lock"):
+        room.abandon()
+    room.detach()  # what the fetch that failed does next
+    if then == "put":
+        assert impatient.put("n", bytes(CAPACITY), shape=(CAPACITY,), dtype="uint8")
+    else:
+        again = impatient.reserve("k", CAPACITY)
+        assert again is not None, "the key is taken for as long as this process lives"
+        again.abandon()
+    impatient.close()
 
 
 def test_threads_share_an_arena(arena: Arena) -> None:

@@ -45,6 +45,7 @@ class EncoderScheduler:
         self._again: dict[str, set[str]] = {}  # request → keys that the store's word is not taken for
         self._offers: dict[str, Lease] = {}  # found in the store during this step
         self._leases: dict[str, list[Lease]] = {}  # request → what its step loads
+        self._dropped: list[Lease] = []  # to be given back
         self._step = FeatureStep()
 
     def asked(self, request: Request) -> None:
@@ -91,9 +92,10 @@ class EncoderScheduler:
         """What the worker is told. `loaded`: finished requests whose loads are surely done."""
         for request in loaded:
             self._forget(request)
-            _release(self._leases.pop(request, []))
-        _release(self._offers.values())
+            self._dropped += self._leases.pop(request, [])
+        self._dropped += self._offers.values()
         self._offers.clear()
+        self._release()
         step, self._step = self._step, FeatureStep()
         step.held = list(dict.fromkeys(key for keys in self._held.values() for key in keys))
         return step
@@ -104,6 +106,15 @@ class EncoderScheduler:
     def _forget(self, request: str) -> None:
         self._held.pop(request, None)
         self._again.pop(request, None)
+
+    def _release(self) -> None:
+        while self._dropped:
+            try:
+                self._dropped[-1].release()
+            except StoreError as error:  # the store does not answer, and the scheduler has waited for it once
+                logger.warning("%d features stay pinned for now: %s", len(self._dropped), error)
+                return
+            self._dropped.pop()
 
     def _remember(self, request: Request) -> ItemMetadata:
         items = self._collect(request.mm_features)
@@ -117,11 +128,3 @@ class EncoderScheduler:
         while len(self._metadata) > _MAX_REMEMBERED:
             self._metadata.popitem(last=False)
         return items
-
-
-def _release(leases: Iterable[Lease]) -> None:
-    for lease in leases:
-        try:
-            lease.release()
-        except StoreError as error:  # ends with this process at the latest
-            logger.warning("a feature stays pinned: %s", error)

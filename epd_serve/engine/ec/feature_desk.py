@@ -46,12 +46,18 @@ class FeatureDesk(Generic[PinT]):
         self.slots = RecomputeSlots(recompute_limit)
         self.counters: Counter[str] = Counter()
         self._decided: set[str] = set()
+        self._waits: set[str] = set()  # told to WAIT when it last asked
         self._failed: dict[str, bool] = {}  # request → whether vLLM was told
 
     def admission(self, request: str, keys: Sequence[str], now: float, *, must_not_recompute: bool) -> Admission:
         """Asked at every step. `keys`: items that its prefill has not passed yet, O(len(keys))."""
         if request in self._failed:
             return Admission.WAIT  # vLLM has been told, or will be at the end of this step
+        admission = self._admission(request, keys, now, must_not_recompute=must_not_recompute)
+        (self._waits.add if admission is Admission.WAIT else self._waits.discard)(request)
+        return admission
+
+    def _admission(self, request: str, keys: Sequence[str], now: float, *, must_not_recompute: bool) -> Admission:
         if request not in self._decided:
             self.table.undecide(request)  # it was preempted after its prefill: what comes now is of use again
         states = {key: self.table.need(request, key, now) for key in keys}
@@ -95,14 +101,19 @@ class FeatureDesk(Generic[PinT]):
         requests = list(requests)
         for request in requests:
             self._failed.pop(request, None)
+            self._waits.discard(request)
             self._needs_no_slot(request)
         self.table.release(requests)
 
     def passed(self, request: str) -> None:
-        """The request's prefill has all its items behind it."""
+        """The request's prefill has all its items behind it, or a prefix cache has them all while it waits."""
         if request in self._decided:
             self._decided.discard(request)
             self.slots.give_back(request)
+        elif request in self._waits:  # it would get a slot that it never gives back before its end
+            self._waits.discard(request)
+            self.slots.give_back(request)
+            self.table.forgo(request)
 
     def waiting(self) -> bool:
         """Whether a request waits for a feature or a slot."""

@@ -109,11 +109,13 @@ class FeatureTable(Generic[PinT]):
         """These requests have finished: what only they needed is unpinned."""
         for request in requests:
             for key in self._keys_of.pop(request, ()):
-                item = self._items[key]
-                for known in (item.requests, item.told, item.decided):
-                    known.discard(request)
-                if not item.requests:
-                    self._drop(key)
+                self._leaves(request, key)
+
+    def forgo(self, request: str) -> None:
+        """The request does without what is not here: nobody looks for it on its behalf. It may ask anew."""
+        for key in [key for key in self._keys_of.get(request, ()) if self._items[key].pin is None]:
+            self._keys_of[request].discard(key)
+            self._leaves(request, key)
 
     def pinned(self, key: str) -> PinT | None:
         """The pin of a READY feature that a request needs, else None: a mere prefetch may be let go at any time."""
@@ -219,6 +221,13 @@ class FeatureTable(Generic[PinT]):
     def _lose(self, item: Item[PinT]) -> None:
         item.state = FeatureState.LOST
         self.lost_by_cause[item.cause] += 1
+
+    def _leaves(self, request: str, key: str) -> None:
+        item = self._items[key]
+        for known in (item.requests, item.told, item.decided):
+            known.discard(request)
+        if not item.requests:
+            self._drop(key)
 
     def _no_longer_idle(self, key: str, item: Item[PinT]) -> None:
         if key in self._idle:

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 PUT_TIMEOUT_S = 30.0
 _MAX_QUEUED = 256
 _RETRY_S = 0.02
+_OTHER_WRITER_S, _RETRY_TAKEN_S = 3.0, 0.005  # a fetch of the same feature ends at its own deadline, unless stopped
 _RENEWED_WHILE_FULL_S = 3.0  # whoever waits for a feature that has no room longer than that may recompute it
 
 
@@ -127,12 +128,17 @@ class FeatureWriter:
         data = host.view(torch.uint8).reshape(-1).numpy()
         if job.again:
             self._forget(job.key)
-        deadline = time.monotonic() + self._put_timeout_s
+        begun = time.monotonic()
+        deadline = begun + self._put_timeout_s
         while True:
             try:
-                self._pool.put_local(
+                stored = self._pool.put_local(
                     job.key, data, shape=tuple(host.shape), dtype=str(host.dtype).removeprefix("torch.")
                 )
+                if not stored and not self._pool.contains_local(job.key):  # another process is writing it, and may fail
+                    if time.monotonic() >= begun + _OTHER_WRITER_S or self._closing.wait(_RETRY_TAKEN_S):
+                        raise StoreError("another process is writing it and does not finish")
+                    continue
             except StoreFullError:
                 never = data.nbytes > self._pool.stats().capacity_bytes
                 if never or time.monotonic() >= deadline or self._closing.wait(_RETRY_S):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +73,23 @@ def test_an_offer_that_vllm_had_no_room_for_is_not_kept(scheduler: EncoderSchedu
     assert scheduler.has("k")
     assert scheduler.step([]).loads == []
     assert arena.stats().leased == 0
+
+
+def test_a_pin_that_met_a_stuck_lock_goes_back_with_a_later_step(arena: Arena) -> None:
+    pool = FeaturePool(Arena.attach(arena.path, lock_timeout_s=0.05))
+    scheduler = EncoderScheduler(pool, Trace("", "E0"), collect)
+    for key in ("a", "b"):
+        put(arena, key)
+        scheduler.asked(request(key, key))
+        assert scheduler.has(key)
+    with arena._lock:
+        begun = time.monotonic()
+        scheduler.step([])
+        assert time.monotonic() - begun < 0.1, "the scheduler waits for the lock once, not once per pin"
+    assert arena.stats().leased == 2
+    scheduler.step([])
+    assert arena.stats().leased == 0
+    scheduler.close()
 
 
 def test_a_corrupt_feature_is_encoded(scheduler: EncoderScheduler, arena: Arena) -> None:
@@ -217,6 +235,19 @@ def test_a_full_store_is_waited_for_and_shown(stages: Stages, arena: Arena) -> N
     wait_for(lambda: arena.contains("a") and arena.contains("b"))
     wait_for(lambda: ear.of(wire.StoreReport)[-1].waiting_puts == 0)
     assert not ear.of(wire.FeatureFailed)
+
+
+def test_what_another_process_is_still_writing_is_not_announced(stages: Stages, arena: Arena) -> None:
+    e, ear = stages.producer(), stages.ear()
+    wait_for(lambda: ear.of(wire.StoreReport))
+    room = arena.reserve("k", 64)  # a consumer of this host fetches it from the second tier
+    assert room is not None
+    e.save({"k": feature()}, "k")
+    wait_for(lambda: ear.of(wire.FeaturePending)[-1:] and "k" in ear.of(wire.FeaturePending)[-1].keys)
+    assert not ear.of(wire.FeatureReady)
+    room.abandon()  # and does not get it
+    wait_for(lambda: ear.of(wire.FeatureReady, key="k"))
+    assert arena.contains("k")
 
 
 def test_a_store_that_stays_full_keeps_nobody_waiting(

@@ -83,8 +83,10 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(request=st.sampled_from(REQUESTS))
     def a_prefill_passes_its_items(self, request: str) -> None:
-        if request in self.running:
+        """Or a prefix cache that has them all spares it the wait."""
+        if request in self.live and request not in self.failed:
             self.desk.passed(request)
+            self.running.add(request)
             self.recomputing.discard(request)
 
     # --- the store and its listener ---
@@ -238,6 +240,31 @@ def test_a_prefill_that_is_over_gives_its_slot_to_the_next() -> None:
     assert d.table.wanted() == []  # nobody looks for what has been recomputed
     assert ask(d, "r", "a") is Admission.WAIT  # preempted: in line again,
     assert d.table.wanted() == ["a"]  # and what comes now is used
+
+
+def test_a_request_that_a_prefix_cache_takes_out_of_the_line_gets_no_slot() -> None:
+    d = desk(limit=1)
+    for request, key in (("r", "a"), ("s", "b"), ("t", "c")):
+        ask(d, request, key)
+        lose(d, key)
+        ask(d, request, key)
+    assert (d.slots.taken, d.slots.standing) == (1, 2)
+    d.passed("s")
+    assert d.slots.standing == 1
+    d.passed("r")
+    assert ask(d, "t", "c") is Admission.RUN, "the slot went to a request that needs none"
+    assert d.table.wanted() == []
+
+
+def test_nobody_looks_for_a_feature_whose_only_request_a_prefix_cache_has_served() -> None:
+    d, pin = desk(), FakePin()
+    ask(d, "r", "ab")
+    d.table.arrived("a", pin, 0.0)
+    d.passed("r")
+    assert not d.waiting()
+    assert d.table.pinned("a") is pin, "it may have been loaded"
+    assert ask(d, "r", "ab") is Admission.WAIT  # preempted
+    assert d.table.wanted() == ["b"]
 
 
 def test_a_request_that_must_not_recompute_fails_once() -> None:

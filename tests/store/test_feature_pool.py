@@ -1,0 +1,74 @@
+"""The way between the tiers, with a second tier that a test holds in its hands."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from store.arena import Arena
+from store.feature import FeatureMeta
+from store.feature_pool import FeaturePool
+
+
+class Tier:
+    """Counts what it is asked; its one value is 64 bytes."""
+
+    def __init__(self) -> None:
+        self.guard = SimpleNamespace(late_calls=0, openings=0)
+        self.state = "up"
+        self.asked = 0
+        self.fetching = threading.Event()
+
+    def register(self, address: int, nbytes: int) -> None: ...
+
+    def close(self) -> None: ...
+
+    def deadline_s(self, nbytes: int) -> float:
+        return 5.0
+
+    def size(self, key: str) -> int | None:
+        self.asked += 1
+        return 64
+
+    def fetch_into(self, key: str, address: int, nbytes: int, *, on_failure: Callable[[], None]) -> FeatureMeta | None:
+        return FeatureMeta(key, (64,), "uint8", 64, None)
+
+    def put_from(self, meta: FeatureMeta, address: int, *, on_failure: Callable[[], None]) -> None: ...
+
+
+def test_waiting_for_another_fetch_of_the_same_feature_asks_the_network_once(arena: Arena) -> None:
+    tier: Any = Tier()
+    pool = FeaturePool(Arena.attach(arena.path), tier)
+    room = arena.reserve("k", 64)
+    assert room is not None
+    threading.Timer(0.2, lambda: room.commit(FeatureMeta("k", (64,), "uint8", 64, None)).release()).start()
+    lease = pool.fetch("k")
+    assert lease is not None and tier.asked == 1
+    lease.release()
+    pool.close()
+
+
+def test_a_lease_that_met_a_stuck_lock_goes_back_with_the_next(arena: Arena, arena_path: Path) -> None:
+    tier: Any = Tier()
+    pool = FeaturePool(Arena.attach(arena_path, lock_timeout_s=0.05), tier)
+    for key in ("k", "n"):
+        assert pool.put_local(key, b"x", shape=(1,), dtype="uint8")
+    held = threading.Event()
+
+    def hold(*_: object, **__: object) -> None:
+        arena._lock.__enter__()
+        held.set()
+
+    tier.put_from = hold
+    try:
+        assert pool.publish("k"), "it is there, whatever became of the lease"
+    finally:
+        assert held.is_set()
+        arena._lock.__exit__(None, None, None)
+    assert arena.stats().leased == 1
+    tier.put_from = lambda *_, **__: None
+    assert pool.publish("n") and arena.stats().leased == 0
+    pool.close()
