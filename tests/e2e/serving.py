@@ -111,6 +111,14 @@ class Serving(Endpoint):
     def instances(self) -> dict[str, dict[str, Any]]:
         return {entry["id"]: entry for entry in self.get("/instances").json()["instances"]}
 
+    def counters(self, instance: str) -> dict[str, int]:
+        """What the instance last reported of the MM Store, twice a second."""
+        counters: dict[str, int] = self.instances()[instance]["store"]["counters"]
+        return counters
+
+    def recomputed(self, instance: str) -> int:
+        return sum(count for name, count in self.counters(instance).items() if name.startswith("recomputed."))
+
     def stage(self, instance: str) -> Endpoint:
         """A stage's own server, past the proxy."""
         return Endpoint(next(self._urls(instance)))

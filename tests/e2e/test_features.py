@@ -35,16 +35,6 @@ def fresh(number: int) -> Body:
     return about(fresh_prompt(number))
 
 
-def counters(launch: Serving, instance: str) -> dict[str, int]:
-    report = launch.instances()[instance]["store"]
-    counts: dict[str, int] = report["counters"]
-    return counts
-
-
-def recomputed(launch: Serving) -> int:
-    return sum(count for name, count in counters(launch, "P0").items() if name.startswith("recomputed."))
-
-
 def proxy_metric(launch: Serving, line: str) -> float:
     values = [row.rsplit(" ", 1)[1] for row in launch.get("/metrics").text.splitlines() if row.startswith(line + " ")]
     return float(values[0]) if values else 0.0
@@ -90,8 +80,8 @@ def test_a_known_picture_is_not_encoded_again_and_its_media_stays_at_the_proxy(
 ) -> None:
     body = fresh(0)
     assert ask(launch, body) == solo_answer(body)
-    wait_until(lambda: counters(launch, "E0").get("encoded", 0) >= 1, 5, "E to report")
-    encoded = counters(launch, "E0")["encoded"]
+    wait_until(lambda: launch.counters("E0").get("encoded", 0) >= 1, 5, "E to report")
+    encoded = launch.counters("E0")["encoded"]
     as_metadata = proxy_metric(launch, 'epd_proxy_deliveries_total{delivery="metadata"}')
     skipped = proxy_metric(launch, "epd_proxy_encode_skipped_total")
     again = {**body, "max_tokens": 7}
@@ -99,18 +89,18 @@ def test_a_known_picture_is_not_encoded_again_and_its_media_stays_at_the_proxy(
     assert ask(launch, body) == solo_answer(body)
     assert proxy_metric(launch, 'epd_proxy_deliveries_total{delivery="metadata"}') == as_metadata + 2
     assert proxy_metric(launch, "epd_proxy_encode_skipped_total") == skipped + 2
-    assert counters(launch, "E0")["encoded"] == encoded
+    assert launch.counters("E0")["encoded"] == encoded
 
 
 @epd
 def test_concurrent_duplicates_are_encoded_once(launch: Serving, solo_answer: Solo) -> None:
     body = fresh(1)
     alone = solo_answer(body)
-    encoded = counters(launch, "E0").get("encoded", 0)
+    encoded = launch.counters("E0").get("encoded", 0)
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(lambda _: ask(launch, body), range(16))) == [alone] * 16
     time.sleep(0.6)  # one report period: what would be counted late is counted
-    assert counters(launch, "E0")["encoded"] == encoded + 1
+    assert launch.counters("E0")["encoded"] == encoded + 1
 
 
 @epd
@@ -157,34 +147,34 @@ def test_features_that_vanish_at_any_moment_cost_no_answer(launch: Serving, solo
 def test_a_slow_encoder_does_not_turn_prefill_into_an_encoder(launch: Serving, solo_answer: Solo) -> None:
     bodies = [fresh(60 + number) for number in range(16)]
     alone = [solo_answer(body) for body in bodies]
-    before = recomputed(launch)
+    before = launch.recomputed("P0")
     with slowed(launch.stage_pid("E0"), 1 / 20), ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda body: ask(launch, body), bodies)) == alone
     time.sleep(0.6)  # one report period
-    share = (recomputed(launch) - before) / len(bodies)
+    share = (launch.recomputed("P0") - before) / len(bodies)
     assert share <= 0.25
-    settled = recomputed(launch)
+    settled = launch.recomputed("P0")
     for number in range(80, 84):
         assert ask(launch, fresh(number)) == solo_answer(fresh(number))
     time.sleep(0.6)
-    assert recomputed(launch) == settled, "with the encoder back to its speed nothing is recomputed"
+    assert launch.recomputed("P0") == settled, "with the encoder back to its speed nothing is recomputed"
 
 
 @epd
 def test_a_prefill_stage_restarted_before_it_fetched_finds_the_feature(launch: Serving, solo_answer: Solo) -> None:
     body = fresh(100)
     alone = solo_answer(body)
-    encoded = counters(launch, "E0").get("encoded", 0)
+    encoded = launch.counters("E0").get("encoded", 0)
     group = launch.stage_pid("P0")
     os.killpg(group, signal.SIGSTOP)  # hears no event, fetches nothing …
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, launch, body)
-        wait_until(lambda: counters(launch, "E0")["encoded"] == encoded + 1, 10, "E to have encoded")
+        wait_until(lambda: launch.counters("E0")["encoded"] == encoded + 1, 10, "E to have encoded")
         wait_until(lambda: launch.instances()["P0"]["in_flight"]["prefill"] == 1, 10, "P to have been asked")
         os.killpg(group, signal.SIGKILL)  # … and dies
         assert answer.result(timeout=170) == alone
     wait_until(launch.healthy, 180, "P0 to be back")
-    assert counters(launch, "E0")["encoded"] == encoded + 1, "the event was for the dead one; the index is the truth"
+    assert launch.counters("E0")["encoded"] == encoded + 1, "the event was for the dead one; the index is the truth"
 
 
 @epd
@@ -192,10 +182,10 @@ def test_an_encoder_killed_while_it_stores_costs_no_answer(launch: Serving, solo
     bodies = [fresh(110 + number) for number in range(8)]
     alone = [solo_answer(body) for body in bodies]
     group = launch.stage_pid("E0")
-    encoded = counters(launch, "E0").get("encoded", 0)
+    encoded = launch.counters("E0").get("encoded", 0)
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(ask, launch, body) for body in bodies]
-        wait_until(lambda: counters(launch, "E0").get("encoded", 0) > encoded or answers[0].done(), 10, "the first")
+        wait_until(lambda: launch.counters("E0").get("encoded", 0) > encoded or answers[0].done(), 10, "the first")
         os.killpg(group, signal.SIGKILL)
         assert [answer.result(timeout=170) for answer in answers] == alone
     wait_until(launch.healthy, 180, "E0 to be back")
