@@ -16,13 +16,14 @@ recomputes. So where metadata travels, media to be recomputed goes under a name 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 from epd_serve.wire import MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG
 from proxy.bodies import media_name, placeholder_body, renamed_body, with_xargs
 from proxy.job import Job
+from proxy.media import LoadedItem
 from proxy.settings import ProxySettings
 
 
@@ -78,9 +79,21 @@ def delivered(job: Job, delivery: Delivery, settings: ProxySettings) -> Mapping[
     if delivery is Delivery.FEATURES:
         return with_xargs(job.base, **_FAIL)
     base, missing = job.base, job.features.missing
-    if _only_under_another_name(job, settings):
-        base, missing = renamed_body(base, job.items), tuple(dict.fromkeys(media_name(item.key) for item in job.items))
+    if renamed := _renamed(job, settings):
+        base = renamed_body(base, renamed)
+        missing = tuple(dict.fromkeys(media_name(item.key) for item in renamed))
     return with_xargs(base, **{MISSING_XARG: ",".join(missing)}) if missing else base
+
+
+def _renamed(job: Job, settings: ProxySettings) -> Sequence[LoadedItem]:
+    """Items of `job` whose media goes under a name of its own. What is surely recomputed needs no feature's name, and
+    another life of this proxy may have sent it as metadata."""
+    assert job.features is not None, "only requests with features are asked about"
+    if _only_under_another_name(job, settings):
+        return job.items
+    if settings.send_pixels != "auto" or job.request.processor_options:
+        return ()
+    return [item for item in job.items if item.key in job.features.missing]
 
 
 def _only_under_another_name(job: Job, settings: ProxySettings) -> bool:

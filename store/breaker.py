@@ -240,6 +240,11 @@ class Guard:
                     reason = str(error)
                     log.info("%s is still down: %s", self.name, reason)
                 continue
+            except Exception as error:  # without its probe the breaker would stay open for ever
+                if str(error) != reason:
+                    reason = str(error)
+                    log.exception("%s: the probe failed", self.name)
+                continue
             with self._lock:
                 self._failures = 0
                 self._open = False

@@ -210,6 +210,15 @@ async def test_where_metadata_travels_media_that_may_be_recomputed_never_has_a_f
             assert "pixels" in kinds(c, "PD0")
 
 
+async def test_what_is_surely_recomputed_has_no_features_name_though_this_proxy_has_seen_no_metadata() -> None:
+    """Another life of the proxy may have sent the item without its media, which the stage then remembers."""
+    async with cluster("E0", "PD0") as c:
+        c["E0"].usual = refuses(500, "boom")
+        assert (await c.ask()).status_code == 200
+        [[key]], [[name]] = {tuple(keys) for keys in c["E0"].keys}, c["PD0"].keys
+        assert name != key and xargs(c["PD0"].calls[0]) == {MISSING_XARG: name}
+
+
 async def test_where_no_encoder_gives_metadata_media_keeps_the_features_name_and_may_be_recomputed() -> None:
     async with cluster("E0", "PD0") as c:
         assert (await c.ask()).status_code == 200

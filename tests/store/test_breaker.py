@@ -105,3 +105,16 @@ def test_our_own_refusals_do_not_open_it(dependency: Dependency) -> None:
         with pytest.raises(StoreError, match="full"):
             guard.call(refuse)
     assert guard.state == "up"
+
+
+def test_a_probe_that_fails_in_a_way_nobody_named_is_repeated() -> None:
+    """Without its probe an open breaker would stay open for ever."""
+    outcomes = [RuntimeError("setup: bad address"), StoreUnavailableError("away")]
+
+    def probe() -> None:
+        if outcomes:
+            raise outcomes.pop(0)
+
+    guard = Guard("it", probe, timeout_s=0.05, probe_after_s=0.01, is_open=True)
+    assert guard.wait_until_up(5) and guard.call(lambda: 7) == 7
+    assert guard.close(5)
