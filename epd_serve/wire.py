@@ -26,6 +26,8 @@ VERSION = 2
 
 MISSING_XARG = "epd_missing"
 """Proxy → P, in `vllm_xargs`: comma-separated keys of items that no encoder produced; P need not wait for them."""
+ALL_MISSING = "*"
+"""Instead of the keys: every item. Where a request has processor options only vLLM knows the items' names."""
 
 ON_MISSING_XARG = "epd_on_missing"
 """Proxy → P, PD, D, in `vllm_xargs`: `fail` where a lost feature must fail the request instead of being recomputed,

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from epd_serve.wire import MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG
+from epd_serve.wire import ALL_MISSING, MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG
 from proxy.bodies import media_name, placeholder_body, renamed_body, with_xargs
 from proxy.job import Job
 from proxy.media import LoadedItem
@@ -82,6 +82,8 @@ def delivered(job: Job, delivery: Delivery, settings: ProxySettings) -> Mapping[
     if renamed := _renamed(job, settings):
         base = renamed_body(base, renamed)
         missing = tuple(dict.fromkeys(media_name(item.key) for item in renamed))
+    if job.request.processor_options and set(missing) == {item.key for item in job.items}:
+        missing = (ALL_MISSING,)
     return with_xargs(base, **{MISSING_XARG: ",".join(missing)}) if missing else base
 
 

@@ -40,6 +40,7 @@ class _Progress:
     failures: int = 0
     probing_until: float | None = None
     encoded_again: bool = False
+    doubted: bool = False  # an attempt failed with nobody saying that a feature was missing
 
 
 class GenerateStep:
@@ -85,8 +86,7 @@ class GenerateStep:
                 failure = error
             finally:
                 route.release()
-            if _may_step_down(delivery, failure):
-                await self._step_down(progress, delivery, failure, route)
+            if _may_step_down(delivery, failure) and await self._step_down(progress, delivery, failure, route):
                 continue
             pause_s = self._retry_pause_s(progress, failure, route)
             if not self._router.has_alternative(multimodal=multimodal, fused=fused, avoid=progress.avoid):
@@ -118,14 +118,21 @@ class GenerateStep:
         self._metrics.retries.labels(failure.stage).inc()
         return pause_s
 
-    async def _step_down(self, progress: _Progress, delivery: Delivery, failure: EpdError, route: Route) -> None:
-        """Choose the next delivery after one that a lost feature may have failed. Both stages have been left."""
+    async def _step_down(self, progress: _Progress, delivery: Delivery, failure: EpdError, route: Route) -> bool:
+        """Choose the next delivery after one that a lost feature may have failed. Both stages have been left.
+
+        False: nobody says that a feature was missing, so it may be the stage that is ill. Once, that is believed: a
+        stage that dies must not have its features computed again elsewhere.
+        """
         job = progress.job
         missing: FeatureMissing | None = None
         if isinstance(failure, StageError):
             missing = await self._hearsay.missing_for(job.id)
-            if missing is None:  # then it may be the stage that is ill
+            if missing is None:
                 progress.avoid.add(_life_of(failure, route))
+                if self._hearsay.listening and not progress.doubted:
+                    progress.doubted = True
+                    return False
         else:  # with the media, the stage judges what the client wrote
             self._hearsay.directory.distrust(item.key for item in job.items)
         cause = missing.cause if missing is not None else failure.code or "refused"
@@ -148,6 +155,7 @@ class GenerateStep:
             cause,
             progress.delivery.value,
         )
+        return True
 
 
 def _may_step_down(delivery: Delivery, failure: EpdError) -> bool:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from epd_serve.wire import ENCODE_AGAIN_XARG, MISSING_XARG, ON_MISSING_XARG, FeatureMissing
+from epd_serve.wire import ALL_MISSING, ENCODE_AGAIN_XARG, MISSING_XARG, ON_MISSING_XARG, FeatureMissing
+from proxy.hearsay import Hearsay
 from proxy.request import Endpoint
 from proxy.table import Work
 from tests.proxy.fakes import (
@@ -169,6 +170,27 @@ async def test_a_failure_nobody_explains_is_also_followed_by_pixels_and_the_inst
         c["PD0"].script.append(breaks)
         assert (await c.ask()).status_code == 200
         assert kinds(c, "PD0") == ["metadata!"] and kinds(c, "PD1") == ["pixels"]
+
+
+async def test_a_proxy_that_hears_its_stages_first_believes_that_the_stage_was_ill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Hearsay, "listening", property(lambda _: True))
+    async with cluster("E0", "PD0", "PD1") as c:
+        c["E0"].usual = encodes()
+        c["PD0"].script.append(breaks)
+        assert (await c.ask()).status_code == 200
+        assert kinds(c, "PD0") == ["metadata!"] == kinds(c, "PD1"), "its feature is not computed again elsewhere"
+        c["PD0"].usual = c["PD1"].usual = breaks
+        assert (await c.ask()).status_code == 502
+        assert [*kinds(c, "PD0"), *kinds(c, "PD1")].count("pixels") >= 1, "but not for ever"
+
+
+async def test_a_request_with_processor_options_that_nobody_encoded_waits_for_none_of_its_items() -> None:
+    async with cluster("E0", "PD0") as c:
+        c["E0"].usual = breaks
+        assert (await c.ask(mm_processor_kwargs={"max_pixels": 100})).status_code == 200
+        assert xargs(c["PD0"].calls[0]) == {MISSING_XARG: ALL_MISSING}, "vLLM's name for the item is not ours"
 
 
 async def test_a_stage_that_cannot_be_reached_says_nothing_about_features() -> None:

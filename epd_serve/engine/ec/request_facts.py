@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from epd_serve.wire import ENCODE_AGAIN_XARG, MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG
+from epd_serve.wire import ALL_MISSING, ENCODE_AGAIN_XARG, MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -31,7 +31,8 @@ def item_keys(request: Request, num_computed_tokens: int = 0) -> list[str]:
 
 def not_encoded(request: Request) -> list[str]:
     """Keys that no encoder produced, by the proxy's word."""
-    return _keys(request, MISSING_XARG)
+    keys = _keys(request, MISSING_XARG)
+    return item_keys(request) if keys == [ALL_MISSING] else keys
 
 
 def to_encode_again(request: Request) -> list[str]:

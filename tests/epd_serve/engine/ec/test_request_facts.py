@@ -50,6 +50,7 @@ def test_items_that_the_prefill_has_passed_are_not_needed() -> None:
 def test_xargs_are_read_and_nonsense_is_not() -> None:
     said = request(epd_missing="a,,b", epd_on_missing="fail", epd_encode_again="b")
     assert (not_encoded(said), to_encode_again(said), must_not_recompute(said)) == (["a", "b"], ["b"], True)
+    assert not_encoded(request(epd_missing="*")) == ["a", "b"]
     odd = request(epd_missing=3, epd_on_missing="FAIL")
     assert (not_encoded(odd), must_not_recompute(odd)) == ([], False)
     assert not must_not_recompute(request())
