@@ -99,17 +99,25 @@ def _wiring(path: str | None, role: str | None, instance: str) -> StageWiring:
         raise ConfigError(f"wiring file {path} cannot be read: {error}", param="--wiring") from error
     if not isinstance(raw, dict) or not {"instance", "role", "incarnation"} <= set(raw):
         raise ConfigError(f"wiring file {path} needs instance, role and incarnation", param="--wiring")
+    if str(raw["role"]) not in {known.value for known in Role}:
+        raise ConfigError(f"wiring file {path}: {raw['role']!r} is no role", param="--wiring")
     if role is not None and raw["role"] != role:
         raise ConfigError(f"--role {role} contradicts role {raw['role']} of {path}; drop --role", param="--role")
-    return StageWiring.from_json(raw)
+    try:
+        return StageWiring.from_json(raw)
+    except TypeError as error:
+        raise ConfigError(f"wiring file {path}: {error}", param="--wiring") from error
 
 
 def device_list(text: str) -> tuple[int, ...]:
     """`0,1` as ids. Raises ConfigError."""
     try:
-        return tuple(int(entry) for entry in text.split(",") if entry.strip())
+        ids = tuple(int(entry) for entry in text.split(",") if entry.strip())
     except ValueError:
-        raise ConfigError(f"--device-ids {text!r} is not a list such as 0,1", param="--device-ids") from None
+        ids = (-1,)
+    if any(one < 0 for one in ids) or len(set(ids)) < len(ids):
+        raise ConfigError(f"--device-ids {text!r} is not a list such as 0,1", param="--device-ids")
+    return ids
 
 
 @dataclass(frozen=True)
@@ -157,20 +165,33 @@ def _instance(path: str, entry: Any) -> Instance:
         if key not in valid:
             raise ConfigError(f"stages file {path}: {unknown('key', str(key), valid)}", param="--stages")
     roles = {role.value for role in Role}
-    if entry["role"] not in roles:
+    if str(entry["role"]) not in roles:
         raise ConfigError(f"stages file {path}: {unknown('role', str(entry['role']), roles)}", param="--stages")
-    address = urlsplit(str(entry["url"]))
-    if address.scheme != "http" or address.hostname is None:
+    if not is_http_address(str(entry["url"])):
         raise ConfigError(f"stages file {path}: url {entry['url']!r} is not http://HOST:PORT", param="--stages")
+    devices = entry.get("devices", [])
+    if not isinstance(devices, list) or not all(isinstance(one, int) for one in devices):
+        raise ConfigError(f"stages file {path}: devices {devices!r} is not a list of numbers", param="--stages")
     return Instance(
         id=str(entry["id"]),
-        role=Role(entry["role"]),
+        role=Role(str(entry["role"])),
         url=str(entry["url"]).rstrip("/"),
         incarnation=str(entry.get("incarnation", "static")),
         kv_endpoint=entry.get("kv_endpoint"),
         events=entry.get("events"),
-        devices=tuple(entry.get("devices", ())),
+        devices=tuple(devices),
     )
+
+
+def is_http_address(url: str) -> bool:
+    """Whether it is http://HOST:PORT and nothing more; without a port it is 80."""
+    try:
+        address = urlsplit(url)
+        port = address.port  # raises when it is none
+    except ValueError:
+        return False
+    plain = address.path in ("", "/") and not (address.query or address.fragment or "@" in address.netloc)
+    return address.scheme == "http" and bool(address.hostname) and port != 0 and plain
 
 
 def run_proxy(*, stages: str, host: str, port: int, proxy: Sequence[str], api_keys: Sequence[str]) -> int:

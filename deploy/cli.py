@@ -178,7 +178,7 @@ def _add_stage(commands: Any) -> _Parser:
     parser.add_argument("--role", choices=[role.value for role in Role], help="stages to run (default: of --wiring)")
     parser.add_argument("--instance", default="", help="name (default: role and 0)")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind; keep it private, it has no guard")
-    parser.add_argument("--port", type=int, default=8001)
+    parser.add_argument("--port", type=_port, default=8001)
     parser.add_argument("--device", default="auto", choices=("auto", "npu", "cuda", "cpu"))
     parser.add_argument("--device-ids", default="", metavar="0,1", help="devices, one per tensor-parallel rank")
     parser.add_argument("--served-model-name", default="")
@@ -198,6 +198,13 @@ def _add_stage(commands: Any) -> _Parser:
     ):
         cluster.add_argument(flag, type=kind, default=number, help=text)
     return parser
+
+
+def _port(text: str) -> int:
+    """A port as argparse's `type`."""
+    if not (re.fullmatch("[0-9]{1,5}", text) and 1 <= int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 1 and 65535")
+    return int(text)
 
 
 _MEMBERS_OWN = ("cluster_key_file", "run_root", "arena_mib", "mooncake_segment_mib", "drain_s", "startup_timeout_s")
@@ -229,14 +236,16 @@ def _add_proxy(commands: Any) -> _Parser:
     parser.set_defaults(command=_proxy)
     parser.add_argument("--stages", metavar="FILE.yaml", help="stages and model (see docs)")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=_port, default=8000)
     parser.add_argument("--proxy", action="append", default=[], metavar="KEY=VALUE", help="a proxy setting; repeatable")
     parser.add_argument("--api-key", dest="api_keys", action="append", default=[], help="repeatable")
     head = parser.add_argument_group("as the head of a cluster that stages join (epd-serve stage --join)")
     head.add_argument("--cluster-key-file", metavar="FILE", help="the key that stages join with; makes this a head")
     head.add_argument("--model", default="", help="model directory or hub name (default: the demo model)")
     head.add_argument("--cluster-host", default="", help="address for the stages (default: --host)")
-    head.add_argument("--cluster-port", type=int, default=0, help="first of four for the stages (default: --port + 10)")
+    head.add_argument(
+        "--cluster-port", type=_port, default=0, help="first of four for the stages (default: --port + 10)"
+    )
     head.add_argument("--mooncake-master", default="auto", metavar="auto|none|HOST:PORT", help="run one, or use that")
     for option in fields(DeployConfig):
         if option.name in _HEADS_OPTIONS:
@@ -269,8 +278,9 @@ def _proxy(arguments: dict[str, Any]) -> int:
     for name in (*_HEADS_OPTIONS, "passed"):
         if arguments.pop(name, None):
             raise ConfigError(f"{name} is for the head of a cluster (--cluster-key-file)", param=name)
-    for name in _HEADS_OWN:
-        del arguments[name]
+    for name, default in zip(_HEADS_OWN, ("", "", 0, "auto"), strict=True):
+        if arguments.pop(name) != default:
+            raise ConfigError(f"{name} is for the head of a cluster (--cluster-key-file)", param=name)
     return run_proxy(stages=stages, **arguments)
 
 

@@ -140,7 +140,9 @@ def run_head(
         )
     address = address_of(cluster_host or host, "--cluster-host")
     key = read_cluster_key(cluster_key_file)
-    head = Head(draw(config), key, address, cluster_port or port + 10, mooncake_master, tuple(passed))
+    first = cluster_port or port + 10
+    _check_ports(first, port)
+    head = Head(draw(config), key, address, first, mooncake_master, tuple(passed))
     root = Path(config.run_root) if config.run_root else None
     settings = head.proxy_settings  # what is wrong with `--proxy` is said before anything starts
     screen = Screen(sys.stderr, terminal=is_terminal())
@@ -150,10 +152,37 @@ def run_head(
             screen.line(f"cleaned up after launch {launch_id}, which was killed")
         told = head.settings
         stack.enter_context(EventBus(told.events_publish, told.events_listen))
+        if mooncake_master == AUTO:
+            _check_free(address, head.port + 2, head.port + 3)
         run = RunDir.create(root)
         stack.callback(run.remove)
         asyncio.run(_serve(head, settings, run, listening, screen))
     return 0
+
+
+def _check_ports(first: int, port: int) -> None:
+    if first > 65535 - 3:
+        raise ConfigError(
+            f"the cluster's four ports from {first} on have to be below 65536; choose others with --cluster-port",
+            param="--cluster-port",
+        )
+    if port in range(first, first + 4):
+        raise ConfigError(
+            f"--port {port} is one of the cluster's four from {first} on; choose others with --cluster-port",
+            param="--cluster-port",
+        )
+
+
+def _check_free(address: str, *ports: int) -> None:
+    """Who listens there now would be taken for our master: it is found by the answers of its port."""
+    for port in ports:
+        try:
+            listen(address, port).close()
+        except ConfigError as error:
+            raise ConfigError(
+                f"mooncake_master cannot listen on {address}:{port} ({error}); choose other ports with --cluster-port",
+                param="--cluster-port",
+            ) from error
 
 
 async def _serve(head: Head, settings: ProxySettings, run: RunDir, listening: socket.socket, screen: Screen) -> None:

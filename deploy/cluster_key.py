@@ -14,8 +14,10 @@ def read_cluster_key(path: str) -> str:
     """The key.
 
     Raises:
-        ConfigError: unreadable, readable by everybody, or too short to be a secret.
+        ConfigError: none given, unreadable, open to everybody, or too short to be a secret.
     """
+    if not path:
+        raise ConfigError("give the file with the cluster's key by --cluster-key-file", param="--cluster-key-file")
     file = Path(path)
     make = f"make one with: (umask 077; openssl rand -hex 32 > {path})"
     try:
@@ -24,9 +26,10 @@ def read_cluster_key(path: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not plain text"
         raise ConfigError(f"cluster key file {path}: {reason}; {make}", param="--cluster-key-file") from error
-    if mode & stat.S_IROTH:
-        raise ConfigError(f"cluster key file {path} is readable by everybody: chmod 600 it", param="--cluster-key-file")
-    if len(key) < SHORTEST or any(letter.isspace() for letter in key):
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        what = "readable" if mode & stat.S_IROTH else "writable"
+        raise ConfigError(f"cluster key file {path} is {what} by everybody: chmod 600 it", param="--cluster-key-file")
+    if len(key) < SHORTEST or not all("!" <= letter <= "~" for letter in key):
         raise ConfigError(
             f"cluster key file {path} needs one word of at least {SHORTEST} characters; {make}",
             param="--cluster-key-file",

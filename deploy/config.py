@@ -6,6 +6,7 @@ stages' vLLM takes goes through `stage_args`, what the proxy takes through `prox
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -18,6 +19,10 @@ from epd_serve.errors import ConfigError
 CPU_PARALLEL_STARTS = 0
 """Stages that start at once on CPU; 0 = all. Imports dominate a start and share the page cache."""
 
+LEAST_SEGMENT_MIB = 16
+"""Mooncake's own bound (`store.mooncake_client.LEAST_SEGMENT_BYTES`); a stage would find it half a minute in."""
+
+_HOST = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?|\[[0-9A-Fa-f:.]+\]")
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, field-name
 
 
@@ -86,10 +91,11 @@ class DeployConfig:
                 raise ConfigError(unknown(option.name, getattr(self, option.name), choices), param=option.name)
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"port {self.port} is not between 1 and 65535", param="port")
-        positive = ("arena_mib", "mooncake_segment_mib", "kv_group_layers", "kv_staging_mib", "startup_timeout_s")
+        positive = ("arena_mib", "kv_group_layers", "kv_staging_mib", "startup_timeout_s")
         for name in (*positive, "recompute_limit"):
-            if getattr(self, name) <= 0:
+            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it has to be positive", param=name)
+        check_segment(self.mooncake_segment_mib)
         if self.parallel_starts < 0:
             raise ConfigError("parallel_starts is negative; 0 means all at once", param="parallel_starts")
         if self.media_root and not Path(self.media_root).is_dir():
@@ -104,6 +110,15 @@ class DeployConfig:
             raise ConfigError(f"tenant_header {self.tenant_header!r} is no header name", param="tenant_header")
 
 
+def check_segment(mib: int) -> None:
+    """Raises ConfigError when Mooncake takes no segment of this size."""
+    if mib < LEAST_SEGMENT_MIB:
+        raise ConfigError(
+            f"mooncake_segment_mib is {mib}; Mooncake takes no segment below {LEAST_SEGMENT_MIB}",
+            param="mooncake_segment_mib",
+        )
+
+
 def host_and_port(address: str) -> tuple[str, int]:
     """`10.0.0.1:50051` or `[fd00::1]:50051` as host and port.
 
@@ -111,7 +126,8 @@ def host_and_port(address: str) -> tuple[str, int]:
         ConfigError: it is something else.
     """
     host, colon, port = address.rpartition(":")
-    if not (colon and host and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+    right = colon and _HOST.fullmatch(host) and re.fullmatch("[0-9]{1,5}", port)
+    if not (right and 1 <= int(port) <= 65535):
         raise ConfigError(f"mooncake_master {address!r} is not HOST:PORT", param="mooncake_master")
     return host.removeprefix("[").removesuffix("]"), int(port)
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from deploy.alone import device_list
 from deploy.blueprint import draw
 from deploy.cluster_key import read_cluster_key
-from deploy.config import DeployConfig
+from deploy.config import DeployConfig, check_segment
 from deploy.environment import is_terminal, shm_root, stage_environment
-from deploy.join_client import HeadClient
+from deploy.join_client import HeadClient, check_head_url
 from deploy.join_member import Member
 from deploy.join_plan import JoinPlan, address_of, check_passed
 from deploy.mm_store import what_is_missing
@@ -34,7 +34,7 @@ from deploy.second_tier import record_pool
 from deploy.shared_memory import RESERVE_MIB, free_mib
 from deploy.stage_life import Spawn
 from deploy.supervisor import Patience, StageSpec, Supervisor
-from epd_serve.cluster import JoinAnswer, stage_key
+from epd_serve.cluster import MAX_DRAIN_S, NAME, JoinAnswer, stage_key
 from epd_serve.engine.argv import StageCommand, StagePlan, stage_command
 from epd_serve.engine.stage_guard import KEY_ENV
 from epd_serve.errors import ConfigError, EpdError, StageError
@@ -67,7 +67,9 @@ def run_joined(
     """
     if role is None:
         raise ConfigError("--join needs --role E, P, D, PD, EP or EPD", param="--role")
+    check_head_url(join)
     check_passed(passed)
+    _check_flags(role, instance, mooncake_segment_mib, drain_s)
     key = read_cluster_key(cluster_key_file)
     ids = device_list(device_ids)
     tp = max(1, len(ids))
@@ -91,6 +93,17 @@ def run_joined(
         tuple(passed),
     )
     return serve_joined(plan, join, key, drain_s=drain_s, root=Path(run_root) if run_root else None)
+
+
+def _check_flags(role: str, instance: str, segment_mib: int, drain_s: float) -> None:
+    """What would otherwise be found out after this stage's memory is there, or never."""
+    if Role(role) is Role.ED:
+        raise ConfigError("--role ED: vLLM has no encode-only path in it; run E and D apart", param="--role")
+    if instance and not NAME.fullmatch(instance):
+        raise ConfigError(f"--instance {instance!r} is not letters, digits, '.', '_' and '-'", param="--instance")
+    check_segment(segment_mib)
+    if not 0 <= drain_s <= MAX_DRAIN_S:
+        raise ConfigError(f"--drain-s {drain_s:g} is not between 0 and {MAX_DRAIN_S:g}", param="--drain-s")
 
 
 def serve_joined(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from types import TracebackType
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 
+from deploy.alone import is_http_address
 from epd_serve.cluster import (
     BEAT,
     JOIN,
@@ -44,9 +44,7 @@ class HeadClient:
     """
 
     def __init__(self, url: str, cluster_key: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        address = urlsplit(url)
-        if address.scheme != "http" or address.hostname is None or address.path not in ("", "/"):
-            raise ConfigError(f"--join {url!r} is not http://HOST:PORT of the head's proxy", param="--join")
+        check_head_url(url)
         self.url = url.rstrip("/")
         self._client = httpx.AsyncClient(
             base_url=self.url,
@@ -82,10 +80,10 @@ class HeadClient:
                 path,
                 content=msgspec.json.encode(message),
                 headers={"content-type": "application/json"},
-                timeout=timeout_s,
+                timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, TIMEOUT_S)),
             )
         except httpx.HTTPError as error:
-            raise HeadAwayError(f"no answer from {self.url} ({type(error).__name__})") from error
+            raise HeadAwayError(f"no answer from {self.url} ({str(error) or type(error).__name__})") from error
         if response.status_code < 300:
             return response.content
         raise self._refusal(response)
@@ -101,6 +99,12 @@ class HeadClient:
         if response.status_code in (404, 405):
             return JoinRefusedError(f"{self.url} is no head of a cluster: start it with --cluster-key-file")
         return JoinRefusedError(f"{self.url} refuses: {said}", code=code)
+
+
+def check_head_url(url: str) -> None:
+    """Raises ConfigError when it is not http://HOST:PORT."""
+    if not is_http_address(url):
+        raise ConfigError(f"--join {url!r} is not http://HOST:PORT of the head's proxy", param="--join")
 
 
 def _error(response: httpx.Response) -> tuple[str | None, str]:

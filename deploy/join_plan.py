@@ -149,8 +149,9 @@ def address_of(host: str, flag: str) -> str:
     """
     try:
         found = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError as error:
-        raise ConfigError(f"{flag} {host}: no IPv4 address ({error.strerror})", param=flag) from error
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no host name"
+        raise ConfigError(f"{flag} {host}: no IPv4 address ({reason})", param=flag) from error
     if found == "0.0.0.0":
         raise ConfigError(f"{flag} {host}: give the address by which the other machines reach this one", param=flag)
     return str(found)

@@ -37,7 +37,7 @@ from deploy.stage_news import StageNews
 from deploy.supervisor import Patience, StageSpec, Supervisor
 from deploy.wiring_plan import STAGE_HOST, SharedMemory, WiringPlan
 from epd_serve.engine.argv import StageCommand, StagePlan, stage_command
-from epd_serve.errors import EpdError, StageError
+from epd_serve.errors import ConfigError, EpdError, StageError
 from epd_serve.placement import InstancePlan
 from store.mooncake_master import MasterSettings
 
@@ -110,7 +110,12 @@ class _Session:
         )
         ports = dict(zip((plan.id for plan in blueprint.plans), free_ports(len(blueprint.plans)), strict=True))
         if config.trace_dir:
-            Path(config.trace_dir).mkdir(parents=True, exist_ok=True)
+            try:
+                Path(config.trace_dir).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"--trace-dir {config.trace_dir} cannot be made: {error.strerror}", param="--trace-dir"
+                ) from error
         return WiringPlan(blueprint, self.run, ports, memory, self.tier.address)
 
     async def serve(self) -> int:

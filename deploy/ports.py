@@ -44,10 +44,13 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: the port is in use or needs privileges, or the address is not of this machine.
     """
+    if not 1 <= port <= 65535:  # getaddrinfo takes 65536 and means 0
+        raise ConfigError(f"port {port} is not between 1 and 65535", param="--port")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"--host {host} cannot be resolved: {error.strerror}", param="--host") from error
+    except (OSError, UnicodeError) as error:  # UnicodeError: no host name at all
+        reason = error.strerror if isinstance(error, OSError) else "it is no host name"
+        raise ConfigError(f"--host {host} cannot be resolved: {reason}", param="--host") from error
     taken = socket.socket(family, kind, protocol)
     try:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -115,7 +115,7 @@ async def _connects(host: str, port: int) -> bool:
     try:
         async with asyncio.timeout(CONNECT_S):
             _, writer = await asyncio.open_connection(host, port)
-    except OSError:  # refused, unknown, or a TimeoutError
+    except (OSError, UnicodeError):  # refused, unknown, too long for a name, or a TimeoutError
         return False
     writer.close()
     return True

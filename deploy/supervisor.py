@@ -19,7 +19,7 @@ from typing import Protocol
 from deploy.health import health_status
 from deploy.stage_life import Spawn, StageLife
 from deploy.stage_log import FIRST_PHASE, phase_of
-from epd_serve.errors import StageError
+from epd_serve.errors import ConfigError, StageError
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Supervisor:
             lived = _Lived()
             try:
                 await self._live(stage, incarnation, lived)
-            except OSError as error:
+            except (OSError, ConfigError) as error:  # ConfigError: its command cannot be made (any more)
                 lived.reason = f"cannot be started: {error}"
             if stage.id not in self._seen_up:
                 raise StageError(f"{stage.what} {stage.id} did not start: {lived.reason}", stage=stage.id)

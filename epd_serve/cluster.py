@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 
 import msgspec
 
@@ -24,6 +25,12 @@ JOIN, BEAT, LEAVE = "/cluster/join", "/cluster/beat", "/cluster/leave"
 BEAT_S = 1.0
 MISSED_S = 5.0
 """Silence after which the head sends a member nothing more; its next beat brings it back."""
+
+MAX_DRAIN_S = 120.0
+"""Longest farewell: a head waits no longer for what a leaving member has in flight."""
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Of members and of their lives."""
 
 
 class JoinRequest(msgspec.Struct, frozen=True):

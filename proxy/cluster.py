@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from itertools import count
 
 from epd_serve.cluster import (
+    MAX_DRAIN_S,
     MISSED_S,
+    NAME,
     Beat,
     ClusterSettings,
     JoinAnswer,
@@ -38,7 +40,6 @@ logger = logging.getLogger(__name__)
 FORGET_S = 600.0
 """Silence after which a member's name is free and it no longer counts in /health."""
 
-MAX_DRAIN_S = 120.0
 _DRAIN_POLL_S = 0.05
 
 
@@ -96,8 +97,10 @@ class Membership:
         return JoinAnswer(name, self._settings, peers if request.role.sends_kv else [])
 
     def beat(self, beat: Beat) -> None:
-        """A member lives. Raises NotAMemberError."""
+        """A member lives. Raises NotAMemberError, JoinRefusedError (its life has no name)."""
         member = self._speaker(beat.id, beat.agent)
+        if beat.incarnation and not NAME.fullmatch(beat.incarnation):
+            raise JoinRefusedError("the incarnation is no name", code="bad_name")
         if beat.number <= member.number or member.leaving:
             return
         member.number, member.heard, member.silent = beat.number, self._now(), False

@@ -6,12 +6,17 @@ Later it would show as wrong answers (weights, processing flags) or as refused K
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
-from epd_serve.cluster import JoinRefusedError, JoinRequest
+from epd_serve.cluster import NAME, JoinRefusedError, JoinRequest
 from epd_serve.roles import Role
+
+MOST_RANKS, MOST_DEVICES = 1024, 1 << 16
+_URL = re.compile(r"http://(?P<host>[0-9.]+):(?P<port>[0-9]{1,5})")
+_CHANNEL = re.compile(r"tcp://(?P<host>[0-9.]+):(?P<port>[0-9]{1,5})(\+\{rank\})?")
+"""A KV address, as in `StageWiring`."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ def check_admission(
     Raises:
         JoinRefusedError: names what differs.
     """
+    _check_names(request)
     _check_address(request, caller)
     _check_role(request, identity)
     _check_versions(request, identity, present)
@@ -44,10 +50,42 @@ def check_admission(
     _check_width(request, present)
 
 
+def _check_names(request: JoinRequest) -> None:
+    """Names become file names on the stage's machine and labels in /metrics; numbers become loops."""
+    if request.instance and not NAME.fullmatch(request.instance):
+        raise JoinRefusedError(
+            f"the name {request.instance[:80]!r} is not made of letters, digits, '.', '_' and '-' (64 at most)",
+            param="--instance",
+            code="bad_name",
+        )
+    if request.incarnation and not NAME.fullmatch(request.incarnation):
+        raise JoinRefusedError("the incarnation is no name", code="bad_name")
+    devices_fit = len(request.devices) <= MOST_RANKS and all(0 <= one < MOST_DEVICES for one in request.devices)
+    if not (1 <= request.tp <= MOST_RANKS and devices_fit):  # JSON's numbers may be too long to be shown
+        raise JoinRefusedError("tp or devices are no place to run", param="--device-ids", code="bad_width")
+
+
 def _check_address(request: JoinRequest, caller: str) -> None:
-    address = urlsplit(request.url)
-    if address.scheme != "http" or address.hostname is None or address.path:
-        raise JoinRefusedError(f"url {request.url!r} is not http://HOST:PORT", code="bad_address")
+    """Every address is the stage's own: what the others connect to, with the stages' key, is where it says it is."""
+    try:
+        given = ipaddress.IPv4Address(request.host)
+    except ValueError:
+        raise JoinRefusedError(
+            f"host {request.host[:80]!r} is no IPv4 address", param="--host", code="bad_address"
+        ) from None
+    if given.is_unspecified or given.is_multicast:
+        raise JoinRefusedError(f"host {request.host} is no machine's address", param="--host", code="bad_address")
+    for what, address, form, wanted in (
+        ("url", request.url, _URL, "http://HOST:PORT"),
+        ("kv_endpoint", request.kv_endpoint, _CHANNEL, "tcp://HOST:PORT"),
+        ("kv_workers", request.kv_workers, _CHANNEL, "tcp://HOST:PORT"),
+    ):
+        found = form.fullmatch(address)
+        right = found is not None and found["host"] == request.host and 1 <= int(found["port"]) <= 65535
+        if not right and (address or what == "url"):
+            raise JoinRefusedError(
+                f"{what} {address[:80]!r} is not {wanted} of {request.host}", param="--host", code="bad_address"
+            )
     if caller and _is_loopback(request.host) and not _is_loopback(caller):
         raise JoinRefusedError(
             f"this stage is at {caller} but says --host {request.host}, which nobody else reaches; give it the "

@@ -57,7 +57,7 @@ async def _message(request: Request, cluster_key: str, kind: type[Message]) -> M
             raise PayloadTooLargeError(f"a message of the cluster has at most {MAX_BODY_BYTES} bytes")
     try:
         return msgspec.json.decode(raw, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # all three are what the bytes can cause
         raise RequestError(f"not a {kind.__name__}: {error}", code="malformed_message") from error
 
 

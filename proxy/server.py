@@ -29,10 +29,13 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: naming `--port` or `--host` and the fix.
     """
+    if not 0 <= port <= 65535:  # getaddrinfo takes 65536 and means 0
+        raise ConfigError(f"--port {port} is not between 0 and 65535", param="--port")
     try:
         info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except OSError as error:
-        raise ConfigError(f"--host {host}: cannot be resolved ({error.strerror})", param="--host") from error
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no host name"
+        raise ConfigError(f"--host {host}: cannot be resolved ({reason})", param="--host") from error
     bound = socket.socket(info[0], info[1], info[2])
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

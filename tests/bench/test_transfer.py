@@ -64,6 +64,7 @@ def test_an_unknown_mode_or_picture_is_named(capsys, flags):
     assert flags[1] in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_features_pass_from_a_real_producer_to_a_real_consumer():
     samples, latencies_ms = transfers(["sync_arena", "arena"], ["280x280"], rounds=1, quick=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +17,8 @@ from typing import Any
 
 from deploy import processes
 from deploy.environment import LAUNCH_ENV
+from deploy.ports import free_ports, listen
+from epd_serve.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("fake_launch.py"))
@@ -90,3 +93,13 @@ class FakeLaunch:
         assert not list(Path("/dev/shm").glob(f"epd-{launch_id}-*"))
         assert not (self.root / launch_id).exists()
         assert self.get("/health")[0] == 0
+
+
+def neighbours(count: int) -> int:
+    """The first of some free ports in a row."""
+    for first in free_ports(100):
+        with contextlib.suppress(ConfigError):
+            for port in range(first, first + count):
+                listen("127.0.0.1", port).close()
+            return first
+    raise AssertionError(f"no {count} free ports in a row")

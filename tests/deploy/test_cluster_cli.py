@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import BAD_INPUT, main
+from deploy.config import LEAST_SEGMENT_MIB
 from deploy.ports import free_ports, listen
+from store.mooncake_client import LEAST_SEGMENT_BYTES
+from tests.deploy.launched import neighbours
 
 
 @pytest.mark.parametrize(
@@ -27,6 +30,37 @@ from deploy.ports import free_ports, listen
         ("stage --join 127.0.0.1:1 --role EPD --device cpu --cluster-key-file KEY", "not http://HOST:PORT"),
         ("stage --join http://h:1 --role EPD --cluster-key-file KEY -- --api-key x", "decided by the cluster"),
         ("stage --role EPD --cluster-key-file KEY", "needs --join"),
+        ("stage --join http://h:1 --role E --cluster-key-file KEY --port 65536", "not between 1 and 65535"),
+        ("stage --join http://h:1 --role D --cluster-key-file KEY --port 65535", "port 65536 is not between 1 and"),
+        ("stage --join http://h:1 --role E --cluster-key-file KEY --host a..b", "it is no host name"),
+        (
+            "stage --join http://h:1 --role E --cluster-key-file KEY --mooncake-segment-mib -1",
+            "takes no segment below 16",
+        ),
+        ("serve --mooncake-segment-mib 1", "takes no segment below 16"),
+        ("stage --join http://h:1 --role E --cluster-key-file KEY --drain-s nan", "not between 0 and 120"),
+        ("stage --join http://h:1 --role E --cluster-key-file KEY --drain-s 121", "not between 0 and 120"),
+        ("stage --join http://h:1 --role E --cluster-key-file KEY --startup-timeout-s nan", "has to be positive"),
+        ("stage --join http://h:1 --role E --cluster-key-file KEY --instance ../x", "letters, digits"),
+        ("stage --join http://h:1 --role E --cluster-key-file KEY --device-ids 0,0", "not a list such as 0,1"),
+        ("stage --join http://h:1 --role ED --cluster-key-file KEY", "run E and D apart"),
+        ("stage --join http://h:1 --role E", "give the file with the cluster's key"),
+        ("stage --join http://[::1 --role E --cluster-key-file KEY", "not http://HOST:PORT"),
+        ("stage --join http://h:x --role E --cluster-key-file KEY", "not http://HOST:PORT"),
+        ("stage --join http://h:99999 --role E --cluster-key-file KEY", "not http://HOST:PORT"),
+        ("stage --join http://user:word@h:1 --role E --cluster-key-file KEY", "not http://HOST:PORT"),
+        ("stage --join http://h:1/?x --role E --cluster-key-file KEY", "not http://HOST:PORT"),
+        ("proxy --cluster-key-file KEY --mooncake-master none --cluster-port 65533", "have to be below 65536"),
+        ("proxy --cluster-key-file KEY --mooncake-master none --cluster-port 7998", "one of the cluster's four"),
+        ("proxy --cluster-key-file KEY --cluster-port 0", "not between 1 and 65535"),
+        ("proxy --cluster-key-file KEY --cluster-host a..b", "it is no host name"),
+        ("proxy --cluster-key-file KEY --mooncake-master http://h:1", "not HOST:PORT"),
+        ("proxy --stages x --cluster-port 5", "cluster_port is for the head"),
+        ("proxy --stages x --mooncake-master none", "mooncake_master is for the head"),
+        ("serve --mooncake-master a..b:1", "not HOST:PORT"),
+        ("serve --mooncake-master ::1:80", "not HOST:PORT"),
+        ("serve --host a..b", "it is no host name"),
+        ("serve --startup-timeout-s nan", "has to be positive"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, said: str) -> None:
@@ -40,6 +74,52 @@ def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.mooncake
+def test_a_stranger_on_the_masters_port_is_named_and_never_taken_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its /health might answer before our master has found out that it cannot listen."""
+    key = tmp_path / "key"
+    key.touch(mode=0o600)
+    key.write_text("0123456789abcdef")
+    port = neighbours(14)
+    flags = f"--port {port} --cluster-key-file {key} --run-root {tmp_path / 'run'}"
+    with listen("127.0.0.1", port + 10 + 3):
+        assert main(["proxy", *flags.split()]) == BAD_INPUT
+    error = capsys.readouterr().err
+    assert f"mooncake_master cannot listen on 127.0.0.1:{port + 13}" in error
+    assert "--cluster-port" in error
+
+
+@pytest.mark.parametrize(
+    ("wiring", "said"),
+    [
+        ('{"instance": "E0", "role": "Z", "incarnation": "1"}', "'Z' is no role"),
+        ('{"instance": "E0", "role": ["E"], "incarnation": "1"}', "is no role"),
+        ('{"instance": "E0", "role": "E", "incarnation": "1", "kv_peers": 3}', "not iterable"),
+    ],
+)
+def test_a_wiring_file_that_is_wrong_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wiring: str, said: str
+) -> None:
+    (tmp_path / "w.json").write_text(wiring)
+    assert main(["stage", "--wiring", str(tmp_path / "w.json"), "--print"]) == BAD_INPUT
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "stage", ['url: "http://[::1"', 'url: "http://h:99999"', 'url: "http://h:1", devices: 3', 'url: "http://h:1/v1"']
+)
+def test_a_stages_file_that_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: str) -> None:
+    (tmp_path / "s.yaml").write_text(f"model: m\nstages: [{{id: a, role: PD, {stage}}}]\n")
+    assert main(["proxy", "--stages", str(tmp_path / "s.yaml")]) == BAD_INPUT
+    assert "stages file" in capsys.readouterr().err
+
+
+def test_the_least_segment_is_the_stores() -> None:
+    assert LEAST_SEGMENT_MIB << 20 == LEAST_SEGMENT_BYTES
 
 
 def test_a_port_that_is_taken_is_named_before_vllm_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

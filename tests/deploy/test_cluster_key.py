@@ -25,6 +25,8 @@ def test_a_key_is_one_line(tmp_path: Path) -> None:
     ("content", "mode", "said"),
     [
         (b"0123456789abcdef", 0o644, "chmod 600"),
+        (b"0123456789abcdef", 0o602, "writable by everybody"),
+        (b"0123456789\x01abcdefgh", 0o600, "one word"),
         (b"short", 0o600, "at least 16 characters; make one"),
         (b"two words and more of them", 0o600, "one word"),
         (b"\xff" * 20, 0o600, "not plain text"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -18,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from deploy.ports import free_ports, listen
+from deploy.ports import free_ports
 from epd_serve.cluster import stage_key
-from epd_serve.errors import ConfigError
+from tests.deploy.launched import neighbours
 
 REPOSITORY = Path(__file__).parents[2]
 FAKE_JOIN = str(Path(__file__).with_name("fake_join.py"))
@@ -32,7 +31,7 @@ class Hosts:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.port = _neighbours(14)
+        self.port = neighbours(14)
         self.stage_ports = iter(free_ports(40)[::2])
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.key_file = folder / "key"
@@ -89,16 +88,6 @@ class Hosts:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, *argv], env={**os.environ, "PYTHONPATH": path}, stdout=log, stderr=log, cwd=self.folder
             )
-
-
-def _neighbours(count: int) -> int:
-    """The first of some free ports in a row."""
-    for first in free_ports(100):
-        with contextlib.suppress(ConfigError):
-            for port in range(first, first + count):
-                listen("127.0.0.1", port).close()
-            return first
-    raise AssertionError(f"no {count} free ports in a row")
 
 
 def fetch(url: str) -> tuple[int, str]:
@@ -160,6 +149,7 @@ def test_three_stages_join_serve_are_restarted_and_leave(hosts: Hosts) -> None:
     assert hosts.leftovers("head") == []
 
 
+@pytest.mark.slow
 def test_stages_listen_where_they_say_and_are_wired_to_the_bus(hosts: Hosts) -> None:
     hosts.head()
     urls = three(hosts)
@@ -195,6 +185,7 @@ def test_stages_may_come_before_their_head_and_say_so_once(hosts: Hosts) -> None
     assert hosts.log("P").count("no answer from") == 1
 
 
+@pytest.mark.slow
 def test_a_restarted_head_finds_its_stages_again_and_they_served_meanwhile(hosts: Hosts) -> None:
     hosts.head()
     urls = three(hosts)
@@ -211,6 +202,7 @@ def test_a_restarted_head_finds_its_stages_again_and_they_served_meanwhile(hosts
     assert all(hosts.log(role).count("serving on") <= 3 for role in "EPD")
 
 
+@pytest.mark.slow
 def test_a_head_with_other_settings_has_its_stages_restarted_with_them(hosts: Hosts) -> None:
     hosts.head()
     hosts.stage("D", "D", "127.0.0.4")
@@ -221,6 +213,7 @@ def test_a_head_with_other_settings_has_its_stages_restarted_with_them(hosts: Ho
     assert "'kv_group_layers': 2" in hosts.wirings("D")[-1]
 
 
+@pytest.mark.slow
 def test_a_killed_agent_is_noticed_and_its_successor_has_its_name(hosts: Hosts) -> None:
     hosts.head()
     url = hosts.stage("P", "P", "127.0.0.3")
@@ -276,6 +269,7 @@ def test_a_stage_with_another_key_ends_and_the_head_knows_nothing_of_it(hosts: H
     assert hosts.instances() == {}
 
 
+@pytest.mark.slow
 def test_a_name_that_is_taken_is_said_before_anything_slow_starts(hosts: Hosts) -> None:
     hosts.head()
     hosts.stage("one", "P", "127.0.0.3", "--instance=left")

@@ -86,6 +86,7 @@ def test_a_killed_master_is_back_on_its_ports_and_gone_after_the_launch(launch: 
     one.assert_nothing_remains(launch_id)
 
 
+@pytest.mark.slow
 @pytest.mark.mooncake
 def test_the_master_dies_with_a_killed_launcher(launch: Callable[..., FakeLaunch]) -> None:
     one = launch("(E-P)-D", POOLED)

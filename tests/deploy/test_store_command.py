@@ -84,6 +84,7 @@ def test_features_are_listed_counted_and_removed_unless_leased(
     arena.close()
 
 
+@pytest.mark.slow
 def test_of_several_launches_one_has_to_be_named(
     launch: Callable[..., FakeLaunch], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +101,7 @@ def test_of_several_launches_one_has_to_be_named(
     assert "no single launch 'zzz'" in ask(capsys, one.root, "stat", "--launch", "zzz")[2]
 
 
+@pytest.mark.slow
 def test_the_second_tier_is_asked_over_http(
     launch: Callable[..., FakeLaunch], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,6 +130,7 @@ def test_our_modules_are_found_where_the_working_directory_has_others_of_their_n
     subprocess.run(command, env=module_environment(), cwd=tmp_path, check=True, timeout=20)
 
 
+@pytest.mark.slow
 @pytest.mark.mooncake
 def test_clear_reaches_the_second_tier(launch: Callable[..., FakeLaunch], capsys: pytest.CaptureFixture[str]) -> None:
     one = launch("(E-P)-D", "+mm_store=mooncake")

@@ -18,7 +18,7 @@ from deploy import processes
 from deploy.ports import free_ports
 from deploy.stage_life import Spawn
 from deploy.supervisor import Patience, StageSpec, Supervisor
-from epd_serve.errors import StageError
+from epd_serve.errors import ConfigError, StageError
 
 FAKE_STAGE = str(Path(__file__).with_name("fake_stage.py"))
 QUICK = Patience(poll_s=0.03, backoff_s=0.1, health_every_s=0.05, stop_grace_s=1.0, start_s=15.0)
@@ -172,3 +172,23 @@ async def test_parallel_starts_are_limited(tmp_path: Path) -> None:
         await asyncio.wait_for(supervisor.all_up.wait(), 15)
     first_up = next(at for at, line in enumerate(events.lines) if line[0] == "up")
     assert [line[1] for line in events.lines[:first_up] if line[0] == "before"] == ["E0", "P0"]
+
+
+async def test_a_command_that_cannot_be_made_any_more_is_tried_again(tmp_path: Path) -> None:
+    """A program that is uninstalled (and installed again) under a running launch."""
+    one, events, there = spec(tmp_path), Recorder(), True
+
+    def command(incarnation: str) -> Spawn:
+        if not there:
+            raise ConfigError("mooncake_master is not on PATH")
+        return one.command(incarnation)
+
+    supervisor = Supervisor([replace(one, command=command)], events, QUICK)
+    async with running(supervisor) as task:
+        await until(lambda: events.of("up"))
+        there = False
+        os.kill(events.pids["E0"][0], signal.SIGKILL)
+        await until(lambda: any("not on PATH" in line[3] for line in events.of("down")))
+        there = True
+        await until(lambda: len(events.of("up")) == 2)
+        assert not task.done()

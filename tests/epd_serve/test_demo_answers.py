@@ -44,6 +44,7 @@ json.dump(answers, sys.stdout)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs torch and transformers")
 def test_the_built_in_model_answers_every_prompt_rightly():
     path = os.pathsep.join([str(ROOT / "epd_serve/engine/site"), str(ROOT)])

@@ -87,6 +87,7 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {preset: folder / preset for preset in ("tiny", "bench")}
 
 
+@pytest.mark.slow
 @needs_transformers
 def test_weights_are_fixed_by_the_seed(generated, tmp_path):
     write_preset(tmp_path / "same", "tiny", seed=0)
@@ -95,6 +96,7 @@ def test_weights_are_fixed_by_the_seed(generated, tmp_path):
     assert digest(generated["tiny"]) == digest(tmp_path / "same") != digest(tmp_path / "other")
 
 
+@pytest.mark.slow
 @needs_transformers
 @pytest.mark.parametrize(("preset", "millions"), [("tiny", 7.1), ("bench", 41.7)])
 def test_a_random_preset_has_its_size_and_the_demo_models_parameter_names(generated, preset, millions):
@@ -105,6 +107,7 @@ def test_a_random_preset_has_its_size_and_the_demo_models_parameter_names(genera
     assert without_layer_numbers(shapes) == without_layer_numbers(tensor_shapes(builtin_model_dir()))
 
 
+@pytest.mark.slow
 @needs_transformers
 def test_a_random_preset_bounds_its_pictures(generated):
     """An encoder's start-up runs the largest possible picture: unbounded, it hangs for minutes on CPU."""
@@ -121,6 +124,7 @@ def test_naming_presets_imports_no_torch():
     assert set(PRESETS[3:]) == {"internvl-tiny", "llava-onevision-tiny", "qwen2-audio-tiny", "qwen2.5-vl-tiny"}
 
 
+@pytest.mark.slow
 @needs_transformers
 @pytest.mark.parametrize("preset", PRESETS[3:])
 def test_a_preset_of_another_architecture_is_tiny_complete_and_of_one_vocabulary(preset, tmp_path):

@@ -51,6 +51,7 @@ def test_a_modality_without_a_decoder_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert undecodable(("image", "video", "audio")) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="reads vLLM's source")
 def test_the_table_is_what_vllms_source_says() -> None:
     from epd_serve.engine.model_probe import probe

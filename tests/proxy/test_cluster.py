@@ -160,6 +160,21 @@ def test_after_the_head_was_restarted_a_running_stage_has_its_name_and_life_agai
         ({"versions": {**VERSIONS, "device": "npu"}}, "device_differs", "D0 has cpu, this stage npu"),
         ({"tp": 2}, "width_differs", "P has 2 ranks, D0 1"),
         ({"url": "https://h:1"}, "bad_address", "http://HOST:PORT"),
+        ({"url": "http://[::1"}, "bad_address", "http://HOST:PORT of 127.0.0.3"),
+        ({"url": "http://127.0.0.3:70000"}, "bad_address", "http://HOST:PORT of 127.0.0.3"),
+        ({"url": "http://169.254.169.254:80"}, "bad_address", "http://HOST:PORT of 127.0.0.3"),
+        ({"url": "http://127.0.0.3:8001?x"}, "bad_address", "http://HOST:PORT of 127.0.0.3"),
+        ({"kv_endpoint": "ipc:///tmp/x"}, "bad_address", "kv_endpoint 'ipc:///tmp/x' is not tcp://HOST:PORT"),
+        ({"kv_workers": "tcp://10.0.0.1:2"}, "bad_address", "kv_workers"),
+        ({"host": "0.0.0.0"}, "bad_address", "no machine's address"),
+        ({"host": "somewhere"}, "bad_address", "no IPv4 address"),
+        ({"instance": "../../etc/x"}, "bad_name", "letters, digits"),
+        ({"instance": 'a"} 1\nb{c="'}, "bad_name", "letters, digits"),
+        ({"incarnation": "x" * 65}, "bad_name", "incarnation"),
+        ({"tp": 10**5000}, "bad_width", "no place to run"),
+        ({"tp": 0}, "bad_width", "no place to run"),
+        ({"devices": [10**5000]}, "bad_width", "no place to run"),
+        ({"devices": [-1]}, "bad_width", "no place to run"),
     ],
 )
 def test_a_stage_that_differs_is_refused_and_told_in_what(fields: dict[str, Any], code: str, said: str) -> None:
@@ -177,7 +192,7 @@ def test_a_stage_of_another_machine_that_gives_its_loopback_address_is_refused()
     assert cluster.members.join(asks(), "127.0.0.1").id == "P0"
     with pytest.raises(JoinRefusedError, match="this stage is at 10\\.0\\.0\\.7 but says --host 127"):
         cluster.members.join(asks(), "10.0.0.7")
-    away = asks(host="10.0.0.7", url="http://10.0.0.7:8001")
+    away = asks(host="10.0.0.7", url="http://10.0.0.7:8001", kv_endpoint="tcp://10.0.0.7:8002")
     assert cluster.members.join(away, "10.0.0.7").id == "P1"
 
 
@@ -304,7 +319,9 @@ async def test_only_the_cluster_key_opens_the_side_door_and_it_opens_nothing_els
 
 async def test_what_is_no_message_is_refused_before_it_is_large() -> None:
     async with head(Cluster()) as client:
-        for body, status in ((b"{}", 400), (b'{"role": "X"}', 400), (b"[", 400), (b"x" * (65 << 10), 413)):
+        nested, latin = b'{"x":' + b"[" * 30000, b'{"agent": "\xff"}'
+        bodies = [(bad, 400) for bad in (b"{}", b'{"role": "X"}', b"[", nested, latin)]
+        for body, status in (*bodies, (b"x" * (65 << 10), 413)):
             assert (await client.post("/cluster/join", content=body, headers=bearer(KEY))).status_code == status
         unknown = await client.post("/cluster/beat", content=msgspec.json.encode(Beat("P9", "a", 1, "x", True)),
                                     headers=bearer(KEY))  # fmt: skip

@@ -28,6 +28,12 @@ LAYERS = [
     pytest.param("mooncake", marks=pytest.mark.mooncake),
     pytest.param("both", marks=pytest.mark.mooncake),
 ]
+WITH_CLIENTS_OF_THEIR_OWN = [
+    "arena",
+    pytest.param("mooncake", marks=[pytest.mark.mooncake, pytest.mark.slow]),
+    pytest.param("both", marks=[pytest.mark.mooncake, pytest.mark.slow]),
+]
+"""A Mooncake client of a test's own takes two seconds to close."""
 
 
 @pytest.fixture(scope="session")
@@ -251,6 +257,7 @@ def test_writers_of_many_keys_do_not_disturb_each_other(tier: Tier) -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize("open_tier", WITH_CLIENTS_OF_THEIR_OWN, indirect=True)
 def test_a_4k_picture_s_feature_fits(open_tier: Open) -> None:
     tier = open_tier(160 * MB)
     data = np.random.default_rng(0).integers(0, 255, (16206, 3584 * 2), dtype=np.uint8)
@@ -260,6 +267,7 @@ def test_a_4k_picture_s_feature_fits(open_tier: Open) -> None:
     assert np.array_equal(dest, data)
 
 
+@pytest.mark.parametrize("open_tier", WITH_CLIENTS_OF_THEIR_OWN, indirect=True)
 def test_a_closed_store_refuses(open_tier: Open) -> None:
     tier = open_tier(16 * MB)
     put(tier, "k", b"x")

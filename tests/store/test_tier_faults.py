@@ -99,6 +99,7 @@ def timed(call: Callable[[], object]) -> float:
     return time.monotonic() - started
 
 
+@pytest.mark.slow
 def test_features_cross_hosts_in_place_and_survive_damage_elsewhere(
     shared_master: Master, start_owner: Any, open_here: Any
 ) -> None:
@@ -159,6 +160,7 @@ def published(pool: FeaturePool, key: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_stopped_owner_costs_a_deadline_then_nothing_and_is_used_again_when_it_goes_on(
     shared_master: Master, start_owner: Any, open_here: Any
 ) -> None:
@@ -216,6 +218,7 @@ def test_a_master_that_dies_and_returns(own_master: Master, open_here: Any) -> N
     lease.release()
 
 
+@pytest.mark.slow
 def test_a_bit_that_flips_in_the_second_tier_is_found_and_the_value_dropped(
     shared_master: Master, open_here: Any
 ) -> None:

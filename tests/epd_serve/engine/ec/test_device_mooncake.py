@@ -28,7 +28,7 @@ from store.mooncake_master import MasterSettings, health_url, master_command, rp
 from store.mooncake_store import MooncakeConfig, MooncakeStore
 from tests.epd_serve.engine.ec.device_stages import wait_for
 
-pytestmark = pytest.mark.mooncake
+pytestmark = [pytest.mark.mooncake, pytest.mark.slow]
 
 ROWS = [16, 1196, 2691]  # up to 1080p of Qwen2.5-VL-7B
 HIDDEN = 3584

@@ -151,6 +151,7 @@ def test_a_full_slab_says_so_and_serves_on_when_pins_go(rig: Rig) -> None:
     loaded(consumer, "b", second)
 
 
+@pytest.mark.slow
 def test_many_features_through_a_small_slab_are_all_right(rig: Rig) -> None:
     encoder, consumer = rig.encoder(), rig.consumer(slab_bytes=2 << 20)
     for seed in range(24):

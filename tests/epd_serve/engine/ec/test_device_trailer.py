@@ -62,7 +62,7 @@ def test_what_goes_wrong_with_transfers_is_found_by_every_memory(memory: DeviceM
 
 
 @given(position=st.integers(0, ROWS * WIDTH * 2 - 1), bit=st.integers(0, 7))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10, deadline=None)
 @pytest.mark.parametrize("method", ["bytes", "samples and words"])
 def test_any_single_flipped_bit_is_found_where_the_device_sums(method: str, position: int, bit: int) -> None:
     memory = memories()[method]

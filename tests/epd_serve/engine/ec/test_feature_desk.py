@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -183,7 +184,12 @@ class Interleavings(RuleBasedStateMachine):
 
 
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=1000, stateful_step_count=25, deadline=None)
+TestInterleavings.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+
+
+@pytest.mark.slow
+class TestAThousandInterleavings(Interleavings.TestCase):
+    settings = settings(max_examples=1000, stateful_step_count=25, deadline=None)
 
 
 def lose(d: FeatureDesk[FakePin], *keys: str, cause: str = "encoder") -> None:

@@ -235,7 +235,12 @@ class Desks(RuleBasedStateMachine):
 
 
 TestDesks = Desks.TestCase
-TestDesks.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestDesks.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+class TestDesksForLong(Desks.TestCase):
+    settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
 def p_desk() -> PrefillDesk:
