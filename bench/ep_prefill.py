@@ -20,6 +20,7 @@ from epd_serve.engine.ec.consumer import FeatureConsumer
 from epd_serve.engine.sockets import Socket, open_socket, readable
 from epd_serve.engine.wake import idle_bell
 from epd_serve.wiring import StageWiring
+from store.lease import Lease
 
 LIMIT_S = 30.0
 
@@ -68,6 +69,7 @@ def _admit(
         settled = consumer.settled(request, [key])
     admitted = time.monotonic()
     lease = consumer.pinned(key)
+    assert lease is None or isinstance(lease, Lease), "the host path is what is measured here"
     copied = 0.0
     if lease is not None:
         begun = time.monotonic()

@@ -105,18 +105,23 @@ class JoinPlan:
     def wiring(self, answer: JoinAnswer, run: RunDir, incarnation: str) -> StageWiring:
         """Addresses and policies of one life: an arena of this machine's own, everything else over TCP."""
         settings, featured = answer.settings, self.featured
+        feature_path = self._feature_path(answer)
+        direct = feature_path == "device"
         return StageWiring(
             instance=answer.id,
             role=self.role,
             incarnation=incarnation,
             arena=str(run.arena) if featured else "",
             arena_id=run.launch_id if featured else "",
-            events={"bus": settings.events_listen} if self.role.takes_features else {},
+            events={"bus": settings.events_listen} if self.role.takes_features or direct else {},
             publish=settings.events_publish if featured else "",
             publish_by_connecting=featured,
             mooncake_master=settings.mooncake_master if featured else "",
             mooncake_segment_bytes=self.segment_mib << 20 if self.role.sends_features else 0,
-            feature_path=self._feature_path(answer),
+            feature_path=feature_path,
+            feature_worker_endpoint=run.ipc(f"{answer.id}.features{{rank}}")
+            if direct and self.role.takes_features
+            else "",
             recompute_limit=settings.recompute_limit,
             kv_endpoint=self._kv_endpoint,
             kv_worker_endpoint=self._kv_workers,

@@ -70,6 +70,9 @@ def master_program() -> Path | None:
     return Path(found) if found else None
 
 
+_DIRECT_KINDS = ("npu", "cpu")  # on CPU device memory is host memory: for tests of the path
+
+
 def feature_path(config: DeployConfig, device: str, plans: Sequence[InstancePlan], *, pooled: bool) -> str:
     """`device` where features go from one NPU to another without the host in between, else `host`.
 
@@ -77,8 +80,10 @@ def feature_path(config: DeployConfig, device: str, plans: Sequence[InstancePlan
     means the host for all of them.
     """
     if config.feature_path != "auto":
-        if config.feature_path == "device" and not (pooled and device == "npu"):
-            raise ConfigError("feature_path device needs NPUs and --mm-store mooncake", param="feature_path")
+        if config.feature_path == "device" and not pooled:
+            raise ConfigError("feature_path device needs --mm-store mooncake", param="feature_path")
+        if config.feature_path == "device" and device not in _DIRECT_KINDS:
+            raise ConfigError(f"feature_path device is for NPUs, not for {device}", param="feature_path")
         return config.feature_path
     takers = {one for plan in plans if plan.role.takes_features for one in plan.devices}
     together = any(takers & set(plan.devices) for plan in plans if plan.role.sends_features)

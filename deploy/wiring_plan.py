@@ -83,11 +83,12 @@ class WiringPlan:
             incarnation=incarnation,
             arena=str(self.run.arena) if featured else "",
             arena_id=self.run.launch_id if featured else "",
-            events=self._events() if featured and role.takes_features else {},
+            events=self._hears(plan) if featured else {},
             publish=self._announces(plan),
             mooncake_master=self.mooncake_master if featured else "",
             mooncake_segment_bytes=config.mooncake_segment_mib << 20 if pooled and role.sends_features else 0,
-            feature_path=self.blueprint.feature_path,
+            feature_path=self.blueprint.feature_path if featured else "host",
+            feature_worker_endpoint=self._feature_agents(plan) if featured and role.takes_features else "",
             feature_prefetch=config.feature_prefetch,
             recompute_limit=config.recompute_limit,
             kv_endpoint=self._kv_endpoint(plan),
@@ -102,8 +103,17 @@ class WiringPlan:
             trace_path=str(Path(config.trace_dir).resolve() / f"{plan.id}.jsonl") if config.trace_dir else "",
         )
 
-    def _events(self) -> dict[str, str]:
-        return {plan.id: self._announces(plan) for plan in self.blueprint.plans if plan.role.sends_features}
+    def _hears(self, plan: InstancePlan) -> dict[str, str]:
+        """Consumers hear encoders; encoders hear consumers where these say which way features come to them."""
+        plans = self.blueprint.plans
+        if plan.role.takes_features:
+            return {one.id: self._announces(one) for one in plans if one.role.sends_features}
+        if self.blueprint.feature_path == "device":
+            return {one.id: self._announces(one) for one in plans if one.role.takes_features}
+        return {}
+
+    def _feature_agents(self, plan: InstancePlan) -> str:
+        return self.run.ipc(f"{plan.id}.features{{rank}}") if self.blueprint.feature_path == "device" else ""
 
     def _announces(self, plan: InstancePlan) -> str:
         concerned = self.blueprint.features_travel and (plan.role.sends_features or plan.role.takes_features)

@@ -39,6 +39,10 @@ ENCODE_AGAIN_XARG = "epd_encode_again"
 store's index, for it that they are there."""
 
 
+NO_ARENA = "-"
+"""`FeatureReady.host` of a feature that lies in the second tier alone, as the device path writes it."""
+
+
 class TransferKey(msgspec.Struct, frozen=True, array_like=True):
     """One prompt's KV on its way: the proxy's id of the attempt, and the request id within the stages."""
 
@@ -57,7 +61,7 @@ class FeatureReady(_Message, frozen=True):
     """Published only after the put succeeded. A hint: the store's index is the truth (design §4.2).
 
     Attributes:
-        host: the arena that holds it (`StageWiring.arena_id`); its consumers need no second tier.
+        host: the arena that holds it (`StageWiring.arena_id`), whose consumers need no second tier; or `NO_ARENA`.
         pooled: the second tier holds it too.
         metadata: what a consumer needs in place of the media, e.g. `{"image_grid_thw": [[1, 4, 4]]}`; empty when this
             vLLM cannot say (consumers then need the media itself).
@@ -117,6 +121,7 @@ class StoreReport(_Message, frozen=True):
         pool: state of the second tier as seen here: `none`, `up` or `down`.
         waiting_puts: features that wait for room (encoders).
         encoding: items that this encoder holds.
+        feature_path: `device` once features leave this encoder from device memory; consumers then try to reach it.
         counters: monotonic counts of this life, e.g. `encoded`, `encode_skipped`, `fetched`, `recomputed.deadline`.
     """
 
@@ -128,6 +133,7 @@ class StoreReport(_Message, frozen=True):
     pool: str = "none"
     waiting_puts: int = 0
     encoding: int = 0
+    feature_path: str = "host"
     counters: dict[str, int] = {}
 
 

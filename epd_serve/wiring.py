@@ -33,7 +33,8 @@ class StageWiring:
         instance, role, incarnation: see `epd_serve.instances.Instance`.
         arena: path of the host arena (MM Store tier 1), or "" where no features travel.
         arena_id: names that arena across hosts; features announced from it need no second tier.
-        events: ZMQ addresses to subscribe to for announcements, by encoder instance id (or one bus for all).
+        events: ZMQ addresses to subscribe to for announcements, by instance id (or one bus for all): of encoders where
+            features are taken; of those who take them where they are sent on the device path.
         publish: ZMQ address on which this instance announces, or "" where it has nothing to do with features.
         publish_by_connecting: `publish` is a bus that is bound already, not an address of ours to bind.
         mooncake_master: `host:port` of the second tier's master, or "" for the arena alone.

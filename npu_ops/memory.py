@@ -167,6 +167,11 @@ def open_memory(kind: str, index: int = 0) -> DeviceMemory:
     raise DeviceMemoryError(f"no device memory of kind {kind!r}: cpu, cuda or npu")
 
 
+def memory_here(kind: str) -> DeviceMemory:
+    """The memory of the device that the calling thread has set, as vLLM's worker does before it makes connectors."""
+    return open_memory(kind, torch.empty(0, device=kind).device.index or 0)
+
+
 def whole_words(data: torch.Tensor) -> torch.Tensor:
     """The int32 words of flat bytes; up to three last bytes are left out."""
     return data[: data.numel() // 4 * 4].view(torch.int32)

@@ -60,6 +60,7 @@ def test_npus_use_their_own_protocol_and_features_go_into_device_memory_unless_t
     npu = replace(made, blueprint=replace(made.blueprint, inventory=inventory))
     wired = npu.wiring(JoinAnswer("P0", TOLD), RUN, "life")
     assert (wired.mooncake_protocol, wired.feature_path) == ("ascend", "device")
+    assert wired.feature_worker_endpoint == "ipc:///run/abcd/P0.features{rank}"
     for told in (replace_told(feature_path="host"), replace_told(mooncake_master="")):
         assert npu.wiring(JoinAnswer("P0", told), RUN, "life").feature_path == "host"
     assert made.wiring(JoinAnswer("P0", TOLD), RUN, "life").mooncake_protocol == "rdma"

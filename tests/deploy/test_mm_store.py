@@ -86,6 +86,7 @@ def test_a_missing_master_program_matters_only_where_none_is_given(monkeypatch: 
         ("E-P-D", "npu", False, "auto", "host"),
         ("E-P-D", "cpu", True, "auto", "host"),
         ("E-P-D", "npu", True, "host", "host"),
+        ("(E-P)-D", "cpu", True, "device", "device"),
     ],
 )
 def test_features_go_from_npu_to_npu_unless_two_stages_share_one(
@@ -95,6 +96,9 @@ def test_features_go_from_npu_to_npu_unless_two_stages_share_one(
     assert feature_path(DeployConfig(feature_path=asked), device, plans, pooled=pooled) == path
 
 
-def test_the_device_path_without_npus_is_refused() -> None:
-    with pytest.raises(ConfigError, match="feature_path device needs NPUs"):
-        feature_path(DeployConfig(feature_path="device"), "cpu", (), pooled=True)
+@pytest.mark.parametrize(
+    ("device", "pooled", "message"), [("npu", False, "needs --mm-store mooncake"), ("cuda", True, "not for cuda")]
+)
+def test_the_device_path_where_it_cannot_be_is_refused(device: str, pooled: bool, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        feature_path(DeployConfig(feature_path="device"), device, (), pooled=pooled)

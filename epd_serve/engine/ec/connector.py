@@ -9,8 +9,8 @@ skips no encode, and P recomputes what is lost.
     E worker      start_save_caches* (else bind_connector_metadata) → loads, re-announcements; save_caches → put
     P scheduler   ensure_cache_available defers until pinned, or lost and a slot is free; has_cache_item promises only
                   what is pinned; take_unavailable_requests* fails who must not recompute; update_state_after_alloc /
-                  build_connector_meta name the arena bytes to load; pins go when the request is among the finished
-    P worker      start_load_caches copies from the arena into vLLM's encoder cache
+                  build_connector_meta name the bytes to load; pins go when the request is among the finished
+    P worker      start_load_caches copies from where the features lie into vLLM's encoder cache
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECCo
 from epd_serve.engine import compat
 from epd_serve.engine.ec.consumer import FeatureConsumer
 from epd_serve.engine.ec.encoder_scheduler import EncoderScheduler
-from epd_serve.engine.ec.loading import load
+from epd_serve.engine.ec.loading import FeatureReader, load
 from epd_serve.engine.ec.producer import FeatureProducer
 from epd_serve.engine.ec.request_facts import item_keys, must_not_recompute, not_encoded
 from epd_serve.engine.ec.step import FeatureSlot, FeatureStep
-from epd_serve.engine.ec.store_access import open_store
+from epd_serve.engine.ec.store_access import open_reader, open_store
 from epd_serve.engine.wake import idle_bell
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring
-from store.arena import Arena
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,13 +59,13 @@ class FeatureConnector(ECConnectorBase):
         self._consumer: FeatureConsumer | None = None
         self._encoder: EncoderScheduler | None = None
         self._producer: FeatureProducer | None = None
-        self._arena: Arena | None = None
+        self._reader: FeatureReader | None = None
         self._must_not_recompute: dict[str, bool] = {}  # by request
         self._cache_is_handed_over = compat.hands_over_encoder_cache()
         self._trace = Trace(wiring.trace_path, wiring.instance)
         if role is ECConnectorRole.SCHEDULER:
             if self.is_consumer:
-                self._consumer = FeatureConsumer(wiring)
+                self._consumer = FeatureConsumer(wiring, ranks=vllm_config.parallel_config.tensor_parallel_size)
                 self._can_fail = compat.can_fail_requests()
                 self._media_is_absent = compat.media_is_absent(vllm_config)
             else:
@@ -79,7 +78,7 @@ class FeatureConnector(ECConnectorBase):
             if compat.tp_rank() == 0:  # every rank computes the whole feature; one of them stores it
                 self._producer = FeatureProducer(wiring, vllm_config.device_config.device)
         else:
-            self._arena = Arena.attach(wiring.arena)
+            self._reader = open_reader(wiring, vllm_config.device_config.device, compat.tp_rank())
 
     # --- scheduler side -------------------------------------------------------------------------------------------
 
@@ -111,9 +110,9 @@ class FeatureConnector(ECConnectorBase):
         if self._encoder is not None:
             self._encoder.allocated(request, key)
         elif self._consumer is not None and key in self._promised:  # else it is being encoded, even if it came just now
-            lease = self._consumer.pinned(key)
-            assert lease is not None, "a feature that was promised in this step is unpinned"
-            self._loads.append(FeatureSlot.of(lease))
+            held = self._consumer.pinned(key)
+            assert held is not None, "a feature that was promised in this step is unpinned"
+            self._loads.append(FeatureSlot.of(held))
 
     def take_unavailable_requests(self) -> set[str]:
         """Requests that lack a feature and must not encode it here: vLLM fails them, which is safe to repeat."""
@@ -155,11 +154,10 @@ class FeatureConnector(ECConnectorBase):
             self._producer.step(self._bound_step(), kwargs["encoder_cache"])
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
-        """Copy this step's features out of the arena. The scheduler side holds their pins, so they are there."""
-        assert self._arena is not None
-        device = self._vllm_config.device_config.device
-        for key in load(self._arena, self._bound_step().loads, encoder_cache, device):
-            self._trace.stamp(key, "feature_loaded")
+        """Copy this step's features from where they lie. The scheduler side holds their pins, so they are there."""
+        assert self._reader is not None
+        for slot in load(self._reader, self._bound_step().loads, encoder_cache):
+            self._trace.stamp(slot.key, "feature_loaded", on_device=slot.on_device)
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
         if self._producer is not None:
@@ -169,7 +167,7 @@ class FeatureConnector(ECConnectorBase):
         return None, None
 
     def shutdown(self) -> None:
-        for part in (self._consumer, self._encoder, self._producer, self._arena):
+        for part in (self._consumer, self._encoder, self._producer, self._reader):
             if part is not None:
                 part.close()
 

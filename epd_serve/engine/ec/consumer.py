@@ -15,25 +15,27 @@ from collections.abc import Iterable, Sequence
 from epd_serve import wire
 from epd_serve.engine.ec.announcer import Announcer
 from epd_serve.engine.ec.feature_desk import Admission, FeatureDesk
+from epd_serve.engine.ec.feature_source import Held
 from epd_serve.engine.ec.feature_table import FeatureTable
 from epd_serve.engine.ec.listener import FeatureListener
 from epd_serve.engine.ec.pins import Pin, Pins
 from epd_serve.engine.ec.request_facts import proxy_request_id
-from epd_serve.engine.ec.store_access import open_store, remote_counters
+from epd_serve.engine.ec.store_access import open_source, open_store
 from epd_serve.wiring import StageWiring
 from store.feature_pool import FeaturePool
-from store.lease import Lease
 
 logger = logging.getLogger(__name__)
 
 
 class FeatureConsumer:
-    """One per scheduler of P, PD or D."""
+    """One per scheduler of P, PD or D. `ranks`: workers of this instance."""
 
-    def __init__(self, wiring: StageWiring, pool: FeaturePool | None = None) -> None:
+    def __init__(self, wiring: StageWiring, pool: FeaturePool | None = None, *, ranks: int = 1) -> None:
         self._wiring = wiring
         self._pool = pool if pool is not None else open_store(wiring)
-        capacity = self._pool.stats().capacity_bytes
+        self._announcer = Announcer(wiring, self._report, list)
+        self._source = open_source(wiring, self._pool, ranks, self._announcer.announce)
+        capacity = self._source.capacity_bytes
         # Only who prefills is worth prefetching for: D needs features after a preemption alone, and looks them up then.
         prefetches = wiring.role.prefills and wiring.feature_prefetch == "event"
         table: FeatureTable[Pin] = FeatureTable(
@@ -42,9 +44,8 @@ class FeatureConsumer:
         self._desk = FeatureDesk(table, wiring.recompute_limit)
         self._lock = threading.Lock()  # guards _desk and its table
         self._pins = Pins()
-        self._announcer = Announcer(wiring, self._report, list)
         self._listener = FeatureListener(
-            wiring, self._pool, self._desk, self._lock, self._pins, self._announcer.changed, max_bytes=capacity // 4
+            wiring, self._source, self._desk, self._lock, self._pins, self._announcer.changed, max_bytes=capacity // 4
         )
         self._announcer.start()
 
@@ -85,11 +86,11 @@ class FeatureConsumer:
         if news:
             self._listener.ring()
 
-    def pinned(self, key: str) -> Lease | None:
-        """The pin of a feature that is here, verified; holds until the requests that need it have finished."""
+    def pinned(self, key: str) -> Held | None:
+        """A feature that is here, verified and pinned; it stays until the requests that need it have finished."""
         with self._lock:
             pin = self._desk.table.pinned(key)
-        return pin.lease if pin is not None else None
+        return pin.held if pin is not None else None
 
     def take_failed(self) -> set[str]:
         """Requests that vLLM must fail now, each exactly once."""
@@ -118,7 +119,7 @@ class FeatureConsumer:
         self._announcer.close()
         with self._lock:
             self._desk.table.close()
-        self._pool.close()  # ends the leases
+        self._source.close()  # ends the leases
 
     def _report(self) -> wire.StoreReport:
         stats = self._pool.stats()
@@ -133,5 +134,5 @@ class FeatureConsumer:
             stats.leased,
             pool=self._pool.pool_state,
             waiting_puts=self._listener.without_room,
-            counters=counters | remote_counters(self._pool),
+            counters={**counters, **self._source.counters()},
         )

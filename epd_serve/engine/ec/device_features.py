@@ -3,19 +3,8 @@
 Asks the feature agents (`device_fetch.py`) of all ranks and says READY when each of them has verified the feature; the
 ledger (`device_ledger.py`) decides, this file moves messages. No tensor, no transport: it runs beside vLLM's scheduler.
 
-How it is plugged in (design §4.3–4.4; `FeatureConsumer` owns one where `wiring.feature_path == "device"`):
-
-1. listener thread, on `FeatureReady(key, nbytes, incarnation)`: `meet(incarnation)`; if `path(incarnation)` is DEVICE
-   and the key is wanted or to be prefetched: `fetch(key, nbytes)`, else the arena as ever. Also `meet` on
-   `StoreReport`, which comes before any feature does, so that the probe is done when the first one is announced.
-2. before that, and for keys without an event: `try_local(key)`, then the arena, then `fetch(key)`.
-3. `on_pinned(pin)` / `on_failed(key, cause, reason)` come from the thread in here: table.arrived(key, pin, now) /
-   table.failed for `corrupt`; `missing`, `full`, `unavailable` and `deadline` leave the key WANTED, for the host path
-   and the request's own deadline. Then ring the bell.
-4. `update_state_after_alloc` puts the pin's (key, offset, nbytes, shape, dtype) into the step's metadata, marked as on
-   the device; the worker calls `FeatureAgent.load`. `pin.release()` when the request is among the finished (a step
-   later under async scheduling), as for leases.
-5. `on_path(encoder, path, reason)`: announce `FeaturePath`; encoders feed it to `ArenaNeed`.
+Plugged in by `device_source.py` (calls that block) and `direct_source.py` (which of two ways). Encoders are met on
+their first `StoreReport`, so that they have been probed when they announce their first feature.
 """
 
 from __future__ import annotations
@@ -46,9 +35,7 @@ class DeviceFeatures:
     """Thread-safe; callbacks come from its own thread, which holds no lock then.
 
     Args:
-        endpoints: of the agents, by rank.
-        incarnation: of this instance.
-        wait_s: deadline of one fetch.
+        endpoints: of the agents, by rank. incarnation: of this instance. wait_s: deadline of one fetch.
         on_pinned: a fetched feature; the callee owns the pin.
         on_failed: key, cause and reason of a fetch that failed. Every `fetch` ends in one of the two.
         on_path: encoder's incarnation, path and reason, once each is decided.
@@ -197,12 +184,8 @@ class DeviceFeatures:
         if len(self._slabs) == ranks and self._ledger is None:
             book = SlabBook(min(self._slabs.values()))
             self._ledger = FetchLedger(book, ranks, self._wait_s, self._unpin)
-            logger.info(
-                "features go to device memory: %d MiB in each of %d workers, verified by %s",
-                book.capacity >> 20,
-                ranks,
-                message.integrity,
-            )
+            where = f"{book.capacity >> 20} MiB in each of {ranks} workers"
+            logger.info("features go to device memory: %s, verified by %s", where, message.integrity)
 
     def _advance(self, agents: list[Socket]) -> None:
         now = time.monotonic()
@@ -218,9 +201,9 @@ class DeviceFeatures:
                 outgoing += ledger.outgoing
                 ledger.events.clear()
                 ledger.outgoing.clear()
-            mine = [event for event in events if _key(event).startswith(_PROBE_PREFIX)]
-            for event in mine:
-                self._probed(event, now)
+            for event in events:
+                if event.key.startswith(_PROBE_PREFIX):
+                    self._probed(event, now)
             verdicts, self._verdicts = self._verdicts, []
         for message in outgoing:
             raw = wire.encode(message)
@@ -229,7 +212,7 @@ class DeviceFeatures:
         for verdict in verdicts:
             self._report(verdict)
         for event in events:
-            if _key(event).startswith(_PROBE_PREFIX):
+            if event.key.startswith(_PROBE_PREFIX):
                 continue
             if isinstance(event, Pinned):
                 self._on_pinned(event.pin)
@@ -245,7 +228,7 @@ class DeviceFeatures:
             self._ledger.book.forget(event.pin.key)  # the slab is for features
         else:
             failure = f"{event.cause}: {event.reason}"
-        verdict = self._probe.tried(_key(event).removeprefix(_PROBE_PREFIX), failure, now)
+        verdict = self._probe.tried(event.key.removeprefix(_PROBE_PREFIX), failure, now)
         if verdict is not None:
             self._verdicts.append(verdict)
 
@@ -255,10 +238,6 @@ class DeviceFeatures:
         else:
             logger.warning("features of encoder %s come through the arena: %s", verdict.encoder, verdict.reason)
         self._on_path(verdict.encoder, verdict.path, verdict.reason)
-
-
-def _key(event: Pinned | Failed) -> str:
-    return event.pin.key if isinstance(event, Pinned) else event.key
 
 
 def _send(agent: Socket, raw: bytes) -> None:

@@ -58,8 +58,7 @@ class _Transfer:
 class FeatureAgent:
     """Owns the slab, the endpoint and the fetch threads of one worker.
 
-    Plugged in by the worker side of the connector of P, PD and D where `wiring.feature_path == "device"`: made in its
-    constructor, `load` called from `start_load_caches` for slots on the device, `close` from `shutdown`. A slab that
+    Made by the worker side of the connector of P, PD and D (`store_access.open_reader`). A slab that
     cannot be had does not stop the worker: the agent says so to the scheduler side, which stays on the host path.
 
     Args:

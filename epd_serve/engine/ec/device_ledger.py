@@ -46,6 +46,10 @@ class Pinned:
 
     pin: DevicePin
 
+    @property
+    def key(self) -> str:
+        return self.pin.key
+
 
 @dataclass(frozen=True)
 class Failed:

@@ -25,9 +25,7 @@ from store.errors import StoreFullError
 class DeviceOutbox:
     """Puts features from device memory. Thread-safe.
 
-    Plugged in by `FeatureProducer` where `wiring.feature_path == "device"`: made in its writer thread, after
-    `memory.enter_thread()`; `put` replaces the copy to the host. It announces `FeatureReady(pooled=True)` when `put`
-    returns and, while `ArenaNeed.needed`, also puts into the arena (`host=arena_id`).
+    Owned by `device_exit.py`. When `put` returns, consumers that are reached this way can fetch the feature.
 
     Args:
         slab_bytes: room for features on their way; a feature larger than that is refused.
@@ -35,7 +33,7 @@ class DeviceOutbox:
         wait_s: how long a put waits for room in the slab.
 
     Raises:
-        StoreError: the tier did not register the slab, or did not take the probe object.
+        StoreError: the tier did not register the slab.
         DeviceMemoryError: the device has no room for the slab.
     """
 
@@ -51,9 +49,13 @@ class DeviceOutbox:
         self._book = SlabBook(self._slab.nbytes)
         self._room = threading.Condition()  # guards _book
         self.integrity = Integrity(memory)
-        probe = memory.allocate(PROBE_BYTES, 64)
-        memory.copy(probe.data, torch.arange(PROBE_BYTES, dtype=torch.int32).to(torch.uint8))
-        self.put(probe_key(incarnation), probe.data, memory.fence())
+        self._probe = memory.allocate(PROBE_BYTES, 64)
+        memory.copy(self._probe.data, torch.arange(PROBE_BYTES, dtype=torch.int32).to(torch.uint8))
+        memory.fence()()
+
+    def offer_probe(self) -> None:
+        """Puts the object by which consumers try whether they reach this encoder. Raises as `put`."""
+        self.put(probe_key(self._incarnation), self._probe.data, lambda: None)
 
     def put(self, key: str, feature: torch.Tensor, written: Callable[[], None]) -> int:
         """Puts a feature; its size in bytes. It may be overwritten when this returns.

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 _TRIES = 5
 _PAUSE_S = 0.5
 _MOST_LIVES = 256
+_ANYBODY = ""
 
 
 class Path(enum.Enum):
@@ -111,12 +112,13 @@ class ArenaNeed:
     """The encoder's half: whether its features must be in the arena too.
 
     `consumers`: instances that take its features by the device path when they can. Needed until each of them said that
-    it reaches this life of the encoder; a consumer that restarts and says otherwise makes it needed again.
+    it reaches this life of the encoder; a consumer that restarts and says otherwise makes it needed again. Without any
+    (a bus names nobody), the first that reaches it is believed to stand for all.
     """
 
     def __init__(self, incarnation: str, consumers: Iterable[str]) -> None:
         self._incarnation = incarnation
-        self._without = set(consumers)
+        self._without = set(consumers) or {_ANYBODY}
 
     @property
     def needed(self) -> bool:
@@ -127,6 +129,6 @@ class ArenaNeed:
         if encoder != self._incarnation:
             return
         if path == Path.DEVICE.value:
-            self._without.discard(instance)
+            self._without -= {instance, _ANYBODY}
         else:
             self._without.add(instance)

@@ -1,7 +1,8 @@
-"""The writer of an encoder: puts features into the arena and says so afterwards, never before.
+"""The writer of an encoder: puts features where consumers can get them and says so afterwards, never before.
 
-The arena comes first, because consumers of the same host need no more; then the second tier, in a thread of its own
-(`publishing.py`). A full store is back-pressure: the writer waits for room, and what is behind it waits with it.
+Where they can leave past the host (`feature_exit.py`) they do, and go into the arena only while somebody needs them
+there. Else the arena comes first, because consumers of the same host need no more; then the second tier, in a thread of
+its own (`publishing.py`). A full store is back-pressure: the writer waits for room, and what is behind it waits too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Protocol
 
 import torch
 
+from epd_serve.engine.ec.feature_exit import DirectExit, NoDirectExit
 from epd_serve.engine.ec.publishing import SecondTierPublisher
 from epd_serve.trace import Trace
 from npu_ops.fences import fence
@@ -32,9 +34,14 @@ _RENEWED_WHILE_FULL_S = 3.0  # whoever waits for a feature that has no room long
 
 
 class Tell(Protocol):
-    """What became of a key. `reason`: it failed. `nbytes` > 0: it is readable, on other hosts too if `pooled`."""
+    """What became of a key. `reason`: it failed. `nbytes` > 0: it is readable, on other hosts too if `pooled`.
 
-    def __call__(self, key: str, event: str, nbytes: int = 0, *, pooled: bool = False, reason: str = "") -> None: ...
+    `in_arena`: False when it went past the host.
+    """
+
+    def __call__(
+        self, key: str, event: str, nbytes: int = 0, *, pooled: bool = False, in_arena: bool = True, reason: str = ""
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -48,8 +55,17 @@ class _Job:
 class FeatureWriter:
     """Owns the writer thread and the publisher of the second tier."""
 
-    def __init__(self, pool: FeaturePool, tell: Tell, trace: Trace, *, put_timeout_s: float = PUT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        pool: FeaturePool,
+        tell: Tell,
+        trace: Trace,
+        direct: DirectExit | None = None,
+        *,
+        put_timeout_s: float = PUT_TIMEOUT_S,
+    ) -> None:
         self._pool, self._tell, self._trace = pool, tell, trace
+        self._direct = direct if direct is not None else NoDirectExit()
         self._put_timeout_s = put_timeout_s
         self._queue: queue.Queue[_Job | None] = queue.Queue(maxsize=_MAX_QUEUED)
         self._underway: list[str] = []  # keys in the queue or in the writer's hands; guarded by the next
@@ -97,22 +113,38 @@ class FeatureWriter:
     def _write(self) -> None:
         while (job := self._queue.get()) is not None:
             try:
-                job.written()
-                nbytes = self._store(job) if job.feature is not None else self._stored(job.key)
+                self._leave(job)
             except StoreError as error:
                 logger.warning("feature %s was not stored: %s", job.key, error)
                 self._tell(job.key, "put_failed", reason=str(error))
             except Exception as error:  # one bad feature must not end the writer: `put` would block for ever
                 logger.exception("feature %s was not stored", job.key)
                 self._tell(job.key, "put_failed", reason=str(error) or type(error).__name__)
-            else:
-                self._tell(job.key, "put", nbytes)
-                if self._second_tier is not None:
-                    self._second_tier.submit(job.key, nbytes)
             finally:
                 self._full_since = None
                 with self._lock:
                     self._underway.remove(job.key)
+
+    def _leave(self, job: _Job) -> None:
+        if direct := self._leaves_directly(job):
+            self._tell(job.key, "put_directly", direct, pooled=True, in_arena=False)
+            if not self._direct.arena_needed:
+                return
+        job.written()
+        nbytes = self._store(job) if job.feature is not None else self._stored(job.key)
+        self._tell(job.key, "put", nbytes, pooled=bool(direct))
+        if self._second_tier is not None:
+            self._second_tier.submit(job.key, nbytes)
+
+    def _leaves_directly(self, job: _Job) -> int:
+        """Its bytes, if it left past the host."""
+        if job.feature is None or not self._direct.put(job.key, job.feature, job.written, again=job.again):
+            return 0
+        nbytes: int = job.feature.nbytes
+        if job.again and not self._direct.arena_needed:
+            self._forget(job.key)
+        self._trace.stamp(job.key, "feature_put", nbytes=nbytes, on_device=True)
+        return nbytes
 
     def _stored(self, key: str) -> int:
         lease = self._pool.lease_local(key, verify=False)

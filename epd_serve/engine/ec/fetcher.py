@@ -10,32 +10,32 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from epd_serve.engine.ec.feature_source import Held
 from epd_serve.engine.ec.fetch_queue import FetchQueue
 from store.errors import CorruptFeatureError, StoreError, StoreFullError
-from store.lease import Lease
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """How a fetch ended: a lease, or `why` there is none (`missing`, `no_room`, `corrupt`, `unavailable`)."""
+    """How a fetch ended: the feature, held, or `why` there is none (`missing`, `no_room`, `corrupt`, `unavailable`)."""
 
     key: str
-    lease: Lease | None
+    held: Held | None
     why: str = ""
 
 
 class Fetcher:
     """Args:
-    fetch: blocks until the feature is in the arena, verified and leased, at most its own deadline.
+    fetch: blocks until the feature is here, verified and held, at most its own deadline.
     wanted: asked with the key and `needed` before a fetch begins; any thread.
-    ended: called from the fetching thread; owns the lease.
+    ended: called from the fetching thread; owns what is held.
     """
 
     def __init__(
         self,
-        fetch: Callable[[str], Lease | None],
+        fetch: Callable[[str], Held | None],
         wanted: Callable[[str, bool], bool],
         ended: Callable[[Fetched], None],
         *,
@@ -91,7 +91,7 @@ class Fetcher:
 
     def _fetched(self, key: str) -> Fetched:
         try:
-            lease = self._fetch(key)
+            held = self._fetch(key)
         except StoreFullError:
             return Fetched(key, None, "no_room")
         except CorruptFeatureError as error:
@@ -103,4 +103,4 @@ class Fetcher:
         except Exception:  # a fetching thread that dies would leave its key in flight for ever
             logger.exception("second tier, feature %s", key)
             return Fetched(key, None, "unavailable")
-        return Fetched(key, lease, "" if lease is not None else "missing")
+        return Fetched(key, held, "" if held is not None else "missing")

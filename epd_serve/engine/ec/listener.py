@@ -1,11 +1,10 @@
 """The listener of a consumer: turns feature events and look-ups into verified, pinned features.
 
 EPD-Serve §3.2, event-driven asynchronous prefetching: the event carries only the key; the listener fetches, verifies
-the checksum, pins, and only then does the scheduler promise the feature. What is in this host's arena is pinned here
-and read in place by the worker; what has to come from the second tier is fetched by threads of its own
-(`fetcher.py`), so that neither a slow fetch nor a network that is gone holds up the other features.
-
-Three paths lead to a feature: looked up on arrival of the request, on its event, and once more before recomputing.
+the checksum, pins, and only then does the scheduler promise the feature. What is here is read in place by the worker;
+what has to come from the second tier is fetched by threads of its own (`fetcher.py`), so that neither a slow fetch nor
+a network that is gone holds up other features. Which way it comes: `feature_source.py`. A feature is looked up three
+times: on arrival of its request, on its event, and once more before recomputing.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ import zmq
 
 from epd_serve import wire
 from epd_serve.engine.ec.feature_desk import FeatureDesk
+from epd_serve.engine.ec.feature_source import FeatureSource, Held
 from epd_serve.engine.ec.fetcher import Fetched, Fetcher
 from epd_serve.engine.ec.lookups import RELOOK_S, Lookups
 from epd_serve.engine.ec.pins import Pin, Pins
-from epd_serve.engine.sockets import Socket, milliseconds, open_socket, readable
+from epd_serve.engine.ec.subscription import Subscription
+from epd_serve.engine.sockets import milliseconds
 from epd_serve.engine.wake import WakeLine, idle_bell
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring
 from store.errors import CorruptFeatureError, StoreError
-from store.feature_pool import FeaturePool
-from store.lease import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +36,12 @@ _OUTAGE_GRACE_S = 0.5  # a second tier that is gone: an encoder of this host may
 
 
 class FeatureListener:
-    """Owns the listener thread and its sockets. `lock` guards `desk`; the store is never touched under it."""
+    """Owns the listener thread and its sockets. `lock` guards `desk`; the source is never asked under it."""
 
     def __init__(
         self,
         wiring: StageWiring,
-        pool: FeaturePool,
+        source: FeatureSource,
         desk: FeatureDesk[Pin],
         lock: threading.Lock,
         pins: Pins,
@@ -50,9 +49,8 @@ class FeatureListener:
         *,
         max_bytes: int,
     ) -> None:
-        self._wiring, self._pool = wiring, pool
+        self._wiring, self._source, self._changed = wiring, source, changed
         self._desk, self._table, self._lock, self._pins = desk, desk.table, lock, pins
-        self._changed = changed
         self._trace = Trace(wiring.trace_path, wiring.instance)
         self._lookups = Lookups()
         self._no_room: set[str] = set()
@@ -61,14 +59,14 @@ class FeatureListener:
         self._wake = WakeLine()
         self._closing = False
         self._fetcher: Fetcher | None = None
-        if pool.pool_state != "none":
-            self._fetcher = Fetcher(pool.fetch, self._accepts, self._fetch_ended, max_bytes=max_bytes)
+        if source.state != "none":
+            self._fetcher = Fetcher(source.fetch, self._accepts, self._fetch_ended, max_bytes=max_bytes)
         self._thread = threading.Thread(target=self._listen, name="epd-feature-listener", daemon=True)
         self._thread.start()
 
     @property
     def without_room(self) -> int:
-        """Features that the second tier has and the arena has no room for."""
+        """Features that the second tier has and there is no room for here."""
         return len(self._no_room)
 
     def ring(self) -> None:
@@ -85,12 +83,9 @@ class FeatureListener:
         self._pins.give_back()
 
     def _listen(self) -> None:
-        events = open_socket(zmq.SUB)
-        events.setsockopt(zmq.SUBSCRIBE, b"")
-        for endpoint in dict.fromkeys(self._wiring.events.values()):
-            events.connect(endpoint)
+        events = Subscription(self._wiring.events.values())
         poller = zmq.Poller()
-        poller.register(events, zmq.POLLIN)
+        poller.register(events.socket, zmq.POLLIN)
         poller.register(self._wake.listener, zmq.POLLIN)
         while not self._closing:
             with self._lock:
@@ -99,7 +94,7 @@ class FeatureListener:
             try:
                 if self._wake.listener in ready:
                     self._wake.answer()
-                announced = self._hear(events) if events in ready else {}
+                announced = self._hear(events) if events.socket in ready else {}
                 self._take_fetched()
                 self._look_up(announced)
                 if self._pins.give_back():
@@ -111,42 +106,39 @@ class FeatureListener:
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def _hear(self, events: Socket) -> dict[str, int]:
+    def _hear(self, events: Subscription) -> dict[str, int]:
         """Read all events at hand; the keys that may be here now, with their bytes, in arrival order."""
         announced: dict[str, int] = {}
         now = time.monotonic()
-        while readable(events):
-            try:
-                event = wire.announcements.decode(events.recv())
-            except wire.DecodeError as error:
-                logger.warning("ignoring a malformed feature event: %s", error)
-                continue
+        for event in events.at_hand():
+            if isinstance(event, wire.FeatureReady | wire.StoreReport):
+                self._source.hear(event)
             if isinstance(event, wire.FeatureReady):
                 self._trace.stamp(event.key, "feature_event")
                 if self._ready(event, now):
                     announced[event.key] = event.nbytes
-            elif isinstance(event, wire.FeatureFailed):
-                with self._lock:
+            with self._lock:
+                if isinstance(event, wire.FeatureFailed):
                     self._table.failed(event.key, "encoder", now)
-            elif isinstance(event, wire.FeaturePending):
-                with self._lock:
+                elif isinstance(event, wire.FeaturePending):
                     self._table.renew(event.keys, now)
         return announced
 
     def _ready(self, event: wire.FeatureReady, now: float) -> bool:
         """Whether to look this key up now. An event is a hint: it may be lost, late, twice, or about another host."""
         here = event.host in ("", self._wiring.arena_id)
+        pooled = event.pooled and self._source.reaches(event)
         with self._lock:
             self._desk.counters["events"] += 1
             self._desk.counters["late_events"] += self._table.announced(event.key)
-            if not here and not event.pooled:
+            if not here and not pooled:
                 if self._fetcher is None:
                     self._table.failed(event.key, "not_pooled", now)
                 else:  # its encoder has it and is about to put it where we can reach it
                     self._table.hampered(event.key, "not_pooled", now + self._wiring.feature_wait_s)
                 return False
             worth_it = self._table.accepts(event.key)
-        self._lookups.hurry(event.key, remote=event.pooled)
+        self._lookups.hurry(event.key, remote=pooled)
         self._changed()
         return worth_it
 
@@ -169,9 +161,9 @@ class FeatureListener:
                 self._look_afar(key, announced.get(key, 0), now)
 
     def _look_here(self, key: str) -> bool:
-        """Pin it if the arena has it. True: nothing more to do for it."""
+        """Pin it if it is here. True: nothing more to do for it."""
         try:
-            lease = self._pool.lease_local(key)
+            held = self._source.lease_local(key)
         except CorruptFeatureError as error:
             logger.error("%s; it is fetched from elsewhere or recomputed", error)
             with self._lock:
@@ -181,23 +173,22 @@ class FeatureListener:
         except StoreError as error:  # it did not answer: looked up again, until the request's deadline
             logger.warning("feature %s: %s", key, error)
             return True
-        if lease is not None:
-            self._arrived(key, lease)
-        return lease is not None
+        if held is not None:
+            self._arrived(key, held)
+        return held is not None
 
     def _look_afar(self, key: str, nbytes: int, now: float) -> None:
-        if self._fetcher is None or self._fetcher.busy_with(key) or not self._lookups.remote_due(key, now):
-            return
-        with self._lock:
-            needed = self._table.requested(key)
-        self._fetcher.submit(key, nbytes, needed=needed)
+        if self._fetcher is not None and not self._fetcher.busy_with(key) and self._lookups.remote_due(key, now):
+            with self._lock:
+                needed = self._table.requested(key)
+            self._fetcher.submit(key, nbytes, needed=needed)
 
     def _look_for_the_last_time(self, key: str) -> None:
         with self._lock:
             cause = self._table.cause(key)
         if self._look_here(key):
             return
-        if self._fetcher is None or cause in ("unavailable", "no_room") or self._pool.pool_state == "down":
+        if self._fetcher is None or cause in ("unavailable", "no_room") or self._source.state == "down":
             self._not_found(key)
         else:
             self._last_look.add(key)
@@ -210,13 +201,13 @@ class FeatureListener:
         self._changed()
         idle_bell.ring()
 
-    def _arrived(self, key: str, lease: Lease) -> None:
+    def _arrived(self, key: str, held: Held) -> None:
         with self._lock:
             self._desk.counters["prefetched"] += not self._table.requested(key)
-            self._table.arrived(key, Pin(lease, self._pins), time.monotonic())
+            self._table.arrived(key, Pin(held, self._pins), time.monotonic())
         idle_bell.ring()
         self._changed()
-        self._trace.stamp(key, "feature_pinned", nbytes=lease.nbytes)
+        self._trace.stamp(key, "feature_pinned", nbytes=held.nbytes)
 
     # --- the second tier --------------------------------------------------------------------------------------------
 
@@ -233,11 +224,11 @@ class FeatureListener:
             result = self._fetched.get()
             key, now = result.key, time.monotonic()
             with self._lock:
-                self._desk.counters["fetched" if result.lease is not None else f"fetch_{result.why}"] += 1
+                self._desk.counters["fetched" if result.held is not None else f"fetch_{result.why}"] += 1
                 doubted = key in self._table.doubted()
-            if result.lease is not None:
+            if result.held is not None:
                 self._no_room.discard(key)
-                self._arrived(key, result.lease)
+                self._arrived(key, result.held)
             elif doubted:
                 self._not_found(key)
             elif result.why == "no_room":

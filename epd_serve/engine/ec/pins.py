@@ -1,4 +1,4 @@
-"""Pins of a consumer: leases that any thread may let go of, and that one thread gives back to the store."""
+"""Pins of a consumer: features that any thread may let go of, and that one thread gives back to where they lie."""
 
 from __future__ import annotations
 
@@ -6,53 +6,53 @@ import logging
 import threading
 from dataclasses import dataclass
 
+from epd_serve.engine.ec.feature_source import Held
 from store.errors import StoreError
-from store.lease import Lease
 
 logger = logging.getLogger(__name__)
 
 
 class Pins:
-    """Owns the leases that were let go of and are not back yet."""
+    """Owns what was let go of and is not back yet."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._dropped: list[Lease] = []
+        self._dropped: list[Held] = []
 
     @property
     def dropped(self) -> bool:
         return bool(self._dropped)
 
-    def drop(self, lease: Lease) -> None:
+    def drop(self, held: Held) -> None:
         with self._lock:
-            self._dropped.append(lease)
+            self._dropped.append(held)
 
     def give_back(self) -> int:
         """Releases what was dropped; takes the store's lock. How many went back."""
         with self._lock:
-            leases, self._dropped = self._dropped, []
+            dropped, self._dropped = self._dropped, []
         kept = []
-        for lease in leases:
+        for held in dropped:
             try:
-                lease.release()
+                held.release()
             except StoreError as error:  # the store did not answer: tried again with the next ones
                 logger.warning("a feature stays pinned for now: %s", error)
-                kept.append(lease)
+                kept.append(held)
         with self._lock:
             self._dropped += kept
-        return len(leases) - len(kept)
+        return len(dropped) - len(kept)
 
 
 @dataclass(frozen=True)
 class Pin:
-    """A verified, leased feature (`feature_item.Pin`)."""
+    """A verified feature that is held (`feature_item.Pin`)."""
 
-    lease: Lease
+    held: Held
     pins: Pins
 
     @property
     def nbytes(self) -> int:
-        return self.lease.nbytes
+        return self.held.nbytes
 
     def release(self) -> None:
-        self.pins.drop(self.lease)
+        self.pins.drop(self.held)

@@ -17,10 +17,11 @@ import torch
 
 from epd_serve import wire
 from epd_serve.engine.ec.announcer import Announcer
+from epd_serve.engine.ec.feature_source import remote_counters
 from epd_serve.engine.ec.feature_writer import FeatureWriter
-from epd_serve.engine.ec.loading import load
+from epd_serve.engine.ec.loading import ArenaReader, load
 from epd_serve.engine.ec.step import FeatureStep
-from epd_serve.engine.ec.store_access import open_store, remote_counters
+from epd_serve.engine.ec.store_access import open_exit, open_store
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring
 from store.errors import StoreError
@@ -38,8 +39,8 @@ class FeatureProducer:
         self, wiring: StageWiring, device: torch.device | str = "cpu", pool: FeaturePool | None = None
     ) -> None:
         self._wiring = wiring
-        self._device = device
         self._pool = pool if pool is not None else open_store(wiring)
+        self._reader = ArenaReader(self._pool.arena, device)
         self._trace = Trace(wiring.trace_path, wiring.instance)
         self._cache: dict[str, torch.Tensor] = {}
         self._awaited: set[str] = set()  # needed, and neither encoded, loaded nor found in vLLM's cache yet
@@ -51,7 +52,8 @@ class FeatureProducer:
         self._counters: Counter[str] = Counter()
         # Bound here: an encoder nobody hears must not start.
         self._announcer = Announcer(wiring, self._report, self._pending)
-        self._writer = FeatureWriter(self._pool, self._tell, self._trace)
+        self._direct = open_exit(wiring, device, self._announcer.changed)
+        self._writer = FeatureWriter(self._pool, self._tell, self._trace, self._direct)
         self._announcer.start()
 
     def step(self, step: FeatureStep, cache: dict[str, torch.Tensor] | None = None) -> None:
@@ -94,6 +96,7 @@ class FeatureProducer:
     def close(self) -> None:
         self._writer.close()
         self._announcer.close()
+        self._direct.close()
         self._pool.close()
 
     def _load(self, step: FeatureStep) -> None:
@@ -101,7 +104,7 @@ class FeatureProducer:
         for slot in step.loads:
             self._awaited.discard(slot.key)
             try:
-                for _ in load(self._pool.arena, [slot], self._cache, self._device):
+                for _ in load(self._reader, [slot], self._cache):
                     self._count("encode_skipped")
             except StoreError:
                 logger.exception("feature %s was not loaded", slot.key)
@@ -122,7 +125,9 @@ class FeatureProducer:
                 self._ready.discard(key)
         self._writer.put(key, self._cache[key], again=again)
 
-    def _tell(self, key: str, event: str, nbytes: int = 0, *, pooled: bool = False, reason: str = "") -> None:
+    def _tell(
+        self, key: str, event: str, nbytes: int = 0, *, pooled: bool = False, in_arena: bool = True, reason: str = ""
+    ) -> None:
         """The writer's word about a key: counted as `event`, and announced."""
         with self._lock:
             self._counters[event] += 1
@@ -134,9 +139,8 @@ class FeatureProducer:
         if reason:
             self._announcer.announce(wire.FeatureFailed(key, reason))
         elif nbytes:
-            self._announcer.announce(
-                wire.FeatureReady(key, nbytes, self._wiring.incarnation, self._wiring.arena_id, pooled, metadata)
-            )
+            host = self._wiring.arena_id if in_arena else wire.NO_ARENA
+            self._announcer.announce(wire.FeatureReady(key, nbytes, self._wiring.incarnation, host, pooled, metadata))
         self._announcer.changed()
 
     def _remember(self, key: str, metadata: dict[str, Any]) -> None:
@@ -168,5 +172,6 @@ class FeatureProducer:
             pool=self._pool.pool_state,
             waiting_puts=self._writer.waiting_puts,
             encoding=encoding,
-            counters=counters | remote_counters(self._pool),
+            feature_path=self._direct.path,
+            counters={**counters, **remote_counters(self._pool), **self._direct.counters()},
         )

@@ -5,23 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from store.lease import Lease
+from epd_serve.engine.ec.device_ledger import DevicePin
+from epd_serve.engine.ec.feature_source import Held
 
 
 @dataclass(frozen=True)
 class FeatureSlot:
-    """Where a pinned feature's bytes lie in the arena."""
+    """Where a pinned feature's bytes lie: in the arena, or (`on_device`) in the slab of every worker."""
 
     key: str
     offset: int
     nbytes: int
     shape: tuple[int, ...]
     dtype: str
+    on_device: bool = False
 
     @classmethod
-    def of(cls, lease: Lease) -> FeatureSlot:
-        meta = lease.meta
-        return cls(meta.key, lease.offset, meta.nbytes, meta.shape, meta.dtype)
+    def of(cls, held: Held) -> FeatureSlot:
+        if isinstance(held, DevicePin):
+            return cls(held.key, held.offset, held.nbytes, held.shape, held.dtype, on_device=True)
+        meta = held.meta
+        return cls(meta.key, held.offset, meta.nbytes, meta.shape, meta.dtype)
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class FeatureStep:
     """One step.
 
     Attributes:
-        loads: features that this step's requests load from the arena instead of encoding them.
+        loads: features that this step's requests load instead of encoding them.
         needed: (encoder) items of requests that are seen for the first time.
         held: (encoder) keys of all requests that are queued or running.
         ended: (encoder) keys of requests that ended, served.

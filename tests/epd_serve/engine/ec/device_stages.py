@@ -145,6 +145,7 @@ class Encoder:
 
     def _open(self) -> None:
         self.outbox = DeviceOutbox(self.device, self.tier, **self._args)  # type: ignore[arg-type]
+        self.outbox.offer_probe()
 
     def encode(self, seed: int, rows: int = 64) -> tuple[torch.Tensor, Callable[[], None], torch.Tensor]:
         """A feature that the device is still computing, the wait for it, and what it will be."""

@@ -81,6 +81,7 @@ def make(stages: Stages, connector_class: Any, monkeypatch: pytest.MonkeyPatch) 
             ec_transfer_config=transfer,
             scheduler_config=SimpleNamespace(async_scheduling=False),
             device_config=SimpleNamespace(device="cpu"),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
         )
         made = connector_class(config, side)
         stages.parts.append(SimpleNamespace(close=made.shutdown))

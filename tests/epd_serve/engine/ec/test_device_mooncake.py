@@ -45,6 +45,7 @@ def encoder_process(master: str, ready: Any, done: Any) -> None:
         MooncakeConfig(master=master, segment_bytes=128 << 20), begin_thread=memory.enter_thread
     )
     outbox = DeviceOutbox(memory, MooncakeTier(store), slab_bytes=64 << 20, incarnation="e1")
+    outbox.offer_probe()
     for seed in range(len(ROWS)):
         made = feature(seed)
         outbox.put(f"k{seed}", made, memory.fence())

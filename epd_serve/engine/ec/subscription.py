@@ -1,0 +1,35 @@
+"""Hears what other stages announce: one SUB socket on the addresses that a wiring names. Belongs to one thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+
+import zmq
+
+from epd_serve import wire
+from epd_serve.engine.sockets import open_socket, readable
+
+logger = logging.getLogger(__name__)
+
+
+class Subscription:
+    """Connected from its making on; several instances may share an address (a bus)."""
+
+    def __init__(self, endpoints: Iterable[str]) -> None:
+        self.socket = open_socket(zmq.SUB)
+        self.socket.setsockopt(zmq.SUBSCRIBE, b"")
+        for endpoint in dict.fromkeys(endpoints):
+            self.socket.connect(endpoint)
+
+    def at_hand(self, timeout_s: float = 0.0) -> Iterator[wire.Announcement]:
+        """All that is here, after waiting at most `timeout_s` for the first."""
+        while readable(self.socket, timeout_s):
+            timeout_s = 0.0
+            try:
+                yield wire.announcements.decode(self.socket.recv())
+            except wire.DecodeError as error:
+                logger.warning("ignoring a malformed announcement: %s", error)
+
+    def close(self) -> None:
+        self.socket.close()
