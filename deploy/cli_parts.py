@@ -1,0 +1,120 @@
+"""`epd-serve stage` and `epd-serve proxy`: the parts alone, or as members and head of a cluster. Flags and dispatch."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from dataclasses import fields
+from typing import Any
+
+from deploy.config import DeployConfig
+from deploy.flags import Parser, add_option, port, subparser
+from epd_serve.errors import ConfigError
+from epd_serve.roles import Role
+
+
+def add_stage(commands: Any) -> Parser:
+    parser = subparser(commands, "stage", "run one stage, alone or as a member of a cluster (vLLM flags after --)")
+    parser.set_defaults(command=_stage, passes=True)
+    parser.add_argument("model", nargs="?", default="", help="model directory or hub name (default: the demo model)")
+    parser.add_argument("--wiring", metavar="FILE.json", help="addresses of the launch it belongs to (StageWiring)")
+    parser.add_argument("--role", choices=[role.value for role in Role], help="stages to run (default: of --wiring)")
+    parser.add_argument("--instance", default="", help="name (default: role and 0)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind; keep it private, it has no guard")
+    parser.add_argument("--port", type=port, default=8001)
+    parser.add_argument("--device", default="auto", choices=("auto", "npu", "cuda", "cpu"))
+    parser.add_argument("--device-ids", default="", metavar="0,1", help="devices, one per tensor-parallel rank")
+    parser.add_argument("--served-model-name", default="")
+    parser.add_argument("--print", action="store_true", help="print the command instead of running it")
+    cluster = parser.add_argument_group("as a member of a cluster")
+    cluster.add_argument("--join", metavar="http://HEAD:PORT", help="the head's proxy; --host is then this machine's")
+    for flag, default, text in (
+        ("--cluster-key-file", "", "the same key as the head's"),
+        ("--run-root", "", argparse.SUPPRESS),
+    ):
+        cluster.add_argument(flag, default=default, metavar="FILE", help=text)
+    for flag, kind, number, text in (
+        ("--arena-mib", int, 256, "shared memory for features on this machine"),
+        ("--mooncake-segment-mib", int, 512, "memory that an encoder gives to the feature store of the cluster"),
+        ("--drain-s", float, 30.0, "how long requests in flight may go on at the end"),
+        ("--startup-timeout-s", float, 900.0, "deadline for vLLM to become ready"),
+    ):
+        cluster.add_argument(flag, type=kind, default=number, help=text)
+    return parser
+
+
+_MEMBERS_OWN = ("cluster_key_file", "run_root", "arena_mib", "mooncake_segment_mib", "drain_s", "startup_timeout_s")
+
+
+def _stage(arguments: dict[str, Any]) -> int:
+    join = arguments.pop("join")
+    own = {name: arguments.pop(name) for name in _MEMBERS_OWN}
+    if join is None:
+        from deploy.alone import run_stage
+
+        if own["cluster_key_file"]:
+            raise ConfigError("--cluster-key-file needs --join http://HEAD:PORT", param="--join")
+
+        return run_stage(**arguments)
+    for name in ("wiring", "print", "served_model_name"):
+        if arguments.pop(name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} is not for --join: the head decides it", param=flag)
+    from deploy.join import run_joined
+
+    return run_joined(join=join, **own, **arguments)
+
+
+def add_proxy(commands: Any) -> Parser:
+    parser = subparser(
+        commands, "proxy", "run the proxy alone: in front of stages that run already, or as the head of a cluster"
+    )
+    parser.set_defaults(command=_proxy)
+    parser.add_argument("--stages", metavar="FILE.yaml", help="stages and model (see docs)")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=port, default=8000)
+    parser.add_argument("--proxy", action="append", default=[], metavar="KEY=VALUE", help="a proxy setting; repeatable")
+    parser.add_argument("--api-key", dest="api_keys", action="append", default=[], help="repeatable")
+    head = parser.add_argument_group("as the head of a cluster that stages join (epd-serve stage --join)")
+    head.add_argument("--cluster-key-file", metavar="FILE", help="the key that stages join with; makes this a head")
+    head.add_argument("--model", default="", help="model directory or hub name (default: the demo model)")
+    head.add_argument("--cluster-host", default="", help="address for the stages (default: --host)")
+    head.add_argument(
+        "--cluster-port", type=port, default=0, help="first of four for the stages (default: --port + 10)"
+    )
+    head.add_argument("--mooncake-master", default="auto", metavar="auto|none|HOST:PORT", help="run one, or use that")
+    for option in fields(DeployConfig):
+        if option.name in _HEADS_OPTIONS:
+            add_option(head, option)
+    parser.set_defaults(passes=True)
+    return parser
+
+
+_HEADS_OWN = ("model", "cluster_host", "cluster_port", "mooncake_master")
+_HEADS_OPTIONS = (
+    *("served_model_name", "tenant_header", "shared_features", "send_pixels", "on_missing_feature", "recompute_limit"),
+    *("mooncake_protocol", "kv_group_layers", "media_root", "allow_private_media", "run_root"),
+    "feature_path",
+)
+
+
+def _proxy(arguments: dict[str, Any]) -> int:
+    key_file, stages = arguments.pop("cluster_key_file"), arguments.pop("stages")
+    if (key_file is None) == (stages is None):
+        raise ConfigError("proxy needs --stages FILE.yaml, or --cluster-key-file FILE to be the head of a cluster")
+    if key_file is not None:
+        from deploy.cluster import run_head
+
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+        for many in ("proxy", "api_keys"):
+            arguments[many] = tuple(arguments[many])
+        return run_head(cluster_key_file=key_file, **arguments)
+    from deploy.alone import run_proxy
+
+    for name in (*_HEADS_OPTIONS, "passed"):
+        if arguments.pop(name, None):
+            raise ConfigError(f"{name} is for the head of a cluster (--cluster-key-file)", param=name)
+    for name, default in zip(_HEADS_OWN, ("", "", 0, "auto"), strict=True):
+        if arguments.pop(name) != default:
+            raise ConfigError(f"{name} is for the head of a cluster (--cluster-key-file)", param=name)
+    return run_proxy(stages=stages, **arguments)
