@@ -177,6 +177,7 @@ def test_the_stages_key_is_in_the_servers_environment_and_in_no_command_line(hos
         assert KEY.encode() not in line and stage_key(KEY).encode() not in line
 
 
+@pytest.mark.slow
 def test_stages_may_come_before_their_head_and_say_so_once(hosts: Hosts) -> None:
     hosts.stage("P", "P", "127.0.0.3")
     until(lambda: "no answer from" in hosts.log("P"), "a line about the head")
@@ -257,6 +258,7 @@ def test_a_stage_that_cannot_serve_ends_with_the_reason_and_leaves_nothing(
     assert hosts.instances() == {}
 
 
+@pytest.mark.slow
 def test_a_stage_with_another_key_ends_and_the_head_knows_nothing_of_it(hosts: Hosts) -> None:
     hosts.head()
     until(lambda: fetch(f"{hosts.url}/health")[0] == 503, "the head")

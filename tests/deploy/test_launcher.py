@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from deploy.reaper import reap_dead
 from tests.deploy.launched import DEADLINE_S, FakeLaunch, wait_until
 
@@ -29,6 +31,7 @@ def test_a_launch_serves_and_ctrl_c_leaves_nothing(launch: Callable[..., FakeLau
     one.assert_nothing_remains(launch_id)
 
 
+@pytest.mark.slow
 def test_a_stage_that_ignores_sigterm_is_killed(launch: Callable[..., FakeLaunch]) -> None:
     one = launch("E-PD", "--ignore-term", "--child")
     one.wait_ready()
@@ -37,6 +40,7 @@ def test_a_stage_that_ignores_sigterm_is_killed(launch: Callable[..., FakeLaunch
     one.assert_nothing_remains(launch_id)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_does_not_wait(launch: Callable[..., FakeLaunch]) -> None:
     one = launch("TP1", "--ignore-term")
     one.wait_ready()
@@ -47,6 +51,7 @@ def test_a_second_ctrl_c_does_not_wait(launch: Callable[..., FakeLaunch]) -> Non
     one.assert_nothing_remains(launch_id)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_stages_start_leaves_nothing(launch: Callable[..., FakeLaunch]) -> None:
     one = launch("E-PD", "--delay=60", "--child")
     wait_until(lambda: one.get("/health")[0] == 503, "the proxy answers while stages start")
@@ -101,6 +106,7 @@ def test_after_kill_9_of_the_launcher_the_next_start_cleans_up(launch: Callable[
     assert f"cleaned up after launch {launch_id}" in err
 
 
+@pytest.mark.slow
 def test_a_living_launch_is_left_alone(launch: Callable[..., FakeLaunch]) -> None:
     one = launch("TP1")
     one.wait_ready()
