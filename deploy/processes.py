@@ -114,6 +114,8 @@ class Killing:
             self._trackers_alone_since = None
         elif self._trackers_alone_since is None:
             self._trackers_alone_since = time.monotonic()
+            for pid in members:  # one that was stopped with its stage could do nothing
+                signal_process(pid, signal.SIGCONT)
         elif time.monotonic() > self._trackers_alone_since + TRACKER_S:
             others = list(members)
         for pid in others:

@@ -128,6 +128,13 @@ class Serving(Endpoint):
         lines = (self.run / "groups.jsonl").read_text().splitlines()
         return int([entry for entry in map(json.loads, lines) if entry["instance"] == instance][-1]["pid"])
 
+    def signal_stage(self, instance: str, number: int) -> None:
+        """To every process of the instance but its resource trackers, which have to unlink vLLM's shared memory."""
+        for member in processes.group_members(self.stage_pid(instance)):
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                if b"resource_tracker" not in Path(f"/proc/{member.pid}/cmdline").read_bytes():
+                    os.kill(member.pid, number)
+
     def stage_log(self, instance: str) -> str:
         return (self.run / f"{instance}.log").read_text(errors="replace")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
 import time
@@ -54,15 +53,15 @@ def newest(arena: Arena) -> str:
 
 
 @contextlib.contextmanager
-def slowed(group: int, share: float) -> Iterator[None]:
-    """The process group runs for this share of the time only."""
+def slowed(launch: Serving, instance: str, share: float) -> Iterator[None]:
+    """The stage runs for this share of the time only."""
     over = threading.Event()
 
     def toggle() -> None:
         while not over.is_set():
-            os.killpg(group, signal.SIGSTOP)
+            launch.signal_stage(instance, signal.SIGSTOP)
             time.sleep(0.1 * (1 - share))
-            os.killpg(group, signal.SIGCONT)
+            launch.signal_stage(instance, signal.SIGCONT)
             time.sleep(0.1 * share)
 
     thread = threading.Thread(target=toggle)
@@ -148,7 +147,7 @@ def test_a_slow_encoder_does_not_turn_prefill_into_an_encoder(launch: Serving, s
     bodies = [fresh(60 + number) for number in range(16)]
     alone = [solo_answer(body) for body in bodies]
     before = launch.recomputed("P0")
-    with slowed(launch.stage_pid("E0"), 1 / 20), ThreadPoolExecutor(8) as pool:
+    with slowed(launch, "E0", 1 / 20), ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda body: ask(launch, body), bodies)) == alone
     time.sleep(0.6)  # one report period
     share = (launch.recomputed("P0") - before) / len(bodies)
@@ -165,13 +164,12 @@ def test_a_prefill_stage_restarted_before_it_fetched_finds_the_feature(launch: S
     body = fresh(100)
     alone = solo_answer(body)
     encoded = launch.counters("E0").get("encoded", 0)
-    group = launch.stage_pid("P0")
-    os.killpg(group, signal.SIGSTOP)  # hears no event, fetches nothing …
+    launch.signal_stage("P0", signal.SIGSTOP)  # hears no event, fetches nothing …
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, launch, body)
         wait_until(lambda: launch.counters("E0")["encoded"] == encoded + 1, 10, "E to have encoded")
         wait_until(lambda: launch.instances()["P0"]["in_flight"]["prefill"] == 1, 10, "P to have been asked")
-        os.killpg(group, signal.SIGKILL)  # … and dies
+        launch.signal_stage("P0", signal.SIGKILL)  # … and dies
         assert answer.result(timeout=170) == alone
     wait_until(launch.healthy, 180, "P0 to be back")
     assert launch.counters("E0")["encoded"] == encoded + 1, "the event was for the dead one; the index is the truth"
@@ -181,12 +179,11 @@ def test_a_prefill_stage_restarted_before_it_fetched_finds_the_feature(launch: S
 def test_an_encoder_killed_while_it_stores_costs_no_answer(launch: Serving, solo_answer: Solo) -> None:
     bodies = [fresh(110 + number) for number in range(8)]
     alone = [solo_answer(body) for body in bodies]
-    group = launch.stage_pid("E0")
     encoded = launch.counters("E0").get("encoded", 0)
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(ask, launch, body) for body in bodies]
         wait_until(lambda: launch.counters("E0").get("encoded", 0) > encoded or answers[0].done(), 10, "the first")
-        os.killpg(group, signal.SIGKILL)
+        launch.signal_stage("E0", signal.SIGKILL)
         assert [answer.result(timeout=170) for answer in answers] == alone
     wait_until(launch.healthy, 180, "E0 to be back")
     with arena_of(launch) as arena:

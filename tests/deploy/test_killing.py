@@ -1,0 +1,43 @@
+"""The end of a process group leaves no shared memory, whatever state the group is in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing import shared_memory
+
+from deploy import processes
+
+OWNER = """
+import sys, time
+from multiprocessing import shared_memory
+memory = shared_memory.SharedMemory(create=True, size=16)
+print(memory.name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_stopped_group_is_killed_and_its_shared_memory_unlinked() -> None:
+    child = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert child.stdout is not None
+        name = child.stdout.readline().strip()
+        os.killpg(child.pid, signal.SIGSTOP)
+        killing = processes.Killing()
+        deadline = time.monotonic() + processes.TRACKER_S + 5
+        while (members := processes.group_members(child.pid)) and time.monotonic() < deadline:
+            killing.strike([member.pid for member in members])
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=0.02)  # or it stays in the group, dead
+        assert not members
+        with contextlib.suppress(FileNotFoundError):
+            shared_memory.SharedMemory(name).unlink()
+            raise AssertionError(f"/dev/shm/{name} remains")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait(timeout=10)
