@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import contextlib
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from store.arena import Arena
-from tests.epd_serve.engine.ec.stages import Stages, make_arena
+from store.mooncake_master import MasterSettings, health_url, master_command, rpc_address
+from tests.epd_serve.engine.ec.stages import Stages, make_arena, wait_for
 
 
 @pytest.fixture
@@ -23,3 +30,36 @@ def stages(arena: Arena, tmp_path: Path) -> Iterator[Stages]:
     yield made
     made.close()
     assert arena.stats().leased == 0, "a pin leaked"
+
+
+@pytest.fixture
+def master() -> Iterator[str]:
+    """A Mooncake master, as `host:port`."""
+    with running_master(MasterSettings(rpc_port=free_port(), metrics_port=free_port())) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def running_master(settings: MasterSettings) -> Iterator[str]:
+    executable = shutil.which("mooncake_master", path=str(Path(sys.executable).parent)) or "mooncake_master"
+    process = subprocess.Popen(master_command(settings, executable), stderr=subprocess.DEVNULL)
+
+    def healthy() -> bool:
+        try:
+            with urllib.request.urlopen(health_url(settings), timeout=1) as answer:
+                return b"service_ready" in answer.read() or answer.status == 200
+        except OSError:
+            return False
+
+    try:
+        wait_for(healthy, 10)
+        yield rpc_address(settings)
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

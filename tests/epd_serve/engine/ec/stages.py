@@ -65,14 +65,16 @@ class Stages:
     def events(self, instance: str) -> str:
         return f"ipc://{self.folder}/{instance}.events"
 
-    def producer(self, *, pool: Any = None, **more: Any) -> FeatureProducer:
-        wiring = self.wiring("E0", Role.E, {}, **{"publish": self.events("E0"), **more})
+    def producer(self, *, pool: Any = None, hears: dict[str, str] | None = None, **more: Any) -> FeatureProducer:
+        wiring = self.wiring("E0", Role.E, hears or {}, **{"publish": self.events("E0"), **more})
         self.parts.append(FeatureProducer(wiring, pool=pool))
         return self.parts[-1]
 
-    def consumer(self, *, hears: bool = True, pool: Any = None, role: Role = Role.P, **more: Any) -> FeatureConsumer:
+    def consumer(
+        self, *, hears: bool = True, pool: Any = None, role: Role = Role.P, ranks: int = 1, **more: Any
+    ) -> FeatureConsumer:
         events = {"E0": self.events("E0")} if hears else {}
-        self.parts.append(FeatureConsumer(self.wiring("P0", role, events, **more), pool))
+        self.parts.append(FeatureConsumer(self.wiring("P0", role, events, **more), pool, ranks=ranks))
         return self.parts[-1]
 
     def heard(self, e: FeatureProducer, p: FeatureConsumer) -> None:

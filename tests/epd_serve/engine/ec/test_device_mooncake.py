@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import shutil
-import socket
-import subprocess
-import sys
 import threading
-import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +17,6 @@ from epd_serve.engine.ec.device_probe import Path as FeaturePath
 from epd_serve.engine.ec.device_tier import MooncakeTier
 from epd_serve.engine.ec.device_trailer import FeatureShape
 from npu_ops.memory import HostMemory
-from store.mooncake_master import MasterSettings, health_url, master_command, rpc_address
 from store.mooncake_store import MooncakeConfig, MooncakeStore
 from tests.epd_serve.engine.ec.device_stages import wait_for
 
@@ -53,33 +45,6 @@ def encoder_process(master: str, ready: Any, done: Any) -> None:
     ready.set()
     done.wait(60)
     store.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.fixture
-def master() -> Iterator[str]:
-    executable = shutil.which("mooncake_master", path=str(Path(sys.executable).parent)) or "mooncake_master"
-    settings = MasterSettings(rpc_port=free_port(), metrics_port=free_port())
-    process = subprocess.Popen(master_command(settings, executable), stderr=subprocess.DEVNULL)
-
-    def healthy() -> bool:
-        try:
-            with urllib.request.urlopen(health_url(settings), timeout=1) as answer:
-                return b"service_ready" in answer.read() or answer.status == 200
-        except OSError:
-            return False
-
-    try:
-        wait_for(healthy)
-        yield rpc_address(settings)
-    finally:
-        process.terminate()
-        process.wait(10)
 
 
 def test_features_go_from_the_slab_of_one_process_into_the_slabs_of_another(master: str) -> None:

@@ -271,6 +271,15 @@ def test_the_arena_is_needed_until_every_consumer_reaches_the_encoder() -> None:
     assert need.needed
 
 
+def test_where_nobody_says_who_listens_the_first_that_reaches_the_encoder_stands_for_all() -> None:
+    need = ArenaNeed("e1", [])
+    assert need.needed
+    need.hear("P7", "e1", "device")
+    assert not need.needed
+    need.hear("P8", "e1", "arena")
+    assert need.needed
+
+
 # --- what each rule is for: leave one out and something breaks -------------------------------------------------------
 
 
