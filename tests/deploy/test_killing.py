@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing import shared_memory
+from pathlib import Path
 
 from deploy import processes
 
@@ -21,11 +23,24 @@ time.sleep(600)
 """
 
 
+def states(group: int) -> list[str]:
+    pids = [member.pid for member in processes.group_members(group)]
+    return [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_stopped_group_is_killed_and_its_shared_memory_unlinked() -> None:
     child = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert child.stdout is not None
         name = child.stdout.readline().strip()
+        until(lambda: states(child.pid) == ["S", "S"])  # the tracker has read what it is to unlink, and waits for more
         os.killpg(child.pid, signal.SIGSTOP)
         killing = processes.Killing()
         deadline = time.monotonic() + processes.TRACKER_S + 5

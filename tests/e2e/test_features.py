@@ -20,7 +20,11 @@ Solo = Callable[[Body], list[list[int]]]
 pytestmark = pytest.mark.slow
 epd = pytest.mark.parametrize("launch", ["(E-P)-D"], indirect=True, scope="module")
 small_arena = pytest.mark.parametrize(
-    "launch", [("(E-P)-D", "--arena-mib", "1")], indirect=True, scope="module", ids=["an arena of 1 MiB"]
+    "launch",
+    [("(E-P)-D", "--arena-mib", "1", "--send-pixels", "always", "--on-missing-feature", "reencode")],
+    indirect=True,
+    scope="module",
+    ids=["an arena of 1 MiB, pixels for everybody"],
 )
 
 
@@ -199,4 +203,15 @@ def test_more_pictures_than_the_arena_holds_are_all_answered(launch: Serving, so
         assert list(pool.map(lambda body: ask(launch, body), bodies)) == alone
     with arena_of(launch) as arena:
         assert arena.stats().evictions > 0
+        assert proxy_metric(launch, 'epd_proxy_deliveries_total{delivery="metadata"}') == 0
         wait_until(lambda: arena.stats().leased == 0, 15, "all pins to be given back")
+
+
+@small_arena
+def test_where_everybody_gets_pixels_a_known_picture_is_not_encoded_again_either(
+    launch: Serving, solo_answer: Solo
+) -> None:
+    body = fresh(180)
+    skipped = proxy_metric(launch, "epd_proxy_encode_skipped_total")
+    assert ask(launch, body) == ask(launch, {**body, "max_tokens": 25}) == solo_answer(body)
+    assert proxy_metric(launch, "epd_proxy_encode_skipped_total") == skipped + 1
