@@ -130,6 +130,7 @@ class FetchLedger:
         if attempt.waiting or attempt.abandoned:
             return
         del self._attempts[message.seq], self._coming[attempt.key]
+        self.book.shrink(attempt.place, message.nbytes + TRAILER_BYTES)  # its size may have been a guess
         self.book.name(attempt.place, attempt.key)
         self._features[attempt.key] = message.nbytes, shape
         self._forget_evicted()

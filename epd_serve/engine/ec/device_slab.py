@@ -54,7 +54,7 @@ class SlabBook:
 
     def reserve(self, nbytes: int) -> Place | None:
         """Room for `nbytes`, pinned once and nameless; None when pins leave no run that is long enough."""
-        span = -(-max(nbytes, 1) // _GRANULE) * _GRANULE
+        span = _span(nbytes)
         found = self._gap(span) or self._window(span)
         if found is None:
             return None
@@ -66,6 +66,13 @@ class SlabBook:
         bisect.insort(self._places, place, key=_offset)
         self._used_bytes += span
         return place
+
+    def shrink(self, place: Place, nbytes: int) -> None:
+        """It needs no more than `nbytes`; the rest is free again, and nobody writes there any more."""
+        span = _span(nbytes)
+        assert place.pins and span <= place.span
+        self._used_bytes -= place.span - span
+        place.span, place.nbytes = span, nbytes
 
     def name(self, place: Place, key: str) -> None:
         """The place holds this feature, whole and verified: from now on it is found by its key."""
@@ -157,6 +164,10 @@ class SlabBook:
                 if best is None or newest < best[0]:
                     best = newest, start, list(window)
         return (best[1], best[2]) if best is not None else None
+
+
+def _span(nbytes: int) -> int:
+    return -(-max(nbytes, 1) // _GRANULE) * _GRANULE
 
 
 _offset = operator.attrgetter("offset")

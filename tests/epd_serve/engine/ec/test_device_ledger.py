@@ -132,3 +132,11 @@ def test_ranks_that_disagree_about_a_feature_make_it_corrupt() -> None:
     (event,) = ledger.events
     assert isinstance(event, Failed) and event.cause == "corrupt"
     assert ledger.book.used_bytes == 0
+
+
+def test_a_feature_whose_size_was_guessed_keeps_only_what_it_needs() -> None:
+    ledger = FetchLedger(SlabBook(CAPACITY), 1, WAIT_S, lambda pin: None)
+    ledger.fetch("k", 0, 0.0)
+    assert ledger.outgoing[0].capacity > 1000 + TRAILER_BYTES
+    ledger.fetched(0, wire.Fetched(1, 500, [500], "uint8"), 0.0)
+    assert ledger.book.used_bytes == 1024

@@ -45,6 +45,12 @@ class Book(RuleBasedStateMachine):
             self.book.name(place, f"k{self.names}")
         self.book.unpin(place)
 
+    @precondition(lambda self: self.pinned)
+    @rule(data=st.data())
+    def shrink(self, data: st.DataObject) -> None:
+        place = data.draw(st.sampled_from(self.pinned))
+        self.book.shrink(place, data.draw(st.integers(1, place.nbytes)))
+
     @rule(number=st.integers(1, 50))
     def pin_again(self, number: int) -> None:
         place = self.book.find(f"k{number}")
