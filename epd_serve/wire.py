@@ -121,8 +121,8 @@ class StoreReport(_Message, frozen=True):
         pool: state of the second tier as seen here: `none`, `up` or `down`.
         waiting_puts: features that wait for room (encoders).
         encoding: items that this encoder holds.
-        feature_path: `device` once features leave this encoder from device memory; consumers then try to reach it.
         counters: monotonic counts of this life, e.g. `encoded`, `encode_skipped`, `fetched`, `recomputed.deadline`.
+        feature_path: `device` once features leave this encoder from device memory; consumers then try to reach it.
     """
 
     instance: str
@@ -133,8 +133,8 @@ class StoreReport(_Message, frozen=True):
     pool: str = "none"
     waiting_puts: int = 0
     encoding: int = 0
-    feature_path: str = "host"
     counters: dict[str, int] = {}
+    feature_path: str = "host"
 
 
 # --- transfer control, D scheduler → P scheduler --------------------------------------------------------------------
