@@ -108,6 +108,20 @@ def test_encoders_give_memory_to_the_second_tier_and_the_others_only_use_it() ->
     assert (prefill.mooncake_master, prefill.mooncake_segment_bytes) == ("127.0.0.1:5", 0)
 
 
+def test_on_the_device_path_consumers_have_agents_and_encoders_hear_which_way_they_are_reached() -> None:
+    plan = wired("E-P-D")
+    plan = replace(plan, blueprint=replace(plan.blueprint, feature_path="device"), mooncake_master="127.0.0.1:5")
+    e, p, d = (plan.wiring(plan_of(plan, name), "i") for name in ("E0", "P0", "D0"))
+    assert (e.feature_path, p.feature_path, d.feature_path) == ("device", "device", "device")
+    assert e.events == {"P0": p.publish, "D0": d.publish}
+    assert p.events == d.events == {"E0": e.publish}
+    assert [wiring.feature_worker_endpoint for wiring in (e, p, d)] == [
+        "",
+        plan.run.ipc("P0.features{rank}"),
+        plan.run.ipc("D0.features{rank}"),
+    ]
+
+
 def test_without_encoders_the_proxy_has_no_arena_to_ask() -> None:
     plan = wired("EP-D")
     assert build_proxy_settings(plan.blueprint, plan.run.arena).arena is None
