@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 _TRIES = 5
-_PAUSE_S = 0.5
+_PAUSE_S = 0.25
 _MOST_LIVES = 256
 _ANYBODY = ""
 
@@ -97,8 +97,8 @@ class PairProbe:
         if pair is None or pair.path is not Path.PROBING:
             return None
         pair.under_way = False
+        pair.next_at = now + _PAUSE_S * 2**pair.tries  # a tier that stalls for seconds must not decide for ever
         pair.tries += 1
-        pair.next_at = now + _PAUSE_S
         if failure and pair.tries < _TRIES:
             return None
         pair.path = Path.ARENA if failure else Path.DEVICE
