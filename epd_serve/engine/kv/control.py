@@ -14,10 +14,10 @@ from abc import ABC, abstractmethod
 import zmq
 
 from epd_serve import wire
-from epd_serve.engine.kv.decode_desk import DecodeDesk
-from epd_serve.engine.kv.prefill_desk import PrefillDesk
 from epd_serve.engine.sockets import Socket, milliseconds, open_socket, readable
 from epd_serve.engine.wake import WakeLine, idle_bell
+from epd_serve.kv.decode_desk import DecodeDesk
+from epd_serve.kv.prefill_desk import PrefillDesk
 from epd_serve.wire import TransferKey
 
 logger = logging.getLogger(__name__)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from epd_serve.engine.kv.control import PrefillControl
 from epd_serve.engine.kv.params import prompt_hash, send_params
-from epd_serve.engine.kv.plan import blocks_ready
-from epd_serve.engine.kv.prefill_desk import Admission, PrefillDesk
 from epd_serve.engine.kv.sender import ChunkJob
 from epd_serve.engine.wake import idle_bell
+from epd_serve.kv.plan import blocks_ready
+from epd_serve.kv.prefill_desk import Admission, PrefillDesk
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 from epd_serve.wiring import StageWiring

@@ -16,9 +16,9 @@ import zmq
 
 from epd_serve import wire
 from epd_serve.engine.kv.regions import differences
-from epd_serve.engine.kv.tombstones import Tombstones
 from epd_serve.engine.kv.transport import LinkError, ReceiveSide
 from epd_serve.engine.sockets import open_socket, readable
+from epd_serve.kv.tombstones import Tombstones
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 

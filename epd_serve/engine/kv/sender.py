@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from epd_serve.engine.kv.link import DoneJob, Link, Outgoing, PacketJob
-from epd_serve.engine.kv.plan import Run, coalesce
 from epd_serve.engine.kv.transport import LayerPacket
+from epd_serve.kv.plan import Run, coalesce
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from epd_serve import wire
-from epd_serve.engine.kv.plan import Run
 from epd_serve.engine.kv.regions import Layers
+from epd_serve.kv.plan import Run
 from epd_serve.wire import TransferKey
 
 

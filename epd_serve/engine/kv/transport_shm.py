@@ -14,9 +14,9 @@ from collections import deque
 import torch
 
 from epd_serve import wire
-from epd_serve.engine.kv.plan import Run, split
 from epd_serve.engine.kv.regions import Layers
 from epd_serve.engine.kv.transport import AwaitMessage, LayerPacket, LinkError, SendMessage, packet_bytes
+from epd_serve.kv.plan import Run, split
 
 _ALIGN = 4096
 

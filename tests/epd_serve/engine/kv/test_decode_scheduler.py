@@ -12,7 +12,7 @@ import pytest
 from epd_serve.engine.kv.control import PrefillControl
 from epd_serve.engine.kv.decode_scheduler import DecodeScheduler
 from epd_serve.engine.kv.params import prompt_hash, transfer_key
-from epd_serve.engine.kv.prefill_desk import Admission, PrefillDesk
+from epd_serve.kv.prefill_desk import Admission, PrefillDesk
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
 from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, request, scheduled, wait_for

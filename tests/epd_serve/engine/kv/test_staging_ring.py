@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.engine.kv.tombstones import Tombstones
 from epd_serve.engine.kv.transport_shm import StagingRing
+from epd_serve.kv.tombstones import Tombstones
 from tests.epd_serve.engine.kv.fakes import key_of
 
 PAGE = 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.engine.kv.plan import Run, blocks_ready, coalesce, split
+from epd_serve.kv.plan import Run, blocks_ready, coalesce, split
 
 pairs = st.integers(0, 60).flatmap(
     lambda n: st.tuples(st.permutations(range(80)), st.permutations(range(80))).map(lambda t: (t[0][:n], t[1][:n]))

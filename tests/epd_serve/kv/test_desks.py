@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from epd_serve import wire
-from epd_serve.engine.kv.decode_desk import DecodeDesk
-from epd_serve.engine.kv.prefill_desk import Admission, PrefillDesk
+from epd_serve.kv.decode_desk import DecodeDesk
+from epd_serve.kv.prefill_desk import Admission, PrefillDesk
 from epd_serve.wire import TransferKey
 from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, key_of, ready
 

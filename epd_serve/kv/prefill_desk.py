@@ -18,7 +18,7 @@ import enum
 from dataclasses import dataclass
 
 from epd_serve import wire
-from epd_serve.engine.kv.tombstones import Tombstones
+from epd_serve.kv.tombstones import Tombstones
 from epd_serve.wire import TransferKey
 
 
