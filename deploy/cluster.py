@@ -79,7 +79,8 @@ class Head:
             events_listen=f"tcp://{self.address}:{self.port + 1}",
             mooncake_master={AUTO: own, NONE: ""}.get(self.master, self.master),
             mooncake_protocol=config.mooncake_protocol,
-            kv_group_layers=config.kv_group_layers,
+            kv_grouping=config.kv_grouping,
+            kv_packet_floor_kib=config.kv_packet_floor_kib,
             recompute_limit=config.recompute_limit,
             feature_path=config.feature_path if config.feature_path == "host" else "auto",
         )

@@ -15,6 +15,7 @@ from typing import Any
 
 from deploy.nearest import unknown
 from epd_serve.errors import ConfigError
+from epd_serve.kv.grouping import parse_grouping
 
 CPU_PARALLEL_STARTS = 0
 """Stages that start at once on CPU; 0 = all. Imports dominate a start and share the page cache."""
@@ -77,10 +78,12 @@ class DeployConfig:
     )
     kv_transport: str = _option("auto", "how KV travels P→D", choices=("auto", "shm", "mooncake"))
     mooncake_protocol: str = _option("tcp", "Mooncake's protocol (NPUs always use ascend)", choices=("tcp", "rdma"))
-    kv_group_layers: int = _option(4, "layers per KV packet")
+    kv_grouping: str = _option("adaptive", "layers per KV packet: adaptive, fixed:N, layerwise or bulk")
+    kv_packet_floor_kib: int = _option(1024, "KV packets smaller than this are joined where that is possible")
     kv_staging_mib: int = _option(64, "shared memory per KV link (sending worker and receiver)")
     startup_timeout_s: float = _option(900.0, "deadline for one stage to become ready")
     parallel_starts: int = _option(CPU_PARALLEL_STARTS, "stages that start at once on CPU (0 = all)")
+    kv_faults: str = _option("", "what goes wrong on purpose (epd_serve/engine/kv/faults.py)", hidden=True)
     trace_dir: str = _option("", "directory for per-stage phase stamps (JSON lines)")
     run_root: str = _option("", "directory for run directories (default: XDG_RUNTIME_DIR or /tmp)", hidden=True)
 
@@ -91,10 +94,11 @@ class DeployConfig:
                 raise ConfigError(unknown(option.name, getattr(self, option.name), choices), param=option.name)
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"port {self.port} is not between 1 and 65535", param="port")
-        positive = ("arena_mib", "kv_group_layers", "kv_staging_mib", "startup_timeout_s")
+        positive = ("arena_mib", "kv_packet_floor_kib", "kv_staging_mib", "startup_timeout_s")
         for name in (*positive, "recompute_limit"):
             if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it has to be positive", param=name)
+        parse_grouping(self.kv_grouping, self.kv_packet_floor_kib << 10)
         check_segment(self.mooncake_segment_mib)
         if self.parallel_starts < 0:
             raise ConfigError("parallel_starts is negative; 0 means all at once", param="parallel_starts")

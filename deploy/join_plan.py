@@ -128,7 +128,8 @@ class JoinPlan:
             kv_peers=tuple(answer.kv_peers) if self.role.sends_kv else (),
             kv_transport="mooncake",
             mooncake_protocol="ascend" if self.blueprint.device == "npu" else settings.mooncake_protocol,
-            kv_group_layers=settings.kv_group_layers,
+            kv_grouping=settings.kv_grouping,
+            kv_packet_floor_bytes=settings.kv_packet_floor_kib << 10,
             host=self.host,
         )
 

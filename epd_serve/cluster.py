@@ -80,7 +80,8 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     events_listen: str
     mooncake_master: str = ""
     mooncake_protocol: str = "tcp"
-    kv_group_layers: int = 4
+    kv_grouping: str = "adaptive"
+    kv_packet_floor_kib: int = 1024
     recompute_limit: int = 2
     feature_path: str = "host"
     beat_s: float = BEAT_S

@@ -2,13 +2,13 @@
 
 msgpack through msgspec; nothing is ever unpickled from a socket. Three channels:
 
-* announcements, every stage that has to do with features → consumers and proxies (PUB/SUB): `FeatureReady`,
-  `FeatureFailed`, `FeaturePending` from encoders, `FeatureMissing`, `FeaturePath` from consumers, `StoreReport` from
-  all.
+* announcements, stages → consumers and proxies (PUB/SUB): `FeatureReady`, `FeatureFailed`, `FeaturePending` from
+  encoders, `FeatureMissing`, `FeaturePath` from consumers, `StoreReport` from all that have to do with features,
+  `KvReport` from the workers of every stage that sends KV.
 * transfer control, D scheduler ↔ P scheduler (DEALER/ROUTER): `Queued`, `Ready`, `Cancel` | `Alive`, `Refused`,
   `CancelAck`.
-* transfer data, P worker ↔ D worker of the same rank (DEALER/ROUTER): `Hello`, `Packet`, `Done` | `HelloAck`,
-  `HelloRefused`, `Credit`.
+* transfer data, P worker ↔ D worker (DEALER/ROUTER): `Hello`, `Probe`, `Packet`, `Done` | `HelloAck`, `HelloRefused`,
+  `Credit`.
 * device features, the scheduler of a consumer ↔ the feature agents of its own workers (DEALER/ROUTER): `AgentHello`,
   `FetchInto` | `AgentReady`, `AgentRefused`, `Fetched`, `FetchFailed`, `FetchSettled`.
 
@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-VERSION = 2
+VERSION = 3
 
 MISSING_XARG = "epd_missing"
 """Proxy → P, in `vllm_xargs`: comma-separated keys of items that no encoder produced; P need not wait for them."""
@@ -137,6 +137,59 @@ class StoreReport(_Message, frozen=True):
     feature_path: str = "host"
 
 
+class KvLink(msgspec.Struct, frozen=True):
+    """One link of a sending worker, as it is now and since the worker's start. Times are this worker's own.
+
+    Attributes:
+        peer: `D0`, the receiving instance; rank: of its worker.
+        state: `opening` (never up so far), `up`, `down`; reason: why not up, else "".
+        transport: `shm`, `mooncake/tcp`, …; "" while it is not up.
+        setup_s, s_per_byte: the line t = a + b·bytes fitted to its packets (`epd_serve.kv.grouping.LinkCost`).
+        queued_bytes: packets not yet sent.
+        transfers, failed, cancelled: ended so far; the latter two are not in `transfers`.
+        retries: connections made again after a failure.
+        busy_s: time spent moving packets.
+        exposed_s: summed over transfers, from the end of the prompt's prefill to DONE.
+        transfer_s: summed over transfers, the time their packets took on the link.
+    """
+
+    peer: str
+    rank: int
+    state: str
+    reason: str = ""
+    transport: str = ""
+    setup_s: float = 0.0
+    s_per_byte: float = 0.0
+    queued_bytes: int = 0
+    packets: int = 0
+    layers: int = 0  # summed over packets: layers / packets is the mean g
+    bytes: int = 0
+    transfers: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    retries: int = 0
+    busy_s: float = 0.0
+    exposed_s: float = 0.0
+    transfer_s: float = 0.0
+
+
+class KvReport(_Message, frozen=True):
+    """What one sending worker says of its links: on change at most every 200 ms, else every second.
+
+    Attributes:
+        rank: tensor-parallel rank of the worker.
+        grouping: the mode in force, e.g. `adaptive`.
+        layer_s: seconds per layer of the last measured step.
+    """
+
+    instance: str
+    incarnation: str
+    rank: int
+    grouping: str
+    layer_s: float
+    links: list[KvLink]
+
+
 # --- transfer control, D scheduler → P scheduler --------------------------------------------------------------------
 
 
@@ -211,39 +264,56 @@ class Hello(_Message, frozen=True):
 
 
 class Packet(_Message, frozen=True):
-    """A packet of layers waits in the sender's staging memory (shared-memory transport only).
+    """Layers of one or several transfers wait in the sender's staging memory (shared-memory transport only).
 
     Attributes:
-        seq: number on this link, returned in `Credit`.
+        seq: number on this connection, growing; returned in `Credit`. A receiver obeys each once.
         offset: where the packet's bytes start in the staging memory.
         layers: first and one past the last layer.
-        runs: (first destination block, blocks) in the order the bytes lie: per layer, per region, per run.
+        parts: per transfer (first destination block, blocks). Bytes lie per layer, per region, per part, per run.
     """
 
-    key: TransferKey
     seq: int
     offset: int
     layers: tuple[int, int]
-    runs: list[tuple[int, int]]
+    parts: list[tuple[TransferKey, list[tuple[int, int]]]]
+
+
+class Probe(_Message, frozen=True):
+    """Bytes of no meaning, staged like a packet's: copied to scratch memory, answered by `Credit`."""
+
+    seq: int
+    offset: int
+    nbytes: int
 
 
 class Done(_Message, frozen=True):
-    """Last message of a transfer; follows every write."""
+    """Last message of a transfer from this sender; follows every write.
+
+    Attributes:
+        packets: staged packets of this connection that had a part in the transfer; a receiver that saw another number
+            lost one (0 where packets need no message).
+        senders: how many workers of P send to this worker of D; the transfer is over when all of them said so.
+    """
 
     key: TransferKey
     ok: bool
     reason: str = ""
+    packets: int = 0
+    senders: int = 1
 
 
 # --- transfer data, D worker → P worker -----------------------------------------------------------------------------
 
 
 class HelloAck(_Message, frozen=True):
-    """The link is open. `session` and `bases` (region base addresses) are for one-sided transports."""
+    """The link is open. The rest is for one-sided transports: `session`, `bases` (region base addresses), and `scratch`
+    (address and size of memory that may be written at any time, for probes)."""
 
     target: str
     session: str = ""
     bases: list[int] = []
+    scratch: tuple[int, int] = (0, 0)
 
 
 class HelloRefused(_Message, frozen=True):
@@ -332,12 +402,12 @@ class FetchSettled(_Message, frozen=True):
     seq: int
 
 
-Announcement = FeatureReady | FeatureFailed | FeaturePending | FeatureMissing | FeaturePath | StoreReport
+Announcement = FeatureReady | FeatureFailed | FeaturePending | FeatureMissing | FeaturePath | StoreReport | KvReport
 ToFeatureAgent = AgentHello | FetchInto
 ToFeatureClient = AgentReady | AgentRefused | Fetched | FetchFailed | FetchSettled
 ToPrefillScheduler = Queued | Ready | Cancel
 ToDecodeScheduler = Alive | Refused | CancelAck
-ToDecodeWorker = Hello | Packet | Done
+ToDecodeWorker = Hello | Probe | Packet | Done
 ToPrefillWorker = HelloAck | HelloRefused | Credit
 
 _encoder = msgspec.msgpack.Encoder()

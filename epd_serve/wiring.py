@@ -50,7 +50,12 @@ class StageWiring:
         kv_peers: data-channel templates of the instances this one sends KV to, to warm the links at start.
         kv_transport: `auto`, `shm` or `mooncake`.
         mooncake_protocol: `tcp`, `rdma` or `ascend`.
-        kv_group_layers: g, layers per KV packet (EPD-Serve §3.3).
+        kv_grouping: how layers are grouped into packets (`epd_serve.kv.grouping.parse_grouping`).
+        kv_packet_floor_bytes: packets smaller than this are not made where a larger one is possible.
+        kv_publish: template of the addresses on which the workers announce `KvReport` (roles that send KV), else "".
+            With `publish_by_connecting` a bus that is bound already.
+        kv_faults: what goes wrong on purpose (`epd_serve.engine.kv.faults`), for tests; "" in production.
+        traffic: the board on which this instance's fetches and pushes make room for each other (roles that send KV).
         kv_staging: path prefix of the shared-memory staging files this instance makes, one per link.
         kv_staging_bytes: size of each.
         host: address to bind Mooncake to.
@@ -80,7 +85,11 @@ class StageWiring:
     kv_peers: tuple[str, ...] = ()
     kv_transport: str = "auto"
     mooncake_protocol: str = "tcp"
-    kv_group_layers: int = 4
+    kv_grouping: str = "adaptive"
+    kv_packet_floor_bytes: int = 1 << 20
+    kv_publish: str = ""
+    kv_faults: str = ""
+    traffic: str = ""
     kv_staging: str = ""
     kv_staging_bytes: int = 64 << 20
     host: str = "127.0.0.1"

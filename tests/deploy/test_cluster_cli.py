@@ -18,7 +18,7 @@ from tests.deploy.launched import neighbours
     [
         ("proxy", "proxy needs --stages FILE.yaml, or --cluster-key-file FILE"),
         ("proxy --stages x --cluster-key-file KEY", "proxy needs --stages FILE.yaml, or --cluster-key-file FILE"),
-        ("proxy --stages x --kv-group-layers 3", "kv_group_layers is for the head"),
+        ("proxy --stages x --kv-grouping bulk", "kv_grouping is for the head"),
         ("proxy --cluster-key-file none", "openssl rand"),
         ("proxy --cluster-key-file KEY --host 0.0.0.0", "give the address by which the other machines reach this one"),
         ("proxy --cluster-key-file KEY --mooncake-master somewhere", "not HOST:PORT"),

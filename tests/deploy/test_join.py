@@ -209,9 +209,9 @@ def test_a_head_with_other_settings_has_its_stages_restarted_with_them(hosts: Ho
     hosts.stage("D", "D", "127.0.0.4")
     until(lambda: hosts.up() == ["D0"], "D0")
     assert hosts.end("head") == 0
-    hosts.head("--kv-group-layers", "2")
+    hosts.head("--kv-grouping", "fixed:2")
     until(lambda: len(hosts.wirings("D")) == 2 and hosts.up() == ["D0"], "D0 with other settings")
-    assert "'kv_group_layers': 2" in hosts.wirings("D")[-1]
+    assert "'kv_grouping': 'fixed:2'" in hosts.wirings("D")[-1]
 
 
 @pytest.mark.slow

@@ -39,7 +39,8 @@ CHANNELS: dict[str, tuple[Any, list[Any]]] = {
         wire.to_decode_worker,
         [
             wire.Hello(1, "P0:1", "shm", {"layers": 2, "region_block_bytes": [[1], [2, 3]]}, "/dev/shm/x", 4096),
-            wire.Packet(KEY, 1, 0, (0, 2), [(3, 4), (9, 1)]),
+            wire.Packet(1, 0, (0, 2), [(KEY, [(3, 4), (9, 1)])]),
+            wire.Probe(2, 4096, 65536),
             wire.Done(KEY, False, "cancelled"),
         ],
     ),

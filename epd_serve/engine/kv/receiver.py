@@ -107,7 +107,10 @@ class Receiver:
         elif isinstance(message, wire.Packet):
             if reason := self._copy(peer, message):
                 logger.error("KV link: %s", reason)
-                self._end(wire.Done(message.key, False, reason))
+                for key, _ in message.parts:
+                    self._end(wire.Done(key, False, reason))
+            self._answer(peer, wire.Credit(message.seq))
+        elif isinstance(message, wire.Probe):
             self._answer(peer, wire.Credit(message.seq))
         else:
             self._trace.stamp(message.key.transfer_id, "kv_done", ok=message.ok)
@@ -116,12 +119,12 @@ class Receiver:
             self._end(message)
 
     def _copy(self, peer: bytes, packet: wire.Packet) -> str:
-        """Write one packet; "" or why it cannot be written, which ends its transfer: a hole must not pass for KV."""
+        """Write one packet; "" or why it cannot be written, which ends its transfers: a hole must not pass for KV."""
         with self._copying:
-            if packet.key in self._over:  # a late packet of a transfer that was given up: its blocks are reused
-                return ""
+            # Late packets of transfers that were given up: their blocks are reused.
+            dropped = {key for key, _ in packet.parts if key in self._over}
             try:
-                self._side.packet(peer, packet)
+                self._side.packet(peer, packet, dropped)
             except LinkError as error:
                 return str(error)
         return ""

@@ -147,7 +147,7 @@ class Sender:
         written = self._mark_written()
         for transfer, runs, _ in self._step:
             if runs and not transfer.ending:
-                packet = LayerPacket(transfer.out.key, self._packed, upto, runs)
+                packet = LayerPacket(self._packed, upto, ((transfer.out.key, runs),))
                 transfer.link.put(PacketJob(transfer.out, transfer.out.generation, packet, written))
         self._packed = upto
 

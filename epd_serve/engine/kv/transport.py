@@ -6,7 +6,7 @@ listener thread at D. `shm` copies through shared staging memory, `mooncake` wri
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,14 +20,20 @@ class LinkError(Exception):
     """The link is of no more use: the peer is gone, silent, or refuses it."""
 
 
+Part = tuple[TransferKey, tuple[Run, ...]]
+
+
 @dataclass(frozen=True)
 class LayerPacket:
-    """Layers [first, last) of some block runs of one transfer."""
+    """Layers [first, last) of some block runs of one or several transfers."""
 
-    key: TransferKey
     first: int
     last: int
-    runs: tuple[Run, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def blocks(self) -> int:
+        return sum(run.count for _, runs in self.parts for run in runs)
 
 
 SendMessage = Callable[[wire.ToDecodeWorker], None]
@@ -72,8 +78,8 @@ class ReceiveSide(Protocol):
         """A link opens. Raises LinkError."""
         ...
 
-    def packet(self, peer: bytes, packet: wire.Packet) -> None:
-        """Copy a staged packet into the KV cache. Raises LinkError."""
+    def packet(self, peer: bytes, packet: wire.Packet, dropped: Set[TransferKey]) -> None:
+        """Copy a staged packet into the KV cache, but for its parts of `dropped` transfers. Raises LinkError."""
         ...
 
     def close(self) -> None: ...

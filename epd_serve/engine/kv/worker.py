@@ -10,13 +10,16 @@ import torch
 from epd_serve.engine.compat import platform_fingerprint, tp_rank
 from epd_serve.engine.kv.decode_scheduler import DecodeStep
 from epd_serve.engine.kv.link import Link, Outgoing
+from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
+from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
+from epd_serve.engine.kv.mooncake_send import MooncakeSendSide
 from epd_serve.engine.kv.prefill_scheduler import PrefillStep
 from epd_serve.engine.kv.receiver import Receiver
 from epd_serve.engine.kv.regions import Layers, layers_of, shape_of
 from epd_serve.engine.kv.sender import Sender
+from epd_serve.engine.kv.shm_receive import ShmReceiveSide
+from epd_serve.engine.kv.shm_send import ShmSendSide
 from epd_serve.engine.kv.transport import ReceiveSide, SendSide
-from epd_serve.engine.kv.transport_mooncake import MooncakeEndpoint, MooncakeReceiveSide, MooncakeSendSide
-from epd_serve.engine.kv.transport_shm import ShmReceiveSide, ShmSendSide
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring, worker_endpoint
 from npu_ops.fences import fence
@@ -88,7 +91,7 @@ class PrefillWorker(_Worker):
         self._sender = Sender(
             rank=self._rank,
             num_layers=len(layers),
-            group_layers=self._wiring.kv_group_layers,
+            group_layers=4,
             open_link=open_link,
             mark_written=lambda: fence(device),
             trace=self._trace,

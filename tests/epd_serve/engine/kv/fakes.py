@@ -16,7 +16,8 @@ from epd_serve.engine.kv.link import Link, Outgoing
 from epd_serve.engine.kv.receiver import Expected, Receiver
 from epd_serve.engine.kv.regions import Layers, layers_of, shape_of
 from epd_serve.engine.kv.sender import ChunkJob, Sender
-from epd_serve.engine.kv.transport_shm import ShmReceiveSide, ShmSendSide
+from epd_serve.engine.kv.shm_receive import ShmReceiveSide
+from epd_serve.engine.kv.shm_send import ShmSendSide
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 

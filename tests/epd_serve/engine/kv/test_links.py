@@ -14,7 +14,7 @@ import zmq
 
 from epd_serve import wire
 from epd_serve.engine.kv.link import DoneJob, Outgoing
-from epd_serve.engine.kv.transport_shm import ShmReceiveSide
+from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from tests.epd_serve.engine.kv.fakes import DecodeEnd, PrefillEnd, chunk, key_of, shape, wait_for
 
 Ends = Callable[..., Any]
@@ -169,7 +169,7 @@ def _waiting(out: Outgoing, hold: threading.Event) -> Any:
     def written() -> None:
         assert hold.wait(5)
 
-    return PacketJob(out, out.generation, LayerPacket(out.key, 0, 1, ()), written)
+    return PacketJob(out, out.generation, LayerPacket(0, 1, ((out.key, ()),)), written)
 
 
 def test_packets_after_a_transfer_was_given_up_never_land(start: Ends) -> None:
@@ -196,10 +196,10 @@ def test_a_failure_is_not_reported_while_a_packet_of_it_is_being_written(start: 
     inside, go = threading.Event(), threading.Event()
     copy = d.side.packet
 
-    def slow(peer: bytes, packet: wire.Packet) -> None:
+    def slow(peer: bytes, packet: wire.Packet, dropped: Any) -> None:
         inside.set()
         assert go.wait(5)
-        copy(peer, packet)
+        copy(peer, packet, dropped)
 
     d.side.packet = slow
     d.expect(key_of("a"), [5])
@@ -288,7 +288,7 @@ def test_a_stop_does_not_wait_for_a_peer_that_returns_no_credit(start: Ends, tmp
     p = start(PrefillEnd, staging_bytes=4096, timeout_s=1.0)
     go = threading.Event()
     copy = d.side.packet
-    d.side.packet = lambda peer, packet: (go.wait(5), copy(peer, packet))
+    d.side.packet = lambda peer, packet, dropped: (go.wait(5), copy(peer, packet, dropped))
     d.expect(key_of("a"), [5])
     p.step([chunk(d, "a", [1], [5], last=False)])
     link = p.links[d.endpoint]
@@ -360,11 +360,11 @@ def test_done_from_a_connection_without_handshake_is_a_failure(start: Ends, stra
 @pytest.mark.parametrize(
     "packet",
     [
-        wire.Packet(key_of("a"), 1, 0, (0, 2), [(5, 1)]),
-        wire.Packet(key_of("a"), 1, 0, (0, 99), [(5, 1)]),
-        wire.Packet(key_of("a"), 1, 0, (0, 2), [(31, 2)]),
-        wire.Packet(key_of("a"), 1, 1 << 40, (0, 2), [(5, 1)]),
-        wire.Packet(key_of("a"), 1, 0, (0, 2), [(-1, 1)]),
+        wire.Packet(1, 0, (0, 2), [(key_of("a"), [(5, 1)])]),
+        wire.Packet(1, 0, (0, 99), [(key_of("a"), [(5, 1)])]),
+        wire.Packet(1, 0, (0, 2), [(key_of("a"), [(31, 2)])]),
+        wire.Packet(1, 1 << 40, (0, 2), [(key_of("a"), [(5, 1)])]),
+        wire.Packet(1, 0, (0, 2), [(key_of("a"), [(-1, 1)])]),
     ],
 )
 def test_a_packet_that_cannot_be_written_fails_its_transfer_and_not_the_worker(
@@ -377,7 +377,7 @@ def test_a_packet_that_cannot_be_written_fails_its_transfer_and_not_the_worker(
     p.sender.warm([d.endpoint])
     p.step([chunk(d, "b", [1], [7], last=False)])
     wait_for(lambda: bool(d.caches["layer.4"][7].any()))
-    if packet.offset or packet.layers != (0, 2) or packet.runs != [(5, 1)]:
+    if packet.offset or packet.layers != (0, 2) or packet.parts[0][1] != [(5, 1)]:
         p.links[d.endpoint]._socket.send(wire.encode(packet))  # after a handshake
     else:
         stranger.connect(d.endpoint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.engine.kv.transport_shm import StagingRing
+from epd_serve.engine.kv.staging_ring import StagingRing
 from epd_serve.kv.tombstones import Tombstones
 from tests.epd_serve.engine.kv.fakes import key_of
 

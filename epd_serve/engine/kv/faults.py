@@ -1,0 +1,87 @@
+"""What goes wrong on purpose, so that tests can meet a fault at an exact moment: `--kv-faults`, empty in production.
+
+    drop=Ready:0.5        half of all Ready messages are not sent
+    delay=Done:0.2s       each Done leaves 0.2 s late (others overtake it)
+    double=Cancel:1       each Cancel is sent twice
+    pause=packet:3:/run/x the third time this point is reached: write the file /run/x, wait until somebody removes it
+    seed=7                of the draws (default 0)
+
+Clauses are joined by `;`. Points: `ready` (D, before READY leaves), `packet` (P's worker, before a packet is moved),
+`done` (P's worker, before DONE leaves), `received` (D's worker, DONE has arrived and is not reported yet).
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from pathlib import Path
+
+from epd_serve.errors import ConfigError
+
+_ON_TIME = (0.0,)
+_POLL_S = 0.01
+_PAUSE_S = 120.0  # a test that died must not leave a thread waiting for ever
+POINTS = ("ready", "packet", "done", "received")
+
+
+class Faults:
+    """One per process. Thread-safe.
+
+    Raises:
+        ConfigError: a clause that means nothing.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        self._drop: dict[str, float] = {}
+        self._double: dict[str, float] = {}
+        self._delay_s: dict[str, float] = {}
+        self._pause: dict[str, tuple[int, Path]] = {}
+        self._count: dict[str, int] = {}
+        self._chance = random.Random(0)
+        self._lock = threading.Lock()
+        for clause in filter(None, text.split(";")):
+            self._read(clause)
+
+    def deliveries(self, message: object) -> tuple[float, ...]:
+        """When this message leaves, in seconds from now: () never, (0.0,) as it should, two entries twice."""
+        if not (self._drop or self._double or self._delay_s):
+            return _ON_TIME
+        kind = type(message).__name__
+        with self._lock:
+            if self._chance.random() < self._drop.get(kind, 0.0):
+                return ()
+            delay = self._delay_s.get(kind, 0.0)
+            return (delay, delay) if self._chance.random() < self._double.get(kind, 0.0) else (delay,)
+
+    def reached(self, point: str) -> None:
+        """The caller is at this point; blocks while it is paused there."""
+        if point not in self._pause:
+            return
+        number, path = self._pause[point]
+        with self._lock:
+            self._count[point] = self._count.get(point, 0) + 1
+            if self._count[point] != number:
+                return
+        path.touch()
+        deadline = time.monotonic() + _PAUSE_S
+        while path.exists() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+    def _read(self, clause: str) -> None:
+        kind, _, rest = clause.partition("=")
+        what, _, value = rest.partition(":")
+        try:
+            if kind == "seed":
+                self._chance.seed(int(what))
+            elif kind in ("drop", "double"):
+                (self._drop if kind == "drop" else self._double)[what] = float(value)
+            elif kind == "delay":
+                self._delay_s[what] = float(value.removesuffix("s"))
+            elif kind == "pause" and what in POINTS:
+                number, _, path = value.partition(":")
+                self._pause[what] = (int(number), Path(path))
+            else:
+                raise ValueError(clause)
+        except ValueError as error:
+            raise ConfigError(f"{clause!r} is no fault (epd_serve/engine/kv/faults.py)", param="--kv-faults") from error

@@ -1,0 +1,34 @@
+"""KV by Mooncake, D's end: offers its memory; writes need no help.
+
+Writes are one-sided, so a late one can land after silence: D quarantines blocks for `quarantine_s` before reuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from epd_serve import wire
+from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
+from epd_serve.engine.kv.transport import LinkError
+
+
+class MooncakeReceiveSide:
+    """D's end of all links: offers its memory; writes need no help."""
+
+    name = "mooncake"
+    quarantine_s = 30.0
+
+    def __init__(self, endpoint: MooncakeEndpoint) -> None:
+        self._endpoint = endpoint
+
+    def session(self) -> tuple[str, list[int]]:
+        return self._endpoint.session, self._endpoint.bases
+
+    def attach(self, peer: bytes, hello: wire.Hello) -> None:
+        """One-sided: nothing to map."""
+
+    def packet(self, peer: bytes, packet: wire.Packet, dropped: Set[wire.TransferKey]) -> None:
+        raise LinkError("a staged packet on a Mooncake link")
+
+    def close(self) -> None:
+        """The engine lives as long as the worker."""
