@@ -1,4 +1,4 @@
-"""KV through shared memory on one host, P's end: copies a packet into its staging ring; D copies it out, returns credit.
+"""KV through shared memory on one host, P's end: packets are copied into a staging ring, out of which D copies them.
 
 Two copies, no registration, no daemon, and no late one-sided write: D's listener drops packets of transfers it has
 given up. Default on CPU and for pairs of instances on one NPU, where Mooncake's direct transport refuses to connect.
