@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd_serve.errors import ConfigError
@@ -66,6 +66,7 @@ def plans(layers: int, least: int) -> Iterator[Cuts]:
             yield cuts
 
 
+@settings(deadline=None)
 @given(real_steps, link, floors)
 def test_cuts_grow_end_at_the_last_layer_and_respect_the_floor(
     step: Step, ratios: tuple[float, float], floor: int
@@ -76,6 +77,7 @@ def test_cuts_grow_end_at_the_last_layer_and_respect_the_floor(
         assert (last - first) * step.layer_bytes >= min(max(floor, 1), step.layers * step.layer_bytes)
 
 
+@settings(deadline=None)
 @given(steps(few_layers), costs, st.integers(1, 4))
 def test_adaptive_is_the_best_of_all_plans_and_has_the_fewest_packets_among_them(
     step: Step, cost: LinkCost, floor: int
@@ -87,6 +89,7 @@ def test_adaptive_is_the_best_of_all_plans_and_has_the_fewest_packets_among_them
     assert len(cuts) == min(packets for exposed, packets in every if exposed <= least + 1e-9)
 
 
+@settings(deadline=None)
 @given(real_steps, link, floors)
 def test_adaptive_is_never_later_than_any_fixed_size_that_respects_the_floor(
     step: Step, ratios: tuple[float, float], floor: int
@@ -101,6 +104,7 @@ def test_adaptive_is_never_later_than_any_fixed_size_that_respects_the_floor(
             assert exposed <= 1.01 * exposed_s(plan, step, cost) + 2 * rounding
 
 
+@settings(deadline=None)
 @given(real_steps, link)
 def test_rounded_inputs_cost_no_more_than_the_tolerance_says(step: Step, ratios: tuple[float, float]) -> None:
     """The same step twice, the second time off the rounding's grid by a hair: the plan is as good."""
@@ -111,6 +115,7 @@ def test_rounded_inputs_cost_no_more_than_the_tolerance_says(step: Step, ratios:
     assert abs(here - there) <= 2**-11 * (step.layers * step.layer_s + finish_s((step.layers,), step, cost))
 
 
+@settings(deadline=None)
 @given(steps(few_layers), costs, times)
 def test_a_slower_link_or_a_longer_backlog_never_exposes_less(step: Step, cost: LinkCost, more: float) -> None:
     def least(step: Step, cost: LinkCost) -> float:
