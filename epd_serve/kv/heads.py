@@ -51,17 +51,21 @@ def heads_of(tp: int, rank: int, total_heads: int) -> range:
     return range(rank * total // tp, rank * total // tp + 1)
 
 
-def links_of(src_tp: int, src_rank: int, dst_tp: int, total_heads: int) -> tuple[HeadLink, ...]:
-    """The ranks of D that this rank of P sends to, with the heads on each link. Empty: others send for it."""
+def link_of(src_tp: int, src_rank: int, dst_tp: int, dst_rank: int, total_heads: int) -> HeadLink | None:
+    """What this rank of P sends to this rank of D. None: nothing, others send for it."""
     held = heads_of(src_tp, src_rank, total_heads)
-    links: list[HeadLink] = []
-    for rank in range(dst_tp):
-        wanted = heads_of(dst_tp, rank, total_heads)
-        mine = [head for head in wanted if _source(head, src_tp, rank, dst_tp, total_heads) == src_rank]
-        if mine:  # adjacent: both ends hold adjacent heads
-            first, count = mine[0], len(mine)
-            links.append(HeadLink(rank, _range(first - held.start, count), _range(first - wanted.start, count)))
-    return tuple(links)
+    wanted = heads_of(dst_tp, dst_rank, total_heads)
+    sent = [head for head in wanted if _source(head, src_tp, dst_rank, dst_tp, total_heads) == src_rank]
+    if not sent:
+        return None
+    first, count = sent[0], len(sent)  # adjacent, as both ends hold adjacent heads
+    return HeadLink(dst_rank, _range(first - held.start, count), _range(first - wanted.start, count))
+
+
+def links_of(src_tp: int, src_rank: int, dst_tp: int, total_heads: int) -> tuple[HeadLink, ...]:
+    """The ranks of D that this rank of P sends to, with the heads on each link; may be none."""
+    links = (link_of(src_tp, src_rank, dst_tp, dst_rank, total_heads) for dst_rank in range(dst_tp))
+    return tuple(link for link in links if link is not None)
 
 
 def senders_to(dst_tp: int, dst_rank: int, src_tp: int, total_heads: int) -> int:

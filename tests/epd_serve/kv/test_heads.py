@@ -102,7 +102,7 @@ def test_a_piece_is_where_the_layout_puts_its_heads(rows: int, heads: range, pie
     [(30, 1, 4, range(1)), (32, 0, 4, range(1)), (32, 1, 0, range(1)), (32, 1, 4, range(3, 5)), (32, 1, 4, range(0))],
 )
 def test_a_block_that_cannot_be_cut_so_is_refused(block_bytes: int, rows: int, held: int, heads: range) -> None:
-    with pytest.raises(ValueError, match="block of|heads"):
+    with pytest.raises(ValueError, match=r"block of|heads"):
         piece_of(block_bytes, rows, held, heads)
 
 
