@@ -134,11 +134,11 @@ class FakeDevice:
     def allocate(self, nbytes: int, alignment: int | None = None) -> DeviceBlock:
         self._stream("allocate")
         step = self.alignment if alignment is None else alignment
-        raw = torch.full((nbytes + 2 * self.alignment,), _POISON, dtype=torch.uint8)
+        raw = torch.empty(nbytes + 2 * self.alignment, dtype=torch.uint8)
         start = -raw.data_ptr() % self.alignment
         if step % self.alignment:
             start += step  # aligned as asked and no better: luck must not hide a missing alignment
-        block = DeviceBlock(raw[start : start + nbytes], raw.data_ptr() + start, nbytes)
+        block = DeviceBlock(raw[start : start + nbytes].fill_(_POISON), raw.data_ptr() + start, nbytes)
         self._blocks.append(block)
         return block
 
