@@ -224,6 +224,8 @@ class FakeDevice:
         stream.enqueue(late)
 
     def _is_mine(self, data: torch.Tensor) -> bool:
+        if not data.numel():
+            return True  # it has no address
         reach = 1 + sum((size - 1) * stride for size, stride in zip(data.shape, data.stride(), strict=True))
         return self.owns(data.data_ptr(), reach * data.element_size())
 
