@@ -88,15 +88,19 @@ class Sender:
         for endpoint in endpoints:
             self._link(endpoint)
 
+    def fence(self, preempted: Iterable[str]) -> None:
+        """On return no packet of these requests is being read, and none that is queued will be."""
+        for request in preempted:
+            if request in self._transfers:
+                self._transfers[request].out.invalidate()
+
     def begin_step(self, chunks: Iterable[ChunkJob], stops: Iterable[str], preempted: Iterable[str]) -> None:
         """Take the step's metadata (`stops` and `preempted` are request ids).
 
         Preempted transfers are fenced before this step's forward pass can overwrite their blocks.
         """
         self._step, self._layer, self._packed = [], 0, 0
-        for request in preempted:
-            if request in self._transfers:
-                self._transfers[request].out.invalidate()
+        self.fence(preempted)
         for request in stops:
             transfer = self._transfers.get(request)
             if transfer is not None and not transfer.ending:

@@ -98,6 +98,10 @@ class PrefillWorker(_Worker):
         )
         self._sender.warm(worker_endpoint(template, self._rank) for template in self._wiring.kv_peers)
 
+    def fence(self, step: PrefillStep) -> None:
+        """Before the step writes anything. `begin_step` does it again, which is free."""
+        self._sender.fence(step.preempted)
+
     def begin_step(self, step: PrefillStep) -> None:
         self._idle = step.idle
         self._sender.begin_step(step.chunks, step.stops, step.preempted)
