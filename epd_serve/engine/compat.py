@@ -39,6 +39,20 @@ def platform_fingerprint() -> str:
     return f"vllm {vllm.__version__}, {device}, {isa}"
 
 
+def steps_in_flight_at_reuse(vllm_config: VllmConfig) -> int:
+    """How many steps may still write to KV blocks when a consumer's scheduler gives them to the next request.
+
+    With batches in flight (async scheduling, pipeline parallelism) a step that is running writes the KV of requests
+    that have just finished. Their blocks' next owner computes after it on the same stream; P's packets know no stream.
+    Newer vLLM keeps such blocks until that step has ended (`Scheduler.defer_block_free`), 0.23 does not.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    if "defer_block_free" in inspect.getsource(Scheduler.__init__):
+        return 0
+    return int(vllm_config.max_concurrent_batches) - 1
+
+
 def sleep_between_steps() -> None:
     """Let idle workers sleep instead of spin, where stages share cores (CPU).
 
