@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.nearest import unknown
+from epd_serve.engine.kv.faults import Faults
 from epd_serve.errors import ConfigError
 from epd_serve.kv.grouping import parse_grouping
 
@@ -98,7 +99,8 @@ class DeployConfig:
         for name in (*positive, "recompute_limit"):
             if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it has to be positive", param=name)
-        parse_grouping(self.kv_grouping, self.kv_packet_floor_kib << 10)
+        _check_grouping(self.kv_grouping, self.kv_packet_floor_kib)
+        Faults(self.kv_faults)
         check_segment(self.mooncake_segment_mib)
         if self.parallel_starts < 0:
             raise ConfigError("parallel_starts is negative; 0 means all at once", param="parallel_starts")
@@ -112,6 +114,13 @@ class DeployConfig:
                 )
         if self.tenant_header and not _HEADER.fullmatch(self.tenant_header):
             raise ConfigError(f"tenant_header {self.tenant_header!r} is no header name", param="tenant_header")
+
+
+def _check_grouping(text: str, floor_kib: int) -> None:
+    try:
+        parse_grouping(text, floor_kib << 10)
+    except ConfigError as error:
+        raise ConfigError(f"kv_grouping {error}, with N from 1 on", param="kv_grouping") from error
 
 
 def check_segment(mib: int) -> None:
