@@ -56,7 +56,7 @@ class Decode:
             self.endpoint,
             "D0:1",
             shape_of_rank(layers, tp, 0),
-            [self.side, MooncakeReceiveSide(NoEngine())] if one_sided else [self.side],  # type: ignore[arg-type]
+            [self.side, MooncakeReceiveSide(NoEngine)] if one_sided else [self.side],  # type: ignore[arg-type]
             Trace(trace, "D0"),
             device=self.device,
             faults=Faults(faults),
