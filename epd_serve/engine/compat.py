@@ -29,6 +29,27 @@ def tp_rank() -> int:
     return int(get_tensor_model_parallel_rank())
 
 
+def total_kv_heads(vllm_config: VllmConfig) -> int:
+    """KV heads of the model, over all ranks; 0 for a cache without heads (MLA)."""
+    model = vllm_config.model_config
+    return 0 if model.use_mla else int(model.get_total_num_kv_heads())
+
+
+def kv_cache_layout(vllm_config: VllmConfig) -> str:
+    """vLLM's name for the order of axes in the KV cache (`LBHNC`), or "" where it has none for this very cache.
+
+    0.23 has one for CUDA's backends, and says it of all others, too.
+    """
+    return getattr(vllm_config.cache_config, "kv_cache_layout", None) or ""
+
+
+def device_kind() -> str:
+    """`npu`, `cuda` or `cpu`."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
 def platform_fingerprint() -> str:
     """What decides how KV bytes are laid out beyond shapes: vLLM's version, the device type, the CPU's ISA."""
     import vllm

@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class PrefillStep:
-    """Scheduler → worker, per step. `stops` and `preempted` are request ids."""
+    """Scheduler → worker, per step. `stops` and `preempted` are request ids, `tokens` those of the whole step."""
 
     chunks: list[ChunkJob] = field(default_factory=list)
     stops: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
-    idle: bool = False
+    tokens: int = 0
+
+    @property
+    def idle(self) -> bool:
+        return not self.tokens
 
 
 class PrefillScheduler:
@@ -76,7 +80,8 @@ class PrefillScheduler:
 
     def step(self, output: SchedulerOutput) -> PrefillStep:
         """Metadata of one step: the blocks that become whole in it, per transfer."""
-        step = PrefillStep(preempted=list(output.preempted_req_ids or ()), idle=not output.total_num_scheduled_tokens)
+        tokens = output.total_num_scheduled_tokens
+        step = PrefillStep(preempted=list(output.preempted_req_ids or ()), tokens=tokens)
         self._collect_stops()
         step.stops, self._stops = self._stops, []
         for new in output.scheduled_new_reqs:
@@ -158,9 +163,8 @@ class PrefillScheduler:
         chunk = sending.chunk(ready, computed + scheduled)
         if chunk is None:
             return
-        endpoints = tuple(ready.endpoints)
-        last = not chunk.remaining
-        step.chunks.append(ChunkJob(sending.key, request, ready.source, endpoints, chunk.src, chunk.dst, last))
+        where = (ready.source, tuple(ready.endpoints), chunk.src, chunk.dst)
+        step.chunks.append(ChunkJob(sending.key, request, *where, chunk.remaining))
         if new:
             self._trace.stamp(sending.key.transfer_id, "prefill_start")
 
