@@ -72,7 +72,7 @@ class GroupedKVConnector(KVConnectorBase_V1):
         self._prefill_worker: PrefillWorker | None = None
         self._decode_worker: DecodeWorker | None = None
         if role is KVConnectorRole.SCHEDULER and config.is_kv_producer:
-            self._prefill_scheduler = PrefillScheduler(wiring, block_size, tp)
+            self._prefill_scheduler = PrefillScheduler(wiring, block_size, compat.total_kv_heads(vllm_config))
         elif role is KVConnectorRole.SCHEDULER:
             self._decode_scheduler = DecodeScheduler(
                 wiring,

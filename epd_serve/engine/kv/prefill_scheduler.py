@@ -38,9 +38,9 @@ class PrefillStep:
 class PrefillScheduler:
     """One per P scheduler. See `epd_serve.engine.kv.connector` for when vLLM calls what."""
 
-    def __init__(self, wiring: StageWiring, block_size: int, tp: int) -> None:
+    def __init__(self, wiring: StageWiring, block_size: int, kv_heads: int) -> None:
         self._block_size = block_size
-        self._tp = tp
+        self._kv_heads = kv_heads
         self._trace = Trace(wiring.trace_path, wiring.instance)
         desk = PrefillDesk(wiring.incarnation, wiring.kv_ready_wait_s)
         self._control = PrefillControl(desk, wiring.kv_endpoint)
@@ -67,7 +67,7 @@ class PrefillScheduler:
                 digest,
                 time.monotonic(),
                 block_size=self._block_size,
-                ranks=self._tp,
+                kv_heads=self._kv_heads,
             )
         self._control.flush()
         if admission is Admission.WAIT:

@@ -164,7 +164,7 @@ def test_a_cancel_while_prefill_sends_waits_for_its_worker(
     reserve(d, wanted, [5, 6, 7])
     ready = offered(p, wanted)
     with p.lock:
-        admission = p.desk.admit(key(wanted), 10, ready.prompt_hash, 0.0, block_size=BLOCK_SIZE, ranks=2)
+        admission = p.desk.admit(key(wanted), 10, ready.prompt_hash, 0.0, block_size=BLOCK_SIZE, kv_heads=2)
     assert admission is Admission.SEND
     d.finished(wanted)
     assert wait_for(lambda: p.stops) == [key(wanted)]
@@ -197,7 +197,7 @@ def test_a_prefill_instance_that_is_not_there_fails_the_transfer_in_time(d: Deco
 def test_queued_requests_renew_prefills_patience(d: DecodeScheduler, p: PrefillControl, tmp_path: Path) -> None:
     wanted = asked(tmp_path)
     with p.lock:
-        p.desk.admit(key(wanted), 10, "h", 0.0, block_size=BLOCK_SIZE, ranks=2)
+        p.desk.admit(key(wanted), 10, "h", 0.0, block_size=BLOCK_SIZE, kv_heads=2)
         first = p.desk._entries[key(wanted)].deadline
     d.queued(wanted)
     wait_for(lambda: p.desk._entries[key(wanted)].deadline > first)
