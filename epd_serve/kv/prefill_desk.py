@@ -18,6 +18,7 @@ import enum
 from dataclasses import dataclass
 
 from epd_serve import wire
+from epd_serve.kv.heads import heads_of
 from epd_serve.kv.tombstones import Tombstones
 from epd_serve.wire import TransferKey
 
@@ -101,9 +102,9 @@ class PrefillDesk:
     # --- from P's scheduler ---------------------------------------------------------------------------------------
 
     def admit(
-        self, key: TransferKey, prompt_tokens: int, prompt_hash: str, now: float, *, block_size: int, ranks: int
+        self, key: TransferKey, prompt_tokens: int, prompt_hash: str, now: float, *, block_size: int, kv_heads: int
     ) -> Admission:
-        """May this request be scheduled? Asked at every step until it is."""
+        """May this request be scheduled? Asked at every step until it is. `kv_heads`: of the model (0: MLA)."""
         entry = self._entries.get(key)
         if entry is None:
             if key in self._over:
@@ -120,7 +121,7 @@ class PrefillDesk:
             if (entry.ready.prompt_tokens, entry.ready.prompt_hash) != (prompt_tokens, prompt_hash):
                 self._refuse(key, "prefill and decode tokenised different prompts")
                 return Admission.ALONE
-            if unlike := _unlike(entry.ready, block_size, ranks):
+            if unlike := _unlike(entry.ready, block_size, kv_heads):
                 self._refuse(key, unlike)
                 return Admission.ALONE
             entry.state = _State.SENDING
@@ -188,7 +189,7 @@ class PrefillDesk:
         self._over.add(key, reason)
 
 
-def _unlike(ready: wire.Ready, block_size: int, ranks: int) -> str:
+def _unlike(ready: wire.Ready, block_size: int, kv_heads: int) -> str:
     """Why this offer cannot be sent to, or "". (The workers' handshake compares more, but later.)"""
     blocks = -(-ready.prompt_tokens // block_size)
     starts = range(0, ready.prompt_tokens, block_size)
@@ -197,6 +198,8 @@ def _unlike(ready: wire.Ready, block_size: int, ranks: int) -> str:
             f"prefill cuts this prompt into {blocks} blocks of {block_size} tokens, decode offers {len(ready.blocks)} "
             f"from token {ready.start_token}"
         )
-    if len(ready.endpoints) != ranks:
-        return f"prefill has {ranks} tensor-parallel ranks, decode {len(ready.endpoints)}"
+    try:
+        heads_of(len(ready.endpoints), 0, kv_heads)
+    except ValueError as error:
+        return f"decode: {error}"
     return ""
