@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from deploy.nearest import unknown
+from epd_serve.engine.kv.grouping_file import open_grouping
 from epd_serve.errors import ConfigError
-from epd_serve.kv.grouping import parse_grouping
 
 CPU_PARALLEL_STARTS = 0
 """Stages that start at once on CPU; 0 = all. Imports dominate a start and share the page cache."""
@@ -98,7 +98,7 @@ class DeployConfig:
         for name in (*positive, "recompute_limit"):
             if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it has to be positive", param=name)
-        parse_grouping(self.kv_grouping, self.kv_packet_floor_kib << 10)
+        open_grouping(self.kv_grouping, self.kv_packet_floor_kib << 10)
         check_segment(self.mooncake_segment_mib)
         if self.parallel_starts < 0:
             raise ConfigError("parallel_starts is negative; 0 means all at once", param="parallel_starts")
