@@ -7,7 +7,8 @@ import threading
 import pytest
 import torch
 
-from npu_ops.fake import FakeDevice, FakeFabric, FakePort, RuleBrokenError, SameDeviceError
+from npu_ops.fake import FakeDevice, RuleBrokenError
+from npu_ops.fake_fabric import FakeFabric, FakePort, SameDeviceError
 from npu_ops.memory import MAX_REGIONS, NPU_ALIGNMENT
 
 ONES = torch.ones(64, dtype=torch.uint8)

@@ -9,6 +9,7 @@ from collections.abc import Set
 
 from epd_serve import wire
 from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
+from epd_serve.engine.kv.regions import LinkPieces
 from epd_serve.engine.kv.transport import LinkError
 
 
@@ -24,11 +25,17 @@ class MooncakeReceiveSide:
     def session(self) -> tuple[str, list[int]]:
         return self._endpoint.session, self._endpoint.bases
 
-    def attach(self, peer: bytes, hello: wire.Hello) -> None:
-        """One-sided: nothing to map."""
+    def scratch(self) -> tuple[int, int]:
+        return self._endpoint.scratch
+
+    def attach(self, peer: bytes, hello: wire.Hello, pieces: LinkPieces | None) -> None:
+        """One-sided: nothing to map, and P computes where in D's blocks its pieces go."""
 
     def packet(self, peer: bytes, packet: wire.Packet, dropped: Set[wire.TransferKey]) -> None:
         raise LinkError("a staged packet on a Mooncake link")
+
+    def probe(self, peer: bytes, probe: wire.Probe) -> None:
+        raise LinkError("a staged probe on a Mooncake link")
 
     def close(self) -> None:
         """The engine lives as long as the worker."""

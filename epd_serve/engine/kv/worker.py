@@ -9,6 +9,7 @@ import torch
 
 from epd_serve.engine.compat import platform_fingerprint, tp_rank
 from epd_serve.engine.kv.decode_scheduler import DecodeStep
+from epd_serve.engine.kv.faults import Faults
 from epd_serve.engine.kv.link import Link, Outgoing
 from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
 from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
@@ -23,6 +24,7 @@ from epd_serve.engine.kv.transport import ReceiveSide, SendSide
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring, worker_endpoint
 from npu_ops.fences import fence
+from npu_ops.memory import memory_here
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,6 +55,7 @@ class _Worker:
 
     def _view(self, kv_caches: dict[str, torch.Tensor]) -> tuple[Layers, dict[str, Any]]:
         layers = layers_of(kv_caches, self._num_blocks)
+        self._device = memory_here(layers[0][0].data.device.type)
         shape = shape_of(
             layers,
             block_size=self._config.cache_config.block_size,
@@ -62,7 +65,7 @@ class _Worker:
             platform=platform_fingerprint(),
         )
         if uses_mooncake(self._wiring):
-            self._mooncake = MooncakeEndpoint(layers, self._wiring.host, self._wiring.mooncake_protocol)
+            self._mooncake = MooncakeEndpoint(layers, self._wiring.host, self._wiring.mooncake_protocol, self._device)
         return layers, shape
 
 
@@ -131,9 +134,12 @@ class DecodeWorker(_Worker):
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layers, shape = self._view(kv_caches)
-        side: ReceiveSide = ShmReceiveSide(layers) if self._mooncake is None else MooncakeReceiveSide(self._mooncake)
+        side: ReceiveSide = ShmReceiveSide(layers, self._device)
+        if self._mooncake is not None:
+            side = MooncakeReceiveSide(self._mooncake)
         endpoint = worker_endpoint(self._wiring.kv_worker_endpoint, self._rank)
-        self._receiver = Receiver(endpoint, self._name, shape, side, self._trace)
+        faults = Faults(self._wiring.kv_faults)
+        self._receiver = Receiver(endpoint, self._name, shape, [side], self._trace, device=self._device, faults=faults)
         self._bad_blocks: set[int] = set()
 
     def begin_step(self, step: DecodeStep) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from epd_serve import wire
+from epd_serve.engine.kv.faults import Faults
 from epd_serve.engine.kv.link import Link, Outgoing
 from epd_serve.engine.kv.receiver import Expected, Receiver
 from epd_serve.engine.kv.regions import Layers, layers_of, shape_of
@@ -20,6 +21,7 @@ from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from epd_serve.engine.kv.shm_send import ShmSendSide
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
+from npu_ops.memory import HostMemory
 
 NO_TRACE = Trace("", "test")
 BLOCK_SIZE = 4
@@ -60,8 +62,11 @@ class DecodeEnd:
         self.target = f"{name}:{life}"
         self.caches = caches(layers, blocks, filled=False)
         self.layers = layers_of(self.caches, blocks)
-        self.side = ShmReceiveSide(self.layers)
-        self.receiver = Receiver(self.endpoint, self.target, shape(self.layers), self.side, NO_TRACE)
+        device = HostMemory()
+        self.side = ShmReceiveSide(self.layers, device)
+        self.receiver = Receiver(
+            self.endpoint, self.target, shape(self.layers), [self.side], NO_TRACE, device=device, faults=Faults()
+        )
         self.received: list[Expected] = []
         self.failed: list[Expected] = []
 

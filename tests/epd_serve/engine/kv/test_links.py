@@ -14,7 +14,6 @@ import zmq
 
 from epd_serve import wire
 from epd_serve.engine.kv.link import DoneJob, Outgoing
-from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from tests.epd_serve.engine.kv.fakes import DecodeEnd, PrefillEnd, chunk, key_of, shape, wait_for
 
 Ends = Callable[..., Any]
@@ -413,14 +412,3 @@ def test_garbage_does_not_end_the_listener(start: Ends, stranger: zmq.Socket[byt
     p.step([chunk(d, "a", [1], [5], last=True)])
     d.wait_ended(1)
     assert d.received
-
-
-def test_a_reconnected_sender_replaces_its_former_mapping(start: Ends, tmp_path: Path) -> None:
-    d = start(DecodeEnd)
-    side = ShmReceiveSide(d.layers)
-    path = tmp_path / "memory"
-    path.write_bytes(bytes(4096))
-    hello = wire.Hello(wire.VERSION, "P0:1", "shm", {}, str(path), 4096)
-    for peer in (b"one", b"two", b"three"):
-        side.attach(peer, hello)
-    assert list(side._staging) == [b"three"]
