@@ -25,6 +25,11 @@ def worker_endpoint(template: str, rank: int) -> str:
     return f"{head}:{sum(map(int, port.split('+')))}"
 
 
+def worker_endpoints(template: str, ranks: int) -> tuple[str, ...]:
+    """Of all workers, by rank; none where there is no template."""
+    return tuple(worker_endpoint(template, rank) for rank in range(ranks)) if template else ()
+
+
 @dataclass(frozen=True)
 class StageWiring:
     """Addresses and policies of one instance.

@@ -82,7 +82,11 @@ class FakeTimedFence:
 
     def wait(self) -> None:
         self._device.check_entered("wait")
-        self._event.wait()
+        self._device.waits.append(self._event)
+        try:
+            self._event.wait()
+        finally:
+            self._device.waits.remove(self._event)
 
     def seconds_since(self, earlier: TimedFence) -> float | None:
         assert isinstance(earlier, FakeTimedFence)
@@ -98,6 +102,7 @@ class FakeDevice:
         latency_s: how late each queued operation runs; may be changed at any time.
         bytes_per_s: how fast copies are, on each stream; likewise.
         broken: every rule that was broken, in order.
+        engine: the Transfer Engine of this process, once it has one (`fake_engine.py`).
     """
 
     host_visible = False
@@ -116,6 +121,8 @@ class FakeDevice:
         self.latency_s = latency_s
         self.bytes_per_s = bytes_per_s
         self.broken: list[str] = []
+        self.engine: object | None = None
+        self.waits: list[FakeEvent] = []
         self._sums = sums
         self._bound = threading.local()
         self._blocks: list[DeviceBlock] = []
@@ -127,11 +134,11 @@ class FakeDevice:
     def allocate(self, nbytes: int, alignment: int | None = None) -> DeviceBlock:
         self._stream("allocate")
         step = self.alignment if alignment is None else alignment
-        raw = torch.full((nbytes + 2 * self.alignment,), _POISON, dtype=torch.uint8)
+        raw = torch.empty(nbytes + 2 * self.alignment, dtype=torch.uint8)
         start = -raw.data_ptr() % self.alignment
         if step % self.alignment:
             start += step  # aligned as asked and no better: luck must not hide a missing alignment
-        block = DeviceBlock(raw[start : start + nbytes], raw.data_ptr() + start, nbytes)
+        block = DeviceBlock(raw[start : start + nbytes].fill_(_POISON), raw.data_ptr() + start, nbytes)
         self._blocks.append(block)
         return block
 
@@ -180,6 +187,10 @@ class FakeDevice:
         self._stream("total").event().wait()
         return int(whole_words(source).sum(dtype=torch.int64).item()) % (1 << 64)
 
+    def waited_for(self) -> bool:
+        """Whether a thread waits for a fence that is not reached yet."""
+        return any(event.at_s is None for event in list(self.waits))
+
     def owns(self, address: int, nbytes: int) -> bool:
         """Whether these bytes were allocated here."""
         return any(
@@ -213,6 +224,8 @@ class FakeDevice:
         stream.enqueue(late)
 
     def _is_mine(self, data: torch.Tensor) -> bool:
+        if not data.numel():
+            return True  # it has no address
         reach = 1 + sum((size - 1) * stride for size, stride in zip(data.shape, data.stride(), strict=True))
         return self.owns(data.data_ptr(), reach * data.element_size())
 

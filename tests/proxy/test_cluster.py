@@ -94,6 +94,7 @@ def test_a_stage_that_joins_is_known_and_down_until_its_first_beat() -> None:
     assert cluster.up() == {"P0": True}
     assert (instance.incarnation, instance.kv_endpoint) == ("one", "tcp://127.0.0.3:8002")
     assert instance.events == TOLD.events_listen
+    assert (instance.kv_news, instance.kv_workers) == ((TOLD.events_listen,), ())
 
 
 def test_names_are_the_role_and_the_next_free_number() -> None:
@@ -102,6 +103,14 @@ def test_names_are_the_role_and_the_next_free_number() -> None:
     assert cluster.join(Role.D, 9).id == "D0"
     asyncio.run(cluster.members.leave(Leave("P1", "agent-P-1", 0)))
     assert cluster.join(Role.P, 7).id == "P1"
+
+
+def test_every_rank_of_a_member_has_an_address() -> None:
+    cluster = Cluster()
+    cluster.join(Role.P, 1, tp=2)
+    cluster.join(Role.D, 2, tp=2)
+    assert cluster.table.instance("P0").kv_news == (TOLD.events_listen,) * 2
+    assert cluster.table.instance("D0").kv_workers == ("tcp://127.0.0.5:8002", "tcp://127.0.0.5:8003")
 
 
 def test_a_prefill_stage_is_told_the_data_channels_of_the_decoders_that_are_here() -> None:

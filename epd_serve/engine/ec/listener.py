@@ -25,6 +25,7 @@ from epd_serve.engine.ec.lookups import RELOOK_S, Lookups
 from epd_serve.engine.ec.pins import Pin, Pins
 from epd_serve.engine.ec.subscription import Subscription
 from epd_serve.engine.sockets import milliseconds
+from epd_serve.engine.traffic import TrafficBoard
 from epd_serve.engine.wake import WakeLine, idle_bell
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring
@@ -60,7 +61,13 @@ class FeatureListener:
         self._closing = False
         self._fetcher: Fetcher | None = None
         if source.state != "none":
-            self._fetcher = Fetcher(source.fetch, self._accepts, self._fetch_ended, max_bytes=max_bytes)
+            self._fetcher = Fetcher(
+                source.fetch,
+                self._accepts,
+                self._fetch_ended,
+                max_bytes=max_bytes,
+                traffic=TrafficBoard(wiring.traffic),
+            )
         self._thread = threading.Thread(target=self._listen, name="epd-feature-listener", daemon=True)
         self._thread.start()
 
