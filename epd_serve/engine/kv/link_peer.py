@@ -90,6 +90,7 @@ class Peer:
         try:
             self._connection.open()
         except LinkError as error:
+            self._connection.close()
             self._retry_at = time.monotonic() + _RETRY_S
             waited = self._fates.unreachable(began)
             if waited or str(error) != self.reason:  # said once while nobody needs the link
