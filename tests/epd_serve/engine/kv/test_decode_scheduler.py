@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from epd_serve import wire
 from epd_serve.engine.kv.control import PrefillControl
 from epd_serve.engine.kv.decode_scheduler import DecodeScheduler
 from epd_serve.engine.kv.faults import Faults
