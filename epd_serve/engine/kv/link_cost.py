@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from epd_serve.engine.kv.transport import AwaitMessage, SendMessage, SendSide
 from epd_serve.kv.fit import LineFit
@@ -22,7 +23,8 @@ _PRIOR = LinkCost(200e-6, 1e-9)
 class MeasuredCost:
     """The cost of one link so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._fit = LineFit(_PRIOR.setup_s, _PRIOR.s_per_byte)
 
@@ -44,7 +46,7 @@ class MeasuredCost:
         largest = side.largest_probe
         sizes = [size for size in PROBE_BYTES if size <= largest] or [largest]
         for index, nbytes in enumerate(size for size in sizes for _ in range(_ROUNDS)):
-            began = time.monotonic()
+            began = self._clock()
             side.probe(nbytes, send, receive)
             if index:
-                self.observe(nbytes, time.monotonic() - began)
+                self.observe(nbytes, self._clock() - began)

@@ -36,8 +36,9 @@ class Outgoing:
 
     def invalidate(self) -> None:
         """Skip what is queued; returns when nothing of it is being read (at most one slice of a packet is)."""
+        self.generation += 1  # before the wait: a lock is not fair, and the link could take one slice after the other
         with self.lock:
-            self.generation += 1
+            return
 
 
 @dataclass(eq=False)

@@ -157,8 +157,18 @@ class LinkRecord:
         for key in packet.moved_keys & self._transfers.keys():
             self._transfers[key].groups.append(last - first)
             self._transfers[key].busy_s += packet.busy_s
-        more = {"bytes": packet.moved_bytes, "link": self.peer, "parts": len(packet.moved_keys)}
-        self._trace.stamp(f"link:{self.peer}", "kv_packet", t0=packet.began_at, t1=now, first=first, last=last, **more)
+        self._trace.stamp(
+            f"link:{self.peer}",
+            "kv_packet",
+            t0=packet.began_at,
+            t1=now,
+            busy_s=packet.busy_s,
+            first=first,
+            last=last,
+            bytes=packet.moved_bytes,
+            link=self.peer,
+            transfers=sorted(key.transfer_id for key in packet.moved_keys),
+        )
 
     def _close(self, key: TransferKey) -> None:
         transfer = self._transfers[key]

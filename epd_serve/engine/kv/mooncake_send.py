@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from epd_serve import wire
@@ -43,13 +43,20 @@ class _Path:
 
 
 class MooncakeSendSide:
-    """P's end of one link. `protocol`: Mooncake's, for reports."""
+    """P's end of one link.
+
+    Args:
+        endpoint: this worker's; may start at its first use, and raises LinkError where it cannot.
+        protocol: Mooncake's, for reports.
+    """
 
     name = "mooncake"
     shares_network = True
     largest_move = _LARGEST_MOVE
 
-    def __init__(self, layers: Layers, endpoint: MooncakeEndpoint, protocol: str, timeout_s: float) -> None:
+    def __init__(
+        self, layers: Layers, endpoint: Callable[[], MooncakeEndpoint], protocol: str, timeout_s: float
+    ) -> None:
         self.label = f"mooncake/{protocol}"
         self._layers = layers
         self._endpoint = endpoint
@@ -60,9 +67,10 @@ class MooncakeSendSide:
 
     @property
     def largest_probe(self) -> int:
-        return min(self._scratch[1], self._endpoint.scratch[1])
+        return min(self._scratch[1], self._endpoint().scratch[1])
 
     def hello(self) -> tuple[str, int]:
+        self._endpoint()
         return "", 0
 
     def opened(self, ack: wire.HelloAck, pieces: LinkPieces | None) -> None:
@@ -77,7 +85,7 @@ class MooncakeSendSide:
             self._paths[layer].append(self._path(layer, place, base, ack, pieces))
 
     def probe(self, nbytes: int, send: SendMessage, receive: AwaitMessage) -> None:
-        self._write([(self._endpoint.scratch[0], self._scratch[0], nbytes)])
+        self._write([(self._endpoint().scratch[0], self._scratch[0], nbytes)])
 
     def make_room(self, nbytes: int, receive: AwaitMessage) -> None:
         """D's memory is its own: nothing waits for a message of the peer."""
@@ -113,7 +121,7 @@ class MooncakeSendSide:
         return _Path(source, base, here, there, tuple(copies(pieces.mine[layer][place], pieces.theirs[layer][place])))
 
     def _write(self, writes: Sequence[Write]) -> None:
-        engine = self._endpoint.engine
+        engine = self._endpoint().engine
         sources, targets, sizes = (list(column) for column in zip(*writes, strict=True))
         # The synchronous call spins on a core; polling with short sleeps leaves it to the forward pass.
         batch = engine.batch_transfer_async_write(self._session, sources, targets, sizes)

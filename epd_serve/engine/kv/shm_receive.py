@@ -19,7 +19,7 @@ from epd_serve.engine.kv.transport import LinkError
 from epd_serve.kv.heads import Piece
 from npu_ops.memory import DeviceMemory
 
-SCRATCH_BYTES = 4 << 20  # the largest probe
+_LANDING_BYTES = 8 << 20  # at least; senders cut their packets so
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ShmReceiveSide:
         self._device = device
         self._whole = whole_blocks(layers)
         self._senders: dict[bytes, _Sender] = {}
-        self._scratch: torch.Tensor | None = None
+        self._landing: torch.Tensor | None = None  # on the device; probes end here too
 
     def session(self) -> tuple[str, list[int]]:
         return "", []
@@ -59,8 +59,14 @@ class ShmReceiveSide:
 
     def packet(self, peer: bytes, packet: wire.Packet, dropped: Set[wire.TransferKey]) -> None:
         sender = self._sender(peer)
-        self._check(packet, sender)
-        at = packet.offset
+        size = self._check(packet, sender)
+        staged = sender.staging[packet.offset : packet.offset + size]
+        copy = self._device.upload
+        if not self._device.host_visible:  # one copy over the bus instead of one per run of blocks
+            landed = self._landing_memory(size)
+            self._device.upload(landed, staged)
+            staged, copy = landed, self._device.copy
+        at = 0
         try:
             for region, piece in self._walk(packet, sender.pieces):
                 for key, runs in packet.parts:
@@ -68,18 +74,16 @@ class ShmReceiveSide:
                         end = at + count * piece.nbytes
                         if key not in dropped:
                             target = region.part(first, count, piece)
-                            self._device.upload(target, sender.staging[at:end].view(target.shape))
+                            copy(target, staged[at:end].view(target.shape))
                         at = end
         finally:  # also where a copy was refused: those before it must not land in blocks that are given back
             self._device.timed_fence().wait()
 
     def probe(self, peer: bytes, probe: wire.Probe) -> None:
         staging, end = self._sender(peer).staging, probe.offset + probe.nbytes
-        if not (probe.offset >= 0 and 0 < probe.nbytes <= SCRATCH_BYTES and end <= staging.numel()):
-            raise LinkError(f"a probe outside of the staging memory, or of more than {SCRATCH_BYTES} bytes: {probe}")
-        if self._scratch is None:
-            self._scratch = self._device.allocate(SCRATCH_BYTES).data
-        self._device.upload(self._scratch[: probe.nbytes], staging[probe.offset : end])
+        if probe.offset < 0 or probe.nbytes <= 0 or end > staging.numel():
+            raise LinkError(f"a probe outside of the staging memory: {probe}")
+        self._device.upload(self._landing_memory(probe.nbytes), staging[probe.offset : end])
         self._device.timed_fence().wait()
 
     def close(self) -> None:
@@ -90,13 +94,19 @@ class ShmReceiveSide:
             raise LinkError("a packet from a peer that has not said hello")
         return self._senders[peer]
 
+    def _landing_memory(self, nbytes: int) -> torch.Tensor:
+        if self._landing is None or self._landing.numel() < nbytes:
+            self._landing = self._device.allocate(max(nbytes, _LANDING_BYTES)).data
+        return self._landing[:nbytes]
+
     def _walk(self, packet: wire.Packet, pieces: Pieces) -> Iterator[tuple[Region, Piece]]:
         """The regions of the packet's layers, in the order of its bytes."""
         layers = slice(*packet.layers)
         for regions, cut in zip(self._layers[layers], pieces[layers], strict=True):
             yield from zip(regions, cut, strict=True)
 
-    def _check(self, packet: wire.Packet, sender: _Sender) -> None:
+    def _check(self, packet: wire.Packet, sender: _Sender) -> int:
+        """Its bytes. Raises LinkError where it would read or write outside of what is ours."""
         first, last = packet.layers
         inside = 0 <= first < last <= len(self._layers) and packet.offset >= 0
         inside = inside and all(
@@ -109,6 +119,7 @@ class ShmReceiveSide:
         size = blocks * sum(piece.nbytes for _, piece in self._walk(packet, sender.pieces)) if inside else 0
         if not inside or packet.offset + size > sender.staging.numel():
             raise LinkError(f"a packet outside of the KV cache or the staging memory: {packet}")
+        return size
 
 
 def _map(path: str, nbytes: int) -> torch.Tensor:
