@@ -9,7 +9,6 @@ from pathlib import Path
 from types import CodeType
 
 from epd_serve.engine.kv.link_jobs import Outgoing
-from epd_serve.engine.kv.transport import LinkError
 from tests.epd_serve.engine.kv.device_ends import Pair, Setting
 from tests.epd_serve.engine.kv.slow_devices import Prompt, wait_for
 
@@ -20,10 +19,7 @@ _INVALIDATE = Outgoing.invalidate.__code__
 
 def follow(folder: Path, course: Course, setting: Setting) -> list[str]:
     """What goes wrong in this course."""
-    try:
-        pair = Pair(folder, setting)
-    except LinkError as error:
-        return [str(error)]
+    pair = Pair(folder, setting)
     try:
         if pair.open().state != "up":
             return [pair.link().reason, *pair.p_device.broken, *pair.d_device.broken]

@@ -28,6 +28,7 @@ from epd_serve.engine.kv.sender import ChunkJob, Sender
 from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from epd_serve.engine.kv.shm_send import ShmSendSide
 from epd_serve.engine.kv.transport import AwaitMessage, SendSide
+from epd_serve.engine.kv.transports import OnDemand
 from epd_serve.kv.grouping import parse_grouping
 from npu_ops.fake import FakeDevice
 from npu_ops.fake_engine import FakeNetwork, FakeTransferEngine
@@ -83,11 +84,7 @@ class Setting:
 
 
 class Pair:
-    """Both workers. The calling thread is that of P's model; D's takes reports in a thread of its own.
-
-    Raises:
-        LinkError: as the workers do at start.
-    """
+    """Both workers. The calling thread is that of P's model; D's takes reports in a thread of its own."""
 
     def __init__(self, folder: Path, setting: Setting) -> None:
         self._folder, self._setting = folder, setting
@@ -96,17 +93,14 @@ class Pair:
         self._over: set[str] = set()
         self._asked: set[str] = set()
         self.p_device, self.d_device = setting.p_device(P_NPU), setting.d_device(setting.d_place)
+        self.d_device.copies_late = True
         self.p_device.enter_thread()
         self.d_device.enter_thread()
         self.p_caches, self.d_caches = setting.p_caches(self.p_device), setting.d_caches(self.d_device)
         self.endpoint = f"ipc://{folder}/D0.kvw0"
         self.receiver = self._receiver()
+        self.sender = self._sender()
         self._closing = threading.Event()
-        try:
-            self.sender = self._sender()
-        except BaseException:
-            self.receiver.close()
-            raise
         self._d_model = threading.Thread(target=self._take_reports)
         self._d_model.start()
 
@@ -266,8 +260,8 @@ class Pair:
         grouping = parse_grouping(self._setting.grouping, floor_bytes=0)
         return Sender(shape=shape(layers), grouping=grouping, device=self.p_device, open_link=open_link, trace=NO_TRACE)
 
-    def _engine(self, layers: Layers, device: FakeDevice) -> MooncakeEndpoint:
+    def _engine(self, layers: Layers, device: FakeDevice) -> OnDemand:
         def factory() -> FakeTransferEngine:
             return FakeTransferEngine(self.network, device)
 
-        return MooncakeEndpoint(layers, "127.0.0.1", "ascend", device, factory)
+        return OnDemand(lambda: MooncakeEndpoint(layers, "127.0.0.1", "ascend", device, factory))

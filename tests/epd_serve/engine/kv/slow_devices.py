@@ -66,7 +66,9 @@ class Turnstile:
 
 
 class SlowDevice(FakeDevice):
-    """Uploads wait at the turnstile, and so do computations."""
+    """Computations wait at the turnstile, and where `copies_late` uploads and copies do."""
+
+    copies_late = False
 
     def __init__(self, place: str) -> None:
         super().__init__(place)
@@ -77,8 +79,16 @@ class SlowDevice(FakeDevice):
         self.run(operation)
 
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.run(self.turnstile.hold)
+        self._hold_copy()
         super().upload(target, source)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._hold_copy()
+        super().copy(target, source)
+
+    def _hold_copy(self) -> None:
+        if self.copies_late:
+            self.run(self.turnstile.hold)
 
     @property
     def stuck(self) -> bool:

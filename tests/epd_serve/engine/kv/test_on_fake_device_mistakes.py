@@ -176,10 +176,12 @@ MISTAKES = {
         "others' bytes", (SHM,), needs_no_credit, options={"staging_bytes": 8192}
     ),
     "DONE goes before the last packet": Mistake("lacks bytes", patch=ends_at_once),
-    "memory is registered from where its storage starts": Mistake("cannot register", (MOONCAKE,), registers_storages),
-    "memory is registered with what lies between": Mistake("cannot register", (MOONCAKE,), registers_all_between),
+    "memory is registered from where its storage starts": Mistake(
+        "not a multiple of 2 MB", (MOONCAKE,), registers_storages
+    ),
+    "memory is registered with all between": Mistake("not the device's memory", (MOONCAKE,), registers_all_between),
     "more spans are registered than Ascend takes": Mistake(
-        "cannot register", (MOONCAKE,), counts_no_spans, options={"p_caches": _many_layers}, refused="260 regions"
+        "more than 256", (MOONCAKE,), counts_no_spans, options={"p_caches": _many_layers}, refused="260 regions"
     ),
     "blocks are joined that are neighbours at P only": Mistake("others' bytes", patch=joins_blocks_by_source),
     "regions are joined that are neighbours at P only": Mistake(
