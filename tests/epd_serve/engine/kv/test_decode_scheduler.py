@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from epd_serve import wire
 from epd_serve.engine.kv.control import PrefillControl
 from epd_serve.engine.kv.decode_scheduler import DecodeScheduler
 from epd_serve.engine.kv.faults import Faults
@@ -93,7 +94,8 @@ def test_ready_waits_for_the_step_in_flight(hasty: DecodeScheduler, p: PrefillCo
     wanted = asked(tmp_path)
     reserve(hasty, wanted, [5, 6, 7])
     assert len(hasty.step(scheduled()).expected) == 1  # its own step is scheduled, the one before it still runs
-    assert hasty._desk.still_queued()  # to P it is a request that waits for blocks
+    hasty._desk.beat(time.monotonic())
+    assert any(isinstance(message, wire.Queued) for _, message in hasty._desk.outbox)  # to P it waits for blocks
     hasty.step(scheduled())
     assert offered(p, wanted).blocks == [5, 6, 7]
 
