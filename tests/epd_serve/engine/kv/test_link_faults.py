@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_serve.engine.kv.faults import Faults
+from epd_serve.engine.kv.faults import Faults, here_of
 from tests.epd_serve.engine.kv.fakes import DecodeEnd, Ends, PrefillEnd, chunk, key_of, same, wait_for
 
 
@@ -50,15 +50,16 @@ def test_a_done_that_is_late_is_overtaken_and_still_ends_its_transfer(start: End
 def test_a_link_can_be_stopped_before_a_packet_and_before_done(
     start: Ends, tmp_path: Path, point: str, arrived: bool
 ) -> None:
-    mark = tmp_path / "here"
-    d, p = ends(start, f"pause={point}:1:{mark}", grouping=5)
+    armed = tmp_path / "armed"
+    armed.write_text("1")
+    d, p = ends(start, f"pause={point}:{armed}", grouping=5)
     d.expect(key_of("a"), [5])
     p.step([chunk(d, "a", [1], [5], last=True)])
-    wait_for(mark.exists)
+    wait_for(here_of(armed).exists)
     if arrived:
         wait_for(lambda: bool(d.caches["layer.4"][5].any()))
     assert bool(d.caches["layer.0"][5].any()) is arrived
     assert not d.poll()
-    mark.unlink()
+    here_of(armed).unlink()
     d.wait_ended(1)
     assert d.received
