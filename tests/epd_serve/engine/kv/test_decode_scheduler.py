@@ -113,6 +113,16 @@ def test_a_client_that_leaves_before_ready_left_gets_its_blocks_back_at_once(
     assert hasty.step(scheduled()).failed == []
 
 
+def test_nothing_remains_of_a_request_that_left_before_its_transfer_ended(
+    d: DecodeScheduler, p: PrefillControl, tmp_path: Path
+) -> None:
+    wanted = asked(tmp_path)
+    reserve(d, wanted, [5, 6, 7])
+    d.finished(wanted)
+    d.received({wanted.request_id})  # its worker reports it later
+    assert not (d._received or d._key_of or d._asked)
+
+
 def test_a_prefix_hit_asks_for_the_rest_only(d: DecodeScheduler, p: PrefillControl, tmp_path: Path) -> None:
     wanted = asked(tmp_path)
     assert d.tokens_to_load(wanted, 8) == 2
