@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from epd_serve import wire
 from epd_serve.engine.kv.control import DecodeControl
+from epd_serve.engine.kv.faults import faults_of
 from epd_serve.engine.kv.params import ReceiveParams, prompt_hash, receive_params
 from epd_serve.engine.kv.receiver import Expected
 from epd_serve.kv.decode_desk import DecodeDesk
@@ -60,7 +61,7 @@ class DecodeScheduler:
         self._endpoints = [worker_endpoint(wiring.kv_worker_endpoint, rank) for rank in range(tp)]
         self._trace = Trace(wiring.trace_path, wiring.instance)
         self._desk = DecodeDesk(wiring.kv_peer_timeout_s, quarantine_s)
-        self._control = DecodeControl(self._desk)
+        self._control = DecodeControl(self._desk, faults_of(wiring.kv_faults))
         self._asked: set[str] = set()  # requests whose transfer was asked for: a preempted one computes alone
         self._key_of: dict[str, TransferKey] = {}
         self._received: dict[str, TransferKey] = {}  # loaded, not yet run: only to stamp their first step
@@ -145,7 +146,7 @@ class DecodeScheduler:
             self._unoffered.append(held.ready.key)  # P never heard of its blocks: the worker may report it at once
         if params is not None:
             with self._control.lock:
-                self._desk.gone(params.key)
+                self._desk.gone(params.key, time.monotonic())
             self._control.flush()
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from epd_serve.engine.kv.control import PrefillControl
+from epd_serve.engine.kv.faults import faults_of
 from epd_serve.engine.kv.params import prompt_hash, send_params
 from epd_serve.engine.kv.sender import ChunkJob
 from epd_serve.engine.wake import idle_bell
@@ -43,7 +44,7 @@ class PrefillScheduler:
         self._kv_heads = kv_heads
         self._trace = Trace(wiring.trace_path, wiring.instance)
         desk = PrefillDesk(wiring.incarnation, wiring.kv_ready_wait_s)
-        self._control = PrefillControl(desk, wiring.kv_endpoint)
+        self._control = PrefillControl(desk, wiring.kv_endpoint, faults_of(wiring.kv_faults))
         self._desk = desk
         self._sending: dict[str, Sending] = {}
         self._request_of: dict[TransferKey, str] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,9 @@ import pytest
 
 from epd_serve.engine.kv.control import PrefillControl
 from epd_serve.engine.kv.decode_scheduler import DecodeScheduler
+from epd_serve.engine.kv.faults import Faults
 from epd_serve.engine.kv.params import prompt_hash, transfer_key
+from epd_serve.kv.lifecycle import Decode
 from epd_serve.kv.prefill_desk import Admission, PrefillDesk
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
@@ -20,7 +23,7 @@ from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, request, scheduled, wait
 
 @pytest.fixture
 def p(tmp_path: Path) -> Iterator[PrefillControl]:
-    control = PrefillControl(PrefillDesk("p1", 60.0), f"ipc://{tmp_path}/P0.kv")
+    control = PrefillControl(PrefillDesk("p1", 60.0), f"ipc://{tmp_path}/P0.kv", Faults())
     yield control
     control.close()
 
@@ -91,7 +94,7 @@ def test_ready_waits_for_the_step_in_flight(hasty: DecodeScheduler, p: PrefillCo
     wanted = asked(tmp_path)
     reserve(hasty, wanted, [5, 6, 7])
     assert len(hasty.step(scheduled()).expected) == 1  # its own step is scheduled, the one before it still runs
-    assert hasty._desk.still_queued()  # to P it is a request that waits for blocks
+    assert hasty._desk._entries[key(wanted)].state is Decode.QUEUED  # to P it is a request that waits for blocks
     hasty.step(scheduled())
     assert offered(p, wanted).blocks == [5, 6, 7]
 
@@ -191,8 +194,8 @@ def test_heartbeats_keep_a_slow_transfer_and_silence_ends_it(
     wanted = asked(tmp_path)
     reserve(d, wanted, [5, 6, 7])
     offered(p, wanted)
-    first = d._desk._entries[key(wanted)].deadline
-    wait_for(lambda: d._desk._entries[key(wanted)].deadline > first)
+    first = d._desk._leases.until[key(wanted)]
+    wait_for(lambda: d._desk._leases.until[key(wanted)] > first)
     assert d.step(scheduled()).failed == []
     p.close()
     assert failures(d) == [key(wanted)]
@@ -207,7 +210,7 @@ def test_a_prefill_instance_that_is_not_there_fails_the_transfer_in_time(d: Deco
 def test_queued_requests_renew_prefills_patience(d: DecodeScheduler, p: PrefillControl, tmp_path: Path) -> None:
     wanted = asked(tmp_path)
     with p.lock:
-        p.desk.admit(key(wanted), 10, "h", 0.0, block_size=BLOCK_SIZE, kv_heads=2)
-        first = p.desk._entries[key(wanted)].deadline
+        p.desk.admit(key(wanted), 10, "h", time.monotonic(), block_size=BLOCK_SIZE, kv_heads=2)
+        first = p.desk._leases.until[key(wanted)]
     d.queued(wanted)
-    wait_for(lambda: p.desk._entries[key(wanted)].deadline > first)
+    wait_for(lambda: p.desk._leases.until[key(wanted)] > first)
