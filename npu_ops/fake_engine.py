@@ -159,6 +159,11 @@ class FakeTransferEngine:
             del self._batches[number]
         return status
 
+    @property
+    def pending(self) -> int:
+        """Batches that were accepted and have not run."""
+        return sum(batch.status == PENDING for batch in list(self._batches.values()))
+
     def holds(self, address: int, nbytes: int) -> bool:
         """Whether these bytes are registered, all in one region."""
         return any(start <= address and address + nbytes <= end for start, end in self.regions)

@@ -15,13 +15,12 @@ right, of any number.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from heapq import heappop, heappush
 
+MOST_COUNTED = 32
 _ROUNDING = 1e-12  # relative: two sums of the same terms in another order are the same time
 
 
-@lru_cache(maxsize=4096)
 def fewest_packets(
     layers: int,
     *,
@@ -33,7 +32,7 @@ def fewest_packets(
     slack_s: float,
     tolerance: float,
 ) -> tuple[int, ...]:
-    """The cuts with the least exposed time, or within `tolerance` of it (relative) with fewer packets.
+    """The cuts with the least exposed time, or within `tolerance` of it (relative), with the fewest packets.
 
     Args:
         layers: L, at least 1.
@@ -49,21 +48,24 @@ def fewest_packets(
     least = min(least, layers)
     nothing = [backlog_s] + [math.inf] * layers
     earliest = nothing.copy()
-    _one_more(earliest, earliest, least, layer_s, setup_s, send_s)
+    any_number = _one_more(earliest, earliest, least, layer_s, setup_s, send_s)
     due = layers * layer_s + slack_s
     exposed = max(0.0, earliest[layers] - due)
     due += exposed * (1.0 + tolerance)
     due += due * _ROUNDING
     before: list[list[int]] = []  # per number of packets: where the last packet of 1 … j begins
     finish = nothing
-    while finish[layers] > due:
-        assert len(before) < layers, "some number of packets reaches the minimum over all"
+    while finish[layers] > due and len(before) < MOST_COUNTED:
         following = [math.inf] * (layers + 1)
         before.append(_one_more(finish, following, least, layer_s, setup_s, send_s))
         finish = following
     cuts = [layers]
-    for begins in reversed(before[1:]):
-        cuts.append(begins[cuts[-1]])
+    if finish[layers] > due:
+        while any_number[cuts[-1]]:
+            cuts.append(any_number[cuts[-1]])
+    else:
+        for begins in reversed(before[1:]):
+            cuts.append(begins[cuts[-1]])
     return tuple(reversed(cuts))
 
 

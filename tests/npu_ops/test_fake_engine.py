@@ -76,10 +76,10 @@ def test_a_write_changes_the_other_ends_memory_and_is_then_done(p: Process, d: P
 def test_a_write_reads_its_source_when_it_runs(network: FakeNetwork, p: Process, d: Process) -> None:
     network.gate.clear()
     batch = p.write(d)
-    assert p.engine.transfer_check_status(batch) == PENDING
+    assert p.engine.transfer_check_status(batch) == PENDING and p.engine.pending == 1
     p.block.data.fill_(7)
     network.gate.set()
-    assert p.ended(batch) == DONE
+    assert p.ended(batch) == DONE and p.engine.pending == 0
     assert d.block.data.eq(7).all()
 
 

@@ -23,7 +23,8 @@ from epd_serve import wire
 from epd_serve.engine.kv.faults import Faults
 from epd_serve.engine.kv.regions import ShapesDifferError, pieces_of
 from epd_serve.engine.kv.transport import LinkError, ReceiveSide
-from epd_serve.engine.sockets import open_socket, readable
+from epd_serve.engine.sockets import milliseconds, open_socket
+from epd_serve.engine.wake import WakeLine
 from epd_serve.kv.arrivals import Arrivals, Worker
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
@@ -32,7 +33,6 @@ from npu_ops.memory import DeviceMemory
 logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.004
-_TURN_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,12 @@ class Receiver:
         self._late: list[tuple[float, int, bytes, bytes]] = []  # heap of answers that a fault delays
         self._number = itertools.count()
         self._closing = threading.Event()
+        self._wake = WakeLine()
         self._router = open_socket(zmq.ROUTER)
         self._router.bind(endpoint)
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake.listener, zmq.POLLIN)
+        self._poller.register(self._router, zmq.POLLIN)
         self._thread = threading.Thread(target=self._listen, name="epd-kv-receiver", daemon=True)
         self._thread.start()
 
@@ -127,6 +131,7 @@ class Receiver:
 
     def close(self) -> None:
         self._closing.set()
+        self._wake.ring()
         self._thread.join(timeout=5)
 
     # --- listener thread ------------------------------------------------------------------------------------------
@@ -148,8 +153,8 @@ class Receiver:
         while self._late and self._late[0][0] <= time.monotonic():
             _, _, peer, data = heapq.heappop(self._late)
             self._router.send_multipart([peer, data])
-        wait_s = _TURN_S if not self._late else min(_TURN_S, max(0.0, self._late[0][0] - time.monotonic()))
-        if readable(self._router, wait_s):
+        timeout = milliseconds(max(0.0, self._late[0][0] - time.monotonic())) + 1 if self._late else None
+        if self._router in dict(self._poller.poll(timeout)):
             frames = self._router.recv_multipart()
             self._handle(frames[0], wire.to_decode_worker.decode(frames[-1]))
 

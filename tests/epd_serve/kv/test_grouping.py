@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd_serve.errors import ConfigError
+from epd_serve.kv import grouping
 from epd_serve.kv.grouping import (
     AdaptiveGrouping,
     BulkGrouping,
@@ -23,10 +24,10 @@ from epd_serve.kv.grouping import (
     parse_grouping,
     spare_s,
 )
-from epd_serve.kv.least_exposed import fewest_packets
+from epd_serve.kv.least_exposed import MOST_COUNTED
 
 MB = 1_000_000
-EXACT = AdaptiveGrouping(floor_bytes=0, tolerance=0.0)
+EXACT = AdaptiveGrouping(floor_bytes=0, tolerance=0.0, hedge=0.0)
 
 # Representable with few bits, so that the policy's rounding leaves them as they are and its answer must be exact.
 times = st.integers(0, 200).map(lambda n: n / 64)
@@ -79,10 +80,10 @@ def test_cuts_grow_end_at_the_last_layer_and_respect_the_floor(
 
 @settings(deadline=None)
 @given(steps(few_layers), costs, st.integers(1, 4))
-def test_adaptive_is_the_best_of_all_plans_and_has_the_fewest_packets_among_them(
+def test_the_exact_plan_is_the_best_of_all_and_has_the_fewest_packets_among_them(
     step: Step, cost: LinkCost, floor: int
 ) -> None:
-    cuts = AdaptiveGrouping(floor, tolerance=0.0).cuts(step, cost)
+    cuts = AdaptiveGrouping(floor, tolerance=0.0, hedge=0.0).cuts(step, cost)
     every = [(exposed_s(plan, step, cost), len(plan)) for plan in plans(step.layers, floor)]
     least = min(exposed for exposed, _ in every)
     assert exposed_s(cuts, step, cost) == pytest.approx(least, abs=1e-9)
@@ -101,7 +102,7 @@ def test_adaptive_is_never_later_than_any_fixed_size_that_respects_the_floor(
         plan = FixedGrouping(size, f"fixed:{size}").cuts(step, cost)
         sizes = [b - a for a, b in itertools.pairwise((0, *plan))]
         if min(sizes) * step.layer_bytes >= floor:
-            assert exposed <= 1.01 * exposed_s(plan, step, cost) + 2 * rounding
+            assert exposed <= 1.041 * exposed_s(plan, step, cost) + 2 * rounding
 
 
 @settings(deadline=None)
@@ -136,13 +137,13 @@ def test_early_layers_travel_in_large_packets_and_the_last_one_alone() -> None:
     cuts = AdaptiveGrouping(MB).cuts(step, cost)
     assert len(cuts) <= 4
     assert cuts[-1] - cuts[-2] == 1
-    assert exposed_s(cuts, step, cost) <= 1.01 * cost.seconds(step.layer_bytes)
+    assert exposed_s(cuts, step, cost) <= 1.001 * cost.seconds(step.layer_bytes)
 
 
 def test_a_packet_more_that_saves_next_to_nothing_is_not_sent() -> None:
     """A link slower than the compute is busy to the end: the first packet's wait is all that a plan can save."""
     step, cost = Step(layers=40, layer_bytes=MB, layer_s=0.001), LinkCost(0.0001, 0.004 / MB)
-    exact, tolerant = EXACT.cuts(step, cost), AdaptiveGrouping(0, tolerance=0.05).cuts(step, cost)
+    exact, tolerant = EXACT.cuts(step, cost), AdaptiveGrouping(0, tolerance=0.05, hedge=0.0).cuts(step, cost)
     assert len(tolerant) < len(exact)
     assert exposed_s(tolerant, step, cost) <= 1.051 * exposed_s(exact, step, cost)
 
@@ -165,6 +166,14 @@ def test_a_chunk_that_others_follow_takes_no_time_from_them() -> None:
     following = Step(30, MB, 0.001, backlog_s=max(0.0, late))
     alone = exposed_s(EXACT.cuts(step, cost), step, cost)
     assert exposed_s(EXACT.cuts(following, cost), following, cost) == pytest.approx(alone, rel=0.02)
+
+
+def test_more_packets_than_are_counted_still_expose_the_least() -> None:
+    """80 layers, each written just when the one before has left: any larger packet is late."""
+    step, cost = Step(80, MB, 0.00101), LinkCost(0.0001, 0.0009 / MB)
+    cuts = EXACT.cuts(step, cost)
+    assert len(cuts) > MOST_COUNTED
+    assert exposed_s(cuts, step, cost) == pytest.approx(0.001, rel=0.01)
 
 
 def test_an_unfinished_backlog_makes_the_first_packet_larger_not_later() -> None:
@@ -191,22 +200,57 @@ def test_where_cutting_saves_nothing_one_packet_leaves(step: Step, cost: LinkCos
     assert AdaptiveGrouping(MB).cuts(step, cost) == (step.layers,)
 
 
-def test_steps_alike_are_planned_once() -> None:
-    fewest_packets.cache_clear()
-    for _ in range(3):
-        AdaptiveGrouping(MB).cuts(Step(80, 4 * MB, 0.002), LinkCost(0.0002, 1 / 12.5e9))
-    assert (fewest_packets.cache_info().misses, fewest_packets.cache_info().hits) == (1, 2)
+@settings(deadline=None)
+@given(
+    st.sampled_from([8, 34, 61, 80]),
+    st.floats(1e-4, 0.1),
+    st.floats(0.01, 0.5),
+    st.floats(0, 0.2),
+    st.floats(-0.1, 0.1),
+)
+def test_layers_a_tenth_quicker_or_slower_than_expected_expose_no_more_than_the_best_plan_would(
+    layers: int, layer_s: float, send: float, setup: float, off: float
+) -> None:
+    expected, cost = Step(layers, MB, layer_s), LinkCost(setup * layer_s, send * layer_s / MB)
+    real = Step(layers, MB, layer_s * (1 + off))
+    best = exposed_s(EXACT.cuts(real, cost), real, cost)
+    assert exposed_s(AdaptiveGrouping(0).cuts(expected, cost), real, cost) <= 1.041 * best + 2**-12 * layers * layer_s
 
 
-def test_a_plan_of_80_layers_costs_well_below_a_step() -> None:
+def test_the_plan_for_exactly_the_expected_time_is_brittle() -> None:
+    """Why there is a hedge: layers 8 % quicker, and the packet before the last is late."""
+    step, cost = Step(34, MB, 0.01), LinkCost(0.0005, 0.004 / MB)
+    quicker = Step(34, MB, 0.0092)
+    exact, hedged = EXACT.cuts(step, cost), AdaptiveGrouping(0).cuts(step, cost)
+    assert exposed_s(exact, step, cost) == pytest.approx(exposed_s(hedged, step, cost))
+    assert exposed_s(exact, quicker, cost) > 2 * exposed_s(hedged, quicker, cost)
+    assert len(hedged) <= len(exact) + 1
+
+
+def test_steps_alike_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+    planner = grouping.fewest_packets
+    monkeypatch.setattr(
+        grouping, "fewest_packets", lambda *args, **named: plans.append(args) or planner(*args, **named)
+    )
+    step, cost = Step(79, 3 * MB, 0.00234), LinkCost(0.000234, 1 / 12.34e9)
+    first = AdaptiveGrouping(MB).cuts(step, cost)
+    planned = len(plans)
+    assert planned > 0
+    assert AdaptiveGrouping(MB).cuts(step, cost) == first
+    assert AdaptiveGrouping(MB).cuts(Step(79, 3 * MB, 0.00234 * (1 + 1e-9)), cost) == first
+    assert len(plans) == planned
+
+
+@pytest.mark.parametrize("gb_per_s", [12.5, 2.0])  # the second: as slow as the compute, where the most packets are made
+def test_a_plan_of_80_layers_costs_well_below_a_step(gb_per_s: float) -> None:
     """Planned in the step's way, before the first layer runs. New inputs every time, so no look-up helps."""
     step = Step(80, 4 * MB, 0.002)
-    fewest_packets.cache_clear()
-    link_costs = [LinkCost(0.0002 + i * 1e-6, 1 / 12.5e9 + i * 1e-13) for i in range(20)]
-    begun = time.perf_counter()
-    for cost in link_costs:
+    costs = [LinkCost(0.00005 + i * 1e-6, (1 + i / 1000) / (gb_per_s * 1e9)) for i in range(20)]
+    begun = time.thread_time()
+    for cost in costs:
         AdaptiveGrouping(MB).cuts(step, cost)
-    assert (time.perf_counter() - begun) / len(link_costs) < 0.005  # 0.2 ms on an idle core
+    assert (time.thread_time() - begun) / len(costs) < 0.01  # 0.6 and 3 ms on the machine this was written on
 
 
 @pytest.mark.parametrize("text", ["adaptive", "layerwise", "bulk", "fixed:4"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +17,14 @@ from npu_ops.fake import FakeDevice
 from npu_ops.memory import HostMemory
 
 MB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _the_environment_stays_as_it_was() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 class RecordingEngine:
@@ -93,3 +103,23 @@ def test_a_cache_in_too_many_pieces_is_refused_before_the_engine_starts() -> Non
 def test_an_engine_that_refuses_is_named(engine: RecordingEngine, said: str) -> None:
     with pytest.raises(LinkError, match=said):
         MooncakeEndpoint(host_layers(), "127.0.0.1", "tcp", HostMemory(), lambda: engine)
+
+
+@pytest.mark.mooncake
+@pytest.mark.slow
+def test_mooncake_takes_more_writes_at_once_than_it_lets_wait_by_default() -> None:
+    """Its default of 1024 waiting slices fails one write of 200 MB, and every one that follows it."""
+    source, target = (torch.full((16, 8 * MB), value, dtype=torch.uint8) for value in (7, 0))
+    endpoint = MooncakeEndpoint(layers_of({"p": source, "d": target}, 16), "127.0.0.1", "tcp", HostMemory())
+    here, there = endpoint.bases
+    writes = [(here, there, source.numel())]
+    writes += [(here + 4096 * i, there + 4096 * i, 2048) for i in range(5000)]
+    for part in (writes[:1], writes[1:], writes[:10]):
+        batch = endpoint.engine.batch_transfer_async_write(endpoint.session, *map(list, zip(*part, strict=True)))
+        assert batch
+        deadline = time.monotonic() + 20
+        while (status := endpoint.engine.transfer_check_status(batch)) == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert status == 1
+    assert torch.equal(source, target)

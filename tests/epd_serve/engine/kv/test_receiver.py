@@ -303,6 +303,7 @@ def test_a_packet_outside_of_what_is_ours_fails_its_transfer_and_no_other(
     d = start()
     p = link(d)
     d.expect(A, B)
+    p.staging.fill_(9)
     p.say(packet)
     assert p.hear() == wire.Credit(1)
     assert d.wait_ended(A) == {A: False}
