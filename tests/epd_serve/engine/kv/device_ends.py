@@ -30,6 +30,7 @@ from epd_serve.engine.kv.regions import Layers, layers_of, shape_of
 from epd_serve.engine.kv.sender import ChunkJob, Sender
 from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from epd_serve.engine.kv.shm_send import ShmSendSide
+from epd_serve.engine.kv.transports import OnDemand
 from epd_serve.kv.grouping import parse_grouping
 from npu_ops.fake import FakeDevice
 from npu_ops.fake_engine import FakeNetwork, FakeTransferEngine
@@ -351,11 +352,11 @@ class Pair:
         grouping = parse_grouping(self._setting.grouping, floor_bytes=0)
         return Sender(shape=shape(layers), grouping=grouping, device=self.p_device, open_link=open_link, trace=NO_TRACE)
 
-    def _engine(self, layers: Layers, device: FakeDevice) -> MooncakeEndpoint:
+    def _engine(self, layers: Layers, device: FakeDevice) -> Callable[[], MooncakeEndpoint]:
         def factory() -> FakeTransferEngine:
             return FakeTransferEngine(self.network, device)
 
-        return MooncakeEndpoint(layers, "127.0.0.1", "ascend", device, factory)
+        return OnDemand(lambda: MooncakeEndpoint(layers, "127.0.0.1", "ascend", device, factory))
 
 
 def _others(prompt: Prompt, cache: torch.Tensor, *, missing_too: bool) -> list[str]:
