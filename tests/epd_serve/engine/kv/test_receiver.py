@@ -590,8 +590,9 @@ def test_an_answer_is_delayed_without_holding_up_the_others(start: Start, link: 
 
 
 def test_done_can_be_met_before_it_is_reported(start: Start, link: Link, tmp_path: Path) -> None:
-    reached = tmp_path / "reached"
-    d = start(faults=f"pause=received:1:{reached}")
+    armed, reached = tmp_path / "received", tmp_path / "received.here"
+    armed.write_text("1")
+    d = start(faults=f"pause=received:{armed}")
     p = link(d)
     d.expect(A)
     p.say(wire.Done(A, True))
