@@ -15,8 +15,8 @@ from typing import Any
 
 from deploy.nearest import unknown
 from epd_serve.engine.kv.faults import Faults
+from epd_serve.engine.kv.grouping_file import PREFIX, open_grouping
 from epd_serve.errors import ConfigError
-from epd_serve.kv.grouping import parse_grouping
 
 CPU_PARALLEL_STARTS = 0
 """Stages that start at once on CPU; 0 = all. Imports dominate a start and share the page cache."""
@@ -118,9 +118,10 @@ class DeployConfig:
 
 def _check_grouping(text: str, floor_kib: int) -> None:
     try:
-        parse_grouping(text, floor_kib << 10)
+        open_grouping(text, floor_kib << 10)
     except ConfigError as error:
-        raise ConfigError(f"kv_grouping {error}, with N from 1 on", param="kv_grouping") from error
+        hint = "" if text.startswith(PREFIX) else ", with N from 1 on"
+        raise ConfigError(f"kv_grouping {error}{hint}", param="kv_grouping") from error
 
 
 def check_segment(mib: int) -> None:

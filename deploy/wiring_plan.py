@@ -95,7 +95,9 @@ class WiringPlan:
             recompute_limit=config.recompute_limit,
             kv_endpoint=self._kv_endpoint(plan),
             kv_worker_endpoint=self._kv_workers(plan),
-            kv_peers=tuple(map(self._kv_workers, self._takers())) if role.sends_kv else (),
+            kv_peers=tuple(worker_endpoints(self._kv_workers(taker), taker.tp) for taker in self._takers())
+            if role.sends_kv
+            else (),
             kv_transport=config.kv_transport,
             mooncake_protocol="ascend" if self.blueprint.device == "npu" else config.mooncake_protocol,
             kv_grouping=config.kv_grouping,

@@ -94,7 +94,8 @@ class Membership:
                 self._forget(former)
         member = self._members[name] = _Member(request, name, self._now(), incarnation=request.incarnation)
         self._table.apply(self._instance(member), up=False)
-        peers = [other.request.kv_workers for other in self._members.values() if other.request.role.takes_kv]
+        takers = [other.request for other in self._members.values() if other.request.role.takes_kv]
+        peers = [worker_endpoints(taker.kv_workers, taker.tp) for taker in takers]
         return JoinAnswer(name, self._settings, peers if request.role.sends_kv else [])
 
     def beat(self, beat: Beat) -> None:

@@ -1,36 +1,29 @@
 """D's scheduler side of transfers: reserved blocks, deadlines, cancels. Pure state, no sockets, no vLLM.
 
-    (unknown) --request queued--> QUEUED --blocks reserved--> RESERVED --worker received DONE--> (over)
-    QUEUED --request gone--> (over)
-    RESERVED --request gone--> CANCELLING --worker received DONE | CANCEL_ACK | P is dead--> (over)
-    RESERVED --REFUSED | P silent--> FAILED --worker reported it--> (over)
-
-Blocks of CANCELLING and FAILED transfers go back to vLLM only through the worker's report, and only when nothing can
-write to them any more: DONE or CANCEL_ACK (both follow every write), REFUSED (nothing was written), or silence for
-`peer_timeout_s`. After silence the worker drops whatever still arrives; a one-sided transport adds `quarantine_s`.
+States and events: `epd_serve.kv.lifecycle`. Blocks of CANCELLING and FAILED transfers go back to vLLM only through the
+worker's report, and only when nothing can write to them any more: DONE or CANCEL_ACK (both follow every write), REFUSED
+(nothing is or will be written), or silence for `peer_timeout_s`. After silence the worker drops whatever still arrives;
+a one-sided transport adds `quarantine_s`.
 """
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 from epd_serve import wire
+from epd_serve.kv.lease import Leases
+from epd_serve.kv.lifecycle import DECODE, AtDecode, Decode
 from epd_serve.wire import TransferKey
 
-
-class _State(enum.Enum):
-    QUEUED = "queued"
-    RESERVED = "reserved"
-    CANCELLING = "cancelling"
-    FAILED = "failed"
+ASK_AGAIN_S = 0.75  # P beats every 0.5 s: a transfer that it has not listed for so long is one it does not know
 
 
 @dataclass
 class _Entry:
-    state: _State
+    state: Decode
     endpoint: str
-    deadline: float = 0.0
+    ready: wire.Ready | None = None
+    quiet_since: float = 0.0  # READY said, or heard of
 
 
 Outgoing = tuple[str, wire.ToPrefillScheduler]  # (endpoint of P's scheduler, message)
@@ -48,47 +41,33 @@ class DecodeDesk:
         self._peer_timeout_s = peer_timeout_s
         self._quarantine_s = quarantine_s
         self._entries: dict[TransferKey, _Entry] = {}
+        self._leases = Leases()
         self._failures: list[TransferKey] = []
         self.outbox: list[Outgoing] = []
 
+    # --- from D's scheduler ---------------------------------------------------------------------------------------
+
     def queued(self, key: TransferKey, endpoint: str) -> None:
         """A request for this transfer is here and has no blocks yet."""
-        self._entries.setdefault(key, _Entry(_State.QUEUED, endpoint))
+        self._go(key, AtDecode.QUEUED, endpoint)
 
     def reserved(self, endpoint: str, ready: wire.Ready, now: float) -> None:
-        """vLLM allocated the blocks: tell P, once."""
-        self._entries[ready.key] = _Entry(_State.RESERVED, endpoint, now + self._peer_timeout_s)
+        """vLLM allocated the blocks: tell P."""
+        self._go(ready.key, AtDecode.BLOCKS, endpoint)
+        entry = self._entries[ready.key]
+        entry.ready, entry.quiet_since = ready, now
+        self._leases.grant(ready.key, now + self._peer_timeout_s)
         self.outbox.append((endpoint, ready))
 
-    def gone(self, key: TransferKey) -> None:
+    def gone(self, key: TransferKey, now: float) -> None:
         """The request left D's scheduler (client gone, or finished normally, when nothing is held any more)."""
-        entry = self._entries.get(key)
-        if entry is None:
-            return
-        if entry.state is _State.QUEUED:
-            del self._entries[key]
-            self.outbox.append((entry.endpoint, wire.Cancel(key)))
-        elif entry.state is _State.RESERVED:
-            entry.state = _State.CANCELLING
-            self.outbox.append((entry.endpoint, wire.Cancel(key)))
-
-    def on_message(self, message: wire.ToDecodeScheduler, now: float) -> None:
-        if isinstance(message, wire.Alive):
-            for key in message.keys:
-                entry = self._entries.get(key)
-                if entry is not None:
-                    entry.deadline = now + self._peer_timeout_s
-            return
-        entry = self._entries.get(message.key)
-        if entry is not None and entry.state in (_State.RESERVED, _State.CANCELLING):
-            self._fail(message.key, entry)
-
-    def expire(self, now: float) -> None:
-        """P has been silent for too long: fail, after the quarantine."""
-        for key, entry in self._entries.items():
-            held = entry.state in (_State.RESERVED, _State.CANCELLING)
-            if held and now >= entry.deadline + self._quarantine_s:
-                self._fail(key, entry)
+        former, state = self._go(key, AtDecode.LEFT)
+        if former is Decode.QUEUED:
+            self._leases.grant(key, now + self._peer_timeout_s)
+        elif former is Decode.RESERVED:
+            self._leases.extend(key, self._quarantine_s)
+        if state is not former:
+            self._cancel(key)
 
     def take_failures(self) -> list[TransferKey]:
         """Transfers that the worker must report as failed (each appears once)."""
@@ -97,16 +76,70 @@ class DecodeDesk:
 
     def closed(self, key: TransferKey) -> None:
         """The worker reported it to vLLM: received or failed."""
-        self._entries.pop(key, None)
+        self._go(key, AtDecode.REPORTED)
 
-    def still_queued(self) -> list[Outgoing]:
-        """Heartbeats to each P: requests that wait here for blocks."""
-        by_endpoint: dict[str, list[TransferKey]] = {}
+    # --- from P ---------------------------------------------------------------------------------------------------
+
+    def on_message(self, message: wire.ToDecodeScheduler, now: float) -> bool:
+        """Apply P's message. Whether it ends a transfer that D holds blocks for."""
+        if not isinstance(message, wire.Alive):
+            former, state = self._go(message.key, AtDecode.ENDED)
+            return state is Decode.FAILED and state is not former
+        for key in message.keys:
+            _, state = self._go(key, AtDecode.HEARD)
+            if state is Decode.RESERVED:
+                self._entries[key].quiet_since = now
+                self._leases.grant(key, now + self._peer_timeout_s)
+            elif state is Decode.CANCELLING:
+                self._leases.grant(key, now + self._peer_timeout_s + self._quarantine_s)
+        return False
+
+    # --- time -----------------------------------------------------------------------------------------------------
+
+    def beat(self, now: float) -> None:
+        """To be called regularly: says again what P has not answered, and gives silent ones up.
+
+        An offer that P has not mentioned for a while is made again. P may have missed it, or it is over there and D
+        missed the answer, which then comes again: nobody waits for the silence to be long enough.
+        """
+        waiting: dict[str, list[TransferKey]] = {}
         for key, entry in self._entries.items():
-            if entry.state is _State.QUEUED:
-                by_endpoint.setdefault(entry.endpoint, []).append(key)
-        return [(endpoint, wire.Queued(keys)) for endpoint, keys in by_endpoint.items()]
+            if entry.state is Decode.QUEUED:
+                waiting.setdefault(entry.endpoint, []).append(key)
+            elif entry.state in (Decode.CANCELLING, Decode.WITHDRAWN):
+                self._cancel(key)
+            elif entry.state is Decode.RESERVED and now >= entry.quiet_since + ASK_AGAIN_S:
+                assert entry.ready is not None
+                entry.quiet_since = now
+                self.outbox.append((entry.endpoint, entry.ready))
+        self.outbox += [(endpoint, wire.Queued(keys)) for endpoint, keys in waiting.items()]
+        while lapsed := self._leases.lapsed(now):  # twice where there is no quarantine
+            for key in lapsed:
+                former, _ = self._go(key, AtDecode.SILENT)
+                if former is Decode.RESERVED:  # should P come round, it need not go on
+                    self._leases.extend(key, self._quarantine_s)
+                    self._cancel(key)
 
-    def _fail(self, key: TransferKey, entry: _Entry) -> None:
-        entry.state = _State.FAILED
-        self._failures.append(key)
+    # --- the table ------------------------------------------------------------------------------------------------
+
+    def _go(self, key: TransferKey, event: AtDecode, endpoint: str = "") -> tuple[Decode, Decode]:
+        """Apply an event: (state before, state after)."""
+        entry = self._entries.get(key)
+        former = Decode.UNKNOWN if entry is None else entry.state
+        state = DECODE.after(former, event)
+        if state is former:
+            return former, state
+        if state is Decode.UNKNOWN:
+            del self._entries[key]
+        elif entry is None:
+            self._entries[key] = _Entry(state, endpoint)
+        else:
+            entry.state = state
+        if state in (Decode.UNKNOWN, Decode.FAILED):
+            self._leases.end(key)
+        if state is Decode.FAILED:
+            self._failures.append(key)
+        return former, state
+
+    def _cancel(self, key: TransferKey) -> None:
+        self.outbox.append((self._entries[key].endpoint, wire.Cancel(key)))

@@ -1,15 +1,9 @@
 """P's scheduler side of transfers: who may be admitted, and what D is told. Pure state, no sockets, no vLLM.
 
-One entry per transfer, one transition table:
-
-    (unknown) --READY--> OFFERED --request admitted--> SENDING --worker closed it--> (tombstone)
-    (unknown) --request asks--> AWAITED --READY--> OFFERED
-    AWAITED --patience over--> (tombstone): the request is admitted alone, nothing is sent
-    OFFERED --CANCEL | patience over | request gone--> (tombstone), answered CANCEL_ACK or REFUSED at once
-    SENDING --CANCEL | request aborted--> STOPPING --worker closed it--> (tombstone)
-
-In SENDING and STOPPING the worker has the last word: its DONE to D's worker follows every write, so it is also the
-acknowledgement of a cancel. P admits only what D reserved for, so P's blocks always drain (design §4.5).
+States and events: `epd_serve.kv.lifecycle`. P admits only what D reserved for, so P's blocks always drain (design
+§4.5). In SENDING and STOPPING the worker has the last word: its DONE to D's worker follows every write, so it is also
+the acknowledgement of a cancel. What D says of a transfer that is over is answered from its tombstone, as often as D
+says it.
 """
 
 from __future__ import annotations
@@ -18,6 +12,9 @@ import enum
 from dataclasses import dataclass
 
 from epd_serve import wire
+from epd_serve.kv.heads import heads_of
+from epd_serve.kv.lease import Leases
+from epd_serve.kv.lifecycle import PREFILL, AtPrefill, Prefill
 from epd_serve.kv.tombstones import Tombstones
 from epd_serve.wire import TransferKey
 
@@ -28,17 +25,9 @@ class Admission(enum.Enum):
     ALONE = "alone"  # run it (vLLM offers no way to fail it here), push nothing
 
 
-class _State(enum.Enum):
-    AWAITED = "awaited"
-    OFFERED = "offered"
-    SENDING = "sending"
-    STOPPING = "stopping"
-
-
 @dataclass
 class _Entry:
-    state: _State
-    deadline: float
+    state: Prefill
     peer: bytes = b""
     ready: wire.Ready | None = None
 
@@ -58,6 +47,7 @@ class PrefillDesk:
         self._incarnation = incarnation
         self._patience_s = patience_s
         self._entries: dict[TransferKey, _Entry] = {}
+        self._leases = Leases()
         self._over = Tombstones()
         self.outbox: list[Reply] = []
 
@@ -70,66 +60,63 @@ class PrefillDesk:
             self._on_ready(peer, message, now)
         elif isinstance(message, wire.Queued):
             for key in message.keys:
-                entry = self._entries.get(key)
-                if entry is not None:
-                    entry.deadline = now + self._patience_s
-        else:
-            return self._on_cancel(peer, message.key)
+                if self._state(key) is Prefill.AWAITED:
+                    self._leases.grant(key, now + self._patience_s)
+        elif self._on_cancel(peer, message.key):
+            return [message.key]
         return []
 
     def _on_ready(self, peer: bytes, ready: wire.Ready, now: float) -> None:
         entry = self._entries.get(ready.key)
-        reason = self._over.get(ready.key)
         if ready.incarnation != self._incarnation:
-            reason = "prefill instance restarted"
-        elif entry is not None and entry.state is not _State.AWAITED:
-            reason = "blocks were offered twice"
-        if reason is not None:
-            self.outbox.append((peer, wire.Refused(ready.key, reason)))
-            return
-        self._entries[ready.key] = _Entry(_State.OFFERED, now + self._patience_s, peer, ready)
+            self._refuse(peer, ready.key, "prefill instance restarted")
+        elif entry is not None and entry.ready is not None and entry.ready != ready:
+            self._refuse(peer, ready.key, "blocks were offered twice")
+        elif entry is not None and entry.ready is not None:  # said again: D has not heard of it for a while
+            self._go(ready.key, AtPrefill.READY)
+            entry.peer = peer
+            self.outbox.append((peer, wire.Alive([ready.key])))
+        elif self._go(ready.key, AtPrefill.READY) is Prefill.OVER:
+            self._refuse(peer, ready.key, self._over.get(ready.key) or "")
+        else:
+            self._entries[ready.key] = _Entry(Prefill.OFFERED, peer, ready)
+            self._leases.grant(ready.key, now + self._patience_s)
 
-    def _on_cancel(self, peer: bytes, key: TransferKey) -> list[TransferKey]:
-        entry = self._entries.get(key)
-        if entry is not None and entry.state in (_State.SENDING, _State.STOPPING):
-            entry.state = _State.STOPPING
-            return [key]
-        self._bury(key, "cancelled by decode")
-        self.outbox.append((peer, wire.CancelAck(key)))
-        return []
+    def _on_cancel(self, peer: bytes, key: TransferKey) -> bool:
+        """Whether this is news to the owner."""
+        former = self._state(key)
+        if self._go(key, AtPrefill.CANCEL, "cancelled by decode") is Prefill.OVER:
+            self.outbox.append((peer, wire.CancelAck(key)))
+        return former is Prefill.SENDING
 
     # --- from P's scheduler ---------------------------------------------------------------------------------------
 
     def admit(
-        self, key: TransferKey, prompt_tokens: int, prompt_hash: str, now: float, *, block_size: int, ranks: int
+        self, key: TransferKey, prompt_tokens: int, prompt_hash: str, now: float, *, block_size: int, kv_heads: int
     ) -> Admission:
-        """May this request be scheduled? Asked at every step until it is."""
-        entry = self._entries.get(key)
-        if entry is None:
-            if key in self._over:
+        """May this request be scheduled? Asked at every step until it is. `kv_heads`: of the model (0: MLA)."""
+        state = self._state(key)
+        if state in (Prefill.UNKNOWN, Prefill.AWAITED, Prefill.OVER):
+            if self._go(key, AtPrefill.ASKED) is Prefill.OVER:
                 return Admission.ALONE
-            self._entries[key] = _Entry(_State.AWAITED, now + self._patience_s)
+            if state is Prefill.UNKNOWN:
+                self._leases.grant(key, now + self._patience_s)
             return Admission.WAIT
-        if entry.state is _State.AWAITED:
-            if now < entry.deadline:
-                return Admission.WAIT
-            self._bury(key, "decode did not reserve blocks in time")
-            return Admission.ALONE
-        if entry.state is _State.OFFERED:
+        if state is Prefill.OFFERED:
+            entry = self._entries[key]
             assert entry.ready is not None
-            if (entry.ready.prompt_tokens, entry.ready.prompt_hash) != (prompt_tokens, prompt_hash):
-                self._refuse(key, "prefill and decode tokenised different prompts")
+            if reason := _unlike(entry.ready, prompt_tokens, prompt_hash, block_size, kv_heads):
+                self._go(key, AtPrefill.UNFIT, reason)
+                self._refuse(entry.peer, key, reason)
                 return Admission.ALONE
-            if unlike := _unlike(entry.ready, block_size, ranks):
-                self._refuse(key, unlike)
-                return Admission.ALONE
-            entry.state = _State.SENDING
+            self._leases.end(key)
+        self._go(key, AtPrefill.ADMITTED)
         return Admission.SEND  # also for a preempted request that is admitted again
 
     def ready(self, key: TransferKey) -> wire.Ready | None:
         """What D offered, while the transfer is being sent."""
         entry = self._entries.get(key)
-        return entry.ready if entry is not None and entry.state is _State.SENDING else None
+        return entry.ready if entry is not None and entry.state is Prefill.SENDING else None
 
     def fate(self, key: TransferKey) -> str | None:
         """Why a transfer is over, or None while it is not."""
@@ -138,58 +125,71 @@ class PrefillDesk:
     def gone(self, key: TransferKey, reason: str) -> bool:
         """The request left P's scheduler early. True when its worker is sending and must be told to stop."""
         entry = self._entries.get(key)
-        if entry is None:
-            return False
-        if entry.state in (_State.SENDING, _State.STOPPING):
-            entry.state = _State.STOPPING
-            return True
-        if entry.state is _State.OFFERED:
-            self._refuse(key, reason)
-        else:
-            self._bury(key, reason)
-        return False
+        offered = entry is not None and entry.state is Prefill.OFFERED
+        state = self._go(key, AtPrefill.LEFT, reason)
+        if entry is not None and offered:
+            self._refuse(entry.peer, key, reason)
+        return state is Prefill.STOPPING
 
     def stopped_unsent(self, key: TransferKey) -> None:
         """A STOPPING transfer of which nothing was sent: acknowledge from here."""
         entry = self._entries.get(key)
-        if entry is not None:
+        if entry is not None:  # the request may have left between the cancel and the owner's look at it
+            self._go(key, AtPrefill.UNSENT, "cancelled")
             self.outbox.append((entry.peer, wire.CancelAck(key)))
-            self._bury(key, "cancelled")
 
     def closed(self, key: TransferKey) -> None:
-        """The worker is done with it, one way or the other; D's worker knows."""
-        if key in self._entries:
-            self._bury(key, "transfer is over")
+        """The worker is done with it, one way or the other; D's worker knows, unless the link broke."""
+        self._go(key, AtPrefill.CLOSED, "transfer is over")
 
-    def expire(self, now: float) -> None:
-        """Refuse offers whose request never came. (AWAITED requests ask again by themselves.)"""
-        for key, entry in list(self._entries.items()):
-            if entry.state is _State.OFFERED and now >= entry.deadline:
-                self._refuse(key, "prefill request did not arrive in time")
+    # --- time -----------------------------------------------------------------------------------------------------
 
-    def alive(self) -> list[Reply]:
-        """Heartbeats: to each D, the transfers of its that are still held."""
+    def beat(self, now: float) -> None:
+        """To be called regularly: patience that is over, and the heartbeats to each D."""
+        for key in self._leases.lapsed(now):
+            entry = self._entries[key]
+            if entry.state is Prefill.OFFERED:
+                self._refuse(entry.peer, key, "prefill request did not arrive in time")
+                self._go(key, AtPrefill.LAPSED, "prefill request did not arrive in time")
+            else:
+                self._go(key, AtPrefill.LAPSED, "decode did not reserve blocks in time")
         by_peer: dict[bytes, list[TransferKey]] = {}
         for key, entry in self._entries.items():
-            if entry.state is not _State.AWAITED:
+            if entry.state is not Prefill.AWAITED:
                 by_peer.setdefault(entry.peer, []).append(key)
-        return [(peer, wire.Alive(keys)) for peer, keys in by_peer.items()]
+        self.outbox += [(peer, wire.Alive(keys)) for peer, keys in by_peer.items()]
 
     def waiting(self) -> bool:
         """Whether a request here waits for D."""
-        return any(entry.state is _State.AWAITED for entry in self._entries.values())
+        return any(entry.state is Prefill.AWAITED for entry in self._entries.values())
 
-    def _refuse(self, key: TransferKey, reason: str) -> None:
-        self.outbox.append((self._entries[key].peer, wire.Refused(key, reason)))
-        self._bury(key, reason)
+    # --- the table ------------------------------------------------------------------------------------------------
 
-    def _bury(self, key: TransferKey, reason: str) -> None:
-        self._entries.pop(key, None)
-        self._over.add(key, reason)
+    def _state(self, key: TransferKey) -> Prefill:
+        if key in self._entries:
+            return self._entries[key].state
+        return Prefill.OVER if key in self._over else Prefill.UNKNOWN
+
+    def _go(self, key: TransferKey, event: AtPrefill, reason: str = "") -> Prefill:
+        """Apply an event; `reason` is what the tombstone says where it ends the transfer."""
+        former = self._state(key)
+        state = PREFILL.after(former, event)
+        if state is not Prefill.OVER:
+            self._entries.setdefault(key, _Entry(state)).state = state
+        elif former is not Prefill.OVER:
+            self._entries.pop(key, None)
+            self._leases.end(key)
+            self._over.add(key, reason)
+        return state
+
+    def _refuse(self, peer: bytes, key: TransferKey, reason: str) -> None:
+        self.outbox.append((peer, wire.Refused(key, reason)))
 
 
-def _unlike(ready: wire.Ready, block_size: int, ranks: int) -> str:
+def _unlike(ready: wire.Ready, prompt_tokens: int, prompt_hash: str, block_size: int, kv_heads: int) -> str:
     """Why this offer cannot be sent to, or "". (The workers' handshake compares more, but later.)"""
+    if (ready.prompt_tokens, ready.prompt_hash) != (prompt_tokens, prompt_hash):
+        return "prefill and decode tokenised different prompts"
     blocks = -(-ready.prompt_tokens // block_size)
     starts = range(0, ready.prompt_tokens, block_size)
     if len(ready.blocks) != blocks or ready.start_token not in starts:
@@ -197,6 +197,8 @@ def _unlike(ready: wire.Ready, block_size: int, ranks: int) -> str:
             f"prefill cuts this prompt into {blocks} blocks of {block_size} tokens, decode offers {len(ready.blocks)} "
             f"from token {ready.start_token}"
         )
-    if len(ready.endpoints) != ranks:
-        return f"prefill has {ranks} tensor-parallel ranks, decode {len(ready.endpoints)}"
+    try:
+        heads_of(len(ready.endpoints), 0, kv_heads)
+    except ValueError as error:
+        return f"decode: {error}"
     return ""

@@ -41,7 +41,7 @@ def test_features_and_kv_are_wired_between_the_right_instances() -> None:
     assert encode.arena == prefill.arena == "/dev/shm/epd-abcd-arena"
     assert (prefill.kv_endpoint, decode.kv_endpoint, encode.kv_endpoint) == ("ipc:///run/x/P0.kv", "", "")
     assert decode.kv_worker_endpoint == "ipc:///run/x/D0.kvw{rank}"
-    assert prefill.kv_peers == ("ipc:///run/x/D0.kvw{rank}",)
+    assert prefill.kv_peers == (("ipc:///run/x/D0.kvw0",),)
     assert (prefill.kv_staging, prefill.kv_staging_bytes) == ("/dev/shm/epd-abcd-kv", 8 << 20)
 
 

@@ -19,7 +19,7 @@ def test_wiring_survives_json(role: Role) -> None:
         "abc",
         arena="/dev/shm/a",
         events={"E0": "ipc:///e"},
-        kv_peers=("ipc:///d{rank}",),
+        kv_peers=(("ipc:///d0", "ipc:///d1"),),
         kv_grouping="fixed:2",
     )
     assert StageWiring.from_json(json.loads(json.dumps(wiring.to_json()))) == wiring

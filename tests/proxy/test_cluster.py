@@ -131,7 +131,11 @@ def test_every_rank_of_a_member_has_an_address() -> None:
 def test_a_prefill_stage_is_told_the_data_channels_of_the_decoders_that_are_here() -> None:
     cluster = Cluster()
     cluster.join(Role.D, 1)
-    assert cluster.join(Role.P).kv_peers == ["tcp://127.0.0.4:8002+{rank}"]
+    cluster.join(Role.D, 2, tp=2)
+    assert cluster.join(Role.P).kv_peers == [
+        ("tcp://127.0.0.4:8002",),
+        ("tcp://127.0.0.5:8002", "tcp://127.0.0.5:8003"),
+    ]
 
 
 def test_an_agent_that_joins_again_keeps_its_name_and_so_does_its_successor_at_the_same_address() -> None:
@@ -182,7 +186,6 @@ def test_after_the_head_was_restarted_a_running_stage_has_its_name_and_life_agai
         ({"versions": {**VERSIONS, "epd-serve": "2"}}, "version_differs", "the head has 1, this stage 2"),
         ({"versions": {**VERSIONS, "vllm": "0.33.0"}}, "version_differs", "D0 has 0.32.0, this stage 0.33.0"),
         ({"versions": {**VERSIONS, "device": "npu"}}, "device_differs", "D0 has cpu, this stage npu"),
-        ({"tp": 2}, "width_differs", "P has 2 ranks, D0 1"),
         ({"url": "https://h:1"}, "bad_address", "http://HOST:PORT"),
         ({"url": "http://[::1"}, "bad_address", "http://HOST:PORT of 127.0.0.3"),
         ({"url": "http://127.0.0.3:70000"}, "bad_address", "http://HOST:PORT of 127.0.0.3"),

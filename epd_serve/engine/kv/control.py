@@ -1,19 +1,24 @@
 """The control channel between D's and P's schedulers: one thread on each side around a pure desk.
 
 P binds a ROUTER, every D connects a DEALER to the P's its requests name. The threads also beat: P tells each D which
-transfers it still holds, D tells P which requests still wait for blocks.
+transfers it still holds, D tells P which requests still wait for blocks and says again what must not be lost.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import threading
 import time
+import uuid
 from abc import ABC, abstractmethod
+from typing import Generic, Protocol, TypeVar
 
 import zmq
 
 from epd_serve import wire
+from epd_serve.engine.kv.faults import Faults
 from epd_serve.engine.sockets import Socket, milliseconds, open_socket, readable
 from epd_serve.engine.wake import WakeLine, idle_bell
 from epd_serve.kv.decode_desk import DecodeDesk
@@ -24,12 +29,25 @@ logger = logging.getLogger(__name__)
 
 _BEAT_S = 0.5
 
+Peer = TypeVar("Peer")  # whom a message goes to
+Message = TypeVar("Message")
 
-class _Control(ABC):
+
+class _Desk(Protocol[Peer, Message]):
+    outbox: list[tuple[Peer, Message]]
+
+    def beat(self, now: float) -> None: ...
+
+
+class _Control(ABC, Generic[Peer, Message]):
     """A socket thread around a desk. `lock` guards the desk; call `flush` after putting something in its outbox."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, desk: _Desk[Peer, Message], faults: Faults) -> None:
         self.lock = threading.Lock()
+        self._desk = desk
+        self._faults = faults
+        self._late: list[tuple[float, int, Peer, Message]] = []  # heap: delayed by a fault
+        self._number = itertools.count()
         self._wake = WakeLine()
         self._closing = False
         self._poller = zmq.Poller()
@@ -45,79 +63,91 @@ class _Control(ABC):
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
-        next_beat = 0.0
+        self._next_beat = 0.0
         while not self._closing:
-            wait_s = max(0.0, next_beat - time.monotonic())
-            ready = dict(self._poller.poll(milliseconds(wait_s)))
-            if self._wake.listener in ready:
-                self._wake.answer()
-            for socket in ready:
-                if socket is not self._wake.listener:
-                    self._receive(socket)
-            if time.monotonic() >= next_beat:
-                next_beat = time.monotonic() + _BEAT_S
-                self._beat()
-            self._send()
+            try:
+                self._turn()
+            except Exception:  # a dead thread would leave every transfer of this stage to its deadline
+                logger.exception("the transfer control channel")
         self._shut()
+
+    def _turn(self) -> None:
+        wake_at = min(self._next_beat, self._late[0][0]) if self._late else self._next_beat
+        ready = dict(self._poller.poll(milliseconds(max(0.0, wake_at - time.monotonic()))))
+        if self._wake.listener in ready:
+            self._wake.answer()
+        for socket in ready:
+            if socket is not self._wake.listener:
+                self._receive(socket)
+        if time.monotonic() >= self._next_beat:
+            self._next_beat = time.monotonic() + _BEAT_S
+            with self.lock:
+                self._desk.beat(time.monotonic())
+        self._send()
+
+    def _send(self) -> None:
+        with self.lock:
+            outbox, self._desk.outbox = self._desk.outbox, []
+        for peer, message in outbox:
+            for delay_s in self._faults.deliveries(message):
+                if delay_s:
+                    heapq.heappush(self._late, (time.monotonic() + delay_s, next(self._number), peer, message))
+                else:
+                    self._deliver(peer, message)
+        while self._late and self._late[0][0] <= time.monotonic():
+            _, _, peer, message = heapq.heappop(self._late)
+            self._deliver(peer, message)
 
     @abstractmethod
     def _receive(self, socket: Socket) -> None: ...
 
     @abstractmethod
-    def _beat(self) -> None: ...
-
-    @abstractmethod
-    def _send(self) -> None: ...
+    def _deliver(self, peer: Peer, message: Message) -> None: ...
 
     @abstractmethod
     def _shut(self) -> None: ...
 
 
-class PrefillControl(_Control):
+class PrefillControl(_Control[bytes, wire.ToDecodeScheduler]):
     """P's end. `stops` collects transfers whose sending must stop; the connector takes them with the lock held."""
 
-    def __init__(self, desk: PrefillDesk, endpoint: str) -> None:
-        super().__init__("epd-kv-prefill-control")
+    def __init__(self, desk: PrefillDesk, endpoint: str, faults: Faults) -> None:
+        super().__init__("epd-kv-prefill-control", desk, faults)
         self.desk = desk
         self.stops: list[TransferKey] = []
         self._router = open_socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a D that had to connect again keeps its name
         self._router.bind(endpoint)
         self._poller.register(self._router, zmq.POLLIN)
         self._thread.start()
 
     def _receive(self, socket: Socket) -> None:
+        heard: list[tuple[bytes, wire.ToPrefillScheduler]] = []
         while readable(socket):
             peer, *frames = socket.recv_multipart()
             try:
-                message = wire.to_prefill_scheduler.decode(b"".join(frames))
+                heard.append((peer, wire.to_prefill_scheduler.decode(b"".join(frames))))
             except wire.DecodeError as error:
                 logger.warning("ignoring a malformed message on the transfer control channel: %s", error)
-                continue
-            with self.lock:
+        with self.lock:  # once: an offer that was withdrawn while this process was stopped is never seen standing
+            for peer, message in heard:
                 self.stops += self.desk.on_message(peer, message, time.monotonic())
         idle_bell.ring()
 
-    def _beat(self) -> None:
-        with self.lock:
-            self.desk.expire(time.monotonic())
-            self.desk.outbox += self.desk.alive()
-
-    def _send(self) -> None:
-        with self.lock:
-            outbox, self.desk.outbox = self.desk.outbox, []
-        for peer, message in outbox:
-            self._router.send_multipart([peer, wire.encode(message)])
+    def _deliver(self, peer: bytes, message: wire.ToDecodeScheduler) -> None:
+        self._router.send_multipart([peer, wire.encode(message)])
 
     def _shut(self) -> None:
         self._router.close()
 
 
-class DecodeControl(_Control):
+class DecodeControl(_Control[str, wire.ToPrefillScheduler]):
     """D's end: one DEALER per P, made when first needed."""
 
-    def __init__(self, desk: DecodeDesk) -> None:
-        super().__init__("epd-kv-decode-control")
+    def __init__(self, desk: DecodeDesk, faults: Faults) -> None:
+        super().__init__("epd-kv-decode-control", desk, faults)
         self.desk = desk
+        self._identity = uuid.uuid4().hex.encode()
         self._dealers: dict[str, Socket] = {}
         self._thread.start()
 
@@ -128,28 +158,23 @@ class DecodeControl(_Control):
             except wire.DecodeError as error:
                 logger.warning("ignoring a malformed message on the transfer control channel: %s", error)
                 continue
-            if isinstance(message, wire.Refused):
-                logger.warning("prefill refused transfer %s: %s", message.key.transfer_id, message.reason)
             with self.lock:
-                self.desk.on_message(message, time.monotonic())
+                failed = self.desk.on_message(message, time.monotonic())
+            if failed and isinstance(message, wire.Refused):
+                logger.warning("prefill refused transfer %s: %s", message.key.transfer_id, message.reason)
 
-    def _beat(self) -> None:
-        with self.lock:
-            self.desk.expire(time.monotonic())
-            self.desk.outbox += self.desk.still_queued()
-
-    def _send(self) -> None:
-        with self.lock:
-            outbox, self.desk.outbox = self.desk.outbox, []
-        for endpoint, message in outbox:
-            try:
-                self._dealer(endpoint).send(wire.encode(message), zmq.NOBLOCK)
-            except zmq.Again:
-                logger.warning("prefill at %s takes no messages; its transfers will time out", endpoint)
+    def _deliver(self, peer: str, message: wire.ToPrefillScheduler) -> None:
+        if isinstance(message, wire.Ready):
+            self._faults.reached("ready")
+        try:
+            self._dealer(peer).send(wire.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            logger.warning("prefill at %s takes no messages; its transfers will time out", peer)
 
     def _dealer(self, endpoint: str) -> Socket:
         if endpoint not in self._dealers:
             dealer = open_socket(zmq.DEALER, linger_s=0.2)
+            dealer.setsockopt(zmq.ROUTING_ID, self._identity)
             dealer.connect(endpoint)
             self._poller.register(dealer, zmq.POLLIN)
             self._dealers[endpoint] = dealer

@@ -3,7 +3,8 @@
     drop=Ready:0.5        half of all Ready messages are not sent
     delay=Done:0.2s       each Done leaves 0.2 s late (others overtake it)
     double=Cancel:1       each Cancel is sent twice
-    pause=packet:3:/run/x the third time this point is reached: write the file /run/x, wait until somebody removes it
+    pause=packet:/run/x   armed by a number N in the file /run/x: the Nth time from then on that this point is reached,
+                          the file is renamed to /run/x.here, and the caller waits until somebody removes that
     seed=7                of the draws (default 0)
 
 Clauses are joined by `;`. Points: `ready` (D, before READY leaves), `packet` (P's worker, before a packet is moved),
@@ -12,6 +13,7 @@ Clauses are joined by `;`. Points: `ready` (D, before READY leaves), `packet` (P
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import time
@@ -36,7 +38,7 @@ class Faults:
         self._drop: dict[str, float] = {}
         self._double: dict[str, float] = {}
         self._delay_s: dict[str, float] = {}
-        self._pause: dict[str, tuple[int, Path]] = {}
+        self._pause: dict[str, Path] = {}
         self._count: dict[str, int] = {}
         self._chance = random.Random(0)
         self._lock = threading.Lock()
@@ -58,14 +60,20 @@ class Faults:
         """The caller is at this point; blocks while it is paused there."""
         if point not in self._pause:
             return
-        number, path = self._pause[point]
+        armed = self._pause[point]
         with self._lock:
-            self._count[point] = self._count.get(point, 0) + 1
-            if self._count[point] != number:
+            try:
+                number = int(armed.read_text())
+            except FileNotFoundError:
+                self._count[point] = 0
                 return
-        path.touch()
+            self._count[point] = self._count.get(point, 0) + 1
+            if self._count[point] < number:
+                return
+            self._count[point] = 0
+            here = armed.rename(here_of(armed))
         deadline = time.monotonic() + _PAUSE_S
-        while path.exists() and time.monotonic() < deadline:
+        while here.exists() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
     def _read(self, clause: str) -> None:
@@ -78,10 +86,20 @@ class Faults:
                 (self._drop if kind == "drop" else self._double)[what] = float(value)
             elif kind == "delay":
                 self._delay_s[what] = float(value.removesuffix("s"))
-            elif kind == "pause" and what in POINTS:
-                number, _, path = value.partition(":")
-                self._pause[what] = (int(number), Path(path))
+            elif kind == "pause" and what in POINTS and value:
+                self._pause[what] = Path(value)
             else:
                 raise ValueError(clause)
         except ValueError as error:
             raise ConfigError(f"{clause!r} is no fault (epd_serve/engine/kv/faults.py)", param="--kv-faults") from error
+
+
+def here_of(armed: Path) -> Path:
+    """What a file that arms a pause is called while somebody is paused there."""
+    return armed.with_name(armed.name + ".here")
+
+
+@functools.cache
+def faults_of(text: str) -> Faults:
+    """This process's. Scheduler and worker of a stage may share a process, and then they count together."""
+    return Faults(text)

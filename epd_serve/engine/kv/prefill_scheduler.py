@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from epd_serve.engine.kv.control import PrefillControl
+from epd_serve.engine.kv.faults import faults_of
 from epd_serve.engine.kv.params import prompt_hash, send_params
 from epd_serve.engine.kv.sender import ChunkJob
 from epd_serve.engine.wake import idle_bell
-from epd_serve.kv.plan import blocks_ready
 from epd_serve.kv.prefill_desk import Admission, PrefillDesk
+from epd_serve.kv.sending import Sending
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 from epd_serve.wiring import StageWiring
@@ -23,36 +24,29 @@ if TYPE_CHECKING:
 
 @dataclass
 class PrefillStep:
-    """Scheduler → worker, per step. `stops` and `preempted` are request ids."""
+    """Scheduler → worker, per step. `stops` and `preempted` are request ids, `tokens` those of the whole step."""
 
     chunks: list[ChunkJob] = field(default_factory=list)
     stops: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
-    idle: bool = False
+    tokens: int = 0
 
-
-@dataclass
-class _Sending:
-    """A request admitted with a transfer: its block table, as vLLM grows it, and how much of it is handed over."""
-
-    key: TransferKey
-    prompt_tokens: int
-    blocks: list[int] = field(default_factory=list)
-    sent: int = -1  # blocks handed to the worker; -1: nothing yet
-    told: bool = False  # the worker knows of the transfer
+    @property
+    def idle(self) -> bool:
+        return not self.tokens
 
 
 class PrefillScheduler:
     """One per P scheduler. See `epd_serve.engine.kv.connector` for when vLLM calls what."""
 
-    def __init__(self, wiring: StageWiring, block_size: int, tp: int) -> None:
+    def __init__(self, wiring: StageWiring, block_size: int, kv_heads: int) -> None:
         self._block_size = block_size
-        self._tp = tp
+        self._kv_heads = kv_heads
         self._trace = Trace(wiring.trace_path, wiring.instance)
         desk = PrefillDesk(wiring.incarnation, wiring.kv_ready_wait_s)
-        self._control = PrefillControl(desk, wiring.kv_endpoint)
+        self._control = PrefillControl(desk, wiring.kv_endpoint, faults_of(wiring.kv_faults))
         self._desk = desk
-        self._sending: dict[str, _Sending] = {}
+        self._sending: dict[str, Sending] = {}
         self._request_of: dict[TransferKey, str] = {}
         self._hashes: dict[str, str] = {}
         self._stops: list[str] = []
@@ -74,20 +68,21 @@ class PrefillScheduler:
                 digest,
                 time.monotonic(),
                 block_size=self._block_size,
-                ranks=self._tp,
+                kv_heads=self._kv_heads,
             )
         self._control.flush()
         if admission is Admission.WAIT:
             return False
         if admission is Admission.SEND:
-            self._sending[request.request_id] = _Sending(params.key, request.num_prompt_tokens)
+            self._sending[request.request_id] = Sending(params.key, request.num_prompt_tokens, self._block_size)
             self._request_of[params.key] = request.request_id
             self._trace.stamp(params.key.transfer_id, "prefill_admitted")
         return True
 
     def step(self, output: SchedulerOutput) -> PrefillStep:
         """Metadata of one step: the blocks that become whole in it, per transfer."""
-        step = PrefillStep(preempted=list(output.preempted_req_ids or ()), idle=not output.total_num_scheduled_tokens)
+        tokens = output.total_num_scheduled_tokens
+        step = PrefillStep(preempted=list(output.preempted_req_ids or ()), tokens=tokens)
         self._collect_stops()
         step.stops, self._stops = self._stops, []
         for new in output.scheduled_new_reqs:
@@ -115,7 +110,7 @@ class PrefillScheduler:
         if params is None:
             return False, None
         sending = self._sending.get(request.request_id)
-        complete = sending is not None and sending.sent >= -(-sending.prompt_tokens // self._block_size)
+        complete = sending is not None and sending.complete
         with self._control.lock:
             stop = not complete and self._desk.gone(params.key, "prefill request ended early")
             if stop and (sending is None or not sending.told):
@@ -154,12 +149,8 @@ class PrefillScheduler:
             self._control.flush()
 
     def _grow(self, request: str, blocks: list[int], *, restart: bool) -> None:
-        sending = self._sending.get(request)
-        if sending is None:
-            return
-        if restart:  # first run, or resumed after a preemption with a new block table
-            sending.blocks, sending.sent = [], -1
-        sending.blocks += blocks
+        if request in self._sending:
+            self._sending[request].grow(blocks, restart=restart)
 
     def _chunk(self, step: PrefillStep, request: str, computed: int, scheduled: int) -> None:
         sending = self._sending.get(request)
@@ -169,30 +160,16 @@ class PrefillScheduler:
             ready = self._desk.ready(sending.key)
         if ready is None:  # cancelled: the worker has been told, or never knew
             return
-        if sending.sent < 0:
-            # From D's start, not from P's: blocks that P's prefix cache hit have to travel too.
-            sending.sent = ready.start_token // self._block_size
-        end = blocks_ready(computed + scheduled, sending.prompt_tokens, self._block_size)
-        last = computed + scheduled >= sending.prompt_tokens
-        if end <= sending.sent and not last:
+        new = not sending.told
+        chunk = sending.chunk(ready, computed + scheduled)
+        if chunk is None:
             return
-        chunk = slice(sending.sent, end)
-        step.chunks.append(
-            ChunkJob(
-                sending.key,
-                request,
-                ready.source,
-                tuple(ready.endpoints),
-                tuple(sending.blocks[chunk]),
-                tuple(ready.blocks[chunk]),
-                last,
-            )
-        )
-        if not sending.told:
+        where = (ready.source, tuple(ready.endpoints), chunk.src, chunk.dst)
+        step.chunks.append(ChunkJob(sending.key, request, *where, chunk.remaining))
+        if new:
             self._trace.stamp(sending.key.transfer_id, "prefill_start")
-        sending.sent, sending.told = end, True
 
-    def _drop(self, request: str) -> _Sending | None:
+    def _drop(self, request: str) -> Sending | None:
         sending = self._sending.pop(request, None)
         if sending is not None:
             self._request_of.pop(sending.key, None)

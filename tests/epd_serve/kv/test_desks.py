@@ -1,4 +1,4 @@
-"""Both desks against each other: any interleaving, any delay, aborts, restarts and silence."""
+"""Both desks against each other: any interleaving, loss, doubling, delay, aborts, restarts and silence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from epd_serve import wire
 from epd_serve.kv.decode_desk import DecodeDesk
@@ -17,32 +17,35 @@ from epd_serve.kv.prefill_desk import Admission, PrefillDesk
 from epd_serve.wire import TransferKey
 from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, key_of, ready
 
-PATIENCE, SILENCE = 50.0, 5.0
+PATIENCE, SILENCE, BEAT = 50.0, 5.0, 0.5
 KEYS = [key_of(str(i)) for i in range(2)]
 
 
 def admit(desk: PrefillDesk, key: TransferKey, now: float = 0.0, **changes: Any) -> Admission:
-    prompt = {"prompt_tokens": 10, "prompt_hash": "h", "block_size": BLOCK_SIZE, "ranks": 1, **changes}
+    prompt = {"prompt_tokens": 10, "prompt_hash": "h", "block_size": BLOCK_SIZE, "kv_heads": 2, **changes}
     return desk.admit(key, now=now, **prompt)
 
 
 class Desks(RuleBasedStateMachine):
-    """One P and one D. Channels keep order and lose nothing, except that a restart of P loses what was on its way to it
-    or from it. The P worker is modelled by the set of transfers it writes for, D's by what it was told and reported."""
+    """One P and one D. Control messages may be lost, doubled, overtaken, and held back for as long as it takes. The P
+    worker is modelled by the set of transfers it writes for, D's by what it was told and reported; a restart of P loses
+    what was on its way between the workers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.life = 0
-        self.to_p: deque[Any] = deque()
-        self.to_d: deque[Any] = deque()
+        self.to_p: list[wire.ToPrefillScheduler] = []
+        self.to_d: list[wire.ToDecodeScheduler] = []
+        self.late: list[tuple[list[Any], Any]] = []  # (to whom, message)
         self.data: deque[tuple[TransferKey, bool]] = deque()  # DONE from P's worker to D's
+        self.silent_beats = 0  # of which nothing arrived
         self.d = DecodeDesk(SILENCE, 0.0)
         self.held: set[TransferKey] = set()  # D's reserved blocks
         self.asked: set[TransferKey] = set()
         self.done_at_d: dict[TransferKey, bool] = {}  # arrived, not reported yet
         self.reports: dict[TransferKey, str] = {}
-        self.dropped: set[TransferKey] = set()  # D's worker refuses packets: given up after silence
+        self.dropped: set[TransferKey] = set()  # given up for silence: D's worker refuses its packets
         self.gone_at_d: set[TransferKey] = set()
         self._start_p()
 
@@ -51,7 +54,6 @@ class Desks(RuleBasedStateMachine):
         self.writing: set[TransferKey] = set()
         self.admitted: set[TransferKey] = set()
         self.left_p: set[TransferKey] = set()
-        self.p_lost = False
 
     def _collect(self) -> None:
         self.to_p.extend(message for _, message in self.d.outbox)
@@ -65,6 +67,7 @@ class Desks(RuleBasedStateMachine):
                 self._worker_closes(key, ok=False)
             else:
                 self.p.stopped_unsent(key)
+        self._collect()
 
     def _worker_closes(self, key: TransferKey, *, ok: bool) -> None:
         self.writing.discard(key)
@@ -89,7 +92,7 @@ class Desks(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS))
     def decode_request_leaves(self, key: TransferKey) -> None:
         self.gone_at_d.add(key)
-        self.d.gone(key)
+        self.d.gone(key, self.now)
         self._collect()
 
     @rule()
@@ -102,32 +105,17 @@ class Desks(RuleBasedStateMachine):
             del self.done_at_d[key]
             assert key not in self.reports  # exactly once
             self.reports[key] = "received" if ok else "failed"
-            self.dropped.add(key)
             self.held.discard(key)
             self.d.closed(key)
 
-    @precondition(lambda self: self.to_d)
-    @rule()
-    def decode_hears(self) -> None:
-        message = self.to_d.popleft()
-        if isinstance(message, wire.CancelAck | wire.Refused):
-            assert message.key not in self.writing, "blocks given back while P writes to them"
-        self.d.on_message(message, self.now)
-
-    @precondition(lambda self: self.data)
     @rule()
     def done_arrives(self) -> None:
-        key, ok = self.data.popleft()
-        if key in self.held:
-            self.done_at_d.setdefault(key, ok)
+        if self.data:
+            key, ok = self.data.popleft()
+            if key in self.held:
+                self.done_at_d.setdefault(key, ok)
 
     # --- P --------------------------------------------------------------------------------------------------------
-
-    @precondition(lambda self: self.to_p)
-    @rule()
-    def prefill_hears(self) -> None:
-        self._stop(self.p.on_message(b"d", self.to_p.popleft(), self.now))
-        self._collect()
 
     @rule(key=st.sampled_from(KEYS))
     def prefill_asks(self, key: TransferKey) -> None:
@@ -151,7 +139,7 @@ class Desks(RuleBasedStateMachine):
         """The usual way to a transfer on its way, in one go."""
         self.reserve(key)
         while self.to_p:
-            self.prefill_hears()
+            self._prefill_hears(self.to_p.pop(0))
         self.prefill_asks(key)
         self.prefill_writes(key)
 
@@ -172,75 +160,133 @@ class Desks(RuleBasedStateMachine):
             self._stop([key])
         self._collect()
 
-    @rule(dice=st.integers(0, 9))  # rarely, or nothing gets far
-    def prefill_restarts(self, dice: int) -> None:
+    @rule(dice=st.integers(0, 9), kept=st.booleans())  # rarely, or nothing gets far
+    def prefill_restarts(self, dice: int, kept: bool) -> None:
         if dice != 9:
             return
         self.life += 1
-        self.to_p.clear()
-        self.to_d.clear()
+        if not kept:
+            self.to_p.clear()
+            self.to_d.clear()
         self.data.clear()
         self._start_p()
 
-    # --- time -----------------------------------------------------------------------------------------------------
+    # --- control messages -----------------------------------------------------------------------------------------
 
-    @rule()
-    def beat(self) -> None:
-        self.p.expire(self.now)
-        self.p.outbox += self.p.alive()
-        self.d.outbox += self.d.still_queued()
+    def _prefill_hears(self, message: wire.ToPrefillScheduler) -> None:
+        self._stop(self.p.on_message(b"d", message, self.now))
         self._collect()
 
-    @rule(seconds=st.sampled_from([0.5, 60.0]), dice=st.integers(0, 4))
-    def time_may_pass(self, seconds: float, dice: int) -> None:
-        if dice == 4:
-            self.time_passes(seconds)
+    def _decode_hears(self, message: wire.ToDecodeScheduler) -> None:
+        if isinstance(message, wire.CancelAck | wire.Refused):
+            assert message.key not in self.writing, "P said that it does not write"
+        self.d.on_message(message, self.now)
 
-    def time_passes(self, seconds: float) -> None:
-        """Channels deliver within a beat: silence as long as the deadline means that P is gone."""
-        for _ in range(int(seconds / 0.5)):
-            self.now += 0.5
-            self.beat()
-            self._deliver()
-        self.d.expire(self.now)
+    def _channel(self, to_p: bool) -> list[Any]:
+        return self.to_p if to_p else self.to_d
+
+    @rule(to_p=st.booleans(), which=st.integers(0, 3))
+    def a_message_arrives(self, to_p: bool, which: int) -> None:
+        channel = self._channel(to_p)
+        if channel:
+            message = channel.pop(min(which, len(channel) - 1))
+            self._prefill_hears(message) if to_p else self._decode_hears(message)
+
+    @rule(to_p=st.booleans(), which=st.integers(0, 3), fate=st.sampled_from(["lost", "doubled", "late"]))
+    def a_message_goes_astray(self, to_p: bool, which: int, fate: str) -> None:
+        channel = self._channel(to_p)
+        if not channel:
+            return
+        which = min(which, len(channel) - 1)
+        if fate == "doubled":
+            channel.append(channel[which])
+            return
+        message = channel.pop(which)
+        if fate == "late":
+            self.late.append((channel, message))
+
+    @rule(which=st.integers(0, 3))
+    def a_late_message_arrives(self, which: int) -> None:
+        if self.late:
+            channel, message = self.late.pop(min(which, len(self.late) - 1))
+            self._prefill_hears(message) if channel is self.to_p else self._decode_hears(message)
+
+    # --- time -----------------------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        self.now += BEAT
+        self.p.beat(self.now)
+        former = set(self.d._failures)
+        self.d.beat(self.now)
+        self.dropped |= set(self.d._failures) - former
+        self._collect()
+
+    @rule(lost=st.booleans())
+    def beat(self, lost: bool) -> None:
+        """All that is under way arrives, or none of it. Silence as long as the deadline means that P is gone."""
+        self._beat()
+        lost = lost and (self.silent_beats + 2) * BEAT < SILENCE
+        if lost:
+            self.to_p.clear()
+            self.to_d.clear()
+        self.silent_beats = self.silent_beats + 1 if lost else 0
+        self._deliver()
+
+    @rule(dice=st.integers(0, 4))
+    def a_minute_passes(self, dice: int) -> None:
+        if dice == 4:
+            for _ in range(120):
+                self.beat(False)
 
     def _deliver(self) -> None:
         while self.to_p or self.to_d or self.data:
-            for ready_to_run, action in (
-                (self.to_p, self.prefill_hears),
-                (self.data, self.done_arrives),
-                (self.to_d, self.decode_hears),
-            ):
-                if ready_to_run:
-                    action()
+            self.a_message_arrives(True, 0)
+            self.done_arrives()
+            self.a_message_arrives(False, 0)
 
     # --- what must hold -------------------------------------------------------------------------------------------
 
     @invariant()
     def nothing_is_written_to_blocks_that_were_given_back(self) -> None:
-        assert not self.writing & set(self.reports), "P writes for a transfer whose blocks D gave back"
+        assert not self.writing & set(self.reports) - self.dropped, "P writes for a transfer whose blocks D gave back"
 
     def teardown(self) -> None:
-        """Everything ends once all requests have left and time passes."""
+        """Once messages arrive, what both ends want is over long before anybody's patience. Then all requests leave."""
+        for _ in range(5):
+            for key in KEYS:
+                self.prefill_asks(key)
+                self.prefill_writes(key)
+                self.prefill_completes(key)
+            self.beat(False)
+            self.decode_step()
+        assert not self.held
         for key in KEYS:
             self.prefill_request_aborts(key)
             self.decode_request_leaves(key)
-        for _ in range(3):
-            self.time_passes(60.0)
+        for _ in range(5):
+            self.beat(False)
             self.decode_step()
-        assert not self.held
         assert set(self.reports) == self.asked
         assert not self.d._entries
+        assert not self.d._leases.until
         assert not self.p._entries
+        assert not self.p._leases.until
 
 
 TestDesks = Desks.TestCase
-TestDesks.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestDesks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.slow
 class TestDesksForLong(Desks.TestCase):
-    settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=600, stateful_step_count=40, deadline=None)
+
+
+def pass_time(desk: PrefillDesk | DecodeDesk, begin: float, end: float) -> None:
+    """Beats from `begin` on, the last one at `end`."""
+    for number in range(int((end - begin) / BEAT)):
+        desk.beat(begin + number * BEAT)
+    desk.beat(end)
 
 
 def p_desk() -> PrefillDesk:
@@ -258,13 +304,14 @@ def test_prefill_waits_for_ready_then_sends() -> None:
     assert admit(desk, A, 2.0) is Admission.SEND
     assert admit(desk, A, 3.0) is Admission.SEND  # preempted and back
     assert desk.ready(A) == ready(A)
-    assert desk.alive() == [(b"d", wire.Alive([A]))]
+    desk.beat(3.0)
+    assert desk.outbox == [(b"d", wire.Alive([A]))]
 
 
 @pytest.mark.parametrize(
     ("make_over", "says"),
     [
-        (lambda desk: (admit(desk, A), admit(desk, A, PATIENCE)), "did not reserve"),
+        (lambda desk: (admit(desk, A), pass_time(desk, 0, PATIENCE)), "did not reserve"),
         (lambda desk: desk.on_message(b"d", wire.Cancel(A), 0), "cancelled by decode"),
         (lambda desk: (admit(desk, A), desk.gone(A, "aborted")), "aborted"),
         (lambda desk: (desk.on_message(b"d", ready(A), 0), admit(desk, A), desk.closed(A)), "is over"),
@@ -291,8 +338,8 @@ def test_a_late_ready_is_refused_with_the_reason(make_over: Callable[[PrefillDes
         ({"blocks": 5}, "decode offers 5"),
         ({"start_token": 3}, "from token 3"),
         ({"start_token": 12}, "from token 12"),
-        ({"endpoints": ["a", "b"]}, "1 tensor-parallel ranks, decode 2"),
-        ({"endpoints": []}, "1 tensor-parallel ranks, decode 0"),
+        ({"endpoints": ["a", "b", "c"]}, "2 KV heads cannot be shared out to tensor parallel size 3"),
+        ({"endpoints": []}, "tensor parallel size 0"),
     ],
 )
 def test_an_offer_that_does_not_fit_the_prompt_is_refused(offer: dict[str, Any], says: str) -> None:
@@ -313,38 +360,90 @@ def test_an_offer_to_another_life_is_refused() -> None:
 def test_a_second_offer_is_refused_and_the_first_stands() -> None:
     desk = p_desk()
     desk.on_message(b"d", ready(A), 0)
-    desk.on_message(b"other", ready(A), 0)
+    desk.on_message(b"other", ready(A, source="D1:1"), 0)
     assert desk.outbox == [(b"other", wire.Refused(A, "blocks were offered twice"))]
+    assert admit(desk, A) is Admission.SEND
+
+
+@pytest.mark.parametrize("sending", [False, True])
+def test_the_same_offer_again_is_acknowledged_wherever_it_comes_from_now(sending: bool) -> None:
+    desk = p_desk()
+    desk.on_message(b"d", ready(A), 0)
+    if sending:
+        admit(desk, A)
+    desk.on_message(b"d, connected again", ready(A), 1)
+    assert desk.outbox == [(b"d, connected again", wire.Alive([A]))]
     assert admit(desk, A) is Admission.SEND
 
 
 def test_queued_renews_patience() -> None:
     desk = p_desk()
     admit(desk, A)
+    pass_time(desk, 0, PATIENCE - 1)
     desk.on_message(b"d", wire.Queued([A]), PATIENCE - 1)
-    assert admit(desk, A, PATIENCE + 1) is Admission.WAIT
-    assert admit(desk, A, 2 * PATIENCE) is Admission.ALONE
+    pass_time(desk, PATIENCE - 1, 2 * PATIENCE - 2)
+    assert admit(desk, A) is Admission.WAIT
+    pass_time(desk, 2 * PATIENCE - 2, 2 * PATIENCE)
+    assert admit(desk, A) is Admission.ALONE
 
 
 def test_an_offer_whose_request_never_comes_is_refused_in_time() -> None:
     desk = p_desk()
     desk.on_message(b"d", ready(A), 0)
-    desk.expire(PATIENCE - 1)
-    assert not desk.outbox
-    desk.expire(PATIENCE)
-    assert isinstance(desk.outbox[0][1], wire.Refused)
+    pass_time(desk, 0, PATIENCE - 1)
+    assert {type(message) for _, message in desk.outbox} == {wire.Alive}
+    pass_time(desk, PATIENCE - 1, PATIENCE)
+    assert desk.outbox[-1] == (b"d", wire.Refused(A, "prefill request did not arrive in time"))
 
 
-def test_decode_cancels_only_what_may_be_written() -> None:
+def test_an_offer_for_a_request_that_left_before_it_was_admitted_is_refused() -> None:
+    desk = p_desk()
+    assert not desk.gone(A, "client left")
+    desk.on_message(b"d", ready(A), 0)
+    assert desk.outbox == [(b"d", wire.Refused(A, "client left"))]
+
+
+def test_decode_cancels_what_may_be_written_until_it_is_answered() -> None:
     desk = DecodeDesk(SILENCE, 0)
     desk.reserved("p", ready(A), 0)
-    desk.gone(A)
-    desk.gone(A)
+    desk.gone(A, 0)
+    desk.gone(A, 0)
     assert desk.outbox == [("p", ready(A)), ("p", wire.Cancel(A))]
+    desk.beat(BEAT)
+    assert desk.outbox[2:] == [("p", wire.Cancel(A))]
     assert not desk.take_failures()
-    desk.on_message(wire.CancelAck(A), 1)
+    assert desk.on_message(wire.CancelAck(A), 1)
+    assert not desk.on_message(wire.CancelAck(A), 1)
     assert desk.take_failures() == [A]
     assert not desk.take_failures()
+    desk.beat(1.0)
+    assert len(desk.outbox) == 3
+
+
+def test_a_request_that_leaves_before_it_has_blocks_is_withdrawn_until_prefill_knows() -> None:
+    desk = DecodeDesk(SILENCE, 0)
+    desk.queued(A, "p")
+    desk.gone(A, 0)
+    desk.beat(BEAT)
+    assert desk.outbox == [("p", wire.Cancel(A))] * 2
+    desk.on_message(wire.CancelAck(A), BEAT)
+    desk.beat(2 * BEAT)
+    assert len(desk.outbox) == 2
+    assert not desk.take_failures()
+
+
+def test_an_offer_that_prefill_does_not_mention_is_made_again() -> None:
+    desk = DecodeDesk(SILENCE, 0)
+    desk.reserved("p", ready(A), 0)
+    desk.beat(0.5)
+    assert desk.outbox == [("p", ready(A))]
+    desk.beat(1.0)
+    assert desk.outbox == [("p", ready(A))] * 2
+    desk.on_message(wire.Alive([A]), 1.1)
+    desk.beat(1.5)
+    assert len(desk.outbox) == 2
+    desk.beat(2.0)  # over at P, and its last word was lost: P will say it again
+    assert len(desk.outbox) == 3
 
 
 def test_a_cancel_while_sending_is_left_to_the_worker_to_acknowledge() -> None:
@@ -352,17 +451,44 @@ def test_a_cancel_while_sending_is_left_to_the_worker_to_acknowledge() -> None:
     desk.on_message(b"d", ready(A), 0)
     admit(desk, A)
     assert desk.on_message(b"d", wire.Cancel(A), 1) == [A]
+    assert desk.on_message(b"d", wire.Cancel(A), 1) == []  # said again: the owner knows
     assert not desk.outbox
     assert desk.ready(A) is None
     desk.closed(A)
     assert not desk.outbox
+    desk.on_message(b"d", wire.Cancel(A), 2)
+    assert desk.outbox == [(b"d", wire.CancelAck(A))]
 
 
 def test_heartbeats_renew_decodes_deadline_and_quarantine_extends_it() -> None:
     desk = DecodeDesk(SILENCE, 7.0)
     desk.reserved("p", ready(A), 0)
+    pass_time(desk, 0, 4)
     desk.on_message(wire.Alive([A, KEYS[1]]), 4)
-    desk.expire(4 + SILENCE + 7 - 0.1)
+    pass_time(desk, 4, 4 + SILENCE)
+    assert desk.outbox[-1] == ("p", wire.Cancel(A))  # should P come round, it need not go on
+    pass_time(desk, 4 + SILENCE, 4 + SILENCE + 6.5)
     assert not desk.take_failures()
-    desk.expire(4 + SILENCE + 7)
+    pass_time(desk, 4 + SILENCE + 6.5, 4 + SILENCE + 7)
+    assert desk.take_failures() == [A]
+
+
+def test_a_prefill_that_comes_round_in_quarantine_ends_it() -> None:
+    desk = DecodeDesk(SILENCE, 60.0)
+    desk.reserved("p", ready(A), 0)
+    pass_time(desk, 0, SILENCE)
+    desk.on_message(wire.Alive([A]), SILENCE)
+    pass_time(desk, SILENCE, 2 * SILENCE + 59)  # silent once more, from the beginning
+    assert not desk.take_failures()
+    desk.on_message(wire.CancelAck(A), 2 * SILENCE + 59)
+    assert desk.take_failures() == [A]
+
+
+def test_time_in_which_decode_itself_was_stopped_is_no_silence() -> None:
+    desk = DecodeDesk(SILENCE, 0)
+    desk.reserved("p", ready(A), 0)
+    desk.beat(BEAT)
+    pass_time(desk, 1000.0, 1000.0 + SILENCE - 3.0)
+    assert not desk.take_failures()
+    pass_time(desk, 1000.0 + SILENCE - 3.0, 1000.0 + SILENCE)
     assert desk.take_failures() == [A]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 
 from epd_serve.engine.kv.control import PrefillControl
 from epd_serve.engine.kv.decode_scheduler import DecodeScheduler
+from epd_serve.engine.kv.faults import Faults
 from epd_serve.engine.kv.params import prompt_hash, transfer_key
 from epd_serve.kv.prefill_desk import Admission, PrefillDesk
 from epd_serve.roles import Role
@@ -20,7 +22,7 @@ from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, request, scheduled, wait
 
 @pytest.fixture
 def p(tmp_path: Path) -> Iterator[PrefillControl]:
-    control = PrefillControl(PrefillDesk("p1", 60.0), f"ipc://{tmp_path}/P0.kv")
+    control = PrefillControl(PrefillDesk("p1", 60.0), f"ipc://{tmp_path}/P0.kv", Faults())
     yield control
     control.close()
 
@@ -78,6 +80,37 @@ def test_a_reservation_offers_its_blocks_once(d: DecodeScheduler, p: PrefillCont
     assert not d.step(scheduled()).expected
 
 
+@pytest.fixture
+def hasty(tmp_path: Path) -> Iterator[DecodeScheduler]:
+    """D on a vLLM that hands out blocks to which one step in flight may still write."""
+    wiring = StageWiring("D0", Role.D, "d1", kv_worker_endpoint=f"ipc://{tmp_path}/D0.kvw{{rank}}")
+    scheduler = DecodeScheduler(wiring, BLOCK_SIZE, 1, 0.0, steps_in_flight=1)
+    yield scheduler
+    scheduler.close()
+
+
+def test_ready_waits_for_the_step_in_flight(hasty: DecodeScheduler, p: PrefillControl, tmp_path: Path) -> None:
+    wanted = asked(tmp_path)
+    reserve(hasty, wanted, [5, 6, 7])
+    assert len(hasty.step(scheduled()).expected) == 1  # its own step is scheduled, the one before it still runs
+    assert hasty._desk.still_queued()  # to P it is a request that waits for blocks
+    hasty.step(scheduled())
+    assert offered(p, wanted).blocks == [5, 6, 7]
+
+
+def test_a_client_that_leaves_before_ready_left_gets_its_blocks_back_at_once(
+    hasty: DecodeScheduler, p: PrefillControl, tmp_path: Path
+) -> None:
+    wanted = asked(tmp_path)
+    reserve(hasty, wanted, [5, 6, 7])
+    hasty.step(scheduled())
+    hasty.finished(wanted)
+    assert hasty.step(scheduled()).failed == [key(wanted)]
+    wait_for(lambda: p.desk.fate(key(wanted)))  # P hears that nothing will come
+    hasty.received({wanted.request_id})
+    assert hasty.step(scheduled()).failed == []
+
+
 def test_a_prefix_hit_asks_for_the_rest_only(d: DecodeScheduler, p: PrefillControl, tmp_path: Path) -> None:
     wanted = asked(tmp_path)
     assert d.tokens_to_load(wanted, 8) == 2
@@ -133,7 +166,7 @@ def test_a_cancel_while_prefill_sends_waits_for_its_worker(
     reserve(d, wanted, [5, 6, 7])
     ready = offered(p, wanted)
     with p.lock:
-        admission = p.desk.admit(key(wanted), 10, ready.prompt_hash, 0.0, block_size=BLOCK_SIZE, ranks=2)
+        admission = p.desk.admit(key(wanted), 10, ready.prompt_hash, 0.0, block_size=BLOCK_SIZE, kv_heads=2)
     assert admission is Admission.SEND
     d.finished(wanted)
     assert wait_for(lambda: p.stops) == [key(wanted)]
@@ -150,8 +183,8 @@ def test_heartbeats_keep_a_slow_transfer_and_silence_ends_it(
     wanted = asked(tmp_path)
     reserve(d, wanted, [5, 6, 7])
     offered(p, wanted)
-    first = d._desk._entries[key(wanted)].deadline
-    wait_for(lambda: d._desk._entries[key(wanted)].deadline > first)
+    first = d._desk._leases.until[key(wanted)]
+    wait_for(lambda: d._desk._leases.until[key(wanted)] > first)
     assert d.step(scheduled()).failed == []
     p.close()
     assert failures(d) == [key(wanted)]
@@ -166,7 +199,7 @@ def test_a_prefill_instance_that_is_not_there_fails_the_transfer_in_time(d: Deco
 def test_queued_requests_renew_prefills_patience(d: DecodeScheduler, p: PrefillControl, tmp_path: Path) -> None:
     wanted = asked(tmp_path)
     with p.lock:
-        p.desk.admit(key(wanted), 10, "h", 0.0, block_size=BLOCK_SIZE, ranks=2)
-        first = p.desk._entries[key(wanted)].deadline
+        p.desk.admit(key(wanted), 10, "h", time.monotonic(), block_size=BLOCK_SIZE, kv_heads=2)
+        first = p.desk._leases.until[key(wanted)]
     d.queued(wanted)
-    wait_for(lambda: p.desk._entries[key(wanted)].deadline > first)
+    wait_for(lambda: p.desk._leases.until[key(wanted)] > first)

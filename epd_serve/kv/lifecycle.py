@@ -1,0 +1,178 @@
+"""The life of one transfer as both ends see it: every state, every event, one table per end. Pure data.
+
+What a peer says may be lost, late, doubled, or overtaken by what it said later, so its events stand in every row; an
+event of our own that a row lacks is a mistake of ours. P's OVER is final: a transfer id is never used twice.
+
+Three rules make it safe to give D's blocks back, whatever the channels do:
+
+* P writes in SENDING and STOPPING only, and leaves them when its workers have said their last word (CLOSED) or never
+  heard of the transfer (UNSENT). What P answers from OVER is therefore true for ever.
+* D holds its blocks in RESERVED, CANCELLING and FAILED. FAILED is reached by P's word that it is over (ENDED), or by
+  P's silence; what leads out of all three is the report of D's worker.
+* Each side repeats what the other must not miss (READY, CANCEL) until it is answered, and answers are repeatable.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Generic, TypeVar
+
+
+class Prefill(enum.Enum):
+    """P's states. Nothing is held for D before OFFERED."""
+
+    UNKNOWN = "unknown"
+    AWAITED = "awaited"  # the request waits here for D's blocks
+    OFFERED = "offered"  # D's blocks wait for the request
+    SENDING = "sending"  # admitted: P's workers may write to D's blocks
+    STOPPING = "stopping"  # as before, but nothing new is handed to them
+    OVER = "over"
+
+
+class AtPrefill(enum.Enum):
+    """What happens at P."""
+
+    READY = "READY"  # from D
+    CANCEL = "CANCEL"  # from D
+    ASKED = "request waits for admission"
+    ADMITTED = "request admitted"
+    UNFIT = "offer does not fit the request"
+    LEFT = "request left early"
+    LAPSED = "patience over"
+    UNSENT = "stopped, and no worker heard of it"
+    CLOSED = "workers are done"
+
+
+class Decode(enum.Enum):
+    """D's states. Blocks are held in RESERVED, CANCELLING and FAILED."""
+
+    UNKNOWN = "unknown"  # also when it is over: unlike P, D owes nobody an answer
+    QUEUED = "queued"  # waits for blocks
+    WITHDRAWN = "withdrawn"  # left before it had blocks; P is being told
+    RESERVED = "reserved"  # blocks offered to P, which may write to them
+    CANCELLING = "cancelling"  # nobody wants them filled any more, P may still write
+    FAILED = "failed"  # P does not write any more; the worker has to report it
+
+
+class AtDecode(enum.Enum):
+    """What happens at D."""
+
+    HEARD = "ALIVE lists it"  # from P
+    ENDED = "REFUSED or CANCEL_ACK"  # from P
+    QUEUED = "request queued"
+    BLOCKS = "blocks reserved"
+    LEFT = "request left"
+    SILENT = "P silent for too long"
+    REPORTED = "worker reported it"
+
+
+S = TypeVar("S", bound=enum.Enum)
+E = TypeVar("E", bound=enum.Enum)
+
+
+class Table(Generic[S, E]):
+    """One end's transitions."""
+
+    def __init__(self, rows: Mapping[S, Mapping[E, S]]) -> None:
+        self.rows = rows
+
+    def after(self, state: S, event: E) -> S:
+        row = self.rows[state]
+        assert event in row, f"{event} in {state}"
+        return row[event]
+
+
+PREFILL = Table(
+    {
+        Prefill.UNKNOWN: {
+            AtPrefill.READY: Prefill.OFFERED,
+            AtPrefill.CANCEL: Prefill.OVER,
+            AtPrefill.ASKED: Prefill.AWAITED,
+            AtPrefill.LEFT: Prefill.OVER,
+        },
+        Prefill.AWAITED: {
+            AtPrefill.READY: Prefill.OFFERED,
+            AtPrefill.CANCEL: Prefill.OVER,
+            AtPrefill.ASKED: Prefill.AWAITED,
+            AtPrefill.LEFT: Prefill.OVER,
+            AtPrefill.LAPSED: Prefill.OVER,
+        },
+        Prefill.OFFERED: {
+            AtPrefill.READY: Prefill.OFFERED,
+            AtPrefill.CANCEL: Prefill.OVER,
+            AtPrefill.ADMITTED: Prefill.SENDING,
+            AtPrefill.UNFIT: Prefill.OVER,
+            AtPrefill.LEFT: Prefill.OVER,
+            AtPrefill.LAPSED: Prefill.OVER,
+        },
+        Prefill.SENDING: {
+            AtPrefill.READY: Prefill.SENDING,
+            AtPrefill.CANCEL: Prefill.STOPPING,
+            AtPrefill.ADMITTED: Prefill.SENDING,  # preempted and back
+            AtPrefill.LEFT: Prefill.STOPPING,
+            AtPrefill.CLOSED: Prefill.OVER,
+        },
+        Prefill.STOPPING: {
+            AtPrefill.READY: Prefill.STOPPING,
+            AtPrefill.CANCEL: Prefill.STOPPING,
+            AtPrefill.ADMITTED: Prefill.STOPPING,
+            AtPrefill.LEFT: Prefill.STOPPING,
+            AtPrefill.UNSENT: Prefill.OVER,
+            AtPrefill.CLOSED: Prefill.OVER,
+        },
+        Prefill.OVER: {
+            AtPrefill.READY: Prefill.OVER,
+            AtPrefill.CANCEL: Prefill.OVER,
+            AtPrefill.ASKED: Prefill.OVER,
+            AtPrefill.LEFT: Prefill.OVER,
+        },
+    }
+)
+
+DECODE = Table(
+    {
+        Decode.UNKNOWN: {
+            AtDecode.HEARD: Decode.UNKNOWN,
+            AtDecode.ENDED: Decode.UNKNOWN,
+            AtDecode.QUEUED: Decode.QUEUED,
+            AtDecode.BLOCKS: Decode.RESERVED,
+            AtDecode.LEFT: Decode.UNKNOWN,
+            AtDecode.REPORTED: Decode.UNKNOWN,  # blocks that were never offered
+        },
+        Decode.QUEUED: {
+            AtDecode.HEARD: Decode.QUEUED,
+            AtDecode.ENDED: Decode.QUEUED,
+            AtDecode.QUEUED: Decode.QUEUED,
+            AtDecode.BLOCKS: Decode.RESERVED,
+            AtDecode.LEFT: Decode.WITHDRAWN,
+        },
+        Decode.WITHDRAWN: {
+            AtDecode.HEARD: Decode.WITHDRAWN,
+            AtDecode.ENDED: Decode.UNKNOWN,
+            AtDecode.LEFT: Decode.WITHDRAWN,
+            AtDecode.SILENT: Decode.UNKNOWN,
+            AtDecode.REPORTED: Decode.WITHDRAWN,
+        },
+        Decode.RESERVED: {
+            AtDecode.HEARD: Decode.RESERVED,
+            AtDecode.ENDED: Decode.FAILED,
+            AtDecode.LEFT: Decode.CANCELLING,
+            AtDecode.SILENT: Decode.CANCELLING,
+            AtDecode.REPORTED: Decode.UNKNOWN,
+        },
+        Decode.CANCELLING: {
+            AtDecode.HEARD: Decode.CANCELLING,
+            AtDecode.ENDED: Decode.FAILED,
+            AtDecode.LEFT: Decode.CANCELLING,
+            AtDecode.SILENT: Decode.FAILED,
+            AtDecode.REPORTED: Decode.UNKNOWN,
+        },
+        Decode.FAILED: {
+            AtDecode.HEARD: Decode.FAILED,
+            AtDecode.ENDED: Decode.FAILED,
+            AtDecode.LEFT: Decode.FAILED,
+            AtDecode.REPORTED: Decode.UNKNOWN,
+        },
+    }
+)

@@ -1,0 +1,168 @@
+"""One transfer between both desks, every run there is: a message once said may arrive at any later time, any number of
+times, or never; either request may leave at any moment, P may die. Not drawn at random: all of it is walked through."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from epd_serve import wire
+from epd_serve.kv.decode_desk import DecodeDesk
+from epd_serve.kv.prefill_desk import Admission, PrefillDesk
+from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, key_of, ready
+
+A = key_of("a")
+PROMPT: dict[str, Any] = {"prompt_tokens": 10, "prompt_hash": "h", "block_size": BLOCK_SIZE, "ranks": 1}
+
+
+@dataclass
+class World:
+    """Both desks, their workers, and all that was ever said between them. Time stands still but for P's silence."""
+
+    p: PrefillDesk = field(default_factory=lambda: PrefillDesk("p0", 1000.0))
+    d: DecodeDesk = field(default_factory=lambda: DecodeDesk(10.0, 0.0))
+    said: dict[str, Any] = field(default_factory=dict)  # by text; to either side
+    at_p: str = "away"  # P's request: away, waits, runs, left
+    at_d: str = "away"  # D's request: away, queued, holds, left
+    told: bool = False  # P's worker knows
+    writing: bool = False
+    done: tuple[bool, ...] = ()  # DONE on its way to D's worker: (ok,)
+    ended: tuple[bool, ...] = ()  # D's worker has it
+    given_back: bool = False
+    lives: int = 1
+
+    def name(self) -> str:
+        p, d = self.p._entries.get(A), self.d._entries.get(A)
+        desks = (p and p.state, self.p._over.get(A), d and d.state, self.d._failures)
+        rest = (self.at_p, self.at_d, self.told, self.writing, self.done, self.ended, self.given_back, self.lives)
+        return repr((desks, sorted(self.said), rest))
+
+    def collect(self) -> None:
+        for _, message in (*self.p.outbox, *self.d.outbox):
+            self.said[repr(message)] = message
+        self.p.outbox, self.d.outbox = [], []
+
+    def stop(self) -> None:
+        """P's scheduler was told that sending must stop."""
+        if self.told:
+            self.close(False)
+        else:
+            self.p.stopped_unsent(A)
+
+    def close(self, ok: bool) -> None:
+        self.writing, self.done = False, (ok,)
+        self.p.closed(A)
+
+    # --- what may happen next -------------------------------------------------------------------------------------
+
+    def moves(self) -> Iterator[tuple[str, Callable[[World], None]]]:
+        for text, message in self.said.items():
+            if isinstance(message, wire.ToPrefillScheduler):
+                yield "P hears " + text, lambda w, m=message: w.prefill_hears(m)
+            else:
+                yield "D hears " + text, lambda w, m=message: w.decode_hears(m)
+        if self.at_d == "away":
+            yield "D queues", lambda w: (setattr(w, "at_d", "queued"), w.d.queued(A, "p"))
+        if self.at_d == "queued":
+            yield "D reserves", World.reserve
+        if self.at_d in ("queued", "holds"):
+            yield "D's request leaves", lambda w: (setattr(w, "at_d", "left"), w.d.gone(A, 0.0))
+        if self.done:
+            yield "DONE arrives", World.hear_done
+        if self.ended or self.d._failures:
+            yield "D's worker reports", World.report
+        if self.at_p in ("away", "waits"):
+            yield "P's request asks", World.ask
+        if self.at_p in ("waits", "runs"):
+            yield "P's request leaves", World.leave_p
+        if self.at_p == "runs" and self.p.ready(A):
+            yield "P's worker writes", lambda w: (setattr(w, "told", True), setattr(w, "writing", True))
+        if self.writing and self.at_p == "runs" and self.p.ready(A):
+            yield "P's worker is through", lambda w: (setattr(w, "at_p", "left"), w.close(True))
+        yield "P beats", lambda w: w.p.beat(0.0)
+        if self.lives == 1:
+            yield "P dies", World.die
+        elif self.d._leases.until:
+            yield "D finds P silent", World.fall_silent
+
+    def prefill_hears(self, message: Any) -> None:
+        for _ in self.p.on_message(b"d", message, 0.0):
+            self.stop()
+
+    def decode_hears(self, message: Any) -> None:
+        if not isinstance(message, wire.Alive):
+            assert not self.writing, "P said that it does not write"
+        self.d.on_message(message, 0.0)
+
+    def reserve(self) -> None:
+        self.at_d = "holds"
+        self.d.reserved("p", ready(A, incarnation="p0"), 0.0)
+
+    def hear_done(self) -> None:
+        if not self.given_back:  # D's worker knows what it reported
+            self.ended = self.ended or self.done
+        self.done = ()
+
+    def report(self) -> None:
+        failed = self.d.take_failures()
+        assert not self.given_back, "reported twice"
+        assert not self.writing, "given back while P writes"
+        self.given_back, self.ended = True, ()
+        assert failed or not self.d._failures
+        self.d.closed(A)
+
+    def ask(self) -> None:
+        admission = self.p.admit(A, now=0.0, **PROMPT)
+        self.at_p = {Admission.WAIT: "waits", Admission.SEND: "runs", Admission.ALONE: "left"}[admission]
+
+    def leave_p(self) -> None:
+        self.at_p = "left"
+        if self.p.gone(A, "aborted"):
+            self.stop()
+
+    def die(self) -> None:
+        """Another life of P, which the request is not sent to again: a repeated attempt is another transfer."""
+        self.lives, self.p = 2, PrefillDesk("p1", 1000.0)
+        self.at_p, self.told, self.writing, self.done = "left", False, False, ()
+
+    def fall_silent(self) -> None:
+        quiet = copy.deepcopy(self.d)
+        for key in quiet._leases.until:
+            quiet._leases.until[key] = 0.0
+        quiet.beat(0.0)
+        self.d = quiet
+
+
+def successors(world: World) -> Iterator[tuple[str, World]]:
+    for label, move in world.moves():
+        after = copy.deepcopy(world)
+        move(after)
+        after.collect()
+        assert not (after.given_back and after.writing), label
+        yield label, after
+
+
+def test_no_run_writes_to_blocks_given_back_and_every_run_can_end() -> None:
+    start = World()
+    names, todo = {start.name()}, [start]
+    into: dict[str, set[str]] = {}  # states from which a state is reached
+    settled = set()
+    while todo:
+        world = todo.pop()
+        here = world.name()
+        if not world.p._entries and not world.d._entries and world.at_p == world.at_d == "left":
+            settled.add(here)
+        for _, after in successors(world):
+            there = after.name()
+            into.setdefault(there, set()).add(here)
+            if there not in names:
+                names.add(there)
+                todo.append(after)
+    ending, back = set(settled), list(settled)
+    while back:
+        new = into.get(back.pop(), set()) - ending
+        ending |= new
+        back += new
+    assert ending == names
