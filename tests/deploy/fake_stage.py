@@ -72,7 +72,7 @@ def report_links(raw: dict[str, Any], state: str) -> None:
     with zmq.Context() as context, context.socket(zmq.PUB) as socket:
         address = worker_endpoint(raw["kv_publish"], 0)
         (socket.connect if raw["publish_by_connecting"] else socket.bind)(address)
-        links = [wire.KvLink(worker_endpoint(peer, 0), 0, state) for peer in raw["kv_peers"]]
+        links = [wire.KvLink(peer[0], 0, state) for peer in raw["kv_peers"]]
         report = wire.KvReport(raw["instance"], raw["incarnation"], 0, raw["kv_grouping"], 0.0, links)
         while True:
             socket.send(wire.encode(report))
