@@ -10,12 +10,8 @@ import torch
 from epd_serve import wire
 from epd_serve.engine import compat
 from epd_serve.engine.kv.decode_scheduler import DecodeStep
-<<<<<<< HEAD
 from epd_serve.engine.kv.faults import faults_of
-=======
-from epd_serve.engine.kv.faults import Faults
 from epd_serve.engine.kv.grouping_file import open_grouping
->>>>>>> bench
 from epd_serve.engine.kv.link import Link
 from epd_serve.engine.kv.link_jobs import Outgoing
 from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint

@@ -27,10 +27,7 @@ from epd_serve.engine.kv.regions import Layers, layers_of, shape_of
 from epd_serve.engine.kv.sender import ChunkJob, Sender
 from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from epd_serve.engine.kv.shm_send import ShmSendSide
-<<<<<<< HEAD
 from epd_serve.engine.kv.transport import AwaitMessage, SendSide
-=======
->>>>>>> vllm-next
 from epd_serve.engine.kv.transports import OnDemand
 from epd_serve.kv.grouping import parse_grouping
 from npu_ops.fake import FakeDevice
@@ -263,28 +260,8 @@ class Pair:
         grouping = parse_grouping(self._setting.grouping, floor_bytes=0)
         return Sender(shape=shape(layers), grouping=grouping, device=self.p_device, open_link=open_link, trace=NO_TRACE)
 
-<<<<<<< HEAD
     def _engine(self, layers: Layers, device: FakeDevice) -> OnDemand:
-=======
-    def _engine(self, layers: Layers, device: FakeDevice) -> Callable[[], MooncakeEndpoint]:
->>>>>>> vllm-next
         def factory() -> FakeTransferEngine:
             return FakeTransferEngine(self.network, device)
 
         return OnDemand(lambda: MooncakeEndpoint(layers, "127.0.0.1", "ascend", device, factory))
-<<<<<<< HEAD
-=======
-
-
-def _others(prompt: Prompt, cache: torch.Tensor, *, missing_too: bool) -> list[str]:
-    """Where a prompt's blocks at D hold others' bytes, or none yet."""
-    found = []
-    for layer, region in itertools.product(range(LAYERS), range(2)):
-        seen, right = cache[layer, region, list(prompt.dst)], prompt.kv[layer, region]
-        stale = seen.eq(STALE).all(dim=-1)
-        if missing_too and stale.any():
-            found.append(f"{prompt.name} lacks bytes of layer {layer}, {'KV'[region]}")
-        if not torch.equal(seen[~stale], right[~stale]):
-            found.append(f"{prompt.name} has others' bytes in layer {layer}, {'KV'[region]}")
-    return found
->>>>>>> vllm-next
