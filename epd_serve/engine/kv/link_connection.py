@@ -23,6 +23,8 @@ from epd_serve.engine.wake import WakeLine
 
 logger = logging.getLogger(__name__)
 
+_ASK_AGAIN_S = 0.1
+
 Probe = Callable[[SendSide, SendMessage, AwaitMessage], None]
 
 
@@ -113,10 +115,16 @@ class Connection:
         Saying hello twice changes nothing at the life that has heard it; another one, to which ZMQ has reconnected by
         itself, says its own name.
         """
-        self.send(self._hello(self.side))
-        while not isinstance(answer := self.receive(), wire.HelloAck):
-            self._heed(answer)
-        return answer.target
+        self.wait(0.0)  # what is here was not asked for now
+        end = time.monotonic() + self._timeout_s
+        while time.monotonic() < end:
+            self.send(self._hello(self.side))  # again: it may have gone the way of a connection that has just broken
+            again = min(end, time.monotonic() + _ASK_AGAIN_S)
+            while (answer := self._await(again)) is not None:
+                if isinstance(answer, wire.HelloAck):
+                    return answer.target
+                self._heed(answer)
+        raise self._silent()
 
     def close(self) -> None:
         self.target = ""
@@ -138,12 +146,9 @@ class Connection:
 
     def receive(self) -> wire.ToPrefillWorker:
         """The next answer. Raises LinkError after `timeout_s` of silence, or when the link closes while it opens."""
-        deadline = time.monotonic() + self._timeout_s
-        while (answer := self._poll(deadline)) is None:
-            if self.closing.is_set() and not self.is_open:
-                raise LinkError("the link is closing")
-            if time.monotonic() >= deadline:
-                raise LinkError(f"decode has been silent for {self._timeout_s} s")
+        answer = self._await(time.monotonic() + self._timeout_s)
+        if answer is None:
+            raise self._silent()
         return answer
 
     def wait(self, until: float) -> None:
@@ -176,6 +181,15 @@ class Connection:
             return pieces_of(self._shape, ack.shape, sending=True)
         except ShapesDifferError as error:
             raise LinkError(str(error)) from error
+
+    def _await(self, until: float) -> wire.ToPrefillWorker | None:
+        while (answer := self._poll(until)) is None and time.monotonic() < until:
+            if self.closing.is_set() and not self.is_open:
+                raise LinkError("the link is closing")
+        return answer
+
+    def _silent(self) -> LinkError:
+        return LinkError(f"decode has been silent for {self._timeout_s} s")
 
     def _poll(self, until: float) -> wire.ToPrefillWorker | None:
         """One answer of D if one is here, or comes before `until` or a ring."""
