@@ -70,6 +70,7 @@ class Connection:
         self._probe = probe
         self._on_credit = on_credit
         self._socket: Socket | None = None
+        self._hangup: Socket | None = None  # readable once D's end has closed
         self._poller = zmq.Poller()
         self._poller.register(self.wake.listener, zmq.POLLIN)
         self._late: list[tuple[float, bytes]] = []  # a heap of messages that a fault delays
@@ -92,9 +93,7 @@ class Connection:
             except LinkError as error:
                 reasons.append(f"{side.label}: {error}")
                 continue
-            self._socket = open_socket(zmq.DEALER)
-            self._socket.connect(self._endpoint)
-            self._poller.register(self._socket, zmq.POLLIN)
+            self._connect()
             self.send(hello)
             answer = self.receive()  # silence ends the attempt: another transport would meet the same
             try:
@@ -130,10 +129,13 @@ class Connection:
         self.target = ""
         self.staged_seq = 0
         self._late.clear()
-        if self._socket is not None:
-            self._poller.unregister(self._socket)
+        if self._socket is not None and self._hangup is not None:
+            for socket in (self._socket, self._hangup):
+                self._poller.unregister(socket)
+            self._socket.disable_monitor()
+            self._hangup.close()
             self._socket.close()
-            self._socket = None
+            self._socket = self._hangup = None
 
     def send(self, message: wire.ToDecodeWorker) -> None:
         if isinstance(message, wire.Packet):
@@ -157,6 +159,15 @@ class Connection:
         while answer is not None:
             self._heed(answer)
             answer = self._poll(0.0)
+
+    def _connect(self) -> None:
+        self._socket = open_socket(zmq.DEALER)
+        # ZMQ would connect again by itself and say nothing: an idle link has to notice that its D has died, and packets
+        # on their way may be lost.
+        self._hangup = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(self._endpoint)
+        for socket in (self._socket, self._hangup):
+            self._poller.register(socket, zmq.POLLIN)
 
     def _hello(self, side: SendSide) -> wire.Hello:
         return wire.Hello(wire.VERSION, self._source, side.name, self._shape, *side.hello())
@@ -201,6 +212,8 @@ class Connection:
                 self.wake.answer()
             if self._socket is not None and self._socket in ready:
                 return self._read(self._socket)
+            if self._hangup is not None and self._hangup in ready:
+                raise LinkError("decode's end of the connection has closed")
             if rung or time.monotonic() >= until:
                 return None
 
