@@ -124,7 +124,8 @@ def device_list(text: str) -> tuple[int, ...]:
 class StagesFile:
     """What `epd-serve proxy --stages` reads: `model`, optional `revision` and `dtype`, and `stages`.
 
-    Each stage is a mapping of `Instance`: id, role, url; incarnation and kv_endpoint as in the stage's wiring.
+    Each stage is a mapping of `Instance`: id, role, url; incarnation and addresses as in the stage's wiring. Without
+    `kv_news` the proxy knows nothing of KV links and waits for none.
     """
 
     model: str
@@ -169,6 +170,10 @@ def _instance(path: str, entry: Any) -> Instance:
         raise ConfigError(f"stages file {path}: {unknown('role', str(entry['role']), roles)}", param="--stages")
     if not is_http_address(str(entry["url"])):
         raise ConfigError(f"stages file {path}: url {entry['url']!r} is not http://HOST:PORT", param="--stages")
+    for name in ("kv_news", "kv_workers"):
+        addresses = entry.get(name, [])
+        if not isinstance(addresses, list) or not all(isinstance(one, str) for one in addresses):
+            raise ConfigError(f"stages file {path}: {name} {addresses!r} is not a list of addresses", param="--stages")
     devices = entry.get("devices", [])
     if not isinstance(devices, list) or not all(isinstance(one, int) for one in devices):
         raise ConfigError(f"stages file {path}: devices {devices!r} is not a list of numbers", param="--stages")
@@ -180,6 +185,8 @@ def _instance(path: str, entry: Any) -> Instance:
         kv_endpoint=entry.get("kv_endpoint"),
         events=entry.get("events"),
         devices=tuple(devices),
+        kv_news=tuple(entry.get("kv_news", ())),
+        kv_workers=tuple(entry.get("kv_workers", ())),
     )
 
 

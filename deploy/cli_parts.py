@@ -31,6 +31,7 @@ def add_stage(commands: Any) -> Parser:
     for flag, default, text in (
         ("--cluster-key-file", "", "the same key as the head's"),
         ("--run-root", "", argparse.SUPPRESS),
+        ("--kv-faults", "", argparse.SUPPRESS),
     ):
         cluster.add_argument(flag, default=default, metavar="FILE", help=text)
     for flag, kind, number, text in (
@@ -43,7 +44,10 @@ def add_stage(commands: Any) -> Parser:
     return parser
 
 
-_MEMBERS_OWN = ("cluster_key_file", "run_root", "arena_mib", "mooncake_segment_mib", "drain_s", "startup_timeout_s")
+_MEMBERS_OWN = (
+    *("cluster_key_file", "run_root", "kv_faults"),
+    *("arena_mib", "mooncake_segment_mib", "drain_s", "startup_timeout_s"),
+)
 
 
 def _stage(arguments: dict[str, Any]) -> int:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from deploy.nearest import unknown
+from epd_serve.engine.kv.faults import Faults
+from epd_serve.engine.kv.grouping_file import PREFIX, open_grouping
 from epd_serve.errors import ConfigError
-from epd_serve.kv.grouping import parse_grouping
 
 CPU_PARALLEL_STARTS = 0
 """Stages that start at once on CPU; 0 = all. Imports dominate a start and share the page cache."""
@@ -98,7 +99,8 @@ class DeployConfig:
         for name in (*positive, "recompute_limit"):
             if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it has to be positive", param=name)
-        parse_grouping(self.kv_grouping, self.kv_packet_floor_kib << 10)
+        _check_grouping(self.kv_grouping, self.kv_packet_floor_kib)
+        Faults(self.kv_faults)
         check_segment(self.mooncake_segment_mib)
         if self.parallel_starts < 0:
             raise ConfigError("parallel_starts is negative; 0 means all at once", param="parallel_starts")
@@ -112,6 +114,14 @@ class DeployConfig:
                 )
         if self.tenant_header and not _HEADER.fullmatch(self.tenant_header):
             raise ConfigError(f"tenant_header {self.tenant_header!r} is no header name", param="tenant_header")
+
+
+def _check_grouping(text: str, floor_kib: int) -> None:
+    try:
+        open_grouping(text, floor_kib << 10)
+    except ConfigError as error:
+        hint = "" if text.startswith(PREFIX) else ", with N from 1 on"
+        raise ConfigError(f"kv_grouping {error}{hint}", param="kv_grouping") from error
 
 
 def check_segment(mib: int) -> None:

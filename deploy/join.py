@@ -56,6 +56,7 @@ def run_joined(
     mooncake_segment_mib: int,
     drain_s: float,
     run_root: str,
+    kv_faults: str,
     startup_timeout_s: float,
     passed: Sequence[str],
 ) -> int:
@@ -74,7 +75,12 @@ def run_joined(
     ids = device_list(device_ids)
     tp = max(1, len(ids))
     config = DeployConfig(
-        model=model, layout=f"TP{tp}", device=device, arena_mib=arena_mib, startup_timeout_s=startup_timeout_s
+        model=model,
+        layout=f"TP{tp}",
+        device=device,
+        arena_mib=arena_mib,
+        startup_timeout_s=startup_timeout_s,
+        kv_faults=kv_faults,
     )
     blueprint = draw(config)
     if ids and blueprint.device != "cpu":  # virtual devices have no numbers of their own

@@ -104,7 +104,7 @@ class JoinPlan:
 
     def wiring(self, answer: JoinAnswer, run: RunDir, incarnation: str) -> StageWiring:
         """Addresses and policies of one life: an arena of this machine's own, everything else over TCP."""
-        settings, featured = answer.settings, self.featured
+        settings, featured, sends_kv = answer.settings, self.featured, self.role.sends_kv
         feature_path = self._feature_path(answer)
         direct = feature_path == "device"
         return StageWiring(
@@ -115,7 +115,7 @@ class JoinPlan:
             arena_id=run.launch_id if featured else "",
             events={"bus": settings.events_listen} if self.role.takes_features or direct else {},
             publish=settings.events_publish if featured else "",
-            publish_by_connecting=featured,
+            publish_by_connecting=featured or sends_kv,
             mooncake_master=settings.mooncake_master if featured else "",
             mooncake_segment_bytes=self.segment_mib << 20 if self.role.sends_features else 0,
             feature_path=feature_path,
@@ -125,11 +125,14 @@ class JoinPlan:
             recompute_limit=settings.recompute_limit,
             kv_endpoint=self._kv_endpoint,
             kv_worker_endpoint=self._kv_workers,
-            kv_peers=tuple(answer.kv_peers) if self.role.sends_kv else (),
+            kv_peers=tuple(answer.kv_peers) if sends_kv else (),
             kv_transport="mooncake",
             mooncake_protocol="ascend" if self.blueprint.device == "npu" else settings.mooncake_protocol,
             kv_grouping=settings.kv_grouping,
             kv_packet_floor_bytes=settings.kv_packet_floor_kib << 10,
+            kv_publish=settings.events_publish if sends_kv else "",
+            kv_faults=self.blueprint.config.kv_faults,
+            traffic=str(run.socket(f"{answer.id}.traffic")) if sends_kv else "",
             host=self.host,
         )
 

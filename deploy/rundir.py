@@ -3,7 +3,8 @@
     <run root>/<launch id>/launcher.json    pid, start ticks and pid namespace of the launcher
                            groups.jsonl     one line per process group that was ever started: stages, Mooncake's master
                            pool.json        addresses of the MM Store's second tier, where there is one
-                           <instance>.log, <instance>.events, <instance>.kv, <instance>.kvw<rank>
+                           <instance>.log, and its sockets (.events, .kv, .kvw<rank>, .kvnews<rank>, .features<rank>)
+                           <instance>.traffic, see epd_serve/engine/traffic.py
     /dev/shm/epd-<launch id>-*              arena and staging files
 
 A launch removes its own directory when it ends. `reap_dead` does it for launches whose launcher has gone.
@@ -86,8 +87,8 @@ class RunDir:
         return kept
 
     def clear_instance(self, instance: str) -> None:
-        """Remove what a dead life of an instance left: sockets and staging memory. Logs stay."""
-        for pattern in ("events", "kv", "kvw*"):
+        """Remove what a dead life of an instance left: sockets, traffic board, staging memory. Logs stay."""
+        for pattern in ("events", "features*", "kv*", "traffic"):
             for path in self.path.glob(f"{instance}.{pattern}"):
                 path.unlink(missing_ok=True)
         for path in self.shm.glob(f"epd-{self.launch_id}-kv-{instance}-*"):

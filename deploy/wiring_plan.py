@@ -11,7 +11,7 @@ from deploy.rundir import RunDir
 from epd_serve.engine.argv import StagePlan
 from epd_serve.instances import Instance
 from epd_serve.placement import InstancePlan
-from epd_serve.wiring import StageWiring
+from epd_serve.wiring import StageWiring, worker_endpoints
 
 STAGE_HOST = "127.0.0.1"
 """Stages bind loopback: the proxy is their only client (design §4.1)."""
@@ -50,6 +50,8 @@ class WiringPlan:
             kv_endpoint=self._kv_endpoint(plan) or None,
             events=self._announces(plan) or None,
             devices=plan.devices,
+            kv_news=worker_endpoints(self._kv_news(plan), plan.tp),
+            kv_workers=worker_endpoints(self._kv_workers(plan), plan.tp),
         )
 
     def stage(self, plan: InstancePlan, incarnation: str) -> StagePlan:
@@ -93,12 +95,16 @@ class WiringPlan:
             recompute_limit=config.recompute_limit,
             kv_endpoint=self._kv_endpoint(plan),
             kv_worker_endpoint=self._kv_workers(plan),
-            kv_peers=tuple(map(self._kv_workers, self._takers())) if role.sends_kv else (),
+            kv_peers=tuple(worker_endpoints(self._kv_workers(taker), taker.tp) for taker in self._takers())
+            if role.sends_kv
+            else (),
             kv_transport=config.kv_transport,
             mooncake_protocol="ascend" if self.blueprint.device == "npu" else config.mooncake_protocol,
             kv_grouping=config.kv_grouping,
             kv_packet_floor_bytes=config.kv_packet_floor_kib << 10,
+            kv_publish=self._kv_news(plan),
             kv_faults=config.kv_faults,
+            traffic=str(self.run.socket(f"{plan.id}.traffic")) if role.sends_kv else "",
             kv_staging=str(self.run.shm / f"epd-{self.run.launch_id}-kv") if role.sends_kv else "",
             kv_staging_bytes=self.memory.staging_mib << 20,
             host=STAGE_HOST,
@@ -126,6 +132,9 @@ class WiringPlan:
 
     def _kv_workers(self, plan: InstancePlan) -> str:
         return self.run.ipc(f"{plan.id}.kvw{{rank}}") if plan.role.takes_kv else ""
+
+    def _kv_news(self, plan: InstancePlan) -> str:
+        return self.run.ipc(f"{plan.id}.kvnews{{rank}}") if plan.role.sends_kv else ""
 
     def _kv_endpoint(self, plan: InstancePlan) -> str:
         return self.run.ipc(f"{plan.id}.kv") if plan.role.sends_kv else ""

@@ -88,11 +88,11 @@ class ClusterSettings(msgspec.Struct, frozen=True):
 
 
 class JoinAnswer(msgspec.Struct, frozen=True):
-    """`id` is the member's name from now on; kv_peers: data channels of the D's known so far, to warm links."""
+    """`id` is the member's name from now on; kv_peers: of the D's known so far, to warm links."""
 
     id: str
     settings: ClusterSettings
-    kv_peers: list[str] = []
+    kv_peers: list[tuple[str, ...]] = []
 
 
 class Beat(msgspec.Struct, frozen=True):

@@ -20,6 +20,9 @@ class Instance:
         kv_endpoint: ZMQ address where this instance takes READY (only roles that send KV), else None.
         events: ZMQ address on which it announces (`epd_serve.wire.Announcement`), else None.
         devices: device ids it occupies, in order; co-located instances name the same one.
+        kv_news: ZMQ addresses on which its workers report their KV links, by rank (only roles that send KV). Workers on
+            a bus have one address several times.
+        kv_workers: ZMQ addresses on which its workers take KV, by rank (only roles that take KV).
     """
 
     id: str
@@ -29,3 +32,5 @@ class Instance:
     kv_endpoint: str | None = None
     events: str | None = None
     devices: tuple[int, ...] = ()
+    kv_news: tuple[str, ...] = ()
+    kv_workers: tuple[str, ...] = ()

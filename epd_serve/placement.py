@@ -45,9 +45,9 @@ class InstancePlan:
 def check_servable(layout: Layout) -> None:
     """Refuse a layout in which some instance could never do its work (design §3).
 
-    An instance that prefills without decoding needs a D to hand its KV to, a D needs one that does and has the same
-    tensor-parallel width, an E needs a P or PD to hand its features to. A layout without E serves pictures with the
-    vision tower of its P or PD.
+    An instance that prefills without decoding needs a D to hand its KV to, a D needs one that does, an E needs a P or
+    PD to hand its features to. A layout without E serves pictures with the vision tower of its P or PD. Tensor-parallel
+    sizes may differ: KV finds its ranks by heads (`epd_serve.kv.heads`).
 
     Raises:
         LayoutError: caret under the instance at fault.
@@ -59,16 +59,6 @@ def check_servable(layout: Layout) -> None:
         reason = _misfit(member.role, roles)
         if reason is not None:
             raise LayoutError(reason, layout.spec, member.position)
-    senders = [member for member in layout.members() if member.role.sends_kv]
-    for member in layout.members():
-        if member.role.takes_kv and any(sender.tp != member.tp for sender in senders):
-            raise LayoutError(
-                f"{member.role.value} has tp{member.tp}, but what prefills for it has "
-                f"tp{next(sender.tp for sender in senders if sender.tp != member.tp)}: KV travels between ranks of the "
-                "same number, give both the same tp",
-                layout.spec,
-                member.position,
-            )
 
 
 def _misfit(role: Role, roles: frozenset[Role]) -> str | None:

@@ -307,13 +307,20 @@ class Done(_Message, frozen=True):
 
 
 class HelloAck(_Message, frozen=True):
-    """The link is open. The rest is for one-sided transports: `session`, `bases` (region base addresses), and `scratch`
-    (address and size of memory that may be written at any time, for probes)."""
+    """The link is open.
+
+    Attributes:
+        target: instance and incarnation of D, `D0:1f3c…`.
+        session, bases: of one-sided transports; bases are region addresses.
+        scratch: address and bytes of memory that probes may write at any time.
+        shape: D's, from which P sees which of its heads travel on this link.
+    """
 
     target: str
     session: str = ""
     bases: list[int] = []
     scratch: tuple[int, int] = (0, 0)
+    shape: dict[str, Any] = {}
 
 
 class HelloRefused(_Message, frozen=True):

@@ -25,6 +25,11 @@ def worker_endpoint(template: str, rank: int) -> str:
     return f"{head}:{sum(map(int, port.split('+')))}"
 
 
+def worker_endpoints(template: str, ranks: int) -> tuple[str, ...]:
+    """Of all workers, by rank; none where there is no template."""
+    return tuple(worker_endpoint(template, rank) for rank in range(ranks)) if template else ()
+
+
 @dataclass(frozen=True)
 class StageWiring:
     """Addresses and policies of one instance.
@@ -47,7 +52,8 @@ class StageWiring:
         recompute_limit: how many requests with lost features this instance recomputes at one time.
         kv_endpoint: where this instance's scheduler takes READY (roles that send KV), else "".
         kv_worker_endpoint: template of its workers' data channel for `worker_endpoint` (roles that take KV), else "".
-        kv_peers: data-channel templates of the instances this one sends KV to, to warm the links at start.
+        kv_peers: data channels of the instances this one sends KV to, to warm the links at start: per instance the
+            addresses of its workers, by rank.
         kv_transport: `auto`, `shm` or `mooncake`.
         mooncake_protocol: `tcp`, `rdma` or `ascend`.
         kv_grouping: how layers are grouped into packets (`epd_serve.kv.grouping.parse_grouping`).
@@ -82,7 +88,7 @@ class StageWiring:
     recompute_limit: int = 2
     kv_endpoint: str = ""
     kv_worker_endpoint: str = ""
-    kv_peers: tuple[str, ...] = ()
+    kv_peers: tuple[tuple[str, ...], ...] = ()
     kv_transport: str = "auto"
     mooncake_protocol: str = "tcp"
     kv_grouping: str = "adaptive"
@@ -107,4 +113,4 @@ class StageWiring:
         unknown = set(raw) - {f.name for f in fields(cls)}
         if unknown:
             raise ConfigError(f"stage wiring has unknown keys {sorted(unknown)}: launcher and stage differ in version")
-        return cls(**{**raw, "role": Role(raw["role"]), "kv_peers": tuple(raw.get("kv_peers", ()))})
+        return cls(**{**raw, "role": Role(raw["role"]), "kv_peers": tuple(map(tuple, raw.get("kv_peers", ())))})

@@ -3,20 +3,32 @@
 One protocol, `DeviceMemory`; `HostMemory`, `CudaMemory` and `NpuMemory` here, `npu_ops.fake.FakeDevice` for tests. Who
 transfers must keep the rules of the strictest of them, the NPU:
 
-1. every thread calls `enter_thread` before it touches the device;
+1. every thread of ours calls `enter_thread` before it touches the device; the model's thread is bound by vLLM, and
+   must not call it: it would leave the stream that the model runs on;
 2. what is handed to a transport starts at a multiple of `alignment`;
-3. a transport reads and writes memory without regard to streams: wait for a `fence` recorded after the last queued
-   write before it reads, and after the last queued read before it writes.
+3. a transport, and every other thread's stream, reads and writes memory without regard to this stream: wait for a
+   fence recorded after the last queued write before it reads, and after the last queued read before it writes.
 
-NPU contract. The symbols called for an NPU, here and in `fences.py`, and where reference/ascend.md has them:
+Streams never wait for one another here; fences that a host thread waits for are enough, because whoever goes on is
+told by the host:
 
-    torch.npu.set_device          "Mooncake on Ascend" (every thread first), "Devices"
-    event.synchronize             "Mooncake on Ascend" (may hang before CANN 8.5.RC1)
-    torch.npu.Event, event.record "KV cache on Ascend" (vllm-ascend records one event per layer)
-    2 MB alignment, 256 regions   "Mooncake on Ascend"
+    P, model's thread       records a fence on the model's stream after a layer's KV was queued
+    P, link's thread        waits for it, then reads on its own stream (`download`: done on return) or one-sidedly; a
+                            step that overwrites blocks starts only when no packet of them is being read
+    D, receiver's thread    writes on its own stream (`upload`), waits for a fence before it says Credit or hears DONE
+    D, model's thread       queues reads of the blocks only in steps after the request was reported, so after that wait
 
-All else is torch (`empty`, `copy_`, `data_ptr`, views, `sum`). No stream is created on an NPU: reference/ascend.md says
-nothing of it, so copies queue on the thread's current stream there. `total` is trusted only after `proves_total`.
+NPU contract. The symbols called for an NPU, here and in `fences.py`, and where they are documented (A:
+reference/ascend.md, T: torch_npu 2.10 `torch_npu.npu.__all__`):
+
+    torch.npu.set_device                       A "Mooncake on Ascend" (every thread first), "Devices"
+    torch.npu.Stream(device), set_stream       T; each thread of ours has a stream, as with CUDA
+    torch.npu.Event(enable_timing, blocking)   T; A "KV cache on Ascend" (vllm-ascend records one event per layer)
+    event.record, query, elapsed_time (ms)     T
+    event.synchronize                          T; A "Mooncake on Ascend" (may hang before CANN 8.5.RC1)
+    2 MB alignment, 256 regions                A "Mooncake on Ascend"
+
+All else is torch (`empty`, `copy_`, `data_ptr`, views, `sum`). `total` is trusted only after `proves_total`.
 """
 
 from __future__ import annotations
@@ -24,11 +36,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from npu_ops.fences import fence
+from npu_ops.fences import EventFence, ReachedFence, TimedFence, fence
 
 NPU_ALIGNMENT = 2 << 20
 MAX_REGIONS = 256
@@ -75,8 +87,20 @@ class DeviceMemory(Protocol):
     def fence(self) -> Callable[[], None]:
         """Recorded on this thread's stream; the returned function waits for it, in any thread that has entered."""
 
+    def timed_fence(self) -> TimedFence:
+        """Recorded on the calling thread's current stream, which is the model's in the model's thread."""
+
     def to_host(self, source: torch.Tensor) -> torch.Tensor:
         """A host copy, after all that this thread's stream has queued."""
+
+    def download(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Device to host, after all that this thread's stream has queued; done on return. Either may be strided."""
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queues a copy from host to device; `source` must stay as it is until a fence recorded later was waited for.
+
+        Either may be strided.
+        """
 
     def total(self, source: torch.Tensor) -> int:
         """The sum of flat bytes read as little-endian int32 words, modulo 2^64, computed on the device."""
@@ -114,8 +138,17 @@ class _TorchMemory:
     def fence(self) -> Callable[[], None]:
         return fence(self.device)
 
+    def timed_fence(self) -> TimedFence:
+        return ReachedFence()
+
     def to_host(self, source: torch.Tensor) -> torch.Tensor:
         return source.to("cpu", copy=True)
+
+    def download(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
 
     def total(self, source: torch.Tensor) -> int:
         return whole_words(source).sum(dtype=torch.int64).item() % (1 << 64)
@@ -130,30 +163,42 @@ class HostMemory(_TorchMemory):
         super().__init__(torch.device("cpu"), 64)
 
 
-class CudaMemory(_TorchMemory):
-    """A CUDA device. Our threads get streams of their own, so that a copy does not queue behind the next step."""
+class _StreamMemory(_TorchMemory):
+    """A device with streams. Threads of ours get one each, so that a copy does not queue behind the next step.
 
-    def __init__(self, index: int) -> None:
-        super().__init__(torch.device("cuda", index), NPU_ALIGNMENT)
+    Args:
+        module: `torch.cuda` or `torch.npu`, whose symbols of these names are the same.
+    """
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        super().__init__(device, NPU_ALIGNMENT)
+        self._module = module
         self._streams = threading.local()
 
     def enter_thread(self) -> None:
-        torch.cuda.set_device(self.device)
+        self._module.set_device(self.device)
         if not hasattr(self._streams, "own"):
-            self._streams.own = torch.cuda.Stream(self.device)
-        torch.cuda.set_stream(self._streams.own)
+            self._streams.own = self._module.Stream(self.device)
+        self._module.set_stream(self._streams.own)
+
+    def timed_fence(self) -> TimedFence:
+        return EventFence(self._module)
 
 
-class NpuMemory(_TorchMemory):
+class CudaMemory(_StreamMemory):
+    """A CUDA device."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(torch.cuda, torch.device("cuda", index))
+
+
+class NpuMemory(_StreamMemory):
     """An Ascend NPU. See the contract in the module docstring."""
 
     def __init__(self, index: int) -> None:
         import torch_npu  # noqa: F401  (makes torch.npu; imported late: it needs CANN's shared libraries)
 
-        super().__init__(torch.device("npu", index), NPU_ALIGNMENT)
-
-    def enter_thread(self) -> None:
-        torch.npu.set_device(self.device)
+        super().__init__(torch.npu, torch.device("npu", index))
 
 
 def open_memory(kind: str, index: int = 0) -> DeviceMemory:

@@ -32,6 +32,7 @@ from epd_serve.cluster import (
 )
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
+from epd_serve.wiring import worker_endpoints
 from proxy.cluster_admission import ClusterIdentity, check_admission
 from proxy.table import InstanceTable
 
@@ -93,7 +94,8 @@ class Membership:
                 self._forget(former)
         member = self._members[name] = _Member(request, name, self._now(), incarnation=request.incarnation)
         self._table.apply(self._instance(member), up=False)
-        peers = [other.request.kv_workers for other in self._members.values() if other.request.role.takes_kv]
+        takers = [other.request for other in self._members.values() if other.request.role.takes_kv]
+        peers = [worker_endpoints(taker.kv_workers, taker.tp) for taker in takers]
         return JoinAnswer(name, self._settings, peers if request.role.sends_kv else [])
 
     def beat(self, beat: Beat) -> None:
@@ -191,15 +193,18 @@ class Membership:
 
     def _instance(self, member: _Member) -> Instance:
         request = member.request
-        concerned = request.role.sends_features or request.role.takes_features
+        role, bus = request.role, self._settings.events_listen
+        concerned = role.sends_features or role.takes_features
         return Instance(
             id=member.id,
-            role=request.role,
+            role=role,
             url=request.url,
             incarnation=member.incarnation,
             kv_endpoint=request.kv_endpoint or None,
-            events=self._settings.events_listen if concerned else None,
+            events=bus if concerned else None,
             devices=tuple(request.devices),
+            kv_news=(bus,) * request.tp if role.sends_kv else (),
+            kv_workers=worker_endpoints(request.kv_workers, request.tp),
         )
 
     # --- who is here ------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """What has to be equal on all machines of a cluster, compared when a stage joins. Pure.
 
-Later it would show as wrong answers (weights, processing flags) or as refused KV links (vLLM, device kind, width).
+Later it would show as wrong answers (weights, processing flags) or as refused KV links (vLLM, device kind).
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ def check_admission(
     _check_role(request, identity)
     _check_versions(request, identity, present)
     _check_model(request, identity)
-    _check_width(request, present)
 
 
 def _check_names(request: JoinRequest) -> None:
@@ -136,18 +135,6 @@ def _check_model(request: JoinRequest, identity: ClusterIdentity) -> None:
             "after --",
             code="processing_differs",
         )
-
-
-def _check_width(request: JoinRequest, present: Mapping[str, JoinRequest]) -> None:
-    role = request.role
-    for name, other in present.items():
-        linked = (role.sends_kv and other.role.takes_kv) or (role.takes_kv and other.role.sends_kv)
-        if linked and other.tp != request.tp:
-            raise JoinRefusedError(
-                f"{role} has {request.tp} ranks, {name} {other.tp}: KV travels between ranks of the same number",
-                param="--device-ids",
-                code="width_differs",
-            )
 
 
 def _is_loopback(host: str) -> bool:

@@ -129,8 +129,6 @@ def _device(plan: StagePlan) -> list[str]:
     args = []
     if plan.device == "npu" and plan.role.sends_features:
         args += ["--mm-encoder-only"]  # the API generation of Ascend needs it spelled out
-    if plan.device == "npu" and plan.role.takes_kv:
-        args += ["--no-async-scheduling"]  # 0.23 frees blocks of an aborted load one step too early otherwise
     share = plan.memory_share
     if share is None and plan.role.sends_features:
         share = 0.01  # no KV cache: the tower's weights and activations are taken outside vLLM's budget

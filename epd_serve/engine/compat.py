@@ -29,6 +29,27 @@ def tp_rank() -> int:
     return int(get_tensor_model_parallel_rank())
 
 
+def total_kv_heads(vllm_config: VllmConfig) -> int:
+    """KV heads of the model, over all ranks; 0 for a cache without heads (MLA)."""
+    model = vllm_config.model_config
+    return 0 if model.use_mla else int(model.get_total_num_kv_heads())
+
+
+def kv_cache_layout(vllm_config: VllmConfig) -> str:
+    """vLLM's name for the order of axes in the KV cache (`LBHNC`), or "" where it has none for this very cache.
+
+    0.23 has one for CUDA's backends, and says it of all others, too.
+    """
+    return getattr(vllm_config.cache_config, "kv_cache_layout", None) or ""
+
+
+def device_kind() -> str:
+    """`npu`, `cuda` or `cpu`."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
 def platform_fingerprint() -> str:
     """What decides how KV bytes are laid out beyond shapes: vLLM's version, the device type, the CPU's ISA."""
     import vllm
@@ -37,6 +58,20 @@ def platform_fingerprint() -> str:
     device = current_platform.device_type
     isa = torch.backends.cpu.get_cpu_capability() if device == "cpu" else current_platform.get_device_name()
     return f"vllm {vllm.__version__}, {device}, {isa}"
+
+
+def steps_in_flight_at_reuse(vllm_config: VllmConfig) -> int:
+    """How many steps may still write to KV blocks when a consumer's scheduler gives them to the next request.
+
+    With batches in flight (async scheduling, pipeline parallelism) a step that is running writes the KV of requests
+    that have just finished. Their blocks' next owner computes after it on the same stream; P's packets know no stream.
+    Newer vLLM keeps such blocks until that step has ended (`Scheduler.defer_block_free`), 0.23 does not.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    if "defer_block_free" in inspect.getsource(Scheduler.__init__):
+        return 0
+    return int(vllm_config.max_concurrent_batches) - 1
 
 
 def sleep_between_steps() -> None:

@@ -12,6 +12,7 @@ import enum
 from dataclasses import dataclass
 
 from epd_serve import wire
+from epd_serve.kv.heads import heads_of
 from epd_serve.kv.lease import Leases
 from epd_serve.kv.lifecycle import PREFILL, AtPrefill, Prefill
 from epd_serve.kv.tombstones import Tombstones
@@ -91,9 +92,9 @@ class PrefillDesk:
     # --- from P's scheduler ---------------------------------------------------------------------------------------
 
     def admit(
-        self, key: TransferKey, prompt_tokens: int, prompt_hash: str, now: float, *, block_size: int, ranks: int
+        self, key: TransferKey, prompt_tokens: int, prompt_hash: str, now: float, *, block_size: int, kv_heads: int
     ) -> Admission:
-        """May this request be scheduled? Asked at every step until it is."""
+        """May this request be scheduled? Asked at every step until it is. `kv_heads`: of the model (0: MLA)."""
         state = self._state(key)
         if state in (Prefill.UNKNOWN, Prefill.AWAITED, Prefill.OVER):
             if self._go(key, AtPrefill.ASKED) is Prefill.OVER:
@@ -104,7 +105,7 @@ class PrefillDesk:
         if state is Prefill.OFFERED:
             entry = self._entries[key]
             assert entry.ready is not None
-            if reason := _unlike(entry.ready, prompt_tokens, prompt_hash, block_size, ranks):
+            if reason := _unlike(entry.ready, prompt_tokens, prompt_hash, block_size, kv_heads):
                 self._go(key, AtPrefill.UNFIT, reason)
                 self._refuse(entry.peer, key, reason)
                 return Admission.ALONE
@@ -185,7 +186,7 @@ class PrefillDesk:
         self.outbox.append((peer, wire.Refused(key, reason)))
 
 
-def _unlike(ready: wire.Ready, prompt_tokens: int, prompt_hash: str, block_size: int, ranks: int) -> str:
+def _unlike(ready: wire.Ready, prompt_tokens: int, prompt_hash: str, block_size: int, kv_heads: int) -> str:
     """Why this offer cannot be sent to, or "". (The workers' handshake compares more, but later.)"""
     if (ready.prompt_tokens, ready.prompt_hash) != (prompt_tokens, prompt_hash):
         return "prefill and decode tokenised different prompts"
@@ -196,6 +197,8 @@ def _unlike(ready: wire.Ready, prompt_tokens: int, prompt_hash: str, block_size:
             f"prefill cuts this prompt into {blocks} blocks of {block_size} tokens, decode offers {len(ready.blocks)} "
             f"from token {ready.start_token}"
         )
-    if len(ready.endpoints) != ranks:
-        return f"prefill has {ranks} tensor-parallel ranks, decode {len(ready.endpoints)}"
+    try:
+        heads_of(len(ready.endpoints), 0, kv_heads)
+    except ValueError as error:
+        return f"decode: {error}"
     return ""

@@ -53,6 +53,10 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
         ("{mooncake_master: 'a:1', mm_store: arena}", "use --mm-store mooncake"),
         ("recompute_limit: 0", "has to be positive"),
         ("tenant_header: 'X Team'", "is no header name"),
+        ("kv_grouping: 'fixed:0'", "kv_grouping 'fixed:0' is none of adaptive, fixed:N, layerwise, bulk, with N from"),
+        ("kv_packet_floor_kib: 0", "kv_packet_floor_kib is 0; it has to be positive"),
+        ("kv_packet_floor_kib: 1.5", "kv_packet_floor_kib is 1.5; expected int"),
+        ("kv_faults: 'pause=lunch'", "'pause=lunch' is no fault"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: str) -> None:

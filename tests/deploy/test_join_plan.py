@@ -54,6 +54,13 @@ def test_features_concern_encoders_and_those_who_take_theirs() -> None:
     assert (epd.arena, epd.publish, epd.mooncake_master, epd.events) == ("", "", "", {})
 
 
+@pytest.mark.parametrize("role", [Role.P, Role.EP])
+def test_those_who_send_kv_report_their_links_on_the_bus(role: Role) -> None:
+    wired = plan(role).wiring(JoinAnswer("X7", TOLD), RUN, "life")
+    assert (wired.kv_publish, wired.publish_by_connecting, wired.traffic) == ("tcp://h:1", True, "/run/abcd/X7.traffic")
+    assert plan(Role.D).wiring(JoinAnswer("D0", TOLD), RUN, "life").kv_publish == ""
+
+
 def test_npus_use_their_own_protocol_and_features_go_into_device_memory_unless_the_head_says_host() -> None:
     made = plan(Role.P)
     inventory = replace(made.blueprint.inventory, kind="npu")

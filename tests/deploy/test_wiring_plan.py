@@ -41,8 +41,18 @@ def test_features_and_kv_are_wired_between_the_right_instances() -> None:
     assert encode.arena == prefill.arena == "/dev/shm/epd-abcd-arena"
     assert (prefill.kv_endpoint, decode.kv_endpoint, encode.kv_endpoint) == ("ipc:///run/x/P0.kv", "", "")
     assert decode.kv_worker_endpoint == "ipc:///run/x/D0.kvw{rank}"
-    assert prefill.kv_peers == ("ipc:///run/x/D0.kvw{rank}",)
+    assert prefill.kv_peers == (("ipc:///run/x/D0.kvw0",),)
     assert (prefill.kv_staging, prefill.kv_staging_bytes) == ("/dev/shm/epd-abcd-kv", 8 << 20)
+
+
+def test_those_who_send_kv_tell_how_their_links_are_and_make_room_for_fetches() -> None:
+    plan = wired("E-P:tp2-D:tp2", kv_grouping="fixed:3", kv_packet_floor_kib=64, kv_faults="drop=Ready:0.5")
+    e, p, d = (plan.wiring(plan_of(plan, name), "i") for name in ("E0", "P0", "D0"))
+    assert [one.kv_publish for one in (e, p, d)] == ["", "ipc:///run/x/P0.kvnews{rank}", ""]
+    assert [one.traffic for one in (e, p, d)] == ["", "/run/x/P0.traffic", ""]
+    assert {(one.kv_grouping, one.kv_packet_floor_bytes, one.kv_faults) for one in (p, d)} == {
+        ("fixed:3", 64 << 10, "drop=Ready:0.5")
+    }
 
 
 def test_a_layout_without_encoders_has_no_arena() -> None:
@@ -56,6 +66,14 @@ def test_the_proxy_is_told_where_ready_goes() -> None:
     told = plan.instance(plan_of(plan, "P0"), "i7")
     assert (told.url, told.incarnation, told.kv_endpoint) == ("http://127.0.0.1:21001", "i7", "ipc:///run/x/P0.kv")
     assert plan.instance(plan_of(plan, "D0"), "i7").kv_endpoint is None
+
+
+def test_the_proxy_is_told_where_the_workers_report_their_links_and_take_kv() -> None:
+    plan = wired("E-P:tp2-D:tp2")
+    e, p, d = (plan.instance(plan_of(plan, name), "i7") for name in ("E0", "P0", "D0"))
+    assert p.kv_news == ("ipc:///run/x/P0.kvnews0", "ipc:///run/x/P0.kvnews1")
+    assert d.kv_workers == ("ipc:///run/x/D0.kvw0", "ipc:///run/x/D0.kvw1")
+    assert e.kv_news == e.kv_workers == p.kv_workers == d.kv_news == ()
 
 
 def test_every_life_of_a_stage_becomes_a_command() -> None:
@@ -159,6 +177,18 @@ def test_shared_memory_shrinks_to_what_is_free(layout: str, free: int, fitted: t
     plans = lower(parse(layout), range(4))
     travel = any(plan.role is Role.E for plan in plans)
     assert fit_shared_memory(SharedMemory(256, 64), plans, features_travel=travel, free=free) == SharedMemory(*fitted)
+
+
+@pytest.mark.parametrize(
+    ("layout", "links"),
+    [("P-D", 1), ("2P-D", 2), ("P:tp2-D:tp2", 2), ("P:tp2-D", 2), ("P-D:tp4", 4), ("P:tp2-D:tp3", 4)],
+)
+def test_every_pair_of_workers_that_shares_heads_has_staging_memory(layout: str, links: int) -> None:
+    plans = lower(parse(layout), range(8))
+    wanted = SharedMemory(256, 64)
+    enough = 64 * links + 32
+    assert fit_shared_memory(wanted, plans, features_travel=False, free=enough) == wanted
+    assert fit_shared_memory(wanted, plans, features_travel=False, free=enough - 1).staging_mib == 32
 
 
 def test_too_little_shared_memory_is_refused_with_the_fix() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
-from epd_serve.wiring import StageWiring, worker_endpoint
+from epd_serve.wiring import StageWiring, worker_endpoint, worker_endpoints
 
 
 @pytest.mark.parametrize("role", Role)
@@ -19,7 +19,7 @@ def test_wiring_survives_json(role: Role) -> None:
         "abc",
         arena="/dev/shm/a",
         events={"E0": "ipc:///e"},
-        kv_peers=("ipc:///d{rank}",),
+        kv_peers=(("ipc:///d0", "ipc:///d1"),),
         kv_grouping="fixed:2",
     )
     assert StageWiring.from_json(json.loads(json.dumps(wiring.to_json()))) == wiring
@@ -60,3 +60,8 @@ def test_what_a_role_gives_and_takes(
 )
 def test_a_workers_address_follows_from_the_template_and_its_rank(template: str, rank: int, address: str) -> None:
     assert worker_endpoint(template, rank) == address
+
+
+def test_the_addresses_of_all_workers_are_in_the_order_of_their_ranks() -> None:
+    assert worker_endpoints("tcp://h:8002+{rank}", 2) == ("tcp://h:8002", "tcp://h:8003")
+    assert worker_endpoints("", 2) == ()

@@ -1,16 +1,18 @@
-"""The fake device and its fabric are as strict as the hardware: each rule, broken, is noticed."""
+"""The fake device is as strict as the hardware: work is late, and each rule, broken, is noticed."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from npu_ops.fake import FakeDevice, FakeFabric, FakePort, RuleBrokenError, SameDeviceError
-from npu_ops.memory import MAX_REGIONS, NPU_ALIGNMENT
+from npu_ops.fake import FakeDevice, RuleBrokenError
 
 ONES = torch.ones(64, dtype=torch.uint8)
+CALLS = ["allocate", "copy", "fence", "wait", "to_host", "total", "run"]
+CALLS += ["timed_fence", "wait for a timed fence", "download", "upload"]
 
 
 @pytest.fixture
@@ -57,10 +59,14 @@ def test_streams_of_two_threads_do_not_wait_for_each_other(device: FakeDevice) -
     gate.set()
 
 
-@pytest.mark.parametrize("call", ["allocate", "copy", "fence", "wait", "to_host", "total", "register", "put"])
+@pytest.mark.parametrize("call", CALLS)
 def test_a_thread_that_has_not_set_the_device_is_refused(device: FakeDevice, call: str) -> None:
-    block, port, wait = device.allocate(64), FakePort(FakeFabric(), device), device.fence()
-    port.register(block.address, 64)
+    block, host, wait, timed = (
+        device.allocate(64),
+        torch.zeros(64, dtype=torch.uint8),
+        device.fence(),
+        device.timed_fence(),
+    )
     calls = {
         "allocate": lambda: device.allocate(64),
         "copy": lambda: device.copy(block.data, ONES),
@@ -68,8 +74,11 @@ def test_a_thread_that_has_not_set_the_device_is_refused(device: FakeDevice, cal
         "wait": wait,
         "to_host": lambda: device.to_host(block.data),
         "total": lambda: device.total(block.data),
-        "register": lambda: port.register(block.address, 64),
-        "put": lambda: port.put("k", block.address, 64),
+        "run": lambda: device.run(lambda: None),
+        "timed_fence": device.timed_fence,
+        "wait for a timed fence": timed.wait,
+        "download": lambda: device.download(host, block.data),
+        "upload": lambda: device.upload(block.data, host),
     }
     raised: list[BaseException] = []
 
@@ -85,47 +94,109 @@ def test_a_thread_that_has_not_set_the_device_is_refused(device: FakeDevice, cal
     assert raised and device.broken
 
 
-def test_misaligned_memory_does_not_register(device: FakeDevice) -> None:
-    with pytest.raises(RuleBrokenError, match="2 MB"):
-        FakePort(FakeFabric(), device).register(device.allocate(64, alignment=512).address, 64)
+def test_an_upload_reads_the_host_when_its_stream_gets_there(device: FakeDevice) -> None:
+    block, gate, host = device.allocate(64), threading.Event(), ONES.clone()
+    device.run(gate.wait)
+    device.upload(block.data, host)
+    host.fill_(2)  # too early: nobody waited for a fence
+    gate.set()
+    device.fence()()
+    assert block.data[0] == 2
 
 
-def test_memory_of_nobody_does_not_register(device: FakeDevice) -> None:
-    with pytest.raises(RuleBrokenError, match="not the device's"):
-        FakePort(FakeFabric(), device).register(NPU_ALIGNMENT, 64)
+def test_a_copy_from_the_host_reads_it_at_the_call(device: FakeDevice) -> None:
+    block, gate, host = device.allocate(64), threading.Event(), ONES.clone()
+    device.run(gate.wait)
+    device.copy(block.data, host)
+    host.fill_(2)
+    gate.set()
+    device.fence()()
+    assert block.data[0] == 1
 
 
-def test_the_257th_region_does_not_register(device: FakeDevice) -> None:
-    port, block = FakePort(FakeFabric(), device), device.allocate(64)
-    for _ in range(MAX_REGIONS):
-        port.register(block.address, 64)
-    with pytest.raises(RuleBrokenError, match="256"):
-        port.register(block.address, 64)
+def test_a_download_is_done_on_return_and_follows_what_its_stream_has_queued(device: FakeDevice) -> None:
+    block, host = device.allocate(64), torch.zeros(64, dtype=torch.uint8)
+    device.latency_s = 0.01
+    device.run(lambda: block.data.copy_(ONES))
+    device.download(host, block.data)
+    assert torch.equal(host, ONES)
 
 
-def test_memory_that_is_not_registered_is_neither_read_nor_written(device: FakeDevice) -> None:
-    port, block = FakePort(FakeFabric(), device), device.allocate(128)
-    port.register(block.address, 64)
-    with pytest.raises(RuleBrokenError, match="not registered"):
-        port.put("k", block.address, 65)
-    with pytest.raises(RuleBrokenError, match="not registered"):
-        port.fetch("k", block.address + 64, 1)
+def test_a_download_does_not_see_what_another_stream_has_queued(device: FakeDevice) -> None:
+    block, gate, host = device.allocate(64), threading.Event(), torch.zeros(64, dtype=torch.uint8)
+    device.run(gate.wait)
+    device.run(lambda: block.data.copy_(ONES))
+    in_a_thread(device, lambda: device.download(host, block.data))
+    gate.set()
+    assert host[0] != 1
 
 
-@pytest.mark.parametrize("new_cann", [False, True])
-def test_two_processes_of_one_device_connect_only_with_a_new_cann(new_cann: bool) -> None:
-    fabric = FakeFabric(connects_with_self=new_cann)
-    ends = [FakeDevice("host0/npu0"), FakeDevice("host0/npu0")]
-    ports = [FakePort(fabric, end) for end in ends]
-    blocks = []
-    for end, port in zip(ends, ports, strict=True):
-        end.enter_thread()
-        blocks.append(end.allocate(64))
-        port.register(blocks[-1].address, 64)
-    ports[0].put("k", blocks[0].address, 64)
-    assert ports[0].fetch("k", blocks[0].address, 64) == 64, "a process reaches itself"
-    if new_cann:
-        assert ports[1].fetch("k", blocks[1].address, 64) == 64
-    else:
-        with pytest.raises(SameDeviceError):
-            ports[1].fetch("k", blocks[1].address, 64)
+def test_copies_take_the_time_of_their_bytes(device: FakeDevice) -> None:
+    block = device.allocate(64)
+    device.bytes_per_s = 64 / 0.02
+    first = device.timed_fence()
+    device.upload(block.data, ONES)
+    second = device.timed_fence()
+    assert second.seconds_since(first) is None
+    second.wait()
+    assert (second.seconds_since(first) or 0) >= 0.02
+
+
+def test_a_thread_is_seen_waiting_until_its_fence_is_reached(device: FakeDevice) -> None:
+    gate = threading.Event()
+    device.run(gate.wait)
+    wait, passed = device.fence(), threading.Event()
+    thread = threading.Thread(target=lambda: in_a_thread(device, lambda: (wait(), passed.set())))
+    thread.start()
+    while not device.waited_for():
+        thread.join(0.001)
+    assert not passed.is_set()
+    gate.set()
+    thread.join()
+    assert passed.is_set() and not device.waited_for()
+
+
+def test_memory_on_the_wrong_side_is_refused(device: FakeDevice) -> None:
+    mine, host = device.allocate(64), torch.zeros(64, dtype=torch.uint8)
+    for wrong in (
+        lambda: device.download(mine.data, host),
+        lambda: device.download(mine.data, mine.data),
+        lambda: device.upload(host, mine.data),
+        lambda: device.upload(mine.data, mine.data),
+        lambda: device.copy(host, mine.data),
+        lambda: device.download(host, mine.data.as_strided((2, 32), (64, 1))),
+    ):
+        before = len(device.broken)
+        with pytest.raises(RuleBrokenError, match="memory"):
+            wrong()
+        assert len(device.broken) == before + 1
+
+
+def test_an_operation_that_fails_is_noted_and_does_not_end_its_stream(device: FakeDevice) -> None:
+    device.run(lambda: 1 / 0)
+    device.fence()()
+    assert device.broken == ["a queued operation failed: division by zero"]
+
+
+def test_a_stream_ends_with_the_thread_that_owned_it(device: FakeDevice) -> None:
+    before = streams()
+    in_a_thread(device, lambda: device.run(lambda: None))
+    for thread in streams() - before:
+        thread.join(5)
+    assert streams() <= before
+
+
+def streams() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "fake-stream"}
+
+
+def in_a_thread(device: FakeDevice, call: Callable[[], object]) -> None:
+    """Call it from another thread that has entered, and wait for that."""
+
+    def run() -> None:
+        device.enter_thread()
+        call()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()

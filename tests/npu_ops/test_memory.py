@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from npu_ops import memory as memory_module
 from npu_ops.fake import FakeDevice
 from npu_ops.memory import DeviceMemory, DeviceMemoryError, HostMemory, open_memory, proves_total
 
@@ -31,6 +35,34 @@ def test_a_copy_is_there_after_its_fence(memory: DeviceMemory) -> None:
     memory.fence()()
     assert block.data.tolist() == list(range(256))
     assert memory.to_host(memory.clone(block.data)).tolist() == list(range(256))
+
+
+def test_bytes_go_to_the_device_and_come_back(memory: DeviceMemory) -> None:
+    block, there, back = memory.allocate(256), torch.arange(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
+    memory.upload(block.data, there)
+    memory.download(back, block.data)
+    assert torch.equal(back, there)
+
+
+def test_strided_bytes_go_to_the_device_and_come_back(memory: DeviceMemory) -> None:
+    """Heads of a block, as between ends of different tensor parallelism."""
+    block = memory.allocate(256)
+    heads = block.data.view(16, 4, 4)[:, 1:3]
+    there, back = torch.arange(128, dtype=torch.uint8).view(16, 2, 4), torch.zeros((16, 2, 4), dtype=torch.uint8)
+    memory.upload(block.data, torch.full((256,), 200, dtype=torch.uint8))
+    memory.upload(heads, there)
+    memory.download(back, heads)
+    assert torch.equal(back, there)
+    assert memory.to_host(block.data).eq(200).sum() == 128
+
+
+def test_fences_tell_the_time_between_them(memory: DeviceMemory) -> None:
+    first = memory.timed_fence()
+    second = memory.timed_fence()
+    second.wait()
+    apart = second.seconds_since(first)
+    assert apart is not None and 0 <= apart < 1
+    assert first.seconds_since(second) == -apart
 
 
 @given(st.binary(min_size=1, max_size=300))
@@ -64,9 +96,88 @@ def test_an_unknown_kind_is_refused() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_memory_keeps_the_same_contract() -> None:
     cuda = open_memory("cuda")
+    model_s_stream = torch.cuda.current_stream()
     cuda.enter_thread()
+    assert torch.cuda.current_stream() != model_s_stream
     assert proves_total(cuda) is None
-    block = cuda.allocate(4096)
+    block, there = cuda.allocate(4096), torch.arange(4096, dtype=torch.int32).to(torch.uint8)
     assert block.address % cuda.alignment == 0
-    cuda.copy(block.data, torch.arange(4096, dtype=torch.int32).to(torch.uint8))
-    assert torch.equal(cuda.to_host(cuda.clone(block.data)), torch.arange(4096, dtype=torch.int32).to(torch.uint8))
+    first = cuda.timed_fence()
+    cuda.upload(block.data, there)
+    second = cuda.timed_fence()
+    second.wait()
+    apart = second.seconds_since(first)
+    assert apart is not None and apart >= 0
+    back = torch.zeros_like(there)
+    cuda.download(back, block.data)
+    assert torch.equal(back, there)
+    assert torch.equal(cuda.to_host(cuda.clone(block.data)), there)
+
+
+class Recorded:
+    """Stands for `torch.npu`: notes what is called, and knows no more than the contract in memory.py lists."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.reached = False
+        outer = self
+
+        class Event:
+            def __init__(self, *, enable_timing: bool = False, blocking: bool = False) -> None:
+                assert enable_timing and blocking
+
+            def record(self) -> None:
+                outer.calls.append("record")
+
+            def synchronize(self) -> None:
+                outer.calls.append("synchronize")
+
+            def query(self) -> bool:
+                return outer.reached
+
+            def elapsed_time(self, end: Event) -> float:
+                return 2500.0  # ms
+
+        self.Event = Event
+
+    def set_device(self, device: torch.device) -> None:
+        self.calls.append(f"set_device {device}")
+
+    def Stream(self, device: torch.device) -> str:
+        self.calls.append(f"Stream {device}")
+        return "a stream"
+
+    def set_stream(self, stream: str) -> None:
+        self.calls.append(f"set_stream {stream}")
+
+
+@pytest.fixture
+def npu(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    module = Recorded()
+    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
+    monkeypatch.setattr(torch, "npu", module, raising=False)
+    monkeypatch.setattr(memory_module.torch, "device", lambda kind, index: f"{kind}:{index}")
+    return module
+
+
+def test_a_thread_enters_an_npu_with_its_device_and_one_stream_of_its_own(npu: Recorded) -> None:
+    memory = open_memory("npu", 3)
+    memory.enter_thread()
+    memory.enter_thread()
+    assert npu.calls == [
+        "set_device npu:3",
+        "Stream npu:3",
+        "set_stream a stream",
+        "set_device npu:3",
+        "set_stream a stream",
+    ]
+
+
+def test_a_fence_of_an_npu_is_an_event_with_a_time(npu: Recorded) -> None:
+    memory = open_memory("npu")
+    first, second = memory.timed_fence(), memory.timed_fence()
+    assert second.seconds_since(first) is None, "not reached: nobody waits for a measurement"
+    second.wait()
+    npu.reached = True
+    assert second.seconds_since(first) == 2.5
+    assert npu.calls == ["record", "record", "synchronize"]

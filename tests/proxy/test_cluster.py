@@ -20,11 +20,13 @@ from epd_serve.cluster import (
     stage_key,
 )
 from epd_serve.roles import Role
+from epd_serve.wire import KvLink, KvReport
 from proxy.app import create_app
 from proxy.cluster import FORGET_S, Membership
 from proxy.cluster_admission import ClusterIdentity
 from proxy.cluster_routes import add_cluster_routes
-from proxy.table import InstanceTable, Work
+from proxy.life import Work
+from proxy.table import InstanceTable
 from tests.proxy.fakes import cluster as fake_stages
 from tests.proxy.fakes import data_url, picture, picture_body, settings
 
@@ -94,6 +96,7 @@ def test_a_stage_that_joins_is_known_and_down_until_its_first_beat() -> None:
     assert cluster.up() == {"P0": True}
     assert (instance.incarnation, instance.kv_endpoint) == ("one", "tcp://127.0.0.3:8002")
     assert instance.events == TOLD.events_listen
+    assert (instance.kv_news, instance.kv_workers) == ((TOLD.events_listen,), ())
 
 
 def test_names_are_the_role_and_the_next_free_number() -> None:
@@ -104,10 +107,35 @@ def test_names_are_the_role_and_the_next_free_number() -> None:
     assert cluster.join(Role.P, 7).id == "P1"
 
 
+async def test_a_member_that_comes_again_serves_once_the_links_to_it_are_up() -> None:
+    cluster = Cluster()
+    cluster.join(Role.D, 1)
+    cluster.join(Role.P, 0)
+    cluster.beat("D0", "agent-D-1")
+    cluster.beat("P0", "agent-P-0")
+    for state, up in (("opening", False), ("up", True)):
+        link = KvLink("tcp://127.0.0.4:8002", 0, state)
+        cluster.table.report_kv(KvReport("P0", "one", 0, "adaptive", 0.0, [link]))
+        cluster.beat("P0", "agent-P-0", number=2)
+        assert cluster.up() == {"D0": True, "P0": up}
+
+
+def test_every_rank_of_a_member_has_an_address() -> None:
+    cluster = Cluster()
+    cluster.join(Role.P, 1, tp=2)
+    cluster.join(Role.D, 2, tp=2)
+    assert cluster.table.instance("P0").kv_news == (TOLD.events_listen,) * 2
+    assert cluster.table.instance("D0").kv_workers == ("tcp://127.0.0.5:8002", "tcp://127.0.0.5:8003")
+
+
 def test_a_prefill_stage_is_told_the_data_channels_of_the_decoders_that_are_here() -> None:
     cluster = Cluster()
     cluster.join(Role.D, 1)
-    assert cluster.join(Role.P).kv_peers == ["tcp://127.0.0.4:8002+{rank}"]
+    cluster.join(Role.D, 2, tp=2)
+    assert cluster.join(Role.P).kv_peers == [
+        ("tcp://127.0.0.4:8002",),
+        ("tcp://127.0.0.5:8002", "tcp://127.0.0.5:8003"),
+    ]
 
 
 def test_an_agent_that_joins_again_keeps_its_name_and_so_does_its_successor_at_the_same_address() -> None:
@@ -158,7 +186,6 @@ def test_after_the_head_was_restarted_a_running_stage_has_its_name_and_life_agai
         ({"versions": {**VERSIONS, "epd-serve": "2"}}, "version_differs", "the head has 1, this stage 2"),
         ({"versions": {**VERSIONS, "vllm": "0.33.0"}}, "version_differs", "D0 has 0.32.0, this stage 0.33.0"),
         ({"versions": {**VERSIONS, "device": "npu"}}, "device_differs", "D0 has cpu, this stage npu"),
-        ({"tp": 2}, "width_differs", "P has 2 ranks, D0 1"),
         ({"url": "https://h:1"}, "bad_address", "http://HOST:PORT"),
         ({"url": "http://[::1"}, "bad_address", "http://HOST:PORT of 127.0.0.3"),
         ({"url": "http://127.0.0.3:70000"}, "bad_address", "http://HOST:PORT of 127.0.0.3"),
@@ -341,6 +368,8 @@ async def test_health_wants_a_whole_path_of_the_roles_that_came() -> None:
         for role, status in ((Role.E, 503), (Role.P, 503), (Role.D, 200)):
             name = cluster.join(role, list(Role).index(role)).id
             cluster.beat(name, f"agent-{role}-{list(Role).index(role)}")
+            if role is Role.P:
+                cluster.table.report_kv(KvReport(name, "one", 0, "adaptive", 0.0, []))
             assert (await client.get("/health")).status_code == status, role
 
 

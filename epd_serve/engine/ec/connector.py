@@ -10,6 +10,7 @@ skips no encode, and P recomputes what is lost.
     P scheduler   ensure_cache_available defers until pinned, or lost and a slot is free; has_cache_item promises only
                   what is pinned; take_unavailable_requests* fails who must not recompute; update_state_after_alloc /
                   build_connector_meta name the bytes to load; pins go when the request is among the finished
+    D scheduler   the same for a request that was preempted; until then ensure_cache_available keeps what it would need
     P worker      start_load_caches copies from where the features lie into vLLM's encoder cache
 """
 
@@ -66,6 +67,7 @@ class FeatureConnector(ECConnectorBase):
         if role is ECConnectorRole.SCHEDULER:
             if self.is_consumer:
                 self._consumer = FeatureConsumer(wiring, ranks=vllm_config.parallel_config.tensor_parallel_size)
+                self._keeps = wiring.role.decodes  # who only prefills is retried from the start
                 self._can_fail = compat.can_fail_requests()
                 self._media_is_absent = compat.media_is_absent(vllm_config)
             else:
@@ -91,6 +93,8 @@ class FeatureConnector(ECConnectorBase):
         keys = item_keys(request, num_computed_tokens)
         if not keys:
             self._consumer.passed(request.request_id)
+            if self._keeps and self._has_to_fail(request):
+                self._consumer.keep(request.request_id, item_keys(request))
             return True
         settled = self._consumer.settled(request.request_id, keys, must_not_recompute=self._has_to_fail(request))
         if not settled and (missing := not_encoded(request)):

@@ -17,6 +17,7 @@ from epd_serve.engine.ec.announcer import Announcer
 from epd_serve.engine.ec.feature_desk import Admission, FeatureDesk
 from epd_serve.engine.ec.feature_source import Held
 from epd_serve.engine.ec.feature_table import FeatureTable
+from epd_serve.engine.ec.kept_features import KeptFeatures
 from epd_serve.engine.ec.listener import FeatureListener
 from epd_serve.engine.ec.pins import Pin, Pins
 from epd_serve.engine.ec.request_facts import proxy_request_id
@@ -44,8 +45,16 @@ class FeatureConsumer:
         self._desk = FeatureDesk(table, wiring.recompute_limit)
         self._lock = threading.Lock()  # guards _desk and its table
         self._pins = Pins()
+        self._kept = KeptFeatures(self._source.lease_local, self._pins.drop, max_bytes=capacity // 4)
         self._listener = FeatureListener(
-            wiring, self._source, self._desk, self._lock, self._pins, self._announcer.changed, max_bytes=capacity // 4
+            wiring,
+            self._source,
+            self._desk,
+            self._lock,
+            self._pins,
+            self._kept,
+            self._announcer.changed,
+            max_bytes=capacity // 4,
         )
         self._announcer.start()
 
@@ -74,6 +83,11 @@ class FeatureConsumer:
         """The request's prefill has all its items behind it."""
         with self._lock:
             self._desk.passed(request)
+
+    def keep(self, request: str, keys: Sequence[str]) -> None:
+        """The request runs without these features, and could not go on without them if it were preempted."""
+        if self._kept.keep(request, keys):
+            self._listener.ring()
 
     def give_up(self, keys: Iterable[str], cause: str) -> None:
         """The proxy says that no encoder produced these."""
@@ -104,8 +118,10 @@ class FeatureConsumer:
 
     def release(self, requests: Iterable[str]) -> None:
         """These requests have finished. The listener gives the pins back: the store's lock is not for the scheduler."""
+        requests = list(requests)
         with self._lock:
             self._desk.release(requests)
+        self._kept.release(requests)
         if self._pins.dropped:
             self._listener.ring()
 
@@ -134,5 +150,5 @@ class FeatureConsumer:
             stats.leased,
             pool=self._pool.pool_state,
             waiting_puts=self._listener.without_room,
-            counters={**counters, **self._source.counters()},
+            counters={**counters, **self._kept.counters(), **self._source.counters()},
         )

@@ -1,6 +1,8 @@
 """Fetches features from the second tier in a few threads, so that none of them holds up another, nor the listener.
 
-Owns the threads; what is fetched next is `fetch_queue.py`'s decision, what a result means the listener's.
+Owns the threads; what is fetched next is `fetch_queue.py`'s decision, what a result means the listener's. Each fetch is
+announced on the instance's traffic board: KV packets that can wait leave the network to it. It is so for both ways, to
+the arena and to device memory, since a fetch of ours lasts as long as the workers'.
 """
 
 from __future__ import annotations
@@ -12,9 +14,12 @@ from dataclasses import dataclass
 
 from epd_serve.engine.ec.feature_source import Held
 from epd_serve.engine.ec.fetch_queue import FetchQueue
+from epd_serve.engine.traffic import TrafficBoard
 from store.errors import CorruptFeatureError, StoreError, StoreFullError
 
 logger = logging.getLogger(__name__)
+
+_ANNOUNCED_S = 2.0  # a fetch that takes longer is in trouble, and moves nothing
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class Fetcher:
     fetch: blocks until the feature is here, verified and held, at most its own deadline.
     wanted: asked with the key and `needed` before a fetch begins; any thread.
     ended: called from the fetching thread; owns what is held.
+    traffic: where fetches are announced.
     """
 
     def __init__(
@@ -40,9 +46,11 @@ class Fetcher:
         ended: Callable[[Fetched], None],
         *,
         max_bytes: int,
+        traffic: TrafficBoard,
         threads: int = 3,
     ) -> None:
         self._fetch, self._wanted, self._ended = fetch, wanted, ended
+        self._traffic = traffic
         self._queue = FetchQueue(max_bytes)
         self._turn = threading.Condition()  # guards _queue and _closing
         self._closing = False
@@ -91,7 +99,8 @@ class Fetcher:
 
     def _fetched(self, key: str) -> Fetched:
         try:
-            held = self._fetch(key)
+            with self._traffic.announce("fetch", _ANNOUNCED_S):
+                held = self._fetch(key)
         except StoreFullError:
             return Fetched(key, None, "no_room")
         except CorruptFeatureError as error:

@@ -21,10 +21,12 @@ from epd_serve import wire
 from epd_serve.engine.ec.feature_desk import FeatureDesk
 from epd_serve.engine.ec.feature_source import FeatureSource, Held
 from epd_serve.engine.ec.fetcher import Fetched, Fetcher
+from epd_serve.engine.ec.kept_features import KeptFeatures
 from epd_serve.engine.ec.lookups import RELOOK_S, Lookups
 from epd_serve.engine.ec.pins import Pin, Pins
 from epd_serve.engine.ec.subscription import Subscription
 from epd_serve.engine.sockets import milliseconds
+from epd_serve.engine.traffic import TrafficBoard
 from epd_serve.engine.wake import WakeLine, idle_bell
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring
@@ -45,12 +47,14 @@ class FeatureListener:
         desk: FeatureDesk[Pin],
         lock: threading.Lock,
         pins: Pins,
+        kept: KeptFeatures,
         changed: Callable[[], None],
         *,
         max_bytes: int,
     ) -> None:
         self._wiring, self._source, self._changed = wiring, source, changed
-        self._desk, self._table, self._lock, self._pins = desk, desk.table, lock, pins
+        self._desk, self._table, self._lock = desk, desk.table, lock
+        self._pins, self._kept = pins, kept
         self._trace = Trace(wiring.trace_path, wiring.instance)
         self._lookups = Lookups()
         self._no_room: set[str] = set()
@@ -60,7 +64,13 @@ class FeatureListener:
         self._closing = False
         self._fetcher: Fetcher | None = None
         if source.state != "none":
-            self._fetcher = Fetcher(source.fetch, self._accepts, self._fetch_ended, max_bytes=max_bytes)
+            self._fetcher = Fetcher(
+                source.fetch,
+                self._accepts,
+                self._fetch_ended,
+                max_bytes=max_bytes,
+                traffic=TrafficBoard(wiring.traffic),
+            )
         self._thread = threading.Thread(target=self._listen, name="epd-feature-listener", daemon=True)
         self._thread.start()
 
@@ -80,6 +90,7 @@ class FeatureListener:
         if self._fetcher is not None:
             self._fetcher.close()
         self._take_fetched()
+        self._kept.make_room()
         self._pins.give_back()
 
     def _listen(self) -> None:
@@ -97,6 +108,7 @@ class FeatureListener:
                 announced = self._hear(events) if events.socket in ready else {}
                 self._take_fetched()
                 self._look_up(announced)
+                self._kept.fill()
                 if self._pins.give_back():
                     for key in self._no_room:
                         self._lookups.hurry(key, remote=True)
@@ -113,6 +125,8 @@ class FeatureListener:
         for event in events.at_hand():
             if isinstance(event, wire.FeatureReady | wire.StoreReport):
                 self._source.hear(event)
+            if isinstance(event, wire.StoreReport) and event.waiting_puts:
+                self._kept.make_room()
             if isinstance(event, wire.FeatureReady):
                 self._trace.stamp(event.key, "feature_event")
                 if self._ready(event, now):

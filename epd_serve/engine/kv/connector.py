@@ -4,12 +4,21 @@ A request's KV, in the order things happen (design §4.5):
 
     D scheduler   get_num_new_matched_tokens → (prompt tokens missing, True); update_state_after_alloc sends READY
     P scheduler   get_num_new_matched_tokens → (None, False) until READY came; build_connector_meta names the blocks
-    P worker      save_kv_layer packs every g layers; wait_for_save sweeps the rest and closes complete transfers
+    P worker      handle_preemptions stops what is being sent from blocks that this step hands to others
+    P worker      save_kv_layer packs groups of layers; wait_for_save sweeps the rest and closes complete transfers
     D worker      get_finished reports what arrived; get_block_ids_with_load_errors what did not
     P scheduler   request_finished keeps the blocks; get_finished of the worker releases them
 
-Written to the hooks that vLLM 0.23 and 0.32 share. All per-step state is set in `bind_connector_metadata`, because 0.32
-calls `start_load_kv` after the forward pass.
+Every hook here is one of vLLM 0.23's base class, with the same meaning in 0.32 (read in 0.23.0, vllm-ascend 0.23.0 and
+0.32.0). Where the generations differ:
+
+    handle_preemptions   all call it at the top of the step, before new blocks are zeroed. Who does not would still be
+                         fenced by `bind_connector_metadata`, which comes before the forward pass
+    start_load_kv        0.32 calls it after the forward pass: per-step state is set in `bind_connector_metadata`
+    wait_for_save        0.23 skips it in a step without tokens: such a step has nothing to save
+    get_finished         0.32 asks `get_transfer_results`, whose default asks `get_finished`
+    freed blocks         under async scheduling 0.32 keeps those of a consumer until the step in flight has ended, 0.23
+                         does not: there READY waits for that step (`compat.steps_in_flight_at_reuse`)
 """
 
 from __future__ import annotations
@@ -24,9 +33,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
+from epd_serve.engine import compat
 from epd_serve.engine.kv.decode_scheduler import DecodeScheduler, DecodeStep
 from epd_serve.engine.kv.prefill_scheduler import PrefillScheduler, PrefillStep
-from epd_serve.engine.kv.worker import DecodeWorker, PrefillWorker, quarantine_s
+from epd_serve.engine.kv.transports import quarantine_s
+from epd_serve.engine.kv.worker import DecodeWorker, PrefillWorker
 from epd_serve.wiring import StageWiring
 
 if TYPE_CHECKING:
@@ -61,9 +72,15 @@ class GroupedKVConnector(KVConnectorBase_V1):
         self._prefill_worker: PrefillWorker | None = None
         self._decode_worker: DecodeWorker | None = None
         if role is KVConnectorRole.SCHEDULER and config.is_kv_producer:
-            self._prefill_scheduler = PrefillScheduler(wiring, block_size, tp)
+            self._prefill_scheduler = PrefillScheduler(wiring, block_size, compat.total_kv_heads(vllm_config))
         elif role is KVConnectorRole.SCHEDULER:
-            self._decode_scheduler = DecodeScheduler(wiring, block_size, tp, quarantine_s(wiring))
+            self._decode_scheduler = DecodeScheduler(
+                wiring,
+                block_size,
+                tp,
+                quarantine_s(wiring, compat.device_kind()),
+                steps_in_flight=compat.steps_in_flight_at_reuse(vllm_config),
+            )
         elif config.is_kv_producer:
             self._prefill_worker = PrefillWorker(wiring, vllm_config, kv_cache_config)
         else:
@@ -116,6 +133,15 @@ class GroupedKVConnector(KVConnectorBase_V1):
         worker = self._prefill_worker or self._decode_worker
         assert worker is not None
         worker.register(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """On return nothing reads the blocks of preempted requests any more, so this step may write to them.
+
+        At D nothing is under way: a request is preempted when it runs, and it runs when its KV is here.
+        """
+        assert isinstance(kv_connector_metadata, TransferMetadata)
+        if self._prefill_worker is not None and kv_connector_metadata.prefill is not None:
+            self._prefill_worker.fence(kv_connector_metadata.prefill)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

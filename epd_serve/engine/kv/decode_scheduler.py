@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -31,11 +32,31 @@ class DecodeStep:
     idle: bool = False
 
 
-class DecodeScheduler:
-    """One per D scheduler. See `epd_serve.engine.kv.connector` for when vLLM calls what."""
+@dataclass
+class _Held:
+    """A READY that must not leave yet: `steps` more steps may still write to its blocks."""
 
-    def __init__(self, wiring: StageWiring, block_size: int, tp: int, quarantine_s: float) -> None:
+    request: str
+    endpoint: str
+    ready: wire.Ready
+    steps: int
+
+
+class DecodeScheduler:
+    """One per D scheduler. See `epd_serve.engine.kv.connector` for when vLLM calls what.
+
+    Args:
+        steps_in_flight: steps that may still write to the blocks of finished requests when vLLM hands them out again
+            (`compat.steps_in_flight_at_reuse`). P's packets know no stream: READY waits until those steps have ended.
+    """
+
+    def __init__(
+        self, wiring: StageWiring, block_size: int, tp: int, quarantine_s: float, *, steps_in_flight: int = 0
+    ) -> None:
         self._wiring = wiring
+        self._steps_in_flight = steps_in_flight
+        self._held: deque[_Held] = deque()
+        self._unoffered: list[TransferKey] = []  # reserved, given up before their READY left
         self._block_size = block_size
         self._endpoints = [worker_endpoint(wiring.kv_worker_endpoint, rank) for rank in range(tp)]
         self._trace = Trace(wiring.trace_path, wiring.instance)
@@ -81,9 +102,10 @@ class DecodeScheduler:
             ),
             endpoints=self._endpoints,
         )
-        with self._control.lock:
-            self._desk.reserved(params.endpoint, ready, time.monotonic())
-        self._control.flush()
+        if self._steps_in_flight:
+            self._held.append(_Held(request.request_id, params.endpoint, ready, self._steps_in_flight))
+        else:
+            self._offer(params.endpoint, ready)
         self._key_of[request.request_id] = params.key
         missing = tuple(table[start // self._block_size :])
         self._step.expected.append(Expected(params.key, request.request_id, missing))
@@ -93,11 +115,14 @@ class DecodeScheduler:
         step, self._step = self._step, DecodeStep()
         with self._control.lock:
             step.failed = self._desk.take_failures()
+        step.failed += self._unoffered
+        self._unoffered = []
         step.idle = not output.total_num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             key = self._received.pop(new.req_id, None)
             if key is not None:
                 self._trace.stamp(key.transfer_id, "decode_start")
+        self._offer_held()
         return step
 
     def received(self, requests: set[str]) -> None:
@@ -107,7 +132,8 @@ class DecodeScheduler:
             if key is not None:
                 with self._control.lock:
                     self._desk.closed(key)
-                self._received[request] = key
+                if request in self._asked:  # else it has left already
+                    self._received[request] = key
                 self._trace.stamp(key.transfer_id, "decode_received")
 
     def finished(self, request: Request) -> None:
@@ -115,6 +141,9 @@ class DecodeScheduler:
         params = self._params(request)
         self._asked.discard(request.request_id)
         self._received.pop(request.request_id, None)
+        for held in [held for held in self._held if held.request == request.request_id]:
+            self._held.remove(held)
+            self._unoffered.append(held.ready.key)  # P never heard of its blocks: the worker may report it at once
         if params is not None:
             with self._control.lock:
                 self._desk.gone(params.key, time.monotonic())
@@ -122,6 +151,19 @@ class DecodeScheduler:
 
     def close(self) -> None:
         self._control.close()
+
+    def _offer(self, endpoint: str, ready: wire.Ready) -> None:
+        with self._control.lock:
+            self._desk.reserved(endpoint, ready, time.monotonic())
+        self._control.flush()
+
+    def _offer_held(self) -> None:
+        """Called once per scheduled step: vLLM takes the output of the oldest step before it schedules one too many."""
+        for held in self._held:
+            held.steps -= 1
+        while self._held and self._held[0].steps < 0:
+            held = self._held.popleft()
+            self._offer(held.endpoint, held.ready)
 
     @staticmethod
     def _params(request: Request) -> ReceiveParams | None:

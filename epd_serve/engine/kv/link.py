@@ -1,224 +1,250 @@
 """One link: the thread at a P worker that sends everything for one D worker.
 
-A thread per peer, so that a dead or slow peer delays no other. The queue keeps order: packets of a transfer, then its
-DONE. A transfer that was stopped or preempted has a new generation; packets of older generations are skipped.
+A thread per peer, so that a dead or slow peer delays no other. What leaves next is the outbox's decision, who is
+reached the peer's. Packets move in slices: a large one holds up neither a more urgent one nor a preemption for long.
 
-A connection that fails takes every transfer with it that has packets on it: what was in flight may be lost, so none of
-them may reach its DONE.
+Three rules keep a hole from passing for KV:
+
+* a transfer that was stopped or preempted has a new generation; its part of an older packet is left out of it;
+* a connection that fails takes with it every transfer that has packets on it, for they may be lost: no DONE follows;
+* blocks belong to one life of D: once another life answers, transfers of the former one end.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
-import zmq
-
 from epd_serve import wire
+from epd_serve.engine.kv.faults import Faults
+from epd_serve.engine.kv.link_connection import Connection
+from epd_serve.engine.kv.link_cost import MeasuredCost
+from epd_serve.engine.kv.link_fates import Fates
+from epd_serve.engine.kv.link_jobs import DoneJob, Outgoing, PacketJob, SliceJob
+from epd_serve.engine.kv.link_outbox import Outbox
+from epd_serve.engine.kv.link_peer import Peer
+from epd_serve.engine.kv.link_record import LinkRecord, Outcome
+from epd_serve.engine.kv.slices import packet_bytes
 from epd_serve.engine.kv.transport import LayerPacket, LinkError, SendSide
-from epd_serve.engine.sockets import Socket, milliseconds, open_socket, readable
+from epd_serve.kv.grouping import LinkCost
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
+from npu_ops.memory import DeviceMemory
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass
-class Outgoing:
-    """A transfer on its way. `lock` is held while its source blocks are read.
-
-    Attributes:
-        target: instance and incarnation of D that reserved the blocks.
-        generation: raised when what is queued must not be sent any more.
-    """
-
-    key: TransferKey
-    request: str
-    target: str
-    generation: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def skip(self) -> None:
-        """Skip what is queued, without waiting: for blocks that stay held until the transfer is over."""
-        self.generation += 1
-
-    def invalidate(self) -> None:
-        """Skip what is queued; returns when no packet of it is being read (bounded by the link's deadline)."""
-        with self.lock:
-            self.generation += 1
-
-
-@dataclass(frozen=True)
-class PacketJob:
-    out: Outgoing
-    generation: int
-    packet: LayerPacket
-    written: Callable[[], None]  # waits until the device has written these layers
-
-
-@dataclass(frozen=True)
-class DoneJob:
-    out: Outgoing
-    generation: int
-    ok: bool
-    reason: str = ""
+SLICE_BYTES = 8 << 20  # below a millisecond on a fast link, and large beside what a slice costs to set up
+_IDLE_S = 1.0
 
 
 class Link:
-    """Connects lazily, reconnects after a failure, ends with `close`.
+    """Opens by itself, opens again after a failure, ends with `close`.
 
     Args:
-        endpoint: D worker's data address.
-        timeout_s: silence of D after which the link fails, and every transfer queued on it.
+        endpoint: D worker's data address; rank: its tensor-parallel rank.
+        source: instance and incarnation of P; shape: of its KV cache (`regions.shape_of`).
+        sides: P's ends of the transports, in order of preference.
+        timeout_s: silence of D after which the connection fails; a transfer waits for one whole attempt to open it.
         on_over: called once per transfer, from this thread, when DONE was sent or cannot be.
+        quiet_until: until when packets that can wait should leave the network to others (`TrafficBoard`).
+        slice_bytes: what is moved at once at most.
+        on_change: called from this thread when `snapshot` has news.
     """
 
     def __init__(
         self,
         endpoint: str,
         *,
+        rank: int,
         source: str,
         shape: Mapping[str, Any],
-        side: SendSide,
+        sides: Sequence[SendSide],
+        device: DeviceMemory,
         timeout_s: float,
         on_over: Callable[[Outgoing], None],
         trace: Trace,
+        faults: Faults | None = None,
+        quiet_until: Callable[[float], float] = lambda now: 0.0,
+        slice_bytes: int = SLICE_BYTES,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        self._endpoint = endpoint
-        self._source = source
-        self._shape = dict(shape)
-        self._side = side
+        self._endpoint, self._rank = endpoint, rank
+        self._sides = tuple(sides)
+        self._device = device
         self._timeout_s = timeout_s
-        self._on_over = on_over
-        self._trace = trace
-        self._queue: queue.Queue[PacketJob | DoneJob | None] = queue.Queue()
-        self._socket: Socket | None = None
-        self._target = ""
-        self._open: set[TransferKey] = set()  # packets on this connection, DONE not sent
-        self._broken: set[TransferKey] = set()  # lost something: nothing more is sent
-        self._replaced: set[str] = set()  # former lives of D
+        self._on_over, self._on_change = on_over, on_change
+        self._quiet_until = quiet_until
+        self._faults = faults or Faults()
+        self._cost = MeasuredCost()
+        self._fates = Fates()
+        self._record = LinkRecord(self._cost, trace)
+        self._connection = Connection(
+            endpoint,
+            source=source,
+            shape=shape,
+            sides=sides,
+            timeout_s=timeout_s,
+            faults=self._faults,
+            probe=self._cost.probe,
+            on_credit=self._record.credited,
+        )
+        self._peer = Peer(endpoint, self._connection, self._fates, self._record.lost, self._changed)
+        slice_bytes = min(slice_bytes, *(side.largest_move for side in sides))
+        self._outbox = Outbox(slice_bytes, lambda nbytes: self._cost.now().seconds(nbytes))
         self._thread = threading.Thread(target=self._run, name="epd-kv-link", daemon=True)
         self._thread.start()
 
-    def put(self, job: PacketJob | DoneJob) -> None:
-        self._queue.put(job)
+    # --- any thread -----------------------------------------------------------------------------------------------
+
+    def put(self, job: PacketJob, deadline: float) -> None:
+        """Send a packet; `deadline` (monotonic) says when it is wanted at D."""
+        self._fates.know(job.outs, time.monotonic())
+        self._outbox.put(job, deadline)
+        self._connection.wake.ring()
+
+    def end(self, job: DoneJob) -> None:
+        """Send DONE after all packets of its transfer."""
+        self._fates.know((job.out,), time.monotonic())
+        self._outbox.end(job)
+        self._connection.wake.ring()
+
+    def hasten(self, key: TransferKey, deadline: float) -> None:
+        """What is queued of this transfer is wanted earlier than was said."""
+        self._outbox.hasten(key, deadline)
+
+    def drop(self, key: TransferKey) -> None:
+        """Forget what is queued of this transfer, which has a new generation and has not ended."""
+        self._outbox.drop(key)
+
+    def cost(self) -> LinkCost:
+        return self._cost.now()
+
+    def backlog_s(self, deadline: float) -> float:
+        """How long what goes before a packet with this deadline will keep the link busy."""
+        nbytes = self._outbox.backlog_bytes(deadline) + self._record.in_flight_bytes
+        return self._cost.now().seconds(nbytes) if nbytes else 0.0
+
+    def snapshot(self) -> wire.KvLink:
+        """The link now. Its parts are read one by one while it works: each is right, they need not agree exactly."""
+        cost, up = self._cost.now(), self._peer.state == "up"
+        return wire.KvLink(
+            peer=self._peer.name or self._endpoint,
+            rank=self._rank,
+            state=self._peer.state,
+            reason=self._peer.reason,
+            transport=self._connection.side.label if up else "",
+            setup_s=cost.setup_s,
+            s_per_byte=cost.s_per_byte,
+            queued_bytes=self._outbox.backlog_bytes(),
+            retries=self._peer.retries,
+            **asdict(self._record.counters),
+        )
 
     def close(self) -> None:
-        self._queue.put(None)
+        """Send what is queued if the link is up, then end."""
+        self._connection.closing.set()
+        self._connection.wake.ring()
         self._thread.join(timeout=self._timeout_s)
 
+    # --- the link's thread ----------------------------------------------------------------------------------------
+
     def _run(self) -> None:
-        self._warm()
-        while (job := self._queue.get()) is not None:
+        self._device.enter_thread()
+        while not self._finished():
+            job = self._next()
+            outcome: Outcome = "failed"
             try:
-                self._do(job)
+                if isinstance(job, SliceJob):
+                    self._move(job)
+                elif isinstance(job, DoneJob):
+                    outcome = self._end(job)
+                else:
+                    self._peer.wait(job)
             except LinkError as error:
-                logger.error("KV link to %s: %s", self._endpoint, error)
-                self._fail(job.out)
-            except Exception:  # a dead thread would hold P's blocks and let D wait for ever
+                self._fail(job, str(error))
+            except Exception as error:  # a dead thread would hold P's blocks and let D wait for ever
                 logger.exception("KV link to %s", self._endpoint)
-                self._fail(job.out)
+                self._fail(job, f"{type(error).__name__}: {error}")
             if isinstance(job, DoneJob):
-                self._broken.discard(job.out.key)
-                self._on_over(job.out)
-        self._disconnect()
-        self._side.close()
+                self._over(job, outcome)
+        self._peer.disconnect()
+        for side in self._sides:
+            side.close()
 
-    def _warm(self) -> None:
-        """Open the link before traffic: a first transfer costs 0.4 s to 3.8 s more. Failure is found again later."""
-        try:
-            self._connect()
-        except (LinkError, zmq.ZMQError) as error:
-            logger.info("KV link to %s is not open yet: %s", self._endpoint, error)
-            self._disconnect()
+    def _over(self, job: DoneJob, outcome: Outcome) -> None:
+        self._record.ended(job, outcome)
+        self._fates.over(job.out.key)
+        self._on_over(job.out)
+        self._on_change()
 
-    def _do(self, job: PacketJob | DoneJob) -> None:
-        out = job.out
-        if out.key in self._broken:
-            return  # after a lost packet nothing of this transfer may arrive, least of all a DONE
-        if out.target in self._replaced:  # the connection to its successor stays
-            logger.error("KV link to %s: %s is gone", self._endpoint, out.target)
-            self._broken.add(out.key)
-            return
-        if self._target != out.target:
-            self._reconnect(out.target)
-        if isinstance(job, DoneJob):
-            # Preempted after its last chunk: its packets were skipped, so it is not whole.
-            stale = job.ok and job.generation != out.generation
-            done = wire.Done(out.key, job.ok and not stale, "preempted by prefill" if stale else job.reason)
-            self._send(done)
-            self._open.discard(out.key)
-            self._trace.stamp(out.key.transfer_id, "kv_sent", ok=done.ok)
-            return
-        job.written()
-        with out.lock:
-            if job.generation == out.generation:
-                self._open.add(out.key)
-                self._side.move(job.packet, self._send, self._receive)
-        self._drain()
+    def _changed(self) -> None:
+        self._record.peer = self._peer.name or self._endpoint
+        self._on_change()
 
-    def _fail(self, out: Outgoing) -> None:
-        """The link failed under this transfer: it ends, and so does all that is queued for the same life of D."""
-        self._disconnect()
-        self._broken.add(out.key)
-        with self._queue.mutex:
-            waiting = [job.out for job in self._queue.queue if job is not None]
-        self._broken.update(other.key for other in waiting if other.target == out.target)
+    def _finished(self) -> bool:
+        return self._connection.closing.is_set() and (not self._connection.is_open or self._outbox.empty())
 
-    def _reconnect(self, target: str) -> None:
-        former = self._target
-        self._disconnect()
-        self._connect()
-        if former and self._target != former:
-            self._replaced.add(former)
-        if self._target != target:  # who answers lives, and READY is sent after its sender has bound this address
-            self._replaced.add(target)
-            raise LinkError(f"{target} reserved the blocks, {self._target} answers")
+    def _next(self) -> SliceJob | DoneJob | float:
+        """What leaves now, or until when there is nothing."""
+        now = time.monotonic()
+        quiet_until = self._quiet_until(now) if self._connection.side.shares_network else 0.0
+        job = self._outbox.take(now, quiet_until)
+        if job is None:
+            return now + _IDLE_S
+        return now + job if isinstance(job, float) else job
 
-    def _connect(self) -> None:
-        self._socket = open_socket(zmq.DEALER)
-        self._socket.connect(self._endpoint)
-        staging, staging_bytes = self._side.hello()
-        self._send(wire.Hello(wire.VERSION, self._source, self._side.name, self._shape, staging, staging_bytes))
-        answer = self._receive()
-        if isinstance(answer, wire.HelloRefused):
-            raise LinkError(f"refused: {answer.reason}")
-        if not isinstance(answer, wire.HelloAck):
-            raise LinkError(f"expected an answer to hello, got {type(answer).__name__}")
-        self._side.opened(answer)
-        self._target = answer.target
+    def _move(self, job: SliceJob) -> None:
+        packet, connection = job.packet, self._connection
+        living = self._peer.reach(job.wanted())
+        if living:
+            self._ready(packet, living)
+            # Room first, then the locks: while D is slow to take packets nothing of P's is held.
+            connection.side.make_room(packet_bytes(job.slice, packet.block_bytes), connection.receive)
+        with ExitStack() as reading:
+            for out in living:
+                reading.enter_context(out.lock)
+            sendable = packet.current() & {out.key for out in living}
+            parts = tuple(part for part in job.slice.parts if part[0] in sendable)
+            if not parts:
+                self._record.left_out(packet)
+                return
+            part = LayerPacket(job.slice.first, job.slice.last, parts)
+            self._fates.sent(sendable)
+            move = self._record.moving(packet, part)
+            connection.staged_seq = 0
+            connection.side.move(part, connection.send, connection.receive)
+        self._record.moved(move, connection.staged_seq)
+        connection.wait(0.0)  # takes the credits that came in
 
-    def _disconnect(self) -> None:
-        self._target = ""
-        self._broken |= self._open
-        self._open.clear()
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+    def _ready(self, packet: PacketJob, outs: Sequence[Outgoing]) -> None:
+        """Returns when the device has written the packet's layers."""
+        if not packet.began_at:
+            self._faults.reached("packet")
+        began = time.monotonic()
+        packet.written()
+        self._record.computed(outs, began)
 
-    def _send(self, message: wire.ToDecodeWorker) -> None:
-        assert self._socket is not None
-        if not self._socket.poll(milliseconds(self._timeout_s), zmq.POLLOUT):
-            raise LinkError(f"decode takes no messages for {self._timeout_s} s")
-        self._socket.send(wire.encode(message))
+    def _end(self, job: DoneJob) -> Outcome:
+        if not self._peer.reach(job.wanted()):
+            return "failed"
+        self._faults.reached("done")
+        # Preempted after its last chunk: its packets were left out, so it is not whole.
+        stale = job.ok and job.generation != job.out.generation
+        packets = self._connection.side.staged(job.out.key)
+        reason = "preempted by prefill" if stale else job.reason
+        self._connection.send(wire.Done(job.out.key, job.ok and not stale, reason, packets, job.out.senders))
+        self._fates.done(job.out.key)
+        if not job.ok:
+            return "cancelled"
+        return "failed" if stale else "sent"
 
-    def _receive(self) -> wire.ToPrefillWorker:
-        assert self._socket is not None
-        if not readable(self._socket, self._timeout_s):
-            raise LinkError(f"decode has been silent for {self._timeout_s} s")
-        try:
-            return wire.to_prefill_worker.decode(self._socket.recv())
-        except wire.DecodeError as error:
-            raise LinkError(f"malformed answer: {error}") from error
-
-    def _drain(self) -> None:
-        """Take credits that have come in, so that the next packet finds room."""
-        assert self._socket is not None
-        while readable(self._socket):
-            answer = self._receive()
-            if isinstance(answer, wire.Credit):
-                self._side.credit(answer.seq)
+    def _fail(self, job: SliceJob | DoneJob | float, reason: str) -> None:
+        """This job's transfers end, and all that have packets on the connection."""
+        if not isinstance(job, float):
+            self._fates.broke(job.wanted())
+        self._peer.failed(reason)

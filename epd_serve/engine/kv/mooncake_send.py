@@ -3,56 +3,126 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from epd_serve import wire
 from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
-from epd_serve.engine.kv.regions import Layers
+from epd_serve.engine.kv.regions import Layers, LinkPieces
 from epd_serve.engine.kv.transport import AwaitMessage, LayerPacket, LinkError, SendMessage
+from epd_serve.kv.heads import copies
+from epd_serve.kv.plan import Run
+from epd_serve.wire import TransferKey
 
 _MAX_BATCH = 1024  # more than 2048 descriptors in a batch fail
+_LARGEST_MOVE = 64 << 20
 _PENDING, _DONE = 0, 1
+
+Write = tuple[int, int, int]  # source address, target address, bytes
+
+
+@dataclass(frozen=True)
+class _Path:
+    """From one region of P to the same one of D. `copies`: (offset here, offset there, bytes) in each block."""
+
+    source: int
+    target: int
+    source_block: int
+    target_block: int
+    copies: tuple[tuple[int, int, int], ...]
+
+    def writes(self, run: Run) -> Iterator[Write]:
+        source = self.source + run.src * self.source_block
+        target = self.target + run.dst * self.target_block
+        if self.copies == ((0, 0, self.source_block),) and self.source_block == self.target_block:
+            yield source, target, run.count * self.source_block
+            return
+        for block in range(run.count):
+            for here, there, nbytes in self.copies:
+                yield source + block * self.source_block + here, target + block * self.target_block + there, nbytes
 
 
 class MooncakeSendSide:
-    """P's end of one link."""
+    """P's end of one link.
+
+    Args:
+        endpoint: this worker's; may start at its first use, and raises LinkError where it cannot.
+        protocol: Mooncake's, for reports.
+    """
 
     name = "mooncake"
+    shares_network = True
+    largest_move = _LARGEST_MOVE
 
-    def __init__(self, layers: Layers, endpoint: MooncakeEndpoint, timeout_s: float) -> None:
+    def __init__(
+        self, layers: Layers, endpoint: Callable[[], MooncakeEndpoint], protocol: str, timeout_s: float
+    ) -> None:
+        self.label = f"mooncake/{protocol}"
         self._layers = layers
         self._endpoint = endpoint
         self._timeout_s = timeout_s
         self._session = ""
-        self._bases: list[int] = []
-        self._first_region = [0]
-        for layer in layers:
-            self._first_region.append(self._first_region[-1] + len(layer))
+        self._scratch = (0, 0)
+        self._paths: list[list[_Path]] = []  # per layer, per region
+
+    @property
+    def largest_probe(self) -> int:
+        return min(self._scratch[1], self._endpoint().scratch[1])
 
     def hello(self) -> tuple[str, int]:
+        self._endpoint()
         return "", 0
 
-    def opened(self, ack: wire.HelloAck) -> None:
-        self._session, self._bases = ack.session, list(ack.bases)
+    def opened(self, ack: wire.HelloAck, pieces: LinkPieces | None) -> None:
+        self._session, self._scratch = ack.session, ack.scratch
+        regions = [(layer, place) for layer, found in enumerate(self._layers) for place in range(len(found))]
+        if len(ack.bases) != len(regions) or not ack.session:
+            raise LinkError(f"decode names {len(ack.bases)} regions of {len(regions)}, session {ack.session!r}")
+        if not ack.scratch[1]:
+            raise LinkError("decode offers no memory for probes")
+        self._paths = [[] for _ in self._layers]
+        for (layer, place), base in zip(regions, ack.bases, strict=True):
+            self._paths[layer].append(self._path(layer, place, base, ack, pieces))
+
+    def probe(self, nbytes: int, send: SendMessage, receive: AwaitMessage) -> None:
+        self._write([(self._endpoint().scratch[0], self._scratch[0], nbytes)])
+
+    def make_room(self, nbytes: int, receive: AwaitMessage) -> None:
+        """D's memory is its own: nothing waits for a message of the peer."""
 
     def move(self, packet: LayerPacket, send: SendMessage, receive: AwaitMessage) -> int:
-        sources: list[int] = []
-        targets: list[int] = []
-        sizes: list[int] = []
-        for index in range(packet.first, packet.last):
-            for offset, region in enumerate(self._layers[index]):
-                base = self._bases[self._first_region[index] + offset]
-                for _, runs in packet.parts:
-                    for run in runs:
-                        sources.append(region.data.data_ptr() + run.src * region.block_bytes)
-                        targets.append(base + run.dst * region.block_bytes)
-                        sizes.append(run.count * region.block_bytes)
-        for at in range(0, len(sizes), _MAX_BATCH):
-            part = slice(at, at + _MAX_BATCH)
-            self._write(sources[part], targets[part], sizes[part])
-        return sum(sizes)
+        writes = [
+            write
+            for layer in self._paths[packet.first : packet.last]
+            for path in layer
+            for _, runs in packet.parts
+            for run in runs
+            for write in path.writes(run)
+        ]
+        for at in range(0, len(writes), _MAX_BATCH):
+            self._write(writes[at : at + _MAX_BATCH])
+        return sum(nbytes for _, _, nbytes in writes)
 
-    def _write(self, sources: list[int], targets: list[int], sizes: list[int]) -> None:
-        engine = self._endpoint.engine
+    def staged(self, key: TransferKey) -> int:
+        return 0
+
+    def credit(self, seq: int) -> None:
+        """Nothing is staged here."""
+
+    def close(self) -> None:
+        """The engine lives as long as the worker."""
+
+    def _path(self, layer: int, place: int, base: int, ack: wire.HelloAck, pieces: LinkPieces | None) -> _Path:
+        region = self._layers[layer][place]
+        source, here = region.data.data_ptr(), region.block_bytes
+        if pieces is None:
+            return _Path(source, base, here, here, ((0, 0, here),))
+        there = ack.shape["region_block_bytes"][layer][place]
+        return _Path(source, base, here, there, tuple(copies(pieces.mine[layer][place], pieces.theirs[layer][place])))
+
+    def _write(self, writes: Sequence[Write]) -> None:
+        engine = self._endpoint().engine
+        sources, targets, sizes = (list(column) for column in zip(*writes, strict=True))
         # The synchronous call spins on a core; polling with short sleeps leaves it to the forward pass.
         batch = engine.batch_transfer_async_write(self._session, sources, targets, sizes)
         if batch == 0:
@@ -66,9 +136,3 @@ class MooncakeSendSide:
             pause_s = min(pause_s * 1.5, 1e-3)
         if status != _DONE:
             raise LinkError(f"a write to {self._session} failed with status {status}")
-
-    def credit(self, seq: int) -> None:
-        """Nothing is staged here."""
-
-    def close(self) -> None:
-        """The engine lives as long as the worker."""

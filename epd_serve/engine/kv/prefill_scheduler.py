@@ -24,20 +24,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class PrefillStep:
-    """Scheduler → worker, per step. `stops` and `preempted` are request ids."""
+    """Scheduler → worker, per step. `stops` and `preempted` are request ids, `tokens` those of the whole step."""
 
     chunks: list[ChunkJob] = field(default_factory=list)
     stops: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
-    idle: bool = False
+    tokens: int = 0
+
+    @property
+    def idle(self) -> bool:
+        return not self.tokens
 
 
 class PrefillScheduler:
     """One per P scheduler. See `epd_serve.engine.kv.connector` for when vLLM calls what."""
 
-    def __init__(self, wiring: StageWiring, block_size: int, tp: int) -> None:
+    def __init__(self, wiring: StageWiring, block_size: int, kv_heads: int) -> None:
         self._block_size = block_size
-        self._tp = tp
+        self._kv_heads = kv_heads
         self._trace = Trace(wiring.trace_path, wiring.instance)
         desk = PrefillDesk(wiring.incarnation, wiring.kv_ready_wait_s)
         self._control = PrefillControl(desk, wiring.kv_endpoint, faults_of(wiring.kv_faults))
@@ -64,7 +68,7 @@ class PrefillScheduler:
                 digest,
                 time.monotonic(),
                 block_size=self._block_size,
-                ranks=self._tp,
+                kv_heads=self._kv_heads,
             )
         self._control.flush()
         if admission is Admission.WAIT:
@@ -77,7 +81,8 @@ class PrefillScheduler:
 
     def step(self, output: SchedulerOutput) -> PrefillStep:
         """Metadata of one step: the blocks that become whole in it, per transfer."""
-        step = PrefillStep(preempted=list(output.preempted_req_ids or ()), idle=not output.total_num_scheduled_tokens)
+        tokens = output.total_num_scheduled_tokens
+        step = PrefillStep(preempted=list(output.preempted_req_ids or ()), tokens=tokens)
         self._collect_stops()
         step.stops, self._stops = self._stops, []
         for new in output.scheduled_new_reqs:
@@ -159,9 +164,8 @@ class PrefillScheduler:
         chunk = sending.chunk(ready, computed + scheduled)
         if chunk is None:
             return
-        endpoints = tuple(ready.endpoints)
-        last = not chunk.remaining
-        step.chunks.append(ChunkJob(sending.key, request, ready.source, endpoints, chunk.src, chunk.dst, last))
+        where = (ready.source, tuple(ready.endpoints), chunk.src, chunk.dst)
+        step.chunks.append(ChunkJob(sending.key, request, *where, chunk.remaining))
         if new:
             self._trace.stamp(sending.key.transfer_id, "prefill_start")
 

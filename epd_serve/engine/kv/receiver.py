@@ -1,26 +1,34 @@
 """D's worker side: the listener that receives packets and DONE, and the exactly-once reports to vLLM.
 
 vLLM asserts on an unknown or doubled report, so a transfer is reported when two things have met: the step that told
-this worker about the request (`expect`), and its end (DONE, or `fail` from the scheduler). DONE may come first.
+this worker about the request (`expect`), and its end, of which `epd_serve.kv.arrivals` keeps account. Once reported its
+blocks are vLLM's again: late packets of it are dropped, and the report waits for one that is being written.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import threading
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
 
 from epd_serve import wire
-from epd_serve.engine.kv.regions import differences
+from epd_serve.engine.kv.faults import Faults
+from epd_serve.engine.kv.regions import ShapesDifferError, pieces_of
 from epd_serve.engine.kv.transport import LinkError, ReceiveSide
-from epd_serve.engine.sockets import open_socket, readable
-from epd_serve.kv.tombstones import Tombstones
+from epd_serve.engine.sockets import milliseconds, open_socket
+from epd_serve.engine.wake import WakeLine
+from epd_serve.kv.arrivals import Arrivals, Worker
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
+from npu_ops.memory import DeviceMemory
 
 logger = logging.getLogger(__name__)
 
@@ -36,23 +44,64 @@ class Expected:
     blocks: tuple[int, ...]
 
 
-class Receiver:
-    """Owns the ROUTER that every P worker of the same rank connects to, and its thread."""
+@dataclass
+class _Peer:
+    """A connection that has said hello.
 
-    def __init__(self, endpoint: str, target: str, shape: Mapping[str, Any], side: ReceiveSide, trace: Trace) -> None:
+    Attributes:
+        worker: instance, incarnation and rank: who it is, over all its connections.
+        memory: transport and staging memory of its hello.
+        last_seq: of its packets; staged: how many had a part in a transfer, until its DONE.
+    """
+
+    side: ReceiveSide
+    worker: Worker
+    memory: tuple[str, str]
+    last_seq: int = -1
+    staged: Counter[TransferKey] = field(default_factory=Counter)
+
+
+class Receiver:
+    """Owns the ROUTER that the workers of P connect to, and its thread.
+
+    Args:
+        target: instance and incarnation of D.
+        shape: of this worker's KV cache (`regions.shape_of`).
+        sides: D's ends of the transports; P chooses one per link.
+        device: that the listener thread enters.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        target: str,
+        shape: Mapping[str, Any],
+        sides: Sequence[ReceiveSide],
+        trace: Trace,
+        *,
+        device: DeviceMemory,
+        faults: Faults,
+    ) -> None:
         self._target = target
         self._shape = dict(shape)
-        self._side = side
+        self._sides = {side.name: side for side in sides}
         self._trace = trace
+        self._device = device
+        self._faults = faults
         self._changed = threading.Condition()
-        self._expected: dict[TransferKey, Expected] = {}
-        self._ended: dict[TransferKey, wire.Done] = {}
-        self._over = Tombstones()
+        # `_changed` guards it; of what is over, reading needs `_copying` only.
+        self._arrivals = Arrivals[Expected](one_sided=any(side.quarantine_s > 0 for side in sides))
         self._copying = threading.Lock()  # held while a packet is written; taken after _changed
-        self._greeted: set[bytes] = set()
+        self._peers: dict[bytes, _Peer] = {}
+        self._late: list[tuple[float, int, bytes, bytes]] = []  # heap of answers that a fault delays
+        self._number = itertools.count()
         self._closing = threading.Event()
+        self._wake = WakeLine()
         self._router = open_socket(zmq.ROUTER)
         self._router.bind(endpoint)
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake.listener, zmq.POLLIN)
+        self._poller.register(self._router, zmq.POLLIN)
         self._thread = threading.Thread(target=self._listen, name="epd-kv-receiver", daemon=True)
         self._thread.start()
 
@@ -62,93 +111,145 @@ class Receiver:
         """What this step's metadata says: new requests that wait, and transfers the scheduler gave up."""
         with self._changed:
             for item in expected:
-                self._expected[item.key] = item
+                self._arrivals.expect(item.key, item)
             for key in failed:
-                if key in self._expected and key not in self._ended:
-                    self._ended[key] = wire.Done(key, ok=False, reason="given up by the scheduler")
+                self._arrivals.give_up(key)
 
     def take_finished(self, *, idle: bool) -> tuple[list[Expected], list[Expected]]:
         """(received, failed) since the last call, each transfer once. An idle step waits briefly for one."""
         with self._changed:
-            if idle and self._expected and not self._ended:
+            if idle and self._arrivals.pending():
                 self._changed.wait(_IDLE_WAIT_S)
-            received: list[Expected] = []
-            failed: list[Expected] = []
-            for key in [key for key in self._ended if key in self._expected]:
-                done, item = self._ended.pop(key), self._expected.pop(key)
-                with self._copying:  # after this report the blocks are reused: no write of a packet may be under way
-                    self._over.add(key, done.reason)
-                (received if done.ok else failed).append(item)
-                if not done.ok:
-                    logger.warning("KV transfer %s of %s failed: %s", key.transfer_id, item.request, done.reason)
-            return received, failed
+            if not self._arrivals.has_ended():
+                return [], []
+            with self._copying:  # after this report the blocks are reused: no write of a packet may be under way
+                taken = self._arrivals.take()
+        for item, end in taken:
+            if not end.ok:
+                logger.warning("KV transfer %s of %s failed: %s", item.key.transfer_id, item.request, end.reason)
+        return [item for item, end in taken if end.ok], [item for item, end in taken if not end.ok]
 
     def close(self) -> None:
         self._closing.set()
+        self._wake.ring()
         self._thread.join(timeout=5)
 
     # --- listener thread ------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
+        self._device.enter_thread()
         while not self._closing.is_set():
-            if not readable(self._router, 0.2):
-                continue
-            frames = self._router.recv_multipart()
             try:
-                self._handle(frames[0], wire.to_decode_worker.decode(frames[-1]))
+                self._turn()
             except wire.DecodeError as error:
                 logger.warning("ignoring a malformed message on the KV data channel: %s", error)
+            except Exception:  # a dead thread would leave every transfer of this worker to its deadline
+                logger.exception("the KV data channel")
         self._router.close()
-        self._side.close()
+        for side in self._sides.values():
+            side.close()
+
+    def _turn(self) -> None:
+        while self._late and self._late[0][0] <= time.monotonic():
+            _, _, peer, data = heapq.heappop(self._late)
+            self._router.send_multipart([peer, data])
+        timeout = milliseconds(max(0.0, self._late[0][0] - time.monotonic())) + 1 if self._late else None
+        if self._router in dict(self._poller.poll(timeout)):
+            frames = self._router.recv_multipart()
+            self._handle(frames[0], wire.to_decode_worker.decode(frames[-1]))
 
     def _handle(self, peer: bytes, message: wire.ToDecodeWorker) -> None:
         if isinstance(message, wire.Hello):
             self._answer(peer, self._greet(peer, message))
         elif isinstance(message, wire.Packet):
-            if reason := self._copy(peer, message):
-                logger.error("KV link: %s", reason)
-                for key, _ in message.parts:
-                    self._end(wire.Done(key, False, reason))
+            self._take(peer, message)
             self._answer(peer, wire.Credit(message.seq))
         elif isinstance(message, wire.Probe):
-            self._answer(peer, wire.Credit(message.seq))
+            self._answer(peer, self._probe(peer, message))
         else:
-            self._trace.stamp(message.key.transfer_id, "kv_done", ok=message.ok)
-            if message.ok and peer not in self._greeted:  # ZMQ reconnected by itself: packets may be lost
-                message = wire.Done(message.key, False, "the link was interrupted")
-            self._end(message)
-
-    def _copy(self, peer: bytes, packet: wire.Packet) -> str:
-        """Write one packet; "" or why it cannot be written, which ends its transfers: a hole must not pass for KV."""
-        with self._copying:
-            # Late packets of transfers that were given up: their blocks are reused.
-            dropped = {key for key, _ in packet.parts if key in self._over}
-            try:
-                self._side.packet(peer, packet, dropped)
-            except LinkError as error:
-                return str(error)
-        return ""
-
-    def _end(self, done: wire.Done) -> None:
-        with self._changed:
-            if done.key not in self._over:
-                self._ended.setdefault(done.key, done)
-                self._changed.notify_all()
-
-    def _greet(self, peer: bytes, hello: wire.Hello) -> wire.ToPrefillWorker:
-        mine = {**self._shape, "version": wire.VERSION, "transport": self._side.name}
-        theirs = {**hello.shape, "version": hello.version, "transport": hello.transport}
-        if reason := differences(mine, theirs):
-            logger.error("refusing KV from %s: %s", hello.source, reason)
-            return wire.HelloRefused(reason)
-        try:
-            self._side.attach(peer, hello)
-        except LinkError as error:
-            logger.error("refusing KV from %s: %s", hello.source, error)
-            return wire.HelloRefused(str(error))
-        self._greeted.add(peer)
-        session, bases = self._side.session()
-        return wire.HelloAck(self._target, session, bases)
+            self._done(peer, message)
 
     def _answer(self, peer: bytes, message: wire.ToPrefillWorker) -> None:
-        self._router.send_multipart([peer, wire.encode(message)])
+        for delay_s in self._faults.deliveries(message):
+            if delay_s:
+                due = time.monotonic() + delay_s
+                heapq.heappush(self._late, (due, next(self._number), peer, wire.encode(message)))
+            else:
+                self._router.send_multipart([peer, wire.encode(message)])
+
+    # --- links ----------------------------------------------------------------------------------------------------
+
+    def _greet(self, peer: bytes, hello: wire.Hello) -> wire.ToPrefillWorker:
+        known = self._peers.get(peer)
+        repeated = known is not None and known.memory == (hello.transport, hello.staging)
+        if not repeated and (reason := _failure_of(lambda: self._attach(peer, hello))):
+            logger.error("refusing KV from %s: %s", hello.source, reason)
+            return wire.HelloRefused(reason)
+        side = self._peers[peer].side
+        return wire.HelloAck(self._target, *side.session(), side.scratch(), self._shape)
+
+    def _attach(self, peer: bytes, hello: wire.Hello) -> None:
+        if hello.version != wire.VERSION:
+            raise LinkError(f"version: {wire.VERSION} here, {hello.version} there")
+        side = self._sides.get(hello.transport)
+        if side is None:
+            raise LinkError(f"transport: {' or '.join(self._sides)} here, {hello.transport} there")
+        side.attach(peer, hello, pieces_of(self._shape, hello.shape, sending=False))
+        worker, memory = (hello.source, hello.shape.get("rank", 0)), (hello.transport, hello.staging)
+        for former in [key for key, it in self._peers.items() if (it.worker, it.memory) == (worker, memory)]:
+            del self._peers[former]
+        self._peers[peer] = _Peer(side, worker, memory)
+
+    def _probe(self, peer: bytes, probe: wire.Probe) -> wire.ToPrefillWorker:
+        if reason := _failure_of(lambda: self._side(peer).probe(peer, probe)):
+            logger.error("KV link: %s", reason)
+            return wire.HelloRefused(reason)
+        return wire.Credit(probe.seq)
+
+    def _side(self, peer: bytes) -> ReceiveSide:
+        if peer not in self._peers:
+            raise LinkError("a packet from a peer that has not said hello")
+        return self._peers[peer].side
+
+    # --- transfers ------------------------------------------------------------------------------------------------
+
+    def _take(self, peer: bytes, packet: wire.Packet) -> None:
+        """Write one packet, once. What cannot be written fails its transfers: a hole must not pass for KV."""
+        known = self._peers.get(peer)
+        if known is not None:
+            if packet.seq <= known.last_seq:
+                return  # delivered twice
+            known.last_seq = packet.seq
+            known.staged.update({key for key, _ in packet.parts})
+        with self._copying:
+            # Late packets of transfers that were given up: their blocks are reused.
+            dropped = {key for key, _ in packet.parts if self._arrivals.is_over(key)}
+            reason = _failure_of(lambda: self._side(peer).packet(peer, packet, dropped))
+        if reason:
+            logger.error("KV link: %s", reason)
+            with self._changed:
+                for key, _ in packet.parts:
+                    self._arrivals.lost(key, reason)
+                self._changed.notify_all()
+
+    def _done(self, peer: bytes, done: wire.Done) -> None:
+        self._faults.reached("received")
+        known = self._peers.get(peer)
+        worker, packets = (None, 0) if known is None else (known.worker, known.staged.pop(done.key, 0))
+        with self._changed:
+            end = self._arrivals.done(worker, done, packets)
+            if end is not None:
+                self._trace.stamp(done.key.transfer_id, "kv_done", ok=end.ok)
+            self._changed.notify_all()
+
+
+def _failure_of(action: Callable[[], None]) -> str:
+    """Runs it; why it failed, or ""."""
+    try:
+        action()
+    except (LinkError, ShapesDifferError) as error:
+        return str(error)
+    except Exception as error:  # what a device or a mapping says concerns this link, not the worker
+        logger.exception("the KV data channel")
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,32 +1,41 @@
-"""P's worker side: cuts each step's KV into packets of g layers as the forward pass produces them.
+"""P's worker side: hands each step's KV to the links as the forward pass produces it; reports transfers that are over.
 
-EPD-Serve §3.3, asynchronous overlap: vLLM calls `layer_saved` after each attention layer; every g layers a packet per
-running transfer goes to the queue of its link, which sends while the next layers compute. `flush` sweeps what hooks
-missed (they vanish under full graphs). Layers are counted, names are not trusted.
+EPD-Serve §3.3, asynchronous overlap: vLLM calls `layer_saved` after each attention layer; packets of adjacent layers
+(`step_packets.py`) go to the links, which send while the next layers compute. `flush` sweeps what hooks missed (they
+vanish under full graphs). Layers are counted, names are not trusted.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from epd_serve.engine.kv.link import DoneJob, Link, Outgoing, PacketJob
-from epd_serve.engine.kv.transport import LayerPacket
-from epd_serve.kv.plan import Run, coalesce
+from epd_serve import wire
+from epd_serve.engine.kv.layer_clock import LayerClock
+from epd_serve.engine.kv.link import Link
+from epd_serve.engine.kv.link_jobs import DoneJob, Outgoing
+from epd_serve.engine.kv.routes import Route, routes_of
+from epd_serve.engine.kv.step_packets import StepPackets
+from epd_serve.kv.grouping import Grouping
+from epd_serve.kv.plan import coalesce
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
+from npu_ops.memory import DeviceMemory
 
 _IDLE_WAIT_S = 0.002
 
 
 @dataclass(frozen=True)
 class ChunkJob:
-    """What one step computes of one transfer: block pairs that become whole, and whether the prompt ends here.
+    """What one step computes of one transfer: block pairs that become whole, and how much of the prompt is to come.
 
     Attributes:
-        target: D's instance and incarnation; endpoint: its worker of this rank.
+        target: D's instance and incarnation; endpoints: its workers, by rank.
         src, dst: block ids at P and at D, same length.
+        remaining: prompt tokens still to compute after this step.
     """
 
     key: TransferKey
@@ -35,99 +44,130 @@ class ChunkJob:
     endpoints: tuple[str, ...]
     src: tuple[int, ...]
     dst: tuple[int, ...]
-    last: bool
+    remaining: int
+
+    @property
+    def last(self) -> bool:
+        return self.remaining == 0
+
+
+class OpenLink(Protocol):
+    """Makes the link to one worker of D: its address and rank, and whom to tell when a transfer is over."""
+
+    def __call__(self, endpoint: str, rank: int, on_over: Callable[[Outgoing], None]) -> Link: ...
 
 
 @dataclass
 class _Transfer:
-    out: Outgoing
-    link: Link
-    ending: bool = False  # its DONE is queued: nothing may follow
+    """`ways`: to each worker of D that this worker sends to. `ending`: its DONEs are queued, nothing may follow."""
 
-    def end(self, *, ok: bool, reason: str = "") -> None:
-        self.ending = True
-        self.link.put(DoneJob(self.out, self.out.generation, ok, reason))
+    key: TransferKey
+    request: str
+    ways: list[tuple[Link, Route, Outgoing]]
+    ending: bool = False
 
 
 class Sender:
-    """Owns the links of one P worker and the transfers on them.
+    """Owns the links of one P worker and the transfers on them. For the model runner's thread, but for `report`.
 
     Args:
-        group_layers: g, layers per packet.
-        open_link: makes the link to an endpoint; called once per endpoint with the callback for ended transfers.
-        mark_written: records on the device that the KV of the layers so far is written, and returns how to wait.
+        shape: of this worker's KV cache (`regions.shape_of`).
+        open_link: called once per worker of D that this one sends to.
     """
 
     def __init__(
-        self,
-        *,
-        rank: int,
-        num_layers: int,
-        group_layers: int,
-        open_link: Callable[[str, Callable[[Outgoing], None]], Link],
-        mark_written: Callable[[], Callable[[], None]],
-        trace: Trace,
+        self, *, shape: Mapping[str, Any], grouping: Grouping, device: DeviceMemory, open_link: OpenLink, trace: Trace
     ) -> None:
-        self._rank = rank
-        self._num_layers = num_layers
-        self._group = group_layers
+        self._shape = dict(shape)
+        self._layers = int(shape["layers"])
+        self._device = device
         self._open_link = open_link
-        self._mark_written = mark_written
         self._trace = trace
+        self._clock = LayerClock(device, self._layers, trace)
+        self._packets = StepPackets(grouping, self._layers)
         self._links: dict[str, Link] = {}
-        self._step: list[tuple[_Transfer, tuple[Run, ...], bool]] = []
+        self._step: list[tuple[_Transfer, bool]] = []  # and whether its prompt ends in this step
         self._layer = 0
-        self._packed = 0
         self._transfers: dict[str, _Transfer] = {}  # by request id, until reported
         self._finished: set[str] = set()  # of those, the ones vLLM has finished
         self._changed = threading.Condition()
-        self._over: set[str] = set()  # of those, the ones whose transfer has ended; guarded by _changed
+        self._ways_left: dict[str, int] = {}  # per request, links on which it is not over; guarded by _changed
+        self._over: set[str] = set()  # requests that are over on all links; guarded by _changed
 
-    def warm(self, endpoints: Iterable[str]) -> None:
-        """Open links before traffic."""
-        for endpoint in endpoints:
-            self._link(endpoint)
+    @property
+    def layer_s(self) -> float:
+        """Seconds per layer of the last step that was measured; 0.0 before there was one."""
+        return self._clock.last_s
 
-    def begin_step(self, chunks: Iterable[ChunkJob], stops: Iterable[str], preempted: Iterable[str]) -> None:
-        """Take the step's metadata (`stops` and `preempted` are request ids).
+    def warm(self, peers: Iterable[Sequence[str]]) -> None:
+        """Open links before traffic. Each peer is the addresses of its workers, by rank."""
+        for endpoints in peers:
+            self._ways(endpoints)
 
-        Preempted transfers are fenced before this step's forward pass can overwrite their blocks.
-        """
-        self._step, self._layer, self._packed = [], 0, 0
-        for request in preempted:
-            if request in self._transfers:
-                self._transfers[request].out.invalidate()
-        for request in stops:
+    def preempt(self, requests: Iterable[str]) -> None:
+        """On return no packet of these is being read, and none that is queued will be: their blocks may be reused."""
+        for request in requests:
             transfer = self._transfers.get(request)
-            if transfer is not None and not transfer.ending:
-                transfer.out.skip()
-                transfer.end(ok=False, reason="cancelled")
+            if transfer is not None:
+                for link, _, out in transfer.ways:
+                    out.invalidate()
+                    if not transfer.ending:
+                        link.drop(out.key)
+
+    def begin_step(
+        self, chunks: Iterable[ChunkJob], stops: Iterable[str], preempted: Iterable[str], tokens: int
+    ) -> None:
+        """Take the step's metadata, before its forward pass can overwrite the blocks of what is preempted.
+
+        Args:
+            stops, preempted: request ids.
+            tokens: that the step computes in all.
+        """
+        self._step, self._layer = [], 0
+        self._packets.begin()
+        self.preempt(preempted)
+        for request in stops:
+            self._stop(request)
         for chunk in chunks:
-            transfer = self._transfers.get(chunk.request)
-            if transfer is None:
-                out = Outgoing(chunk.key, chunk.request, chunk.target)
-                transfer = self._transfers[chunk.request] = _Transfer(out, self._link(chunk.endpoints[self._rank]))
-            self._step.append((transfer, coalesce(chunk.src, chunk.dst), chunk.last))
+            transfer = self._transfers.get(chunk.request) or self._begin(chunk)
+            if not transfer.ending:
+                self._step.append((transfer, chunk.last))
+                self._pack(transfer, chunk)
+        if self._step:
+            layer_s = self._clock.layer_s(tokens)
+            self._clock.begin(tokens)
+            self._hasten(time.monotonic() + self._layers * layer_s)
+            self._packets.plan(layer_s)
 
     def layer_saved(self) -> None:
         """One more layer's KV is (being) written."""
-        if self._step and self._layer < self._num_layers:
-            self._layer += 1
-            if self._layer - self._packed >= self._group or self._layer == self._num_layers:
-                self._pack(self._layer)
+        if not self._step or self._layer == self._layers:
+            return
+        self._layer += 1
+        leaving = self._packets.leaving(self._layer)
+        fence = self._clock.layer(self._device.timed_fence() if leaving else None)
+        for convoy in leaving:
+            assert fence is not None
+            convoy.send(self._layer, fence.wait)
 
     def flush(self) -> None:
         """The forward pass has ended: send layers that no hook announced, and close transfers that are complete."""
-        if self._step and self._packed < self._num_layers:
-            self._pack(self._num_layers)
-        for transfer, _, last in self._step:
-            if last and not transfer.ending:
-                self._trace.stamp(transfer.out.key.transfer_id, "prefill_end")
-                transfer.end(ok=True)
+        if not self._step:
+            return
+        self._clock.end()
+        unsent = self._packets.unsent()
+        if unsent:
+            fence = self._device.timed_fence()
+            for convoy in unsent:
+                convoy.send(self._layers, fence.wait)
+        for transfer, last in self._step:
+            if last:
+                self._trace.stamp(transfer.key.transfer_id, "prefill_end")
+                self._end(transfer, ok=True)
         self._step = []
 
     def take_over(self, finished: Iterable[str], *, idle: bool) -> set[str]:
-        """Requests both finished by vLLM and over on the link, each reported once. An idle step waits briefly."""
+        """Requests both finished by vLLM and over on all links, each reported once. An idle step waits briefly."""
         self._finished.update(request for request in finished if request in self._transfers)
         with self._changed:
             if idle and self._finished and not self._over & self._finished:
@@ -139,24 +179,71 @@ class Sender:
             del self._transfers[request]
         return both
 
+    def report(self) -> list[wire.KvLink]:
+        """All links as they are now. Any thread."""
+        return [link.snapshot() for link in list(self._links.values())]
+
     def close(self) -> None:
         for link in self._links.values():
             link.close()
 
-    def _pack(self, upto: int) -> None:
-        written = self._mark_written()
-        for transfer, runs, _ in self._step:
-            if runs and not transfer.ending:
-                packet = LayerPacket(self._packed, upto, ((transfer.out.key, runs),))
-                transfer.link.put(PacketJob(transfer.out, transfer.out.generation, packet, written))
-        self._packed = upto
+    def _begin(self, chunk: ChunkJob) -> _Transfer:
+        ways = [
+            (link, route, Outgoing(chunk.key, chunk.request, chunk.target, route.senders))
+            for link, route in self._ways(chunk.endpoints)
+        ]
+        transfer = self._transfers[chunk.request] = _Transfer(chunk.key, chunk.request, ways)
+        with self._changed:
+            self._ways_left[chunk.request] = len(ways)
+        return transfer
 
-    def _link(self, endpoint: str) -> Link:
-        if endpoint not in self._links:
-            self._links[endpoint] = self._open_link(endpoint, self._ended)
-        return self._links[endpoint]
+    def _pack(self, transfer: _Transfer, chunk: ChunkJob) -> None:
+        runs = coalesce(chunk.src, chunk.dst)
+        if runs:
+            for link, route, out in transfer.ways:
+                self._packets.add(link, route.block_bytes, out, runs, ending=chunk.last)
+
+    def _hasten(self, deadline: float) -> None:
+        """What was queued in earlier steps of prompts that end in this one is now as urgent as the rest of them."""
+        for transfer, last in self._step:
+            for link, _, out in transfer.ways if last else ():
+                link.hasten(out.key, deadline)
+
+    def _stop(self, request: str) -> None:
+        transfer = self._transfers.get(request)
+        if transfer is not None and not transfer.ending:
+            for link, _, out in transfer.ways:
+                out.skip()
+                link.drop(out.key)
+            self._end(transfer, ok=False, reason="cancelled")
+
+    def _end(self, transfer: _Transfer, *, ok: bool, reason: str = "") -> None:
+        transfer.ending = True
+        now = time.monotonic()
+        for link, _, out in transfer.ways:
+            link.end(DoneJob(out, out.generation, ok, reason, now))
+        if not transfer.ways:  # heads that every worker holds are sent by some: this one owes nothing
+            self._report_over(transfer.request)
+
+    def _ways(self, endpoints: Sequence[str]) -> list[tuple[Link, Route]]:
+        found = []
+        for route in routes_of(self._shape, len(endpoints)):
+            endpoint = endpoints[route.rank]
+            if endpoint not in self._links:
+                self._links[endpoint] = self._open_link(endpoint, route.rank, self._ended)
+            found.append((self._links[endpoint], route))
+        return found
 
     def _ended(self, out: Outgoing) -> None:
+        """A link is through with a transfer. Its thread."""
         with self._changed:
-            self._over.add(out.request)
+            self._ways_left[out.request] -= 1
+            if self._ways_left[out.request]:
+                return
+        self._report_over(out.request)
+
+    def _report_over(self, request: str) -> None:
+        with self._changed:
+            self._ways_left.pop(request, None)
+            self._over.add(request)
             self._changed.notify_all()

@@ -1,79 +1,140 @@
-"""KV through shared memory on one host, D's end: maps each sender's staging memory, copies packets out of it."""
+"""KV through shared memory on one host, D's end: maps each sender's staging memory, copies packets out of it.
+
+What `packet` and `probe` copy has arrived when they return: the device's copies are waited for, as the staging memory
+is used again after the credit, and DONE may follow at once.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
 
 import torch
 
 from epd_serve import wire
-from epd_serve.engine.kv.regions import Layers
-from epd_serve.engine.kv.transport import LinkError, packet_bytes
+from epd_serve.engine.kv.regions import Layers, LinkPieces, Pieces, Region, whole_blocks
+from epd_serve.engine.kv.transport import LinkError
+from epd_serve.kv.heads import Piece
+from npu_ops.memory import DeviceMemory
+
+_LANDING_BYTES = 8 << 20  # at least; senders cut their packets so
+
+
+@dataclass(frozen=True)
+class _Sender:
+    """A link: the staging memory of P's worker, and what of D's blocks comes through it."""
+
+    path: str
+    staging: torch.Tensor
+    pieces: Pieces
 
 
 class ShmReceiveSide:
-    """D's end: maps the staging memory of each P that says hello."""
+    """D's end of all links. `device`: whose memory `layers` is; every call but the first comes from one thread."""
 
     name = "shm"
     quarantine_s = 0.0
 
-    def __init__(self, layers: Layers) -> None:
+    def __init__(self, layers: Layers, device: DeviceMemory) -> None:
         self._layers = layers
-        self._staging: dict[bytes, torch.Tensor] = {}
-        self._peer_of: dict[str, bytes] = {}  # by staging path
+        self._device = device
+        self._whole = whole_blocks(layers)
+        self._senders: dict[bytes, _Sender] = {}
+        self._landing: torch.Tensor | None = None  # on the device; probes end here too
 
     def session(self) -> tuple[str, list[int]]:
         return "", []
 
-    def attach(self, peer: bytes, hello: wire.Hello) -> None:
-        try:
-            fd = os.open(hello.staging, os.O_RDWR)
-        except OSError as error:
-            raise LinkError(f"staging memory {hello.staging} cannot be opened: {error}") from error
-        try:
-            # Mapped writable because torch wants a writable buffer; never written here.
-            view = mmap.mmap(fd, hello.staging_bytes, mmap.MAP_SHARED)
-        except (OSError, ValueError) as error:
-            raise LinkError(f"staging memory {hello.staging} cannot be mapped: {error}") from error
-        finally:
-            os.close(fd)
+    def scratch(self) -> tuple[int, int]:
+        return 0, 0
+
+    def attach(self, peer: bytes, hello: wire.Hello, pieces: LinkPieces | None) -> None:
+        staging = _map(hello.staging, hello.staging_bytes)
         # The sender starts anew in this memory: packets of its former connection must not be read from it any more.
-        former = self._peer_of.get(hello.staging, peer)
-        self._staging.pop(former, None)
-        self._peer_of[hello.staging] = peer
-        self._staging[peer] = torch.frombuffer(view, dtype=torch.uint8)
+        for former in [former for former, sender in self._senders.items() if sender.path == hello.staging]:
+            del self._senders[former]
+        self._senders[peer] = _Sender(hello.staging, staging, self._whole if pieces is None else pieces.mine)
 
     def packet(self, peer: bytes, packet: wire.Packet, dropped: Set[wire.TransferKey]) -> None:
-        staging = self._staging.get(peer)
-        if staging is None:
-            raise LinkError("packet from a peer that has not said hello")
-        self._check(packet, staging.numel())
-        at = packet.offset
-        for layer in self._layers[slice(*packet.layers)]:
-            for region in layer:
+        sender = self._sender(peer)
+        size = self._check(packet, sender)
+        staged = sender.staging[packet.offset : packet.offset + size]
+        copy = self._device.upload
+        if not self._device.host_visible:  # one copy over the bus instead of one per run of blocks
+            landed = self._landing_memory(size)
+            self._device.upload(landed, staged)
+            staged, copy = landed, self._device.copy
+        at = 0
+        try:
+            for region, piece in self._walk(packet, sender.pieces):
                 for key, runs in packet.parts:
                     for first, count in runs:
-                        end = at + count * region.block_bytes
+                        end = at + count * piece.nbytes
                         if key not in dropped:
-                            region.blocks(first, count).copy_(staging[at:end])
+                            target = region.part(first, count, piece)
+                            copy(target, staged[at:end].view(target.shape))
                         at = end
+        finally:  # also where a copy was refused: those before it must not land in blocks that are given back
+            self._device.timed_fence().wait()
 
-    def _check(self, packet: wire.Packet, staging_bytes: int) -> None:
+    def probe(self, peer: bytes, probe: wire.Probe) -> None:
+        staging, end = self._sender(peer).staging, probe.offset + probe.nbytes
+        if probe.offset < 0 or probe.nbytes <= 0 or end > staging.numel():
+            raise LinkError(f"a probe outside of the staging memory: {probe}")
+        self._device.upload(self._landing_memory(probe.nbytes), staging[probe.offset : end])
+        self._device.timed_fence().wait()
+
+    def close(self) -> None:
+        self._senders.clear()
+
+    def _sender(self, peer: bytes) -> _Sender:
+        if peer not in self._senders:
+            raise LinkError("a packet from a peer that has not said hello")
+        return self._senders[peer]
+
+    def _landing_memory(self, nbytes: int) -> torch.Tensor:
+        if self._landing is None or self._landing.numel() < nbytes:
+            self._landing = self._device.allocate(max(nbytes, _LANDING_BYTES)).data
+            self._landing.zero_()  # on CPU its pages are made here, and not in the probes that are timed
+        return self._landing[:nbytes]
+
+    def _walk(self, packet: wire.Packet, pieces: Pieces) -> Iterator[tuple[Region, Piece]]:
+        """The regions of the packet's layers, in the order of its bytes."""
+        layers = slice(*packet.layers)
+        for regions, cut in zip(self._layers[layers], pieces[layers], strict=True):
+            yield from zip(regions, cut, strict=True)
+
+    def _check(self, packet: wire.Packet, sender: _Sender) -> int:
+        """Its bytes. Raises LinkError where it would read or write outside of what is ours."""
         first, last = packet.layers
         inside = 0 <= first < last <= len(self._layers) and packet.offset >= 0
         inside = inside and all(
             start >= 0 and count > 0 and (start + count) * region.block_bytes <= region.data.numel()
-            for layer in self._layers[first:last]
-            for region in layer
+            for region, _ in self._walk(packet, sender.pieces)
             for _, runs in packet.parts
             for start, count in runs
         )
         blocks = sum(count for _, runs in packet.parts for _, count in runs)
-        size = packet_bytes(self._layers, first, last, blocks) if inside else 0
-        if not inside or packet.offset + size > staging_bytes:
+        size = blocks * sum(piece.nbytes for _, piece in self._walk(packet, sender.pieces)) if inside else 0
+        if not inside or packet.offset + size > sender.staging.numel():
             raise LinkError(f"a packet outside of the KV cache or the staging memory: {packet}")
+        return size
 
-    def close(self) -> None:
-        self._staging.clear()
+
+def _map(path: str, nbytes: int) -> torch.Tensor:
+    """Raises LinkError."""
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except OSError as error:
+        raise LinkError(f"staging memory {path} cannot be opened: {error}") from error
+    try:
+        # Mapped writable because torch wants a writable buffer; never written here. Populated: else the first packets
+        # would wait for a page fault every 4 KiB.
+        view = mmap.mmap(fd, nbytes, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+    except (OSError, ValueError, OverflowError) as error:
+        raise LinkError(f"staging memory {path} cannot be mapped: {error}") from error
+    finally:
+        os.close(fd)
+    return torch.frombuffer(view, dtype=torch.uint8)

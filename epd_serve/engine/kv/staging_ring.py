@@ -18,21 +18,25 @@ class StagingRing:
     def take(self, seq: int, size: int) -> int | None:
         """Offset of `size` free contiguous bytes, or None while there are none."""
         size = -(-size // ALIGN) * ALIGN
+        start = self._free(size)
+        if start is not None:
+            self._held.append((seq, start, start + size))
+        return start
+
+    def fits(self, size: int) -> bool:
+        """Whether `take` would find room."""
+        return self._free(-(-size // ALIGN) * ALIGN) is not None
+
+    def _free(self, size: int) -> int | None:
         assert size <= self.capacity
         if not self._held:
-            start = 0
-        else:
-            tail, head = self._held[0][1], self._held[-1][2]
-            if head > tail:  # used bytes do not wrap: room behind them, else before them
-                start = head if self.capacity - head >= size else 0
-                if start == 0 and size > tail:
-                    return None
-            elif tail - head >= size:
-                start = head
-            else:
-                return None
-        self._held.append((seq, start, start + size))
-        return start
+            return 0
+        tail, head = self._held[0][1], self._held[-1][2]
+        if head > tail:  # used bytes do not wrap: room behind them, else before them
+            if self.capacity - head >= size:
+                return head
+            return 0 if size <= tail else None
+        return head if tail - head >= size else None
 
     def give_back(self, seq: int) -> None:
         """Credit for a packet; space frees in order."""

@@ -1,147 +1,192 @@
-"""The two workers under vLLM: what a Sender or a Receiver needs of the engine (KV tensors, rank, dtype)."""
+"""The two workers under vLLM: what a Sender or a Receiver needs of the engine (KV tensors, rank, dtype, device)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from epd_serve.engine.compat import platform_fingerprint, tp_rank
+from epd_serve import wire
+from epd_serve.engine import compat
 from epd_serve.engine.kv.decode_scheduler import DecodeStep
-from epd_serve.engine.kv.link import Link, Outgoing
+from epd_serve.engine.kv.faults import faults_of
+from epd_serve.engine.kv.grouping_file import open_grouping
+from epd_serve.engine.kv.link import Link
+from epd_serve.engine.kv.link_jobs import Outgoing
 from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
 from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
 from epd_serve.engine.kv.mooncake_send import MooncakeSendSide
 from epd_serve.engine.kv.prefill_scheduler import PrefillStep
 from epd_serve.engine.kv.receiver import Receiver
-from epd_serve.engine.kv.regions import Layers, layers_of, shape_of
+from epd_serve.engine.kv.regions import layers_of, shape_of
+from epd_serve.engine.kv.reporter import Reporter
 from epd_serve.engine.kv.sender import Sender
 from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from epd_serve.engine.kv.shm_send import ShmSendSide
 from epd_serve.engine.kv.transport import ReceiveSide, SendSide
+from epd_serve.engine.kv.transports import MOONCAKE, OnDemand, offered
+from epd_serve.engine.traffic import TrafficBoard
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring, worker_endpoint
-from npu_ops.fences import fence
+from npu_ops.memory import memory_here
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-def uses_mooncake(wiring: StageWiring) -> bool:
-    """`auto` is shared memory: who wires stages of several hosts says `mooncake`."""
-    return wiring.kv_transport == "mooncake"
+class _KVCache:
+    """This worker's KV cache as transfers see it: regions, shape for the handshake, device, transports.
 
+    Made by the model's thread, which has set its device.
+    """
 
-def quarantine_s(wiring: StageWiring) -> float:
-    """How long D keeps blocks after P fell silent (see `DecodeDesk`)."""
-    return MooncakeReceiveSide.quarantine_s if uses_mooncake(wiring) else ShmReceiveSide.quarantine_s
-
-
-class _Worker:
-    """What both ends share: identity, the KV cache as regions, and its shape for the handshake."""
-
-    def __init__(self, wiring: StageWiring, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        self._wiring = wiring
-        self._config = vllm_config
-        self._num_blocks = kv_cache_config.num_blocks
-        self._rank = tp_rank()
-        self._name = f"{wiring.instance}:{wiring.incarnation}"
-        self._trace = Trace(wiring.trace_path, wiring.instance)
-        self._mooncake: MooncakeEndpoint | None = None
-
-    def _view(self, kv_caches: dict[str, torch.Tensor]) -> tuple[Layers, dict[str, Any]]:
-        layers = layers_of(kv_caches, self._num_blocks)
-        shape = shape_of(
-            layers,
-            block_size=self._config.cache_config.block_size,
-            dtype=str(next(iter(kv_caches.values()))[0].dtype),
-            tp=self._config.parallel_config.tensor_parallel_size,
-            rank=self._rank,
-            platform=platform_fingerprint(),
+    def __init__(
+        self, wiring: StageWiring, vllm_config: VllmConfig, num_blocks: int, tensors: dict[str, torch.Tensor]
+    ) -> None:
+        self.wiring = wiring
+        self.rank = compat.tp_rank()
+        self.name = f"{wiring.instance}:{wiring.incarnation}"
+        self.trace = Trace(wiring.trace_path, wiring.instance)
+        self.faults = faults_of(wiring.kv_faults)
+        self.layers = layers_of(tensors, num_blocks)
+        self.shape = shape_of(
+            self.layers,
+            block_size=vllm_config.cache_config.block_size,
+            dtype=str(next(iter(tensors.values()))[0].dtype),
+            tp=vllm_config.parallel_config.tensor_parallel_size,
+            rank=self.rank,
+            platform=compat.platform_fingerprint(),
+            kv_heads_total=compat.total_kv_heads(vllm_config),
+            layout=compat.kv_cache_layout(vllm_config),
         )
-        if uses_mooncake(self._wiring):
-            self._mooncake = MooncakeEndpoint(layers, self._wiring.host, self._wiring.mooncake_protocol)
-        return layers, shape
+        kind = self.layers[0][0].data.device.type
+        self.device = memory_here(kind)
+        self.transports = offered(wiring, kind)
+        self._mooncake = OnDemand(
+            lambda: MooncakeEndpoint(self.layers, wiring.host, wiring.mooncake_protocol, self.device)
+        )
+
+    def send_sides(self, endpoint: str) -> list[SendSide]:
+        """P's ends of one link, in order of preference."""
+        return [self._send_side(name, endpoint) for name in self.transports]
+
+    def receive_sides(self) -> list[ReceiveSide]:
+        """D's ends of all its links."""
+        return [
+            MooncakeReceiveSide(self._mooncake) if name == MOONCAKE else ShmReceiveSide(self.layers, self.device)
+            for name in self.transports
+        ]
+
+    def _send_side(self, name: str, endpoint: str) -> SendSide:
+        wiring = self.wiring
+        if name == MOONCAKE:
+            return MooncakeSendSide(self.layers, self._mooncake, wiring.mooncake_protocol, wiring.kv_peer_timeout_s)
+        peer = "".join(letter if letter.isalnum() else "-" for letter in endpoint.rsplit("/", 1)[-1])
+        path = f"{wiring.kv_staging}-{wiring.instance}-{self.rank}-{peer}"
+        return ShmSendSide(self.layers, path, wiring.kv_staging_bytes, self.device)
 
 
-class PrefillWorker(_Worker):
-    """P's worker: a Sender over this rank's KV cache."""
+class PrefillWorker:
+    """P's worker: a Sender over this rank's KV cache, and what it reports of its links."""
 
-    _sender: Sender
+    _sender: Sender | None = None
     _idle = False
 
-    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        layers, shape = self._view(kv_caches)
-        device = layers[0][0].data.device
-        timeout_s = self._wiring.kv_peer_timeout_s
+    def __init__(self, wiring: StageWiring, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        self._wiring, self._config, self._num_blocks = wiring, vllm_config, kv_cache_config.num_blocks
+        self._grouping = open_grouping(wiring.kv_grouping, wiring.kv_packet_floor_bytes)
+        self._rank = compat.tp_rank()
+        self._reporter = Reporter(wiring, self._rank, self._report)
 
-        def open_link(endpoint: str, on_over: Callable[[Outgoing], None]) -> Link:
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        cache = _KVCache(self._wiring, self._config, self._num_blocks, kv_caches)
+        board = TrafficBoard(self._wiring.traffic, announcer=1 + cache.rank)
+
+        def open_link(endpoint: str, rank: int, on_over: Callable[[Outgoing], None]) -> Link:
             return Link(
                 endpoint,
-                source=self._name,
-                shape=shape,
-                side=self._side(layers, endpoint),
-                timeout_s=timeout_s,
+                rank=rank,
+                source=cache.name,
+                shape=cache.shape,
+                sides=cache.send_sides(endpoint),
+                device=cache.device,
+                timeout_s=self._wiring.kv_peer_timeout_s,
                 on_over=on_over,
-                trace=self._trace,
+                trace=cache.trace,
+                faults=cache.faults,
+                quiet_until=board.quiet_until,
+                on_change=self._reporter.changed,
             )
 
         self._sender = Sender(
-            rank=self._rank,
-            num_layers=len(layers),
-            group_layers=4,
-            open_link=open_link,
-            mark_written=lambda: fence(device),
-            trace=self._trace,
+            shape=cache.shape, grouping=self._grouping, device=cache.device, open_link=open_link, trace=cache.trace
         )
-        self._sender.warm(worker_endpoint(template, self._rank) for template in self._wiring.kv_peers)
+        self._sender.warm(self._wiring.kv_peers)
+        self._reporter.start()
+
+    def fence(self, step: PrefillStep) -> None:
+        """Before the step writes anything. `begin_step` does it again, which is free."""
+        self._sending().preempt(step.preempted)
 
     def begin_step(self, step: PrefillStep) -> None:
         self._idle = step.idle
-        self._sender.begin_step(step.chunks, step.stops, step.preempted)
+        self._sending().begin_step(step.chunks, step.stops, step.preempted, step.tokens)
 
     def layer_saved(self) -> None:
-        self._sender.layer_saved()
+        self._sending().layer_saved()
 
     def end_step(self) -> None:
-        self._sender.flush()
+        self._sending().flush()
 
     def take_over(self, finished: set[str]) -> set[str]:
-        return self._sender.take_over(finished, idle=self._idle)
+        return self._sending().take_over(finished, idle=self._idle)
 
     def close(self) -> None:
-        if hasattr(self, "_sender"):
+        self._reporter.close()
+        if self._sender is not None:
             self._sender.close()
 
-    def _side(self, layers: Layers, endpoint: str) -> SendSide:
-        if self._mooncake is not None:
-            return MooncakeSendSide(layers, self._mooncake, self._wiring.kv_peer_timeout_s)
-        peer = "".join(letter if letter.isalnum() else "-" for letter in endpoint.rsplit("/", 1)[-1])
-        path = f"{self._wiring.kv_staging}-{self._wiring.instance}-{self._rank}-{peer}"
-        return ShmSendSide(layers, path, self._wiring.kv_staging_bytes)
+    def _sending(self) -> Sender:
+        assert self._sender is not None, "vLLM registers the KV caches before it runs a step"
+        return self._sender
+
+    def _report(self) -> wire.KvReport:
+        wiring, sender = self._wiring, self._sending()
+        return wire.KvReport(
+            wiring.instance, wiring.incarnation, self._rank, self._grouping.name, sender.layer_s, sender.report()
+        )
 
 
-class DecodeWorker(_Worker):
+class DecodeWorker:
     """D's worker: a Receiver into this rank's KV cache."""
 
-    _receiver: Receiver
+    _receiver: Receiver | None = None
     _idle = False
 
-    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        layers, shape = self._view(kv_caches)
-        side: ReceiveSide = ShmReceiveSide(layers) if self._mooncake is None else MooncakeReceiveSide(self._mooncake)
-        endpoint = worker_endpoint(self._wiring.kv_worker_endpoint, self._rank)
-        self._receiver = Receiver(endpoint, self._name, shape, side, self._trace)
+    def __init__(self, wiring: StageWiring, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        self._wiring, self._config, self._num_blocks = wiring, vllm_config, kv_cache_config.num_blocks
         self._bad_blocks: set[int] = set()
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        cache = _KVCache(self._wiring, self._config, self._num_blocks, kv_caches)
+        self._receiver = Receiver(
+            worker_endpoint(self._wiring.kv_worker_endpoint, cache.rank),
+            cache.name,
+            cache.shape,
+            cache.receive_sides(),
+            cache.trace,
+            device=cache.device,
+            faults=cache.faults,
+        )
 
     def begin_step(self, step: DecodeStep) -> None:
         self._idle = step.idle
-        self._receiver.expect(step.expected, step.failed)
+        self._receiving().expect(step.expected, step.failed)
 
     def take_finished(self) -> set[str]:
-        received, failed = self._receiver.take_finished(idle=self._idle)
+        received, failed = self._receiving().take_finished(idle=self._idle)
         for item in failed:  # vLLM wants the bad blocks no later than the pass that reports the request
             self._bad_blocks.update(item.blocks)
         return {item.request for item in (*received, *failed)}
@@ -151,5 +196,9 @@ class DecodeWorker(_Worker):
         return bad
 
     def close(self) -> None:
-        if hasattr(self, "_receiver"):
+        if self._receiver is not None:
             self._receiver.close()
+
+    def _receiving(self) -> Receiver:
+        assert self._receiver is not None, "vLLM registers the KV caches before it runs a step"
+        return self._receiver

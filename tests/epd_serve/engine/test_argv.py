@@ -102,9 +102,12 @@ def test_a_stage_sees_its_devices_only(device: str, variable: str) -> None:
 def test_ascend_gets_what_its_generation_needs() -> None:
     assert "--mm-encoder-only" in command(Role.E, "npu").argv
     assert "--mm-encoder-only" not in command(Role.E, "cuda").argv
-    assert "--no-async-scheduling" in command(Role.D, "npu").argv
-    assert "--no-async-scheduling" not in command(Role.D, "cuda").argv
-    assert "--no-async-scheduling" not in command(Role.P, "npu").argv
+
+
+@pytest.mark.parametrize("device", ["cuda", "npu"])
+def test_no_stage_gives_up_async_scheduling(device: str) -> None:
+    """What it needs of D on vLLM 0.23 is `compat.steps_in_flight_at_reuse`'s, whoever switches it on."""
+    assert not any("async-scheduling" in word for role in Role for word in command(role, device).argv)
 
 
 @pytest.mark.parametrize(

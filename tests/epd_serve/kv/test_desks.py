@@ -22,7 +22,7 @@ KEYS = [key_of(str(i)) for i in range(2)]
 
 
 def admit(desk: PrefillDesk, key: TransferKey, now: float = 0.0, **changes: Any) -> Admission:
-    prompt = {"prompt_tokens": 10, "prompt_hash": "h", "block_size": BLOCK_SIZE, "ranks": 1, **changes}
+    prompt = {"prompt_tokens": 10, "prompt_hash": "h", "block_size": BLOCK_SIZE, "kv_heads": 2, **changes}
     return desk.admit(key, now=now, **prompt)
 
 
@@ -338,8 +338,8 @@ def test_a_late_ready_is_refused_with_the_reason(make_over: Callable[[PrefillDes
         ({"blocks": 5}, "decode offers 5"),
         ({"start_token": 3}, "from token 3"),
         ({"start_token": 12}, "from token 12"),
-        ({"endpoints": ["a", "b"]}, "1 tensor-parallel ranks, decode 2"),
-        ({"endpoints": []}, "1 tensor-parallel ranks, decode 0"),
+        ({"endpoints": ["a", "b", "c"]}, "2 KV heads cannot be shared out to tensor parallel size 3"),
+        ({"endpoints": []}, "tensor parallel size 0"),
     ],
 )
 def test_an_offer_that_does_not_fit_the_prompt_is_refused(offer: dict[str, Any], says: str) -> None:

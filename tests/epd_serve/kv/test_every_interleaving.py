@@ -14,7 +14,7 @@ from epd_serve.kv.prefill_desk import Admission, PrefillDesk
 from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, key_of, ready
 
 A = key_of("a")
-PROMPT: dict[str, Any] = {"prompt_tokens": 10, "prompt_hash": "h", "block_size": BLOCK_SIZE, "ranks": 1}
+PROMPT: dict[str, Any] = {"prompt_tokens": 10, "prompt_hash": "h", "block_size": BLOCK_SIZE, "kv_heads": 2}
 
 
 @dataclass

@@ -17,7 +17,8 @@ from epd_serve.engine.ec.device_ledger import DevicePin
 from epd_serve.engine.ec.device_outbox import DeviceOutbox
 from epd_serve.engine.ec.device_probe import Path
 from epd_serve.engine.ec.device_trailer import FeatureShape
-from npu_ops.fake import FakeDevice, FakeFabric, FakePort, SameDeviceError
+from npu_ops.fake import FakeDevice
+from npu_ops.fake_fabric import FakeFabric, FakePort, SameDeviceError
 from store.errors import StoreError
 
 SLAB = 4 << 20

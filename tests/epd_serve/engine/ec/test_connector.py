@@ -166,6 +166,22 @@ def test_a_request_whose_items_are_computed_needs_nothing(make: Make) -> None:
     assert scheduler.ensure_cache_available(request("r", "k"), 10)
 
 
+@pytest.mark.parametrize(
+    ("role", "how", "kept"),
+    [(Role.D, {"bare": True}, 1), (Role.PD, {"bare": True}, 1), (Role.P, {"bare": True}, 0), (Role.D, {}, 0)],
+)
+def test_who_decodes_keeps_what_a_preempted_request_could_not_make_again(
+    make: Make, arena: Arena, role: Role, how: dict[str, Any], kept: int
+) -> None:
+    put(arena, "k")
+    scheduler = make(role, ECConnectorRole.SCHEDULER)
+    assert scheduler.ensure_cache_available(request("r", "k", **how), 10)  # its items are computed: KV from P
+    scheduler._consumer._kept.fill()
+    wait_for(lambda: arena.stats().leased == kept)
+    scheduler.build_connector_meta(output("r"))
+    wait_for(lambda: arena.stats().leased == 0)
+
+
 def test_what_was_not_encoded_is_recomputed_without_waiting(make: Make) -> None:
     scheduler = make(Role.P, ECConnectorRole.SCHEDULER, feature_wait_s=60.0)
     asked = request("r", "k", epd_missing="k")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from epd_serve import wire
+from epd_serve.engine.traffic import TrafficBoard
 from epd_serve.roles import Role
 from store.arena import Arena
 from store.errors import CorruptFeatureError, StoreFullError, StoreUnavailableError
@@ -181,6 +183,21 @@ def test_a_slow_fetch_holds_up_no_other_feature(stages: Stages, remote: Remote, 
         remote.gate.set()
     settled(p, "slow")
     assert remote.fetches.count("slow") == 1, "fetched twice at one time"
+
+
+def test_links_are_told_of_a_fetch_while_it_lasts(stages: Stages, remote: Remote, tmp_path: Path) -> None:
+    has(remote, "k")
+    remote.gate.clear()
+    board = TrafficBoard(str(tmp_path / "P0.traffic"))
+    p = stages.consumer(hears=False, pool=TwoTiers(stages.arena, remote), traffic=str(tmp_path / "P0.traffic"))
+    try:
+        assert not p.settled("r", ["k"])
+        wait_for(lambda: remote.fetches)
+        assert board.quiet_until(time.monotonic()) > time.monotonic()
+    finally:
+        remote.gate.set()
+    settled(p, "k")
+    assert board.quiet_until(time.monotonic()) < time.monotonic()
 
 
 def test_a_fetch_whose_request_has_gone_is_never_begun(stages: Stages, remote: Remote, arena: Arena) -> None:

@@ -12,17 +12,25 @@ from typing import Any
 import torch
 
 from epd_serve import wire
-from epd_serve.engine.kv.link import Link, Outgoing
+from epd_serve.engine.kv.faults import Faults
+from epd_serve.engine.kv.link import Link
+from epd_serve.engine.kv.link_jobs import Outgoing, PacketJob
 from epd_serve.engine.kv.receiver import Expected, Receiver
 from epd_serve.engine.kv.regions import Layers, layers_of, shape_of
 from epd_serve.engine.kv.sender import ChunkJob, Sender
 from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from epd_serve.engine.kv.shm_send import ShmSendSide
+from epd_serve.engine.kv.transport import LayerPacket, ReceiveSide, SendSide
+from epd_serve.kv.grouping import FixedGrouping, Grouping
+from epd_serve.kv.plan import Run
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
+from npu_ops.memory import DeviceMemory, HostMemory
 
 NO_TRACE = Trace("", "test")
+HOST = HostMemory()
 BLOCK_SIZE = 4
+Ends = Callable[..., Any]  # the fixture `start`: makes a DecodeEnd or a PrefillEnd in the test's folder
 
 
 def wait_for(condition: Callable[[], Any], deadline_s: float = 5.0) -> Any:
@@ -55,13 +63,32 @@ def shape(layers: Layers, **changes: Any) -> dict[str, Any]:
 class DecodeEnd:
     """A D worker: a Receiver into zeroed KV caches."""
 
-    def __init__(self, folder: Path, name: str = "D0", *, layers: int = 5, blocks: int = 32, life: str = "1") -> None:
-        self.endpoint = f"ipc://{folder}/{name}.kvw0"
+    def __init__(
+        self,
+        folder: Path,
+        name: str = "D0",
+        *,
+        layers: int = 5,
+        blocks: int = 32,
+        life: str = "1",
+        kv: dict[str, torch.Tensor] | None = None,
+        sides: Iterable[ReceiveSide] | None = None,
+        **shape_changes: Any,
+    ) -> None:
+        self.endpoint = f"ipc://{folder}/{name}.kvw{shape_changes.get('rank', 0)}"
         self.target = f"{name}:{life}"
-        self.caches = caches(layers, blocks, filled=False)
+        self.caches = caches(layers, blocks, filled=False) if kv is None else kv
         self.layers = layers_of(self.caches, blocks)
-        self.side = ShmReceiveSide(self.layers)
-        self.receiver = Receiver(self.endpoint, self.target, shape(self.layers), self.side, NO_TRACE)
+        self.side = ShmReceiveSide(self.layers, HOST)
+        self.receiver = Receiver(
+            self.endpoint,
+            self.target,
+            shape(self.layers, **shape_changes),
+            [self.side] if sides is None else list(sides),
+            NO_TRACE,
+            device=HOST,
+            faults=Faults(),
+        )
         self.received: list[Expected] = []
         self.failed: list[Expected] = []
 
@@ -85,7 +112,10 @@ class DecodeEnd:
 
 
 class PrefillEnd:
-    """A P worker: a Sender over random KV caches, links with shared-memory staging."""
+    """A P worker: a Sender over random KV caches, links with shared-memory staging.
+
+    `link_options` go to each Link; `sides` makes its transports from the layers and the path of its staging memory.
+    """
 
     def __init__(
         self,
@@ -93,36 +123,50 @@ class PrefillEnd:
         *,
         layers: int = 5,
         blocks: int = 32,
-        group: int = 2,
+        grouping: Grouping | int = 2,
         staging_bytes: int = 1 << 20,
         timeout_s: float = 2.0,
+        kv: dict[str, torch.Tensor] | None = None,
+        device: DeviceMemory = HOST,
+        sides: Callable[[Layers, str], list[SendSide]] | None = None,
+        trace: Trace = NO_TRACE,
+        link_options: dict[str, Any] | None = None,
         **shape_changes: Any,
     ) -> None:
         self.folder, self.timeout_s, self.staging_bytes = folder, timeout_s, staging_bytes
-        self.caches = caches(layers, blocks, filled=True)
+        self.caches = caches(layers, blocks, filled=True) if kv is None else kv
         self.layers = layers_of(self.caches, blocks)
         self.shape = shape(self.layers, **shape_changes)
         self.over: set[str] = set()
         self.links: dict[str, Link] = {}
+        self.device = device
+        self._sides = sides or self._shm
+        self._link_options = link_options or {}
+        self.trace = trace
         self.sender = Sender(
-            rank=0,
-            num_layers=layers,
-            group_layers=group,
+            shape=self.shape,
+            grouping=FixedGrouping(grouping, "fixed") if isinstance(grouping, int) else grouping,
+            device=device,
             open_link=self._open,
-            mark_written=lambda: lambda: None,
-            trace=NO_TRACE,
+            trace=trace,
         )
 
-    def _open(self, endpoint: str, on_over: Callable[[Outgoing], None]) -> Link:
-        path = self.folder / f"staging-{len(self.links)}"
+    def _shm(self, layers: Layers, path: str) -> list[SendSide]:
+        return [ShmSendSide(layers, path, self.staging_bytes, self.device)]
+
+    def _open(self, endpoint: str, rank: int, on_over: Callable[[Outgoing], None]) -> Link:
+        path = self.folder / f"staging-{self.shape['rank']}-{len(self.links)}"
         self.links[endpoint] = Link(
             endpoint,
+            rank=rank,
             source="P0:1",
             shape=self.shape,
-            side=ShmSendSide(self.layers, str(path), self.staging_bytes),
+            sides=self._sides(self.layers, str(path)),
+            device=self.device,
             timeout_s=self.timeout_s,
             on_over=on_over,
-            trace=NO_TRACE,
+            trace=self.trace,
+            **self._link_options,
         )
         return self.links[endpoint]
 
@@ -134,9 +178,10 @@ class PrefillEnd:
         preempted: Iterable[str] = (),
         hooks: int | None = None,
         finished: Iterable[str] = (),
+        tokens: int = 16,
     ) -> None:
         """One engine step; `hooks`: how many layers announce themselves (default all)."""
-        self.sender.begin_step(chunks, stops, preempted)
+        self.sender.begin_step(chunks, stops, preempted, tokens)
         for _ in range(len(self.layers) if hooks is None else hooks):
             self.sender.layer_saved()
         self.sender.flush()
@@ -149,16 +194,55 @@ class PrefillEnd:
 
         wait_for(both, deadline_s)
 
+    def wait_up(self, end: DecodeEnd) -> Link:
+        """Opens the link to a D worker, and returns it when it is up."""
+        self.sender.warm([[end.endpoint]])
+        link = self.links[end.endpoint]
+        wait_for(lambda: link.snapshot().state == "up")
+        return link
+
     def close(self) -> None:
         self.sender.close()
+
+
+def same(p: PrefillEnd, d: DecodeEnd, pairs: dict[int, int]) -> None:
+    """D's blocks equal P's for the pairs (source: destination) and are untouched elsewhere."""
+    for mine, theirs in zip(p.caches.values(), d.caches.values(), strict=True):
+        wanted = torch.zeros_like(theirs)
+        for src, dst in pairs.items():
+            wanted[dst] = mine[src]
+        assert torch.equal(wanted, theirs)
+
+
+class Gate:
+    """A device write that has not happened: what waits for it waits until the test opens it."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self.reached.set()
+        assert self.opened.wait(5)
+
+
+def packet(
+    end: DecodeEnd, name: str, layers: tuple[int, int], runs: Iterable[Run], written: Any = None, target: str = ""
+) -> PacketJob:
+    """A packet of one transfer, of P's caches of 64 bytes per block."""
+    out = Outgoing(key_of(name), name, target or end.target)
+    part = LayerPacket(*layers, ((out.key, tuple(runs)),))
+    return PacketJob(part, (out,), (0,), (64,) * len(end.layers), written or (lambda: None))
 
 
 def key_of(name: str) -> TransferKey:
     return TransferKey("t-" + name, name)
 
 
-def chunk(end: DecodeEnd, name: str, src: Iterable[int], dst: Iterable[int], *, last: bool) -> ChunkJob:
-    return ChunkJob(key_of(name), name, end.target, (end.endpoint,), tuple(src), tuple(dst), last)
+def chunk(
+    end: DecodeEnd, name: str, src: Iterable[int], dst: Iterable[int], *, last: bool, target: str | None = None
+) -> ChunkJob:
+    remaining = 0 if last else 16
+    return ChunkJob(key_of(name), name, target or end.target, (end.endpoint,), tuple(src), tuple(dst), remaining)
 
 
 # --- vLLM's objects, as far as our schedulers read them -------------------------------------------------------------

@@ -49,7 +49,7 @@ class Pair:
     def admission(self) -> Admission:
         with self.p.lock:
             return self.p.desk.admit(
-                A, prompt_tokens=10, prompt_hash="h", now=time.monotonic(), block_size=BLOCK_SIZE, ranks=1
+                A, prompt_tokens=10, prompt_hash="h", now=time.monotonic(), block_size=BLOCK_SIZE, kv_heads=2
             )
 
     def offered(self) -> bool:

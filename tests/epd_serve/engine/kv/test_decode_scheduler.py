@@ -14,6 +14,7 @@ from epd_serve.engine.kv.control import PrefillControl
 from epd_serve.engine.kv.decode_scheduler import DecodeScheduler
 from epd_serve.engine.kv.faults import Faults
 from epd_serve.engine.kv.params import prompt_hash, transfer_key
+from epd_serve.kv.lifecycle import Decode
 from epd_serve.kv.prefill_desk import Admission, PrefillDesk
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
@@ -80,6 +81,47 @@ def test_a_reservation_offers_its_blocks_once(d: DecodeScheduler, p: PrefillCont
     assert not d.step(scheduled()).expected
 
 
+@pytest.fixture
+def hasty(tmp_path: Path) -> Iterator[DecodeScheduler]:
+    """D on a vLLM that hands out blocks to which one step in flight may still write."""
+    wiring = StageWiring("D0", Role.D, "d1", kv_worker_endpoint=f"ipc://{tmp_path}/D0.kvw{{rank}}")
+    scheduler = DecodeScheduler(wiring, BLOCK_SIZE, 1, 0.0, steps_in_flight=1)
+    yield scheduler
+    scheduler.close()
+
+
+def test_ready_waits_for_the_step_in_flight(hasty: DecodeScheduler, p: PrefillControl, tmp_path: Path) -> None:
+    wanted = asked(tmp_path)
+    reserve(hasty, wanted, [5, 6, 7])
+    assert len(hasty.step(scheduled()).expected) == 1  # its own step is scheduled, the one before it still runs
+    assert hasty._desk._entries[key(wanted)].state is Decode.QUEUED  # to P it is a request that waits for blocks
+    hasty.step(scheduled())
+    assert offered(p, wanted).blocks == [5, 6, 7]
+
+
+def test_a_client_that_leaves_before_ready_left_gets_its_blocks_back_at_once(
+    hasty: DecodeScheduler, p: PrefillControl, tmp_path: Path
+) -> None:
+    wanted = asked(tmp_path)
+    reserve(hasty, wanted, [5, 6, 7])
+    hasty.step(scheduled())
+    hasty.finished(wanted)
+    assert hasty.step(scheduled()).failed == [key(wanted)]
+    wait_for(lambda: p.desk.fate(key(wanted)))  # P hears that nothing will come
+    hasty.received({wanted.request_id})
+    assert hasty.step(scheduled()).failed == []
+
+
+def test_nothing_remains_of_a_request_that_left_before_its_transfer_ended(
+    d: DecodeScheduler, p: PrefillControl, tmp_path: Path
+) -> None:
+    wanted = asked(tmp_path)
+    reserve(d, wanted, [5, 6, 7])
+    d.finished(wanted)
+    d.received({wanted.request_id})  # its worker reports it later
+    assert not (d._received or d._key_of or d._asked)
+
+
 def test_a_prefix_hit_asks_for_the_rest_only(d: DecodeScheduler, p: PrefillControl, tmp_path: Path) -> None:
     wanted = asked(tmp_path)
     assert d.tokens_to_load(wanted, 8) == 2
@@ -135,7 +177,7 @@ def test_a_cancel_while_prefill_sends_waits_for_its_worker(
     reserve(d, wanted, [5, 6, 7])
     ready = offered(p, wanted)
     with p.lock:
-        admission = p.desk.admit(key(wanted), 10, ready.prompt_hash, 0.0, block_size=BLOCK_SIZE, ranks=2)
+        admission = p.desk.admit(key(wanted), 10, ready.prompt_hash, 0.0, block_size=BLOCK_SIZE, kv_heads=2)
     assert admission is Admission.SEND
     d.finished(wanted)
     assert wait_for(lambda: p.stops) == [key(wanted)]
@@ -168,7 +210,7 @@ def test_a_prefill_instance_that_is_not_there_fails_the_transfer_in_time(d: Deco
 def test_queued_requests_renew_prefills_patience(d: DecodeScheduler, p: PrefillControl, tmp_path: Path) -> None:
     wanted = asked(tmp_path)
     with p.lock:
-        p.desk.admit(key(wanted), 10, "h", time.monotonic(), block_size=BLOCK_SIZE, ranks=2)
+        p.desk.admit(key(wanted), 10, "h", time.monotonic(), block_size=BLOCK_SIZE, kv_heads=2)
         first = p.desk._leases.until[key(wanted)]
     d.queued(wanted)
     wait_for(lambda: p.desk._leases.until[key(wanted)] > first)

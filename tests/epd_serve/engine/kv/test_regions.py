@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from epd_serve import wire
 from epd_serve.engine.kv.regions import differences, layers_of, shape_of
+from epd_serve.kv.heads import piece_of
 
 
 def test_block_first_is_one_region_whose_blocks_are_the_tensors() -> None:
@@ -59,3 +61,70 @@ def test_differences_name_what_differs() -> None:
     assert differences(mine, dict(mine)) == ""
     assert differences(mine, {**mine, "dtype": "fp8"}) == "dtype: 'bf16' here, 'fp8' there"
     assert "layers: 1 here, None there" in differences(mine, {key: mine[key] for key in mine if key != "layers"})
+
+
+def test_a_part_is_the_bytes_of_some_heads_of_adjacent_blocks() -> None:
+    cache = torch.arange(6 * 3 * 4 * 2, dtype=torch.int16).reshape(6, 3, 4, 2)  # [blocks, block_size, heads, head_dim]
+    ((region,),) = layers_of({"a": cache}, 6)
+    part = region.part(2, 3, piece_of(region.block_bytes, 3, 4, range(1, 3)))
+    assert part.shape == (3, 3, 2 * 2 * 2)
+    assert torch.equal(part.contiguous().view(torch.int16).reshape(3, 3, 2, 2), cache[2:5, :, 1:3])
+    part.zero_()
+    assert not cache[2:5, :, 1:3].any()
+    assert cache[2:5, :, 0].all() and cache[2:5, :, 3].all() and cache[5].all()
+
+
+def test_a_part_of_a_region_that_begins_inside_a_storage() -> None:
+    storage = torch.arange(5 * 2 * 6, dtype=torch.uint8)
+    layers = layers_of({"a": storage[12:].view(4, 2, 6)}, 4)
+    assert layers[0][0].part(1, 1, piece_of(12, 2, 3, range(2, 3))).tolist() == [[[28, 29], [34, 35]]]
+
+
+EIGHT_HEADS = {"block_size": 16, "dtype": "bf16", "tp": 1, "rank": 0, "platform": "x", "kv_heads_total": 8}
+
+
+@pytest.mark.parametrize(
+    ("cache", "rows"),
+    [
+        (torch.zeros(6, 8, 16, 64), 1),  # CPU: K and V of a head together
+        (torch.zeros(2, 6, 16, 8, 32), 16),  # CUDA, flash attention
+        (torch.zeros(6, 16, 8, 64).permute(0, 2, 1, 3), 16),  # CUDA since 0.28: axes named heads first, memory is not
+        (torch.zeros(6, 8, 16, 64).permute(0, 2, 1, 3), 1),  # and the reverse
+        (torch.zeros(6, 2, 16, 8, 32), 32),  # FlashInfer before 0.28: K and V inside the block
+        (torch.zeros(6, 2, 8, 16, 32), 2),
+        (torch.zeros(6, 8, 16, 8), 1),  # head_dim equal to the heads
+        (torch.zeros(6, 8 * 16 * 64), 0),  # one axis: nobody knows
+        (torch.zeros(6, 4, 16, 64), 0),  # a layer with other heads than the model
+        (torch.zeros(6, 8, 4, 16, 8), 0),  # packed by some kernels: tokens are not beside heads
+    ],
+)
+def test_where_heads_lie_is_read_from_the_memory_of_the_cache(cache: torch.Tensor, rows: int) -> None:
+    shape = shape_of(layers_of({"a": cache}, 6), **EIGHT_HEADS)
+    assert set(shape["head_rows"][0]) == {rows}
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows"), [("", 0), ("LBHNC", 1), ("LBNHC", 16), ("HND", 1), ("NHD", 16), ("odd", 0)]
+)
+def test_as_many_heads_as_tokens_need_the_name_of_the_layout(layout: str, rows: int) -> None:
+    layers = layers_of({"a": torch.zeros(6, 16, 16, 64)}, 6)
+    assert shape_of(layers, **{**EIGHT_HEADS, "kv_heads_total": 16}, layout=layout)["head_rows"] == [[rows]]
+
+
+def test_the_name_of_the_layout_does_not_overrule_the_sizes() -> None:
+    layers = layers_of({"a": torch.zeros(6, 8, 16, 64)}, 6)
+    assert shape_of(layers, **EIGHT_HEADS, layout="NHD")["head_rows"] == [[1]]
+
+
+@pytest.mark.parametrize("heads", [0, 1, 2])
+def test_a_rank_with_one_head_or_none_needs_no_axis(heads: int) -> None:
+    layers = layers_of({"a": (torch.zeros(6, 16, 512), torch.zeros(6, 16 * 64))}, 6)
+    shape = shape_of(layers, **{**EIGHT_HEADS, "tp": 2, "kv_heads_total": heads})
+    assert shape["head_rows"] == [[1, 1]]
+
+
+def test_a_shape_crosses_the_wire_unchanged() -> None:
+    shape = shape_of(layers_of({"a": torch.zeros(2, 6, 16, 8, 32)}, 6), **EIGHT_HEADS)
+    sent = wire.to_prefill_worker.decode(wire.encode(wire.HelloAck("D0:1", shape=shape)))
+    assert isinstance(sent, wire.HelloAck)
+    assert differences(shape, sent.shape) == ""

@@ -1,0 +1,210 @@
+"""A link's connection to one worker of D: the socket, the choice of a transport, messages out and answers in.
+
+Owns nothing of transfers. All of it runs in the link's thread; other threads only ring `wake` and set `closing`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import zmq
+
+from epd_serve import wire
+from epd_serve.engine.kv.faults import Faults
+from epd_serve.engine.kv.regions import LinkPieces, ShapesDifferError, pieces_of
+from epd_serve.engine.kv.transport import AwaitMessage, LinkError, SendMessage, SendSide
+from epd_serve.engine.sockets import Socket, milliseconds, open_socket
+from epd_serve.engine.wake import WakeLine
+
+logger = logging.getLogger(__name__)
+
+Probe = Callable[[SendSide, SendMessage, AwaitMessage], None]
+
+
+class Connection:
+    """Closed until `open` succeeds, and again after `close`.
+
+    Args:
+        source: instance and incarnation of P; shape: of its KV cache (`regions.shape_of`).
+        sides: P's ends of the transports, in order of preference.
+        timeout_s: silence of D after which it counts as gone.
+        probe: tries an open transport; raises LinkError where it does not carry bytes.
+        on_credit: called when a staged packet has arrived, after its side knows.
+
+    Attributes:
+        target: instance and incarnation of D that answers; "" while closed.
+        side: the transport in use.
+        staged_seq: number of the last staged packet that was sent, 0 before there was one.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        source: str,
+        shape: Mapping[str, Any],
+        sides: Sequence[SendSide],
+        timeout_s: float,
+        faults: Faults,
+        probe: Probe,
+        on_credit: Callable[[int], None],
+    ) -> None:
+        self.target = ""
+        self.side = sides[0]
+        self.staged_seq = 0
+        self.wake = WakeLine()
+        self.closing = threading.Event()
+        self._endpoint = endpoint
+        self._source = source
+        self._shape = dict(shape)
+        self._sides = tuple(sides)
+        self._timeout_s = timeout_s
+        self._faults = faults
+        self._probe = probe
+        self._on_credit = on_credit
+        self._socket: Socket | None = None
+        self._poller = zmq.Poller()
+        self._poller.register(self.wake.listener, zmq.POLLIN)
+        self._late: list[tuple[float, bytes]] = []  # a heap of messages that a fault delays
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.target)
+
+    def open(self) -> None:
+        """Offer one transport after the other until D accepts one and it carries bytes.
+
+        Raises:
+            LinkError: D is silent, or no transport will do; then it names each with its reason.
+        """
+        reasons: list[str] = []
+        for side in self._sides:
+            self.close()
+            try:
+                hello = self._hello(side)
+            except LinkError as error:
+                reasons.append(f"{side.label}: {error}")
+                continue
+            self._socket = open_socket(zmq.DEALER)
+            self._socket.connect(self._endpoint)
+            self._poller.register(self._socket, zmq.POLLIN)
+            self.send(hello)
+            answer = self.receive()  # silence ends the attempt: another transport would meet the same
+            try:
+                target = self._accepted(side, answer)
+            except LinkError as error:
+                reasons.append(f"{side.label}: {error}")
+                continue
+            self.target, self.side = target, side
+            if reasons:
+                logger.info("KV link to %s uses %s (%s)", self._endpoint, side.label, "; ".join(reasons))
+            return
+        self.close()
+        raise LinkError("; ".join(reasons))
+
+    def who(self) -> str:
+        """The life of D that answers on the open connection now. Raises LinkError.
+
+        Saying hello twice changes nothing at the life that has heard it; another one, to which ZMQ has reconnected by
+        itself, says its own name.
+        """
+        self.send(self._hello(self.side))
+        while not isinstance(answer := self.receive(), wire.HelloAck):
+            self._heed(answer)
+        return answer.target
+
+    def close(self) -> None:
+        self.target = ""
+        self.staged_seq = 0
+        self._late.clear()
+        if self._socket is not None:
+            self._poller.unregister(self._socket)
+            self._socket.close()
+            self._socket = None
+
+    def send(self, message: wire.ToDecodeWorker) -> None:
+        if isinstance(message, wire.Packet):
+            self.staged_seq = message.seq
+        for delay_s in self._faults.deliveries(message):
+            if delay_s:
+                heapq.heappush(self._late, (time.monotonic() + delay_s, wire.encode(message)))
+            else:
+                self._deliver(wire.encode(message))
+
+    def receive(self) -> wire.ToPrefillWorker:
+        """The next answer. Raises LinkError after `timeout_s` of silence, or when the link closes while it opens."""
+        deadline = time.monotonic() + self._timeout_s
+        while (answer := self._poll(deadline)) is None:
+            if self.closing.is_set() and not self.is_open:
+                raise LinkError("the link is closing")
+            if time.monotonic() >= deadline:
+                raise LinkError(f"decode has been silent for {self._timeout_s} s")
+        return answer
+
+    def wait(self, until: float) -> None:
+        """Sleep until the clock says so, somebody rings, or D has answered; takes the credits that came in."""
+        answer = self._poll(until)
+        while answer is not None:
+            self._heed(answer)
+            answer = self._poll(0.0)
+
+    def _hello(self, side: SendSide) -> wire.Hello:
+        return wire.Hello(wire.VERSION, self._source, side.name, self._shape, *side.hello())
+
+    def _heed(self, answer: wire.ToPrefillWorker) -> None:
+        if isinstance(answer, wire.Credit):
+            self.side.credit(answer.seq)
+        elif isinstance(answer, wire.HelloRefused):
+            raise LinkError(f"refused: {answer.reason}")
+
+    def _accepted(self, side: SendSide, answer: wire.ToPrefillWorker) -> str:
+        if isinstance(answer, wire.HelloRefused):
+            raise LinkError(f"refused: {answer.reason}")
+        if not isinstance(answer, wire.HelloAck):
+            raise LinkError(f"expected an answer to hello, got {type(answer).__name__}")
+        side.opened(answer, self._pieces(answer))
+        self._probe(side, self.send, self.receive)
+        return answer.target
+
+    def _pieces(self, ack: wire.HelloAck) -> LinkPieces | None:
+        try:
+            return pieces_of(self._shape, ack.shape, sending=True)
+        except ShapesDifferError as error:
+            raise LinkError(str(error)) from error
+
+    def _poll(self, until: float) -> wire.ToPrefillWorker | None:
+        """One answer of D if one is here, or comes before `until` or a ring."""
+        while True:
+            self._deliver_late()
+            next_s = min(until, self._late[0][0] if self._late else until) - time.monotonic()
+            ready = dict(self._poller.poll(max(0, milliseconds(next_s + 0.001))))  # rounded up: never early
+            if rung := self.wake.listener in ready:
+                self.wake.answer()
+            if self._socket is not None and self._socket in ready:
+                return self._read(self._socket)
+            if rung or time.monotonic() >= until:
+                return None
+
+    def _read(self, socket: Socket) -> wire.ToPrefillWorker:
+        try:
+            answer = wire.to_prefill_worker.decode(socket.recv())
+        except wire.DecodeError as error:
+            raise LinkError(f"malformed answer: {error}") from error
+        if isinstance(answer, wire.Credit):
+            self._on_credit(answer.seq)
+        return answer
+
+    def _deliver(self, data: bytes) -> None:
+        assert self._socket is not None
+        if not self._socket.poll(milliseconds(self._timeout_s), zmq.POLLOUT):
+            raise LinkError(f"decode takes no messages for {self._timeout_s} s")
+        self._socket.send(data)
+
+    def _deliver_late(self) -> None:
+        while self._late and self._late[0][0] <= time.monotonic():
+            self._deliver(heapq.heappop(self._late)[1])

@@ -1,0 +1,87 @@
+"""Says how the links of one sending worker are: a thread with a PUB socket that sends `KvReport`s.
+
+Owns the pace: on change at most every 200 ms, else every second, because an idle worker does not step. What a report
+tells is the links' business. The proxy subscribes (`proxy/kv_links.py`); a report that is lost costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import zmq
+
+from epd_serve import wire
+from epd_serve.engine.sockets import Socket, open_socket
+from epd_serve.wiring import StageWiring, worker_endpoint
+
+logger = logging.getLogger(__name__)
+
+
+class Reporter:
+    """Silent where the wiring names no address (`kv_publish`).
+
+    Args:
+        snapshot: the links as they are now; called in the reporter's thread. Must not block.
+        change_s, idle_s: least time between two reports; longest.
+
+    Raises:
+        zmq.ZMQError: its address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        wiring: StageWiring,
+        rank: int,
+        snapshot: Callable[[], wire.KvReport],
+        *,
+        change_s: float = 0.2,
+        idle_s: float = 1.0,
+    ) -> None:
+        self._snapshot = snapshot
+        self._change_s, self._idle_s = change_s, idle_s
+        self._changed = threading.Event()
+        self._closing = threading.Event()
+        self._socket: Socket | None = None
+        self._thread = threading.Thread(target=self._run, name="epd-kv-reporter", daemon=True)
+        if wiring.kv_publish:
+            self._socket = open_socket(zmq.PUB, linger_s=0.2)
+            address = worker_endpoint(wiring.kv_publish, rank)
+            if wiring.publish_by_connecting:
+                self._socket.connect(address)
+            else:
+                self._socket.bind(address)  # here, not in the thread: a worker that nobody hears must not start
+
+    def start(self) -> None:
+        """From now on `snapshot` is called."""
+        if self._socket is not None:
+            self._thread.start()
+
+    def changed(self) -> None:
+        """Something a report tells has changed. From any thread; costs next to nothing."""
+        self._changed.set()
+
+    def close(self) -> None:
+        """No report follows. Any number of calls."""
+        self._closing.set()
+        self._changed.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+        elif self._socket is not None:  # never started, or ended: closing twice is harmless
+            self._socket.close()
+
+    def _run(self) -> None:
+        assert self._socket is not None
+        while not self._closing.is_set():
+            self._changed.clear()  # before the snapshot: what changes from here on is in the next one
+            self._send(self._socket)
+            self._closing.wait(self._change_s)
+            self._changed.wait(self._idle_s - self._change_s)
+        self._socket.close()
+
+    def _send(self, socket: Socket) -> None:
+        try:
+            socket.send(wire.encode(self._snapshot()))
+        except Exception:  # the next report is a second away; a thread that ends would look like a dead worker
+            logger.exception("no KV report")

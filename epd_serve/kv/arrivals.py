@@ -1,0 +1,129 @@
+"""When a transfer has ended at one worker of D, so that it is reported exactly once. Pure.
+
+    (unknown) --a DONE | something lost--> arriving --the last DONE--> ended --expected, taken--> over
+    (unknown) | arriving --given up by the scheduler | lost, and only D writes--> ended
+
+Of the ends only the first counts, and an end may come before the step that makes D expect the transfer. A failure waits
+for the DONE of the other workers of P, which may still be writing. Nobody may ever send DONE after something was lost:
+where D does all the writing itself such a transfer ends at once, as D drops what is late; where a transport writes
+one-sidedly it waits, at worst until the scheduler gives it up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from epd_serve import wire
+from epd_serve.kv.tombstones import Tombstones
+from epd_serve.wire import TransferKey
+
+Item = TypeVar("Item")
+Worker = tuple[str, int]  # instance and incarnation, rank
+
+
+@dataclass(frozen=True)
+class End:
+    """How a transfer ended; `reason` where it failed."""
+
+    ok: bool
+    reason: str = ""
+
+
+@dataclass
+class _Arriving:
+    """The workers that have said DONE, and the first thing that went wrong."""
+
+    done: set[Worker | None] = field(default_factory=set)
+    reason: str = ""
+
+
+class Arrivals(Generic[Item]):
+    """Not thread-safe. `Item` is what the owner wants back with the end of a transfer.
+
+    Args:
+        one_sided: P may write to D's memory without D's help.
+    """
+
+    def __init__(self, *, one_sided: bool) -> None:
+        self._one_sided = one_sided
+        self._expected: dict[TransferKey, Item] = {}
+        self._arriving: dict[TransferKey, _Arriving] = {}
+        self._ended: dict[TransferKey, End] = {}
+        self._over = Tombstones()
+
+    def expect(self, key: TransferKey, item: Item) -> None:
+        """D waits for this transfer, and will take its end."""
+        self._expected[key] = item
+
+    def give_up(self, key: TransferKey) -> None:
+        """The scheduler knows that nothing more will be written, whatever was said here."""
+        if key in self._expected and key not in self._ended:
+            self._end(key, End(False, "given up by the scheduler"))
+
+    def done(self, worker: Worker | None, done: wire.Done, packets: int) -> End | None:
+        """A worker of P has said DONE. Returns the end, if this was the last that was missing.
+
+        Args:
+            worker: None where the connection never said hello: ZMQ made it anew by itself, and messages may be lost.
+            packets: how many with a part in this transfer have come over this connection.
+        """
+        reason = _fault(worker, done, packets)
+        if worker is None and done.senders > 1:  # one of several, nobody knows which: it cannot be counted
+            return self.lost(done.key, reason)
+        if self._is_closed(done.key):
+            return None
+        arriving = self._arriving.setdefault(done.key, _Arriving())
+        if worker in arriving.done:
+            return None
+        arriving.done.add(worker)
+        arriving.reason = arriving.reason or reason
+        if len(arriving.done) < done.senders:
+            return None
+        return self._end(done.key, End(not arriving.reason, arriving.reason))
+
+    def lost(self, key: TransferKey, reason: str) -> End | None:
+        """Something of it did not arrive: a hole must not pass for KV. Returns the end, if this is it."""
+        if self._is_closed(key):
+            return None
+        if not self._one_sided:
+            return self._end(key, End(False, reason))
+        arriving = self._arriving.setdefault(key, _Arriving())
+        arriving.reason = arriving.reason or reason
+        return None
+
+    def has_ended(self) -> bool:
+        """Whether there is something to take."""
+        return any(key in self._expected for key in self._ended)
+
+    def pending(self) -> bool:
+        """Whether something is expected and there is nothing to take."""
+        return bool(self._expected) and not self.has_ended()
+
+    def take(self) -> list[tuple[Item, End]]:
+        """What has ended and is expected, once. It is over: nothing may be written for it from now on."""
+        taken = [key for key in self._ended if key in self._expected]
+        for key in taken:
+            self._over.add(key, self._ended[key].reason)
+        return [(self._expected.pop(key), self._ended.pop(key)) for key in taken]
+
+    def is_over(self, key: TransferKey) -> bool:
+        """Whether its end was taken (for the last 4096 transfers)."""
+        return key in self._over
+
+    def _is_closed(self, key: TransferKey) -> bool:
+        return key in self._ended or key in self._over
+
+    def _end(self, key: TransferKey, end: End) -> End:
+        self._arriving.pop(key, None)
+        self._ended[key] = end
+        return end
+
+
+def _fault(worker: Worker | None, done: wire.Done, packets: int) -> str:
+    """What is wrong with this DONE, or ""."""
+    if not done.ok:
+        return done.reason or "given up by prefill"
+    if worker is None:
+        return "the link was interrupted"
+    return "" if packets == done.packets else f"{packets} of {done.packets} packets have arrived"

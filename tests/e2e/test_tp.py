@@ -1,0 +1,20 @@
+"""Tensor parallelism of different sizes on the two ends of a KV link, on real stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.bodies import SOLO, Body, ask
+from tests.e2e.serving import Serving
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("launch", ["P:tp2-D", "P-D:tp2", "P:tp2-D:tp2"], indirect=True, scope="module")
+@pytest.mark.parametrize("name", ["text", "one picture", "three pictures of different sizes", "a long prompt"])
+def test_heads_find_their_ranks(launch: Serving, solo_answer: Callable[[Body], list[list[int]]], name: str) -> None:
+    assert ask(launch, SOLO[name]) == solo_answer(SOLO[name])
+    for instance in ("P0", "D0"):
+        assert launch.kv_blocks_in_use(instance) == 0

@@ -1,0 +1,267 @@
+"""A P worker and a D worker on fake devices, whole but for vLLM: the model writes late, D copies late. For the tests.
+
+A model step queues, layer by layer, the write of that layer's KV and then calls the hook. `Turnstile`s hold both
+devices' streams before each write; `Pair.run` lets one through only when somebody waits for it. So every run takes the
+same course, and whoever does not wait for a fence always meets bytes that are not there yet.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from epd_serve import wire
+from epd_serve.engine.kv.faults import Faults
+from epd_serve.engine.kv.link import Link
+from epd_serve.engine.kv.link_jobs import Outgoing
+from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
+from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
+from epd_serve.engine.kv.mooncake_send import MooncakeSendSide
+from epd_serve.engine.kv.receiver import Expected, Receiver
+from epd_serve.engine.kv.regions import Layers, layers_of, shape_of
+from epd_serve.engine.kv.sender import ChunkJob, Sender
+from epd_serve.engine.kv.shm_receive import ShmReceiveSide
+from epd_serve.engine.kv.shm_send import ShmSendSide
+from epd_serve.engine.kv.transport import AwaitMessage, SendSide
+from epd_serve.engine.kv.transports import OnDemand
+from epd_serve.kv.grouping import parse_grouping
+from npu_ops.fake import FakeDevice
+from npu_ops.fake_engine import FakeNetwork, FakeTransferEngine
+from tests.epd_serve.engine.kv.fakes import NO_TRACE, key_of
+from tests.epd_serve.engine.kv.slow_devices import (
+    BLOCK_BYTES,
+    BLOCK_SIZE,
+    BLOCKS,
+    LAYERS,
+    OFTEN_S,
+    STALE,
+    STUCK_S,
+    Caches,
+    Chunk,
+    Prompt,
+    SlowDevice,
+    ascend_caches,
+    wait_for,
+)
+
+P_NPU, D_NPU = "host0/npu0", "host0/npu1"
+TARGET = "D0:1"
+
+
+def shape(layers: Layers) -> dict[str, Any]:
+    return shape_of(layers, block_size=BLOCK_SIZE, dtype="torch.uint8", tp=1, rank=0, platform="fake")
+
+
+class WatchedShm(ShmSendSide):
+    """`waits`: it has no room before D returns a credit."""
+
+    waits = False
+
+    def make_room(self, nbytes: int, receive: AwaitMessage) -> None:
+        self.waits = not self._ring.fits(nbytes)
+        super().make_room(nbytes, receive)
+        self.waits = False
+
+
+@dataclass
+class Setting:
+    """What tests vary. `transports`: in P's order of preference. `grouping`: as `--kv-grouping` has it."""
+
+    transports: tuple[str, ...] = ("shm",)
+    grouping: str = "fixed:2"
+    staging_bytes: int = 256 << 10
+    p_device: Callable[[str], SlowDevice] = SlowDevice
+    d_device: Callable[[str], SlowDevice] = SlowDevice
+    p_caches: Callable[[FakeDevice], Caches] = ascend_caches
+    d_caches: Callable[[FakeDevice], Caches] = ascend_caches
+    d_place: str = D_NPU
+    network: FakeNetwork = field(default_factory=FakeNetwork)
+
+
+class Pair:
+    """Both workers. The calling thread is that of P's model; D's takes reports in a thread of its own."""
+
+    def __init__(self, folder: Path, setting: Setting) -> None:
+        self._folder, self._setting = folder, setting
+        self.network = setting.network
+        self.reports: dict[str, torch.Tensor | None] = {}  # D's KV cache at the report; None: failed
+        self._over: set[str] = set()
+        self._asked: set[str] = set()
+        self.p_device, self.d_device = setting.p_device(P_NPU), setting.d_device(setting.d_place)
+        self.d_device.copies_late = True
+        self.p_device.enter_thread()
+        self.d_device.enter_thread()
+        self.p_caches, self.d_caches = setting.p_caches(self.p_device), setting.d_caches(self.d_device)
+        self.endpoint = f"ipc://{folder}/D0.kvw0"
+        self.receiver = self._receiver()
+        self.sender = self._sender()
+        self._closing = threading.Event()
+        self._d_model = threading.Thread(target=self._take_reports)
+        self._d_model.start()
+
+    # --- start and end --------------------------------------------------------------------------------------------
+
+    def open(self) -> wire.KvLink:
+        """The link, once it is up or has said why not. From then on the devices hold what they are given."""
+        self.sender.warm([(self.endpoint,)])
+        wait_for(lambda: self.link().state == "up" or self.link().reason)
+        self.p_device.turnstile.close()
+        self.d_device.turnstile.close()
+        return self.link()
+
+    def link(self) -> wire.KvLink:
+        (report,) = self.sender.report()
+        return report
+
+    def close(self) -> None:
+        for device in (self.p_device, self.d_device):
+            device.turnstile.open()
+        self.network.gate.set()
+        self.sender.close()
+        self._closing.set()
+        self._d_model.join(STUCK_S)
+        self.receiver.close()
+
+    # --- the model's steps ----------------------------------------------------------------------------------------
+
+    def expect(self, *prompts: Prompt) -> None:
+        self._asked.update(prompt.name for prompt in prompts)
+        items = [Expected(key_of(prompt.name), prompt.name, prompt.dst) for prompt in prompts]
+        self.receiver.expect(items, [])
+
+    def step(self, *chunks: Chunk, preempted: Iterable[str] = (), hooks: int = LAYERS) -> None:
+        """Queues one step of P's model; returns as soon as all is queued. `hooks`: layers that announce themselves."""
+        jobs = [self._job(chunk) for chunk in chunks]
+        self.sender.begin_step(jobs, (), preempted, tokens=sum(c.last - c.first for c in chunks) * BLOCK_SIZE)
+        for layer in range(LAYERS):
+            self.p_device.compute(lambda layer=layer: [chunk.write(self.p_caches, layer) for chunk in chunks])
+            if layer < hooks:
+                self.sender.layer_saved()
+        self.sender.flush()
+
+    def hang_in(self, prompt: Prompt) -> None:
+        """Computes it and leaves the link with a write of it under way, which ends when `network.gate` is set."""
+        self.p_device.turnstile.open()
+        self.network.gate.clear()
+        self.step(prompt.chunk())
+        engine = self.p_device.engine
+        assert isinstance(engine, FakeTransferEngine)
+        wait_for(lambda: engine.pending)
+
+    def run(self, *, hold_d_until: Callable[[], bool] = lambda: True) -> None:
+        """Lets held work go, one by one, each only when somebody waits for it, until all is reported."""
+        while not self._ended():
+            wait_for(lambda: self._ended() or self._let_go(hold_d_until))
+        self.p_device.turnstile.open()
+        self.d_device.turnstile.open()
+
+    def over_at_p(self) -> bool:
+        """Whether P has reported all that were expected as over."""
+        self._over |= self.sender.take_over(self._asked, idle=False)
+        return self._asked <= self._over
+
+    def waits_for_room(self) -> bool:
+        """Whether P can stage nothing more before D has copied."""
+        return any(isinstance(side, WatchedShm) and side.waits for side in self.p_sides)
+
+    def _ended(self) -> bool:
+        """Whether D has reported all; once the link has broken D may never hear of the rest, and P's word does."""
+        broke = bool(self.link().reason or self.link().retries)
+        return self._asked <= self.reports.keys() or (broke and self.over_at_p())
+
+    def _job(self, chunk: Chunk) -> ChunkJob:
+        prompt, part = chunk.prompt, slice(chunk.first, chunk.last)
+        remaining = (len(prompt.src) - chunk.last) * BLOCK_SIZE
+        key, ends = key_of(prompt.name), (self.endpoint,)
+        return ChunkJob(key, prompt.name, TARGET, ends, prompt.src[part], prompt.dst[part], remaining)
+
+    def _take_reports(self) -> None:
+        """D's model: reads the blocks of what is reported, as the next step would. It may wait for D's listener."""
+        self.d_device.enter_thread()
+        while not self._closing.wait(OFTEN_S):
+            received, failed = self.receiver.take_finished(idle=False)
+            for item in received:
+                self.reports[item.request] = self.at_d()
+            self.reports.update({item.request: None for item in failed})
+
+    def _let_go(self, hold_d_until: Callable[[], bool]) -> bool:
+        if self.p_device.stuck:
+            self.p_device.turnstile.let_one()
+            return True
+        if self.d_device.stuck and hold_d_until():
+            self.d_device.turnstile.let_one()
+            return True
+        return False
+
+    # --- what came of it ------------------------------------------------------------------------------------------
+
+    def at_d(self) -> torch.Tensor:
+        """D's KV cache as its model would read it now: [layer, K or V, block, byte]."""
+        regions = [cache for layer in self.d_caches.values() for cache in layer]
+        host = [self.d_device.to_host(cache).view(BLOCKS, BLOCK_BYTES) for cache in regions]
+        return torch.stack(host).view(len(self.d_caches), -1, BLOCKS, BLOCK_BYTES)
+
+    def wrong(self, *prompts: Prompt, maybe: Sequence[Prompt] = ()) -> list[str]:
+        """All that is not as it should be. `maybe`: may have been received, whole, or have failed on its way."""
+        found = list(self.p_device.broken + self.d_device.broken)
+        now = self.at_d()
+        for prompt in (*prompts, *maybe):
+            seen = self.reports.get(prompt.name)
+            if seen is not None:
+                found += prompt.differences(seen)
+            elif prompt in maybe:
+                found += prompt.differences(now, in_part=True)
+            else:
+                found.append(f"{prompt.name} was not received ({self.link().reason})")
+        theirs = {block for prompt in (*prompts, *maybe) for block in prompt.dst}
+        if not now[:, :, [block for block in range(BLOCKS) if block not in theirs]].eq(STALE).all():
+            found.append("blocks of nobody were written")
+        return found
+
+    # --- parts ----------------------------------------------------------------------------------------------------
+
+    def _receiver(self) -> Receiver:
+        layers = layers_of(self.d_caches, BLOCKS)
+        sides = [
+            ShmReceiveSide(layers, self.d_device)
+            if name == "shm"
+            else MooncakeReceiveSide(self._engine(layers, self.d_device))
+            for name in self._setting.transports
+        ]
+        return Receiver(self.endpoint, TARGET, shape(layers), sides, NO_TRACE, device=self.d_device, faults=Faults())
+
+    def _sender(self) -> Sender:
+        layers = layers_of(self.p_caches, BLOCKS)
+        self.p_sides: list[SendSide] = [
+            WatchedShm(layers, str(self._folder / "staging"), self._setting.staging_bytes, self.p_device)
+            if name == "shm"
+            else MooncakeSendSide(layers, self._engine(layers, self.p_device), "ascend", timeout_s=2.0)
+            for name in self._setting.transports
+        ]
+
+        def open_link(endpoint: str, rank: int, on_over: Callable[[Outgoing], None]) -> Link:
+            return Link(
+                endpoint,
+                rank=rank,
+                source="P0:1",
+                shape=shape(layers),
+                sides=self.p_sides,
+                device=self.p_device,
+                timeout_s=2.0,
+                on_over=on_over,
+                trace=NO_TRACE,
+            )
+
+        grouping = parse_grouping(self._setting.grouping, floor_bytes=0)
+        return Sender(shape=shape(layers), grouping=grouping, device=self.p_device, open_link=open_link, trace=NO_TRACE)
+
+    def _engine(self, layers: Layers, device: FakeDevice) -> OnDemand:
+        def factory() -> FakeTransferEngine:
+            return FakeTransferEngine(self.network, device)
+
+        return OnDemand(lambda: MooncakeEndpoint(layers, "127.0.0.1", "ascend", device, factory))

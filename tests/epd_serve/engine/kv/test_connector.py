@@ -1,0 +1,87 @@
+"""Our KV connector against both generations of vLLM's hooks. vLLM is a stub here, real in tests/e2e."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from epd_serve.engine.kv.prefill_scheduler import PrefillStep
+
+# vllm 0.23.0, distributed/kv_transfer/kv_connector/v1/base.py: every public method that a subclass may define.
+HOOKS_OF_0_23 = {
+    *("bind_connector_metadata", "clear_connector_metadata", "has_connector_metadata", "register_kv_caches"),
+    *("register_cross_layers_kv_cache", "set_host_xfer_buffer_ops", "handle_preemptions", "start_load_kv"),
+    *("wait_for_layer_load", "save_kv_layer", "wait_for_save", "get_finished", "get_block_ids_with_load_errors"),
+    *("shutdown", "get_kv_connector_stats", "get_kv_connector_kv_cache_events", "get_handshake_metadata"),
+    *("build_connector_worker_meta", "bind_gpu_block_pool", "get_num_new_matched_tokens", "update_state_after_alloc"),
+    *("build_connector_meta", "on_new_request", "update_connector_output", "request_finished", "take_events"),
+    *("get_required_kvcache_layout", "requires_piecewise_for_cudagraph", "get_finished_count"),
+    *("build_kv_connector_stats", "set_xfer_handshake_metadata", "build_prom_metrics", "reset_cache"),
+}
+
+
+class Base:
+    """What our connector uses of vLLM's `KVConnectorBase_V1`."""
+
+    def bind_connector_metadata(self, metadata: Any) -> None:
+        self._connector_metadata = metadata
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    base = ModuleType("vllm.distributed.kv_transfer.kv_connector.v1.base")
+    role = enum.Enum("KVConnectorRole", ["SCHEDULER", "WORKER"])
+    metadata = type("KVConnectorMetadata", (), {})
+    base.__dict__.update(KVConnectorBase_V1=Base, KVConnectorMetadata=metadata, KVConnectorRole=role)
+    parts = base.__name__.split(".")
+    for depth in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(parts[depth - 1]))
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    monkeypatch.delitem(sys.modules, "epd_serve.engine.kv.connector", raising=False)
+    yield importlib.import_module("epd_serve.engine.kv.connector")
+    sys.modules.pop("epd_serve.engine.kv.connector")
+
+
+class PlayedWorker:
+    """P's worker: remembers what it was told, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def fence(self, step: PrefillStep) -> None:
+        self.told.append(f"fence {step.preempted}")
+
+    def begin_step(self, step: PrefillStep) -> None:
+        self.told.append("begin")
+
+
+def worker_side(module: Any, worker: PlayedWorker | None) -> Any:
+    connector = object.__new__(module.GroupedKVConnector)
+    connector._prefill_worker, connector._decode_worker = worker, None
+    return connector
+
+
+def test_every_hook_is_one_of_the_older_generation(module: Any) -> None:
+    defined = {name for name in vars(module.GroupedKVConnector) if not name.startswith("_")}
+    assert defined <= HOOKS_OF_0_23
+    assert "handle_preemptions" in defined
+
+
+def test_preempted_requests_are_fenced_before_the_step_begins(module: Any) -> None:
+    worker = PlayedWorker()
+    connector = worker_side(module, worker)
+    metadata = module.TransferMetadata(prefill=PrefillStep(preempted=["r"]))
+    connector.handle_preemptions(metadata)
+    connector.bind_connector_metadata(metadata)
+    assert worker.told == ["fence ['r']", "begin"]
+
+
+def test_decode_has_nothing_to_fence(module: Any) -> None:
+    connector = worker_side(module, None)
+    connector.handle_preemptions(module.TransferMetadata())

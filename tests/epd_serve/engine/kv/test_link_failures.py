@@ -1,0 +1,150 @@
+"""What a link does when the other end is gone, another, silent, or does not match."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from epd_serve.engine.kv.transport import LinkError
+from epd_serve.kv.plan import Run
+from tests.epd_serve.engine.kv.fakes import (
+    HOST,
+    DecodeEnd,
+    Ends,
+    PrefillEnd,
+    chunk,
+    key_of,
+    packet,
+    same,
+    wait_for,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"), [({"dtype": "torch.float16"}, "dtype"), ({"block_size": 16}, "block_size")]
+)
+def test_ends_that_do_not_match_are_refused_by_name(
+    start: Ends, caplog: pytest.LogCaptureFixture, change: dict[str, Any], named: str
+) -> None:
+    d = start(DecodeEnd)
+    p = start(PrefillEnd, **change)
+    d.expect(key_of("a"), [5])
+    p.step([chunk(d, "a", [1], [5], last=True)], finished=["a"])
+    p.wait_over({"a"})
+    assert f"refused: {named}: " in caplog.text
+    assert not d.caches["layer.0"].any()
+    assert not d.poll()
+
+
+def test_a_new_life_of_decode_takes_new_transfers_and_old_ones_end(start: Ends, tmp_path: Path) -> None:
+    old = DecodeEnd(tmp_path)
+    p = start(PrefillEnd)
+    old.expect(key_of("a"), [5, 6])
+    p.step([chunk(old, "a", [1], [5], last=False)])
+    wait_for(lambda: bool(old.caches["layer.4"][5].any()))
+    old.close()
+    new = start(DecodeEnd, life="2")
+    new.expect(key_of("b"), [7])
+    p.step([chunk(new, "b", [3], [7], last=True)], finished=["b"])
+    p.step([chunk(old, "a", [2], [6], last=True)], finished=["a"])
+    new.wait_ended(1)
+    same(p, new, {3: 7})
+    p.wait_over({"a", "b"})
+
+
+def test_a_late_packet_for_a_former_life_does_not_disturb_the_new_one(start: Ends) -> None:
+    new = start(DecodeEnd, life="2")
+    p = start(PrefillEnd)
+    link = p.wait_up(new)
+    new.expect(key_of("c"), [9, 10])
+    p.step([chunk(new, "c", [4], [9], last=False)])
+    wait_for(lambda: bool(new.caches["layer.4"][9].any()))
+    p.step([chunk(new, "x", [1], [5], last=True, target="D0:1")], finished=["x"])
+    p.wait_over({"x"})
+    p.step([chunk(new, "c", [5], [10], last=True)])
+    new.wait_ended(1)
+    assert new.received
+    same(p, new, {4: 9, 5: 10})
+    assert link.snapshot().retries == 0
+
+
+def test_a_dead_peer_ends_its_transfers_within_the_deadline_and_delays_no_other(start: Ends, tmp_path: Path) -> None:
+    dead = DecodeEnd(tmp_path, "D0")
+    alive = start(DecodeEnd, "D1")
+    p = start(PrefillEnd, timeout_s=0.4)
+    p.sender.warm([[dead.endpoint], [alive.endpoint]])
+    p.step([chunk(dead, "warm", [0], [0], last=True)], finished=["warm"])
+    p.wait_over({"warm"})
+    dead.close()
+    names = [f"r{i}" for i in range(6)]
+    alive.expect(key_of("z"), [5])
+    began = time.monotonic()
+    p.links[dead.endpoint].put(packet(dead, "q", (0, 1), [Run(0, 0, 1)], target="D0:none"), 0.0)  # makes it reconnect
+    p.step([*(chunk(dead, name, [1], [5], last=True) for name in names), chunk(alive, "z", [1], [5], last=True)])
+    alive.wait_ended(1)
+    assert time.monotonic() - began < 0.4
+    p.step(finished=[*names, "z"])
+    p.wait_over({*names, "z"}, deadline_s=2.5)
+    assert time.monotonic() - began < 2.0  # not one deadline per transfer
+
+
+def test_a_stop_does_not_wait_for_a_peer_that_returns_no_credit(start: Ends, tmp_path: Path) -> None:
+    d = start(DecodeEnd)
+    p = start(PrefillEnd, staging_bytes=4096, timeout_s=1.0)
+    go = threading.Event()
+    copy = d.side.packet
+    d.side.packet = lambda peer, packet, dropped: (go.wait(5), copy(peer, packet, dropped))
+    d.expect(key_of("a"), [5])
+    p.step([chunk(d, "a", [1], [5], last=False)])
+    link = p.links[d.endpoint]
+    wait_for(lambda: link._connection.side._seq >= 2)  # waits for room
+    began = time.monotonic()
+    p.step(stops=["a"])
+    assert time.monotonic() - began < 0.3
+    go.set()
+    d.wait_ended(1)
+    assert d.failed
+
+
+def test_a_transfer_with_packets_on_a_connection_that_broke_never_gets_its_done(start: Ends) -> None:
+    """Packets in flight may be lost with the connection: a later DONE would present a hole as KV."""
+
+    def broken() -> None:
+        raise LinkError("the wire broke")
+
+    d = start(DecodeEnd)
+    p = start(PrefillEnd, timeout_s=0.3)
+    d.expect(key_of("a"), [5, 6])
+    p.step([chunk(d, "a", [1], [5], last=False)])
+    wait_for(lambda: bool(d.caches["layer.4"][5].any()))
+    p.links[d.endpoint].put(packet(d, "q", (0, 1), [Run(0, 0, 1)], broken), 0.0)
+    p.step([chunk(d, "a", [2], [6], last=True)], finished=["a"])
+    p.wait_over({"a"})
+    assert not d.poll()
+    d.expect(key_of("b"), [7])
+    p.step([chunk(d, "b", [3], [7], last=True)])
+    d.wait_ended(1)
+    assert [item.request for item in d.received] == ["at-d-b"]
+
+
+def test_the_link_survives_an_unforeseen_error(start: Ends) -> None:
+    d = start(DecodeEnd)
+    p = start(PrefillEnd)
+    p.wait_up(d)
+
+    def broken() -> None:
+        raise RuntimeError("device lost")
+
+    p.sender._device = SimpleNamespace(timed_fence=lambda: SimpleNamespace(wait=broken, seconds_since=lambda _: None))
+    p.step([chunk(d, "a", [1], [5], last=True)], finished=["a"])
+    p.wait_over({"a"})
+    p.sender._device = HOST
+    d.expect(key_of("b"), [7])
+    p.step([chunk(d, "b", [3], [7], last=True)], finished=["b"])
+    d.wait_ended(1)
+    assert d.received

@@ -1,0 +1,143 @@
+"""KV from device to device under an NPU's rules: whole, however late the devices get to their work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npu_ops.fake_engine import FakeNetwork
+from tests.epd_serve.engine.kv.device_ends import P_NPU, Pair, Setting
+from tests.epd_serve.engine.kv.slow_devices import STALE, Prompt, ascend_caches, neighbouring_caches
+
+Start = Callable[..., Pair]
+TRANSPORTS = ("shm", "mooncake")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """A pair whose link is up."""
+    pairs: list[Pair] = []
+
+    def make(**options: Any) -> Pair:
+        pairs.append(Pair(tmp_path, Setting(**options)))
+        assert pairs[-1].open().state == "up", pairs[-1].link().reason
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close()
+
+
+@pytest.mark.parametrize("grouping", ["layerwise", "fixed:2", "bulk", "adaptive"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_kv_arrives_whole_however_late_the_devices_are(start: Start, transport: str, grouping: str) -> None:
+    pair = start(transports=(transport,), grouping=grouping)
+    a, b = Prompt.make("a", [3, 2, 1], [7, 8, 9]), Prompt.make("b", [6, 10], [0, 15])
+    pair.expect(a, b)
+    pair.step(a.chunk(), b.chunk())
+    pair.run()
+    assert pair.wrong(a, b) == []
+    assert pair.link().transport.startswith(transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_prompts_of_several_steps_arrive_whole(start: Start, transport: str) -> None:
+    """Steps are queued one behind the other, as asynchronous scheduling does: the device is behind by all of them."""
+    pair = start(transports=(transport,))
+    a, b = Prompt.make("a", [3, 2, 1, 12, 11], [7, 8, 9, 1, 2]), Prompt.make("b", [6, 10], [0, 15])
+    pair.expect(a, b)
+    pair.step(a.chunk(0, 2))
+    pair.step(a.chunk(2, 4), b.chunk(0, 1))
+    pair.step(a.chunk(4), b.chunk(1))
+    pair.run()
+    assert pair.wrong(a, b) == []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_layers_that_no_hook_announced_arrive_whole(start: Start, transport: str) -> None:
+    pair = start(transports=(transport,))
+    a = Prompt.make("a", [3, 2, 1], [7, 8, 9])
+    pair.expect(a)
+    pair.step(a.chunk(), hooks=1)
+    pair.run()
+    assert pair.wrong(a) == []
+
+
+def test_a_small_staging_memory_is_used_again_only_when_its_packet_was_copied(start: Start) -> None:
+    pair = start(staging_bytes=8192, grouping="layerwise")
+    a = Prompt.make("a", range(8), reversed(range(8)))
+    pair.expect(a)
+    pair.step(a.chunk())
+    pair.run()
+    assert pair.wrong(a) == []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("there", [ascend_caches, neighbouring_caches])
+def test_regions_that_are_neighbours_at_one_end_only_keep_their_bytes_apart(
+    start: Start, transport: str, there: Callable[..., Any]
+) -> None:
+    pair = start(transports=(transport,), p_caches=neighbouring_caches, d_caches=there)
+    a = Prompt.make("a", [14, 15, 0], [1, 2, 3])  # V's first block lies behind K's last
+    pair.expect(a)
+    pair.step(a.chunk())
+    pair.run()
+    assert pair.wrong(a) == []
+
+
+def test_a_slow_network_brings_the_same_bytes(start: Start) -> None:
+    pair = start(transports=("mooncake",), network=FakeNetwork(latency_s=0.002, bytes_per_s=1e9))
+    a = Prompt.make("a", [3, 2, 1], [7, 8, 9])
+    pair.expect(a)
+    pair.step(a.chunk())
+    pair.run()
+    assert pair.wrong(a) == []
+
+
+# --- pairs on one device --------------------------------------------------------------------------------------------
+
+
+def test_a_pair_on_one_device_falls_back_to_shared_memory(start: Start) -> None:
+    pair = start(transports=("mooncake", "shm"), d_place=P_NPU)
+    a = Prompt.make("a", [3, 2, 1], [7, 8, 9])
+    pair.expect(a)
+    pair.step(a.chunk())
+    pair.run()
+    assert pair.wrong(a) == []
+    assert pair.link().transport == "shm"
+
+
+def test_a_pair_on_one_device_stays_on_it_where_it_can(start: Start) -> None:
+    pair = start(transports=("mooncake", "shm"), d_place=P_NPU, network=FakeNetwork(connects_with_self=True))
+    assert pair.link().transport == "mooncake/ascend"
+
+
+def test_a_pair_on_one_device_without_another_transport_says_why_and_fails_what_it_is_given(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, Setting(transports=("mooncake",), d_place=P_NPU))
+    try:
+        link = pair.open()
+        assert link.state != "up" and "mooncake/ascend" in link.reason
+        a = Prompt.make("a", [1], [7])
+        pair.expect(a)
+        pair.step(a.chunk())
+        pair.run()
+        assert pair.link().failed == 1
+        assert pair.at_d().eq(STALE).all()
+    finally:
+        pair.close()
+
+
+def test_a_preempted_prompt_is_sent_again_from_where_it_is_computed_again(start: Start) -> None:
+    pair = start(transports=("mooncake",))
+    a = Prompt.make("a", [3, 2, 1], [7, 8, 9])
+    again = Prompt("a", (12, 13, 14), a.dst, a.kv)
+    other = Prompt.make("b", [3, 2], [4, 5])
+    pair.expect(a, other)
+    pair.step(a.chunk(0, 2))
+    pair.step(other.chunk(), preempted=["a"])
+    pair.step(again.chunk())
+    pair.run()
+    assert pair.wrong(again, other) == []

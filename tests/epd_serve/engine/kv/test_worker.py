@@ -1,0 +1,153 @@
+"""The workers under vLLM put together, on real sockets: what vLLM gives them in, KV at D and reports out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from epd_serve import wire
+from epd_serve.engine import compat
+from epd_serve.engine.kv.decode_scheduler import DecodeStep
+from epd_serve.engine.kv.prefill_scheduler import PrefillStep
+from epd_serve.engine.kv.receiver import Expected
+from epd_serve.engine.kv.sender import ChunkJob
+from epd_serve.engine.kv.worker import DecodeWorker, PrefillWorker
+from epd_serve.roles import Role
+from epd_serve.wire import TransferKey
+from epd_serve.wiring import StageWiring
+from tests.epd_serve.engine.kv.fakes import wait_for
+
+LAYERS, BLOCKS, HEADS, BLOCK_SIZE, WIDTH = 3, 8, 4, 16, 8
+KEY = TransferKey("t", "r")
+
+
+class Cluster:
+    """A P and a D of any tensor-parallel sizes; workers of P write, workers of D are empty."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, p_tp: int, d_tp: int) -> None:
+        self.kv = torch.randn(LAYERS, BLOCKS, HEADS, BLOCK_SIZE, WIDTH)
+        self.p_tp, self.d_tp = p_tp, d_tp
+        self.endpoints = tuple(f"ipc://{folder}/D0.kvw{rank}" for rank in range(d_tp))
+        self.news = f"ipc://{folder}/P0.news"
+        common = {"kv_staging_bytes": 1 << 20, "kv_peer_timeout_s": 5.0}
+        sending = StageWiring(
+            "P0",
+            Role.P,
+            "p1",
+            kv_peers=(self.endpoints,),
+            kv_staging=str(folder / "staging"),
+            kv_publish=f"{self.news}{{rank}}",
+            traffic=str(folder / "P0.traffic"),
+            kv_packet_floor_bytes=1,
+            **common,
+        )
+        taking = StageWiring("D0", Role.D, "d1", kv_worker_endpoint=f"ipc://{folder}/D0.kvw{{rank}}", **common)
+        self.d = [self._worker(monkeypatch, DecodeWorker, taking, d_tp, rank) for rank in range(d_tp)]
+        self.p = [self._worker(monkeypatch, PrefillWorker, sending, p_tp, rank) for rank in range(p_tp)]
+
+    def _worker(self, monkeypatch: pytest.MonkeyPatch, kind: Any, wiring: StageWiring, tp: int, rank: int) -> Any:
+        monkeypatch.setattr(compat, "tp_rank", lambda: rank)
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(block_size=BLOCK_SIZE),
+            parallel_config=SimpleNamespace(tensor_parallel_size=tp),
+        )
+        worker = kind(wiring, config, SimpleNamespace(num_blocks=BLOCKS))
+        worker.register(self.caches(tp, rank, empty=kind is DecodeWorker))
+        return worker
+
+    def heads(self, tp: int, rank: int) -> slice:
+        return slice(rank * HEADS // tp, (rank + 1) * HEADS // tp)
+
+    def caches(self, tp: int, rank: int, *, empty: bool) -> dict[str, torch.Tensor]:
+        mine = [layer[:, self.heads(tp, rank)].contiguous() for layer in self.kv]
+        made = {str(index): torch.zeros_like(layer) if empty else layer for index, layer in enumerate(mine)}
+        if empty:
+            self.at_d = getattr(self, "at_d", [])
+            self.at_d.append(made)
+        return made
+
+    def prefill(self, src: tuple[int, ...], dst: tuple[int, ...]) -> None:
+        """One step computes the whole prompt, and vLLM finishes the request."""
+        for worker in self.p:
+            job = ChunkJob(KEY, "at-p", "D0:d1", self.endpoints, src, dst, 0)
+            worker.begin_step(PrefillStep(chunks=[job], tokens=BLOCK_SIZE * len(src)))
+            for _ in range(LAYERS):
+                worker.layer_saved()
+            worker.end_step()
+
+    def close(self) -> None:
+        for worker in (*self.p, *self.d):
+            worker.close()
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    for name, value in {"platform_fingerprint": "test", "total_kv_heads": HEADS, "kv_cache_layout": "LBHNC"}.items():
+        monkeypatch.setattr(compat, name, lambda *_, value=value: value)
+    made = Cluster(tmp_path, monkeypatch, *request.param)
+    yield made
+    made.close()
+    assert not list(tmp_path.glob("staging*")), "staging memory remains"
+
+
+def sizes(*pairs: tuple[int, int]) -> Any:
+    return pytest.mark.parametrize("cluster", pairs, indirect=True, ids=[f"tp{p} to tp{d}" for p, d in pairs])
+
+
+@sizes((1, 1), (2, 1), (1, 2), (2, 2), (4, 2))
+def test_kv_arrives_at_the_ranks_whose_heads_it_is(cluster: Cluster) -> None:
+    src, dst = (2, 3, 5), (6, 1, 2)
+    for worker in cluster.d:
+        worker.begin_step(DecodeStep(expected=[Expected(KEY, "at-d", dst)]))
+    cluster.prefill(src, dst)
+    for worker in cluster.d:
+        assert wait_for(worker.take_finished) == {"at-d"}
+        assert worker.take_bad_blocks() == set()
+    for rank, caches in enumerate(cluster.at_d):
+        heads = cluster.heads(cluster.d_tp, rank)
+        for index, cache in enumerate(caches.values()):
+            assert torch.equal(cache[list(dst)], cluster.kv[index][list(src), heads])
+            untouched = [block for block in range(BLOCKS) if block not in dst]
+            assert not cache[untouched].any()
+    for worker in cluster.p:
+        assert wait_for(lambda worker=worker: worker.take_over({"at-p"})) == {"at-p"}
+        assert worker.take_over(set()) == set()
+
+
+@sizes((1, 1))
+def test_what_the_scheduler_gave_up_is_reported_with_its_blocks_in_one_pass(cluster: Cluster) -> None:
+    (worker,) = cluster.d
+    worker.begin_step(DecodeStep(expected=[Expected(KEY, "at-d", (6, 1))]))
+    assert worker.take_finished() == set()
+    worker.begin_step(DecodeStep(failed=[KEY]))
+    assert worker.take_finished() == {"at-d"}
+    assert worker.take_bad_blocks() == {6, 1}
+    assert worker.take_bad_blocks() == set()
+
+
+@sizes((1, 2))
+def test_links_are_open_and_reported_before_any_request(cluster: Cluster) -> None:
+    ear = zmq.Context.instance().socket(zmq.SUB)
+    ear.setsockopt(zmq.SUBSCRIBE, b"")
+    ear.connect(f"{cluster.news}0")
+    try:
+
+        def up() -> wire.KvReport | None:
+            while ear.poll(50):
+                report = wire.announcements.decode(ear.recv())
+                assert isinstance(report, wire.KvReport)
+                if len(report.links) == 2 and all(link.state == "up" for link in report.links):
+                    return report
+            return None
+
+        report = wait_for(up)
+    finally:
+        ear.close(linger=0)
+    assert (report.instance, report.incarnation, report.rank, report.grouping) == ("P0", "p1", 0, "adaptive")
+    assert {(link.rank, link.transport) for link in report.links} == {(0, "shm"), (1, "shm")}
