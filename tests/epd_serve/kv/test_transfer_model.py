@@ -17,7 +17,7 @@ from tests.epd_serve.kv.transfer_world import BEAT_S, BLOCK, Decode, Prefill, Pr
 
 KEYS = [key_of(str(number)) for number in range(5)]
 keys = st.sampled_from(KEYS)
-fives = st.lists(st.integers(1, 20), min_size=len(KEYS), max_size=len(KEYS))
+prompts = st.lists(st.integers(1, 20) | st.integers(14, 20), min_size=len(KEYS), max_size=len(KEYS))
 ROUNDS = 120  # until five prompts are through, one after the other, in steps of a few tokens
 
 
@@ -25,7 +25,7 @@ class Transfers(RuleBasedStateMachine):
     """Five requests, each sent to P and to D at moments of its own."""
 
     @initialize(
-        tokens=fives, hits=fives, p_blocks=st.integers(5, 6), d_blocks=st.integers(5, 20), group=st.integers(1, 4)
+        tokens=prompts, hits=prompts, p_blocks=st.integers(5, 6), d_blocks=st.integers(5, 20), group=st.integers(1, 4)
     )
     def begin(self, tokens: list[int], hits: list[int], p_blocks: int, d_blocks: int, group: int) -> None:
         def hit(count: int, draw: int) -> int:
@@ -89,17 +89,17 @@ class Transfers(RuleBasedStateMachine):
 
     # --- work -----------------------------------------------------------------------------------------------------
 
-    @rule(budget=st.integers(4, 16))
-    def p_steps(self, budget: int) -> None:
-        self.p.step(budget, self.now)
+    @rule(most=st.integers(1, 9))
+    def p_steps(self, most: int) -> None:
+        self.p.step(most, self.now)
         self._collect()
 
-    @rule(budget=st.integers(4, 16))
-    def all_go_on(self, budget: int) -> None:
+    @rule(most=st.integers(1, 9))
+    def all_go_on(self, most: int) -> None:
         """The usual way, in one go; the link stays behind."""
         self.d_steps()
         self.beat()
-        self.p_steps(budget)
+        self.p_steps(most)
 
     @rule(count=st.integers(1, 4))
     def link_moves(self, count: int) -> None:

@@ -82,32 +82,30 @@ class Prefill:
         request = self.requests[prompt.key] = AtP(prompt)
         self.waiting.append(request)
 
-    def step(self, budget: int, now: float) -> None:
-        """Schedule and compute up to `budget` tokens, as vLLM does: the running first, the youngest gives way."""
+    def step(self, most: int, now: float) -> None:
+        """Schedule and compute up to `most` tokens of each request, as vLLM does: the youngest gives way."""
         scheduled: list[tuple[AtP, int, bool]] = []
         preempted = False
         for request in list(self.running):
-            tokens = min(budget, request.prompt.tokens - request.computed)
+            tokens = min(most, request.prompt.tokens - request.computed)
             while request in self.running and tokens:
                 need = blocks_of(request.computed + tokens) - len(request.table)
                 if need <= len(self.free):
                     self._take(request, need)
                     scheduled.append((request, tokens, False))
-                    budget -= tokens
                     break
                 victim, preempted = self.running[-1], True
                 scheduled = [entry for entry in scheduled if entry[0] is not victim]
                 self._preempt(victim)
         for request in [] if preempted else list(self.waiting):
             prompt = request.prompt
-            admission = self.desk.admit(prompt.key, prompt.tokens, "h", now, block_size=BLOCK, ranks=1)
+            admission = self.desk.admit(prompt.key, prompt.tokens, "h", now, block_size=BLOCK, kv_heads=1)
             if admission is Admission.WAIT:
                 continue
-            tokens = min(budget, prompt.tokens - prompt.cached_at_p)
+            tokens = min(most, prompt.tokens - prompt.cached_at_p)
             need = blocks_of(prompt.cached_at_p + tokens)
-            if not tokens or need > len(self.free):
+            if need > len(self.free):
                 break
-            budget -= tokens
             request.computed = prompt.cached_at_p
             if admission is Admission.SEND and request.sending is None:
                 request.sending = Sending(prompt.key, prompt.tokens, BLOCK)
