@@ -43,7 +43,7 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class Patience:
-    """Every wait of the supervisor, in seconds.
+    """Every wait of a launch for its stages, in seconds.
 
     Attributes:
         start_s: deadline from spawn to the first 200.
@@ -52,6 +52,7 @@ class Patience:
         health_timeout_s: one health request. `sick_after`: consecutive refusals (not time-outs) that mean sick.
         hung_s: silence that means hung; long, for a stage under load may answer late.
         stop_grace_s: from SIGTERM to SIGKILL.
+        links_s: from its first 200 until a stage is used although its KV links are not up (`proxy/warm_links.py`).
     """
 
     start_s: float = 900.0
@@ -64,6 +65,7 @@ class Patience:
     sick_after: int = 3
     hung_s: float = 120.0
     stop_grace_s: float = 8.0
+    links_s: float = 15.0
 
 
 class StageEvents(Protocol):

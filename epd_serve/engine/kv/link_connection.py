@@ -86,7 +86,7 @@ class Connection:
         for side in self._sides:
             self.close()
             try:
-                hello = wire.Hello(wire.VERSION, self._source, side.name, self._shape, *side.hello())
+                hello = self._hello(side)
             except LinkError as error:
                 reasons.append(f"{side.label}: {error}")
                 continue
@@ -106,6 +106,17 @@ class Connection:
             return
         self.close()
         raise LinkError("; ".join(reasons))
+
+    def who(self) -> str:
+        """The life of D that answers on the open connection now. Raises LinkError.
+
+        Saying hello twice changes nothing at the life that has heard it; another one, to which ZMQ has reconnected by
+        itself, says its own name.
+        """
+        self.send(self._hello(self.side))
+        while not isinstance(answer := self.receive(), wire.HelloAck):
+            self._heed(answer)
+        return answer.target
 
     def close(self) -> None:
         self.target = ""
@@ -139,9 +150,17 @@ class Connection:
         """Sleep until the clock says so, somebody rings, or D has answered; takes the credits that came in."""
         answer = self._poll(until)
         while answer is not None:
-            if isinstance(answer, wire.Credit):
-                self.side.credit(answer.seq)
+            self._heed(answer)
             answer = self._poll(0.0)
+
+    def _hello(self, side: SendSide) -> wire.Hello:
+        return wire.Hello(wire.VERSION, self._source, side.name, self._shape, *side.hello())
+
+    def _heed(self, answer: wire.ToPrefillWorker) -> None:
+        if isinstance(answer, wire.Credit):
+            self.side.credit(answer.seq)
+        elif isinstance(answer, wire.HelloRefused):
+            raise LinkError(f"refused: {answer.reason}")
 
     def _accepted(self, side: SendSide, answer: wire.ToPrefillWorker) -> str:
         if isinstance(answer, wire.HelloRefused):

@@ -10,7 +10,7 @@ import torch
 from epd_serve import wire
 from epd_serve.engine import compat
 from epd_serve.engine.kv.decode_scheduler import DecodeStep
-from epd_serve.engine.kv.faults import Faults
+from epd_serve.engine.kv.faults import faults_of
 from epd_serve.engine.kv.grouping_file import open_grouping
 from epd_serve.engine.kv.link import Link
 from epd_serve.engine.kv.link_jobs import Outgoing
@@ -49,7 +49,7 @@ class _KVCache:
         self.rank = compat.tp_rank()
         self.name = f"{wiring.instance}:{wiring.incarnation}"
         self.trace = Trace(wiring.trace_path, wiring.instance)
-        self.faults = Faults(wiring.kv_faults)
+        self.faults = faults_of(wiring.kv_faults)
         self.layers = layers_of(tensors, num_blocks)
         self.shape = shape_of(
             self.layers,

@@ -1,6 +1,5 @@
 """A P worker and a D worker on fake devices, whole but for vLLM: the model writes late, D copies late. For the tests.
 
-KV caches lie as on Ascend: K and V of each layer apart, each a slice of a storage, aligned where the storage is not.
 A model step queues, layer by layer, the write of that layer's KV and then calls the hook. `Turnstile`s hold both
 devices' streams before each write; `Pair.run` lets one through only when somebody waits for it. So every run takes the
 same course, and whoever does not wait for a fence always meets bytes that are not there yet.
@@ -8,10 +7,8 @@ same course, and whoever does not wait for a fence always meets bytes that are n
 
 from __future__ import annotations
 
-import itertools
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,143 +27,45 @@ from epd_serve.engine.kv.regions import Layers, layers_of, shape_of
 from epd_serve.engine.kv.sender import ChunkJob, Sender
 from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from epd_serve.engine.kv.shm_send import ShmSendSide
+from epd_serve.engine.kv.transport import AwaitMessage, SendSide
+from epd_serve.engine.kv.transports import OnDemand
 from epd_serve.kv.grouping import parse_grouping
 from npu_ops.fake import FakeDevice
 from npu_ops.fake_engine import FakeNetwork, FakeTransferEngine
 from tests.epd_serve.engine.kv.fakes import NO_TRACE, key_of
+from tests.epd_serve.engine.kv.slow_devices import (
+    BLOCK_BYTES,
+    BLOCK_SIZE,
+    BLOCKS,
+    LAYERS,
+    OFTEN_S,
+    STALE,
+    STUCK_S,
+    Caches,
+    Chunk,
+    Prompt,
+    SlowDevice,
+    ascend_caches,
+    wait_for,
+)
 
 P_NPU, D_NPU = "host0/npu0", "host0/npu1"
-LAYERS, BLOCKS, BLOCK_SIZE, HEADS, HEAD_BYTES = 4, 16, 4, 2, 64
-BLOCK_BYTES = BLOCK_SIZE * HEADS * HEAD_BYTES
-STALE = 0xA5  # what a fake device's memory holds before it is written
 TARGET = "D0:1"
-_STUCK_S = 10.0
-
-Caches = Mapping[str, Sequence[torch.Tensor]]
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    """Until it holds; asks often, as there are many short waits in a run."""
-    deadline = time.monotonic() + _STUCK_S
-    while not condition():
-        assert time.monotonic() < deadline, "condition not met in time"
-        time.sleep(2e-4)
-
-
-class Turnstile:
-    """Holds a stream at each `hold` that was queued in it, until it is let through. Open until `close`."""
-
-    def __init__(self) -> None:
-        self._closed = False
-        self._came = 0
-        self._let = 0
-        self._passes = threading.Semaphore(0)
-
-    @property
-    def holds(self) -> bool:
-        return self._came > self._let
-
-    def close(self) -> None:
-        self._closed = True
-
-    def hold(self) -> None:
-        """What the stream executes."""
-        if self._closed:
-            self._came += 1
-            assert self._passes.acquire(timeout=_STUCK_S)
-
-    def let_one(self) -> None:
-        self._let += 1
-        self._passes.release()
-
-    def open(self) -> None:
-        """From now on nothing is held."""
-        self._closed = False
-        while self.holds:
-            self.let_one()
-
-
-class SlowDevice(FakeDevice):
-    """Uploads wait at the turnstile, and so do computations."""
-
-    def __init__(self, place: str) -> None:
-        super().__init__(place)
-        self.turnstile = Turnstile()
-
-    def compute(self, operation: Callable[[], object]) -> None:
-        self.run(self.turnstile.hold)
-        self.run(operation)
-
-    def upload(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.run(self.turnstile.hold)
-        super().upload(target, source)
-
-    @property
-    def stuck(self) -> bool:
-        """A thread waits for what is held here."""
-        return self.turnstile.holds and self.waited_for()
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A request's blocks at P and at D, and the KV that they shall have: [layer, K or V, block, byte]."""
-
-    name: str
-    src: tuple[int, ...]
-    dst: tuple[int, ...]
-    kv: torch.Tensor
-
-    @classmethod
-    def make(cls, name: str, src: Iterable[int], dst: Iterable[int]) -> Prompt:
-        source = tuple(src)
-        chance = torch.Generator().manual_seed(sum(name.encode()))
-        sizes = (LAYERS, 2, len(source), BLOCK_BYTES)
-        return cls(name, source, tuple(dst), torch.randint(0, STALE, sizes, dtype=torch.uint8, generator=chance))
-
-    def chunk(self, first: int = 0, last: int | None = None) -> Chunk:
-        return Chunk(self, first, len(self.src) if last is None else last)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Blocks [first, last) of a prompt: what one step computes of it."""
-
-    prompt: Prompt
-    first: int
-    last: int
-
-    def job(self, endpoints: Sequence[str]) -> ChunkJob:
-        prompt, part = self.prompt, slice(self.first, self.last)
-        remaining = (len(prompt.src) - self.last) * BLOCK_SIZE
-        return ChunkJob(
-            key_of(prompt.name), prompt.name, TARGET, tuple(endpoints), prompt.src[part], prompt.dst[part], remaining
-        )
-
-    def write(self, caches: Caches, layer: int) -> None:
-        """What the model does in this layer."""
-        for region, cache in enumerate(list(caches.values())[layer]):
-            for index in range(self.first, self.last):
-                cache[self.prompt.src[index]].view(-1).copy_(self.prompt.kv[layer, region, index])
-
-
-def ascend_caches(device: FakeDevice, layers: int = LAYERS) -> Caches:
-    """Per layer K and V of [blocks, block_size, heads, head_dim], as vllm-ascend allocates them."""
-    shape = (BLOCKS, BLOCK_SIZE, HEADS, HEAD_BYTES)
-    size = BLOCKS * BLOCK_BYTES
-    return {
-        f"model.layers.{i}.attn": [device.allocate(size).data.view(shape), device.allocate(size).data.view(shape)]
-        for i in range(layers)
-    }
-
-
-def neighbouring_caches(device: FakeDevice) -> Caches:
-    """V behind K in one storage: neighbours here need not be neighbours at the other end."""
-    shape = (2, BLOCKS, BLOCK_SIZE, HEADS, HEAD_BYTES)
-    return {f"layer.{i}": list(device.allocate(2 * BLOCKS * BLOCK_BYTES).data.view(shape)) for i in range(LAYERS)}
 
 
 def shape(layers: Layers) -> dict[str, Any]:
     return shape_of(layers, block_size=BLOCK_SIZE, dtype="torch.uint8", tp=1, rank=0, platform="fake")
+
+
+class WatchedShm(ShmSendSide):
+    """`waits`: it has no room before D returns a credit."""
+
+    waits = False
+
+    def make_room(self, nbytes: int, receive: AwaitMessage) -> None:
+        self.waits = not self._ring.fits(nbytes)
+        super().make_room(nbytes, receive)
+        self.waits = False
 
 
 @dataclass
@@ -185,7 +84,7 @@ class Setting:
 
 
 class Pair:
-    """Both workers. The calling thread is the model's at both ends. Raises LinkError as the workers do at start."""
+    """Both workers. The calling thread is that of P's model; D's takes reports in a thread of its own."""
 
     def __init__(self, folder: Path, setting: Setting) -> None:
         self._folder, self._setting = folder, setting
@@ -194,16 +93,16 @@ class Pair:
         self._over: set[str] = set()
         self._asked: set[str] = set()
         self.p_device, self.d_device = setting.p_device(P_NPU), setting.d_device(setting.d_place)
+        self.d_device.copies_late = True
         self.p_device.enter_thread()
         self.d_device.enter_thread()
         self.p_caches, self.d_caches = setting.p_caches(self.p_device), setting.d_caches(self.d_device)
         self.endpoint = f"ipc://{folder}/D0.kvw0"
         self.receiver = self._receiver()
-        try:
-            self.sender = self._sender()
-        except BaseException:
-            self.receiver.close()
-            raise
+        self.sender = self._sender()
+        self._closing = threading.Event()
+        self._d_model = threading.Thread(target=self._take_reports)
+        self._d_model.start()
 
     # --- start and end --------------------------------------------------------------------------------------------
 
@@ -224,6 +123,8 @@ class Pair:
             device.turnstile.open()
         self.network.gate.set()
         self.sender.close()
+        self._closing.set()
+        self._d_model.join(STUCK_S)
         self.receiver.close()
 
     # --- the model's steps ----------------------------------------------------------------------------------------
@@ -235,7 +136,7 @@ class Pair:
 
     def step(self, *chunks: Chunk, preempted: Iterable[str] = (), hooks: int = LAYERS) -> None:
         """Queues one step of P's model; returns as soon as all is queued. `hooks`: layers that announce themselves."""
-        jobs = [chunk.job([self.endpoint]) for chunk in chunks]
+        jobs = [self._job(chunk) for chunk in chunks]
         self.sender.begin_step(jobs, (), preempted, tokens=sum(c.last - c.first for c in chunks) * BLOCK_SIZE)
         for layer in range(LAYERS):
             self.p_device.compute(lambda layer=layer: [chunk.write(self.p_caches, layer) for chunk in chunks])
@@ -264,14 +165,29 @@ class Pair:
         self._over |= self.sender.take_over(self._asked, idle=False)
         return self._asked <= self._over
 
+    def waits_for_room(self) -> bool:
+        """Whether P can stage nothing more before D has copied."""
+        return any(isinstance(side, WatchedShm) and side.waits for side in self.p_sides)
+
     def _ended(self) -> bool:
         """Whether D has reported all; once the link has broken D may never hear of the rest, and P's word does."""
-        received, failed = self.receiver.take_finished(idle=False)
-        for item in received:
-            self.reports[item.request] = self.at_d()
-        self.reports.update({item.request: None for item in failed})
         broke = bool(self.link().reason or self.link().retries)
         return self._asked <= self.reports.keys() or (broke and self.over_at_p())
+
+    def _job(self, chunk: Chunk) -> ChunkJob:
+        prompt, part = chunk.prompt, slice(chunk.first, chunk.last)
+        remaining = (len(prompt.src) - chunk.last) * BLOCK_SIZE
+        key, ends = key_of(prompt.name), (self.endpoint,)
+        return ChunkJob(key, prompt.name, TARGET, ends, prompt.src[part], prompt.dst[part], remaining)
+
+    def _take_reports(self) -> None:
+        """D's model: reads the blocks of what is reported, as the next step would. It may wait for D's listener."""
+        self.d_device.enter_thread()
+        while not self._closing.wait(OFTEN_S):
+            received, failed = self.receiver.take_finished(idle=False)
+            for item in received:
+                self.reports[item.request] = self.at_d()
+            self.reports.update({item.request: None for item in failed})
 
     def _let_go(self, hold_d_until: Callable[[], bool]) -> bool:
         if self.p_device.stuck:
@@ -290,26 +206,19 @@ class Pair:
         host = [self.d_device.to_host(cache).view(BLOCKS, BLOCK_BYTES) for cache in regions]
         return torch.stack(host).view(len(self.d_caches), -1, BLOCKS, BLOCK_BYTES)
 
-    def wrong(self, *whole: Prompt, part: Sequence[Prompt] = ()) -> list[str]:
-        """All that is not as it should be.
-
-        Args:
-            whole: what was to arrive and be reported.
-            part: what was to be reported as failed; some of it may have arrived.
-        """
+    def wrong(self, *prompts: Prompt, maybe: Sequence[Prompt] = ()) -> list[str]:
+        """All that is not as it should be. `maybe`: may have been received, whole, or have failed on its way."""
         found = list(self.p_device.broken + self.d_device.broken)
         now = self.at_d()
-        for prompt in whole:
+        for prompt in (*prompts, *maybe):
             seen = self.reports.get(prompt.name)
-            if seen is None:
-                found.append(f"{prompt.name} was not received ({self.link().reason})")
+            if seen is not None:
+                found += prompt.differences(seen)
+            elif prompt in maybe:
+                found += prompt.differences(now, in_part=True)
             else:
-                found += _others(prompt, seen, missing_too=True)
-        for prompt in part:
-            if self.reports.get(prompt.name, now) is not None:
-                found.append(f"{prompt.name} was not reported as failed")
-            found += _others(prompt, now, missing_too=False)
-        theirs = {block for prompt in (*whole, *part) for block in prompt.dst}
+                found.append(f"{prompt.name} was not received ({self.link().reason})")
+        theirs = {block for prompt in (*prompts, *maybe) for block in prompt.dst}
         if not now[:, :, [block for block in range(BLOCKS) if block not in theirs]].eq(STALE).all():
             found.append("blocks of nobody were written")
         return found
@@ -328,8 +237,8 @@ class Pair:
 
     def _sender(self) -> Sender:
         layers = layers_of(self.p_caches, BLOCKS)
-        sides = [
-            ShmSendSide(layers, str(self._folder / "staging"), self._setting.staging_bytes, self.p_device)
+        self.p_sides: list[SendSide] = [
+            WatchedShm(layers, str(self._folder / "staging"), self._setting.staging_bytes, self.p_device)
             if name == "shm"
             else MooncakeSendSide(layers, self._engine(layers, self.p_device), "ascend", timeout_s=2.0)
             for name in self._setting.transports
@@ -341,7 +250,7 @@ class Pair:
                 rank=rank,
                 source="P0:1",
                 shape=shape(layers),
-                sides=sides,
+                sides=self.p_sides,
                 device=self.p_device,
                 timeout_s=2.0,
                 on_over=on_over,
@@ -351,21 +260,8 @@ class Pair:
         grouping = parse_grouping(self._setting.grouping, floor_bytes=0)
         return Sender(shape=shape(layers), grouping=grouping, device=self.p_device, open_link=open_link, trace=NO_TRACE)
 
-    def _engine(self, layers: Layers, device: FakeDevice) -> MooncakeEndpoint:
+    def _engine(self, layers: Layers, device: FakeDevice) -> OnDemand:
         def factory() -> FakeTransferEngine:
             return FakeTransferEngine(self.network, device)
 
-        return MooncakeEndpoint(layers, "127.0.0.1", "ascend", device, factory)
-
-
-def _others(prompt: Prompt, cache: torch.Tensor, *, missing_too: bool) -> list[str]:
-    """Where a prompt's blocks at D hold others' bytes, or none yet."""
-    found = []
-    for layer, region in itertools.product(range(LAYERS), range(2)):
-        seen, right = cache[layer, region, list(prompt.dst)], prompt.kv[layer, region]
-        stale = seen.eq(STALE).all(dim=-1)
-        if missing_too and stale.any():
-            found.append(f"{prompt.name} lacks bytes of layer {layer}, {'KV'[region]}")
-        if not torch.equal(seen[~stale], right[~stale]):
-            found.append(f"{prompt.name} has others' bytes in layer {layer}, {'KV'[region]}")
-    return found
+        return OnDemand(lambda: MooncakeEndpoint(layers, "127.0.0.1", "ascend", device, factory))

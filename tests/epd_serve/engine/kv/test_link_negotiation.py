@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from epd_serve.engine.kv.link_cost import MeasuredCost
 from epd_serve.engine.kv.regions import Layers
 from epd_serve.engine.kv.shm_send import ShmSendSide
 from epd_serve.engine.kv.transport import LinkError, SendSide
@@ -97,7 +98,8 @@ def test_staging_memory_that_cannot_be_made_is_a_reason(start: Ends, caplog: pyt
 def test_probes_measure_the_link_before_traffic(start: Ends) -> None:
     d, p = start(DecodeEnd), start(PrefillEnd)
     found = p.wait_up(d).snapshot()
-    assert 0 < found.s_per_byte < 1e-6
+    before = MeasuredCost().now()
+    assert (found.setup_s, found.s_per_byte) != (before.setup_s, before.s_per_byte)
     assert (found.packets, found.bytes, found.queued_bytes) == (0, 0, 0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,8 @@ from typing import Any
 import pytest
 
 from npu_ops.fake_engine import FakeNetwork
-from tests.epd_serve.engine.kv.device_ends import (
-    P_NPU,
-    STALE,
-    Pair,
-    Prompt,
-    Setting,
-    ascend_caches,
-    neighbouring_caches,
-)
+from tests.epd_serve.engine.kv.device_ends import P_NPU, Pair, Setting
+from tests.epd_serve.engine.kv.slow_devices import STALE, Prompt, ascend_caches, neighbouring_caches
 
 Start = Callable[..., Pair]
 TRANSPORTS = ("shm", "mooncake")
@@ -136,43 +128,6 @@ def test_a_pair_on_one_device_without_another_transport_says_why_and_fails_what_
         assert pair.at_d().eq(STALE).all()
     finally:
         pair.close()
-
-
-# --- preemption: a block that is given away has other bytes the next moment -------------------------------------------
-
-
-def test_what_was_preempted_before_it_was_read_is_not_sent(start: Start) -> None:
-    pair = start(transports=("mooncake",))
-    earlier, a, b = Prompt.make("e", [9], [15]), Prompt.make("a", [3, 2, 1], [7, 8, 9]), Prompt.make("b", [3], [4])
-    pair.expect(earlier, a, b)
-    pair.hang_in(earlier)
-    pair.step(a.chunk())  # waits behind it
-    pair.step(b.chunk(), preempted=["a"])
-    pair.p_device.fence()()
-    pair.network.gate.set()
-    pair.run()
-    assert pair.wrong(earlier, b, part=[a]) == []
-
-
-def test_blocks_are_not_given_away_while_they_are_read(start: Start) -> None:
-    pair = start(transports=("mooncake",))
-    a, b = Prompt.make("a", [3, 2, 1], [7, 8, 9]), Prompt.make("b", [3], [4])
-    pair.expect(a, b)
-    pair.hang_in(a)
-    given_away = threading.Event()
-
-    def next_step() -> None:
-        pair.p_device.enter_thread()
-        pair.step(b.chunk(), preempted=["a"])
-        given_away.set()
-
-    thread = threading.Thread(target=next_step)
-    thread.start()
-    assert not given_away.wait(0.05)
-    pair.network.gate.set()
-    thread.join(5)
-    pair.run()
-    assert pair.wrong(b, part=[a]) == []
 
 
 def test_a_preempted_prompt_is_sent_again_from_where_it_is_computed_again(start: Start) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from epd_serve import wire
 from epd_serve.engine.kv.transport import LinkError
 from epd_serve.kv.grouping import AdaptiveGrouping, Cuts, LinkCost, Step
+from epd_serve.kv.link_queue import MAX_YIELD_S
 from epd_serve.kv.plan import Run
 from tests.epd_serve.engine.kv.fakes import DecodeEnd, Ends, Gate, PrefillEnd, chunk, key_of, packet, same, wait_for
 
@@ -61,6 +63,11 @@ def hold_move(p: PrefillEnd, d: DecodeEnd) -> Gate:
     return gate
 
 
+def layers_take(p: PrefillEnd, seconds: float) -> None:
+    """What the sender expects of every step."""
+    p.sender._clock.layer_s = lambda tokens: seconds
+
+
 def test_transfers_of_a_step_that_go_to_one_worker_share_its_packets(start: Ends) -> None:
     d, p = start(DecodeEnd), start(PrefillEnd, grouping=3)
     packets = watch(d)
@@ -87,6 +94,7 @@ def test_each_worker_of_decode_gets_its_own_packets(start: Ends) -> None:
 def test_prompts_that_end_and_prompts_that_go_on_are_cut_apart(start: Ends) -> None:
     d, p = start(DecodeEnd), start(PrefillEnd, grouping=Told(ending=(1, 4, 5), continuing=(5,)))
     p.wait_up(d)
+    layers_take(p, 1.0)
     packets = watch(d)
     d.expect(key_of("a"), [5])
     p.step([chunk(d, "b", [2], [6], last=False), chunk(d, "a", [1], [5], last=True)])
@@ -104,7 +112,7 @@ def test_the_grouping_is_told_what_the_link_and_the_device_have_shown(start: End
     told = Told(ending=(5,), continuing=(5,))
     d, p = start(DecodeEnd), start(PrefillEnd, grouping=told)
     link = p.wait_up(d)
-    p.sender._clock._fit.a, p.sender._clock._fit.b = 0.5, 0.0
+    layers_take(p, 0.5)
     p.step([chunk(d, "a", [1, 2], [5, 6], last=True)])
     ((step, cost),) = told.asked
     assert (step.layers, step.layer_bytes, step.layer_s) == (5, 128, 0.5)
@@ -129,7 +137,7 @@ def test_the_adaptive_grouping_sends_small_packets_last(start: Ends) -> None:
     d, p = start(DecodeEnd, layers=16), start(PrefillEnd, layers=16, grouping=AdaptiveGrouping(floor_bytes=64))
     link = p.wait_up(d)
     link._cost.now = lambda: LinkCost(1e-3, 1e-5)
-    p.sender._clock._fit.a, p.sender._clock._fit.b = 2e-3, 0.0
+    layers_take(p, 2e-3)
     packets = watch(d)
     d.expect(key_of("a"), [5])
     p.step([chunk(d, "a", [1], [5], last=True)])
@@ -145,6 +153,7 @@ def test_the_adaptive_grouping_sends_small_packets_last(start: Ends) -> None:
 def test_a_prompt_that_ends_overtakes_one_that_goes_on(start: Ends) -> None:
     d, p = start(DecodeEnd), start(PrefillEnd, grouping=5)
     link, gate = p.wait_up(d), Gate()
+    layers_take(p, 1.0)
     packets = watch(d)
     link.put(packet(d, "x", (0, 1), [Run(0, 0, 1)], gate.wait), 0.0)
     assert gate.reached.wait(5)
@@ -160,6 +169,7 @@ def test_a_prompt_that_ends_overtakes_one_that_goes_on(start: Ends) -> None:
 def test_a_prompt_that_ends_takes_its_earlier_packets_with_it(start: Ends) -> None:
     d, p = start(DecodeEnd), start(PrefillEnd, grouping=5)
     link, gate = p.wait_up(d), Gate()
+    layers_take(p, 1.0)
     packets = watch(d)
     link.put(packet(d, "x", (0, 1), [Run(0, 0, 1)], gate.wait), 0.0)
     assert gate.reached.wait(5)
@@ -281,7 +291,8 @@ def test_what_waits_while_a_connection_breaks_is_sent_on_the_next_one(start: End
     assert d.received
 
 
-def test_a_link_yields_while_others_need_the_network_but_not_beyond_the_deadline(start: Ends) -> None:
+@pytest.mark.parametrize("shares", [True, False])
+def test_packets_that_share_the_network_yield_for_a_while(start: Ends, shares: bool) -> None:
     asked: list[float] = []
 
     def quiet_until(now: float) -> float:
@@ -290,12 +301,15 @@ def test_a_link_yields_while_others_need_the_network_but_not_beyond_the_deadline
 
     d = start(DecodeEnd)
     p = start(PrefillEnd, grouping=5, link_options={"quiet_until": quiet_until})
-    p.wait_up(d)._connection.side.shares_network = True
+    p.wait_up(d)._connection.side.shares_network = shares
+    layers_take(p, 1.0)  # the packet is wanted in 5 s
     d.expect(key_of("a"), [5])
+    began = time.monotonic()
     p.step([chunk(d, "a", [1], [5], last=True)])
     d.wait_ended(1)
     assert d.received
-    assert asked
+    assert bool(asked) is shares
+    assert not shares or time.monotonic() - began >= MAX_YIELD_S
 
 
 @pytest.mark.parametrize("hooks", [0, 2, 5])
