@@ -123,10 +123,20 @@ def test_a_link_that_lost_its_peer_is_down_until_the_next_life(start: Ends, tmp_
     p.step([chunk(old, "a", [1], [5], last=True)], finished=["a"])  # its second packet finds no room
     p.wait_over({"a"})
     assert link.snapshot().state == "down"
-    assert "silent for 0.1 s" in link.snapshot().reason
     start(DecodeEnd, life="2")
     wait_for(lambda: link.snapshot().state == "up")
     assert (link.snapshot().retries, link.snapshot().failed) == (1, 1)
+
+
+def test_an_idle_link_notices_that_its_peer_died_and_finds_the_next_life(start: Ends, tmp_path: Path) -> None:
+    old = DecodeEnd(tmp_path)
+    p = start(PrefillEnd, timeout_s=0.1)
+    link = p.wait_up(old)
+    old.close()
+    wait_for(lambda: link.snapshot().state == "down")
+    start(DecodeEnd, life="2")
+    wait_for(lambda: link.snapshot().state == "up")
+    assert (link.snapshot().retries, link.snapshot().failed) == (1, 0)
 
 
 def test_a_link_that_waits_for_its_peer_closes_at_once(start: Ends, tmp_path: Path) -> None:
