@@ -140,10 +140,10 @@ def test_the_link_survives_an_unforeseen_error(start: Ends) -> None:
     def broken() -> None:
         raise RuntimeError("device lost")
 
-    p.sender._device = SimpleNamespace(timed_fence=lambda: SimpleNamespace(wait=broken, seconds_since=lambda _: None))
+    p.use(SimpleNamespace(timed_fence=lambda: SimpleNamespace(wait=broken, seconds_since=lambda _: None)))
     p.step([chunk(d, "a", [1], [5], last=True)], finished=["a"])
     p.wait_over({"a"})
-    p.sender._device = HOST
+    p.use(HOST)
     d.expect(key_of("b"), [7])
     p.step([chunk(d, "b", [3], [7], last=True)], finished=["b"])
     d.wait_ended(1)
@@ -160,9 +160,9 @@ def test_a_transfer_of_which_a_packet_could_not_be_read_never_gets_its_done(star
         raise RuntimeError("device lost")
 
     d.expect(key_of("a"), [5, 6])
-    p.sender._device = SimpleNamespace(timed_fence=lambda: SimpleNamespace(wait=broken, seconds_since=lambda _: None))
+    p.use(SimpleNamespace(timed_fence=lambda: SimpleNamespace(wait=broken, seconds_since=lambda _: None)))
     p.step([chunk(d, "a", [1], [5], last=False)])
-    p.sender._device = HOST
+    p.use(HOST)
     p.step([chunk(d, "a", [2], [6], last=True)], finished=["a"])
     p.wait_over({"a"})
     d.expect(key_of("b"), [7])
