@@ -65,6 +65,9 @@ class AtP:
     finished: bool = False
 
 
+Scheduled = tuple[AtP, int, list[int], bool]  # tokens, new blocks, whether a run begins with them
+
+
 class Prefill:
     """One life of P: its scheduler, and the link of its worker. Sends by `FixedGrouping(layers_per_packet)`."""
 
@@ -84,15 +87,14 @@ class Prefill:
 
     def step(self, most: int, now: float) -> None:
         """Schedule and compute up to `most` tokens of each request, as vLLM does: the youngest gives way."""
-        scheduled: list[tuple[AtP, int, bool]] = []
+        scheduled: list[Scheduled] = []
         preempted = False
         for request in list(self.running):
             tokens = min(most, request.prompt.tokens - request.computed)
             while request in self.running and tokens:
                 need = blocks_of(request.computed + tokens) - len(request.table)
                 if need <= len(self.free):
-                    self._take(request, need)
-                    scheduled.append((request, tokens, False))
+                    scheduled.append((request, tokens, self._take(request, need), False))
                     break
                 victim, preempted = self.running[-1], True
                 scheduled = [entry for entry in scheduled if entry[0] is not victim]
@@ -111,15 +113,12 @@ class Prefill:
                 request.sending = Sending(prompt.key, prompt.tokens, BLOCK)
             self.waiting.remove(request)
             self.running.append(request)
-            self._take(request, need)
-            scheduled.append((request, tokens, True))
+            scheduled.append((request, tokens, self._take(request, need), True))
         self._forward(scheduled)
 
-    def _forward(self, scheduled: Sequence[tuple[AtP, int, bool]]) -> None:
+    def _forward(self, scheduled: Sequence[Scheduled]) -> None:
         leaving: list[tuple[AtP, tuple[Run, ...]]] = []
-        for request, tokens, restart in scheduled:
-            grown = list(request.table) if restart else request.table[len(request.sending.blocks) :] \
-                if request.sending else []  # fmt: skip
+        for request, tokens, grown, restart in scheduled:
             request.computed += tokens
             for layer in range(LAYERS):
                 for index in range(blocks_of(request.computed)):
@@ -132,14 +131,16 @@ class Prefill:
                     leaving += [(request, piece) for piece in split(coalesce(chunk.src, chunk.dst), 2)]
         for first, last in zip((0, *self.cuts), self.cuts, strict=False):
             self.queue += [Job(request.prompt.key, request.run, (first, last), runs) for request, runs in leaving]
-        for request, _, _ in scheduled:
+        for request, *_ in scheduled:
             if request.computed == request.prompt.tokens:
                 self._finish(request)
                 if request.sending is not None and request.sending.complete:
                     self._end(request, ok=True)
 
-    def _take(self, request: AtP, count: int) -> None:
-        request.table += [self.free.pop() for _ in range(count)]
+    def _take(self, request: AtP, count: int) -> list[int]:
+        taken = [self.free.pop() for _ in range(count)]
+        request.table += taken
+        return taken
 
     def _preempt(self, request: AtP) -> None:
         request.run += 1
