@@ -171,8 +171,11 @@ class Pair:
 
     def _ended(self) -> bool:
         """Whether D has reported all; once the link has broken D may never hear of the rest, and P's word does."""
-        broke = bool(self.link().reason or self.link().retries)
-        return self._asked <= self.reports.keys() or (broke and self.over_at_p())
+        over = self.over_at_p()
+        return self._asked <= self.reports.keys() or (over and self._broke())
+
+    def _broke(self) -> bool:
+        return bool(self.link().reason or self.link().retries)
 
     def _job(self, chunk: Chunk) -> ChunkJob:
         prompt, part = chunk.prompt, slice(chunk.first, chunk.last)
@@ -190,10 +193,14 @@ class Pair:
             self.reports.update({item.request: None for item in failed})
 
     def _let_go(self, hold_d_until: Callable[[], bool]) -> bool:
-        if self.p_device.stuck:
+        """P goes on only when D has reported all that P has ended: what came after DONE must not make up for it."""
+        p_stuck = self.p_device.stuck
+        self.over_at_p()  # asked afterwards: all that its link ended before it got stuck
+        reported = self._broke() or self._over <= self.reports.keys()
+        if p_stuck and reported:
             self.p_device.turnstile.let_one()
             return True
-        if self.d_device.stuck and hold_d_until():
+        if self.d_device.stuck and (not reported or hold_d_until()):
             self.d_device.turnstile.let_one()
             return True
         return False
