@@ -63,6 +63,7 @@ class GroupedKVConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        compat.check_parallelism(vllm_config)
         config = vllm_config.kv_transfer_config
         wiring = StageWiring.from_json(config.kv_connector_extra_config["epd"])
         block_size = vllm_config.cache_config.block_size
