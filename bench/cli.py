@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 import epd_serve
-from bench import arena, duplicates, startup, transfer, ttft
+from bench import arena, duplicates, startup, transfer, transfer_pd, ttft
 from epd_serve.errors import EpdError
 
 
@@ -41,6 +41,14 @@ def _parser() -> argparse.ArgumentParser:
             "ep",
             help="features from E to P",
             description=transfer.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
+    transfer_pd.add_arguments(
+        ways.add_parser(
+            "pd",
+            help="KV from P to D, by mode of grouping",
+            description=transfer_pd.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     )

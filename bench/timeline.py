@@ -127,8 +127,9 @@ def _panel(ax: Axes, mode: str, transfer: Transfer) -> None:
     ax.set_yticks([COMPUTE_AT, LINK_AT], ["P computes", "link"])
     ax.set_ylim(LINK_AT - 0.5, COMPUTE_AT + 0.5)
     count = len(shown.packets)
+    packets = "packet" if count == 1 else "packets"
     ax.set_title(
-        f"{mode}: {count} packet{'s'[: count > 1]}, exposed {exposed_ms:.1f} ms, overlap {transfer.overlap:.0%}",
+        f"{mode}: {count} {packets}, exposed {exposed_ms:.1f} ms, overlap {transfer.overlap:.0%}",
         fontsize=9,
         loc="left",
     )

@@ -31,7 +31,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Sample:
-    """One request. `turn`: the round in which all modes were asked."""
+    """One request. `turn`: the round in which all modes were asked. `ttft_s`: what its client waited."""
 
     case: Case
     mode: str
@@ -124,7 +124,7 @@ def _by_turn(samples: Iterable[Sample], of: Measure) -> dict[int, float]:
     return {turn: statistics.median(values) for turn, values in turns.items()}
 
 
-def figures(found: Iterable[Cell]) -> dict[str, float]:
+def figures(found: Iterable[Cell], prefix: str = "real") -> dict[str, float]:
     """`real_exposed_adaptive_over_bulk_1024`, `real_packets_adaptive_1024`, `real_overlap_1024_adaptive`, …; other
     transports and concurrencies have a suffix (`Case.suffix`)."""
     named: dict[str, float] = {}
@@ -132,16 +132,19 @@ def figures(found: Iterable[Cell]) -> dict[str, float]:
         mode, tokens, suffix = cell.mode.replace(":", ""), cell.case.tokens, cell.case.suffix
         for name, spread in cell.measures.items():
             which = f"{tokens}_{mode}" if name == "overlap" else f"{mode}_{tokens}"
-            named[f"real_{name}_{which}{suffix}"] = spread.median
+            named[f"{prefix}_{name}_{which}{suffix}"] = spread.median
         if cell.mode != BASE:
             for name, ratio in cell.over_base.items():
-                stem = f"real_{name}_{mode}_over_{BASE}_{tokens}{suffix}"
+                stem = f"{prefix}_{name}_{mode}_over_{BASE}_{tokens}{suffix}"
                 named |= {stem: ratio.median, f"{stem}_p25": ratio.p25, f"{stem}_p75": ratio.p75}
     return named
 
 
-def lines(found: Iterable[Cell]) -> list[tuple[str, ...]]:
-    """Rows of the printed table of one transport and concurrency: medians, quartiles where they matter."""
+def lines(found: Iterable[Cell], waited: str = "TTFT") -> list[tuple[str, ...]]:
+    """Rows of the printed table of one transport and concurrency: medians, quartiles where they matter.
+
+    `waited`: what the whole of a request's time is called.
+    """
     rows: list[tuple[str, ...]] = [
         (
             "tokens",
@@ -153,8 +156,8 @@ def lines(found: Iterable[Cell]) -> list[tuple[str, ...]]:
             "overlap",
             "GB/s",
             f"exposed / {BASE}",
-            "TTFT ms",
-            f"TTFT / {BASE}",
+            f"{waited} ms",
+            f"{waited} / {BASE}",
         )
     ]
     for cell in found:

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,7 +125,7 @@ class _Session:
         for warning in self.blueprint.warnings:
             self.screen.line(f"warning: {warning}")
         async with self._arena(), self.tier.running(self.screen.line) as master:
-            table = InstanceTable()
+            table = InstanceTable(link_grace_s=self.launch.patience.links_s)
             supervisor = Supervisor(
                 [self._spec(plan) for plan in self.blueprint.plans],
                 StageNews(self.wired, table, self.screen),
@@ -137,7 +137,7 @@ class _Session:
             stages = asyncio.create_task(supervisor.run(), name="stages")
             front = asyncio.create_task(self._front(table), name="proxy")
             try:
-                await self._until_stopped(supervisor, stages, front)
+                await self._until_stopped(_ready(supervisor, table), stages, front)
             except StageError as error:
                 raise StageError(f"{error}; its log: {self.run.keep_log(error.stage)}", stage=error.stage) from None
             finally:
@@ -155,10 +155,10 @@ class _Session:
         await serve(app, config.host, config.port, sockets=[self.listening], grace_s=DRAIN_S)
 
     async def _until_stopped(
-        self, supervisor: Supervisor, stages: asyncio.Task[None], front: asyncio.Task[None]
+        self, all_ready: Coroutine[None, None, None], stages: asyncio.Task[None], front: asyncio.Task[None]
     ) -> None:
         """Show progress, say ready, wait. Returns on a signal, raises what ended stages or proxy."""
-        ready = asyncio.create_task(supervisor.all_up.wait())
+        ready = asyncio.create_task(all_ready)
         stopped = asyncio.create_task(self.stop.wait())
         waiting: set[asyncio.Task[object]] = {ready, stopped, stages, front}
         checking: asyncio.Task[None] | None = None
@@ -238,3 +238,10 @@ class _Session:
             supervisor.kill_now()
         self.run.remove()
         os._exit(130)
+
+
+async def _ready(supervisor: Supervisor, table: InstanceTable) -> None:
+    """Every stage has answered, and none waits for its KV links."""
+    await supervisor.all_up.wait()
+    while any(view.warming for view in table.snapshot()):
+        await table.changed(1.0)

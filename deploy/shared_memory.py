@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,8 +31,12 @@ def fit_shared_memory(
     Raises:
         ConfigError: not even the smallest fit.
     """
-    receivers = sum(plan.role.takes_kv for plan in plans)
-    links = receivers * sum(plan.tp for plan in plans if plan.role.sends_kv)
+    links = sum(
+        _links(sender.tp, receiver.tp)
+        for sender in plans
+        for receiver in plans
+        if sender.role.sends_kv and receiver.role.takes_kv
+    )
 
     def needed(memory: SharedMemory) -> int:
         return (memory.arena_mib if features_travel else 0) + memory.staging_mib * links
@@ -48,3 +53,8 @@ def fit_shared_memory(
             staging_mib=max(SMALLEST.staging_mib, memory.staging_mib // 2),
         )
     return memory
+
+
+def _links(senders: int, receivers: int) -> int:
+    """At most so many pairs of workers share heads when a sender with so many ranks meets such a receiver."""
+    return senders + receivers - math.gcd(senders, receivers)

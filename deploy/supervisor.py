@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from deploy import processes
 from deploy.health import health_status
+from deploy.rank_memory import unlink_rank_memory
 from deploy.stage_life import Spawn, StageLife
 from deploy.stage_log import FIRST_PHASE, phase_of
 from epd_serve.errors import ConfigError, StageError
@@ -43,7 +45,7 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class Patience:
-    """Every wait of the supervisor, in seconds.
+    """Every wait of a launch for its stages, in seconds.
 
     Attributes:
         start_s: deadline from spawn to the first 200.
@@ -52,6 +54,7 @@ class Patience:
         health_timeout_s: one health request. `sick_after`: consecutive refusals (not time-outs) that mean sick.
         hung_s: silence that means hung; long, for a stage under load may answer late.
         stop_grace_s: from SIGTERM to SIGKILL.
+        links_s: from its first 200 until a stage is used although its KV links are not up (`proxy/warm_links.py`).
     """
 
     start_s: float = 900.0
@@ -64,6 +67,7 @@ class Patience:
     sick_after: int = 3
     hung_s: float = 120.0
     stop_grace_s: float = 8.0
+    links_s: float = 15.0
 
 
 class StageEvents(Protocol):
@@ -157,6 +161,7 @@ class Supervisor:
                 self.events.spawned(stage.id, life.pid)
                 trouble = await self._until_ready(stage, life)
             if trouble is None:
+                unlink_rank_memory(process.pid for process in processes.group_members(life.pid))
                 self._mark_up(stage, incarnation, time.monotonic() - life.started)
                 since = time.monotonic()
                 trouble = await self._until_trouble(stage, life)

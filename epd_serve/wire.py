@@ -237,7 +237,7 @@ class Alive(_Message, frozen=True):
 
 
 class Refused(_Message, frozen=True):
-    """P will not serve this transfer; nothing was or will be written."""
+    """P does not serve this transfer, or not any more; nothing is or will be written."""
 
     key: TransferKey
     reason: str

@@ -42,8 +42,8 @@ class Announcements:
 
     @property
     def listening(self) -> bool:
-        """Whether there is anybody to be heard."""
-        return bool(self._connected)
+        """Whether anybody who announces something about features is heard."""
+        return bool(self._connected & self._table.event_addresses())
 
     def start(self) -> None:
         assert self._task is None, "started twice"
@@ -58,7 +58,7 @@ class Announcements:
             self._task = None
 
     async def _run(self) -> None:
-        while not self._table.event_addresses():
+        while not self._table.news_addresses():
             await self._table.changed(RELOOK_S)
         with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
             socket.setsockopt(zmq.LINGER, 0)
@@ -77,7 +77,7 @@ class Announcements:
     async def _follow(self, socket: zmq.asyncio.Socket) -> None:
         """Keep the connections equal to the addresses of the table."""
         while True:
-            wanted = self._table.event_addresses()
+            wanted = self._table.news_addresses()
             for address in sorted(wanted - self._connected - self._refused):
                 self._connect(socket, address)
             for address in sorted(self._connected - wanted):

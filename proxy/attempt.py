@@ -14,10 +14,10 @@ from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
 
-from epd_serve.errors import EpdError, StageError
+from epd_serve.errors import EpdError
 from epd_serve.trace import Trace
 from proxy.bodies import decode_body, prefill_body, public_answer
-from proxy.errors import most_telling
+from proxy.errors import KvNotDelivered, most_telling
 from proxy.job import Job, encoded
 from proxy.metrics import Metrics
 from proxy.relay import relay
@@ -74,8 +74,9 @@ class Attempt:
             answer = await self._stages.post(instance, job.request.endpoint, body, job.headers, timeout_s=None)
             params = answer.get("kv_transfer_params")
             if isinstance(params, dict) and params.get("ok") is False:
-                reason = params.get("reason") or "no reason given"
-                raise StageError(f"stage {instance.id} could not deliver its KV: {reason}", stage=instance.id)
+                reason = str(params.get("reason") or "no reason given")
+                self._metrics.kv_failed(reason)
+                raise KvNotDelivered(f"stage {instance.id} could not deliver its KV: {reason}", stage=instance.id)
             outcome = "ok"
         except EpdError as error:
             outcome = error.code or type(error).__name__

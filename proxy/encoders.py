@@ -20,13 +20,14 @@ from epd_serve.trace import Trace
 from proxy.bodies import encode_body
 from proxy.errors import most_telling
 from proxy.job import Job, encoded
+from proxy.life import Work
 from proxy.media import LoadedItem
 from proxy.metrics import Metrics
 from proxy.policy import Candidate, assign_to_owners
 from proxy.request import Endpoint
 from proxy.settings import Timeouts
 from proxy.stage_client import StageClient
-from proxy.table import InstanceTable, Work
+from proxy.table import InstanceTable
 
 logger = logging.getLogger(__name__)
 RELOOK_S = 0.5  # a full store's last report may lapse, and an encoder fall silent, without any news

@@ -1,7 +1,7 @@
 """The one seam at which errors become OpenAI-shaped JSON, and stage answers become errors.
 
 Owns the shape `{"error": {"message", "type", "param", "code"}}`. The named errors themselves live in
-`epd_serve.errors`; the two below exist only between the proxy and its stages.
+`epd_serve.errors`; those below exist only between the proxy and its stages.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ class StageUnreachable(StageError):
     """No connection to the stage: nothing of the request reached it, so trying again costs nobody anything."""
 
     code = "stage_unreachable"
+
+
+class KvNotDelivered(StageError):
+    """A prefill instance has computed the prompt and says why the decode instance did not get its KV."""
+
+    code = "kv_not_delivered"
 
 
 def error_body(error: EpdError) -> dict[str, Any]:

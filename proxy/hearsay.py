@@ -6,7 +6,16 @@ from __future__ import annotations
 
 import time
 
-from epd_serve.wire import Announcement, FeatureFailed, FeatureMissing, FeaturePending, FeatureReady, StoreReport
+from epd_serve.wire import (
+    Announcement,
+    FeatureFailed,
+    FeatureMissing,
+    FeaturePath,
+    FeaturePending,
+    FeatureReady,
+    KvReport,
+    StoreReport,
+)
 from proxy.announcements import Announcements
 from proxy.directory import FeatureDirectory
 from proxy.metrics import Metrics
@@ -51,7 +60,11 @@ class Hearsay:
                 self._missing.heard(message)
             case StoreReport():
                 self._table.report(message)
+            case KvReport():
+                self._table.report_kv(message)
             case FeaturePending():  # for consumers: here a flight or the encoder's answer says as much
+                pass
+            case FeaturePath():  # for encoders
                 pass
 
     async def missing_for(self, request_id: str) -> FeatureMissing | None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+MAX_CAUSES = 32
+"""Distinct causes that are told apart; reasons are stages' sentences, of which there are few."""
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 CANCELLED = "cancelled"
 
@@ -35,6 +39,13 @@ class Metrics:
         self.retries = Counter(
             "epd_proxy_retries", "Attempts repeated after a stage failed.", ("stage",), registry=self.registry
         )
+        self.kv_failures = Counter(
+            "epd_proxy_kv_failures",
+            "Prompts whose KV did not reach the decode instance, by what the prefill instance says.",
+            ("cause",),
+            registry=self.registry,
+        )
+        self._kv_causes: set[str] = set()
         self.encode_fallback = Counter(
             "epd_proxy_encode_fallback",
             "Items sent on without an encoder; the prefilling stage encodes them.",
@@ -69,6 +80,14 @@ class Metrics:
         self.malformed_announcements = Counter(
             "epd_proxy_announcements_malformed", "Announcements that did not decode.", registry=self.registry
         )
+
+    def kv_failed(self, reason: str) -> None:
+        """Count a failure by its cause: the reason without what differs from one request to the next."""
+        cause = re.sub("[0-9a-f]*[0-9][0-9a-f]*", "N", reason)[:100]
+        if cause not in self._kv_causes and len(self._kv_causes) >= MAX_CAUSES:
+            cause = "other"
+        self._kv_causes.add(cause)
+        self.kv_failures.labels(cause).inc()
 
     def text(self) -> bytes:
         """Prometheus text format."""

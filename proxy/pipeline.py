@@ -24,6 +24,7 @@ from proxy.generate import GenerateStep
 from proxy.hearsay import Hearsay
 from proxy.host_arena import HostArena
 from proxy.job import Job
+from proxy.kv_metrics import KvMetrics
 from proxy.media import MediaLoader
 from proxy.metrics import Metrics
 from proxy.request import Endpoint, parse
@@ -52,6 +53,7 @@ class Pipeline:
         self.table = table
         self.metrics = Metrics()
         self.metrics.registry.register(StoreMetrics(table))
+        self.metrics.registry.register(KvMetrics(table))
         self.trace = Trace(str(settings.trace_path or ""), PROXY)
         self._stages = StageClient(timeouts, key=settings.stage_key, transport=transport)
         self._media = MediaLoader(settings, UrlFetcher(settings.media, transport=media_transport, resolver=resolver))

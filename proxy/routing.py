@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from epd_serve.errors import NoInstanceError, RequestError
 from epd_serve.roles import Role
+from proxy.life import Lease, Work
 from proxy.paths import Path, paths
 from proxy.policy import Candidate, least_loaded
-from proxy.table import InstanceTable, Lease, Work
+from proxy.table import InstanceTable
 
 Life = tuple[str, str]  # (instance id, incarnation)
 

@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import structs
 
 from epd_serve.wire import StoreReport
+from proxy.kv_links import link_views, shown
 from proxy.paths import paths
 from proxy.settings import ProxySettings
 from proxy.table import InstanceTable
@@ -39,6 +40,8 @@ def models(settings: ProxySettings) -> dict[str, Any]:
 
 def instances(table: InstanceTable) -> dict[str, Any]:
     """The status table."""
+    views = table.snapshot()
+    links = list(link_views(views))
     return {
         "instances": [
             {
@@ -51,8 +54,9 @@ def instances(table: InstanceTable) -> dict[str, Any]:
                 "in_flight": {work.value: count for work, count in view.in_flight.items()},
                 "load": view.load,
                 "store": _store(view.report),
+                "kv_links": [shown(link) for link in links if link.sender == view.instance.id],
             }
-            for view in table.snapshot()
+            for view in views
         ]
     }
 

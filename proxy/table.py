@@ -1,102 +1,41 @@
 """The status table: which instances exist, which are up, and what the proxy has in flight on each.
 
 Lives in the proxy's event loop and is called only from there (no locks). The launcher calls `apply`, `mark_up`
-and `mark_down` directly; the instances' own reports come in through `report`; requests hold a `Lease` while a stage
-works for them. Choosing among instances is
-`proxy/policy.py`'s business.
+and `mark_down` directly; the instances' own reports come in through `report` and `report_kv`; requests hold a `Lease`
+while a stage works for them. Choosing among instances is `proxy/policy.py`'s business.
+
+A life that answers is healthy. It is up, and gets requests, once its KV links to and from the others that are healthy
+are warm (`proxy/warm_links.py`), or a grace has passed; from then on links do not matter: retries are for those.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from enum import StrEnum
-from types import TracebackType
 
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
-from epd_serve.wire import StoreReport
+from epd_serve.wire import KvReport, StoreReport
+from proxy.life import InstanceView, Lease, Life, Work
 from proxy.policy import Candidate
+from proxy.warm_links import GRACE_S, why_cold
 
-REPORT_TRUST_S = 3.0
-"""Instances report every 0.5 s at least: one that has fallen silent says nothing about its store any more."""
-
-
-class Work(StrEnum):
-    """Kinds of work that a request asks of an instance."""
-
-    ENCODE = "encode"
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-@dataclass(eq=False)
-class _Life:
-    """One incarnation of one instance."""
-
-    instance: Instance
-    up: bool
-    reason: str = ""
-    in_flight: dict[Work, int] = field(default_factory=lambda: dict.fromkeys(Work, 0))
-    load: float = 0.0
-    last_pick: int = 0
-    report: StoreReport | None = None
-    reported_at: float = 0.0
-
-    @property
-    def full(self) -> bool:
-        """Features wait for room in its store."""
-        trusted = self.report is not None and time.monotonic() - self.reported_at < REPORT_TRUST_S
-        return trusted and self.report is not None and self.report.waiting_puts > 0
-
-
-@dataclass(frozen=True)
-class InstanceView:
-    """A row as others may see it. `load` is in requests (P, D) or pixels (E). `report`: its last one, if any."""
-
-    instance: Instance
-    up: bool
-    reason: str
-    in_flight: dict[Work, int]
-    load: float
-    report: StoreReport | None
-
-
-class Lease:
-    """One unit of in-flight work on one incarnation. Released exactly once, whoever calls first."""
-
-    def __init__(self, life: _Life, work: Work, weight: float) -> None:
-        self.instance = life.instance
-        self._life = life
-        self._work = work
-        self._weight = weight
-        self._held = True
-        life.in_flight[work] += 1
-        life.load += weight
-
-    def release(self) -> None:
-        if self._held:
-            self._held = False
-            self._life.in_flight[self._work] -= 1
-            self._life.load -= self._weight
-
-    def __enter__(self) -> Instance:
-        return self.instance
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
+logger = logging.getLogger(__name__)
 
 
 class InstanceTable:
-    """Instances by id, in order of first appearance."""
+    """Instances by id, in order of first appearance.
 
-    def __init__(self) -> None:
-        self._lives: dict[str, _Life] = {}
-        self._retired: list[_Life] = []
+    Args:
+        link_grace_s: how long a healthy instance waits at most for its KV links.
+    """
+
+    def __init__(self, *, link_grace_s: float = GRACE_S) -> None:
+        self._link_grace_s = link_grace_s
+        self._lives: dict[str, Life] = {}
+        self._retired: list[Life] = []
         self._picks = 0
         self._waiters: set[asyncio.Future[None]] = set()
         self._heard_at = 0.0  # when anybody reported last
@@ -112,22 +51,33 @@ class InstanceTable:
         else:
             if life is not None:
                 self._retire(life)
-            self._lives[instance.id] = _Life(instance, up, "" if up else "starting")
+            since = time.monotonic() if up else None
+            self._lives[instance.id] = Life(instance, up, "" if up else "starting", healthy_since=since, warm=up)
+            self._settle()
         self._announce()
 
     def mark_up(self, instance_id: str) -> None:
         """The instance answers. Unknown ids raise KeyError: announce it with `apply` first."""
-        self._set(self._lives[instance_id], True, "")
+        life = self._lives[instance_id]
+        begins = life.healthy_since is None
+        if begins:
+            life.healthy_since = time.monotonic()
+        self._settle()
+        if begins and life.warming:
+            asyncio.get_running_loop().call_later(self._link_grace_s, self._settle)
 
     def mark_down(self, instance_id: str, reason: str, *, incarnation: str | None = None) -> None:
         """Send it nothing more. With `incarnation`, a late word about a previous life is ignored."""
         life = self._lives[instance_id]
         if incarnation is None or incarnation == life.instance.incarnation:
+            life.healthy_since = None
             self._set(life, False, reason)
+            self._settle()
 
     def remove(self, instance_id: str) -> None:
         """Forget an instance (re-layout)."""
         self._retire(self._lives.pop(instance_id))
+        self._settle()
         self._announce()
 
     # What the instances say.
@@ -142,6 +92,16 @@ class InstanceTable:
         life.report, life.reported_at = report, self._heard_at
         if was_full and not life.full:
             self._announce()
+
+    def report_kv(self, report: KvReport) -> None:
+        """Take in how the KV links of one worker are. Ignored as in `report`, and of ranks that are not there."""
+        life = self._lives.get(report.instance)
+        if life is None or life.instance.incarnation != report.incarnation:
+            return
+        if 0 <= report.rank < len(life.instance.kv_news):
+            life.kv[report.rank] = report
+            life.kv_heard[report.rank] = time.monotonic()
+            self._settle()
 
     # What requests ask.
 
@@ -176,8 +136,13 @@ class InstanceTable:
         return frozenset(life.instance.role for life in self._lives.values())
 
     def event_addresses(self) -> frozenset[str]:
-        """Where instances announce, up or not."""
+        """Where instances announce what concerns features, up or not."""
         return frozenset(life.instance.events for life in self._lives.values() if life.instance.events)
+
+    def news_addresses(self) -> frozenset[str]:
+        """Where anything is announced."""
+        links = (address for life in self._lives.values() for address in life.instance.kv_news)
+        return self.event_addresses() | frozenset(links)
 
     def live_roles(self) -> frozenset[Role]:
         return frozenset(life.instance.role for life in self._lives.values() if life.up)
@@ -188,10 +153,7 @@ class InstanceTable:
         return tuple(sorted(set(wanted or self.roles()) - live))
 
     def snapshot(self) -> tuple[InstanceView, ...]:
-        return tuple(
-            InstanceView(life.instance, life.up, life.reason, dict(life.in_flight), life.load, life.report)
-            for life in self._lives.values()
-        )
+        return tuple(life.view() for life in self._lives.values())
 
     def total_in_flight(self) -> int:
         """Leases not yet released, on present and past incarnations."""
@@ -212,13 +174,36 @@ class InstanceTable:
             self._waiters.discard(waiter)
         return True
 
-    def _set(self, life: _Life, up: bool, reason: str) -> None:
+    def _settle(self) -> None:
+        """Take into service who is healthy and has waited for its links long enough."""
+        for life in self._lives.values():
+            if not life.warming or life.healthy_since is None:
+                continue
+            cold = "" if life.warm else self._why_cold(life)
+            if cold and time.monotonic() < life.healthy_since + self._link_grace_s:
+                life.reason = cold
+                continue
+            if cold:
+                logger.warning("%s serves although %s", life.instance.id, cold)
+            life.warm = True
+            self._set(life, True, "")
+
+    def _why_cold(self, life: Life) -> str:
+        """Of the links between this one and the others that are healthy, the first that is not warm."""
+        for other in self._lives.values():
+            if other is not life and other.healthy_since is not None:
+                for sender, receiver in ((life, other), (other, life)):
+                    if cold := why_cold(sender.instance, sender.kv, receiver.instance):
+                        return cold
+        return ""
+
+    def _set(self, life: Life, up: bool, reason: str) -> None:
         changed = life.up is not up
         life.up, life.reason = up, reason
         if changed:  # a poller repeats itself every second; those who wait want news
             self._announce()
 
-    def _retire(self, life: _Life) -> None:
+    def _retire(self, life: Life) -> None:
         life.up = False
         self._retired = [old for old in (*self._retired, life) if any(old.in_flight.values())]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import zmq
@@ -9,6 +10,7 @@ import zmq
 from epd_serve.engine.sockets import open_socket, readable
 
 _IDLE_WAIT_S = 0.002
+_numbers = itertools.count()
 
 
 class WakeLine:
@@ -17,7 +19,7 @@ class WakeLine:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # a ZMQ socket is one thread's at a time
         self._caller, self.listener = open_socket(zmq.PAIR), open_socket(zmq.PAIR)
-        name = f"inproc://epd-wake-{id(self)}"
+        name = f"inproc://epd-wake-{next(_numbers)}"  # ZMQ frees the name of a closed socket some time later
         self.listener.bind(name)
         self._caller.connect(name)
 

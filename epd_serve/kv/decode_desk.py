@@ -3,7 +3,8 @@
 States and events: `epd_serve.kv.lifecycle`. Blocks of CANCELLING and FAILED transfers go back to vLLM only through the
 worker's report, and only when nothing can write to them any more: DONE or CANCEL_ACK (both follow every write), REFUSED
 (nothing is or will be written), or silence for `peer_timeout_s`. After silence the worker drops whatever still arrives;
-a one-sided transport adds `quarantine_s`.
+a one-sided transport adds `quarantine_s`. CANCEL_ACK that nobody asked for answers an offer that was made again: P's
+workers are done, and if D's does not hear of it soon, the link between them broke.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from epd_serve.kv.lifecycle import DECODE, AtDecode, Decode
 from epd_serve.wire import TransferKey
 
 ASK_AGAIN_S = 0.75  # P beats every 0.5 s: a transfer that it has not listed for so long is one it does not know
+LAST_WORD_S = 2.0  # DONE went another way than P's word that all is said; a worker under load may be late to see it
 
 
 @dataclass
@@ -66,7 +68,7 @@ class DecodeDesk:
             self._leases.grant(key, now + self._peer_timeout_s)
         elif former is Decode.RESERVED:
             self._leases.extend(key, self._quarantine_s)
-        if state is not former:
+        if state is not former and state is not Decode.FAILED:
             self._cancel(key)
 
     def take_failures(self) -> list[TransferKey]:
@@ -81,9 +83,12 @@ class DecodeDesk:
     # --- from P ---------------------------------------------------------------------------------------------------
 
     def on_message(self, message: wire.ToDecodeScheduler, now: float) -> bool:
-        """Apply P's message. Whether it ends a transfer that D holds blocks for."""
+        """Apply P's message. Whether it fails a transfer that D holds blocks for."""
         if not isinstance(message, wire.Alive):
-            former, state = self._go(message.key, AtDecode.ENDED)
+            event = AtDecode.REFUSED if isinstance(message, wire.Refused) else AtDecode.ACKED
+            former, state = self._go(message.key, event)
+            if state is Decode.SENT and state is not former:
+                self._leases.grant(message.key, now + LAST_WORD_S)
             return state is Decode.FAILED and state is not former
         for key in message.keys:
             _, state = self._go(key, AtDecode.HEARD)

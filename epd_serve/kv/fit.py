@@ -4,7 +4,8 @@ Both are measured on machines that do other things too, so three choices differ 
 Errors count relative to the line: a large packet's noise is more than all of a small packet, which alone shows `a`.
 Values far above the line count by the error's size, not its square: one stall moves the line little, and a link that
 has really become slower is followed once most of the recent values say so. And where all x are alike they cannot tell
-a from b: the last line that was told apart is scaled until it passes through them.
+a from b: the last line that was told apart, at first the prior, is scaled until it passes through them. The first
+value already counts that way: a prior can be wrong by orders of magnitude.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import deque
 
 FORGETTING = 0.95  # a value's weight after n more values is 0.95ⁿ: the last 20 or so make the line
 WINDOW = 64  # values kept; the oldest one's weight is 4 %
-ENOUGH = 3  # values, before which the prior answers
+ENOUGH = 3  # values, before which they do not tell a from b either
 _SPREAD = 0.01  # least relative variance of x that tells a from b: a standard deviation of a tenth of the mean
 _TINY_S = 1e-9  # keeps weights finite where everything took no time
 
@@ -39,8 +40,7 @@ class LineFit:
         """One measured pair, both finite and not negative. About 30 µs."""
         assert 0 <= x < math.inf and 0 <= y < math.inf, (x, y)
         self._values.append((x, y))
-        if len(self._values) >= ENOUGH:
-            self.a, self.b = self._line()
+        self.a, self.b = self._line()
 
     def _line(self) -> tuple[float, float]:
         sum_w = sum_x = sum_y = sum_xx = sum_xy = 0.0
@@ -55,7 +55,7 @@ class LineFit:
             sum_xy += w * x * y
             age *= FORGETTING
         determinant = sum_w * sum_xx - sum_x * sum_x
-        if determinant <= _SPREAD * sum_x * sum_x:
+        if len(self._values) < ENOUGH or determinant <= _SPREAD * sum_x * sum_x:
             a, b = self._shape
             height = a * sum_w + b * sum_x
             # a line of slope alone cannot be scaled to values at x = 0

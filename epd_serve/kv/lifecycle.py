@@ -7,8 +7,8 @@ Three rules make it safe to give D's blocks back, whatever the channels do:
 
 * P writes in SENDING and STOPPING only, and leaves them when its workers have said their last word (CLOSED) or never
   heard of the transfer (UNSENT). What P answers from OVER is therefore true for ever.
-* D holds its blocks in RESERVED, CANCELLING and FAILED. FAILED is reached by P's word that it is over (ENDED), or by
-  P's silence; what leads out of all three is the report of D's worker.
+* D holds its blocks in RESERVED, SENT, CANCELLING and FAILED. FAILED is reached by P's word that it does not write
+  (REFUSED, ACKED), or by P's silence; what leads out of all four is the report of D's worker.
 * Each side repeats what the other must not miss (READY, CANCEL) until it is answered, and answers are repeatable.
 """
 
@@ -45,12 +45,13 @@ class AtPrefill(enum.Enum):
 
 
 class Decode(enum.Enum):
-    """D's states. Blocks are held in RESERVED, CANCELLING and FAILED."""
+    """D's states. Blocks are held in the last four."""
 
     UNKNOWN = "unknown"  # also when it is over: unlike P, D owes nobody an answer
     QUEUED = "queued"  # waits for blocks
     WITHDRAWN = "withdrawn"  # left before it had blocks; P is being told
     RESERVED = "reserved"  # blocks offered to P, which may write to them
+    SENT = "sent"  # P's workers have said their last word, D's has yet to
     CANCELLING = "cancelling"  # nobody wants them filled any more, P may still write
     FAILED = "failed"  # P does not write any more; the worker has to report it
 
@@ -59,11 +60,12 @@ class AtDecode(enum.Enum):
     """What happens at D."""
 
     HEARD = "ALIVE lists it"  # from P
-    ENDED = "REFUSED or CANCEL_ACK"  # from P
+    REFUSED = "REFUSED"  # from P
+    ACKED = "CANCEL_ACK"  # from P
     QUEUED = "request queued"
     BLOCKS = "blocks reserved"
     LEFT = "request left"
-    SILENT = "P silent for too long"
+    SILENT = "nothing heard for too long"
     REPORTED = "worker reported it"
 
 
@@ -134,7 +136,8 @@ DECODE = Table(
     {
         Decode.UNKNOWN: {
             AtDecode.HEARD: Decode.UNKNOWN,
-            AtDecode.ENDED: Decode.UNKNOWN,
+            AtDecode.REFUSED: Decode.UNKNOWN,
+            AtDecode.ACKED: Decode.UNKNOWN,
             AtDecode.QUEUED: Decode.QUEUED,
             AtDecode.BLOCKS: Decode.RESERVED,
             AtDecode.LEFT: Decode.UNKNOWN,
@@ -142,35 +145,48 @@ DECODE = Table(
         },
         Decode.QUEUED: {
             AtDecode.HEARD: Decode.QUEUED,
-            AtDecode.ENDED: Decode.QUEUED,
+            AtDecode.REFUSED: Decode.QUEUED,
+            AtDecode.ACKED: Decode.QUEUED,
             AtDecode.QUEUED: Decode.QUEUED,
             AtDecode.BLOCKS: Decode.RESERVED,
             AtDecode.LEFT: Decode.WITHDRAWN,
         },
         Decode.WITHDRAWN: {
             AtDecode.HEARD: Decode.WITHDRAWN,
-            AtDecode.ENDED: Decode.UNKNOWN,
+            AtDecode.REFUSED: Decode.UNKNOWN,
+            AtDecode.ACKED: Decode.UNKNOWN,
             AtDecode.LEFT: Decode.WITHDRAWN,
             AtDecode.SILENT: Decode.UNKNOWN,
             AtDecode.REPORTED: Decode.WITHDRAWN,
         },
         Decode.RESERVED: {
             AtDecode.HEARD: Decode.RESERVED,
-            AtDecode.ENDED: Decode.FAILED,
+            AtDecode.REFUSED: Decode.FAILED,
+            AtDecode.ACKED: Decode.SENT,
             AtDecode.LEFT: Decode.CANCELLING,
             AtDecode.SILENT: Decode.CANCELLING,
             AtDecode.REPORTED: Decode.UNKNOWN,
         },
+        Decode.SENT: {
+            AtDecode.HEARD: Decode.SENT,
+            AtDecode.REFUSED: Decode.SENT,
+            AtDecode.ACKED: Decode.SENT,
+            AtDecode.LEFT: Decode.FAILED,
+            AtDecode.SILENT: Decode.FAILED,
+            AtDecode.REPORTED: Decode.UNKNOWN,
+        },
         Decode.CANCELLING: {
             AtDecode.HEARD: Decode.CANCELLING,
-            AtDecode.ENDED: Decode.FAILED,
+            AtDecode.REFUSED: Decode.FAILED,
+            AtDecode.ACKED: Decode.FAILED,
             AtDecode.LEFT: Decode.CANCELLING,
             AtDecode.SILENT: Decode.FAILED,
             AtDecode.REPORTED: Decode.UNKNOWN,
         },
         Decode.FAILED: {
             AtDecode.HEARD: Decode.FAILED,
-            AtDecode.ENDED: Decode.FAILED,
+            AtDecode.REFUSED: Decode.FAILED,
+            AtDecode.ACKED: Decode.FAILED,
             AtDecode.LEFT: Decode.FAILED,
             AtDecode.REPORTED: Decode.UNKNOWN,
         },

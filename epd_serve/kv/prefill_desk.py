@@ -18,6 +18,8 @@ from epd_serve.kv.lifecycle import PREFILL, AtPrefill, Prefill
 from epd_serve.kv.tombstones import Tombstones
 from epd_serve.wire import TransferKey
 
+_CLOSED = "transfer is over"  # the fate of what workers have sent; all other fates were decided here
+
 
 class Admission(enum.Enum):
     WAIT = "wait"  # D has not reserved yet
@@ -77,7 +79,11 @@ class PrefillDesk:
             entry.peer = peer
             self.outbox.append((peer, wire.Alive([ready.key])))
         elif self._go(ready.key, AtPrefill.READY) is Prefill.OVER:
-            self._refuse(peer, ready.key, self._over.get(ready.key) or "")
+            reason = self._over.get(ready.key) or ""
+            if reason == _CLOSED:
+                self.outbox.append((peer, wire.CancelAck(ready.key)))
+            else:
+                self._refuse(peer, ready.key, reason)
         else:
             self._entries[ready.key] = _Entry(Prefill.OFFERED, peer, ready)
             self._leases.grant(ready.key, now + self._patience_s)
@@ -140,7 +146,7 @@ class PrefillDesk:
 
     def closed(self, key: TransferKey) -> None:
         """The worker is done with it, one way or the other; D's worker knows, unless the link broke."""
-        self._go(key, AtPrefill.CLOSED, "transfer is over")
+        self._go(key, AtPrefill.CLOSED, _CLOSED)
 
     # --- time -----------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ Flags are `fake_stage.py`'s, but for `--instance=NAME` and `--passed=WORD`, whic
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -30,7 +31,9 @@ def main() -> int:
     def command(plan: StagePlan) -> StageCommand:
         real = stage_command(plan)
         Path(root, f"{plan.instance}-{plan.wiring.incarnation}.json").write_text(str(plan.wiring.to_json()))
-        return StageCommand((sys.executable, FAKE_STAGE, str(plan.port), "--host", plan.host, *flags), real.env)
+        wiring = ("--wiring", json.dumps(plan.wiring.to_json())) if plan.wiring.kv_publish else ()
+        argv = (sys.executable, FAKE_STAGE, str(plan.port), "--host", plan.host, *wiring, *flags)
+        return StageCommand(argv, real.env)
 
     plan = JoinPlan(
         draw(DeployConfig(layout="TP1", device="cpu")),

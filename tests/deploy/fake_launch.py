@@ -1,11 +1,13 @@
 """A whole launch with stand-ins for vLLM: `python fake_launch.py RUN_ROOT PORT LAYOUT [fake_stage flags…]`.
 
 Flags of the form `E0=--fail` are for one instance, `+mm_store=mooncake` are options of the launch, `master=…` puts a
-stand-in, with these flags, in the place of Mooncake's master; others are for all stages.
+stand-in, with these flags, in the place of Mooncake's master, `links_s=…` is the patience with KV links; others are for
+all stages.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,8 @@ def main() -> int:
         env = stage_command(plan).env
         own = [flag.partition("=")[2] for flag in flags if flag.startswith(f"{plan.instance}=")]
         shared = [flag for flag in flags if flag.startswith("--")]
-        return StageCommand((sys.executable, FAKE_STAGE, str(plan.port), *shared, *own), env)
+        wiring = ("--wiring", json.dumps(plan.wiring.to_json())) if plan.wiring.kv_publish else ()
+        return StageCommand((sys.executable, FAKE_STAGE, str(plan.port), *wiring, *shared, *own), env)
 
     def master(settings: MasterSettings) -> tuple[str, ...]:
         own = [flag.partition("=")[2] for flag in flags if flag.startswith("master=--")]
@@ -46,7 +49,8 @@ def main() -> int:
     if any(flag.startswith("master=") for flag in flags):
         master_of = master
         mm_store.what_is_missing = lambda device, master: ""  # type: ignore[assignment]
-    patience = Patience(poll_s=0.05, backoff_s=0.1, health_every_s=0.1, stop_grace_s=1.0)
+    links_s = next((float(flag.partition("=")[2]) for flag in flags if flag.startswith("links_s=")), Patience.links_s)
+    patience = Patience(poll_s=0.05, backoff_s=0.1, health_every_s=0.1, stop_grace_s=1.0, links_s=links_s)
     try:
         return Launch(draw(config), command, master_of, patience).run()
     except EpdError as error:

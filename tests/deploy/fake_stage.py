@@ -1,18 +1,24 @@
 """A stage without vLLM: answers /health, logs like a start, and dies, hangs or fails on demand.
 
 argv: PORT [--host ADDRESS] [--fail TEXT] [--delay S] [--child] [--ignore-term] [--unhealthy-file PATH]
+           [--links STATE] [--wiring JSON]
+
+With the wiring of a stage that sends KV it reports links to its peers, all of them in STATE.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 
 def main() -> None:
@@ -24,6 +30,8 @@ def main() -> None:
     parser.add_argument("--child", action="store_true")
     parser.add_argument("--ignore-term", action="store_true")
     parser.add_argument("--unhealthy-file", default="")
+    parser.add_argument("--links", default="up")
+    parser.add_argument("--wiring", default="")
     args = parser.parse_args()
     print(
         "(EngineCore pid=7) INFO 11-21 03:44:25 [core.py:1] Initializing a V1 LLM engine (v0) with config", flush=True
@@ -35,6 +43,8 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if args.child:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "epd_serve child"])
+    if args.wiring:
+        threading.Thread(target=report_links, args=(json.loads(args.wiring), args.links), daemon=True).start()
     time.sleep(args.delay)
 
     class Health(BaseHTTPRequestHandler):
@@ -50,6 +60,23 @@ def main() -> None:
     server = ThreadingHTTPServer((args.host, args.port), Health)
     print("INFO:     Application startup complete.", flush=True)
     server.serve_forever()
+
+
+def report_links(raw: dict[str, Any], state: str) -> None:
+    """As the worker of rank 0 does."""
+    import zmq
+
+    from epd_serve import wire
+    from epd_serve.wiring import worker_endpoint
+
+    with zmq.Context() as context, context.socket(zmq.PUB) as socket:
+        address = worker_endpoint(raw["kv_publish"], 0)
+        (socket.connect if raw["publish_by_connecting"] else socket.bind)(address)
+        links = [wire.KvLink(peer[0], 0, state) for peer in raw["kv_peers"]]
+        report = wire.KvReport(raw["instance"], raw["incarnation"], 0, raw["kv_grouping"], 0.0, links)
+        while True:
+            socket.send(wire.encode(report))
+            time.sleep(0.1)
 
 
 if __name__ == "__main__":

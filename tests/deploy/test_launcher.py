@@ -28,7 +28,24 @@ def test_a_launch_serves_and_ctrl_c_leaves_nothing(launch: Callable[..., FakeLau
     assert "Ready in" in out
     assert "curl -s http://127.0.0.1" in out
     assert "[E0] ready in" in err
+    assert "serves although" not in err, "the stages reported that their KV links are up"
     one.assert_nothing_remains(launch_id)
+
+
+@pytest.mark.slow
+def test_a_launch_whose_kv_links_stay_down_is_ready_after_a_grace_and_names_the_link(
+    launch: Callable[..., FakeLaunch],
+) -> None:
+    one = launch("P-D", "P0=--links=opening", "links_s=3")
+    last = wait_until(
+        lambda: next((row["id"] for row in one.instances().values() if "KV link" in row["reason"]), None),
+        "one of the two waits for the link between them",
+    )
+    assert one.get("/health")[0] == 503
+    one.wait_ready()
+    out, err = one.end()
+    assert f"{last} serves although KV link from P0 rank 0 to D0 rank 0 is opening" in err
+    assert "Ready in" in out
 
 
 @pytest.mark.slow

@@ -179,6 +179,18 @@ def test_shared_memory_shrinks_to_what_is_free(layout: str, free: int, fitted: t
     assert fit_shared_memory(SharedMemory(256, 64), plans, features_travel=travel, free=free) == SharedMemory(*fitted)
 
 
+@pytest.mark.parametrize(
+    ("layout", "links"),
+    [("P-D", 1), ("2P-D", 2), ("P:tp2-D:tp2", 2), ("P:tp2-D", 2), ("P-D:tp4", 4), ("P:tp2-D:tp3", 4)],
+)
+def test_every_pair_of_workers_that_shares_heads_has_staging_memory(layout: str, links: int) -> None:
+    plans = lower(parse(layout), range(8))
+    wanted = SharedMemory(256, 64)
+    enough = 64 * links + 32
+    assert fit_shared_memory(wanted, plans, features_travel=False, free=enough) == wanted
+    assert fit_shared_memory(wanted, plans, features_travel=False, free=enough - 1).staging_mib == 32
+
+
 def test_too_little_shared_memory_is_refused_with_the_fix() -> None:
     with pytest.raises(ConfigError, match="--shm-size=1g"):
         fit_shared_memory(SharedMemory(256, 64), lower(parse("E-P-D"), range(3)), features_travel=True, free=40)

@@ -20,11 +20,13 @@ from epd_serve.cluster import (
     stage_key,
 )
 from epd_serve.roles import Role
+from epd_serve.wire import KvLink, KvReport
 from proxy.app import create_app
 from proxy.cluster import FORGET_S, Membership
 from proxy.cluster_admission import ClusterIdentity
 from proxy.cluster_routes import add_cluster_routes
-from proxy.table import InstanceTable, Work
+from proxy.life import Work
+from proxy.table import InstanceTable
 from tests.proxy.fakes import cluster as fake_stages
 from tests.proxy.fakes import data_url, picture, picture_body, settings
 
@@ -103,6 +105,19 @@ def test_names_are_the_role_and_the_next_free_number() -> None:
     assert cluster.join(Role.D, 9).id == "D0"
     asyncio.run(cluster.members.leave(Leave("P1", "agent-P-1", 0)))
     assert cluster.join(Role.P, 7).id == "P1"
+
+
+async def test_a_member_that_comes_again_serves_once_the_links_to_it_are_up() -> None:
+    cluster = Cluster()
+    cluster.join(Role.D, 1)
+    cluster.join(Role.P, 0)
+    cluster.beat("D0", "agent-D-1")
+    cluster.beat("P0", "agent-P-0")
+    for state, up in (("opening", False), ("up", True)):
+        link = KvLink("tcp://127.0.0.4:8002", 0, state)
+        cluster.table.report_kv(KvReport("P0", "one", 0, "adaptive", 0.0, [link]))
+        cluster.beat("P0", "agent-P-0", number=2)
+        assert cluster.up() == {"D0": True, "P0": up}
 
 
 def test_every_rank_of_a_member_has_an_address() -> None:
@@ -353,6 +368,8 @@ async def test_health_wants_a_whole_path_of_the_roles_that_came() -> None:
         for role, status in ((Role.E, 503), (Role.P, 503), (Role.D, 200)):
             name = cluster.join(role, list(Role).index(role)).id
             cluster.beat(name, f"agent-{role}-{list(Role).index(role)}")
+            if role is Role.P:
+                cluster.table.report_kv(KvReport(name, "one", 0, "adaptive", 0.0, []))
             assert (await client.get("/health")).status_code == status, role
 
 

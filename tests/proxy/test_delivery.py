@@ -11,8 +11,8 @@ import pytest
 
 from epd_serve.wire import ALL_MISSING, ENCODE_AGAIN_XARG, MISSING_XARG, ON_MISSING_XARG, FeatureMissing
 from proxy.hearsay import Hearsay
+from proxy.life import Work
 from proxy.request import Endpoint
-from proxy.table import Work
 from tests.proxy.fakes import (
     GRID,
     Behaviour,

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
-from proxy.table import InstanceTable, Work
+from proxy.life import Work
+from proxy.table import InstanceTable
 
 P0 = Instance("P0", Role.P, "http://x", "one")
 

@@ -132,7 +132,8 @@ class DecodeScheduler:
             if key is not None:
                 with self._control.lock:
                     self._desk.closed(key)
-                self._received[request] = key
+                if request in self._asked:  # else it has left already
+                    self._received[request] = key
                 self._trace.stamp(key.transfer_id, "decode_received")
 
     def finished(self, request: Request) -> None:

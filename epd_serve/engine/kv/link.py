@@ -40,11 +40,6 @@ logger = logging.getLogger(__name__)
 
 SLICE_BYTES = 8 << 20  # below a millisecond on a fast link, and large beside what a slice costs to set up
 _IDLE_S = 1.0
-_BLOCKED_S = 1e-4  # a wait for the device that took longer was one
-
-
-def _never(now: float) -> float:
-    return 0.0
 
 
 class Link:
@@ -74,7 +69,7 @@ class Link:
         on_over: Callable[[Outgoing], None],
         trace: Trace,
         faults: Faults | None = None,
-        quiet_until: Callable[[float], float] = _never,
+        quiet_until: Callable[[float], float] = lambda now: 0.0,
         slice_bytes: int = SLICE_BYTES,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
@@ -205,8 +200,7 @@ class Link:
 
     def _move(self, job: SliceJob) -> None:
         packet, connection = job.packet, self._connection
-        sendable = packet.current()
-        living = self._peer.reach([out for out in job.outs if out.key in sendable])
+        living = self._peer.reach(job.wanted())
         if living:
             self._ready(packet, living)
             # Room first, then the locks: while D is slow to take packets nothing of P's is held.
@@ -233,11 +227,10 @@ class Link:
             self._faults.reached("packet")
         began = time.monotonic()
         packet.written()
-        if time.monotonic() - began > _BLOCKED_S:
-            self._record.computed(outs)
+        self._record.computed(outs, began)
 
     def _end(self, job: DoneJob) -> Outcome:
-        if not self._peer.reach([job.out]):
+        if not self._peer.reach(job.wanted()):
             return "failed"
         self._faults.reached("done")
         # Preempted after its last chunk: its packets were left out, so it is not whole.
@@ -252,9 +245,6 @@ class Link:
 
     def _fail(self, job: SliceJob | DoneJob | float, reason: str) -> None:
         """This job's transfers end, and all that have packets on the connection."""
-        if isinstance(job, SliceJob):
-            sendable = job.packet.current()
-            self._fates.broke(out for out in job.outs if out.key in sendable)
-        elif isinstance(job, DoneJob):
-            self._fates.broke((job.out,))
+        if not isinstance(job, float):
+            self._fates.broke(job.wanted())
         self._peer.failed(reason)

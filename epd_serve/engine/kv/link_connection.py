@@ -23,6 +23,8 @@ from epd_serve.engine.wake import WakeLine
 
 logger = logging.getLogger(__name__)
 
+_ASK_AGAIN_S = 0.1
+
 Probe = Callable[[SendSide, SendMessage, AwaitMessage], None]
 
 
@@ -68,6 +70,7 @@ class Connection:
         self._probe = probe
         self._on_credit = on_credit
         self._socket: Socket | None = None
+        self._hangup: Socket | None = None  # readable once D's end has closed
         self._poller = zmq.Poller()
         self._poller.register(self.wake.listener, zmq.POLLIN)
         self._late: list[tuple[float, bytes]] = []  # a heap of messages that a fault delays
@@ -86,13 +89,11 @@ class Connection:
         for side in self._sides:
             self.close()
             try:
-                hello = wire.Hello(wire.VERSION, self._source, side.name, self._shape, *side.hello())
+                hello = self._hello(side)
             except LinkError as error:
                 reasons.append(f"{side.label}: {error}")
                 continue
-            self._socket = open_socket(zmq.DEALER)
-            self._socket.connect(self._endpoint)
-            self._poller.register(self._socket, zmq.POLLIN)
+            self._connect()
             self.send(hello)
             answer = self.receive()  # silence ends the attempt: another transport would meet the same
             try:
@@ -107,14 +108,34 @@ class Connection:
         self.close()
         raise LinkError("; ".join(reasons))
 
+    def who(self) -> str:
+        """The life of D that answers on the open connection now. Raises LinkError.
+
+        Saying hello twice changes nothing at the life that has heard it; another one, to which ZMQ has reconnected by
+        itself, says its own name.
+        """
+        self.wait(0.0)  # what is here was not asked for now
+        end = time.monotonic() + self._timeout_s
+        while time.monotonic() < end:
+            self.send(self._hello(self.side))  # again: it may have gone the way of a connection that has just broken
+            again = min(end, time.monotonic() + _ASK_AGAIN_S)
+            while (answer := self._await(again)) is not None:
+                if isinstance(answer, wire.HelloAck):
+                    return answer.target
+                self._heed(answer)
+        raise self._silent()
+
     def close(self) -> None:
         self.target = ""
         self.staged_seq = 0
         self._late.clear()
-        if self._socket is not None:
-            self._poller.unregister(self._socket)
+        if self._socket is not None and self._hangup is not None:
+            for socket in (self._socket, self._hangup):
+                self._poller.unregister(socket)
+            self._socket.disable_monitor()
+            self._hangup.close()
             self._socket.close()
-            self._socket = None
+            self._socket = self._hangup = None
 
     def send(self, message: wire.ToDecodeWorker) -> None:
         if isinstance(message, wire.Packet):
@@ -127,21 +148,35 @@ class Connection:
 
     def receive(self) -> wire.ToPrefillWorker:
         """The next answer. Raises LinkError after `timeout_s` of silence, or when the link closes while it opens."""
-        deadline = time.monotonic() + self._timeout_s
-        while (answer := self._poll(deadline)) is None:
-            if self.closing.is_set() and not self.is_open:
-                raise LinkError("the link is closing")
-            if time.monotonic() >= deadline:
-                raise LinkError(f"decode has been silent for {self._timeout_s} s")
+        answer = self._await(time.monotonic() + self._timeout_s)
+        if answer is None:
+            raise self._silent()
         return answer
 
     def wait(self, until: float) -> None:
         """Sleep until the clock says so, somebody rings, or D has answered; takes the credits that came in."""
         answer = self._poll(until)
         while answer is not None:
-            if isinstance(answer, wire.Credit):
-                self.side.credit(answer.seq)
+            self._heed(answer)
             answer = self._poll(0.0)
+
+    def _connect(self) -> None:
+        self._socket = open_socket(zmq.DEALER)
+        # ZMQ would connect again by itself and say nothing: an idle link has to notice that its D has died, and packets
+        # on their way may be lost.
+        self._hangup = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(self._endpoint)
+        for socket in (self._socket, self._hangup):
+            self._poller.register(socket, zmq.POLLIN)
+
+    def _hello(self, side: SendSide) -> wire.Hello:
+        return wire.Hello(wire.VERSION, self._source, side.name, self._shape, *side.hello())
+
+    def _heed(self, answer: wire.ToPrefillWorker) -> None:
+        if isinstance(answer, wire.Credit):
+            self.side.credit(answer.seq)
+        elif isinstance(answer, wire.HelloRefused):
+            raise LinkError(f"refused: {answer.reason}")
 
     def _accepted(self, side: SendSide, answer: wire.ToPrefillWorker) -> str:
         if isinstance(answer, wire.HelloRefused):
@@ -158,6 +193,15 @@ class Connection:
         except ShapesDifferError as error:
             raise LinkError(str(error)) from error
 
+    def _await(self, until: float) -> wire.ToPrefillWorker | None:
+        while (answer := self._poll(until)) is None and time.monotonic() < until:
+            if self.closing.is_set() and not self.is_open:
+                raise LinkError("the link is closing")
+        return answer
+
+    def _silent(self) -> LinkError:
+        return LinkError(f"decode has been silent for {self._timeout_s} s")
+
     def _poll(self, until: float) -> wire.ToPrefillWorker | None:
         """One answer of D if one is here, or comes before `until` or a ring."""
         while True:
@@ -168,6 +212,8 @@ class Connection:
                 self.wake.answer()
             if self._socket is not None and self._socket in ready:
                 return self._read(self._socket)
+            if self._hangup is not None and self._hangup in ready:
+                raise LinkError("decode's end of the connection has closed")
             if rung or time.monotonic() >= until:
                 return None
 

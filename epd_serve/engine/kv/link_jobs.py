@@ -78,6 +78,11 @@ class SliceJob:
     slice: LayerPacket
     outs: tuple[Outgoing, ...]
 
+    def wanted(self) -> list[Outgoing]:
+        """Transfers whose part may still be sent."""
+        current = self.packet.current()
+        return [out for out in self.outs if out.key in current]
+
 
 @dataclass(frozen=True, eq=False)
 class DoneJob:
@@ -93,3 +98,7 @@ class DoneJob:
     ok: bool
     reason: str = ""
     prefill_end: float = 0.0
+
+    def wanted(self) -> list[Outgoing]:
+        """The transfer: it ends in any case."""
+        return [self.out]

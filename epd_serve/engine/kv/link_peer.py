@@ -56,7 +56,11 @@ class Peer:
             wanted = next((out.target for out in living if out.target != self._connection.target), None)
             if wanted is None:
                 break
-            self._open(wanted)  # afterwards it answers, is known to be replaced, or what waited for it is broken
+            # Afterwards it answers, is known to be replaced, or what waited for it is broken.
+            if self._connection.is_open and self._connection.who() == self._connection.target:
+                self._answers(wanted)  # a late packet for a former life: transfers of this one are not disturbed
+            else:
+                self._open(wanted)
         return living
 
     def wait(self, until: float) -> None:
@@ -86,19 +90,23 @@ class Peer:
         try:
             self._connection.open()
         except LinkError as error:
+            self._connection.close()
             self._retry_at = time.monotonic() + _RETRY_S
             waited = self._fates.unreachable(began)
             if waited or str(error) != self.reason:  # said once while nobody needs the link
                 logger.log(logging.ERROR if waited else logging.INFO, "KV link to %s: %s", self._endpoint, error)
             self._turn("opening" if self.state == "opening" else "down", str(error))
             return
+        self._answers(wanted)
+        self.retries += bool(self.name)
+        self.name = self._connection.target.rpartition(":")[0]
+        self._turn("up", "")
+
+    def _answers(self, wanted: str) -> None:
         target = self._connection.target
         if wanted and wanted != target:
             logger.error("KV link to %s: %s reserved blocks and is gone, %s answers", self._endpoint, wanted, target)
         self._fates.answered(target, wanted=wanted)
-        self.retries += bool(self.name)
-        self.name = target.rpartition(":")[0]
-        self._turn("up", "")
 
     def _turn(self, state: str, reason: str) -> None:
         if (state, reason) != (self.state, self.reason):

@@ -18,6 +18,8 @@ from epd_serve.engine.kv.transport import LayerPacket
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 
+_BLOCKED_S = 1e-4  # a device that answers sooner was done before
+
 Outcome = Literal["sent", "failed", "cancelled"]
 
 
@@ -76,11 +78,12 @@ class LinkRecord:
         self._in_flight: dict[int, Move] = {}  # staged slices by number
         self._free_at = 0.0
 
-    def computed(self, outs: Iterable[Outgoing]) -> None:
-        """The link had to wait for the device to write these transfers' layers, until now."""
+    def computed(self, outs: Iterable[Outgoing], asked: float) -> None:
+        """The device has written layers of these transfers, for which the link has waited since `asked`."""
         now = time.monotonic()
-        for out in outs:
-            self._of(out.key).computed_at = now
+        if now - asked > _BLOCKED_S:
+            for out in outs:
+                self._of(out.key).computed_at = now
 
     def moving(self, packet: PacketJob, part: LayerPacket) -> Move:
         """A slice of a packet begins to move."""

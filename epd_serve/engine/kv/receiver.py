@@ -238,9 +238,9 @@ class Receiver:
         worker, packets = (None, 0) if known is None else (known.worker, known.staged.pop(done.key, 0))
         with self._changed:
             end = self._arrivals.done(worker, done, packets)
+            if end is not None:
+                self._trace.stamp(done.key.transfer_id, "kv_done", ok=end.ok)
             self._changed.notify_all()
-        if end is not None:
-            self._trace.stamp(done.key.transfer_id, "kv_done", ok=end.ok)
 
 
 def _failure_of(action: Callable[[], None]) -> str:

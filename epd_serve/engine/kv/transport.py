@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from epd_serve import wire
-from epd_serve.engine.kv.regions import Layers
+from epd_serve.engine.kv.regions import LinkPieces
 from epd_serve.kv.plan import Run
 from epd_serve.wire import TransferKey
-
-if TYPE_CHECKING:
-    from epd_serve.engine.kv.regions import LinkPieces
 
 
 class LinkError(Exception):
@@ -120,8 +117,3 @@ class ReceiveSide(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def packet_bytes(layers: Layers, first: int, last: int, blocks: int) -> int:
-    """Size of `blocks` blocks of layers [first, last)."""
-    return blocks * sum(region.block_bytes for layer in layers[first:last] for region in layer)

@@ -10,7 +10,8 @@ import torch
 from epd_serve import wire
 from epd_serve.engine import compat
 from epd_serve.engine.kv.decode_scheduler import DecodeStep
-from epd_serve.engine.kv.faults import Faults
+from epd_serve.engine.kv.faults import faults_of
+from epd_serve.engine.kv.grouping_file import open_grouping
 from epd_serve.engine.kv.link import Link
 from epd_serve.engine.kv.link_jobs import Outgoing
 from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
@@ -26,7 +27,6 @@ from epd_serve.engine.kv.shm_send import ShmSendSide
 from epd_serve.engine.kv.transport import ReceiveSide, SendSide
 from epd_serve.engine.kv.transports import MOONCAKE, OnDemand, offered
 from epd_serve.engine.traffic import TrafficBoard
-from epd_serve.kv.grouping import parse_grouping
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring, worker_endpoint
 from npu_ops.memory import memory_here
@@ -49,7 +49,7 @@ class _KVCache:
         self.rank = compat.tp_rank()
         self.name = f"{wiring.instance}:{wiring.incarnation}"
         self.trace = Trace(wiring.trace_path, wiring.instance)
-        self.faults = Faults(wiring.kv_faults)
+        self.faults = faults_of(wiring.kv_faults)
         self.layers = layers_of(tensors, num_blocks)
         self.shape = shape_of(
             self.layers,
@@ -96,7 +96,7 @@ class PrefillWorker:
 
     def __init__(self, wiring: StageWiring, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._wiring, self._config, self._num_blocks = wiring, vllm_config, kv_cache_config.num_blocks
-        self._grouping = parse_grouping(wiring.kv_grouping, wiring.kv_packet_floor_bytes)
+        self._grouping = open_grouping(wiring.kv_grouping, wiring.kv_packet_floor_bytes)
         self._rank = compat.tp_rank()
         self._reporter = Reporter(wiring, self._rank, self._report)
 

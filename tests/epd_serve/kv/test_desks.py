@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from epd_serve import wire
-from epd_serve.kv.decode_desk import DecodeDesk
+from epd_serve.kv.decode_desk import LAST_WORD_S, DecodeDesk
 from epd_serve.kv.prefill_desk import Admission, PrefillDesk
 from epd_serve.wire import TransferKey
 from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, key_of, ready
@@ -314,7 +314,10 @@ def test_prefill_waits_for_ready_then_sends() -> None:
         (lambda desk: (admit(desk, A), pass_time(desk, 0, PATIENCE)), "did not reserve"),
         (lambda desk: desk.on_message(b"d", wire.Cancel(A), 0), "cancelled by decode"),
         (lambda desk: (admit(desk, A), desk.gone(A, "aborted")), "aborted"),
-        (lambda desk: (desk.on_message(b"d", ready(A), 0), admit(desk, A), desk.closed(A)), "is over"),
+        (
+            lambda desk: (desk.on_message(b"d", ready(A), 0), admit(desk, A), desk.gone(A, ""), desk.stopped_unsent(A)),
+            "cancelled",
+        ),
     ],
 )
 def test_a_late_ready_is_refused_with_the_reason(make_over: Callable[[PrefillDesk], Any], says: str) -> None:
@@ -444,6 +447,37 @@ def test_an_offer_that_prefill_does_not_mention_is_made_again() -> None:
     assert len(desk.outbox) == 2
     desk.beat(2.0)  # over at P, and its last word was lost: P will say it again
     assert len(desk.outbox) == 3
+
+
+def test_an_offer_made_again_for_what_was_sent_is_answered_that_all_is_said() -> None:
+    desk = p_desk()
+    desk.on_message(b"d", ready(A), 0)
+    admit(desk, A)
+    desk.closed(A)
+    desk.on_message(b"d", ready(A), 1)
+    assert desk.outbox == [(b"d", wire.CancelAck(A))]
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_decode_waits_a_little_for_the_last_word_that_prefill_says_it_has_sent(comes: bool) -> None:
+    desk = DecodeDesk(SILENCE, 60.0)
+    desk.reserved("p", ready(A), 0)
+    assert not desk.on_message(wire.CancelAck(A), 1.0)
+    pass_time(desk, 1.0, 1.0 + LAST_WORD_S - BEAT)
+    assert not desk.take_failures()
+    if comes:
+        desk.closed(A)
+    pass_time(desk, 1.0 + LAST_WORD_S - BEAT, 1.0 + LAST_WORD_S)
+    assert desk.take_failures() == ([] if comes else [A])
+
+
+def test_nobody_waits_for_the_last_word_of_what_nobody_wants() -> None:
+    desk = DecodeDesk(SILENCE, 60.0)
+    desk.reserved("p", ready(A), 0)
+    desk.on_message(wire.CancelAck(A), 1.0)
+    desk.gone(A, 1.0)
+    assert desk.take_failures() == [A]
+    assert desk.outbox == [("p", ready(A))]
 
 
 def test_a_cancel_while_sending_is_left_to_the_worker_to_acknowledge() -> None:

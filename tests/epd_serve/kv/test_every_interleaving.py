@@ -10,6 +10,7 @@ from typing import Any
 
 from epd_serve import wire
 from epd_serve.kv.decode_desk import DecodeDesk
+from epd_serve.kv.lifecycle import Decode
 from epd_serve.kv.prefill_desk import Admission, PrefillDesk
 from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, key_of, ready
 
@@ -71,6 +72,7 @@ class World:
             yield "D's request leaves", lambda w: (setattr(w, "at_d", "left"), w.d.gone(A, 0.0))
         if self.done:
             yield "DONE arrives", World.hear_done
+            yield "DONE is lost", lambda w: setattr(w, "done", ())
         if self.ended or self.d._failures:
             yield "D's worker reports", World.report
         if self.at_p in ("away", "waits"):
@@ -84,8 +86,8 @@ class World:
         yield "P beats", lambda w: w.p.beat(0.0)
         if self.lives == 1:
             yield "P dies", World.die
-        elif self.d._leases.until:
-            yield "D finds P silent", World.fall_silent
+        if self.d._leases.until and (self.lives == 2 or self.d._entries[A].state is Decode.SENT):
+            yield "D hears nothing for too long", World.fall_silent
 
     def prefill_hears(self, message: Any) -> None:
         for _ in self.p.on_message(b"d", message, 0.0):

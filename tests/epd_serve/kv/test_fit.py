@@ -54,13 +54,17 @@ def test_no_values_make_a_negative_line(pairs: list[tuple[int, float]]) -> None:
         assert fit.at(x) < float("inf")
 
 
-def test_the_prior_answers_until_enough_was_seen() -> None:
+def test_the_first_values_scale_the_prior() -> None:
     fit = LineFit(0.001, 1e-9)
-    for seen in range(ENOUGH - 1):
-        fit.observe(PROBES[seen], 1.0)
-        assert (fit.a, fit.b) == (0.001, 1e-9)
-    fit.observe(PROBES[ENOUGH - 1], 1.0)
-    assert fit.at(PROBES[0]) == pytest.approx(1.0)
+    for size in PROBES[: ENOUGH - 1]:
+        fit.observe(size, 50 * (0.001 + 1e-9 * size))
+        assert (fit.a, fit.b) == pytest.approx((0.05, 5e-8))
+    fit.observe(PROBES[ENOUGH - 1], 0.05)
+    assert fit.a != pytest.approx(0.05)
+
+
+def test_before_the_first_value_the_prior_answers() -> None:
+    assert LineFit(0.001, 1e-9).at(2000) == 0.001 + 2e-6
 
 
 @settings(deadline=None, max_examples=30)

@@ -31,7 +31,8 @@ def test_every_state_has_a_row_is_reachable_and_can_end(table: Table[Any, Any], 
 
 
 @pytest.mark.parametrize(
-    ("table", "says"), [(PREFILL, {AtPrefill.READY, AtPrefill.CANCEL}), (DECODE, {AtDecode.HEARD, AtDecode.ENDED})]
+    ("table", "says"),
+    [(PREFILL, {AtPrefill.READY, AtPrefill.CANCEL}), (DECODE, {AtDecode.HEARD, AtDecode.REFUSED, AtDecode.ACKED})],
 )
 def test_what_a_peer_says_is_defined_in_every_state(table: Table[Any, Any], says: set[enum.Enum]) -> None:
     assert all(says <= set(row) for row in table.rows.values())
@@ -42,7 +43,7 @@ def test_what_is_over_at_prefill_stays_over() -> None:
 
 
 def test_decode_gives_blocks_back_only_by_its_workers_report() -> None:
-    held = {Decode.RESERVED, Decode.CANCELLING, Decode.FAILED}
+    held = {Decode.RESERVED, Decode.SENT, Decode.CANCELLING, Decode.FAILED}
     leaves = {event for state in held for event, after in DECODE.rows[state].items() if after not in held}
     assert leaves == {AtDecode.REPORTED}
 

@@ -101,7 +101,7 @@ class Queueing(RuleBasedStateMachine):
     def yields(self, wait_s: float, quiet: float) -> None:
         waiting = self.model.packets.values()
         due = min(put.deadline for put in waiting)
-        assert 0 < wait_s <= quiet + 1e-9  # clocks are floats
+        assert 0 < wait_s <= quiet + 1e-9
         assert not any(self.ready(member) for member in self.model.ends)
         assert self.now + wait_s + sum(put.nbytes for put in waiting if put.deadline == due) * 1e-3 <= due + 1e-9
         self.now += wait_s

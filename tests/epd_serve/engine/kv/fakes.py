@@ -187,6 +187,10 @@ class PrefillEnd:
         self.sender.flush()
         self.over |= self.sender.take_over(finished, idle=False)
 
+    def use(self, device: Any) -> None:
+        """From the next step on the layers are written on this device."""
+        self.sender._device = self.sender._clock._device = device
+
     def wait_over(self, requests: set[str], deadline_s: float = 5.0) -> None:
         def both() -> bool:
             self.over |= self.sender.take_over((), idle=True)

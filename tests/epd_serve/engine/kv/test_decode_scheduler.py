@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from epd_serve import wire
 from epd_serve.engine.kv.control import PrefillControl
 from epd_serve.engine.kv.decode_scheduler import DecodeScheduler
 from epd_serve.engine.kv.faults import Faults
 from epd_serve.engine.kv.params import prompt_hash, transfer_key
+from epd_serve.kv.lifecycle import Decode
 from epd_serve.kv.prefill_desk import Admission, PrefillDesk
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
@@ -94,8 +94,7 @@ def test_ready_waits_for_the_step_in_flight(hasty: DecodeScheduler, p: PrefillCo
     wanted = asked(tmp_path)
     reserve(hasty, wanted, [5, 6, 7])
     assert len(hasty.step(scheduled()).expected) == 1  # its own step is scheduled, the one before it still runs
-    hasty._desk.beat(time.monotonic())
-    assert any(isinstance(message, wire.Queued) for _, message in hasty._desk.outbox)  # to P it waits for blocks
+    assert hasty._desk._entries[key(wanted)].state is Decode.QUEUED  # to P it is a request that waits for blocks
     hasty.step(scheduled())
     assert offered(p, wanted).blocks == [5, 6, 7]
 
@@ -111,6 +110,16 @@ def test_a_client_that_leaves_before_ready_left_gets_its_blocks_back_at_once(
     wait_for(lambda: p.desk.fate(key(wanted)))  # P hears that nothing will come
     hasty.received({wanted.request_id})
     assert hasty.step(scheduled()).failed == []
+
+
+def test_nothing_remains_of_a_request_that_left_before_its_transfer_ended(
+    d: DecodeScheduler, p: PrefillControl, tmp_path: Path
+) -> None:
+    wanted = asked(tmp_path)
+    reserve(d, wanted, [5, 6, 7])
+    d.finished(wanted)
+    d.received({wanted.request_id})  # its worker reports it later
+    assert not (d._received or d._key_of or d._asked)
 
 
 def test_a_prefix_hit_asks_for_the_rest_only(d: DecodeScheduler, p: PrefillControl, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from epd_serve.engine.kv.transport import LinkError
 from epd_serve.kv.plan import Run
 from tests.epd_serve.engine.kv.fakes import (
     HOST,
@@ -56,19 +57,20 @@ def test_a_new_life_of_decode_takes_new_transfers_and_old_ones_end(start: Ends, 
     p.wait_over({"a", "b"})
 
 
-def test_a_late_job_for_a_former_life_does_not_disturb_the_new_one(start: Ends) -> None:
+def test_a_late_packet_for_a_former_life_does_not_disturb_the_new_one(start: Ends) -> None:
     new = start(DecodeEnd, life="2")
     p = start(PrefillEnd)
-    new.expect(key_of("b"), [7, 8])
+    link = p.wait_up(new)
     new.expect(key_of("c"), [9, 10])
-    p.step([chunk(new, "a", [1], [5], last=False, target="D0:1")])  # finds that D0:1 is gone
     p.step([chunk(new, "c", [4], [9], last=False)])
+    wait_for(lambda: bool(new.caches["layer.4"][9].any()))
     p.step([chunk(new, "x", [1], [5], last=True, target="D0:1")], finished=["x"])
+    p.wait_over({"x"})
     p.step([chunk(new, "c", [5], [10], last=True)])
     new.wait_ended(1)
     assert new.received
     same(p, new, {4: 9, 5: 10})
-    p.wait_over({"x"})
+    assert link.snapshot().retries == 0
 
 
 def test_a_dead_peer_ends_its_transfers_within_the_deadline_and_delays_no_other(start: Ends, tmp_path: Path) -> None:
@@ -111,13 +113,16 @@ def test_a_stop_does_not_wait_for_a_peer_that_returns_no_credit(start: Ends, tmp
 
 def test_a_transfer_with_packets_on_a_connection_that_broke_never_gets_its_done(start: Ends) -> None:
     """Packets in flight may be lost with the connection: a later DONE would present a hole as KV."""
+
+    def broken() -> None:
+        raise LinkError("the wire broke")
+
     d = start(DecodeEnd)
     p = start(PrefillEnd, timeout_s=0.3)
     d.expect(key_of("a"), [5, 6])
     p.step([chunk(d, "a", [1], [5], last=False)])
     wait_for(lambda: bool(d.caches["layer.4"][5].any()))
-    # The link looks for another life of D, and finds the same again on a new connection.
-    p.links[d.endpoint].put(packet(d, "q", (0, 1), [Run(0, 0, 1)], target="D0:gone"), 0.0)
+    p.links[d.endpoint].put(packet(d, "q", (0, 1), [Run(0, 0, 1)], broken), 0.0)
     p.step([chunk(d, "a", [2], [6], last=True)], finished=["a"])
     p.wait_over({"a"})
     assert not d.poll()
@@ -135,11 +140,32 @@ def test_the_link_survives_an_unforeseen_error(start: Ends) -> None:
     def broken() -> None:
         raise RuntimeError("device lost")
 
-    p.sender._device = SimpleNamespace(timed_fence=lambda: SimpleNamespace(wait=broken, seconds_since=lambda _: None))
+    p.use(SimpleNamespace(timed_fence=lambda: SimpleNamespace(wait=broken, seconds_since=lambda _: None)))
     p.step([chunk(d, "a", [1], [5], last=True)], finished=["a"])
     p.wait_over({"a"})
-    p.sender._device = HOST
+    p.use(HOST)
     d.expect(key_of("b"), [7])
     p.step([chunk(d, "b", [3], [7], last=True)], finished=["b"])
     d.wait_ended(1)
     assert d.received
+
+
+def test_a_transfer_of_which_a_packet_could_not_be_read_never_gets_its_done(start: Ends) -> None:
+    """Nothing of that packet was sent, so D could not tell: the packets that it did get are all there."""
+    d = start(DecodeEnd)
+    p = start(PrefillEnd, grouping=5)
+    p.wait_up(d)
+
+    def broken() -> None:
+        raise RuntimeError("device lost")
+
+    d.expect(key_of("a"), [5, 6])
+    p.use(SimpleNamespace(timed_fence=lambda: SimpleNamespace(wait=broken, seconds_since=lambda _: None)))
+    p.step([chunk(d, "a", [1], [5], last=False)])
+    p.use(HOST)
+    p.step([chunk(d, "a", [2], [6], last=True)], finished=["a"])
+    p.wait_over({"a"})
+    d.expect(key_of("b"), [7])
+    p.step([chunk(d, "b", [3], [7], last=True)])
+    d.wait_ended(1)
+    assert [item.request for item in d.received] == ["at-d-b"]

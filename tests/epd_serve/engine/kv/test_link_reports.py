@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from epd_serve import wire
 from epd_serve.trace import Trace
 from tests.epd_serve.engine.kv.fakes import DecodeEnd, Ends, PrefillEnd, chunk, key_of, wait_for
@@ -39,6 +41,17 @@ def test_slices_of_a_packet_count_as_one_packet(start: Ends) -> None:
     p.step([chunk(d, "a", [1, 2], [5, 6], last=True)])
     wait_for(lambda: report(p).transfers == 1)
     assert (report(p).packets, report(p).layers, report(p).bytes) == (1, 5, 2 * 5 * 64)
+
+
+def test_every_slice_teaches_the_link_its_cost(start: Ends) -> None:
+    d, p = start(DecodeEnd), start(PrefillEnd, grouping=5, link_options={"slice_bytes": 2 * 64})
+    seen: list[tuple[int, float]] = []
+    p.wait_up(d)._cost.observe = lambda *measured: seen.append(measured)
+    p.step([chunk(d, "a", [1], [5], last=True)])
+    wait_for(lambda: report(p).transfers == 1)
+    assert [nbytes for nbytes, _ in seen] == [128, 128, 64]
+    assert all(0 < seconds < 5 for _, seconds in seen)
+    assert sum(seconds for _, seconds in seen) == pytest.approx(report(p).busy_s)
 
 
 def test_a_cancelled_transfer_is_neither_sent_nor_failed(start: Ends) -> None:

@@ -117,7 +117,14 @@ def test_chunked_prefill_sends_whole_blocks_and_the_partial_one_last(p: PrefillS
         [(8, 101), (9, 102)],
         [(10, 103)],
     ]
-    assert [job.last for step in (first, third, fourth) for job in step.chunks] == [False, False, True]
+    assert [job.remaining for step in (first, third, fourth) for job in step.chunks] == [8, 2, 0]
+
+
+def test_a_step_says_how_many_tokens_it_computes_in_all(p: PrefillScheduler, d: PlayedDecode) -> None:
+    asked = admitted(p, d)
+    busy, idle = p.step(scheduled([(asked.request_id, [7, 8], 0, 6), ("another", [1], 0, 3)])), p.step(scheduled())
+    assert (busy.tokens, busy.idle) == (9, False)
+    assert (idle.tokens, idle.idle) == (0, True)
 
 
 def test_blocks_that_decode_has_cached_are_not_sent(p: PrefillScheduler, d: PlayedDecode) -> None:

@@ -15,7 +15,7 @@ import torch
 import zmq
 
 from epd_serve import wire
-from epd_serve.engine.kv.faults import Faults
+from epd_serve.engine.kv.faults import Faults, here_of
 from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
 from epd_serve.engine.kv.receiver import Expected, Receiver
 from epd_serve.engine.kv.regions import layers_of, shape_of
@@ -590,13 +590,13 @@ def test_an_answer_is_delayed_without_holding_up_the_others(start: Start, link: 
 
 
 def test_done_can_be_met_before_it_is_reported(start: Start, link: Link, tmp_path: Path) -> None:
-    armed, reached = tmp_path / "received", tmp_path / "received.here"
+    armed = tmp_path / "received"
     armed.write_text("1")
     d = start(faults=f"pause=received:{armed}")
     p = link(d)
     d.expect(A)
     p.say(wire.Done(A, True))
-    wait_for(reached.exists)
+    wait_for(here_of(armed).exists)
     assert not d.poll()
-    reached.unlink()
+    here_of(armed).unlink()
     assert d.wait_ended(A) == {A: True}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,20 @@ import torch
 from epd_serve import wire
 from epd_serve.engine.kv.transport import LinkError
 from epd_serve.kv.grouping import AdaptiveGrouping, Cuts, LinkCost, Step
+from epd_serve.kv.link_queue import MAX_YIELD_S
 from epd_serve.kv.plan import Run
-from tests.epd_serve.engine.kv.fakes import DecodeEnd, Ends, Gate, PrefillEnd, chunk, key_of, packet, same, wait_for
+from tests.epd_serve.engine.kv.fakes import (
+    HOST,
+    DecodeEnd,
+    Ends,
+    Gate,
+    PrefillEnd,
+    chunk,
+    key_of,
+    packet,
+    same,
+    wait_for,
+)
 
 
 @dataclass
@@ -28,7 +42,7 @@ class Told:
 
     def cuts(self, step: Step, cost: LinkCost) -> Cuts:
         self.asked.append((step, cost))
-        return self.continuing if step.slack_s else self.ending
+        return self.continuing if step.slack_s > 0.1 else self.ending  # a step's tail is less, a step more
 
 
 def watch(d: DecodeEnd) -> list[wire.Packet]:
@@ -61,6 +75,11 @@ def hold_move(p: PrefillEnd, d: DecodeEnd) -> Gate:
     return gate
 
 
+def layers_take(p: PrefillEnd, seconds: float) -> None:
+    """What the sender expects of every step."""
+    p.sender._clock.layer_s = lambda tokens: seconds
+
+
 def test_transfers_of_a_step_that_go_to_one_worker_share_its_packets(start: Ends) -> None:
     d, p = start(DecodeEnd), start(PrefillEnd, grouping=3)
     packets = watch(d)
@@ -87,6 +106,7 @@ def test_each_worker_of_decode_gets_its_own_packets(start: Ends) -> None:
 def test_prompts_that_end_and_prompts_that_go_on_are_cut_apart(start: Ends) -> None:
     d, p = start(DecodeEnd), start(PrefillEnd, grouping=Told(ending=(1, 4, 5), continuing=(5,)))
     p.wait_up(d)
+    layers_take(p, 1.0)
     packets = watch(d)
     d.expect(key_of("a"), [5])
     p.step([chunk(d, "b", [2], [6], last=False), chunk(d, "a", [1], [5], last=True)])
@@ -104,7 +124,7 @@ def test_the_grouping_is_told_what_the_link_and_the_device_have_shown(start: End
     told = Told(ending=(5,), continuing=(5,))
     d, p = start(DecodeEnd), start(PrefillEnd, grouping=told)
     link = p.wait_up(d)
-    p.sender._clock._fit.a, p.sender._clock._fit.b = 0.5, 0.0
+    layers_take(p, 0.5)
     p.step([chunk(d, "a", [1, 2], [5, 6], last=True)])
     ((step, cost),) = told.asked
     assert (step.layers, step.layer_bytes, step.layer_s) == (5, 128, 0.5)
@@ -125,11 +145,22 @@ def test_what_is_queued_counts_as_backlog(start: Ends) -> None:
     assert step.backlog_s > 0
 
 
+def test_what_goes_on_counts_what_ends_in_the_same_step_as_ahead_of_it(start: Ends) -> None:
+    told = Told(ending=(5,), continuing=(5,))
+    d, p = start(DecodeEnd), start(PrefillEnd, grouping=told)
+    p.wait_up(d)._cost.now = lambda: LinkCost(0.25, 0.0)
+    layers_take(p, 1.0)
+    p.step([chunk(d, "on", [2], [6], last=False), chunk(d, "a", [1], [5], last=True)])
+    (ending, _), (going_on, _) = told.asked
+    assert (ending.backlog_s, ending.slack_s) == (0.0, 0.0)
+    assert (going_on.backlog_s, going_on.slack_s) == (0.25, 4.75)
+
+
 def test_the_adaptive_grouping_sends_small_packets_last(start: Ends) -> None:
     d, p = start(DecodeEnd, layers=16), start(PrefillEnd, layers=16, grouping=AdaptiveGrouping(floor_bytes=64))
     link = p.wait_up(d)
     link._cost.now = lambda: LinkCost(1e-3, 1e-5)
-    p.sender._clock._fit.a, p.sender._clock._fit.b = 2e-3, 0.0
+    layers_take(p, 2e-3)
     packets = watch(d)
     d.expect(key_of("a"), [5])
     p.step([chunk(d, "a", [1], [5], last=True)])
@@ -145,6 +176,7 @@ def test_the_adaptive_grouping_sends_small_packets_last(start: Ends) -> None:
 def test_a_prompt_that_ends_overtakes_one_that_goes_on(start: Ends) -> None:
     d, p = start(DecodeEnd), start(PrefillEnd, grouping=5)
     link, gate = p.wait_up(d), Gate()
+    layers_take(p, 1.0)
     packets = watch(d)
     link.put(packet(d, "x", (0, 1), [Run(0, 0, 1)], gate.wait), 0.0)
     assert gate.reached.wait(5)
@@ -160,6 +192,7 @@ def test_a_prompt_that_ends_overtakes_one_that_goes_on(start: Ends) -> None:
 def test_a_prompt_that_ends_takes_its_earlier_packets_with_it(start: Ends) -> None:
     d, p = start(DecodeEnd), start(PrefillEnd, grouping=5)
     link, gate = p.wait_up(d), Gate()
+    layers_take(p, 1.0)
     packets = watch(d)
     link.put(packet(d, "x", (0, 1), [Run(0, 0, 1)], gate.wait), 0.0)
     assert gate.reached.wait(5)
@@ -211,6 +244,22 @@ def test_a_preempted_part_is_left_out_of_a_packet_and_the_rest_is_sent(start: En
     for mine, theirs in zip(p.caches.values(), d.caches.values(), strict=True):
         assert torch.equal(theirs[5], mine[8])
         assert torch.equal(theirs[6], mine[2])
+
+
+def test_a_packet_that_is_preempted_before_the_device_has_written_it_is_not_sent(start: Ends) -> None:
+    d, p = start(DecodeEnd), start(PrefillEnd, grouping=5)
+    p.wait_up(d)
+    packets, gate = watch(d), Gate()
+    p.use(SimpleNamespace(timed_fence=lambda: SimpleNamespace(wait=gate.wait, seconds_since=lambda earlier: None)))
+    p.step([chunk(d, "a", [1], [5], last=False)])
+    assert gate.reached.wait(5)
+    p.sender.preempt(["a"])  # returns: nothing is being read yet
+    gate.opened.set()
+    p.use(HOST)
+    p.step([chunk(d, "b", [2], [6], last=True)], finished=["b"])
+    p.wait_over({"b"})
+    wait_for(lambda: packets)
+    assert [members for _, members in layers_and_members(packets)] == ["b"]
 
 
 def test_a_preemption_waits_for_the_slice_that_is_being_read_and_for_no_other(start: Ends) -> None:
@@ -281,7 +330,8 @@ def test_what_waits_while_a_connection_breaks_is_sent_on_the_next_one(start: End
     assert d.received
 
 
-def test_a_link_yields_while_others_need_the_network_but_not_beyond_the_deadline(start: Ends) -> None:
+@pytest.mark.parametrize("shares", [True, False])
+def test_packets_that_share_the_network_yield_for_a_while(start: Ends, shares: bool) -> None:
     asked: list[float] = []
 
     def quiet_until(now: float) -> float:
@@ -290,12 +340,15 @@ def test_a_link_yields_while_others_need_the_network_but_not_beyond_the_deadline
 
     d = start(DecodeEnd)
     p = start(PrefillEnd, grouping=5, link_options={"quiet_until": quiet_until})
-    p.wait_up(d)._connection.side.shares_network = True
+    p.wait_up(d)._connection.side.shares_network = shares
+    layers_take(p, 1.0)  # the packet is wanted in 5 s
     d.expect(key_of("a"), [5])
+    began = time.monotonic()
     p.step([chunk(d, "a", [1], [5], last=True)])
     d.wait_ended(1)
     assert d.received
-    assert asked
+    assert bool(asked) is shares
+    assert not shares or time.monotonic() - began >= MAX_YIELD_S
 
 
 @pytest.mark.parametrize("hooks", [0, 2, 5])

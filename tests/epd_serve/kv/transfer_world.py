@@ -1,0 +1,303 @@
+"""A P and a D made of the pure parts that the product runs, with block pools in place of vLLM: desks, what is handed
+over, runs, cuts. Memory is a table of who wrote what, so that a wrong, missing or doubled block shows."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from epd_serve import wire
+from epd_serve.kv.decode_desk import DecodeDesk
+from epd_serve.kv.grouping import FixedGrouping, LinkCost, Step
+from epd_serve.kv.plan import Run, coalesce, split
+from epd_serve.kv.prefill_desk import Admission, PrefillDesk
+from epd_serve.kv.sending import Sending
+from epd_serve.wire import TransferKey
+
+BLOCK, LAYERS = 4, 3
+BEAT_S = 0.5
+SILENCE_S, PATIENCE_S = 10.0, 300.0
+Cell = tuple[TransferKey, int, int, int]  # what a block holds: whose, layer, index in the prompt, tokens
+
+
+def blocks_of(tokens: int) -> int:
+    return -(-tokens // BLOCK)
+
+
+def cell(key: TransferKey, layer: int, index: int, tokens: int) -> Cell:
+    """What the block holds once tokens [0, `tokens`) of the prompt are computed."""
+    return (key, layer, index, min(BLOCK, tokens - index * BLOCK))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request. `cached_at_p`, `cached_at_d`: tokens that each side's prefix cache hits, whole blocks."""
+
+    key: TransferKey
+    tokens: int
+    cached_at_p: int
+    cached_at_d: int
+
+
+@dataclass
+class Job:
+    """One entry of the link's queue: a packet of layers, or the last word where `layers` is None."""
+
+    key: TransferKey
+    run: int
+    layers: tuple[int, int] | None = None
+    runs: tuple[Run, ...] = ()
+    ok: bool = True
+
+
+@dataclass
+class AtP:
+    """A request at P. `run` counts preemptions: what an earlier run queued is not sent."""
+
+    prompt: Prompt
+    computed: int = 0
+    table: list[int] = field(default_factory=list)
+    sending: Sending | None = None
+    run: int = 0
+    ending: bool = False  # its last word is queued
+    over: bool = False  # … and said
+    finished: bool = False
+
+
+Scheduled = tuple[AtP, int, list[int], bool]  # tokens, new blocks, whether a run begins with them
+
+
+class Prefill:
+    """One life of P: its scheduler, and the link of its worker. Sends by `FixedGrouping(layers_per_packet)`."""
+
+    def __init__(self, life: str, blocks: int, layers_per_packet: int) -> None:
+        self.desk = PrefillDesk(life, PATIENCE_S)
+        self.free = list(range(blocks))
+        self.memory: dict[tuple[int, int], Cell] = {}  # (layer, block)
+        self.cuts = FixedGrouping(layers_per_packet, "").cuts(Step(LAYERS, 1, 1.0), LinkCost(0.0, 0.0))
+        self.requests: dict[TransferKey, AtP] = {}
+        self.waiting: list[AtP] = []
+        self.running: list[AtP] = []
+        self.queue: deque[Job] = deque()
+
+    def arrive(self, prompt: Prompt) -> None:
+        request = self.requests[prompt.key] = AtP(prompt)
+        self.waiting.append(request)
+
+    def step(self, most: int, now: float) -> None:
+        """Schedule and compute up to `most` tokens of each request, as vLLM does: the youngest gives way."""
+        scheduled: list[Scheduled] = []
+        preempted = False
+        for request in list(self.running):
+            tokens = min(most, request.prompt.tokens - request.computed)
+            while request in self.running and tokens:
+                need = blocks_of(request.computed + tokens) - len(request.table)
+                if need <= len(self.free):
+                    scheduled.append((request, tokens, self._take(request, need), False))
+                    break
+                victim, preempted = self.running[-1], True
+                scheduled = [entry for entry in scheduled if entry[0] is not victim]
+                self._preempt(victim)
+        for request in [] if preempted else list(self.waiting):
+            prompt = request.prompt
+            admission = self.desk.admit(prompt.key, prompt.tokens, "h", now, block_size=BLOCK, kv_heads=1)
+            if admission is Admission.WAIT:
+                continue
+            tokens = min(most, prompt.tokens - prompt.cached_at_p)
+            need = blocks_of(prompt.cached_at_p + tokens)
+            if need > len(self.free):
+                break
+            request.computed = prompt.cached_at_p
+            if admission is Admission.SEND and request.sending is None:
+                request.sending = Sending(prompt.key, prompt.tokens, BLOCK)
+            self.waiting.remove(request)
+            self.running.append(request)
+            scheduled.append((request, tokens, self._take(request, need), True))
+        self._forward(scheduled)
+
+    def _forward(self, scheduled: Sequence[Scheduled]) -> None:
+        leaving: list[tuple[AtP, tuple[Run, ...]]] = []
+        for request, tokens, grown, restart in scheduled:
+            request.computed += tokens
+            for layer in range(LAYERS):
+                for index in range(blocks_of(request.computed)):
+                    self.memory[layer, request.table[index]] = cell(request.prompt.key, layer, index, request.computed)
+            ready = self.desk.ready(request.prompt.key)
+            if request.sending is not None:
+                request.sending.grow(grown, restart=restart)
+                chunk = request.sending.chunk(ready, request.computed) if ready is not None else None
+                if chunk is not None:
+                    leaving += [(request, piece) for piece in split(coalesce(chunk.src, chunk.dst), 2)]
+        for first, last in zip((0, *self.cuts), self.cuts, strict=False):
+            self.queue += [Job(request.prompt.key, request.run, (first, last), runs) for request, runs in leaving]
+        for request, *_ in scheduled:
+            if request.computed == request.prompt.tokens:
+                self._finish(request)
+                if request.sending is not None and request.sending.complete:
+                    self._end(request, ok=True)
+
+    def _take(self, request: AtP, count: int) -> list[int]:
+        taken = [self.free.pop() for _ in range(count)]
+        request.table += taken
+        return taken
+
+    def _preempt(self, request: AtP) -> None:
+        request.run += 1
+        self._give_back(request)
+        request.computed = 0
+        self.running.remove(request)
+        self.waiting.insert(0, request)
+
+    def _give_back(self, request: AtP) -> None:
+        for block in request.table:
+            for layer in range(LAYERS):
+                self.memory.pop((layer, block), None)
+        self.free += request.table
+        request.table = []
+
+    # --- endings --------------------------------------------------------------------------------------------------
+
+    def abort(self, key: TransferKey) -> None:
+        """The client left, or the proxy gave it up."""
+        request = self.requests.get(key)
+        if request is not None and not request.finished:
+            if self.desk.gone(key, "aborted"):
+                self.stop(key)
+            self._finish(request)
+
+    def stop(self, key: TransferKey) -> None:
+        request = self.requests.get(key)
+        if request is None or request.sending is None or not request.sending.told:
+            self.desk.stopped_unsent(key)
+        elif not request.ending:
+            request.run += 1
+            self._end(request, ok=False)
+
+    def hear(self, message: wire.ToPrefillScheduler, now: float) -> None:
+        for key in self.desk.on_message(b"d", message, now):
+            self.stop(key)
+
+    def _finish(self, request: AtP) -> None:
+        request.finished = True
+        for line in (self.waiting, self.running):
+            if request in line:
+                line.remove(request)
+        if request.sending is None or not request.sending.told:
+            if request.sending is not None:  # cancelled before its first chunk, or it would be told
+                assert self.desk.ready(request.prompt.key) is None
+            self._give_back(request)
+            del self.requests[request.prompt.key]
+        else:
+            self._close(request)
+
+    def _end(self, request: AtP, *, ok: bool) -> None:
+        request.ending = True
+        self.queue.append(Job(request.prompt.key, request.run, ok=ok))
+
+    def said_last_word(self, key: TransferKey) -> None:
+        self.requests[key].over = True
+        self._close(self.requests[key])
+
+    def _close(self, request: AtP) -> None:
+        """vLLM hears of it when both have happened."""
+        if request.over and request.finished:
+            self.desk.closed(request.prompt.key)
+            self._give_back(request)
+            del self.requests[request.prompt.key]
+
+
+@dataclass
+class AtD:
+    """A request at D. `writes` counts what was written to each (layer, index) in the run under way."""
+
+    prompt: Prompt
+    table: list[int] = field(default_factory=list)
+    run: int = -1
+    writes: Counter[tuple[int, int]] = field(default_factory=Counter)
+    done: bool | None = None
+    left: bool = False
+
+
+class Decode:
+    """D: its scheduler, and the worker that takes packets."""
+
+    def __init__(self, blocks: int) -> None:
+        self.desk = DecodeDesk(SILENCE_S, 0.0)
+        self.free = list(range(blocks))
+        self.owner: dict[int, TransferKey] = {}
+        self.memory: dict[tuple[int, int], Cell] = {}
+        self.requests: dict[TransferKey, AtD] = {}
+        self.waiting: list[AtD] = []
+        self.outcomes: dict[TransferKey, str] = {}
+
+    def arrive(self, prompt: Prompt) -> None:
+        request = self.requests[prompt.key] = AtD(prompt)
+        self.waiting.append(request)
+        self.desk.queued(prompt.key, "p")
+
+    def step(self, now: float) -> None:
+        for key in self.desk.take_failures():
+            if self.requests[key].done is None:
+                self.requests[key].done = False
+        for key, request in list(self.requests.items()):
+            if request.done is not None:
+                self._report(key, request, now)
+        while self.waiting and blocks_of(self.waiting[0].prompt.tokens) <= len(self.free):
+            request = self.waiting.pop(0)
+            prompt = request.prompt
+            request.table = [self.free.pop() for _ in range(blocks_of(prompt.tokens))]
+            self.owner.update(dict.fromkeys(request.table, prompt.key))
+            source, hashed, ends = "D0:1", "h", ["ipc:///d"]
+            ready = wire.Ready(
+                prompt.key, "p0", source, list(request.table), prompt.cached_at_d, prompt.tokens, hashed, ends
+            )
+            self.desk.reserved("p", ready, now)
+
+    def _report(self, key: TransferKey, request: AtD, now: float) -> None:
+        assert key not in self.outcomes, "reported twice"
+        self.outcomes[key] = "received" if request.done else "failed"
+        self.desk.closed(key)
+        self.free += request.table
+        for block in request.table:
+            del self.owner[block]
+        del self.requests[key]
+        if not request.left:
+            self.desk.gone(key, now)
+
+    def abort(self, key: TransferKey, now: float) -> None:
+        request = self.requests.get(key)
+        if request is not None and not request.left:
+            request.left = True
+            self.desk.gone(key, now)
+            if request in self.waiting:
+                self.waiting.remove(request)
+                del self.requests[key]
+                self.outcomes[key] = "left"
+
+    def take(self, job: Job, source: dict[tuple[int, int], Cell]) -> None:
+        """A packet arrives, read from P's memory now."""
+        request = self.requests.get(job.key)
+        assert request is not None, "written after the blocks were given back"
+        if request.run != job.run:
+            request.run, request.writes = job.run, Counter()
+        assert job.layers is not None
+        for layer in range(*job.layers):
+            for run in job.runs:
+                for number in range(run.count):
+                    block = run.dst + number
+                    assert self.owner.get(block) == job.key, "written to somebody else's block"
+                    self.memory[layer, block] = source[layer, run.src + number]
+                    request.writes[layer, request.table.index(block)] += 1
+
+    def take_done(self, key: TransferKey, *, ok: bool) -> None:
+        request = self.requests.get(key)
+        if request is None or request.done is not None:
+            return
+        request.done = ok
+        if ok:
+            missing = range(request.prompt.cached_at_d // BLOCK, len(request.table))
+            wanted = {(layer, index) for layer in range(LAYERS) for index in missing}
+            assert request.writes == Counter(wanted), "every block of every layer exactly once"
+            for layer, index in wanted:
+                assert self.memory[layer, request.table[index]] == cell(key, layer, index, request.prompt.tokens)
