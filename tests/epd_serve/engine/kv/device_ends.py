@@ -247,7 +247,7 @@ class Pair:
         self.p_sides: list[SendSide] = [
             WatchedShm(layers, str(self._folder / "staging"), self._setting.staging_bytes, self.p_device)
             if name == "shm"
-            else MooncakeSendSide(layers, self._engine(layers, self.p_device), "ascend", timeout_s=2.0)
+            else MooncakeSendSide(layers, self._engine(layers, self.p_device), "ascend", timeout_s=STUCK_S)
             for name in self._setting.transports
         ]
 
@@ -259,7 +259,7 @@ class Pair:
                 shape=shape(layers),
                 sides=self.p_sides,
                 device=self.p_device,
-                timeout_s=2.0,
+                timeout_s=STUCK_S,
                 on_over=on_over,
                 trace=NO_TRACE,
             )
