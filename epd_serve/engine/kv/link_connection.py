@@ -129,13 +129,15 @@ class Connection:
         self.target = ""
         self.staged_seq = 0
         self._late.clear()
-        if self._socket is not None and self._hangup is not None:
-            for socket in (self._socket, self._hangup):
+        for socket in (self._socket, self._hangup):
+            if socket is not None and socket in self._poller:
                 self._poller.unregister(socket)
+        if self._socket is not None and self._hangup is not None:
             self._socket.disable_monitor()
             self._hangup.close()
+        if self._socket is not None:
             self._socket.close()
-            self._socket = self._hangup = None
+        self._socket = self._hangup = None
 
     def send(self, message: wire.ToDecodeWorker) -> None:
         if isinstance(message, wire.Packet):
@@ -161,11 +163,15 @@ class Connection:
             answer = self._poll(0.0)
 
     def _connect(self) -> None:
-        self._socket = open_socket(zmq.DEALER)
-        # ZMQ would connect again by itself and say nothing: an idle link has to notice that its D has died, and packets
-        # on their way may be lost.
-        self._hangup = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.connect(self._endpoint)
+        """Raises LinkError where there is no such address, or no socket is left. `close` takes what was made so far."""
+        try:
+            self._socket = open_socket(zmq.DEALER)
+            # ZMQ would connect again by itself and say nothing: an idle link has to notice that its D has died, and
+            # packets on their way may be lost.
+            self._hangup = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._socket.connect(self._endpoint)
+        except zmq.ZMQError as error:
+            raise LinkError(f"no connection: {error}") from error
         for socket in (self._socket, self._hangup):
             self._poller.register(socket, zmq.POLLIN)
 

@@ -169,3 +169,20 @@ def test_a_transfer_of_which_a_packet_could_not_be_read_never_gets_its_done(star
     p.step([chunk(d, "b", [3], [7], last=True)])
     d.wait_ended(1)
     assert [item.request for item in d.received] == ["at-d-b"]
+
+
+def test_an_address_that_is_none_fails_its_transfers_and_no_other(start: Ends) -> None:
+    d = start(DecodeEnd)
+    p = start(PrefillEnd)
+    d.expect(key_of("b"), [7])
+    nowhere = SimpleNamespace(endpoint="nonsense", target="D9:1")
+    p.step(
+        [chunk(nowhere, "a", [1], [5], last=True), chunk(d, "b", [3], [7], last=True)],  # type: ignore[arg-type]
+        finished=["a", "b"],
+    )
+    p.wait_over({"a", "b"})
+    d.wait_ended(1)
+    assert d.received
+    p.step([chunk(nowhere, "c", [1], [5], last=True)], finished=["c"])  # type: ignore[arg-type]
+    p.wait_over({"c"})
+    assert "Invalid argument" in p.links["nonsense"].snapshot().reason
