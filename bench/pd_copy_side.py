@@ -10,7 +10,8 @@ from collections.abc import Set
 
 from epd_serve import wire
 from epd_serve.engine.kv.regions import Layers, LinkPieces
-from epd_serve.engine.kv.transport import AwaitMessage, LayerPacket, LinkError, SendMessage
+from epd_serve.engine.kv.transport import AwaitMessage, LinkError, SendMessage
+from epd_serve.kv.plan import LayerPacket
 from epd_serve.wire import TransferKey
 from npu_ops.memory import DeviceMemory
 

@@ -19,6 +19,7 @@ from epd_serve.kv.tombstones import Tombstones
 from epd_serve.wire import TransferKey
 
 Item = TypeVar("Item")
+_UNCLAIMED = 4096  # ends kept until D expects them
 Worker = tuple[str, int]  # instance and incarnation, rank
 
 
@@ -100,9 +101,9 @@ class Arrivals(Generic[Item]):
         """Whether something is expected and there is nothing to take."""
         return bool(self._expected) and not self.has_ended()
 
-    def take(self) -> list[tuple[Item, End]]:
-        """What has ended and is expected, once. It is over: nothing may be written for it from now on."""
-        taken = [key for key in self._ended if key in self._expected]
+    def take(self, *, ok: bool) -> list[tuple[Item, End]]:
+        """What has ended so and is expected, once. It is over: nothing may be written for it from now on."""
+        taken = [key for key, end in self._ended.items() if end.ok is ok and key in self._expected]
         for key in taken:
             self._over.add(key, self._ended[key].reason)
         return [(self._expected.pop(key), self._ended.pop(key)) for key in taken]
@@ -117,6 +118,8 @@ class Arrivals(Generic[Item]):
     def _end(self, key: TransferKey, end: End) -> End:
         self._arriving.pop(key, None)
         self._ended[key] = end
+        if len(self._ended) > _UNCLAIMED:  # transfers that D never asks for are a peer's mistake
+            del self._ended[next((old for old in self._ended if old not in self._expected), key)]
         return end
 
 

@@ -29,9 +29,10 @@ from epd_serve.engine.kv.link_jobs import DoneJob, Outgoing, PacketJob, SliceJob
 from epd_serve.engine.kv.link_outbox import Outbox
 from epd_serve.engine.kv.link_peer import Peer
 from epd_serve.engine.kv.link_record import LinkRecord, Outcome
-from epd_serve.engine.kv.slices import packet_bytes
-from epd_serve.engine.kv.transport import LayerPacket, LinkError, SendSide
+from epd_serve.engine.kv.transport import LinkError, SendSide
 from epd_serve.kv.grouping import LinkCost
+from epd_serve.kv.plan import LayerPacket
+from epd_serve.kv.slices import packet_bytes
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 from npu_ops.memory import DeviceMemory

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from epd_serve import wire
 from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
 from epd_serve.engine.kv.regions import Layers, LinkPieces
-from epd_serve.engine.kv.transport import AwaitMessage, LayerPacket, LinkError, SendMessage
+from epd_serve.engine.kv.transport import AwaitMessage, LinkError, SendMessage
 from epd_serve.kv.heads import copies
-from epd_serve.kv.plan import Run
+from epd_serve.kv.plan import LayerPacket, Run
 from epd_serve.wire import TransferKey
 
 _MAX_BATCH = 1024  # more than 2048 descriptors in a batch fail

@@ -120,10 +120,10 @@ class Receiver:
         with self._changed:
             if idle and self._arrivals.pending():
                 self._changed.wait(_IDLE_WAIT_S)
-            if not self._arrivals.has_ended():
-                return [], []
-            with self._copying:  # after this report the blocks are reused: no write of a packet may be under way
-                taken = self._arrivals.take()
+            taken = self._arrivals.take(ok=True)  # all their packets are written: nothing to wait for
+            if self._arrivals.has_ended():
+                with self._copying:  # after this report the blocks are reused: no write of a packet may be under way
+                    taken += self._arrivals.take(ok=False)
         for item, end in taken:
             if not end.ok:
                 logger.warning("KV transfer %s of %s failed: %s", item.key.transfer_id, item.request, end.reason)

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from epd_serve.engine.kv.link import Link
 from epd_serve.engine.kv.link_jobs import Outgoing, PacketJob
-from epd_serve.engine.kv.transport import LayerPacket
 from epd_serve.kv.grouping import Cuts, Grouping, Step, spare_s
-from epd_serve.kv.plan import Run
+from epd_serve.kv.plan import LayerPacket, Run
 
 
 @dataclass(eq=False)

@@ -7,33 +7,16 @@ listener thread at D. `shm` copies through shared staging memory, `mooncake` wri
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass
 from typing import Protocol
 
 from epd_serve import wire
 from epd_serve.engine.kv.regions import LinkPieces
-from epd_serve.kv.plan import Run
+from epd_serve.kv.plan import LayerPacket
 from epd_serve.wire import TransferKey
 
 
 class LinkError(Exception):
     """The link is of no more use: the peer is gone, silent, or refuses it."""
-
-
-Part = tuple[TransferKey, tuple[Run, ...]]
-
-
-@dataclass(frozen=True)
-class LayerPacket:
-    """Layers [first, last) of some block runs of one or several transfers."""
-
-    first: int
-    last: int
-    parts: tuple[Part, ...]
-
-    @property
-    def blocks(self) -> int:
-        return sum(run.count for _, runs in self.parts for run in runs)
 
 
 SendMessage = Callable[[wire.ToDecodeWorker], None]

@@ -20,9 +20,9 @@ from epd_serve.engine.kv.regions import Layers, layers_of, shape_of
 from epd_serve.engine.kv.sender import ChunkJob, Sender
 from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from epd_serve.engine.kv.shm_send import ShmSendSide
-from epd_serve.engine.kv.transport import LayerPacket, ReceiveSide, SendSide
+from epd_serve.engine.kv.transport import ReceiveSide, SendSide
 from epd_serve.kv.grouping import FixedGrouping, Grouping
-from epd_serve.kv.plan import Run
+from epd_serve.kv.plan import LayerPacket, Run
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 from npu_ops.memory import DeviceMemory, HostMemory

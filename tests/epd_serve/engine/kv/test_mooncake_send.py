@@ -14,8 +14,8 @@ from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
 from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
 from epd_serve.engine.kv.mooncake_send import MooncakeSendSide
 from epd_serve.engine.kv.regions import Layers, layers_of, pieces_of
-from epd_serve.engine.kv.transport import LayerPacket, LinkError
-from epd_serve.kv.plan import Run
+from epd_serve.engine.kv.transport import LinkError
+from epd_serve.kv.plan import LayerPacket, Run
 from tests.epd_serve.engine.kv.fakes import HOST, DecodeEnd, Ends, PrefillEnd, caches, chunk, key_of, same, shape
 
 BLOCKS = 16
