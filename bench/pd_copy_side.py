@@ -64,6 +64,10 @@ class CopySendSide:
     def credit(self, seq: int) -> None:
         """Nothing is staged."""
 
+    def may_land(self) -> bool:
+        """A copy that was queued is waited for, whatever happens."""
+        return False
+
     def close(self) -> None:
         """Nothing is held."""
 

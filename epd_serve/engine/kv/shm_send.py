@@ -96,6 +96,10 @@ class ShmSendSide:
         """A credit that arrived outside of the calls above."""
         self._ring.give_back(seq)
 
+    def may_land(self) -> bool:
+        """D copies, and drops what it has given up."""
+        return False
+
     def close(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)

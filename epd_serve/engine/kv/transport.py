@@ -70,6 +70,10 @@ class SendSide(Protocol):
         """D has copied a staged packet out; may also come between packets."""
         ...
 
+    def may_land(self) -> bool:
+        """Whether bytes of a `move` that failed may still be written at D, without D's help."""
+        ...
+
     def close(self) -> None: ...
 
 

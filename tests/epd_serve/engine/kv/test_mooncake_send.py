@@ -124,6 +124,27 @@ def test_a_write_that_fails_ends_the_link(engine: Engine, said: str) -> None:
         Pair(engine, flat()).move(0, 1, Run(0, 0, 1))
 
 
+def test_a_write_that_took_too_long_may_land_until_mooncake_says_how_it_ended() -> None:
+    engine = Engine(status=0)
+    pair = Pair(engine, flat())
+    assert not pair.side.may_land()
+    with pytest.raises(LinkError):
+        pair.move(0, 1, Run(0, 0, 1))
+    assert pair.side.may_land()
+    engine.status = -1
+    assert not pair.side.may_land()
+
+
+def test_a_write_of_which_mooncake_says_nothing_lands_within_the_time_that_decode_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(MooncakeReceiveSide, "quarantine_s", 0.0)
+    pair = Pair(Engine(status=0), flat())
+    with pytest.raises(LinkError):
+        pair.move(0, 1, Run(0, 0, 1))
+    assert not pair.side.may_land()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
