@@ -51,7 +51,8 @@ class Arrivals(Generic[Item]):
         self._expected: dict[TransferKey, Item] = {}
         self._arriving: dict[TransferKey, _Arriving] = {}
         self._ended: dict[TransferKey, End] = {}
-        self._over = Tombstones()
+        # Apart: a sender that was stopped for long may still write to what failed, however many others came since.
+        self._over = {True: Tombstones(), False: Tombstones()}  # by whether all had arrived
 
     def expect(self, key: TransferKey, item: Item) -> None:
         """D waits for this transfer, and will take its end."""
@@ -105,15 +106,15 @@ class Arrivals(Generic[Item]):
         """What has ended so and is expected, once. It is over: nothing may be written for it from now on."""
         taken = [key for key, end in self._ended.items() if end.ok is ok and key in self._expected]
         for key in taken:
-            self._over.add(key, self._ended[key].reason)
+            self._over[self._ended[key].ok].add(key, self._ended[key].reason)
         return [(self._expected.pop(key), self._ended.pop(key)) for key in taken]
 
     def is_over(self, key: TransferKey) -> bool:
-        """Whether its end was taken (for the last 4096 transfers)."""
-        return key in self._over
+        """Whether its end was taken (for the last 4096 transfers that failed, and the last 4096 others)."""
+        return any(key in over for over in self._over.values())
 
     def _is_closed(self, key: TransferKey) -> bool:
-        return key in self._ended or key in self._over
+        return key in self._ended or self.is_over(key)
 
     def _end(self, key: TransferKey, end: End) -> End:
         self._arriving.pop(key, None)

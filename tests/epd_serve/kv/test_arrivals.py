@@ -114,6 +114,19 @@ def test_the_scheduler_gives_up_only_what_is_expected_and_has_not_ended() -> Non
     assert take(a) == [("request", End(True))]
 
 
+def test_what_failed_stays_over_however_many_arrive_afterwards() -> None:
+    """Its sender may have been stopped meanwhile: what it still writes must not land in blocks of others."""
+    a = arrivals()
+    a.give_up(KEY)
+    assert a.take(ok=False)
+    for number in range(5000):
+        later = TransferKey(str(number), "later")
+        a.expect(later, "later")
+        a.done(WORKERS[0], Done(later, True), 0)
+        assert a.take(ok=True)
+    assert a.is_over(KEY)
+
+
 events = st.one_of(
     st.tuples(st.just("done"), st.sampled_from([None, *WORKERS]), st.booleans()),
     st.sampled_from([("lost", None, False), ("give up", None, False), ("take", None, False)]),
