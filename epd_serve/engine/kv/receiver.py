@@ -196,7 +196,10 @@ class Receiver:
             raise LinkError(f"transport: {' or '.join(self._sides)} here, {hello.transport} there")
         side.attach(peer, hello, pieces_of(self._shape, hello.shape, sending=False))
         worker, memory = (hello.source, hello.shape.get("rank", 0)), (hello.transport, hello.staging)
-        for former in [key for key, it in self._peers.items() if (it.worker, it.memory) == (worker, memory)]:
+        # Its former connections, also those of its former lives: what still comes over them counts as lost.
+        for former in [
+            key for key, it in self._peers.items() if (_place(it.worker), it.memory) == (_place(worker), memory)
+        ]:
             del self._peers[former]
         self._peers[peer] = _Peer(side, worker, memory)
 
@@ -241,6 +244,12 @@ class Receiver:
             if end is not None:
                 self._trace.stamp(done.key.transfer_id, "kv_done", ok=end.ok)
             self._changed.notify_all()
+
+
+def _place(worker: Worker) -> Worker:
+    """A worker in all its lives."""
+    source, rank = worker
+    return source.rpartition(":")[0], rank
 
 
 def _failure_of(action: Callable[[], None]) -> str:
