@@ -73,6 +73,7 @@ class Setting:
     """What tests vary. `transports`: in P's order of preference. `grouping`: as `--kv-grouping` has it."""
 
     transports: tuple[str, ...] = ("shm",)
+    timeout_s: float = STUCK_S  # of a silent peer; long, because a machine that pauses is none
     grouping: str = "fixed:2"
     staging_bytes: int = 256 << 10
     p_device: Callable[[str], SlowDevice] = SlowDevice
@@ -247,7 +248,9 @@ class Pair:
         self.p_sides: list[SendSide] = [
             WatchedShm(layers, str(self._folder / "staging"), self._setting.staging_bytes, self.p_device)
             if name == "shm"
-            else MooncakeSendSide(layers, self._engine(layers, self.p_device), "ascend", timeout_s=STUCK_S)
+            else MooncakeSendSide(
+                layers, self._engine(layers, self.p_device), "ascend", timeout_s=self._setting.timeout_s
+            )
             for name in self._setting.transports
         ]
 
@@ -259,7 +262,7 @@ class Pair:
                 shape=shape(layers),
                 sides=self.p_sides,
                 device=self.p_device,
-                timeout_s=STUCK_S,
+                timeout_s=self._setting.timeout_s,
                 on_over=on_over,
                 trace=NO_TRACE,
             )
