@@ -10,7 +10,8 @@ from collections.abc import Set
 
 from epd_serve import wire
 from epd_serve.engine.kv.regions import Layers, LinkPieces
-from epd_serve.engine.kv.transport import AwaitMessage, LayerPacket, LinkError, SendMessage
+from epd_serve.engine.kv.transport import AwaitMessage, LinkError, SendMessage
+from epd_serve.kv.plan import LayerPacket
 from epd_serve.wire import TransferKey
 from npu_ops.memory import DeviceMemory
 
@@ -62,6 +63,10 @@ class CopySendSide:
 
     def credit(self, seq: int) -> None:
         """Nothing is staged."""
+
+    def may_land(self) -> bool:
+        """A copy that was queued is waited for, whatever happens."""
+        return False
 
     def close(self) -> None:
         """Nothing is held."""

@@ -17,7 +17,7 @@ import itertools
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from bench.transfer_pd_stamps import PrefillStep, Transfer, arrived
 from epd_serve.demo.decoder_layers import EIGHT_B, DecoderLayers, DecoderShape, cuda_missing, device_name, kv_caches
 from epd_serve.engine.kv.faults import Faults
 from epd_serve.engine.kv.link import Link
+from epd_serve.engine.kv.link_jobs import Outgoing
 from epd_serve.engine.kv.receiver import Expected, Receiver
 from epd_serve.engine.kv.regions import layers_of, shape_of
 from epd_serve.engine.kv.sender import ChunkJob, Sender
@@ -90,8 +91,7 @@ class Pair:
         self._model = DecoderLayers(shape, caches, kind)
         self.source = layers_of(caches, self._blocks)
         self.target = layers_of(kv_caches(shape, self._blocks, BLOCK_SIZE, kind, pinned=path == "host"), self._blocks)
-        said = {"block_size": BLOCK_SIZE, "dtype": "bfloat16", "tp": 1, "rank": 0, "platform": kind}
-        self._shape = shape_of(self.source, **said)  # type: ignore[arg-type]
+        self._shape = shape_of(self.source, block_size=BLOCK_SIZE, dtype="bfloat16", tp=1, rank=0, platform=kind)
         self._endpoint, self._target = f"ipc://{folder}/D0", "D0:bench"
         self._trace = Trace(str(folder / "P0.jsonl"), "P0")
         self._d_trace = Trace(str(folder / "D0.jsonl"), "D0")
@@ -170,7 +170,7 @@ class Pair:
         self._trace.close()
         self._d_trace.close()
 
-    def _open(self, endpoint: str, rank: int, on_over: object) -> Link:
+    def _open(self, endpoint: str, rank: int, on_over: Callable[[Outgoing], None]) -> Link:
         return Link(
             endpoint,
             rank=rank,
@@ -179,7 +179,7 @@ class Pair:
             sides=[self._side],
             device=self._device,
             timeout_s=WAIT_S,
-            on_over=on_over,  # type: ignore[arg-type]
+            on_over=on_over,
             trace=self._trace,
         )
 

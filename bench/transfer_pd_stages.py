@@ -73,8 +73,13 @@ def measure(transport: str, turns: Turns) -> list[Sample]:
         flags = [str(model), "--kv-transport", transport, "--kv-grouping", f"{PREFIX}{mode}"]
         flags += ["--stage-args", f"all:--max-model-len {room} --max-num-batched-tokens {room}"]
         with served(LAYOUT, flags) as launch, httpx.Client(timeout=ANSWER_S, trust_env=False) as client:
-            asked = list(_ask_all(_Asker(launch, client, mode), transport, turns))
-            transfers = _transfers(launch.traces, asked)
+            return take_turns(launch, client, mode, transport, turns)
+
+
+def take_turns(launch: Served, client: httpx.Client, mode: Path, transport: str, turns: Turns) -> list[Sample]:
+    """Ask a launch whose P reads its mode from the file `mode`."""
+    asked = list(_ask_all(_Asker(launch, client, mode), transport, turns))
+    transfers = _transfers(launch.traces, asked)
     samples = [Sample(one.case, one.mode, one.turn, transfers[one.request], one.ttft_s) for one in asked]
     for sample in samples:
         check_mode(sample)
@@ -129,7 +134,8 @@ class _Asker:
         if answer.status_code != 200:
             raise StageError(f"{self._url} answers {answer.status_code}: {answer.text[:500]}", stage=self._url)
         counted = answer.json()["usage"]["prompt_tokens"]
-        assert counted == len(prompt), f"{len(prompt)} tokens sent, {counted} counted"
+        if counted != len(prompt):
+            raise StageError(f"{len(prompt)} tokens sent, {counted} counted", stage=self._url)
         return answer.headers["x-request-id"], taken
 
 

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from deploy.blueprint import Blueprint
 from deploy.identity import processing_flags
 from deploy.rundir import RunDir
-from deploy.stage_args import OURS
+from deploy.stage_args import OURS, flag_of
 from epd_serve import __version__
 from epd_serve.cluster import JoinAnswer, JoinRequest
 from epd_serve.engine.argv import StagePlan
@@ -169,7 +169,7 @@ def address_of(host: str, flag: str) -> str:
 def check_passed(passed: Sequence[str]) -> None:
     """Refuse vLLM flags that would cut the stage off. Raises ConfigError."""
     for word in passed:
-        flag = word.split("=")[0]
+        flag = flag_of(word)
         if flag in (*OURS, *_HEADS):
             raise ConfigError(f"{flag} after -- is decided by the cluster; remove it", param=flag)
 

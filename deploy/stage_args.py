@@ -10,8 +10,17 @@ from deploy.nearest import unknown
 from epd_serve.errors import ConfigError
 from epd_serve.placement import InstancePlan
 
-OURS = ("--host", "--port", "--ec-transfer-config", "--kv-transfer-config", "--tensor-parallel-size", "--model")
-"""Flags the launcher decides; another value would cut the stage off from the rest."""
+OURS = (
+    *("--host", "--port", "--model", "--ec-transfer-config", "--kv-transfer-config"),
+    *("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp"),
+)
+"""Flags the launcher decides: another value would cut the stage off from the rest, or want devices it does not get."""
+
+
+def flag_of(word: str) -> str:
+    """The flag that vLLM takes this word for: underscores are dashes to it, `--flag.key` sets a part of `--flag`."""
+    name = word.split("=")[0]
+    return name.split(".")[0].replace("_", "-") if name.startswith("--") else name
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,6 @@ def _entry(text: str, targets: set[str]) -> tuple[str, tuple[str, ...]]:
     except ValueError as error:
         raise ConfigError(f"stage_args {text!r}: {error}", param="--stage-args") from error
     for word in words:
-        if word.split("=")[0] in OURS:
+        if flag_of(word) in OURS:
             raise ConfigError(f"stage_args {text!r}: {word} is set by the launcher; remove it", param="--stage-args")
     return target, words

@@ -7,6 +7,7 @@ request ids at the proxy, feature keys and transfer ids at the stages; the proxy
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -27,10 +28,11 @@ class Trace:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if path else -1
 
     def stamp(self, subject: str, event: str, **more: object) -> None:
-        """Record that `event` happened to `subject` now."""
+        """Record that `event` happened to `subject` now. Lost where the disk is full: it must not end who serves."""
         if self._fd >= 0:
             line = {"t": time.monotonic(), "instance": self._instance, "subject": subject, "event": event, **more}
-            os.write(self._fd, json.dumps(line).encode() + b"\n")
+            with contextlib.suppress(OSError):
+                os.write(self._fd, json.dumps(line).encode() + b"\n")
 
     def close(self) -> None:
         if self._fd >= 0:

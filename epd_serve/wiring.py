@@ -56,7 +56,7 @@ class StageWiring:
             addresses of its workers, by rank.
         kv_transport: `auto`, `shm` or `mooncake`.
         mooncake_protocol: `tcp`, `rdma` or `ascend`.
-        kv_grouping: how layers are grouped into packets (`epd_serve.kv.grouping.parse_grouping`).
+        kv_grouping: how layers are grouped into packets (`epd_serve.engine.kv.grouping_file.open_grouping`).
         kv_packet_floor_bytes: packets smaller than this are not made where a larger one is possible.
         kv_publish: template of the addresses on which the workers announce `KvReport` (roles that send KV), else "".
             With `publish_by_connecting` a bus that is bound already.

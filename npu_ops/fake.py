@@ -103,6 +103,7 @@ class FakeDevice:
         bytes_per_s: how fast copies are, on each stream; likewise.
         broken: every rule that was broken, in order.
         engine: the Transfer Engine of this process, once it has one (`fake_engine.py`).
+        waits: fences that threads wait for.
     """
 
     host_visible = False

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from epd_serve.errors import ConfigError
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -20,6 +22,10 @@ ItemMetadata = dict[str, dict[str, Any]]
 logger = logging.getLogger(__name__)
 
 _YIELD_S = 1e-4
+_NO_PARALLELISM = (
+    *("pipeline_parallel_size", "data_parallel_size"),
+    *("decode_context_parallel_size", "prefill_context_parallel_size"),
+)
 
 
 def tp_rank() -> int:
@@ -41,6 +47,22 @@ def kv_cache_layout(vllm_config: VllmConfig) -> str:
     0.23 has one for CUDA's backends, and says it of all others, too.
     """
     return getattr(vllm_config.cache_config, "kv_cache_layout", None) or ""
+
+
+def check_parallelism(vllm_config: VllmConfig) -> None:
+    """Refuse what KV transfers do not know: they join the tensor-parallel workers of one engine to those of another.
+
+    Ranks of other kinds would bind one another's addresses and be taken for one another: pipeline ranks of two
+    instances have as many layers, so no handshake could tell.
+
+    Raises:
+        ConfigError: some other parallelism is switched on.
+    """
+    for name in _NO_PARALLELISM:
+        size = getattr(vllm_config.parallel_config, name, 1)  # 0.23 lacks some
+        if size != 1:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} is {size}; KV transfers know tensor parallelism only, remove it", param=flag)
 
 
 def device_kind() -> str:

@@ -19,6 +19,7 @@ from epd_serve.kv.tombstones import Tombstones
 from epd_serve.wire import TransferKey
 
 Item = TypeVar("Item")
+_UNCLAIMED = 4096  # ends kept until D expects them
 Worker = tuple[str, int]  # instance and incarnation, rank
 
 
@@ -50,7 +51,8 @@ class Arrivals(Generic[Item]):
         self._expected: dict[TransferKey, Item] = {}
         self._arriving: dict[TransferKey, _Arriving] = {}
         self._ended: dict[TransferKey, End] = {}
-        self._over = Tombstones()
+        # Apart: a sender that was stopped for long may still write to what failed, however many others came since.
+        self._over = {True: Tombstones(), False: Tombstones()}  # by whether all had arrived
 
     def expect(self, key: TransferKey, item: Item) -> None:
         """D waits for this transfer, and will take its end."""
@@ -100,23 +102,25 @@ class Arrivals(Generic[Item]):
         """Whether something is expected and there is nothing to take."""
         return bool(self._expected) and not self.has_ended()
 
-    def take(self) -> list[tuple[Item, End]]:
-        """What has ended and is expected, once. It is over: nothing may be written for it from now on."""
-        taken = [key for key in self._ended if key in self._expected]
+    def take(self, *, ok: bool) -> list[tuple[Item, End]]:
+        """What has ended so and is expected, once. It is over: nothing may be written for it from now on."""
+        taken = [key for key, end in self._ended.items() if end.ok is ok and key in self._expected]
         for key in taken:
-            self._over.add(key, self._ended[key].reason)
+            self._over[self._ended[key].ok].add(key, self._ended[key].reason)
         return [(self._expected.pop(key), self._ended.pop(key)) for key in taken]
 
     def is_over(self, key: TransferKey) -> bool:
-        """Whether its end was taken (for the last 4096 transfers)."""
-        return key in self._over
+        """Whether its end was taken (for the last 4096 transfers that failed, and the last 4096 others)."""
+        return any(key in over for over in self._over.values())
 
     def _is_closed(self, key: TransferKey) -> bool:
-        return key in self._ended or key in self._over
+        return key in self._ended or self.is_over(key)
 
     def _end(self, key: TransferKey, end: End) -> End:
         self._arriving.pop(key, None)
         self._ended[key] = end
+        if len(self._ended) > _UNCLAIMED:  # transfers that D never asks for are a peer's mistake
+            del self._ended[next((old for old in self._ended if old not in self._expected), key)]
         return end
 
 

@@ -11,6 +11,7 @@ How the cuts are found is `epd_serve.kv.least_exposed`; where c, a and b come fr
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -188,6 +189,9 @@ def _down(value: float) -> float:
     return math.ldexp(math.floor(mantissa * _STEPS) / _STEPS, exponent)
 
 
+_NUMBER = re.compile("[1-9][0-9]{0,5}")  # no model has a million layers, and Python reads no number of any length
+
+
 def parse_grouping(text: str, floor_bytes: int) -> Grouping:
     """`adaptive`, `fixed:N`, `layerwise` or `bulk`. Raises ConfigError that names the field."""
     if text == "adaptive":
@@ -197,6 +201,6 @@ def parse_grouping(text: str, floor_bytes: int) -> Grouping:
     if text == "bulk":
         return BulkGrouping()
     word, _, number = text.partition(":")
-    if word == "fixed" and number.isdecimal() and int(number) > 0:
+    if word == "fixed" and _NUMBER.fullmatch(number):
         return FixedGrouping(int(number), text)
     raise ConfigError(f"{text!r} is none of adaptive, fixed:N, layerwise, bulk", param="--kv-grouping")

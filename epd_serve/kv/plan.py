@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from epd_serve.wire import TransferKey
+
 
 @dataclass(frozen=True)
 class Run:
@@ -18,6 +20,22 @@ class Run:
     src: int
     dst: int
     count: int
+
+
+Part = tuple[TransferKey, tuple[Run, ...]]
+
+
+@dataclass(frozen=True)
+class LayerPacket:
+    """Layers [first, last) of some block runs of one or several transfers."""
+
+    first: int
+    last: int
+    parts: tuple[Part, ...]
+
+    @property
+    def blocks(self) -> int:
+        return sum(run.count for _, runs in self.parts for run in runs)
 
 
 def blocks_ready(end_token: int, prompt_tokens: int, block_size: int) -> int:
@@ -38,23 +56,3 @@ def coalesce(src: Sequence[int], dst: Sequence[int]) -> tuple[Run, ...]:
         else:
             runs.append(Run(s, d, 1))
     return tuple(runs)
-
-
-def split(runs: Sequence[Run], max_blocks: int) -> list[tuple[Run, ...]]:
-    """Cut runs into pieces of at most `max_blocks` blocks, in order."""
-    assert max_blocks > 0
-    pieces: list[tuple[Run, ...]] = []
-    piece: list[Run] = []
-    room = max_blocks
-    for run in runs:
-        while run.count:
-            take = min(run.count, room)
-            piece.append(Run(run.src, run.dst, take))
-            run = Run(run.src + take, run.dst + take, run.count - take)
-            room -= take
-            if not room:
-                pieces.append(tuple(piece))
-                piece, room = [], max_blocks
-    if piece:
-        pieces.append(tuple(piece))
-    return pieces

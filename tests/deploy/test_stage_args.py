@@ -29,6 +29,11 @@ def test_flags_for_all_come_first_then_the_roles_then_the_instances() -> None:
         ("P:--note 'open", "No closing quotation"),
         ("P:--port 1", "set by the launcher"),
         ("P:--kv-transfer-config={}", "set by the launcher"),
+        ("P:--kv-transfer-config.kv_role kv_both", "set by the launcher"),
+        ("P:--tensor_parallel_size=2", "set by the launcher"),
+        ("P:-tp 2", "set by the launcher"),
+        ("P:--pipeline-parallel-size 2", "set by the launcher"),
+        ("P:-dp=2", "set by the launcher"),
     ],
 )
 def test_an_entry_that_cannot_work_is_refused(raw: str, message: str) -> None:

@@ -12,8 +12,9 @@ A request's KV, in the order things happen (design §4.5):
 Every hook here is one of vLLM 0.23's base class, with the same meaning in 0.32 (read in 0.23.0, vllm-ascend 0.23.0 and
 0.32.0). Where the generations differ:
 
-    handle_preemptions   all call it at the top of the step, before new blocks are zeroed. Who does not would still be
-                         fenced by `bind_connector_metadata`, which comes before the forward pass
+    handle_preemptions   at the top of the step; 0.32's newer model runner (CUDA) calls it just before the forward pass,
+                         after new blocks were zeroed, which the cache of one kind of attention layer does not need.
+                         `bind_connector_metadata`, which also comes before the forward pass, fences too
     start_load_kv        0.32 calls it after the forward pass: per-step state is set in `bind_connector_metadata`
     wait_for_save        0.23 skips it in a step without tokens: such a step has nothing to save
     get_finished         0.32 asks `get_transfer_results`, whose default asks `get_finished`
@@ -63,6 +64,7 @@ class GroupedKVConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        compat.check_parallelism(vllm_config)
         config = vllm_config.kv_transfer_config
         wiring = StageWiring.from_json(config.kv_connector_extra_config["epd"])
         block_size = vllm_config.cache_config.block_size

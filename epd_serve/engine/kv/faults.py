@@ -7,24 +7,30 @@
                           the file is renamed to /run/x.here, and the caller waits until somebody removes that
     seed=7                of the draws (default 0)
 
-Clauses are joined by `;`. Points: `ready` (D, before READY leaves), `packet` (P's worker, before a packet is moved),
-`done` (P's worker, before DONE leaves), `received` (D's worker, DONE has arrived and is not reported yet).
+Clauses are joined by `;`. Messages are those of `epd_serve.wire` between P and D, chances lie between 0 and 1. Points:
+`ready` (D, before READY leaves), `packet` (P's worker, before a packet is moved), `done` (P's worker, before DONE
+leaves), `received` (D's worker, DONE has arrived and is not reported yet).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import random
 import threading
 import time
 from pathlib import Path
+from typing import get_args
 
+from epd_serve import wire
 from epd_serve.errors import ConfigError
 
 _ON_TIME = (0.0,)
 _POLL_S = 0.01
 _PAUSE_S = 120.0  # a test that died must not leave a thread waiting for ever
 POINTS = ("ready", "packet", "done", "received")
+_DIRECTIONS = (wire.ToPrefillScheduler, wire.ToDecodeScheduler, wire.ToPrefillWorker, wire.ToDecodeWorker)
+MESSAGES = frozenset(message.__name__ for direction in _DIRECTIONS for message in get_args(direction))
 
 
 class Faults:
@@ -82,10 +88,10 @@ class Faults:
         try:
             if kind == "seed":
                 self._chance.seed(int(what))
-            elif kind in ("drop", "double"):
-                (self._drop if kind == "drop" else self._double)[what] = float(value)
-            elif kind == "delay":
-                self._delay_s[what] = float(value.removesuffix("s"))
+            elif kind in ("drop", "double") and what in MESSAGES and 0 <= (chance := float(value)) <= 1:
+                (self._drop if kind == "drop" else self._double)[what] = chance
+            elif kind == "delay" and what in MESSAGES and 0 <= (delay_s := float(value.removesuffix("s"))) < math.inf:
+                self._delay_s[what] = delay_s
             elif kind == "pause" and what in POINTS and value:
                 self._pause[what] = Path(value)
             else:

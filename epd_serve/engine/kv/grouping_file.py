@@ -80,6 +80,8 @@ class GroupingFile:
             text = self._path.read_text(encoding="utf-8").strip()
         except OSError as error:
             raise self._unreadable(error) from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{PREFIX}{self._path} is no text", param="--kv-grouping") from error
         if text not in self._modes:
             self._modes[text] = parse_grouping(text, self._floor_bytes)
         return self._modes[text]

@@ -3,11 +3,12 @@
 A thread per peer, so that a dead or slow peer delays no other. What leaves next is the outbox's decision, who is
 reached the peer's. Packets move in slices: a large one holds up neither a more urgent one nor a preemption for long.
 
-Three rules keep a hole from passing for KV:
+Four rules keep a hole from passing for KV, and KV out of blocks that D has given to others:
 
 * a transfer that was stopped or preempted has a new generation; its part of an older packet is left out of it;
 * a connection that fails takes with it every transfer that has packets on it, for they may be lost: no DONE follows;
-* blocks belong to one life of D: once another life answers, transfers of the former one end.
+* blocks belong to one life of D: once another life answers, transfers of the former one end;
+* a transfer that failed is over, which P's scheduler takes for its last write, only when no write can still land.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from epd_serve.engine.kv.link_jobs import DoneJob, Outgoing, PacketJob, SliceJob
 from epd_serve.engine.kv.link_outbox import Outbox
 from epd_serve.engine.kv.link_peer import Peer
 from epd_serve.engine.kv.link_record import LinkRecord, Outcome
-from epd_serve.engine.kv.slices import packet_bytes
-from epd_serve.engine.kv.transport import LayerPacket, LinkError, SendSide
+from epd_serve.engine.kv.transport import LinkError, SendSide
 from epd_serve.kv.grouping import LinkCost
+from epd_serve.kv.plan import LayerPacket
+from epd_serve.kv.slices import packet_bytes
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 from npu_ops.memory import DeviceMemory
@@ -96,6 +98,7 @@ class Link:
         self._peer = Peer(endpoint, self._connection, self._fates, self._record.lost, self._changed)
         slice_bytes = min(slice_bytes, *(side.largest_move for side in sides))
         self._outbox = Outbox(slice_bytes, lambda nbytes: self._cost.now().seconds(nbytes))
+        self._ended: list[tuple[DoneJob, Outcome]] = []
         self._thread = threading.Thread(target=self._run, name="epd-kv-link", daemon=True)
         self._thread.start()
 
@@ -171,10 +174,21 @@ class Link:
                 logger.exception("KV link to %s", self._endpoint)
                 self._fail(job, f"{type(error).__name__}: {error}")
             if isinstance(job, DoneJob):
-                self._over(job, outcome)
+                self._ended.append((job, outcome))
+            if self._ended:
+                self._report_ended()
         self._peer.disconnect()
         for side in self._sides:
             side.close()
+
+    def _report_ended(self) -> None:
+        may_land = any(side.may_land() for side in self._sides)
+        ended, self._ended = self._ended, []
+        for job, outcome in ended:
+            if outcome == "failed" and may_land:
+                self._ended.append((job, outcome))
+            else:
+                self._over(job, outcome)
 
     def _over(self, job: DoneJob, outcome: Outcome) -> None:
         self._record.ended(job, outcome)

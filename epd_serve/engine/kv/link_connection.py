@@ -129,13 +129,15 @@ class Connection:
         self.target = ""
         self.staged_seq = 0
         self._late.clear()
-        if self._socket is not None and self._hangup is not None:
-            for socket in (self._socket, self._hangup):
+        for socket in (self._socket, self._hangup):
+            if socket is not None and socket in self._poller:
                 self._poller.unregister(socket)
+        if self._socket is not None and self._hangup is not None:
             self._socket.disable_monitor()
             self._hangup.close()
+        if self._socket is not None:
             self._socket.close()
-            self._socket = self._hangup = None
+        self._socket = self._hangup = None
 
     def send(self, message: wire.ToDecodeWorker) -> None:
         if isinstance(message, wire.Packet):
@@ -161,11 +163,18 @@ class Connection:
             answer = self._poll(0.0)
 
     def _connect(self) -> None:
-        self._socket = open_socket(zmq.DEALER)
-        # ZMQ would connect again by itself and say nothing: an idle link has to notice that its D has died, and packets
-        # on their way may be lost.
-        self._hangup = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.connect(self._endpoint)
+        """Raises LinkError where there is no such address, or no socket is left. `close` takes what was made so far."""
+        try:
+            self._socket = open_socket(zmq.DEALER)
+            # What waits for a D that has stopped is bounded by the staging memory. ZMQ's own bound, 1000 messages,
+            # would be met in `move`, which holds the locks that a preemption waits for.
+            self._socket.setsockopt(zmq.SNDHWM, 0)
+            # ZMQ would connect again by itself and say nothing: an idle link has to notice that its D has died, and
+            # packets on their way may be lost.
+            self._hangup = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._socket.connect(self._endpoint)
+        except zmq.ZMQError as error:
+            raise LinkError(f"no connection: {error}") from error
         for socket in (self._socket, self._hangup):
             self._poller.register(socket, zmq.POLLIN)
 
@@ -228,9 +237,7 @@ class Connection:
 
     def _deliver(self, data: bytes) -> None:
         assert self._socket is not None
-        if not self._socket.poll(milliseconds(self._timeout_s), zmq.POLLOUT):
-            raise LinkError(f"decode takes no messages for {self._timeout_s} s")
-        self._socket.send(data)
+        self._socket.send(data, zmq.NOBLOCK)  # it takes any number
 
     def _deliver_late(self) -> None:
         while self._late and self._late[0][0] <= time.monotonic():

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from epd_serve.engine.kv.transport import LayerPacket
+from epd_serve.kv.plan import LayerPacket
 from epd_serve.wire import TransferKey
 
 
@@ -72,7 +72,7 @@ class PacketJob:
 
 @dataclass(frozen=True, eq=False)
 class SliceJob:
-    """What of a packet moves at once (`epd_serve.engine.kv.slices`), and whose it is."""
+    """What of a packet moves at once (`epd_serve.kv.slices`), and whose it is."""
 
     packet: PacketJob
     slice: LayerPacket

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable
 
 from epd_serve.engine.kv.link_jobs import DoneJob, PacketJob, SliceJob
-from epd_serve.engine.kv.slices import cut, packet_bytes
 from epd_serve.kv.link_queue import LinkQueue
+from epd_serve.kv.slices import cut, packet_bytes
 from epd_serve.wire import TransferKey
 
 

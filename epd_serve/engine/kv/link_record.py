@@ -13,8 +13,8 @@ from typing import Literal
 
 from epd_serve.engine.kv.link_cost import MeasuredCost
 from epd_serve.engine.kv.link_jobs import DoneJob, Outgoing, PacketJob
-from epd_serve.engine.kv.slices import packet_bytes
-from epd_serve.engine.kv.transport import LayerPacket
+from epd_serve.kv.plan import LayerPacket
+from epd_serve.kv.slices import packet_bytes
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from epd_serve import wire
 from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
+from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
 from epd_serve.engine.kv.regions import Layers, LinkPieces
-from epd_serve.engine.kv.transport import AwaitMessage, LayerPacket, LinkError, SendMessage
+from epd_serve.engine.kv.transport import AwaitMessage, LinkError, SendMessage
 from epd_serve.kv.heads import copies
-from epd_serve.kv.plan import Run
+from epd_serve.kv.plan import LayerPacket, Run
 from epd_serve.wire import TransferKey
 
 _MAX_BATCH = 1024  # more than 2048 descriptors in a batch fail
@@ -64,6 +65,7 @@ class MooncakeSendSide:
         self._session = ""
         self._scratch = (0, 0)
         self._paths: list[list[_Path]] = []  # per layer, per region
+        self._given_up: dict[int, float] = {}  # batches whose end was not seen, and until when they may land
 
     @property
     def largest_probe(self) -> int:
@@ -109,6 +111,13 @@ class MooncakeSendSide:
     def credit(self, seq: int) -> None:
         """Nothing is staged here."""
 
+    def may_land(self) -> bool:
+        """A write that took too long goes on by itself. Asking for its status lets the engine forget it."""
+        for batch, until in list(self._given_up.items()):
+            if self._endpoint().engine.transfer_check_status(batch) != _PENDING or time.monotonic() >= until:
+                del self._given_up[batch]
+        return bool(self._given_up)
+
     def close(self) -> None:
         """The engine lives as long as the worker."""
 
@@ -131,6 +140,7 @@ class MooncakeSendSide:
         pause_s = 50e-6
         while (status := engine.transfer_check_status(batch)) == _PENDING:
             if time.monotonic() > deadline:
+                self._given_up[batch] = time.monotonic() + MooncakeReceiveSide.quarantine_s
                 raise LinkError(f"a write to {self._session} took longer than {self._timeout_s} s")
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 1e-3)

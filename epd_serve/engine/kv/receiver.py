@@ -120,10 +120,10 @@ class Receiver:
         with self._changed:
             if idle and self._arrivals.pending():
                 self._changed.wait(_IDLE_WAIT_S)
-            if not self._arrivals.has_ended():
-                return [], []
-            with self._copying:  # after this report the blocks are reused: no write of a packet may be under way
-                taken = self._arrivals.take()
+            taken = self._arrivals.take(ok=True)  # all their packets are written: nothing to wait for
+            if self._arrivals.has_ended():
+                with self._copying:  # after this report the blocks are reused: no write of a packet may be under way
+                    taken += self._arrivals.take(ok=False)
         for item, end in taken:
             if not end.ok:
                 logger.warning("KV transfer %s of %s failed: %s", item.key.transfer_id, item.request, end.reason)
@@ -196,7 +196,10 @@ class Receiver:
             raise LinkError(f"transport: {' or '.join(self._sides)} here, {hello.transport} there")
         side.attach(peer, hello, pieces_of(self._shape, hello.shape, sending=False))
         worker, memory = (hello.source, hello.shape.get("rank", 0)), (hello.transport, hello.staging)
-        for former in [key for key, it in self._peers.items() if (it.worker, it.memory) == (worker, memory)]:
+        # Its former connections, also those of its former lives: what still comes over them counts as lost.
+        for former in [
+            key for key, it in self._peers.items() if (_place(it.worker), it.memory) == (_place(worker), memory)
+        ]:
             del self._peers[former]
         self._peers[peer] = _Peer(side, worker, memory)
 
@@ -241,6 +244,12 @@ class Receiver:
             if end is not None:
                 self._trace.stamp(done.key.transfer_id, "kv_done", ok=end.ok)
             self._changed.notify_all()
+
+
+def _place(worker: Worker) -> Worker:
+    """A worker in all its lives."""
+    source, rank = worker
+    return source.rpartition(":")[0], rank
 
 
 def _failure_of(action: Callable[[], None]) -> str:

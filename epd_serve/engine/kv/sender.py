@@ -134,10 +134,10 @@ class Sender:
                 self._step.append((transfer, chunk.last))
                 self._pack(transfer, chunk)
         if self._step:
-            layer_s = self._clock.layer_s(tokens)
+            layer_s, tail_s = self._clock.layer_s(tokens), self._clock.tail_s(tokens)
             self._clock.begin(tokens)
-            self._hasten(time.monotonic() + self._layers * layer_s)
-            self._packets.plan(layer_s)
+            self._hasten(time.monotonic() + self._layers * layer_s + tail_s)
+            self._packets.plan(layer_s, tail_s)
 
     def layer_saved(self) -> None:
         """One more layer's KV is (being) written."""

@@ -17,7 +17,8 @@ import torch
 from epd_serve import wire
 from epd_serve.engine.kv.regions import Layers, LinkPieces
 from epd_serve.engine.kv.staging_ring import ALIGN, StagingRing
-from epd_serve.engine.kv.transport import AwaitMessage, LayerPacket, LinkError, SendMessage
+from epd_serve.engine.kv.transport import AwaitMessage, LinkError, SendMessage
+from epd_serve.kv.plan import LayerPacket
 from epd_serve.wire import TransferKey
 from npu_ops.memory import DeviceMemory
 
@@ -94,6 +95,10 @@ class ShmSendSide:
     def credit(self, seq: int) -> None:
         """A credit that arrived outside of the calls above."""
         self._ring.give_back(seq)
+
+    def may_land(self) -> bool:
+        """D copies, and drops what it has given up."""
+        return False
 
     def close(self) -> None:
         with contextlib.suppress(FileNotFoundError):

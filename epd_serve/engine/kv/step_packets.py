@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from epd_serve.engine.kv.link import Link
 from epd_serve.engine.kv.link_jobs import Outgoing, PacketJob
-from epd_serve.engine.kv.transport import LayerPacket
 from epd_serve.kv.grouping import Cuts, Grouping, Step, spare_s
-from epd_serve.kv.plan import Run
+from epd_serve.kv.plan import LayerPacket, Run
 
 
 @dataclass(eq=False)
@@ -30,18 +29,18 @@ class Convoy:
     deadline: float = 0.0
     sent_layers: int = 0
 
-    def plan(self, grouping: Grouping, layer_s: float, now: float, ahead_s: float) -> float:
+    def plan(self, grouping: Grouping, layer_s: float, tail_s: float, now: float, ahead_s: float) -> float:
         """Decide where to cut, from what is known of the link and the device now.
 
         `ahead_s`: for how long packets of this step that are not queued yet will go before these. Returns for how long
-        these will keep the link busy.
+        these will keep the link busy. Of the tail, in which the last packet hides, half is counted on.
         """
         layers, cost = len(self.block_bytes), self.link.cost()
         nbytes = sum(run.count for _, runs in self.parts for run in runs) * sum(self.block_bytes)
         step = Step(layers, nbytes // layers, layer_s)
-        self.deadline = now + layers * layer_s * (1 if self.ending else 2)
+        self.deadline = now + layers * layer_s * (1 if self.ending else 2) + tail_s
         backlog_s = self.link.backlog_s(self.deadline) + ahead_s
-        slack_s = 0.0 if self.ending else spare_s(step, cost)
+        slack_s = tail_s / 2 + (0.0 if self.ending else spare_s(step, cost))
         self.cuts = grouping.cuts(replace(step, backlog_s=backlog_s, slack_s=slack_s), cost)
         return cost.seconds(nbytes)
 
@@ -76,12 +75,12 @@ class StepPackets:
         convoy = self._convoys.setdefault((link, ending), Convoy(link, block_bytes, ending))
         convoy.parts.append((out, runs))
 
-    def plan(self, layer_s: float) -> None:
+    def plan(self, layer_s: float, tail_s: float) -> None:
         """After the last `add`."""
         now = time.monotonic()
         ahead_s: dict[Link, float] = {}
         for (link, _), convoy in sorted(self._convoys.items(), key=lambda item: not item[1].ending):
-            ahead_s[link] = convoy.plan(self._grouping, layer_s, now, ahead_s.get(link, 0.0))
+            ahead_s[link] = convoy.plan(self._grouping, layer_s, tail_s, now, ahead_s.get(link, 0.0))
 
     def leaving(self, layer: int) -> list[Convoy]:
         """Those of which a packet leaves after this many layers."""

@@ -7,36 +7,16 @@ listener thread at D. `shm` copies through shared staging memory, `mooncake` wri
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from epd_serve import wire
-from epd_serve.engine.kv.regions import Layers
-from epd_serve.kv.plan import Run
+from epd_serve.engine.kv.regions import LinkPieces
+from epd_serve.kv.plan import LayerPacket
 from epd_serve.wire import TransferKey
-
-if TYPE_CHECKING:
-    from epd_serve.engine.kv.regions import LinkPieces
 
 
 class LinkError(Exception):
     """The link is of no more use: the peer is gone, silent, or refuses it."""
-
-
-Part = tuple[TransferKey, tuple[Run, ...]]
-
-
-@dataclass(frozen=True)
-class LayerPacket:
-    """Layers [first, last) of some block runs of one or several transfers."""
-
-    first: int
-    last: int
-    parts: tuple[Part, ...]
-
-    @property
-    def blocks(self) -> int:
-        return sum(run.count for _, runs in self.parts for run in runs)
 
 
 SendMessage = Callable[[wire.ToDecodeWorker], None]
@@ -90,6 +70,10 @@ class SendSide(Protocol):
         """D has copied a staged packet out; may also come between packets."""
         ...
 
+    def may_land(self) -> bool:
+        """Whether bytes of a `move` that failed may still be written at D, without D's help."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -120,8 +104,3 @@ class ReceiveSide(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def packet_bytes(layers: Layers, first: int, last: int, blocks: int) -> int:
-    """Size of `blocks` blocks of layers [first, last)."""
-    return blocks * sum(region.block_bytes for layer in layers[first:last] for region in layer)

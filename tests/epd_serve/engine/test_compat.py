@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from epd_serve.engine import compat
+from epd_serve.errors import ConfigError
 
 
 class KeepsBlocks:
@@ -35,3 +36,16 @@ def test_steps_in_flight_matter_where_vllm_does_not_wait_for_them(
     monkeypatch.setitem(sys.modules, module.__name__, module)
     config = SimpleNamespace(max_concurrent_batches=batches)
     assert compat.steps_in_flight_at_reuse(config) == steps  # type: ignore[arg-type]
+
+
+def test_tensor_parallelism_is_the_only_one_that_kv_transfers_know() -> None:
+    older = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1, data_parallel_size=1)
+    compat.check_parallelism(SimpleNamespace(parallel_config=older))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "data", "decode_context", "prefill_context"])
+def test_other_parallelism_is_refused_before_anything_is_bound(kind: str) -> None:
+    parallel = SimpleNamespace(**{f"{kind}_parallel_size": 2})
+    with pytest.raises(ConfigError, match="-parallel-size is 2; KV transfers know tensor parallelism only") as refused:
+        compat.check_parallelism(SimpleNamespace(parallel_config=parallel))  # type: ignore[arg-type]
+    assert refused.value.param == f"--{kind.replace('_', '-')}-parallel-size"

@@ -23,3 +23,7 @@ def test_stamps_of_two_processes_share_a_file(tmp_path: Path) -> None:
 def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:
     Trace("", "P0").stamp("t", "e")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_loses_stamps_and_nothing_else() -> None:
+    Trace("/dev/full", "P0").stamp("t", "kv_first")

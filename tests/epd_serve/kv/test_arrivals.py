@@ -20,23 +20,27 @@ def arrivals(*, one_sided: bool = False, expected: bool = True) -> Arrivals[str]
     return made
 
 
+def take(of: Arrivals[str]) -> list[tuple[str, End]]:
+    return [*of.take(ok=True), *of.take(ok=False)]
+
+
 def test_one_sender_with_all_its_packets_ends_a_transfer_whole() -> None:
     a = arrivals()
     assert a.pending()
     assert a.done(WORKERS[0], Done(KEY, True, packets=3), 3) == End(True)
     assert not a.pending()
     assert not a.is_over(KEY)  # vLLM has not been told
-    assert a.take() == [("request", End(True))]
+    assert take(a) == [("request", End(True))]
     assert a.is_over(KEY)
-    assert not a.has_ended() and a.take() == []
+    assert not a.has_ended() and take(a) == []
 
 
 def test_an_end_waits_for_the_step_that_expects_it() -> None:
     a = arrivals(expected=False)
     a.done(WORKERS[0], Done(KEY, True), 0)
-    assert a.take() == []
+    assert take(a) == []
     a.expect(KEY, "request")
-    assert a.take() == [("request", End(True))]
+    assert take(a) == [("request", End(True))]
 
 
 def test_several_senders_end_a_transfer_together() -> None:
@@ -71,7 +75,7 @@ def test_what_was_lost_ends_at_once_where_only_decode_writes() -> None:
     a = arrivals()
     assert a.lost(KEY, "outside of the memory") == End(False, "outside of the memory")
     assert a.done(WORKERS[0], Done(KEY, True), 0) is None
-    assert a.take() == [("request", End(False, "outside of the memory"))]
+    assert take(a) == [("request", End(False, "outside of the memory"))]
 
 
 def test_what_was_lost_waits_for_writers_that_need_no_help() -> None:
@@ -95,7 +99,7 @@ def test_the_scheduler_ends_what_it_gave_up_whoever_is_silent() -> None:
     a = arrivals(one_sided=True)
     a.done(WORKERS[0], Done(KEY, True, senders=2), 0)
     a.give_up(KEY)
-    assert a.take() == [("request", End(False, "given up by the scheduler"))]
+    assert take(a) == [("request", End(False, "given up by the scheduler"))]
     assert a.done(WORKERS[1], Done(KEY, True, senders=2), 0) is None
     assert not a.has_ended()
 
@@ -107,7 +111,20 @@ def test_the_scheduler_gives_up_only_what_is_expected_and_has_not_ended() -> Non
     assert a.pending()
     a.done(WORKERS[0], Done(KEY, True), 0)
     a.give_up(KEY)
-    assert a.take() == [("request", End(True))]
+    assert take(a) == [("request", End(True))]
+
+
+def test_what_failed_stays_over_however_many_arrive_afterwards() -> None:
+    """Its sender may have been stopped meanwhile: what it still writes must not land in blocks of others."""
+    a = arrivals()
+    a.give_up(KEY)
+    assert a.take(ok=False)
+    for number in range(5000):
+        later = TransferKey(str(number), "later")
+        a.expect(later, "later")
+        a.done(WORKERS[0], Done(later, True), 0)
+        assert a.take(ok=True)
+    assert a.is_over(KEY)
 
 
 events = st.one_of(
@@ -134,8 +151,8 @@ def test_whatever_happens_a_transfer_is_taken_once_and_whole_only_if_nothing_wen
         elif what == "give up":
             a.give_up(KEY)
         else:
-            taken += [end for _, end in a.take()]
-    taken += [end for _, end in a.take()]
+            taken += [end for _, end in take(a)]
+    taken += [end for _, end in take(a)]
     firsts = {worker: ok for what, worker, ok in reversed(before_the_end) if what == "done"}
     said = {worker for worker in firsts if worker is not None}
     wrong = [what for what, _, _ in before_the_end if what in ("lost", "give up")]
@@ -144,3 +161,12 @@ def test_whatever_happens_a_transfer_is_taken_once_and_whole_only_if_nothing_wen
     assert [end.ok for end in taken] == [whole] or not (taken or whole)
     if taken and one_sided and "give up" not in wrong and senders > 1:
         assert len(said) == senders  # nobody writes any more
+
+
+def test_ends_that_nobody_asks_for_are_kept_for_a_while_and_no_longer() -> None:
+    a = arrivals()
+    for number in range(5000):
+        a.done(WORKERS[0], Done(TransferKey("stranger", str(number)), True), 0)
+    assert len(a._ended) == 4096
+    a.done(WORKERS[0], Done(KEY, True), 0)
+    assert take(a) == [("request", End(True))]

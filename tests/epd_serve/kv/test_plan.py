@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.kv.plan import Run, blocks_ready, coalesce, split
+from epd_serve.kv.plan import Run, blocks_ready, coalesce
 
 pairs = st.integers(0, 60).flatmap(
     lambda n: st.tuples(st.permutations(range(80)), st.permutations(range(80))).map(lambda t: (t[0][:n], t[1][:n]))
@@ -24,16 +24,6 @@ def test_runs_hold_every_block_pair_exactly_once(tables: tuple[list[int], list[i
 
 def test_blocks_handed_out_in_reverse_are_one_run() -> None:
     assert coalesce(range(9, 0, -1), range(29, 20, -1)) == (Run(1, 21, 9),)
-
-
-@given(pairs, st.integers(1, 20))
-def test_split_keeps_order_and_fills_every_piece_but_the_last(tables: tuple[list[int], list[int]], most: int) -> None:
-    runs = coalesce(*tables)
-    pieces = split(runs, most)
-    assert [pair for piece in pieces for pair in blocks(piece)] == blocks(runs)
-    sizes = [sum(run.count for run in piece) for piece in pieces]
-    assert all(size == most for size in sizes[:-1])
-    assert all(0 < size <= most for size in sizes)
 
 
 @given(st.integers(1, 500), st.integers(1, 64), st.lists(st.integers(1, 100)))

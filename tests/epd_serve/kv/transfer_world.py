@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from epd_serve import wire
 from epd_serve.kv.decode_desk import DecodeDesk
 from epd_serve.kv.grouping import FixedGrouping, LinkCost, Step
-from epd_serve.kv.plan import Run, coalesce, split
+from epd_serve.kv.plan import LayerPacket, Run, coalesce
 from epd_serve.kv.prefill_desk import Admission, PrefillDesk
 from epd_serve.kv.sending import Sending
+from epd_serve.kv.slices import cut
 from epd_serve.wire import TransferKey
 
 BLOCK, LAYERS = 4, 3
@@ -128,9 +129,13 @@ class Prefill:
                 request.sending.grow(grown, restart=restart)
                 chunk = request.sending.chunk(ready, request.computed) if ready is not None else None
                 if chunk is not None:
-                    leaving += [(request, piece) for piece in split(coalesce(chunk.src, chunk.dst), 2)]
+                    leaving.append((request, coalesce(chunk.src, chunk.dst)))
         for first, last in zip((0, *self.cuts), self.cuts, strict=False):
-            self.queue += [Job(request.prompt.key, request.run, (first, last), runs) for request, runs in leaving]
+            for request, runs in leaving:
+                packet = LayerPacket(first, last, ((request.prompt.key, runs),))
+                for piece in cut(packet, [1] * LAYERS, 2):  # two blocks of one layer at once
+                    ((key, some),) = piece.parts
+                    self.queue.append(Job(key, request.run, (piece.first, piece.last), some))
         for request, *_ in scheduled:
             if request.computed == request.prompt.tokens:
                 self._finish(request)

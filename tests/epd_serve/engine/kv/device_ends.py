@@ -171,8 +171,11 @@ class Pair:
 
     def _ended(self) -> bool:
         """Whether D has reported all; once the link has broken D may never hear of the rest, and P's word does."""
-        broke = bool(self.link().reason or self.link().retries)
-        return self._asked <= self.reports.keys() or (broke and self.over_at_p())
+        over = self.over_at_p()
+        return self._asked <= self.reports.keys() or (over and self._broke())
+
+    def _broke(self) -> bool:
+        return bool(self.link().reason or self.link().retries)
 
     def _job(self, chunk: Chunk) -> ChunkJob:
         prompt, part = chunk.prompt, slice(chunk.first, chunk.last)
@@ -190,10 +193,14 @@ class Pair:
             self.reports.update({item.request: None for item in failed})
 
     def _let_go(self, hold_d_until: Callable[[], bool]) -> bool:
-        if self.p_device.stuck:
+        """P goes on only when D has reported all that P has ended: what came after DONE must not make up for it."""
+        p_stuck = self.p_device.stuck
+        self.over_at_p()  # asked afterwards: all that its link ended before it got stuck
+        reported = self._broke() or self._over <= self.reports.keys()
+        if p_stuck and reported:
             self.p_device.turnstile.let_one()
             return True
-        if self.d_device.stuck and hold_d_until():
+        if self.d_device.stuck and (not reported or hold_d_until()):
             self.d_device.turnstile.let_one()
             return True
         return False
@@ -240,7 +247,7 @@ class Pair:
         self.p_sides: list[SendSide] = [
             WatchedShm(layers, str(self._folder / "staging"), self._setting.staging_bytes, self.p_device)
             if name == "shm"
-            else MooncakeSendSide(layers, self._engine(layers, self.p_device), "ascend", timeout_s=2.0)
+            else MooncakeSendSide(layers, self._engine(layers, self.p_device), "ascend", timeout_s=STUCK_S)
             for name in self._setting.transports
         ]
 
@@ -252,7 +259,7 @@ class Pair:
                 shape=shape(layers),
                 sides=self.p_sides,
                 device=self.p_device,
-                timeout_s=2.0,
+                timeout_s=STUCK_S,
                 on_over=on_over,
                 trace=NO_TRACE,
             )

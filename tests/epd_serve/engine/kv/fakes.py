@@ -20,9 +20,9 @@ from epd_serve.engine.kv.regions import Layers, layers_of, shape_of
 from epd_serve.engine.kv.sender import ChunkJob, Sender
 from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from epd_serve.engine.kv.shm_send import ShmSendSide
-from epd_serve.engine.kv.transport import LayerPacket, ReceiveSide, SendSide
+from epd_serve.engine.kv.transport import ReceiveSide, SendSide
 from epd_serve.kv.grouping import FixedGrouping, Grouping
-from epd_serve.kv.plan import Run
+from epd_serve.kv.plan import LayerPacket, Run
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 from npu_ops.memory import DeviceMemory, HostMemory
@@ -186,6 +186,10 @@ class PrefillEnd:
             self.sender.layer_saved()
         self.sender.flush()
         self.over |= self.sender.take_over(finished, idle=False)
+
+    def use(self, device: Any) -> None:
+        """From the next step on the layers are written on this device."""
+        self.sender._device = self.sender._clock._device = device
 
     def wait_over(self, requests: set[str], deadline_s: float = 5.0) -> None:
         def both() -> bool:

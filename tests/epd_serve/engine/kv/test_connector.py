@@ -6,12 +6,13 @@ import enum
 import importlib
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from epd_serve.engine.kv.prefill_scheduler import PrefillStep
+from epd_serve.errors import ConfigError
 
 # vllm 0.23.0, distributed/kv_transfer/kv_connector/v1/base.py: every public method that a subclass may define.
 HOOKS_OF_0_23 = {
@@ -28,6 +29,8 @@ HOOKS_OF_0_23 = {
 
 class Base:
     """What our connector uses of vLLM's `KVConnectorBase_V1`."""
+
+    def __init__(self, *_: Any) -> None: ...
 
     def bind_connector_metadata(self, metadata: Any) -> None:
         self._connector_metadata = metadata
@@ -85,3 +88,9 @@ def test_preempted_requests_are_fenced_before_the_step_begins(module: Any) -> No
 def test_decode_has_nothing_to_fence(module: Any) -> None:
     connector = worker_side(module, None)
     connector.handle_preemptions(module.TransferMetadata())
+
+
+def test_pipeline_parallel_stages_are_refused_before_their_ranks_bind_one_address(module: Any) -> None:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2))
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size is 2"):
+        module.GroupedKVConnector(config, None, None)

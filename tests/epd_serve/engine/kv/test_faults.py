@@ -67,7 +67,11 @@ def test_a_pause_waits_at_the_number_that_armed_it_and_can_be_armed_again(tmp_pa
 
 @pytest.mark.parametrize(
     "text",
-    ["nonsense", "drop=Ready", "drop=Ready:often", "delay=Done:soon", "pause=lunch:/x", "pause=packet:", "seed=x"],
+    [
+        *("nonsense", "drop=Ready", "drop=Ready:often", "drop=Redy:1", "drop=Ready:2", "double=Ready:-1"),
+        *("delay=Done:soon", "delay=Redy:1s", "delay=Done:-1s", "delay=Done:inf", "delay=Done:nan"),
+        *("pause=lunch:/x", "pause=packet:", "seed=x"),
+    ],
 )
 def test_a_clause_that_means_nothing_is_named(text: str) -> None:
     with pytest.raises(ConfigError, match="is no fault") as caught:

@@ -55,7 +55,15 @@ def test_every_replacement_is_seen_though_the_clock_of_files_is_coarse(named):
         assert len(grouping.cuts(STEP, COST)) == packets
 
 
-@pytest.mark.parametrize("break_it", [lambda path: replace_mode(path, "fixed:0"), lambda path: path.unlink()])
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda path: replace_mode(path, "fixed:0"),
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(b"\xff"),
+        lambda path: replace_mode(path, "fixed:" + "9" * 5000),
+    ],
+)
 def test_what_cannot_be_read_leaves_the_mode_and_is_logged(named, caplog, break_it):
     path, grouping, clock = named
     break_it(path)

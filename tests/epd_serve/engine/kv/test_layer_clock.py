@@ -31,11 +31,14 @@ class Fence:
         return self._at - earlier._at if self._device.ready else None
 
 
-def step(clock: LayerClock, device: Device, tokens: int, layer_s: float, layers: int = 5) -> None:
+def step(
+    clock: LayerClock, device: Device, tokens: int, layer_s: float, layers: int = 5, *, tail_s: float = 0.0
+) -> None:
     clock.begin(tokens)
     for _ in range(layers):
         device.now += layer_s
         clock.layer(None)
+    device.now += tail_s
     clock.end()
 
 
@@ -46,7 +49,17 @@ def test_the_time_of_a_layer_follows_the_tokens_of_the_step() -> None:
         step(clock, device, tokens, 1e-3 + tokens * 1e-6)
     assert clock.layer_s(1500) == pytest.approx(2.5e-3, rel=0.02)
     assert clock.last_s == pytest.approx(2e-3)
-    assert device.made == 2 * 6  # two fences for each step
+    assert device.made == 3 * 6  # three fences for each step
+
+
+def test_what_is_left_of_a_step_after_its_last_layer_follows_its_tokens() -> None:
+    device = Device()
+    clock = LayerClock(device, 5, NO_TRACE)
+    assert clock.tail_s(1000) == 0.0  # nothing is counted on that was not seen
+    for tokens in (100, 1000, 100, 2000, 500, 1000):
+        step(clock, device, tokens, 1e-3, tail_s=tokens * 2e-6)
+        clock.layer_s(tokens)
+    assert clock.tail_s(1500) == pytest.approx(3e-3, rel=0.02)
 
 
 def test_a_step_counts_once_the_device_has_done_it() -> None:

@@ -111,6 +111,26 @@ def test_a_stop_does_not_wait_for_a_peer_that_returns_no_credit(start: Ends, tmp
     assert d.failed
 
 
+def test_a_preemption_does_not_wait_for_a_peer_that_has_stopped(start: Ends) -> None:
+    """However many small packets are on their way: ZMQ holds 1000 at either end."""
+    d = start(DecodeEnd)
+    p = start(PrefillEnd, staging_bytes=16 << 20, grouping=1, timeout_s=20.0)
+    link = p.wait_up(d)
+    go = threading.Event()
+    copy = d.side.packet
+    d.side.packet = lambda peer, packet, dropped: (go.wait(20), copy(peer, packet, dropped))
+    d.expect(key_of("a"), [5])
+    try:
+        for _ in range(600):
+            p.step([chunk(d, "a", [1], [5], last=False)])
+        wait_for(lambda: link.snapshot().queued_bytes == 0)
+        began = time.monotonic()
+        p.step(preempted=["a"])
+        assert time.monotonic() - began < 1.0
+    finally:
+        go.set()
+
+
 def test_a_transfer_with_packets_on_a_connection_that_broke_never_gets_its_done(start: Ends) -> None:
     """Packets in flight may be lost with the connection: a later DONE would present a hole as KV."""
 
@@ -140,10 +160,10 @@ def test_the_link_survives_an_unforeseen_error(start: Ends) -> None:
     def broken() -> None:
         raise RuntimeError("device lost")
 
-    p.sender._device = SimpleNamespace(timed_fence=lambda: SimpleNamespace(wait=broken, seconds_since=lambda _: None))
+    p.use(SimpleNamespace(timed_fence=lambda: SimpleNamespace(wait=broken, seconds_since=lambda _: None)))
     p.step([chunk(d, "a", [1], [5], last=True)], finished=["a"])
     p.wait_over({"a"})
-    p.sender._device = HOST
+    p.use(HOST)
     d.expect(key_of("b"), [7])
     p.step([chunk(d, "b", [3], [7], last=True)], finished=["b"])
     d.wait_ended(1)
@@ -160,12 +180,29 @@ def test_a_transfer_of_which_a_packet_could_not_be_read_never_gets_its_done(star
         raise RuntimeError("device lost")
 
     d.expect(key_of("a"), [5, 6])
-    p.sender._device = SimpleNamespace(timed_fence=lambda: SimpleNamespace(wait=broken, seconds_since=lambda _: None))
+    p.use(SimpleNamespace(timed_fence=lambda: SimpleNamespace(wait=broken, seconds_since=lambda _: None)))
     p.step([chunk(d, "a", [1], [5], last=False)])
-    p.sender._device = HOST
+    p.use(HOST)
     p.step([chunk(d, "a", [2], [6], last=True)], finished=["a"])
     p.wait_over({"a"})
     d.expect(key_of("b"), [7])
     p.step([chunk(d, "b", [3], [7], last=True)])
     d.wait_ended(1)
     assert [item.request for item in d.received] == ["at-d-b"]
+
+
+def test_an_address_that_is_none_fails_its_transfers_and_no_other(start: Ends) -> None:
+    d = start(DecodeEnd)
+    p = start(PrefillEnd)
+    d.expect(key_of("b"), [7])
+    nowhere = SimpleNamespace(endpoint="nonsense", target="D9:1")
+    p.step(
+        [chunk(nowhere, "a", [1], [5], last=True), chunk(d, "b", [3], [7], last=True)],  # type: ignore[arg-type]
+        finished=["a", "b"],
+    )
+    p.wait_over({"a", "b"})
+    d.wait_ended(1)
+    assert d.received
+    p.step([chunk(nowhere, "c", [1], [5], last=True)], finished=["c"])  # type: ignore[arg-type]
+    p.wait_over({"c"})
+    assert "Invalid argument" in p.links["nonsense"].snapshot().reason

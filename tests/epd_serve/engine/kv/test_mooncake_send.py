@@ -14,8 +14,8 @@ from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
 from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
 from epd_serve.engine.kv.mooncake_send import MooncakeSendSide
 from epd_serve.engine.kv.regions import Layers, layers_of, pieces_of
-from epd_serve.engine.kv.transport import LayerPacket, LinkError
-from epd_serve.kv.plan import Run
+from epd_serve.engine.kv.transport import LinkError
+from epd_serve.kv.plan import LayerPacket, Run
 from tests.epd_serve.engine.kv.fakes import HOST, DecodeEnd, Ends, PrefillEnd, caches, chunk, key_of, same, shape
 
 BLOCKS = 16
@@ -122,6 +122,27 @@ def test_probes_go_to_scratch_memory_and_are_as_large_as_both_ends_take() -> Non
 def test_a_write_that_fails_ends_the_link(engine: Engine, said: str) -> None:
     with pytest.raises(LinkError, match=said):
         Pair(engine, flat()).move(0, 1, Run(0, 0, 1))
+
+
+def test_a_write_that_took_too_long_may_land_until_mooncake_says_how_it_ended() -> None:
+    engine = Engine(status=0)
+    pair = Pair(engine, flat())
+    assert not pair.side.may_land()
+    with pytest.raises(LinkError):
+        pair.move(0, 1, Run(0, 0, 1))
+    assert pair.side.may_land()
+    engine.status = -1
+    assert not pair.side.may_land()
+
+
+def test_a_write_of_which_mooncake_says_nothing_lands_within_the_time_that_decode_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(MooncakeReceiveSide, "quarantine_s", 0.0)
+    pair = Pair(Engine(status=0), flat())
+    with pytest.raises(LinkError):
+        pair.move(0, 1, Run(0, 0, 1))
+    assert not pair.side.may_land()
 
 
 @pytest.mark.parametrize(

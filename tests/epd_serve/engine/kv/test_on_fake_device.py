@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from npu_ops.fake_engine import FakeNetwork
 from tests.epd_serve.engine.kv.device_ends import P_NPU, Pair, Setting
-from tests.epd_serve.engine.kv.slow_devices import STALE, Prompt, ascend_caches, neighbouring_caches
+from tests.epd_serve.engine.kv.slow_devices import STALE, Prompt, ascend_caches, neighbouring_caches, wait_for
 
 Start = Callable[..., Pair]
 TRANSPORTS = ("shm", "mooncake")
@@ -141,3 +142,18 @@ def test_a_preempted_prompt_is_sent_again_from_where_it_is_computed_again(start:
     pair.step(again.chunk())
     pair.run()
     assert pair.wrong(again, other) == []
+
+
+def test_a_transfer_is_not_over_while_a_write_of_it_may_still_land(start: Start) -> None:
+    """P's scheduler says of what is over that nothing is written any more, and D gives its blocks to others."""
+    pair = start(transports=("mooncake",))
+    a = Prompt.make("a", [3, 2, 1], [7, 8, 9])
+    pair.expect(a)
+    pair.hang_in(a)
+    wait_for(lambda: pair.link().reason)
+    assert not threading.Event().wait(0.2) and not pair.over_at_p()
+    pair.network.gate.set()
+    wait_for(pair.over_at_p)
+    written = pair.at_d()
+    assert not written.eq(STALE).all()
+    assert pair.link().failed == 1

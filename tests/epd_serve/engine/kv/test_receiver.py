@@ -514,10 +514,11 @@ def test_a_shape_that_does_not_fit_is_refused_by_name(
     assert isinstance(answer, wire.HelloRefused) and said in answer.reason
 
 
-def test_a_reconnected_sender_replaces_its_former_connection(start: Start, link: Link) -> None:
+@pytest.mark.parametrize("life", ["P0:1", "P0:2"])
+def test_a_reconnected_sender_replaces_its_former_connection(start: Start, link: Link, life: str) -> None:
     d = start()
     former = link(d)
-    later = link(d, opened=False)
+    later = link(d, opened=False, life=life)
     assert isinstance(later.hello(staging=str(former.path)), wire.HelloAck)
     d.expect(A)
     former.say(former.stage([(A, [(1, 1)])]))

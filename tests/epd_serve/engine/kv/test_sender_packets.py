@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,18 @@ from epd_serve.engine.kv.transport import LinkError
 from epd_serve.kv.grouping import AdaptiveGrouping, Cuts, LinkCost, Step
 from epd_serve.kv.link_queue import MAX_YIELD_S
 from epd_serve.kv.plan import Run
-from tests.epd_serve.engine.kv.fakes import DecodeEnd, Ends, Gate, PrefillEnd, chunk, key_of, packet, same, wait_for
+from tests.epd_serve.engine.kv.fakes import (
+    HOST,
+    DecodeEnd,
+    Ends,
+    Gate,
+    PrefillEnd,
+    chunk,
+    key_of,
+    packet,
+    same,
+    wait_for,
+)
 
 
 @dataclass
@@ -30,7 +42,7 @@ class Told:
 
     def cuts(self, step: Step, cost: LinkCost) -> Cuts:
         self.asked.append((step, cost))
-        return self.continuing if step.slack_s else self.ending
+        return self.continuing if step.slack_s > 0.1 else self.ending  # a step's tail is less, a step more
 
 
 def watch(d: DecodeEnd) -> list[wire.Packet]:
@@ -133,6 +145,17 @@ def test_what_is_queued_counts_as_backlog(start: Ends) -> None:
     assert step.backlog_s > 0
 
 
+def test_what_goes_on_counts_what_ends_in_the_same_step_as_ahead_of_it(start: Ends) -> None:
+    told = Told(ending=(5,), continuing=(5,))
+    d, p = start(DecodeEnd), start(PrefillEnd, grouping=told)
+    p.wait_up(d)._cost.now = lambda: LinkCost(0.25, 0.0)
+    layers_take(p, 1.0)
+    p.step([chunk(d, "on", [2], [6], last=False), chunk(d, "a", [1], [5], last=True)])
+    (ending, _), (going_on, _) = told.asked
+    assert (ending.backlog_s, ending.slack_s) == (0.0, 0.0)
+    assert (going_on.backlog_s, going_on.slack_s) == (0.25, 4.75)
+
+
 def test_the_adaptive_grouping_sends_small_packets_last(start: Ends) -> None:
     d, p = start(DecodeEnd, layers=16), start(PrefillEnd, layers=16, grouping=AdaptiveGrouping(floor_bytes=64))
     link = p.wait_up(d)
@@ -221,6 +244,22 @@ def test_a_preempted_part_is_left_out_of_a_packet_and_the_rest_is_sent(start: En
     for mine, theirs in zip(p.caches.values(), d.caches.values(), strict=True):
         assert torch.equal(theirs[5], mine[8])
         assert torch.equal(theirs[6], mine[2])
+
+
+def test_a_packet_that_is_preempted_before_the_device_has_written_it_is_not_sent(start: Ends) -> None:
+    d, p = start(DecodeEnd), start(PrefillEnd, grouping=5)
+    p.wait_up(d)
+    packets, gate = watch(d), Gate()
+    p.use(SimpleNamespace(timed_fence=lambda: SimpleNamespace(wait=gate.wait, seconds_since=lambda earlier: None)))
+    p.step([chunk(d, "a", [1], [5], last=False)])
+    assert gate.reached.wait(5)
+    p.sender.preempt(["a"])  # returns: nothing is being read yet
+    gate.opened.set()
+    p.use(HOST)
+    p.step([chunk(d, "b", [2], [6], last=True)], finished=["b"])
+    p.wait_over({"b"})
+    wait_for(lambda: packets)
+    assert [members for _, members in layers_and_members(packets)] == ["b"]
 
 
 def test_a_preemption_waits_for_the_slice_that_is_being_read_and_for_no_other(start: Ends) -> None:

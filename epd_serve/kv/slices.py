@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from epd_serve.engine.kv.transport import LayerPacket, Part
-from epd_serve.kv.plan import Run
+from epd_serve.kv.plan import LayerPacket, Part, Run
 
 
 def cut(packet: LayerPacket, block_bytes: Sequence[int], max_bytes: int) -> list[LayerPacket]:

@@ -7,9 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.engine.kv.slices import cut, packet_bytes
-from epd_serve.engine.kv.transport import LayerPacket
-from epd_serve.kv.plan import Run
+from epd_serve.kv.plan import LayerPacket, Run
+from epd_serve.kv.slices import cut, packet_bytes
 from tests.epd_serve.engine.kv.fakes import key_of
 
 
