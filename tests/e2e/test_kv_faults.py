@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -21,6 +21,7 @@ from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, TEXT_ONLY
 from tests.e2e.serving import Serving, wait_until
 
 Solo = Callable[[Body], list[list[int]]]
+LONG = {"max_tokens": 6000, "ignore_eos": True}
 ANSWER_S = 180.0  # a restart, an attempt after it, and a machine with other things to do
 STOPPED_S = 10.0
 HOLDS = {point: Path(f"/tmp/epd-kv-faults-{os.getpid()}-{point}") for point in POINTS}
@@ -149,28 +150,25 @@ def test_a_stage_stopped_for_ten_seconds_in_the_middle_of_a_transfer(
 
 
 def under_load(launch: Serving, solo_answer: Solo, count: int, *, seed: int) -> None:
-    """`count` requests, 16 at a time; of three in ten the client leaves at a random moment. Those who stay get the
-    monolith's tokens, and nothing remains."""
+    """`count` requests, 16 at a time; of ten clients three want a long answer and leave at a random moment. Those who
+    stay get the monolith's tokens, and nothing remains."""
     right = [solo_answer(body) for body in PROMPTS]
     before = lives(launch)
     chance = random.Random(seed)
-    leaving = set(chance.sample(range(count), count * 3 // 10))
-    moments = {number: chance.uniform(0.01, 3.0) for number in leaving}
+    leaving = {number: chance.uniform(0.01, 2.0) for number in chance.sample(range(count), count * 3 // 10)}
 
-    def one(number: int) -> bool:
-        """Whether it was answered; rightly, then."""
-        body = PROMPTS[number % len(PROMPTS)]
-        try:
-            response = launch.post("/v1/chat/completions", body, timeout=moments.get(number, ANSWER_S))
-        except httpx.TimeoutException:
-            assert number in leaving, f"request {number} hung"
-            return False
-        assert tokens(response) == right[number % len(PROMPTS)]
-        return True
+    def one(number: int) -> None:
+        which = number % len(PROMPTS)
+        if number in leaving:
+            with pytest.raises(httpx.TimeoutException):
+                launch.post("/v1/chat/completions", {**PROMPTS[which], **LONG}, timeout=leaving[number])
+        else:
+            assert tokens(send(launch, PROMPTS[which])) == right[which]
 
     with ThreadPoolExecutor(16) as pool:
-        answered: list[Future[bool]] = [pool.submit(one, number) for number in range(count)]
-    assert sum(future.result() for future in answered) >= count - len(leaving)
+        asked = [pool.submit(one, number) for number in range(count)]
+    for future in asked:
+        future.result()
     wait_idle(launch)
     assert lives(launch) == before
 
@@ -195,4 +193,4 @@ def test_two_hundred_requests_of_which_sixty_leave(launch: Serving, solo_answer:
 )
 def test_control_messages_go_astray(launch: Serving, solo_answer: Solo) -> None:
     under_load(launch, solo_answer, 60, seed=3)
-    assert "failed:" not in launch.stage_log("D0")  # nothing waited for silence
+    assert "trying again" not in launch.log.read_text()  # whatever was lost was said again before anybody gave up
