@@ -87,7 +87,8 @@ class MooncakeSendSide:
             self._paths[layer].append(self._path(layer, place, base, ack, pieces))
 
     def probe(self, nbytes: int, send: SendMessage, receive: AwaitMessage) -> None:
-        self._write([(self._endpoint().scratch[0], self._scratch[0], nbytes)])
+        scratch = self._endpoint().scratch[0]
+        self._write([(scratch, self._scratch[0], nbytes)], may_land=False)  # where it lands it does no harm
 
     def make_room(self, nbytes: int, receive: AwaitMessage) -> None:
         """D's memory is its own: nothing waits for a message of the peer."""
@@ -129,7 +130,7 @@ class MooncakeSendSide:
         there = ack.shape["region_block_bytes"][layer][place]
         return _Path(source, base, here, there, tuple(copies(pieces.mine[layer][place], pieces.theirs[layer][place])))
 
-    def _write(self, writes: Sequence[Write]) -> None:
+    def _write(self, writes: Sequence[Write], *, may_land: bool = True) -> None:
         engine = self._endpoint().engine
         sources, targets, sizes = (list(column) for column in zip(*writes, strict=True))
         # The synchronous call spins on a core; polling with short sleeps leaves it to the forward pass.
@@ -140,7 +141,8 @@ class MooncakeSendSide:
         pause_s = 50e-6
         while (status := engine.transfer_check_status(batch)) == _PENDING:
             if time.monotonic() > deadline:
-                self._given_up[batch] = time.monotonic() + MooncakeReceiveSide.quarantine_s
+                if may_land:
+                    self._given_up[batch] = time.monotonic() + MooncakeReceiveSide.quarantine_s
                 raise LinkError(f"a write to {self._session} took longer than {self._timeout_s} s")
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 1e-3)

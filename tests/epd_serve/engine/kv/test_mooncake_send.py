@@ -145,6 +145,14 @@ def test_a_write_of_which_mooncake_says_nothing_lands_within_the_time_that_decod
     assert not pair.side.may_land()
 
 
+def test_a_probe_that_took_too_long_keeps_no_transfer() -> None:
+    """Probes go on as long as D has stopped: with each of them the time would begin anew."""
+    pair = Pair(Engine(status=0), flat())
+    with pytest.raises(LinkError):
+        pair.side.probe(64, None, None)
+    assert not pair.side.may_land()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
