@@ -96,14 +96,14 @@ def joins_regions_by_source(patch: pytest.MonkeyPatch) -> None:
     """K's last block and V's first, neighbours at P, become one write, although they are none at D."""
     write = mooncake_send.MooncakeSendSide._write
 
-    def joined(self: Any, writes: Sequence[tuple[int, int, int]]) -> None:
+    def joined(self: Any, writes: Sequence[tuple[int, int, int]], **options: bool) -> None:
         fewer: list[tuple[int, int, int]] = []
         for source, target, nbytes in sorted(writes):
             if fewer and fewer[-1][0] + fewer[-1][2] == source:
                 fewer[-1] = (fewer[-1][0], fewer[-1][1], fewer[-1][2] + nbytes)
             else:
                 fewer.append((source, target, nbytes))
-        write(self, fewer)
+        write(self, fewer, **options)
 
     patch.setattr(mooncake_send.MooncakeSendSide, "_write", joined)
 
