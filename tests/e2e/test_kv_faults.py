@@ -91,6 +91,23 @@ def wait_idle(launch: Serving) -> None:
         wait_until(lambda n=name: launch.kv_blocks_in_use(n) == 0, 30, f"{name} to have all its blocks back")
 
 
+def kill(launch: Serving, solo_answer: Solo, holding: Hold, killed: str) -> None:
+    """Kill a stage at a moment of a request's transfer; what has to be true then."""
+    body, right = PROMPTS[0], solo_answer(PROMPTS[0])
+    before = lives(launch)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(send, launch, body)
+        holding.wait()
+        launch.signal_stage(killed, signal.SIGKILL)
+        holding.release()
+        assert_right_or_one_clear_error(answer.result(ANSWER_S), right)
+    wait_until(lambda: lives(launch)[killed] != before[killed] and launch.healthy(), 240, f"{killed} to be back")
+    assert tokens(send(launch, body)) == right
+    wait_idle(launch)
+    (other,) = set(before) - {killed}
+    assert lives(launch)[other] == before[other]
+
+
 @pausing
 @pytest.mark.parametrize(
     ("killed", "point", "number"),
@@ -107,20 +124,23 @@ def wait_idle(launch: Serving) -> None:
 def test_a_stage_killed_in_the_middle_of_a_transfer(
     launch: Serving, solo_answer: Solo, hold: Callable[..., Hold], killed: str, point: str, number: int
 ) -> None:
-    body, right = PROMPTS[0], solo_answer(PROMPTS[0])
-    before = lives(launch)
-    holding = hold(point, number)
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(send, launch, body)
-        holding.wait()
-        launch.signal_stage(killed, signal.SIGKILL)
-        holding.release()
-        assert_right_or_one_clear_error(answer.result(ANSWER_S), right)
-    wait_until(lambda: lives(launch)[killed] != before[killed] and launch.healthy(), 240, f"{killed} to be back")
-    assert tokens(send(launch, body)) == right
-    wait_idle(launch)
-    (other,) = set(before) - {killed}
-    assert lives(launch)[other] == before[other]
+    kill(launch, solo_answer, hold(point, number), killed)
+
+
+@pytest.mark.slow
+@pytest.mark.mooncake
+@pytest.mark.parametrize(
+    "launch",
+    [("P-D", "--kv-grouping", "layerwise", "--kv-transport", "mooncake", "--kv-faults", PAUSES)],
+    indirect=True,
+    scope="module",
+    ids=["mooncake"],
+)
+@pytest.mark.parametrize("killed", ["P0", "D0"])
+def test_a_stage_killed_between_packets_that_are_written_one_sidedly(
+    launch: Serving, solo_answer: Solo, hold: Callable[..., Hold], killed: str
+) -> None:
+    kill(launch, solo_answer, hold("packet", 2), killed)
 
 
 @pausing
