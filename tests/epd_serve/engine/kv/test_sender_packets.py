@@ -62,6 +62,10 @@ def layers_and_members(packets: list[wire.Packet]) -> list[tuple[tuple[int, int]
     return [(packet.layers, "".join(key.child for key, _ in packet.parts)) for packet in packets]
 
 
+def members(packets: list[wire.Packet]) -> list[str]:
+    return [found for _, found in layers_and_members(packets)]
+
+
 def hold_move(p: PrefillEnd, d: DecodeEnd) -> Gate:
     """The link's transport stops inside its next move until the gate opens."""
     side, gate = p.wait_up(d)._connection.side, Gate()
@@ -274,8 +278,8 @@ def test_a_preemption_waits_for_the_slice_that_is_being_read_and_for_no_other(st
     gate.opened.set()
     assert preempted.wait(5)
     p.step([chunk(d, "b", [2], [6], last=True)], finished=["b"])
-    p.wait_over({"b"})
-    assert [members for _, members in layers_and_members(packets)].count("a") == 1
+    wait_for(lambda: "b" in members(packets))
+    assert members(packets).count("a") == 1
 
 
 def test_a_preemption_does_not_wait_for_a_peer_that_returns_no_credit(start: Ends) -> None:
