@@ -4,7 +4,7 @@ msgpack through msgspec; nothing is ever unpickled from a socket. Three channels
 
 * announcements, stages → consumers and proxies (PUB/SUB): `FeatureReady`, `FeatureFailed`, `FeaturePending` from
   encoders, `FeatureMissing`, `FeaturePath` from consumers, `StoreReport` from all that have to do with features,
-  `KvReport` from the workers of every stage that sends KV.
+  `KvReport` from the workers of every stage that sends KV, `StageReport` from the scheduler of every stage.
 * transfer control, D scheduler ↔ P scheduler (DEALER/ROUTER): `Queued`, `Ready`, `Cancel` | `Alive`, `Refused`,
   `CancelAck`.
 * transfer data, P worker ↔ D worker (DEALER/ROUTER): `Hello`, `Probe`, `Packet`, `Done` | `HelloAck`, `HelloRefused`,
@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-VERSION = 3
+VERSION = 4
 
 MISSING_XARG = "epd_missing"
 """Proxy → P, in `vllm_xargs`: comma-separated keys of items that no encoder produced; P need not wait for them."""
@@ -135,6 +135,37 @@ class StoreReport(_Message, frozen=True):
     encoding: int = 0
     counters: dict[str, int] = {}
     feature_path: str = "host"
+
+
+class StageReport(_Message, frozen=True):
+    """How busy one instance is, as its scheduler sees it: on change at most every 50 ms, else every 500 ms, because an
+    idle engine does not step (design §5, global instance status table of EPD-Serve §3.4).
+
+    Attributes:
+        seq: grows by one per report of this life.
+        waiting, running: requests; deferred ones (no features or no KV yet) wait.
+        pending_prompt_tokens: prompt tokens of waiting and running requests that are not computed yet.
+        pending_item_tokens: tokens of media items that this instance has still to encode.
+        kv_used: fraction of its KV blocks in use, 0 to 1; 0 where it has none.
+        kv_tokens: how many tokens its KV cache holds; 0 where it has none.
+        step_s: mean seconds of a recent step that did something; 0 before the first.
+        prompt_tokens_per_s, item_tokens_per_s: done per second of busy time, lately; 0 while unknown.
+        decode_tokens_per_s: tokens generated per second and running request, lately; 0 while unknown.
+    """
+
+    instance: str
+    incarnation: str
+    seq: int
+    waiting: int = 0
+    running: int = 0
+    pending_prompt_tokens: int = 0
+    pending_item_tokens: int = 0
+    kv_used: float = 0.0
+    kv_tokens: int = 0
+    step_s: float = 0.0
+    prompt_tokens_per_s: float = 0.0
+    item_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
 
 
 class KvLink(msgspec.Struct, frozen=True):
@@ -409,7 +440,9 @@ class FetchSettled(_Message, frozen=True):
     seq: int
 
 
-Announcement = FeatureReady | FeatureFailed | FeaturePending | FeatureMissing | FeaturePath | StoreReport | KvReport
+Announcement = (
+    FeatureReady | FeatureFailed | FeaturePending | FeatureMissing | FeaturePath | StoreReport | KvReport | StageReport
+)
 ToFeatureAgent = AgentHello | FetchInto
 ToFeatureClient = AgentReady | AgentRefused | Fetched | FetchFailed | FetchSettled
 ToPrefillScheduler = Queued | Ready | Cancel

@@ -14,6 +14,7 @@ from epd_serve.wire import (
     FeaturePending,
     FeatureReady,
     KvReport,
+    StageReport,
     StoreReport,
 )
 from proxy.announcements import Announcements
@@ -62,6 +63,8 @@ class Hearsay:
                 self._table.report(message)
             case KvReport():
                 self._table.report_kv(message)
+            case StageReport():
+                self._table.report_stage(message)
             case FeaturePending():  # for consumers: here a flight or the encoder's answer says as much
                 pass
             case FeaturePath():  # for encoders

@@ -8,7 +8,7 @@ from enum import StrEnum
 from types import TracebackType
 
 from epd_serve.instances import Instance
-from epd_serve.wire import KvReport, StoreReport
+from epd_serve.wire import KvReport, StageReport, StoreReport
 
 REPORT_TRUST_S = 3.0
 """Instances report every 0.5 s at least: one that has fallen silent says nothing about its store any more."""
@@ -64,6 +64,7 @@ class Life:
     last_pick: int = 0
     report: StoreReport | None = None
     reported_at: float = 0.0
+    stage: StageReport | None = None
     kv: dict[int, KvReport] = field(default_factory=dict)
     kv_heard: dict[int, float] = field(default_factory=dict)
     healthy_since: float | None = None

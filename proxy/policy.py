@@ -17,14 +17,23 @@ SLACK = 1.25
 
 @dataclass(frozen=True)
 class Candidate:
-    """An instance as a policy sees it. `last_pick` grows with every pick and breaks ties in turn. `full`: its store
-    has no room, so that more work would only wait there."""
+    """An instance as a policy sees it.
+
+    Attributes:
+        load: pending work, in the unit of the instance's kind (`proxy/table.py`).
+        last_pick: grows with every pick and breaks ties in turn.
+        full: its store has no room, so that more work would only wait there.
+        rate: load that it gets done per second, lately; 0 while unknown.
+        suspended: its circuit is open: to be picked only where nothing else is there.
+    """
 
     id: str
     incarnation: str
     load: float
     last_pick: int = 0
     full: bool = False
+    rate: float = 0.0
+    suspended: bool = False
 
     @property
     def life(self) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
-from epd_serve.wire import KvReport, StoreReport
+from epd_serve.wire import KvReport, StageReport, StoreReport
 from proxy.life import InstanceView, Lease, Life, Work
 from proxy.policy import Candidate
 from proxy.warm_links import GRACE_S, why_cold
@@ -102,6 +102,12 @@ class InstanceTable:
             life.kv[report.rank] = report
             life.kv_heard[report.rank] = time.monotonic()
             self._settle()
+
+    def report_stage(self, report: StageReport) -> None:
+        """Take in how busy an instance is. Ignored as in `report`."""
+        life = self._lives.get(report.instance)
+        if life is not None and life.instance.incarnation == report.incarnation:
+            life.stage = report
 
     # What requests ask.
 
