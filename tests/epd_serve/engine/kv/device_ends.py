@@ -46,8 +46,8 @@ from tests.epd_serve.engine.kv.slow_devices import (
     Prompt,
     SlowDevice,
     ascend_caches,
-    wait_for,
 )
+from tests.waiting import wait_for
 
 P_NPU, D_NPU = "host0/npu0", "host0/npu1"
 TARGET = "D0:1"
