@@ -86,7 +86,6 @@ import contextlib, os, socket
 os.environ["MC_LOG_LEVEL"] = "ERROR"
 from mooncake.engine import TransferEngine
 from store.port_filter import _wildcard_listeners, reachable_only_at
-from tests.waiting import PATIENCE_S
 engine = TransferEngine()
 with reachable_only_at("127.0.0.1"):
     assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
