@@ -124,7 +124,7 @@ class Scheduler:
     def complete(self, step: Step) -> None:
         """Its time has passed: what it did, for all that are still here."""
         for sequence, index in step.encodes:
-            if index in sequence.encoding:
+            if sequence in self.running and index in sequence.encoding:
                 sequence.encoding.remove(index)
                 sequence.on_encoded(index)
         for sequence, tokens in step.prefills:

@@ -10,7 +10,9 @@ from contextlib import asynccontextmanager
 import httpx
 
 from epd_serve.roles import Role
+from epd_serve.sim.courses import Courses
 from epd_serve.sim.engine import Engine
+from epd_serve.sim.faults import SimFaults
 from epd_serve.sim.http import Connection
 from epd_serve.sim.profile import Profile
 from epd_serve.sim.stage import Stage
@@ -22,11 +24,14 @@ MODEL = "sim"
 @asynccontextmanager
 async def served(
     profile: Profile | None = None, *, role: Role = Role.PD, key: str = "", priorities: bool = False
-) -> AsyncIterator[tuple[Stage, httpx.AsyncClient]]:
+) -> AsyncIterator[tuple[Engine, httpx.AsyncClient]]:
     profile = profile or Profile()
     wiring = StageWiring(instance=f"{role}0", role=role, incarnation="test")
     engine = Engine(profile, wiring.instance, priorities=priorities)
-    stage = Stage(wiring, profile, engine, model=MODEL, model_path=MODEL, key=key)
+    faults = SimFaults()
+    courses = Courses(wiring, engine, faults)
+    courses.start()
+    stage = Stage(engine, courses, faults, model=MODEL, model_path=MODEL, key=key)
     connections: set[Connection] = set()
     listening = socket.create_server(("127.0.0.1", 0))
     server = await asyncio.get_running_loop().create_server(
@@ -36,13 +41,14 @@ async def served(
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     try:
         async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
-            yield stage, client
+            yield engine, client
     finally:
         running.cancel()
         for connection in list(connections):
             connection.abort()
         server.close()
         await asyncio.wait([running])
+        courses.close()
 
 
 def chat(text: str = "hello", **more: object) -> dict[str, object]:

@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from epd_serve.roles import Role
+from epd_serve.sim.engine import Engine
 from epd_serve.sim.profile import Capacity, Line, Profile
 from epd_serve.sim.prompts import CHAT, COMPLETIONS
-from epd_serve.sim.stage import Stage
 from tests.epd_serve.sim.served import MODEL, chat, served
 
 
@@ -25,8 +25,8 @@ async def events(client: httpx.AsyncClient, path: str, body: dict[str, object]) 
     return [text if text == "[DONE]" else json.loads(text) for text in texts]
 
 
-async def until_idle(stage: Stage) -> None:
-    while stage.engine.scheduler.running or stage.engine.scheduler.waiting:
+async def until_idle(engine: Engine) -> None:
+    while engine.scheduler.running or engine.scheduler.waiting:
         await asyncio.sleep(0.001)
 
 
@@ -131,26 +131,26 @@ async def test_a_guarded_stage_answers_its_proxy_only() -> None:
 
 
 async def test_a_client_that_leaves_aborts_its_request() -> None:
-    async with served(Profile(decode_step_s=((1, 0.001),))) as (stage, client):
+    async with served(Profile(decode_step_s=((1, 0.001),))) as (engine, client):
         async with client.stream("POST", CHAT, json=chat(max_tokens=30_000, stream=True)) as response:
             async for _ in response.aiter_raw():
                 break
-        await until_idle(stage)
-        scheduler = stage.engine.scheduler
+        await until_idle(engine)
+        scheduler = engine.scheduler
         assert scheduler.free_blocks == scheduler.blocks
 
 
 async def test_waiting_requests_queue_beyond_the_capacity() -> None:
     profile = Profile(prefill=Line(3600.0), capacity=Capacity(max_running=1))
-    async with served(profile) as (stage, client):
+    async with served(profile) as (engine, client):
         asked = [asyncio.create_task(client.post(CHAT, json=chat())) for _ in range(3)]
-        while len(stage.engine.scheduler.waiting) < 2:
+        while len(engine.scheduler.waiting) < 2:
             await asyncio.sleep(0.001)
-        assert len(stage.engine.scheduler.running) == 1
+        assert len(engine.scheduler.running) == 1
         for task in asked:
             task.cancel()
         await asyncio.wait(asked)
-        await until_idle(stage)
+        await until_idle(engine)
 
 
 async def test_a_body_of_several_megabytes_arrives() -> None:
