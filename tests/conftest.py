@@ -1,10 +1,15 @@
-"""What every test may rely on: markers that skip themselves where their need is not met."""
+"""What every test may rely on: markers that skip themselves where their need is not met, and that nobody stops the time
+a property test takes."""
 
 from __future__ import annotations
 
 import importlib.util
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("unhurried", deadline=None)  # a busy machine is no defect of the code
+settings.load_profile("unhurried")
 
 
 def _mooncake_problem() -> str | None:
