@@ -9,9 +9,9 @@ import pytest
 import zmq
 
 from epd_serve import wire
-from epd_serve.engine.sockets import Socket, open_socket, readable
 from epd_serve.engine.status.publisher import LoadPublisher
 from epd_serve.roles import Role
+from epd_serve.sockets import Socket, open_socket, readable
 from epd_serve.wire import StageReport
 from epd_serve.wiring import StageWiring
 

@@ -13,9 +13,9 @@ import zmq
 
 from epd_serve import wire
 from epd_serve.engine.argv import WIRING_ENV
-from epd_serve.engine.sockets import Socket, open_socket, readable
 from epd_serve.engine.status.scheduler import ReportingScheduler, reporting
 from epd_serve.roles import Role
+from epd_serve.sockets import Socket, open_socket, readable
 from epd_serve.wire import StageReport
 from epd_serve.wiring import StageWiring
 from tests.epd_serve.engine.status.fakes import FakeRequest, FakeScheduler, FakeStep
