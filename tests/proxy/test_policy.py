@@ -35,7 +35,7 @@ def pick(name: str, candidates: Sequence[Candidate], cost: float = 1.0, affinity
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(CANDIDATES, ASKS)
 def test_a_policy_picks_one_of_the_candidates_and_the_same_one_again(
     name: str, candidates: list[Candidate], ask: Ask
@@ -82,7 +82,7 @@ def test_slo_takes_who_is_done_first_and_gives_unknown_speeds_a_chance() -> None
     assert pick("slo", [replace(slow, rate=0), replace(fast, rate=0)], cost=10) == "S"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(CANDIDATES, st.data())
 def test_avoided_and_suspended_instances_come_last(candidates: list[Candidate], data: st.DataObject) -> None:
     candidates = [replace(candidate, suspended=data.draw(st.booleans())) for candidate in candidates]
@@ -132,7 +132,7 @@ class Instances:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(2, 6), st.integers(1, 20), st.integers(0, 2**32))
 def test_nobody_starves_while_work_piles_up(name: str, count: int, stale: int, seed: int) -> None:
     chance = random.Random(seed)
@@ -144,7 +144,7 @@ def test_nobody_starves_while_work_piles_up(name: str, count: int, stale: int, s
 
 
 @pytest.mark.parametrize("name", ["least-loaded", "slo", "round-robin"])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(2, 6), st.integers(1, 20), st.integers(0, 2**32))
 def test_nobody_starves_while_work_ends_at_once(name: str, count: int, stale: int, seed: int) -> None:
     instances = Instances(count, stale, random.Random(seed))
@@ -156,7 +156,7 @@ def test_nobody_starves_while_work_ends_at_once(name: str, count: int, stale: in
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     st.integers(2, 6),
     st.integers(1, 20),

@@ -14,7 +14,7 @@ LOADS = st.lists(st.integers(0, 60), min_size=3, max_size=3)
 SPEEDS = st.lists(st.sampled_from([0.5, 1, 2, 4]), min_size=3, max_size=3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(COSTS, LOADS, SPEEDS)
 def test_a_schedule_is_near_the_best_of_all_and_never_worse_than_longest_first(
     costs: list[int], loads: list[int], speeds: list[float]

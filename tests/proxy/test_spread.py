@@ -26,7 +26,7 @@ def loads_after(keys: Sequence[str], costs: Sequence[float], loads: Sequence[flo
     return [load + sum(costs[item] for item in share) for load, share in zip(loads, shares, strict=True)]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(KEYS, LOADS, st.data())
 def test_every_item_goes_to_exactly_one_worker(keys: list[str], loads: list[int], data: st.DataObject) -> None:
     costs = data.draw(st.lists(st.integers(1, 1000), min_size=len(keys), max_size=len(keys)))
@@ -36,7 +36,7 @@ def test_every_item_goes_to_exactly_one_worker(keys: list[str], loads: list[int]
     assert all(list(share) == sorted(share) for share in shares)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(KEYS, LOADS, st.data())
 def test_nobody_who_gets_an_item_is_done_after_the_bound(
     keys: list[str], loads: list[int], data: st.DataObject
@@ -50,13 +50,13 @@ def test_nobody_who_gets_an_item_is_done_after_the_bound(
         assert not share or (load + sum(costs[item] for item in share)) / speed <= bound_s * (1 + 1e-9)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.text(min_size=1), min_size=8, max_size=8, unique=True))
 def test_eight_equal_pictures_over_four_idle_encoders_are_two_each(keys: list[str]) -> None:
     assert loads_after(keys, [1.0] * 8, [0.0] * 4) == [2.0] * 4
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.text(), st.floats(1, 1e6), st.lists(st.floats(1000, 1000 * (SAME_SPEED**0.5 - 0.01)), min_size=5, max_size=5))
 def test_a_single_item_meets_its_owner_among_idle_workers_of_about_one_speed(
     key: str, cost: float, rates: list[float]
@@ -66,7 +66,7 @@ def test_a_single_item_meets_its_owner_among_idle_workers_of_about_one_speed(
     assert spread([key], [cost], workers([0.0] * 5, rates))[owner] == (0,)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.text(), st.integers(0, 100), st.integers(1, 10))
 def test_a_single_item_meets_its_owner_among_equally_busy_workers(key: str, load: int, cost: int) -> None:
     owner = owners(key, [f"E{index}" for index in range(4)])[0]
