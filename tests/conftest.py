@@ -1,5 +1,4 @@
-"""What every test may rely on: markers that skip themselves where their need is not met, and that nobody stops the time
-a property test takes."""
+"""What every test may rely on: markers that skip themselves where their need is not met."""
 
 from __future__ import annotations
 
@@ -8,8 +7,9 @@ import importlib.util
 import pytest
 from hypothesis import settings
 
-settings.register_profile("unhurried", deadline=None)  # a busy machine is no defect of the code
-settings.load_profile("unhurried")
+# An example that meets a busy machine is slow, not wrong.
+settings.register_profile("house", deadline=None)
+settings.load_profile("house")
 
 
 def _mooncake_problem() -> str | None:
