@@ -21,7 +21,7 @@ from epd_serve.sim.engine import Engine
 from epd_serve.sim.faults import SimFaults
 from epd_serve.sim.http import Exchange
 from epd_serve.sim.items import Item
-from epd_serve.sim.load import load_address, stage_report
+from epd_serve.sim.load import stage_report
 from epd_serve.sim.news import Paced, Publisher
 from epd_serve.sim.prompts import Prompt
 from epd_serve.sim.receiver import Receiver
@@ -53,7 +53,7 @@ class Courses:
         self._wiring, self._engine, self._faults = wiring, engine, faults
         profile, role = engine.profile, wiring.role
         self._seq = 0
-        self._load_news = Publisher(load_address(wiring), connect=wiring.publish_by_connecting)
+        self._load_news = Publisher(wiring.load_publish, connect=wiring.publish_by_connecting)
         self._load = Paced(self._report_load, change_s=0.05, idle_s=0.5)
         self._publisher = Publisher(wiring.publish, connect=wiring.publish_by_connecting)
         self._store: FeatureStore | None = _open_store(wiring)
@@ -83,7 +83,7 @@ class Courses:
         for part in (self._encoder, self._consumer, self._sender, self._receiver):
             if part is not None:
                 part.start()
-        if load_address(self._wiring):
+        if self._wiring.load_publish:
             self._load.start()
         self._engine.changed = self._load.changed
 
@@ -217,7 +217,7 @@ class Courses:
         def end() -> None:
             if sequence.generated >= sequence.limit:
                 told = sender.prefilled(out)
-                if answer.extras.get("kv_transfer_params", told)["ok"]:
+                if answer.extras.get("kv_transfer_params", {"ok": True})["ok"]:
                     answer.extras["kv_transfer_params"] = told
             else:
                 sender.left(out)

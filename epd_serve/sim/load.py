@@ -7,11 +7,6 @@ from epd_serve.wire import StageReport
 from epd_serve.wiring import StageWiring
 
 
-def load_address(wiring: StageWiring) -> str:
-    """Where the load is announced, or ""."""
-    return str(getattr(wiring, "load_publish", ""))
-
-
 def stage_report(wiring: StageWiring, engine: Engine, seq: int) -> StageReport:
     """How busy the engine is now."""
     scheduler, rates = engine.scheduler, engine.rates

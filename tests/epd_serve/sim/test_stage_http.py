@@ -10,10 +10,9 @@ import httpx
 import pytest
 
 from epd_serve.roles import Role
-from epd_serve.sim.engine import Engine
 from epd_serve.sim.profile import Capacity, Line, Profile
 from epd_serve.sim.prompts import CHAT, COMPLETIONS
-from tests.epd_serve.sim.served import MODEL, chat, served
+from tests.epd_serve.sim.served import MODEL, chat, idle, served, until
 
 
 async def events(client: httpx.AsyncClient, path: str, body: dict[str, object]) -> list[Any]:
@@ -23,11 +22,6 @@ async def events(client: httpx.AsyncClient, path: str, body: dict[str, object]) 
         raw = await response.aread()
     texts = [event.removeprefix("data: ") for event in raw.decode().split("\n\n")[:-1]]
     return [text if text == "[DONE]" else json.loads(text) for text in texts]
-
-
-async def until_idle(engine: Engine) -> None:
-    while engine.scheduler.running or engine.scheduler.waiting:
-        await asyncio.sleep(0.001)
 
 
 async def test_a_chat_is_answered_in_one_piece() -> None:
@@ -135,22 +129,19 @@ async def test_a_client_that_leaves_aborts_its_request() -> None:
         async with client.stream("POST", CHAT, json=chat(max_tokens=30_000, stream=True)) as response:
             async for _ in response.aiter_raw():
                 break
-        await until_idle(engine)
-        scheduler = engine.scheduler
-        assert scheduler.free_blocks == scheduler.blocks
+        await idle(engine)
 
 
 async def test_waiting_requests_queue_beyond_the_capacity() -> None:
     profile = Profile(prefill=Line(3600.0), capacity=Capacity(max_running=1))
     async with served(profile) as (engine, client):
         asked = [asyncio.create_task(client.post(CHAT, json=chat())) for _ in range(3)]
-        while len(engine.scheduler.waiting) < 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(engine.scheduler.waiting) == 2)
         assert len(engine.scheduler.running) == 1
         for task in asked:
             task.cancel()
         await asyncio.wait(asked)
-        await until_idle(engine)
+        await idle(engine)
 
 
 async def test_a_body_of_several_megabytes_arrives() -> None:
