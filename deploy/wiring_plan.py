@@ -8,9 +8,9 @@ from pathlib import Path
 
 from deploy.blueprint import Blueprint
 from deploy.rundir import RunDir
-from epd_serve.engine.argv import StagePlan
 from epd_serve.instances import Instance
 from epd_serve.placement import InstancePlan
+from epd_serve.stage_plan import StagePlan
 from epd_serve.wiring import StageWiring, worker_endpoints
 
 STAGE_HOST = "127.0.0.1"
@@ -52,6 +52,7 @@ class WiringPlan:
             devices=plan.devices,
             kv_news=worker_endpoints(self._kv_news(plan), plan.tp),
             kv_workers=worker_endpoints(self._kv_workers(plan), plan.tp),
+            load_news=self._load_news(plan),
         )
 
     def stage(self, plan: InstancePlan, incarnation: str) -> StagePlan:
@@ -72,6 +73,8 @@ class WiringPlan:
             extra_args=blueprint.stage_args.of(plan),
             colocated=1 + len(plan.colocated_with),
             memory_share=plan.memory_share,
+            engine=blueprint.config.engine,
+            sim_profile=blueprint.sim_profile,
         )
 
     def wiring(self, plan: InstancePlan, incarnation: str) -> StageWiring:
@@ -87,6 +90,7 @@ class WiringPlan:
             arena_id=self.run.launch_id if featured else "",
             events=self._hears(plan) if featured else {},
             publish=self._announces(plan),
+            load_publish=self._load_news(plan),
             mooncake_master=self.mooncake_master if featured else "",
             mooncake_segment_bytes=config.mooncake_segment_mib << 20 if pooled and role.sends_features else 0,
             feature_path=self.blueprint.feature_path if featured else "host",
@@ -126,6 +130,9 @@ class WiringPlan:
     def _announces(self, plan: InstancePlan) -> str:
         concerned = self.blueprint.features_travel and (plan.role.sends_features or plan.role.takes_features)
         return self.run.ipc(f"{plan.id}.events") if concerned else ""
+
+    def _load_news(self, plan: InstancePlan) -> str:
+        return self.run.ipc(f"{plan.id}.load")
 
     def _takers(self) -> list[InstancePlan]:
         return [plan for plan in self.blueprint.plans if plan.role.takes_kv]

@@ -19,11 +19,13 @@ from proxy.bodies import base_body
 from proxy.directory import FeatureDirectory
 from proxy.encode import EncodeStep
 from proxy.encoders import Encoders
+from proxy.explain import UNASKED, Explanation
 from proxy.fetch import Resolver, UrlFetcher, resolve
 from proxy.generate import GenerateStep
 from proxy.hearsay import Hearsay
 from proxy.host_arena import HostArena
 from proxy.job import Job
+from proxy.key_limits import KeyGate
 from proxy.kv_metrics import KvMetrics
 from proxy.media import MediaLoader
 from proxy.metrics import Metrics
@@ -32,6 +34,7 @@ from proxy.routing import Router
 from proxy.settings import ProxySettings
 from proxy.sink import ClientSink
 from proxy.stage_client import StageClient
+from proxy.stage_metrics import StageMetrics
 from proxy.store_metrics import StoreMetrics
 from proxy.table import InstanceTable
 
@@ -52,12 +55,14 @@ class Pipeline:
         self.settings = settings
         self.table = table
         self.metrics = Metrics()
+        self.key_gate = KeyGate(settings.key_limits)
         self.metrics.registry.register(StoreMetrics(table))
+        self.metrics.registry.register(StageMetrics(table))
         self.metrics.registry.register(KvMetrics(table))
         self.trace = Trace(str(settings.trace_path or ""), PROXY)
         self._stages = StageClient(timeouts, key=settings.stage_key, transport=transport)
         self._media = MediaLoader(settings, UrlFetcher(settings.media, transport=media_transport, resolver=resolver))
-        self._router = Router(table, settings.roles, instance_wait_s=timeouts.instance_wait_s)
+        self._router = Router(table, settings.roles, instance_wait_s=timeouts.instance_wait_s, policy=settings.policy)
         self._arena = HostArena(settings.arena)
         self.directory = FeatureDirectory(settings.max_known_features, holds=self._arena.holds)
         self.hearsay = Hearsay(table, self.directory, self.metrics)
@@ -95,16 +100,32 @@ class Pipeline:
         if self._running >= limit:
             raise OverloadedError(f"{self._running} requests are in progress, the limit is {limit}; try again later")
 
-    async def run(self, request_id: str, endpoint: Endpoint, raw: bytes, tenant: str, sink: ClientSink) -> None:
+    async def run(
+        self,
+        request_id: str,
+        endpoint: Endpoint,
+        raw: bytes,
+        tenant: str,
+        sink: ClientSink,
+        explanation: Explanation = UNASKED,
+    ) -> None:
         """Serve one request through `sink`. Raises an EpdError where there is something to answer instead."""
         self.check_admission()
         self._running += 1
         try:
-            await self._run(request_id, endpoint, raw, tenant, sink)
+            await self._run(request_id, endpoint, raw, tenant, sink, explanation)
         finally:
             self._running -= 1
 
-    async def _run(self, request_id: str, endpoint: Endpoint, raw: bytes, tenant: str, sink: ClientSink) -> None:
+    async def _run(
+        self,
+        request_id: str,
+        endpoint: Endpoint,
+        raw: bytes,
+        tenant: str,
+        sink: ClientSink,
+        explanation: Explanation,
+    ) -> None:
         arrived = asyncio.get_running_loop().time()
         request = parse(endpoint, raw, self.settings)
         self._router.check_servable(fused_for=request.needs_fused)
@@ -114,8 +135,10 @@ class Pipeline:
         if items:
             self.metrics.media_seconds.observe(time.perf_counter() - begun)
             self.trace.stamp(request_id, "media_loaded", keys=[item.key for item in items])
+            explanation.stamp("media")
         base = base_body(request, items, tenant if self.settings.tells_tenants_apart else None)
-        job = Job(request_id, request, base, items, arrived)
-        if items and self._router.encodes_apart:
+        job = Job(request_id, request, base, items, arrived, explanation=explanation)
+        if self._router.encodes_apart(job):
             job = await self._encode.run(job)
+            explanation.stamp("encoded")
         await self._generate.run(job, sink)

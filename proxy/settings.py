@@ -12,6 +12,7 @@ from pathlib import Path
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
 from proxy.parts import Modality
+from proxy.policy import POLICIES
 
 SEND_PIXELS = ("auto", "always")
 ON_MISSING_FEATURE = ("recompute", "reencode")
@@ -79,6 +80,28 @@ class MediaLimits:
 
 
 @dataclass(frozen=True)
+class KeyLimits:
+    """What one API key may do; where there are no keys, one tenant. 0 means no limit.
+
+    Attributes:
+        requests_in_flight: requests of one key that are held at once.
+        requests_per_minute: requests of one key that are begun within a minute, on average.
+    """
+
+    requests_in_flight: int = 0
+    requests_per_minute: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("requests_in_flight", "requests_per_minute"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative; 0 means no limit", param=name)
+
+    def shared_by(self, processes: int) -> KeyLimits:
+        """The limits of each of several proxy processes that serve the same clients: their share, rounded up."""
+        return KeyLimits(-(-self.requests_in_flight // processes), -(-self.requests_per_minute // processes))
+
+
+@dataclass(frozen=True)
 class ModelIdentity:
     """What a feature depends on besides its bytes: part of every key (design §4.1)."""
 
@@ -109,6 +132,9 @@ class ProxySettings:
         arena: the arena of this host where all stages of the layout use it, else None.
         max_known_features: how many features the proxy remembers.
         trace_path: JSON-lines file for phase stamps, or None.
+        policy: how instances are chosen, a name of `proxy/policy.py`.
+        key_limits: what one API key may do at once and per minute.
+        explain: answer `x-epd-explain: 1` with headers that name path, instances and moments.
         stage_key: bearer token that the stages want (stages of several hosts), or "".
     """
 
@@ -122,7 +148,7 @@ class ProxySettings:
     max_body_bytes: int = 96 << 20
     max_n: int = 64
     max_in_flight: int = 2048
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     tenant_header: str = ""
     shared_features: bool = False
     modalities: frozenset[str] | None = None
@@ -131,6 +157,9 @@ class ProxySettings:
     arena: Path | None = None
     max_known_features: int = 65_536
     trace_path: Path | None = None
+    policy: str = "least-loaded"
+    key_limits: KeyLimits = field(default_factory=KeyLimits)
+    explain: bool = True
     stage_key: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
@@ -143,6 +172,7 @@ class ProxySettings:
             raise ConfigError("an API key is empty", param="api_keys")
         if self.tenant_header and not HEADER_NAME.fullmatch(self.tenant_header):
             raise ConfigError(f"tenant_header {self.tenant_header!r} is no header name", param="tenant_header")
+        _require_one_of("policy", self.policy, tuple(POLICIES))
         _require_one_of("send_pixels", self.send_pixels, SEND_PIXELS)
         _require_one_of("on_missing_feature", self.on_missing_feature, ON_MISSING_FEATURE)
         for modality in sorted(self.modalities or ()):
