@@ -9,7 +9,7 @@ import pytest
 from epd_serve import wire
 from store.arena import Arena
 from tests.epd_serve.engine.ec.stages import Mouth, Stages, feature, needed, settled
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_S, wait_for
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_a_dead_encoder_costs_its_consumers_one_deadline(stages: Stages) -> None
 
 
 def test_a_slow_encoder_that_renews_keeps_its_consumers_from_recomputing(stages: Stages) -> None:
-    e, p = stages.producer(), stages.consumer()
+    e, p = stages.producer(), stages.consumer(feature_wait_s=PATIENCE_S / 4)
     stages.heard(e, p)
     e.step(needed("k"), {})
     assert not p.settled("r", ["k"])
