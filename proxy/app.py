@@ -55,15 +55,15 @@ def create_app(
     _add_error_seam(app)
     _add_status_routes(app, pipeline)
 
-    @app.post(Endpoint.CHAT.value)
-    async def chat_completions() -> Response:
-        return Exchange(pipeline, Endpoint.CHAT)
-
-    @app.post(Endpoint.COMPLETIONS.value)
-    async def completions() -> Response:
-        return Exchange(pipeline, Endpoint.COMPLETIONS)
-
+    for endpoint in Endpoint:
+        _add_exchange(app, pipeline, endpoint)
     return app
+
+
+def _add_exchange(app: FastAPI, pipeline: Pipeline, endpoint: Endpoint) -> None:
+    @app.post(endpoint.value)
+    async def exchange() -> Response:
+        return Exchange(pipeline, endpoint)
 
 
 def _add_status_routes(app: FastAPI, pipeline: Pipeline) -> None:

@@ -59,6 +59,14 @@ def error_event(error: EpdError) -> bytes:
     return b"data: " + error_json(error) + b"\n\n"
 
 
+def response_error_event(error: EpdError) -> bytes:
+    """The same for a stream of `/v1/responses`. The fields of its own error event, and beside them the object that
+    OpenAI's clients raise for."""
+    body = error_body(error)
+    event = {"type": "error", **{name: body["error"][name] for name in ("message", "code", "param")}, **body}
+    return b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
+
+
 def stage_answer_error(raw: bytes | str, *, stage: str, status: int) -> EpdError:
     """Turn a stage's error answer (body of a non-200 response, or an error event of its stream) into an error.
 

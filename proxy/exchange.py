@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import EpdError, PayloadTooLargeError
 from proxy.auth import caller_of
-from proxy.errors import error_body, error_event, error_headers
+from proxy.errors import error_body, error_event, error_headers, response_error_event
 from proxy.explain import Explanation, is_asked_for
 from proxy.metrics import CANCELLED
 from proxy.pipeline import Pipeline
@@ -97,7 +97,8 @@ class Exchange(Response):
             await sink.respond_json(error.status, error_body(error), error_headers(error))
             return str(error.status)
         if not sink.finished:
-            await sink.write(error_event(error))
+            responses = self._endpoint is Endpoint.RESPONSES
+            await sink.write(response_error_event(error) if responses else error_event(error))
         return "broken"
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
