@@ -10,9 +10,11 @@ import json
 from typing import Any
 
 from epd_serve.errors import EpdError, NoInstanceError, OverloadedError, RequestError, StageError
+from proxy.redact import redacted
 
 NO_INSTANCE_RETRY_AFTER_S = 5.0
 MAX_STAGE_MESSAGE_CHARS = 500
+MAX_JUDGED_CHARS = 20_000
 
 
 class StageRefusal(RequestError):
@@ -86,7 +88,8 @@ def stage_answer_error(raw: bytes | str, *, stage: str, status: int) -> EpdError
     if isinstance(decoded, dict):
         inner = decoded.get("error", decoded)
         fields = inner if isinstance(inner, dict) else {"message": str(inner)}
-    message = str(fields.get("message") or text)[:MAX_STAGE_MESSAGE_CHARS] or f"HTTP {status}"
+    said = str(fields.get("message") or text)[:MAX_JUDGED_CHARS]
+    message = redacted(said)[:MAX_STAGE_MESSAGE_CHARS] or f"HTTP {status}"
     if 400 <= status < 500:
         code = fields.get("code")
         param = fields.get("param")
