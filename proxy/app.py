@@ -18,6 +18,7 @@ from proxy.auth import tenant_of
 from proxy.errors import error_body, error_headers
 from proxy.exchange import Exchange
 from proxy.fetch import Resolver, resolve
+from proxy.openapi import document as openapi_document
 from proxy.pipeline import Pipeline
 from proxy.request import Endpoint
 from proxy.settings import ProxySettings
@@ -68,6 +69,7 @@ def _add_exchange(app: FastAPI, pipeline: Pipeline, endpoint: Endpoint) -> None:
 
 def _add_status_routes(app: FastAPI, pipeline: Pipeline) -> None:
     settings, table = pipeline.settings, pipeline.table
+    document = openapi_document(settings, status.own_version()["version"])
 
     @app.get("/health")
     async def health() -> Response:
@@ -78,6 +80,15 @@ def _add_status_routes(app: FastAPI, pipeline: Pipeline) -> None:
     async def models(request: Request) -> Response:
         tenant_of(request.headers, settings)
         return JSONResponse(status.models(settings))
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> Response:
+        tenant_of(request.headers, settings)
+        return JSONResponse(status.model(settings, name))
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return JSONResponse(document)
 
     @app.get("/version")
     async def version() -> Response:
