@@ -98,6 +98,8 @@ class UrlFetcher:
                 code="media_domain_refused",
             )
         port = url.port or (443 if url.scheme == "https" else 80)
+        if not 0 < port < 65536:
+            raise _unreachable(param, f"there is no port {port}")
         error: httpx.ConnectError | None = None
         for address in await self._allowed_addresses(url.host, port, param):
             try:
