@@ -39,8 +39,8 @@ from proxy.table import InstanceTable
 
 logger = logging.getLogger(__name__)
 CALL_TOKENS = 256.0
-"""Items share a call up to so much work: some 10 ms of a datacentre device, against 1 to 2 ms of the proxy's CPU time
-that a further call costs. With one call for each thumbnail a proxy would be busy before eight such encoders are."""
+"""Items share a call up to so much work: some 10 ms of a datacentre device, against about 2 ms of the proxy's CPU time
+that a further call costs. With a call for each thumbnail the proxy would be busy before its encoders are."""
 RELOOK_S = 0.5  # a full store's last report may lapse, and an encoder fall silent, without any news
 Life = tuple[str, str]
 Answer = TypeVar("Answer")
