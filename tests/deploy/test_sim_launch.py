@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def launched(folder: Path, layout: str) -> Iterator[tuple[httpx.Client, subproce
         launcher = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
-            wait_until(lambda: _is_up(client), "ready", 120)
+            wait_until(lambda: _all_up(client), "all stages up", 120)
             yield client, launcher
     finally:
         launcher.send_signal(signal.SIGINT)
@@ -51,11 +52,12 @@ def launched(folder: Path, layout: str) -> Iterator[tuple[httpx.Client, subproce
             raise
 
 
-def _is_up(client: httpx.Client) -> bool:
+def _all_up(client: httpx.Client) -> bool:
     try:
-        return client.get("/health").status_code == 200
+        views = client.get("/instances").json()["instances"]
     except httpx.TransportError:
         return False
+    return bool(views) and all(view["up"] for view in views)
 
 
 @pytest.mark.slow
@@ -68,10 +70,44 @@ def test_a_layout_serves_text_and_pictures_and_ends_clean(tmp_path: Path) -> Non
         views = {view["id"]: view for view in client.get("/instances").json()["instances"]}
         assert sorted(views) == ["D0", "D1", "E0", "E1", "P0", "P1"] and all(view["up"] for view in views.values())
         assert {link["state"] for name in ("P0", "P1") for link in views[name]["kv_links"]} == {"up"}
-        stages = subprocess.run(["pgrep", "-P", str(launcher.pid), "-f", "epd_serve.sim"], capture_output=True)
-        assert len(stages.stdout.split()) == 6
+        assert len(_stages_below(tmp_path)) == 6
     assert launcher.returncode == 0
     assert not [entry for entry in tmp_path.iterdir() if entry.is_dir()], "no run directory is left"
+
+
+@pytest.mark.slow
+def test_sixty_four_stages_fit_on_one_small_machine(tmp_path: Path) -> None:
+    with launched(tmp_path, "16E-16P-32D") as (client, _):
+        views = client.get("/instances").json()["instances"]
+        assert len(views) == 64 and all(view["up"] for view in views)
+        pids = _stages_below(tmp_path)
+        assert len(pids) == 64
+        mib = sum(_pss_kib(pid) for pid in pids) / 1024
+        assert mib / 64 < 64, f"{mib:.0f} MiB in all"
+        with ThreadPoolExecutor(16) as clients:
+            request = {"model": "epd-demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+            answers = [clients.submit(client.post, "/v1/chat/completions", json=request) for _ in range(64)]
+        assert {answer.result().status_code for answer in answers} == {200}
+
+
+def _stages_below(run_root: Path) -> list[int]:
+    """Processes of simulated stages that were wired in this launch."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                argv = (entry / "cmdline").read_bytes()
+            except OSError:  # it has ended meanwhile
+                continue
+            if b"epd_serve.sim" in argv and str(run_root).encode() in argv:
+                found.append(int(entry.name))
+    return found
+
+
+def _pss_kib(pid: int) -> int:
+    """Its memory, shared pages counted in shares."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 def _with_picture() -> list[dict[str, object]]:
