@@ -25,7 +25,7 @@ from store.arena import Arena
 from store.lease import Lease
 from store.mooncake_master import MasterSettings, rpc_address
 from tests.epd_serve.engine.ec.conftest import free_port, running_master
-from tests.epd_serve.engine.ec.stages import Stages, feature, needed, settled
+from tests.epd_serve.engine.ec.stages import Stages, close_all, feature, needed, settled
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.mooncake
@@ -63,9 +63,7 @@ class Pair:
         return [cache[key] for cache in caches]
 
     def close(self) -> None:
-        self.stages.close()
-        for reader in self.readers:
-            reader.close()
+        close_all([self.stages, *self.readers])
 
 
 @pytest.fixture
