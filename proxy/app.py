@@ -21,6 +21,7 @@ from proxy.fetch import Resolver, resolve
 from proxy.pipeline import Pipeline
 from proxy.request import Endpoint
 from proxy.settings import ProxySettings
+from proxy.stage_client import Transport
 from proxy.table import InstanceTable
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ def create_app(
     settings: ProxySettings,
     table: InstanceTable,
     *,
-    transport: httpx.AsyncBaseTransport | None = None,
+    transport: Transport | None = None,
     media_transport: httpx.AsyncBaseTransport | None = None,
     resolver: Resolver = resolve,
 ) -> FastAPI:
