@@ -1,11 +1,13 @@
-"""The status table: which instances exist, which are up, and what the proxy has in flight on each.
+"""The status table: which instances exist, which are up, and how loaded each is.
 
 Lives in the proxy's event loop and is called only from there (no locks). The launcher calls `apply`, `mark_up`
-and `mark_down` directly; the instances' own reports come in through `report` and `report_kv`; requests hold a `Lease`
-while a stage works for them. Choosing among instances is `proxy/policy.py`'s business.
+and `mark_down` directly; the instances' own reports come in through `report`, `report_kv` and `report_stage`; requests
+hold a `Lease` while a stage works for them. What an instance's load is follows from both (`proxy/load.py`). Choosing
+among instances is `proxy/policy.py`'s business.
 
 A life that answers is healthy. It is up, and gets requests, once its KV links to and from the others that are healthy
-are warm (`proxy/warm_links.py`), or a grace has passed; from then on links do not matter: retries are for those.
+are warm (`proxy/warm_links.py`), or a grace has passed; from then on links do not matter: retries are for those. One
+that stops to report, while others do, leaves until its next report: it may be stopped and still accept connections.
 """
 
 from __future__ import annotations
@@ -18,11 +20,16 @@ from collections.abc import Iterable
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from epd_serve.wire import KvReport, StageReport, StoreReport
+from proxy.ledger import Ledger, LifeId, OwnLedger
 from proxy.life import InstanceView, Lease, Life, Work
+from proxy.load import load, reported_rate
 from proxy.policy import Candidate
 from proxy.warm_links import GRACE_S, why_cold
 
 logger = logging.getLogger(__name__)
+
+SILENCE_S = 5.0
+"""Reports come twice a second. Machines that are short of cores hold them up, but not for as long as this."""
 
 
 class InstanceTable:
@@ -30,12 +37,20 @@ class InstanceTable:
 
     Args:
         link_grace_s: how long a healthy instance waits at most for its KV links.
+        ledger: counts the leases; shared where several processes route over the same instances.
+        silence_s: after how long without a word an instance leaves, if it ever reported and others still do.
     """
 
-    def __init__(self, *, link_grace_s: float = GRACE_S) -> None:
+    def __init__(
+        self, *, link_grace_s: float = GRACE_S, ledger: Ledger | None = None, silence_s: float = SILENCE_S
+    ) -> None:
         self._link_grace_s = link_grace_s
+        self._ledger = ledger if ledger is not None else OwnLedger()
+        self._silence_s = silence_s
+        self._looked_at = 0.0  # when silences were looked for last
+        self._listens_since = 0.0
         self._lives: dict[str, Life] = {}
-        self._retired: list[Life] = []
+        self._retired: list[LifeId] = []
         self._picks = 0
         self._waiters: set[asyncio.Future[None]] = set()
         self._heard_at = 0.0  # when anybody reported last
@@ -53,6 +68,7 @@ class InstanceTable:
                 self._retire(life)
             since = time.monotonic() if up else None
             self._lives[instance.id] = Life(instance, up, "" if up else "starting", healthy_since=since, warm=up)
+            self._retired = [gone for gone in self._retired if gone != (instance.id, instance.incarnation)]
             self._settle()
         self._announce()
 
@@ -90,6 +106,7 @@ class InstanceTable:
         was_full = life.full
         self._heard_at = time.monotonic()
         life.report, life.reported_at = report, self._heard_at
+        self._end_silence(life)
         if was_full and not life.full:
             self._announce()
 
@@ -104,35 +121,63 @@ class InstanceTable:
             self._settle()
 
     def report_stage(self, report: StageReport) -> None:
-        """Take in how busy an instance is. Ignored as in `report`."""
+        """Take in how busy an instance is. Ignored as in `report`, and when a later one is known."""
         life = self._lives.get(report.instance)
-        if life is not None and life.instance.incarnation == report.incarnation:
-            life.stage = report
+        if life is None or life.instance.incarnation != report.incarnation:
+            return
+        if life.stage is not None and report.seq <= life.stage.seq:
+            return
+        now = time.monotonic()
+        if now > self._heard_at + self._silence_s / 2:
+            self._listens_since = now  # nobody was heard: what is silent is this end, or was
+        self._heard_at = now
+        self._note(life)
+        life.counted = life.acquired.before(self._heard_at)
+        life.stage, life.stage_heard = report, self._heard_at
+        self._end_silence(life)
+        self._find_silent()
+
+    def suspend(self, instance_id: str, incarnation: str, suspended: bool) -> None:
+        """Have this life picked only where nothing else is there, or again like any other. Past lives are ignored."""
+        life = self._lives.get(instance_id)
+        if life is not None and life.instance.incarnation == incarnation and life.suspended is not suspended:
+            life.suspended = suspended
+            self._announce()
 
     # What requests ask.
 
     def acquire(self, instance_id: str, work: Work, weight: float = 1.0) -> Lease:
-        """Count one piece of work on the current incarnation of `instance_id`."""
+        """Count one piece of work on the current incarnation of `instance_id`; `weight` in the unit of its role."""
         life = self._lives[instance_id]
         self._picks += 1
         life.last_pick = self._picks
-        return Lease(life, work, weight)
+        lease = Lease(self._ledger, life.instance, work, weight)
+        self._note(life)
+        return lease
 
     def live(self, role: Role) -> tuple[Candidate, ...]:
         """Instances of `role` that are up, as the policies see them."""
         return tuple(
-            Candidate(instance_id, life.instance.incarnation, life.load, life.last_pick, life.full)
+            Candidate(
+                instance_id,
+                life.instance.incarnation,
+                self._load(life),
+                life.last_pick,
+                life.full,
+                reported_rate(role, life.stage) if life.stage is not None else 0.0,
+                life.suspended,
+            )
             for instance_id, life in self._lives.items()
-            if life.up and life.instance.role is role
+            if life.serving and life.instance.role is role
         )
 
     def silence_s(self, instance_id: str, incarnation: str) -> float:
         """For how long this life has reported nothing while others did; 0 for one that never reports. A stage that
         hangs looks alive for longer than its reports, which come twice a second, stay away."""
         life = self._lives.get(instance_id)
-        if life is None or life.instance.incarnation != incarnation or life.report is None:
+        if life is None or life.instance.incarnation != incarnation or not life.heard:
             return 0.0
-        return self._heard_at - life.reported_at
+        return self._heard_at - life.heard
 
     def instance(self, instance_id: str) -> Instance:
         return self._lives[instance_id].instance
@@ -151,7 +196,7 @@ class InstanceTable:
         return self.event_addresses() | frozenset(links)
 
     def live_roles(self) -> frozenset[Role]:
-        return frozenset(life.instance.role for life in self._lives.values() if life.up)
+        return frozenset(life.instance.role for life in self._lives.values() if life.serving)
 
     def missing(self, wanted: Iterable[Role] = ()) -> tuple[Role, ...]:
         """Roles of the layout (or, without one, of the table) that no live instance has."""
@@ -159,12 +204,18 @@ class InstanceTable:
         return tuple(sorted(set(wanted or self.roles()) - live))
 
     def snapshot(self) -> tuple[InstanceView, ...]:
-        return tuple(life.view() for life in self._lives.values())
+        return tuple(
+            life.view(
+                {work: tally.held for work, tally in self._ledger.tallies(life.id).items()},
+                self._load(life),
+            )
+            for life in self._lives.values()
+        )
 
     def total_in_flight(self) -> int:
         """Leases not yet released, on present and past incarnations."""
-        self._retired = [life for life in self._retired if any(life.in_flight.values())]
-        return sum(sum(life.in_flight.values()) for life in (*self._lives.values(), *self._retired))
+        self._forget_idle()
+        return sum(self._held(life) for life in (*(life.id for life in self._lives.values()), *self._retired))
 
     async def changed(self, timeout_s: float) -> bool:
         """Wait until an instance comes, goes, goes up or down, or has room in its store again; False when `timeout_s`
@@ -211,7 +262,41 @@ class InstanceTable:
 
     def _retire(self, life: Life) -> None:
         life.up = False
-        self._retired = [old for old in (*self._retired, life) if any(old.in_flight.values())]
+        self._retired.append(life.id)
+        self._forget_idle()
+
+    def _forget_idle(self) -> None:
+        for life in [one for one in self._retired if not self._held(one)]:
+            self._retired.remove(life)
+            self._ledger.forget(life)
+
+    def _held(self, life: LifeId) -> int:
+        return sum(tally.held for tally in self._ledger.tallies(life).values())
+
+    def _load(self, life: Life) -> float:
+        return load(life.instance.role, self._ledger.tallies(life.id).values(), life.pending, life.counted)
+
+    def _note(self, life: Life) -> None:
+        tallies = self._ledger.tallies(life.id).values()
+        life.acquired.note(time.monotonic(), sum(tally.acquired_weight for tally in tallies))
+
+    def _find_silent(self) -> None:
+        """Called while somebody reports. An instance that never did is not known to report at all."""
+        if self._heard_at < self._looked_at + self._silence_s / 10:
+            return
+        self._looked_at = self._heard_at
+        for life in self._lives.values():
+            heard = max(life.heard, self._listens_since)
+            if life.stage is not None and not life.silent and self._heard_at > heard + self._silence_s:
+                logger.warning("%s has stopped to report", life.instance.id)
+                life.silent = True
+                self._announce()
+
+    def _end_silence(self, life: Life) -> None:
+        if life.silent:
+            logger.info("%s reports again", life.instance.id)
+            life.silent = False
+            self._announce()
 
     def _announce(self) -> None:
         for waiter in self._waiters:

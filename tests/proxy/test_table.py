@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import pytest
+
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
+from epd_serve.wire import StageReport
 from proxy.life import Work
 from proxy.table import InstanceTable
 
@@ -62,3 +65,94 @@ async def test_waiters_wake_on_change_and_give_up_at_their_deadline() -> None:
     assert await asyncio.gather(*waiting) == [True, True, True]
     assert await table.changed(0.01) is False
     assert await table.changed(-1) is False
+
+
+def test_a_life_that_comes_back_is_counted_once() -> None:
+    table = InstanceTable()
+    table.apply(P0)
+    lease = table.acquire("P0", Work.PREFILL)
+    table.remove("P0")
+    assert table.total_in_flight() == 1
+    table.apply(P0)
+    assert table.total_in_flight() == 1
+    lease.release()
+    assert table.total_in_flight() == 0
+
+
+class Silences:
+    """Two instances that report, and a clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("proxy.table.time.monotonic", lambda: self.now)
+        self.table = InstanceTable(silence_s=5.0)
+        for name in ("P0", "P1"):
+            self.table.apply(Instance(name, Role.P, "http://x", "one"))
+        self._seq = 0
+
+    def report(self, *names: str) -> None:
+        self._seq += 1
+        for name in names:
+            self.table.report_stage(StageReport(name, "one", self._seq))
+
+    def for_s(self, seconds: float, *names: str) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 0.5
+            self.report(*names)
+
+    @property
+    def live(self) -> list[str]:
+        return [candidate.id for candidate in self.table.live(Role.P)]
+
+
+@pytest.fixture
+def silences(monkeypatch: pytest.MonkeyPatch) -> Silences:
+    return Silences(monkeypatch)
+
+
+def test_one_that_stops_to_report_leaves_and_returns_with_its_next_report(silences: Silences) -> None:
+    silences.for_s(1, "P0", "P1")
+    silences.for_s(4, "P0")
+    assert silences.live == ["P0", "P1"]
+    silences.for_s(3, "P0")
+    assert silences.live == ["P0"]
+    assert not silences.table.snapshot()[1].up and "silent" in silences.table.snapshot()[1].reason
+    silences.table.mark_up("P1")  # its port still answers
+    assert silences.live == ["P0"]
+    silences.report("P1")
+    assert silences.live == ["P0", "P1"]
+
+
+def test_one_that_never_reported_is_not_silent(silences: Silences) -> None:
+    silences.for_s(20, "P0")
+    assert silences.live == ["P0", "P1"]
+
+
+def test_when_nobody_is_heard_it_is_this_end_that_is_deaf(silences: Silences) -> None:
+    silences.report("P0", "P1")
+    silences.now += 60
+    silences.report("P0")
+    assert silences.live == ["P0", "P1"]
+    silences.for_s(6, "P0")
+    assert silences.live == ["P0"]
+
+
+def test_a_new_life_is_not_silent(silences: Silences) -> None:
+    silences.report("P0", "P1")
+    silences.for_s(7, "P0")
+    assert silences.live == ["P0"]
+    silences.table.apply(Instance("P1", Role.P, "http://x", "two"))
+    assert silences.live == ["P0", "P1"]
+
+
+async def test_those_who_wait_hear_of_silence_and_of_its_end(silences: Silences) -> None:
+    silences.report("P0", "P1")
+    waiting = asyncio.create_task(silences.table.changed(5))
+    await asyncio.sleep(0)
+    silences.for_s(7, "P0")
+    assert await waiting
+    waiting = asyncio.create_task(silences.table.changed(5))
+    await asyncio.sleep(0)
+    silences.report("P1")
+    assert await waiting
