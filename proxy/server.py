@@ -73,6 +73,9 @@ async def serve(
         timeout_keep_alive=KEEPALIVE_S,
         timeout_graceful_shutdown=max(1, round(grace_s)),
         server_header=False,
+        http="httptools",
+        ws="none",
+        lifespan="on",
     )
     server = _Server(config)
     try:
