@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from epd_serve.errors import ConfigError
+from epd_serve.lifeline import die_with_parent
 from epd_serve.roles import Role
 from epd_serve.sim.engine import Engine
 from epd_serve.sim.http import Connection
 from epd_serve.sim.profile import Profile, read_profile
 from epd_serve.sim.stage import Stage
+from epd_serve.stage_plan import LAUNCHER_ENV
 from epd_serve.wiring import StageWiring
 
 DRAIN_S = 5.0
@@ -29,13 +31,15 @@ KEY_ENV = "VLLM_API_KEY"
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM; requests in flight may then go on for `DRAIN_S`."""
     arguments = _parser().parse_args(argv)
+    if launcher := os.environ.get(LAUNCHER_ENV):
+        die_with_parent(int(launcher))
     try:
         profile = _profile(arguments)
         wiring = _wiring(arguments)
         with _bind(arguments.host, arguments.port) as listening:
             _run(_serve(arguments, wiring, profile, listening))
     except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"epd-sim: error: {error}\n")
         return 2
     return 0
 
