@@ -11,6 +11,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import EpdError, NotFoundError, RequestError
 from proxy import status
@@ -56,15 +58,21 @@ def create_app(
     _add_error_seam(app)
     _add_status_routes(app, pipeline)
 
-    @app.post(Endpoint.CHAT.value)
-    async def chat_completions() -> Response:
-        return Exchange(pipeline, Endpoint.CHAT)
-
-    @app.post(Endpoint.COMPLETIONS.value)
-    async def completions() -> Response:
-        return Exchange(pipeline, Endpoint.COMPLETIONS)
-
+    for endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS):
+        # Past FastAPI's own routes, which would resolve dependencies that these do not have, at a third of the cost.
+        app.router.routes.insert(0, Route(endpoint.value, _Door(pipeline, endpoint), methods=["POST"]))
     return app
+
+
+class _Door:
+    """One exchange for every request."""
+
+    def __init__(self, pipeline: Pipeline, endpoint: Endpoint) -> None:
+        self._pipeline = pipeline
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Exchange(self._pipeline, self._endpoint)(scope, receive, send)
 
 
 def _add_status_routes(app: FastAPI, pipeline: Pipeline) -> None:
