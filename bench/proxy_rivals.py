@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -66,7 +67,7 @@ def running(name: str, port: int, argv: Sequence[str]) -> Iterator[Rival]:
                 time.sleep(0.05)
             yield Rival(name, f"http://127.0.0.1:{port}", process.pid)
         finally:
-            process.terminate()
+            process.send_signal(signal.SIGINT)  # as Ctrl-C: uvicorn would die of SIGTERM after its shutdown
             try:
                 process.wait(STOP_S)
             except subprocess.TimeoutExpired:

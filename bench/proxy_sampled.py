@@ -1,7 +1,8 @@
 """Runs a module as a program and samples where its main thread spends its CPU time: `OUT MODULE ARGUMENT…`.
 
 From SIGUSR1 on a timer of the kernel fires per millisecond of CPU time, and Python's handler notes the stack; time in C
-counts for the Python that called it. Counts per stack go to OUT as JSON lines when the program ends. Who is who in a stack is `bench/proxy_breakdown.py`'s to say.
+counts for the Python that called it. Counts per stack go to OUT as JSON lines when the program ends. Who is who in a
+stack is `bench/proxy_breakdown.py`'s to say.
 """
 
 from __future__ import annotations
