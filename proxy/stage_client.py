@@ -95,7 +95,8 @@ class StageClient:
     async def post(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str], *, timeout_s: float | None
     ) -> dict[str, Any]:
-        """The JSON answer of a non-streamed request.
+        """The JSON answer of a non-streamed request. Without `timeout_s` the caller bounds the wait, as the exchange
+        does for all of a request.
 
         Raises:
             StageRefusal: 4xx. StageError: 5xx, broken connection, not JSON. StageUnreachable. DeadlineError.
@@ -148,16 +149,18 @@ class StageClient:
     async def _whole(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str], timeout_s: float | None
     ) -> bytes:
-        async with deadline(self._timeouts.total_s if timeout_s is None else timeout_s, f"stage {instance.id}"):
-            answer = await self._send(instance, path, body, headers)
-            try:
-                with _named(instance):
-                    raw = await answer.read()
-                if answer.status != 200:
-                    raise stage_answer_error(raw, stage=instance.id, status=answer.status)
-                return raw
-            finally:
-                answer.close()
+        if timeout_s is not None:
+            async with deadline(timeout_s, f"stage {instance.id}"):
+                return await self._whole(instance, path, body, headers, None)
+        answer = await self._send(instance, path, body, headers)
+        try:
+            with _named(instance):
+                raw = await answer.read()
+            if answer.status != 200:
+                raise stage_answer_error(raw, stage=instance.id, status=answer.status)
+            return raw
+        finally:
+            answer.close()
 
     @asynccontextmanager
     async def _open(
