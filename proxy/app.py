@@ -20,6 +20,7 @@ from proxy.auth import tenant_of
 from proxy.errors import error_body, error_headers
 from proxy.exchange import Exchange
 from proxy.fetch import Resolver, resolve
+from proxy.openapi import document as openapi_document
 from proxy.pipeline import Pipeline
 from proxy.request import Endpoint
 from proxy.settings import ProxySettings
@@ -58,7 +59,7 @@ def create_app(
     _add_error_seam(app)
     _add_status_routes(app, pipeline)
 
-    for endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS):
+    for endpoint in Endpoint:
         # Past FastAPI's own routes, which would resolve dependencies that these do not have, at a third of the cost.
         app.router.routes.insert(0, Route(endpoint.value, _Door(pipeline, endpoint), methods=["POST"]))
     return app
@@ -77,6 +78,7 @@ class _Door:
 
 def _add_status_routes(app: FastAPI, pipeline: Pipeline) -> None:
     settings, table = pipeline.settings, pipeline.table
+    document = openapi_document(settings, status.own_version()["version"])
 
     @app.get("/health")
     async def health() -> Response:
@@ -87,6 +89,15 @@ def _add_status_routes(app: FastAPI, pipeline: Pipeline) -> None:
     async def models(request: Request) -> Response:
         tenant_of(request.headers, settings)
         return JSONResponse(status.models(settings))
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> Response:
+        tenant_of(request.headers, settings)
+        return JSONResponse(status.model(settings, name))
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return JSONResponse(document)
 
     @app.get("/version")
     async def version() -> Response:

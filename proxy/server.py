@@ -12,6 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from epd_serve.errors import ConfigError
+from proxy.redact import redact_logs
 
 BACKLOG = 2048
 KEEPALIVE_S = 65
@@ -77,6 +78,7 @@ async def serve(
         ws="none",
         lifespan="on",
     )
+    redact_logs()  # after uvicorn has set up its own logging
     server = _Server(config)
     try:
         async with asyncio.TaskGroup() as group:
