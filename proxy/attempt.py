@@ -54,7 +54,7 @@ class Attempt:
         transfer_id = uuid4().hex
         sender = route.prefill.instance
         to_decode = encoded(decode_body(base, transfer_id, sender))
-        to_prefill = encoded(prefill_body(base, transfer_id, sender))
+        to_prefill = encoded(prefill_body(base, transfer_id, sender, job.request.endpoint))
         self._trace.stamp(job.id, "dispatched", path=route.path.name, transfer=transfer_id)
         try:
             async with asyncio.TaskGroup() as group:

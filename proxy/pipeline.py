@@ -37,6 +37,7 @@ from proxy.stage_client import StageClient
 from proxy.stage_metrics import StageMetrics
 from proxy.store_metrics import StoreMetrics
 from proxy.table import InstanceTable
+from proxy.tokenize_step import TokenizeStep
 
 
 class Pipeline:
@@ -81,6 +82,7 @@ class Pipeline:
             self.hearsay,
             self.metrics,
         )
+        self._tokenize = TokenizeStep(table, self._stages, retries=retries)
         self._running = 0
 
     def start(self) -> None:
@@ -136,7 +138,11 @@ class Pipeline:
             self.metrics.media_seconds.observe(time.perf_counter() - begun)
             self.trace.stamp(request_id, "media_loaded", keys=[item.key for item in items])
             explanation.stamp("media")
-        base = base_body(request, items, tenant if self.settings.tells_tenants_apart else None)
+        if not endpoint.generates:
+            await self._tokenize.run(request_id, request, items, sink)
+            return
+        salt = tenant if self.settings.tells_tenants_apart else None
+        base = base_body(request, items, salt, request_id=request_id)
         job = Job(request_id, request, base, items, arrived, explanation=explanation)
         if self._router.encodes_apart(job):
             job = await self._encode.run(job)
