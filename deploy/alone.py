@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from deploy import event_loop
 from deploy.health import health_status
 from deploy.nearest import unknown
 from epd_serve.errors import ConfigError
@@ -236,7 +237,7 @@ def run_proxy(*, stages: str, host: str, port: int, proxy: Sequence[str], api_ke
     )
     settings = apply_overrides(settings, proxy_overrides(proxy))
     with bind(host, port) as listening:
-        asyncio.run(_serve_proxy(file, settings, host, port, listening))
+        event_loop.run(_serve_proxy(file, settings, host, port, listening))
     return 0
 
 

@@ -99,7 +99,7 @@ class Attempt:
                 async with aclosing(self._stages.events(instance, request.endpoint, body, job.headers)) as events:
                     await relay(events, sink, stage=instance.id, on_first=lambda: self._first_byte(job))
             else:
-                answer = await self._stages.post(instance, request.endpoint, body, job.headers, timeout_s=None)
+                answer = await self._stages.fields(instance, request.endpoint, body, job.headers, timeout_s=None)
                 job.explanation.stamp("answered")
                 keep = bool(request.body.get("return_token_ids"))
                 await sink.respond_json(200, public_answer(answer, keep_token_ids=keep))
