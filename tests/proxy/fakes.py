@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import socket
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -322,12 +323,13 @@ async def served(app: Any) -> AsyncIterator[str]:
         socket.close()
 
 
+_bound: list[socket.socket] = []
+
+
 def refused_instance(instance_id: str, role: Role) -> Instance:
-    """An instance at an address where nothing listens."""
-    socket = bind("127.0.0.1", 0)
-    port = socket.getsockname()[1]
-    socket.close()
-    return Instance(instance_id, role, f"http://127.0.0.1:{port}", "dead")
+    """An instance at an address where nothing listens, nor ever will: the port stays bound."""
+    _bound.append(bind("127.0.0.1", 0))
+    return Instance(instance_id, role, f"http://127.0.0.1:{_bound[-1].getsockname()[1]}", "dead")
 
 
 # Requests.
