@@ -238,9 +238,10 @@ def test_a_killed_agent_is_noticed_and_its_successor_has_its_name(hosts: Hosts) 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (
+        pytest.param(
             ("--passed=--mm-processor-kwargs", '--passed={"max_pixels": 5}'),
             "the head has none, this stage --mm-processor-kwargs",
+            marks=pytest.mark.slow,
         ),
         (("--fail=no memory",), "E0 did not start: ValueError: no memory"),
     ],
