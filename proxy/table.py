@@ -155,6 +155,12 @@ class InstanceTable:
         self._note(life)
         return lease
 
+    def note_acquired(self) -> None:
+        """Look at what has been acquired. Call it every few milliseconds where other processes share the ledger: what
+        they acquire passes through no other method here."""
+        for life in self._lives.values():
+            self._note(life)
+
     def live(self, role: Role) -> tuple[Candidate, ...]:
         """Instances of `role` that are up, as the policies see them."""
         return tuple(
