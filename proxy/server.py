@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import uvicorn
@@ -18,6 +18,14 @@ KEEPALIVE_S = 65
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._say_started = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._say_started()
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -53,13 +61,20 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def serve(
-    app: FastAPI, host: str, port: int, *, sockets: Sequence[socket.socket] | None = None, grace_s: float = 3.0
+    app: FastAPI,
+    host: str,
+    port: int,
+    *,
+    sockets: Sequence[socket.socket] | None = None,
+    grace_s: float = 3.0,
+    started: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until cancelled.
 
     Args:
         sockets: from `bind`, instead of `host` and `port`; closed at the end.
         grace_s: how long a cancelled server lets its requests finish before it cancels them.
+        started: called once connections are taken.
 
     Raises:
         ConfigError: as `bind`.
@@ -74,7 +89,7 @@ async def serve(
         timeout_graceful_shutdown=max(1, round(grace_s)),
         server_header=False,
     )
-    server = _Server(config)
+    server = _Server(config, started)
     try:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(server.serve(listening))
