@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -24,6 +25,8 @@ from epd_serve.wiring import StageWiring
 
 HEALTH_EVERY_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
+GRACE_S = 3.0
+"""How long requests in flight may go on after the signal."""
 
 
 def run_stage(
@@ -201,12 +204,16 @@ def is_http_address(url: str) -> bool:
     return address.scheme == "http" and bool(address.hostname) and port != 0 and plain
 
 
-def run_proxy(*, stages: str, host: str, port: int, proxy: Sequence[str], api_keys: Sequence[str]) -> int:
+def run_proxy(
+    *, stages: str, host: str, port: int, proxy: Sequence[str], api_keys: Sequence[str], workers: int = 1
+) -> int:
     """Serve the proxy alone until SIGINT or SIGTERM; each stage's /health is asked every second."""
+    from deploy.config import check_workers
     from deploy.proxy_settings import apply_overrides, proxy_overrides
     from proxy.server import bind
     from proxy.settings import ModelIdentity, ProxySettings
 
+    check_workers(workers)
     file = read_stages_file(stages)
     settings = ProxySettings(
         served_models=(file.model,),
@@ -216,16 +223,20 @@ def run_proxy(*, stages: str, host: str, port: int, proxy: Sequence[str], api_ke
     )
     settings = apply_overrides(settings, proxy_overrides(proxy))
     with bind(host, port) as listening:
-        asyncio.run(_serve_proxy(file, settings, host, port, listening))
+        asyncio.run(_serve_proxy(file, settings, host, port, listening, workers))
     return 0
 
 
-async def _serve_proxy(file: StagesFile, settings: Any, host: str, port: int, listening: Any) -> None:
-    from proxy.app import create_app
-    from proxy.server import serve
-    from proxy.table import InstanceTable
+async def _serve_proxy(
+    file: StagesFile, settings: Any, host: str, port: int, listening: socket.socket, workers: int
+) -> None:
+    from deploy.front import Front
 
-    table = InstanceTable()
+    def say(line: str) -> None:
+        os.write(2, f"{line}\n".encode())
+
+    front = Front(settings, listening, host=host, port=port, workers=workers, grace_s=GRACE_S, say=say)
+    table = front.table
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -233,8 +244,8 @@ async def _serve_proxy(file: StagesFile, settings: Any, host: str, port: int, li
         table.apply(one, up=False)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(_watch(one, table)) for one in file.instances]
-        tasks.append(group.create_task(serve(create_app(settings, table), host, port, sockets=[listening])))
-        os.write(2, f"proxy on http://{host}:{port} in front of {len(file.instances)} stages\n".encode())
+        tasks.append(group.create_task(front.serve()))
+        say(f"proxy on http://{host}:{port} in front of {len(file.instances)} stages")
         await stop.wait()
         for task in tasks:
             task.cancel()

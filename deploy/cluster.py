@@ -28,6 +28,7 @@ from deploy.cluster_bus import EventBus
 from deploy.cluster_key import read_cluster_key
 from deploy.config import DeployConfig, host_and_port
 from deploy.environment import is_terminal
+from deploy.front import Front
 from deploy.join_plan import address_of, processing_text
 from deploy.mm_store import what_is_missing
 from deploy.pool_master import PoolMaster, mooncake_command
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
     from proxy.settings import ProxySettings
 
 SILENCE_EVERY_S = 0.5
+GRACE_S = 2.0
+"""How long requests in flight may go on after the signal."""
+
 AUTO, NONE = "auto", "none"
 
 
@@ -187,12 +191,8 @@ def _check_free(address: str, *ports: int) -> None:
 
 
 async def _serve(head: Head, settings: ProxySettings, run: RunDir, listening: socket.socket, screen: Screen) -> None:
-    from proxy.app import create_app
     from proxy.cluster import Membership
     from proxy.cluster_admission import ClusterIdentity
-    from proxy.cluster_routes import add_cluster_routes
-    from proxy.server import serve
-    from proxy.table import InstanceTable
 
     facts, config = head.blueprint.facts, head.blueprint.config
     identity = ClusterIdentity(
@@ -205,14 +205,20 @@ async def _serve(head: Head, settings: ProxySettings, run: RunDir, listening: so
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    table = InstanceTable()
-    members = Membership(table, identity, head.settings)
-    app = create_app(settings, table)
-    add_cluster_routes(app, members, head.key)
+    front = Front(
+        settings,
+        listening,
+        host=config.host,
+        port=config.port,
+        workers=config.workers,
+        grace_s=GRACE_S,
+        say=screen.line,
+        launch_id=run.launch_id,
+    )
+    members = Membership(front.table, identity, head.settings)
     async with head.second_tier(run).running(screen.line):
         async with asyncio.TaskGroup() as group:
-            front = serve(app, config.host, config.port, sockets=[listening], grace_s=2.0)
-            tasks = [group.create_task(front), group.create_task(_notice_silence(members))]
+            tasks = [group.create_task(front.serve(members, head.key)), group.create_task(_notice_silence(members))]
             screen.line(
                 f"head of a cluster on http://{config.host}:{config.port}; stages join it at "
                 f"http://{head.address}:{config.port}"

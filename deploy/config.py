@@ -24,6 +24,8 @@ CPU_PARALLEL_STARTS = 0
 LEAST_SEGMENT_MIB = 16
 """Mooncake's own bound (`store.mooncake_client.LEAST_SEGMENT_BYTES`); a stage would find it half a minute in."""
 
+MAX_WORKERS = 64
+
 _HOST = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?|\[[0-9A-Fa-f:.]+\]")
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, field-name
 
@@ -41,6 +43,7 @@ class DeployConfig:
     device: str = _option("auto", "device kind", choices=("auto", "npu", "cuda", "cpu"))
     host: str = _option("127.0.0.1", "address of the OpenAI endpoint")
     port: int = _option(8000, "port of the OpenAI endpoint")
+    workers: int = _option(1, "proxy processes; several share one port and one view of the stages")
     served_model_name: str = _option("", "name clients use (default: the model directory's name)")
     stage_args: tuple[str, ...] = _option(
         (), "vLLM flags for a role or an instance, as 'P:--max-num-seqs 8' or 'D0:…' or 'all:…'; repeatable", many=True
@@ -95,6 +98,7 @@ class DeployConfig:
                 raise ConfigError(unknown(option.name, getattr(self, option.name), choices), param=option.name)
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"port {self.port} is not between 1 and 65535", param="port")
+        check_workers(self.workers)
         positive = ("arena_mib", "kv_packet_floor_kib", "kv_staging_mib", "startup_timeout_s")
         for name in (*positive, "recompute_limit"):
             if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
@@ -114,6 +118,12 @@ class DeployConfig:
                 )
         if self.tenant_header and not _HEADER.fullmatch(self.tenant_header):
             raise ConfigError(f"tenant_header {self.tenant_header!r} is no header name", param="tenant_header")
+
+
+def check_workers(count: int) -> None:
+    """Raises ConfigError when so many proxy processes cannot run."""
+    if not 1 <= count <= MAX_WORKERS:
+        raise ConfigError(f"workers is {count}; between 1 and {MAX_WORKERS} proxy processes can run", param="workers")
 
 
 def _check_grouping(text: str, floor_kib: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import os
 import signal
 import socket
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from deploy.blueprint import Blueprint
 from deploy.environment import is_terminal, shm_root, stage_environment
+from deploy.front import Front
 from deploy.listeners import exposure_warnings
 from deploy.pool_master import mooncake_command
 from deploy.ports import free_ports, listen
@@ -119,13 +119,12 @@ class _Session:
         return WiringPlan(blueprint, self.run, ports, memory, self.tier.address)
 
     async def serve(self) -> int:
-        from proxy.table import InstanceTable
-
         self._take_signals()
         for warning in self.blueprint.warnings:
             self.screen.line(f"warning: {warning}")
         async with self._arena(), self.tier.running(self.screen.line) as master:
-            table = InstanceTable(link_grace_s=self.launch.patience.links_s)
+            front_door = self._front()
+            table = front_door.table
             supervisor = Supervisor(
                 [self._spec(plan) for plan in self.blueprint.plans],
                 StageNews(self.wired, table, self.screen),
@@ -135,7 +134,7 @@ class _Session:
             self.supervisors += [one for one in (master, supervisor) if one is not None]
             self.screen.open([plan.id for plan in self.blueprint.plans])
             stages = asyncio.create_task(supervisor.run(), name="stages")
-            front = asyncio.create_task(self._front(table), name="proxy")
+            front = asyncio.create_task(front_door.serve(), name="proxy")
             try:
                 await self._until_stopped(_ready(supervisor, table), stages, front)
             except StageError as error:
@@ -144,15 +143,19 @@ class _Session:
                 await self._take_down(front, stages)
         return 0
 
-    async def _front(self, table: InstanceTable) -> None:
-        """The proxy, until cancelled. Its web framework loads while the stages load theirs."""
-        await asyncio.to_thread(importlib.import_module, "proxy.app")
-        from proxy.app import create_app
-        from proxy.server import serve
-
+    def _front(self) -> Front:
         config = self.blueprint.config
-        app = create_app(build_proxy_settings(self.blueprint, self.run.arena), table)
-        await serve(app, config.host, config.port, sockets=[self.listening], grace_s=DRAIN_S)
+        return Front(
+            build_proxy_settings(self.blueprint, self.run.arena),
+            self.listening,
+            host=config.host,
+            port=config.port,
+            workers=config.workers,
+            grace_s=DRAIN_S,
+            say=self.screen.line,
+            launch_id=self.run.launch_id,
+            link_grace_s=self.launch.patience.links_s,
+        )
 
     async def _until_stopped(
         self, all_ready: Coroutine[None, None, None], stages: asyncio.Task[None], front: asyncio.Task[None]

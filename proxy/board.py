@@ -3,8 +3,9 @@
 One row per process, and only that process writes there, so nothing is locked. A row holds slots, each under a tag:
 
     cell 0      format of the board          row r, cell 0          how often its tags have changed
-    cell 1      rows                         cells 1 … SLOTS        tags; 0 is a free slot
-    cell 2      slots of a row               then SLOTS × COUNTS    counts of each slot
+    cell 1      rows                         cell 1                 how often something was counted up
+    cell 2      slots of a row               then SLOTS cells       tags; 0 is a free slot
+                                             then SLOTS × COUNTS    counts of each slot
 
 A cell is an aligned 64-bit integer and is written in one store, so a writer that is killed leaves the old or the new
 value and never half of one. Counts only grow while a tag keeps its slot. A reader looks at `changes` before and after
@@ -26,6 +27,7 @@ SLOTS = 1024
 
 CELL_BYTES = 8
 _HEADER = 3
+_ROW_HEADER = 2
 
 
 class Board:
@@ -41,7 +43,7 @@ class Board:
         self.counts = counts
         self.slots = slots
         self._cells = memoryview(buffer).cast("B").cast("q")
-        self._row_cells = 1 + slots * (1 + counts)
+        self._row_cells = _ROW_HEADER + slots * (1 + counts)
         wanted = [FORMAT, rows, slots]
         found = self._cells[:_HEADER].tolist()
         if found == [0, 0, 0]:
@@ -52,13 +54,20 @@ class Board:
 
     @staticmethod
     def size_bytes(rows: int, counts: int, *, slots: int = SLOTS) -> int:
-        return CELL_BYTES * (_HEADER + rows * (1 + slots * (1 + counts)))
+        return CELL_BYTES * (_HEADER + rows * (_ROW_HEADER + slots * (1 + counts)))
 
     def changes(self, row: int) -> int:
         return self._cells[self._at(row)]
 
+    def moves(self) -> int:
+        """Another number after somebody has said that it moved."""
+        return sum(self._cells[self._at(row) + 1] for row in range(self.rows))
+
+    def say_moved(self, row: int) -> None:
+        self._cells[self._at(row) + 1] += 1
+
     def tags(self, row: int) -> list[int]:
-        at = self._at(row) + 1
+        at = self._at(row) + _ROW_HEADER
         return self._cells[at : at + self.slots].tolist()
 
     def read(self, row: int, slot: int) -> list[int]:
@@ -89,7 +98,7 @@ class Board:
         self._cells[self._at(row)] += 1
 
     def _retag(self, row: int, slot: int, tag: int) -> None:
-        self._cells[self._at(row) + 1 + slot] = tag
+        self._cells[self._at(row) + _ROW_HEADER + slot] = tag
         self.say_changed(row)
 
     def _at(self, row: int) -> int:
@@ -97,7 +106,7 @@ class Board:
         return _HEADER + row * self._row_cells
 
     def _counts_at(self, row: int, slot: int) -> int:
-        return self._at(row) + 1 + self.slots + slot * self.counts
+        return self._at(row) + _ROW_HEADER + self.slots + slot * self.counts
 
 
 def shared_memory(size_bytes: int) -> int:

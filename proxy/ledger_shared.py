@@ -43,7 +43,9 @@ class SharedLedger:
         if slot is None:
             self._beyond.acquire(life, work, weight)
         else:
+            assert self._row is not None, "only a process with a row has slots"
             self._add(slot, _AT[work] + _ACQUIRED, weight)
+            self._board.say_moved(self._row)
 
     def release(self, life: LifeId, work: Work, weight: int) -> None:
         slot = self._slots.get(life)
@@ -67,6 +69,10 @@ class SharedLedger:
             assert self._row is not None, "only a process with a row has slots"
             self._used.discard(slot)
             self._board.free(self._row, slot)
+
+    def moves(self) -> int:
+        """Another number after some process has acquired something: a cheap look at whether there is news."""
+        return self._board.moves()
 
     def _add(self, slot: int, at: int, weight: int) -> None:
         assert self._row is not None, "only a process with a row has slots"

@@ -1,0 +1,38 @@
+"""`python -m deploy.proxy_worker FEED LISTENING BOARD`: one proxy process of several, on inherited descriptors.
+
+Ties its life to the launcher's; everything else it is told over the feed. Started by `deploy/proxy_workers.py` only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+
+from deploy.environment import LAUNCHER_PID_ENV
+from epd_serve.engine.lifeline import die_with_parent
+
+
+def main() -> None:
+    feed, listening, board = map(int, sys.argv[1:])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until there is something to end gracefully; SIGKILL follows
+    launcher = os.environ.get(LAUNCHER_PID_ENV)
+    if launcher is not None:
+        die_with_parent(int(launcher))
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    asyncio.run(_run(feed, listening, board))
+
+
+async def _run(feed: int, listening: int, board: int) -> None:
+    from proxy.worker import SharedListener, run_worker
+
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await run_worker(socket.socket(fileno=feed), SharedListener(fileno=listening), board, stop)
+
+
+if __name__ == "__main__":
+    main()
