@@ -144,6 +144,7 @@ class StageReport(_Message, frozen=True):
     Attributes:
         seq: grows by one per report of this life.
         waiting, running: requests; deferred ones (no features or no KV yet) wait.
+        max_running: how many it runs at once at most (vLLM's --max-num-seqs); 0 while unknown.
         pending_prompt_tokens: prompt tokens of waiting and running requests that are not computed yet.
         pending_item_tokens: tokens of media items that this instance has still to encode.
         kv_used: fraction of its KV blocks in use, 0 to 1; 0 where it has none.
@@ -166,6 +167,7 @@ class StageReport(_Message, frozen=True):
     prompt_tokens_per_s: float = 0.0
     item_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
+    max_running: int = 0
 
 
 class KvLink(msgspec.Struct, frozen=True):

@@ -44,6 +44,8 @@ class Attempt:
             StageError: a stage failed, before or after the first byte (`sink.committed`). StageRefusal. DeadlineError.
         """
         self._metrics.paths.labels(route.path.name).inc()
+        prefill_id = route.prefill.instance.id if route.prefill is not None else None
+        job.explanation.attempted(route.path.name, prefill_id, route.decode.instance.id)
         if route.prefill is None:
             body = encoded(base)
             self._trace.stamp(job.id, "dispatched", path=route.path.name)
@@ -78,6 +80,7 @@ class Attempt:
                 self._metrics.kv_failed(reason)
                 raise KvNotDelivered(f"stage {instance.id} could not deliver its KV: {reason}", stage=instance.id)
             outcome = "ok"
+            job.explanation.stamp("prefilled")
         except EpdError as error:
             outcome = error.code or type(error).__name__
             if not sink.committed:
@@ -97,6 +100,7 @@ class Attempt:
                     await relay(events, sink, stage=instance.id, on_first=lambda: self._first_byte(job))
             else:
                 answer = await self._stages.post(instance, request.endpoint, body, job.headers, timeout_s=None)
+                job.explanation.stamp("answered")
                 keep = bool(request.body.get("return_token_ids"))
                 await sink.respond_json(200, public_answer(answer, keep_token_ids=keep))
             outcome = "ok"
@@ -110,3 +114,4 @@ class Attempt:
     def _first_byte(self, job: Job) -> None:
         self._metrics.ttft_seconds.observe(asyncio.get_running_loop().time() - job.arrived)
         self._trace.stamp(job.id, "first_byte")
+        job.explanation.stamp("first_byte")

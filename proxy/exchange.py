@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import ExitStack
 from uuid import uuid4
 
 from starlette.datastructures import Headers
@@ -15,8 +16,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import EpdError, PayloadTooLargeError
-from proxy.auth import tenant_of
+from proxy.auth import caller_of
 from proxy.errors import error_body, error_event, error_headers
+from proxy.explain import Explanation, is_asked_for
 from proxy.metrics import CANCELLED
 from proxy.pipeline import Pipeline
 from proxy.request import Endpoint
@@ -42,12 +44,15 @@ class Exchange(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         metrics = self._pipeline.metrics
-        sink = ClientSink(send, {"x-request-id": self._id})
+        headers = Headers(scope=scope)
+        wanted = self._pipeline.settings.explain and is_asked_for(headers)
+        explanation = Explanation(self._id, wanted=wanted)
+        sink = ClientSink(send, {"x-request-id": self._id}, explanation.headers)
         outcome = "500"
         self._pipeline.trace.stamp(self._id, "arrived")
         try:
             with metrics.in_flight.track_inprogress():
-                outcome = await self._serve(scope, receive, sink)
+                outcome = await self._serve(headers, receive, sink, explanation)
         except asyncio.CancelledError:
             outcome = CANCELLED
             raise
@@ -55,28 +60,30 @@ class Exchange(Response):
             metrics.requests.labels(self._endpoint.value, outcome).inc()
             self._pipeline.trace.stamp(self._id, "done", outcome=outcome)
 
-    async def _serve(self, scope: Scope, receive: Receive, sink: ClientSink) -> str:
+    async def _serve(self, headers: Headers, receive: Receive, sink: ClientSink, explanation: Explanation) -> str:
         """Work until the end or until the client leaves. Returns how it ended, for the metrics."""
-        try:
-            headers = Headers(scope=scope)
-            tenant = tenant_of(headers, self._pipeline.settings)
-            self._pipeline.check_admission()
-            raw = await self._read(headers, receive)
-        except ClientLeft:
-            return CANCELLED
-        except EpdError as error:
-            return await self._answer_error(error, sink)
-        async with asyncio.TaskGroup() as group:
-            work = group.create_task(self._work(raw, tenant, sink))
-            watch = group.create_task(self._watch(receive, work, sink))
-            await asyncio.wait([work])
-            watch.cancel()
-        return CANCELLED if work.cancelled() else work.result()
+        with ExitStack() as held:
+            try:
+                caller = caller_of(headers, self._pipeline.settings)
+                held.enter_context(self._pipeline.key_gate.admitted(caller.account))
+                self._pipeline.check_admission()
+                raw = await self._read(headers, receive)
+            except ClientLeft:
+                return CANCELLED
+            except EpdError as error:
+                return await self._answer_error(error, sink)
+            explanation.stamp("received")
+            async with asyncio.TaskGroup() as group:
+                work = group.create_task(self._work(raw, caller.tenant, sink, explanation))
+                watch = group.create_task(self._watch(receive, work, sink))
+                await asyncio.wait([work])
+                watch.cancel()
+            return CANCELLED if work.cancelled() else work.result()
 
-    async def _work(self, raw: bytes, tenant: str, sink: ClientSink) -> str:
+    async def _work(self, raw: bytes, tenant: str, sink: ClientSink, explanation: Explanation) -> str:
         try:
             async with deadline(self._pipeline.settings.timeouts.total_s, "the request"):
-                await self._pipeline.run(self._id, self._endpoint, raw, tenant, sink)
+                await self._pipeline.run(self._id, self._endpoint, raw, tenant, sink, explanation)
         except EpdError as error:
             return await self._answer_error(error, sink)
         return str(sink.status)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from proxy.directory import Metadata
+from proxy.explain import UNASKED, Explanation
 from proxy.media import LoadedItem
 from proxy.request import ParsedRequest
 
@@ -36,6 +37,7 @@ class Job:
         items: the media items behind it.
         features: what the encoders have made of the items; None where no encoder was to be asked.
         arrived: loop time in seconds when the request came in.
+        explanation: what the client may want to be told; steps stamp it.
     """
 
     id: str
@@ -44,6 +46,7 @@ class Job:
     items: tuple[LoadedItem, ...]
     arrived: float
     features: Features | None = None
+    explanation: Explanation = UNASKED
 
     @property
     def headers(self) -> dict[str, str]:

@@ -19,11 +19,13 @@ from proxy.bodies import base_body
 from proxy.directory import FeatureDirectory
 from proxy.encode import EncodeStep
 from proxy.encoders import Encoders
+from proxy.explain import UNASKED, Explanation
 from proxy.fetch import Resolver, UrlFetcher, resolve
 from proxy.generate import GenerateStep
 from proxy.hearsay import Hearsay
 from proxy.host_arena import HostArena
 from proxy.job import Job
+from proxy.key_limits import KeyGate
 from proxy.kv_metrics import KvMetrics
 from proxy.media import MediaLoader
 from proxy.metrics import Metrics
@@ -52,6 +54,7 @@ class Pipeline:
         self.settings = settings
         self.table = table
         self.metrics = Metrics()
+        self.key_gate = KeyGate(settings.key_limits)
         self.metrics.registry.register(StoreMetrics(table))
         self.metrics.registry.register(KvMetrics(table))
         self.trace = Trace(str(settings.trace_path or ""), PROXY)
@@ -95,16 +98,32 @@ class Pipeline:
         if self._running >= limit:
             raise OverloadedError(f"{self._running} requests are in progress, the limit is {limit}; try again later")
 
-    async def run(self, request_id: str, endpoint: Endpoint, raw: bytes, tenant: str, sink: ClientSink) -> None:
+    async def run(
+        self,
+        request_id: str,
+        endpoint: Endpoint,
+        raw: bytes,
+        tenant: str,
+        sink: ClientSink,
+        explanation: Explanation = UNASKED,
+    ) -> None:
         """Serve one request through `sink`. Raises an EpdError where there is something to answer instead."""
         self.check_admission()
         self._running += 1
         try:
-            await self._run(request_id, endpoint, raw, tenant, sink)
+            await self._run(request_id, endpoint, raw, tenant, sink, explanation)
         finally:
             self._running -= 1
 
-    async def _run(self, request_id: str, endpoint: Endpoint, raw: bytes, tenant: str, sink: ClientSink) -> None:
+    async def _run(
+        self,
+        request_id: str,
+        endpoint: Endpoint,
+        raw: bytes,
+        tenant: str,
+        sink: ClientSink,
+        explanation: Explanation,
+    ) -> None:
         arrived = asyncio.get_running_loop().time()
         request = parse(endpoint, raw, self.settings)
         self._router.check_servable(fused_for=request.needs_fused)
@@ -114,8 +133,10 @@ class Pipeline:
         if items:
             self.metrics.media_seconds.observe(time.perf_counter() - begun)
             self.trace.stamp(request_id, "media_loaded", keys=[item.key for item in items])
+            explanation.stamp("media")
         base = base_body(request, items, tenant if self.settings.tells_tenants_apart else None)
-        job = Job(request_id, request, base, items, arrived)
+        job = Job(request_id, request, base, items, arrived, explanation=explanation)
         if items and self._router.encodes_apart:
             job = await self._encode.run(job)
+            explanation.stamp("encoded")
         await self._generate.run(job, sink)
