@@ -13,7 +13,7 @@ import socket
 import sys
 
 from deploy.environment import LAUNCHER_PID_ENV
-from epd_serve.engine.lifeline import die_with_parent
+from epd_serve.lifeline import die_with_parent
 
 
 def main() -> None:
@@ -27,11 +27,11 @@ def main() -> None:
 
 
 async def _run(feed: int, listening: int, board: int) -> None:
-    from proxy.worker import SharedListener, run_worker
+    from proxy.worker import run_worker
 
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    await run_worker(socket.socket(fileno=feed), SharedListener(fileno=listening), board, stop)
+    await run_worker(socket.socket(fileno=feed), socket.socket(fileno=listening), board, stop)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ SLOTS = 1024
 
 CELL_BYTES = 8
 _HEADER = 3
-_ROW_HEADER = 2
+_ROW_HEADER = 3
 
 
 class Board:
@@ -65,6 +65,19 @@ class Board:
 
     def say_moved(self, row: int) -> None:
         self._cells[self._at(row) + 1] += 1
+
+    def say_connections(self, row: int, connections: int | None) -> None:
+        """How many the row's process has; None: it takes none."""
+        self._cells[self._at(row) + 2] = 0 if connections is None else connections + 1
+
+    def connections(self, row: int) -> int | None:
+        cell = self._cells[self._at(row) + 2]
+        return cell - 1 if cell else None
+
+    def least_connections(self, but: int) -> int | None:
+        """Of the process that has fewest among those that take any, without that of row `but`; None without others."""
+        known = (self.connections(row) for row in range(self.rows) if row != but)
+        return min((connections for connections in known if connections is not None), default=None)
 
     def tags(self, row: int) -> list[int]:
         at = self._at(row) + _ROW_HEADER

@@ -120,7 +120,8 @@ class SharedLedger:
 
 
 def settle(board: Board, row: int) -> None:
-    """Release everything that is acquired in a row whose process has ended."""
+    """Release everything that is acquired in a row whose process has ended, and forget its connections."""
+    board.say_connections(row, None)
     for slot, tag in enumerate(board.tags(row)):
         if tag:
             counts = board.read(row, slot)

@@ -7,24 +7,39 @@ import errno
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from epd_serve.errors import ConfigError
+from proxy.shared_listener import SharedListener
 
 BACKLOG = 2048
 KEEPALIVE_S = 65
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, shared: SharedListener | None, started: Callable[[], None]) -> None:
         super().__init__(config)
+        self._shared = shared
         self._say_started = started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self._shared is not None:
+            self._shared.start(self._protocol, self.server_state.connections)
         self._say_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._shared is not None:
+            self._shared.stop()
+        await super().shutdown(sockets)
+
+    def _protocol(self) -> asyncio.Protocol:
+        kind: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        return made
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -66,6 +81,7 @@ async def serve(
     port: int,
     *,
     sockets: Sequence[socket.socket] | None = None,
+    shared: SharedListener | None = None,
     grace_s: float = 3.0,
     started: Callable[[], None] = lambda: None,
 ) -> None:
@@ -73,13 +89,16 @@ async def serve(
 
     Args:
         sockets: from `bind`, instead of `host` and `port`; closed at the end.
+        shared: takes the connections, instead of sockets.
         grace_s: how long a cancelled server lets its requests finish before it cancels them.
         started: called once connections are taken.
 
     Raises:
         ConfigError: as `bind`.
     """
-    listening = list(sockets) if sockets is not None else [bind(host, port)]
+    listening = list(sockets) if sockets is not None else []
+    if sockets is None and shared is None:
+        listening = [bind(host, port)]
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -89,7 +108,7 @@ async def serve(
         timeout_graceful_shutdown=max(1, round(grace_s)),
         server_header=False,
     )
-    server = _Server(config, started)
+    server = _Server(config, shared, started)
     try:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(server.serve(listening))

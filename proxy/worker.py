@@ -26,6 +26,7 @@ from proxy.ledger_shared import COUNTS, SharedLedger
 from proxy.pipeline import Pipeline
 from proxy.roster import RosterOfWorker
 from proxy.server import serve
+from proxy.shared_listener import SharedListener
 from proxy.table import InstanceTable
 from proxy.worker_wire import (
     Answer,
@@ -38,6 +39,7 @@ from proxy.worker_wire import (
     Sum,
     Tell,
     Told,
+    decoded,
     frame,
     from_parent,
     read_frame,
@@ -48,22 +50,6 @@ NOTE_S = 0.02
 """How often a worker looks at what others have acquired: much less than `proxy.load.REPORT_LAG_S`."""
 
 MAX_QUESTIONS = 256
-
-
-class SharedListener(socket.socket):
-    """A listening socket that several processes accept from. Each takes one connection per turn of its event loop, so
-    that who is busy leaves the next one to the others; asyncio would take all there are."""
-
-    _turn_over = False
-
-    def listen(self, backlog: int = 0) -> None:
-        """It listens already: the queue is the parent's."""
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        self._turn_over = not self._turn_over
-        if not self._turn_over:
-            raise BlockingIOError
-        return super().accept()
 
 
 class Feed:
@@ -80,7 +66,7 @@ class Feed:
         raw = await read_frame(self._reader)
         if raw is None:
             return None
-        message = from_parent.decode(raw)
+        message = decoded(raw, from_parent)
         if not isinstance(message, Setup):
             raise FeedError(f"the first message is a {type(message).__name__}")
         return message
@@ -88,7 +74,7 @@ class Feed:
     async def listen(self, roster: RosterOfWorker, pipeline: Pipeline) -> None:
         """Take in what the parent says, until it has gone."""
         while (raw := await read_frame(self._reader)) is not None:
-            message = from_parent.decode(raw)
+            message = decoded(raw, from_parent)
             match message:
                 case Roster():
                     roster.take_in(message.rows)
@@ -140,7 +126,7 @@ async def run_worker(feed: socket.socket, listening: socket.socket, board: int, 
         feed: connected to the parent's end; closed at the end. board: descriptor of the board's memory.
 
     Raises:
-        FeedError, msgspec.DecodeError: the parent says what no parent says.
+        FeedError: the parent says what no parent says.
     """
     reader, writer = await asyncio.open_connection(sock=feed)
     try:
@@ -160,16 +146,15 @@ async def _serve(parent: Feed, setup: Setup, listening: socket.socket, board: Bo
     app = create_app(setup.settings, table, metrics_text=parent.metrics)
     if setup.cluster_key:
         add_side_door(app, parent.knock, setup.cluster_key)
+    shared = SharedListener(listening, lambda: board.least_connections(setup.row))
     async with asyncio.TaskGroup() as group:
 
         def start(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
             return group.create_task(work)
 
-        front = start(
-            serve(app, "", 0, sockets=[listening], grace_s=setup.grace_s, started=lambda: parent.say(Serving()))
-        )
+        front = start(serve(app, "", 0, shared=shared, grace_s=setup.grace_s, started=lambda: parent.say(Serving())))
         told, fed = start(stop.wait()), start(parent.listen(RosterOfWorker(table), app.state.pipeline))
-        noting = start(_take_notes(table, ledger))
+        noting = start(_take_notes(table, ledger, lambda: board.say_connections(setup.row, shared.connections)))
         await asyncio.wait((front, told, fed), return_when=asyncio.FIRST_COMPLETED)
         front.cancel()
         await asyncio.wait([front])  # what is in flight goes on, and so does the feed
@@ -177,10 +162,11 @@ async def _serve(parent: Feed, setup: Setup, listening: socket.socket, board: Bo
             task.cancel()
 
 
-async def _take_notes(table: InstanceTable, ledger: SharedLedger) -> None:
+async def _take_notes(table: InstanceTable, ledger: SharedLedger, say_connections: Callable[[], None]) -> None:
     """What an instance reports is held against what had been acquired by then: by all workers, so all are watched."""
     moves = -1
     while True:
+        say_connections()
         if moves != (moves := ledger.moves()):
             table.note_acquired()
         await asyncio.sleep(NOTE_S)
