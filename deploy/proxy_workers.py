@@ -17,8 +17,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from deploy.environment import module_command
 from epd_serve.errors import EpdError
 
@@ -163,7 +161,7 @@ async def _until_trouble(
             return f"it does not serve after {START_S:.0f} s"
         await asyncio.wait((exited, attending), return_when=asyncio.FIRST_COMPLETED)
         if attending.done() and not exited.done() and (error := attending.exception()) is not None:
-            if not isinstance(error, EpdError | msgspec.DecodeError):
+            if not isinstance(error, EpdError):
                 raise error
             return str(error)
         # Its end of the feed closes a moment before it has gone.

@@ -33,6 +33,7 @@ from proxy.worker_wire import (
     Sum,
     Tell,
     Told,
+    decoded,
     frame,
     from_worker,
     read_frame,
@@ -121,7 +122,7 @@ class WorkerHub:
             serving: called once it takes connections.
 
         Raises:
-            WorkerHungError; FeedError or msgspec.DecodeError: it says what no worker says.
+            WorkerHungError. FeedError: it says what no worker says.
         """
         reader, writer = await asyncio.open_connection(sock=feed)
         worker = _Worker(writer)
@@ -133,7 +134,7 @@ class WorkerHub:
                 sides = [group.create_task(self._inform(worker)), group.create_task(self._watch(worker))]
                 answers: set[asyncio.Task[None]] = set()
                 while (raw := await read_frame(reader)) is not None:
-                    message = from_worker.decode(raw)
+                    message = decoded(raw, from_worker)
                     match message:
                         case Serving():
                             worker.begun.set()

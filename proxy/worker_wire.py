@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -128,6 +128,7 @@ class Knock(msgspec.Struct, tag=True, frozen=True):
     body: bytes
 
 
+Message = TypeVar("Message")
 FromParent = Setup | Roster | Tell | Answer
 FromWorker = Serving | Told | Sum | Knock
 
@@ -155,6 +156,14 @@ def frame(message: FromParent | FromWorker) -> bytes:
     if len(raw) > MAX_FRAME_BYTES:
         raise FeedError(f"a {type(message).__name__} of {len(raw):,} bytes; {MAX_FRAME_BYTES:,} may travel")
     return len(raw).to_bytes(_LENGTH_BYTES, "big") + raw
+
+
+def decoded(raw: bytes, decoder: msgspec.msgpack.Decoder[Message]) -> Message:
+    """Raises FeedError."""
+    try:
+        return decoder.decode(raw)
+    except msgspec.DecodeError as error:
+        raise FeedError(f"not a message: {error}") from error
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
