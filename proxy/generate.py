@@ -71,10 +71,14 @@ class GenerateStep:
         launcher is about to say so; such probing is bounded by `instance_wait_s`. An attempt that a lost feature could
         fail is followed by one that it can fail no more (`_step_down`), at most twice in all.
         """
-        multimodal, fused = bool(job.items), job.request.needs_fused is not None
         progress = _Progress(job, first_delivery(job, self._settings))
         while True:
-            route = await self._router.route(multimodal=multimodal, fused=fused, avoid=progress.avoid)
+            route = await self._router.route(progress.job, avoid=progress.avoid)
+            if route.path.encode and progress.job.features is None:  # whoever would have encoded it itself is gone
+                route.release()
+                progress.job = await self._encode.run(progress.job)
+                progress.delivery = first_delivery(progress.job, self._settings)
+                continue
             # An instance that encodes for itself takes the media, and nothing but the media.
             delivery = progress.delivery if route.path.encode else Delivery.PIXELS
             try:
@@ -89,7 +93,7 @@ class GenerateStep:
             if _may_step_down(delivery, failure) and await self._step_down(progress, delivery, failure, route):
                 continue
             pause_s = self._retry_pause_s(progress, failure, route)
-            if not self._router.has_alternative(multimodal=multimodal, fused=fused, avoid=progress.avoid):
+            if not self._router.has_alternative(progress.job, avoid=progress.avoid):
                 # The same instance again: after the launcher's word about it, or a little later.
                 await self._table.changed(pause_s * random.uniform(0.5, 1.0))
 

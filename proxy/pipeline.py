@@ -60,7 +60,7 @@ class Pipeline:
         self.trace = Trace(str(settings.trace_path or ""), PROXY)
         self._stages = StageClient(timeouts, key=settings.stage_key, transport=transport)
         self._media = MediaLoader(settings, UrlFetcher(settings.media, transport=media_transport, resolver=resolver))
-        self._router = Router(table, settings.roles, instance_wait_s=timeouts.instance_wait_s)
+        self._router = Router(table, settings.roles, instance_wait_s=timeouts.instance_wait_s, policy=settings.policy)
         self._arena = HostArena(settings.arena)
         self.directory = FeatureDirectory(settings.max_known_features, holds=self._arena.holds)
         self.hearsay = Hearsay(table, self.directory, self.metrics)
@@ -136,7 +136,7 @@ class Pipeline:
             explanation.stamp("media")
         base = base_body(request, items, tenant if self.settings.tells_tenants_apart else None)
         job = Job(request_id, request, base, items, arrived, explanation=explanation)
-        if items and self._router.encodes_apart:
+        if self._router.encodes_apart(job):
             job = await self._encode.run(job)
             explanation.stamp("encoded")
         await self._generate.run(job, sink)

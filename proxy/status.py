@@ -10,6 +10,7 @@ from msgspec import structs
 
 from epd_serve.wire import StoreReport
 from proxy.kv_links import link_views, shown
+from proxy.life import InstanceView
 from proxy.paths import paths
 from proxy.settings import ProxySettings
 from proxy.table import InstanceTable
@@ -53,12 +54,23 @@ def instances(table: InstanceTable) -> dict[str, Any]:
                 "reason": view.reason,
                 "in_flight": {work.value: count for work, count in view.in_flight.items()},
                 "load": view.load,
+                "stage": _stage(view),
                 "store": _store(view.report),
                 "kv_links": [shown(link) for link in links if link.sender == view.instance.id],
             }
             for view in views
         ]
     }
+
+
+def _stage(view: InstanceView) -> dict[str, Any] | None:
+    """What its scheduler reports, and how long ago; None for one that has not reported yet."""
+    if view.stage is None:
+        return None
+    told = {
+        name: value for name, value in structs.asdict(view.stage).items() if name not in ("instance", "incarnation")
+    }
+    return {**told, "age_s": round(view.stage_age_s, 3)}
 
 
 def _store(report: StoreReport | None) -> dict[str, Any] | None:
