@@ -105,11 +105,13 @@ class Front:
         from deploy.proxy_workers import ProxyWorkers
         from proxy.cluster_routes import take_in
         from proxy.roster import TableOfParent
+        from proxy.shares import share_of
         from proxy.worker_hub import WorkerHub
         from proxy.worker_wire import Setup
 
         assert isinstance(self.table, TableOfParent), "made for several workers"
-        common = Setup(self.settings, 0, self._workers, self._grace_s, self._link_grace_s, cluster_key)
+        share = share_of(self.settings, self._workers)
+        common = Setup(share, 0, self._workers, self._grace_s, self._link_grace_s, cluster_key)
         hub = WorkerHub(self.table, common, door=partial(take_in, members) if members is not None else None)
         environment = {**module_environment(), LAUNCHER_PID_ENV: str(os.getpid())}
         if self._launch_id:

@@ -104,7 +104,7 @@ async def proxy(folder: Path, workers: int) -> AsyncIterator[Proxy]:
             process.wait()
 
 
-async def test_a_worker_killed_under_load_is_replaced_leaves_nothing_in_flight_and_all_end_on_sigterm(
+async def test_a_worker_killed_under_load_is_replaced_and_leaves_nothing_in_flight(
     tmp_path: Path,
 ) -> None:
     released = asyncio.Event()
