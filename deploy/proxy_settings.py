@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from deploy.blueprint import Blueprint
     from proxy.settings import ProxySettings
 
-_DECIDED = ("served_models", "identity", "roles", "api_keys", "stage_key", "modalities", "arena")
+_DECIDED = ("served_models", "identity", "roles", "api_keys", "stage_key", "modalities", "arena", "processes")
 """Fields that follow from the deployment itself."""
 
 _OWN_FLAGS = ("tenant_header", "shared_features", "send_pixels", "on_missing_feature")

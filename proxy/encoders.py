@@ -18,6 +18,7 @@ from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from epd_serve.trace import Trace
 from proxy.bodies import encode_body
+from proxy.circuits import Circuits
 from proxy.errors import most_telling
 from proxy.job import Job, encoded
 from proxy.life import Work
@@ -25,6 +26,7 @@ from proxy.media import LoadedItem
 from proxy.metrics import Metrics
 from proxy.policy import Candidate, assign_to_owners
 from proxy.request import Endpoint
+from proxy.retry_budget import RetryBudget
 from proxy.settings import Timeouts
 from proxy.stage_client import StageClient
 from proxy.table import InstanceTable
@@ -63,6 +65,8 @@ class Encoders:
         *,
         retries: int,
         trace: Trace,
+        circuits: Circuits,
+        budget: RetryBudget,
     ) -> None:
         self._table = table
         self._stages = stages
@@ -70,6 +74,8 @@ class Encoders:
         self._timeouts = timeouts
         self._retries = retries
         self._trace = trace
+        self._circuits = circuits
+        self._budget = budget
 
     async def encode(
         self, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[Life] = frozenset()
@@ -120,7 +126,8 @@ class Encoders:
         job = order.job
         with self._table.acquire(encoder.id, Work.ENCODE, sum(item.weight for item in items)) as instance:
             try:
-                answer = await self._post(order, instance, items)
+                with self._circuits.call(instance):
+                    answer = await self._post(order, instance, items)
             except (StageError, DeadlineError) as error:
                 logger.warning("request %s: %s", job.id, error.message)
                 tried = tried | {(instance.id, instance.incarnation)}
@@ -135,6 +142,10 @@ class Encoders:
             self._give_up(order, items, "encoder_failed")
             return
         if any(other.life not in tried for other in self._table.live(Role.E)):
+            if not self._budget.withdraw(time.monotonic()):
+                self._metrics.retries_refused.inc()
+                self._give_up(order, items, "no_retries_left")
+                return
             self._metrics.retries.labels(instance.id).inc()
         await self.encode(order, items, tried)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from proxy.directory import Metadata
+from proxy.gate import Pass
 from proxy.media import LoadedItem
 from proxy.request import ParsedRequest
 
@@ -36,6 +37,7 @@ class Job:
         items: the media items behind it.
         features: what the encoders have made of the items; None where no encoder was to be asked.
         arrived: loop time in seconds when the request came in.
+        passed: its place with the stages.
     """
 
     id: str
@@ -43,6 +45,7 @@ class Job:
     base: Mapping[str, Any]
     items: tuple[LoadedItem, ...]
     arrived: float
+    passed: Pass
     features: Features | None = None
 
     @property

@@ -41,8 +41,10 @@ class Candidate:
 
 
 def least_loaded(candidates: Sequence[Candidate], avoid: Collection[tuple[str, str]] = ()) -> Candidate | None:
-    """The least loaded candidate, preferring lives that are not in `avoid`; None when there is none at all."""
+    """The least loaded candidate, preferring lives that are not in `avoid` and then those that are not suspended;
+    None when there is none at all."""
     preferred = [candidate for candidate in candidates if candidate.life not in avoid] or candidates
+    preferred = [candidate for candidate in preferred if not candidate.suspended] or preferred
     return min(preferred, key=lambda candidate: (candidate.load, candidate.last_pick), default=None)
 
 

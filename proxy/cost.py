@@ -1,0 +1,51 @@
+"""What work costs before anybody has done it: tokens of media items and of prompts, estimated. Pure.
+
+Loads of the status table are sums of these and of what stages report, which count real tokens, so both are in tokens.
+Nothing here needs to be exact: placing work well needs costs that are right relative to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from proxy.media import LoadedItem
+from proxy.parts import MEDIA_KEYS, Modality
+from proxy.request import ParsedRequest
+
+PIXELS_PER_TOKEN = 784
+"""28 x 28 pixels, a merged patch of Qwen2-VL and 2.5-VL (Qwen3-VL's has 32 x 32, others tile: all grow with area)."""
+
+BYTES_PER_TOKEN = {Modality.AUDIO: 1000, Modality.VIDEO: 500}
+"""Compressed files: 25 tokens a second of speech at 200 kbit/s; two frames a second of some 250 tokens at 2 Mbit/s."""
+
+CHARACTERS_PER_TOKEN = 4
+
+
+def item_tokens(item: LoadedItem) -> float:
+    """Tokens that an encoder makes of an item, which is what encoding it costs. At least 1."""
+    per_token = BYTES_PER_TOKEN.get(item.ref.modality, PIXELS_PER_TOKEN)
+    return max(item.weight / per_token, 1.0)
+
+
+def prompt_tokens(request: ParsedRequest, items: Sequence[LoadedItem] = ()) -> float:
+    """Tokens of a request's prompt, its items among them. At least 1. Of text in other scripts than Latin, whose
+    characters are tokens more often, the UTF-8 bytes are counted."""
+    body = request.body
+    said = (body.get("messages"), body.get("tools"), body.get("prompt"), body.get("input"), body.get("instructions"))
+    return max(sum(map(_text_tokens, said)) + sum(map(item_tokens, items)), 1.0)
+
+
+def _text_tokens(value: object) -> float:
+    """Of all text within `value`. A list of numbers is one of token ids. Media are left out: their data is no text."""
+    if isinstance(value, str):
+        characters = len(value) if value.isascii() else len(value.encode("utf-8", "surrogatepass"))
+        return characters / CHARACTERS_PER_TOKEN
+    if isinstance(value, Mapping):
+        return _sum(part for name, part in value.items() if name not in MEDIA_KEYS)
+    if isinstance(value, list):
+        return float(len(value)) if value and isinstance(value[0], int) else _sum(value)
+    return 0.0
+
+
+def _sum(values: Iterable[object]) -> float:
+    return sum(map(_text_tokens, values))
