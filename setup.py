@@ -21,6 +21,7 @@ def version() -> str:
 # Wide ranges: on NPU and CUDA machines these have to fit beside the vLLM that is already installed.
 RUNTIME = [
     "fastapi>=0.115",
+    "httptools>=0.6",
     "httpx>=0.27,<1",
     "msgspec>=0.18",
     "numpy>=1.26",

@@ -17,8 +17,8 @@ import zmq
 from bench.children import Message, answering, commands
 from epd_serve import wire
 from epd_serve.engine.ec.consumer import FeatureConsumer
-from epd_serve.engine.sockets import Socket, open_socket, readable
-from epd_serve.engine.wake import idle_bell
+from epd_serve.sockets import Socket, open_socket, readable
+from epd_serve.wake import idle_bell
 from epd_serve.wiring import StageWiring
 from store.lease import Lease
 

@@ -19,7 +19,7 @@ _ENGINE = (
     "vllm.distributed.kv_transfer.kv_connector.factory",
 )
 PARTS = {
-    "stage_main, before vLLM": ((), ("epd_serve.engine.argv", "epd_serve.engine.lifeline")),
+    "stage_main, before vLLM": ((), ("epd_serve.engine.argv", "epd_serve.lifeline")),
     "plugin, in every process": (("vllm.plugins", "multiprocessing"), ("epd_serve.engine.plugin",)),
     "feature connector, in the engine": (_ENGINE, ("epd_serve.engine.ec.connector",)),
     "KV connector, in the engine": (

@@ -26,13 +26,13 @@ from bench.stamps import read_stamps
 from bench.transfer_pd_figures import Case, Sample
 from bench.transfer_pd_stamps import PrefillStep, Transfer, arrived
 from epd_serve.demo.decoder_layers import EIGHT_B, DecoderLayers, DecoderShape, cuda_missing, device_name, kv_caches
-from epd_serve.engine.kv.faults import Faults
 from epd_serve.engine.kv.link import Link
 from epd_serve.engine.kv.link_jobs import Outgoing
 from epd_serve.engine.kv.receiver import Expected, Receiver
 from epd_serve.engine.kv.regions import layers_of, shape_of
 from epd_serve.engine.kv.sender import ChunkJob, Sender
 from epd_serve.errors import ConfigError, StageError
+from epd_serve.kv.faults import Faults
 from epd_serve.kv.grouping import Cuts, Grouping, LinkCost, Step, parse_grouping
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey

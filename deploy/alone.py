@@ -39,23 +39,35 @@ def run_stage(
     served_model_name: str,
     print: bool,
     passed: Sequence[str],
+    engine: str = "vllm",
+    sim_profile: str = "",
 ) -> int:
-    """Become one stage's vLLM server (exec), or print its command.
+    """Become one stage's server (exec), or print its command.
 
     Raises:
         ConfigError: a role that needs peers without a wiring file, unknown model, too few devices.
     """
     from deploy.blueprint import draw
     from deploy.config import DeployConfig
-    from epd_serve.engine.argv import StagePlan, stage_command
+    from deploy.engines import command_of
+    from epd_serve.stage_plan import StagePlan
 
-    connected = _wiring(wiring, role, instance)
+    connected = _wiring(wiring, role, instance, alone=engine == "sim")
     ids = device_list(device_ids)
     tp = max(1, len(ids))
     # One monolith of the same width: the same checks of model and devices as for a whole deployment.
-    blueprint = draw(DeployConfig(model=model, layout=f"TP{tp}", device=device, served_model_name=served_model_name))
+    blueprint = draw(
+        DeployConfig(
+            model=model,
+            layout=f"TP{tp}",
+            device=device,
+            served_model_name=served_model_name,
+            engine=engine,
+            sim_profile=sim_profile,
+        )
+    )
     (plan,) = blueprint.plans
-    command = stage_command(
+    command = command_of(
         StagePlan(
             instance=connected.instance,
             role=connected.role,
@@ -69,6 +81,8 @@ def run_stage(
             host=host,
             wiring=connected,
             extra_args=tuple(passed),
+            engine=engine,
+            sim_profile=blueprint.sim_profile,
         )
     )
     if print:
@@ -85,12 +99,13 @@ def _show(argv: Sequence[str], env: dict[str, str]) -> None:
     os.write(1, f"{settings} {shlex.join(argv)}\n".encode())
 
 
-def _wiring(path: str | None, role: str | None, instance: str) -> StageWiring:
+def _wiring(path: str | None, role: str | None, instance: str, *, alone: bool) -> StageWiring:
+    """`alone`: a stage of any role does without peers."""
     if path is None:
         if role is None:
             raise ConfigError("give --role EPD or PD, or --wiring FILE.json for a stage with peers", param="--role")
         chosen = Role(role)
-        if chosen not in (Role.EPD, Role.PD):
+        if chosen not in (Role.EPD, Role.PD) and not alone:
             raise ConfigError(f"role {role} works with other stages: give their addresses by --wiring FILE.json")
         return StageWiring(instance=instance or f"{role}0", role=chosen, incarnation=uuid.uuid4().hex[:12])
     try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.config import DeployConfig
+from deploy.engines import checked_profile
 from deploy.mm_store import choose_pool, feature_path
 from deploy.proxy_settings import proxy_overrides
 from deploy.stage_args import StageArgs, parse_stage_args
@@ -21,6 +22,8 @@ from epd_serve.placement import InstancePlan, check_servable, lower
 from npu_ops.core_sets import CoreSets, core_sets
 from npu_ops.discovery import DeviceInventory, DiscoveryError, discover
 
+DEMO_NAME = "epd-demo"
+
 
 @dataclass(frozen=True)
 class Blueprint:
@@ -32,6 +35,7 @@ class Blueprint:
         plans: instances in layout order.
         cores: per virtual device, on CPU; else None.
         pooled: the MM Store has its second tier, Mooncake. feature_path: `host` or `device`, see StageWiring.
+        sim_profile: of simulated stages, an absolute path or "".
         warnings: one line each, to be shown.
     """
 
@@ -46,6 +50,7 @@ class Blueprint:
     stage_args: StageArgs
     pooled: bool = False
     feature_path: str = "host"
+    sim_profile: str = ""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -73,12 +78,15 @@ def draw(config: DeployConfig) -> Blueprint:
     model, facts, name = _model(config)
     check_model_fits(facts, layout)
     doubt = check_encoders_fit(facts.architecture, layout) if facts is not None else None
-    inventory = _devices(config.device)
+    simulated = config.engine == "sim"
+    inventory = _devices("cpu" if simulated else config.device)
     if inventory.kind != "cpu" and not inventory.ids:
         raise ConfigError(f"no {inventory.kind} device found: {inventory.note}; use --device cpu", param="--device")
     plans = lower(layout, inventory.allot(layout.device_count))
-    cores = core_sets(layout.device_count) if inventory.kind == "cpu" else None
+    cores = core_sets(layout.device_count) if inventory.kind == "cpu" and not simulated else None
     features_travel = any(role.sends_features for role in layout.roles)
+    if simulated and (config.mm_store == "mooncake" or config.mooncake_master):
+        raise ConfigError("simulated stages keep features in the arena: drop mooncake", param="mm_store")
     pooled, pool_warnings = choose_pool(config, inventory.kind, features_travel=features_travel)
     warnings = [*([doubt] if doubt is not None else []), *pool_warnings]
     if cores is not None and cores.oversubscribed:
@@ -96,6 +104,7 @@ def draw(config: DeployConfig) -> Blueprint:
         stage_args=parse_stage_args(config.stage_args, plans),
         pooled=pooled,
         feature_path=feature_path(config, inventory.kind, plans, pooled=pooled),
+        sim_profile=checked_profile(config.engine, config.sim_profile),
         warnings=tuple(warnings),
     )
 
@@ -107,11 +116,13 @@ def _model(config: DeployConfig) -> tuple[str, ModelFacts | None, str]:
         if facts is None:
             return config.model, None, config.model
         return str(facts.directory), facts, facts.directory.name
+    if config.engine == "sim":
+        return DEMO_NAME, None, DEMO_NAME  # a name is all they need of a model
     from epd_serve.demo.presets import builtin_model_dir
 
     facts = read_model_facts(str(Path(builtin_model_dir())))
     assert facts is not None
-    return str(facts.directory), facts, "epd-demo"
+    return str(facts.directory), facts, DEMO_NAME
 
 
 def _devices(kind: str) -> DeviceInventory:

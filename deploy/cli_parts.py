@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from deploy.config import DeployConfig
+from deploy.engines import ENGINES
 from deploy.flags import Parser, add_option, port, subparser
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
@@ -25,6 +26,8 @@ def add_stage(commands: Any) -> Parser:
     parser.add_argument("--device", default="auto", choices=("auto", "npu", "cuda", "cpu"))
     parser.add_argument("--device-ids", default="", metavar="0,1", help="devices, one per tensor-parallel rank")
     parser.add_argument("--served-model-name", default="")
+    parser.add_argument("--engine", default="vllm", choices=ENGINES, help="what runs it (default: vllm)")
+    parser.add_argument("--sim-profile", default="", metavar="FILE", help="latencies and capacity with --engine sim")
     parser.add_argument("--print", action="store_true", help="print the command instead of running it")
     cluster = parser.add_argument_group("as a member of a cluster")
     cluster.add_argument("--join", metavar="http://HEAD:PORT", help="the head's proxy; --host is then this machine's")

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from deploy.engines import ENGINES
 from deploy.nearest import unknown
-from epd_serve.engine.kv.faults import Faults
 from epd_serve.engine.kv.grouping_file import PREFIX, open_grouping
 from epd_serve.errors import ConfigError
+from epd_serve.kv.faults import Faults
 
 CPU_PARALLEL_STARTS = 0
 """Stages that start at once on CPU; 0 = all. Imports dominate a start and share the page cache."""
@@ -38,6 +39,8 @@ class DeployConfig:
 
     model: str = _option("", "model directory or hub name (default: the built-in demo model)", positional=True)
     layout: str = _option("(E-P)-D", "stages and devices, for example (E-P)-D, E-PD, TP1 (see epd-serve layout)")
+    engine: str = _option("vllm", "what runs the stages: vLLM, or a simulation of it", choices=ENGINES)
+    sim_profile: str = _option("", "latencies and capacity of simulated stages (JSON, docs/simulation.md)")
     device: str = _option("auto", "device kind", choices=("auto", "npu", "cuda", "cpu"))
     host: str = _option("127.0.0.1", "address of the OpenAI endpoint")
     port: int = _option(8000, "port of the OpenAI endpoint")
@@ -84,7 +87,7 @@ class DeployConfig:
     kv_staging_mib: int = _option(64, "shared memory per KV link (sending worker and receiver)")
     startup_timeout_s: float = _option(900.0, "deadline for one stage to become ready")
     parallel_starts: int = _option(CPU_PARALLEL_STARTS, "stages that start at once on CPU (0 = all)")
-    kv_faults: str = _option("", "what goes wrong on purpose (epd_serve/engine/kv/faults.py)", hidden=True)
+    kv_faults: str = _option("", "what goes wrong on purpose (epd_serve/kv/faults.py)", hidden=True)
     trace_dir: str = _option("", "directory for per-stage phase stamps (JSON lines)")
     run_root: str = _option("", "directory for run directories (default: XDG_RUNTIME_DIR or /tmp)", hidden=True)
 

@@ -21,6 +21,7 @@ from deploy.alone import device_list
 from deploy.blueprint import draw
 from deploy.cluster_key import read_cluster_key
 from deploy.config import DeployConfig, check_segment
+from deploy.engines import command_of
 from deploy.environment import is_terminal, shm_root, stage_environment
 from deploy.join_client import HeadClient, check_head_url
 from deploy.join_member import Member
@@ -35,10 +36,10 @@ from deploy.shared_memory import RESERVE_MIB, free_mib
 from deploy.stage_life import Spawn
 from deploy.supervisor import Patience, StageSpec, Supervisor
 from epd_serve.cluster import MAX_DRAIN_S, NAME, JoinAnswer, stage_key
-from epd_serve.engine.argv import StageCommand, StagePlan, stage_command
 from epd_serve.engine.stage_guard import KEY_ENV
 from epd_serve.errors import ConfigError, EpdError, StageError
 from epd_serve.roles import Role
+from epd_serve.stage_plan import StageCommand, StagePlan
 
 
 def run_joined(
@@ -59,6 +60,8 @@ def run_joined(
     kv_faults: str,
     startup_timeout_s: float,
     passed: Sequence[str],
+    engine: str = "vllm",
+    sim_profile: str = "",
 ) -> int:
     """Serve as a member of the cluster at `join` until SIGINT or SIGTERM.
 
@@ -81,12 +84,15 @@ def run_joined(
         arena_mib=arena_mib,
         startup_timeout_s=startup_timeout_s,
         kv_faults=kv_faults,
+        engine=engine,
+        sim_profile=sim_profile,
     )
     blueprint = draw(config)
     if ids and blueprint.device != "cpu":  # virtual devices have no numbers of their own
         placed = replace(blueprint.plans[0], devices=ids)
         blueprint = replace(blueprint, plans=(placed,))
-    if Role(role) is not Role.EPD and (missing := what_is_missing(blueprint.device, master=False)):
+    crosses = Role(role) is not Role.EPD and engine != "sim"
+    if crosses and (missing := what_is_missing(blueprint.device, master=False)):
         raise ConfigError(f"features and KV cross hosts by Mooncake: {missing}", param="--join")
     plan = JoinPlan(
         blueprint,
@@ -119,7 +125,7 @@ def serve_joined(
     *,
     drain_s: float = 30.0,
     root: Path | None = None,
-    command_of: Callable[[StagePlan], StageCommand] = stage_command,
+    command_of: Callable[[StagePlan], StageCommand] = command_of,
     patience: Patience | None = None,
 ) -> int:
     """The part of `run_joined` after the flags. Tests put a stand-in for vLLM into `command_of`."""

@@ -17,9 +17,9 @@ from deploy.rundir import RunDir
 from deploy.stage_args import OURS, flag_of
 from epd_serve import __version__
 from epd_serve.cluster import JoinAnswer, JoinRequest
-from epd_serve.engine.argv import StagePlan
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
+from epd_serve.stage_plan import StagePlan
 from epd_serve.wiring import StageWiring
 
 _HEADS = ("--served-model-name", "--api-key")
@@ -100,6 +100,8 @@ class JoinPlan:
             wiring=self.wiring(answer, run, incarnation),
             extra_args=self.passed,
             guarded=True,
+            engine=blueprint.config.engine,
+            sim_profile=blueprint.sim_profile,
         )
 
     def wiring(self, answer: JoinAnswer, run: RunDir, incarnation: str) -> StageWiring:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.blueprint import Blueprint
+from deploy.engines import command_of
 from deploy.environment import is_terminal, shm_root, stage_environment
 from deploy.listeners import exposure_warnings
 from deploy.pool_master import mooncake_command
@@ -36,9 +37,9 @@ from deploy.stage_life import Spawn
 from deploy.stage_news import StageNews
 from deploy.supervisor import Patience, StageSpec, Supervisor
 from deploy.wiring_plan import STAGE_HOST, SharedMemory, WiringPlan
-from epd_serve.engine.argv import StageCommand, StagePlan, stage_command
 from epd_serve.errors import ConfigError, EpdError, StageError
 from epd_serve.placement import InstancePlan
+from epd_serve.stage_plan import StageCommand, StagePlan
 from store.mooncake_master import MasterSettings
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Launch:
     """
 
     blueprint: Blueprint
-    command_of: Callable[[StagePlan], StageCommand] = stage_command
+    command_of: Callable[[StagePlan], StageCommand] = command_of
     master_command_of: Callable[[MasterSettings], tuple[str, ...]] = mooncake_command
     patience: Patience = field(default_factory=Patience)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from deploy.blueprint import Blueprint
 from deploy.rundir import RunDir
-from epd_serve.engine.argv import StagePlan
 from epd_serve.instances import Instance
 from epd_serve.placement import InstancePlan
+from epd_serve.stage_plan import StagePlan
 from epd_serve.wiring import StageWiring, worker_endpoints
 
 STAGE_HOST = "127.0.0.1"
@@ -72,6 +72,8 @@ class WiringPlan:
             extra_args=blueprint.stage_args.of(plan),
             colocated=1 + len(plan.colocated_with),
             memory_share=plan.memory_share,
+            engine=blueprint.config.engine,
+            sim_profile=blueprint.sim_profile,
         )
 
     def wiring(self, plan: InstancePlan, incarnation: str) -> StageWiring:

@@ -60,7 +60,7 @@ class StageWiring:
         kv_packet_floor_bytes: packets smaller than this are not made where a larger one is possible.
         kv_publish: template of the addresses on which the workers announce `KvReport` (roles that send KV), else "".
             With `publish_by_connecting` a bus that is bound already.
-        kv_faults: what goes wrong on purpose (`epd_serve.engine.kv.faults`), for tests; "" in production.
+        kv_faults: what goes wrong on purpose (`epd_serve.kv.faults`), for tests; "" in production.
         traffic: the board on which this instance's fetches and pushes make room for each other (roles that send KV).
         kv_staging: path prefix of the shared-memory staging files this instance makes, one per link.
         kv_staging_bytes: size of each.

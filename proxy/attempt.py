@@ -59,6 +59,8 @@ class Attempt:
             StageError: a stage failed or hung, before or after the first byte (`sink.committed`). StageRefusal.
         """
         self._metrics.paths.labels(route.path.name).inc()
+        prefill_id = route.prefill.instance.id if route.prefill is not None else None
+        job.explanation.attempted(route.path.name, prefill_id, route.decode.instance.id)
         decoding = self._circuits.call(route.decode.instance)
         prefilling = self._circuits.call(route.prefill.instance) if route.prefill is not None else None
         try:
@@ -124,6 +126,7 @@ class Attempt:
                     raise KvNotDelivered(f"stage {instance.id} could not deliver its KV: {reason}", stage=instance.id)
             outcome = "ok"
             job.passed.prefilled()
+            job.explanation.stamp("prefilled")
         except DeadlineError as error:
             outcome = error.code or type(error).__name__
             raise StageTimeout(error.message, stage=instance.id) from error
@@ -163,6 +166,7 @@ class Attempt:
                     else:
                         answer = await self._stages.post(instance, request.endpoint, body, job.headers, timeout_s=None)
                         call.succeeded()
+                        job.explanation.stamp("answered")
                         keep = bool(request.body.get("return_token_ids"))
                         await sink.respond_json(200, public_answer(answer, keep_token_ids=keep))
                 except DeadlineError as error:
@@ -182,3 +186,4 @@ class Attempt:
         job.passed.prefilled()
         self._metrics.ttft_seconds.observe(asyncio.get_running_loop().time() - job.arrived)
         self._trace.stamp(job.id, "first_byte")
+        job.explanation.stamp("first_byte")

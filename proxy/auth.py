@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 
@@ -25,10 +26,29 @@ class AuthenticationError(RequestError):
     code = "invalid_api_key"
 
 
-def tenant_of(headers: Headers, settings: ProxySettings) -> str:
-    """The tenant of a request; `default` where nothing tells tenants apart.
+@dataclass(frozen=True)
+class Caller:
+    """Who asks.
 
-    With keys and a tenant header both, a tenant is a pair of the two: no client can name itself into another key's.
+    Attributes:
+        tenant: whose features and prefixes are shared with it; `default` where nothing tells tenants apart.
+        account: whom its requests count against: the key, or the tenant where there are no keys.
+    """
+
+    tenant: str
+    account: str
+
+
+def tenant_of(headers: Headers, settings: ProxySettings) -> str:
+    """The tenant of a request. Raises as `caller_of`."""
+    return caller_of(headers, settings).tenant
+
+
+def caller_of(headers: Headers, settings: ProxySettings) -> Caller:
+    """Who sent a request with these headers.
+
+    With keys and a tenant header both, a tenant is a pair of the two: no client can name itself into another key's,
+    and all tenants that it names count against its key.
 
     Raises:
         AuthenticationError: keys are configured and this is none of them.
@@ -36,9 +56,11 @@ def tenant_of(headers: Headers, settings: ProxySettings) -> str:
     """
     key = _key_of(headers.get("authorization"), settings.api_keys)
     name = _named(headers, settings.tenant_header)
+    account = _digest(key) if key else DEFAULT_TENANT
+    tenant = account
     if name:
-        return _digest(b"named/" + key + b"\0" + name.encode("utf-8", "surrogateescape"))
-    return _digest(key) if key else DEFAULT_TENANT
+        tenant = _digest(b"named/" + key + b"\0" + name.encode("utf-8", "surrogateescape"))
+    return Caller(tenant, account if key else tenant)
 
 
 def _key_of(authorization: str | None, api_keys: Sequence[str]) -> bytes:

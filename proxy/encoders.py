@@ -160,6 +160,7 @@ class Encoders:
                 self._stages.post(instance, Endpoint.CHAT, body, job.headers, timeout_s=self._timeouts.encode_s),
             )
             outcome = "ok"
+            job.explanation.encoded_by(instance.id)
             return answer
         except EpdError as error:
             outcome = error.code or type(error).__name__

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 from uuid import uuid4
 
 from starlette.datastructures import Headers
@@ -16,9 +19,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import DeadlineError, EpdError, PayloadTooLargeError
-from proxy.auth import tenant_of
+from proxy.auth import caller_of
 from proxy.client_deadline import DeadlineLapsed, deadline_s
 from proxy.errors import DrainingError, error_body, error_event, error_headers
+from proxy.explain import Explanation, is_asked_for
 from proxy.metrics import CANCELLED
 from proxy.pipeline import Pipeline
 from proxy.request import Endpoint
@@ -45,12 +49,15 @@ class Exchange(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         metrics = self._pipeline.metrics
-        sink = ClientSink(send, {"x-request-id": self._id})
+        headers = Headers(scope=scope)
+        wanted = self._pipeline.settings.explain and is_asked_for(headers)
+        explanation = Explanation(self._id, wanted=wanted)
+        sink = ClientSink(send, {"x-request-id": self._id}, explanation.headers)
         outcome = "500"
         self._pipeline.trace.stamp(self._id, "arrived")
         try:
             with metrics.in_flight.track_inprogress(), self._pipeline.drain.exchange():
-                outcome = await self._serve(scope, receive, sink)
+                outcome = await self._serve(headers, receive, sink, explanation)
         except DrainingError as error:
             metrics.refused.labels("draining").inc()
             outcome = await self._answer_error(error, sink)
@@ -61,26 +68,33 @@ class Exchange(Response):
             metrics.requests.labels(self._endpoint.value, outcome).inc()
             self._pipeline.trace.stamp(self._id, "done", outcome=outcome)
 
-    async def _serve(self, scope: Scope, receive: Receive, sink: ClientSink) -> str:
-        """Work until the end, until the client leaves, or until there is no more time. Returns how it ended, for the
-        metrics."""
-        loop = asyncio.get_running_loop()
-        begun = loop.time()
-        try:
-            headers = Headers(scope=scope)
-            tenant = tenant_of(headers, self._pipeline.settings)
-            limit = _limit(headers, self._pipeline.settings)
-            self._pipeline.check_admission()
-            raw = await self._read(headers, receive, limit)
-        except ClientLeft:
-            return CANCELLED
-        except EpdError as error:
-            return await self._answer_error(error, sink)
-        until = begun + limit.s
+    async def _serve(self, headers: Headers, receive: Receive, sink: ClientSink, explanation: Explanation) -> str:
+        """Read the body and work. Returns how it ended, for the metrics."""
+        begun = asyncio.get_running_loop().time()
+        with ExitStack() as held:
+            try:
+                caller = caller_of(headers, self._pipeline.settings)
+                limit = _limit(headers, self._pipeline.settings)
+                held.enter_context(self._pipeline.key_gate.admitted(caller.account))
+                self._pipeline.check_admission()
+                raw = await self._read(headers, receive, limit)
+            except ClientLeft:
+                return CANCELLED
+            except EpdError as error:
+                return await self._answer_error(error, sink)
+            explanation.stamp("received")
+            until = begun + limit.s
+            work = self._work(raw, caller.tenant, sink, explanation, until if limit.clients else None)
+            return await self._bounded(work, receive, sink, limit, until)
+
+    async def _bounded(
+        self, coroutine: Coroutine[Any, Any, str], receive: Receive, sink: ClientSink, limit: _Limit, until: float
+    ) -> str:
+        """Work until the end, until the client leaves, or until there is no more time."""
         async with asyncio.TaskGroup() as group:
-            work = group.create_task(self._work(raw, tenant, sink, until if limit.clients else None))
+            work = group.create_task(coroutine)
             watch = group.create_task(self._watch(receive, work, sink))
-            await asyncio.wait([work], timeout=max(0.0, until - loop.time()))
+            await asyncio.wait([work], timeout=max(0.0, until - asyncio.get_running_loop().time()))
             in_time = work.done()
             if not in_time:
                 await _end(work)
@@ -93,9 +107,11 @@ class Exchange(Response):
             self._pipeline.metrics.deadlines_lapsed.inc()
         return await self._answer_error(limit.error("the request"), sink)
 
-    async def _work(self, raw: bytes, tenant: str, sink: ClientSink, until: float | None) -> str:
+    async def _work(
+        self, raw: bytes, tenant: str, sink: ClientSink, explanation: Explanation, until: float | None
+    ) -> str:
         try:
-            await self._pipeline.run(self._id, self._endpoint, raw, tenant, sink, until=until)
+            await self._pipeline.run(self._id, self._endpoint, raw, tenant, sink, explanation, until=until)
         except EpdError as error:
             return await self._answer_error(error, sink)
         return str(sink.status)

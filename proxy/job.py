@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from proxy.directory import Metadata
+from proxy.explain import UNASKED, Explanation
 from proxy.gate import Pass
 from proxy.media import LoadedItem
 from proxy.request import ParsedRequest
@@ -38,6 +39,7 @@ class Job:
         features: what the encoders have made of the items; None where no encoder was to be asked.
         arrived: loop time in seconds when the request came in.
         passed: its place with the stages.
+        explanation: what the client may want to be told; steps stamp it.
     """
 
     id: str
@@ -47,6 +49,7 @@ class Job:
     arrived: float
     passed: Pass
     features: Features | None = None
+    explanation: Explanation = UNASKED
 
     @property
     def headers(self) -> dict[str, str]:

@@ -24,12 +24,14 @@ from proxy.directory import FeatureDirectory
 from proxy.drain import Drain
 from proxy.encode import EncodeStep
 from proxy.encoders import Encoders
+from proxy.explain import UNASKED, Explanation
 from proxy.fetch import Resolver, UrlFetcher, resolve
 from proxy.gate import Gate, Pass
 from proxy.generate import GenerateStep
 from proxy.hearsay import Hearsay
 from proxy.host_arena import HostArena
 from proxy.job import Job
+from proxy.key_limits import KeyGate
 from proxy.kv_metrics import KvMetrics
 from proxy.media import MediaLoader
 from proxy.metrics import Metrics
@@ -61,6 +63,7 @@ class Pipeline:
         self.table = table
         self.drain = Drain()
         self.metrics = Metrics()
+        self.key_gate = KeyGate(settings.key_limits)
         self.metrics.registry.register(StoreMetrics(table))
         self.metrics.registry.register(KvMetrics(table))
         self.trace = Trace(str(settings.trace_path or ""), PROXY)
@@ -126,6 +129,7 @@ class Pipeline:
         raw: bytes,
         tenant: str,
         sink: ClientSink,
+        explanation: Explanation = UNASKED,
         *,
         until: float | None = None,
     ) -> None:
@@ -144,11 +148,19 @@ class Pipeline:
             )
             async with gate as passed:
                 self._budget.deposit()
-                await self._run(request_id, request, tenant, sink, passed)
+                await self._run(request_id, request, tenant, sink, passed, explanation)
         finally:
             self._running -= 1
 
-    async def _run(self, request_id: str, request: ParsedRequest, tenant: str, sink: ClientSink, passed: Pass) -> None:
+    async def _run(
+        self,
+        request_id: str,
+        request: ParsedRequest,
+        tenant: str,
+        sink: ClientSink,
+        passed: Pass,
+        explanation: Explanation,
+    ) -> None:
         arrived = asyncio.get_running_loop().time()
         begun = time.perf_counter()
         feature_tenant = DEFAULT_TENANT if self.settings.shared_features else tenant
@@ -156,14 +168,17 @@ class Pipeline:
         if items:
             self.metrics.media_seconds.observe(time.perf_counter() - begun)
             self.trace.stamp(request_id, "media_loaded", keys=[item.key for item in items])
+            explanation.stamp("media")
         base = base_body(request, items, tenant if self.settings.tells_tenants_apart else None)
         self._prioritise(base, passed)
-        job = Job(request_id, request, base, items, arrived, passed)
+        job = Job(request_id, request, base, items, arrived, passed, explanation=explanation)
         tokens = prompt_tokens(request, items)
         if items and self._router.encodes_apart:
             await passed.to_encoders(tokens)
             job = await self._encode.run(job)
+            explanation.stamp("encoded")
         await passed.to_stages(tokens)
+        explanation.stamp("admitted")
         await self._generate.run(job, sink)
 
     def _prioritise(self, body: dict[str, Any], passed: Pass) -> None:

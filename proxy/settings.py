@@ -82,6 +82,28 @@ class MediaLimits:
 
 
 @dataclass(frozen=True)
+class KeyLimits:
+    """What one API key may do; where there are no keys, one tenant. 0 means no limit.
+
+    Attributes:
+        requests_in_flight: requests of one key that are held at once.
+        requests_per_minute: requests of one key that are begun within a minute, on average.
+    """
+
+    requests_in_flight: int = 0
+    requests_per_minute: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("requests_in_flight", "requests_per_minute"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative; 0 means no limit", param=name)
+
+    def shared_by(self, processes: int) -> KeyLimits:
+        """The limits of each of several proxy processes that serve the same clients: their share, rounded up."""
+        return KeyLimits(-(-self.requests_in_flight // processes), -(-self.requests_per_minute // processes))
+
+
+@dataclass(frozen=True)
 class ModelIdentity:
     """What a feature depends on besides its bytes: part of every key (design §4.1)."""
 
@@ -176,6 +198,8 @@ class ProxySettings:
         arena: the arena of this host where all stages of the layout use it, else None.
         max_known_features: how many features the proxy remembers.
         trace_path: JSON-lines file for phase stamps, or None.
+        key_limits: what one API key may do at once and per minute.
+        explain: answer `x-epd-explain: 1` with headers that name path, instances and moments.
         stage_key: bearer token that the stages want (stages of several hosts), or "".
     """
 
@@ -193,7 +217,7 @@ class ProxySettings:
     max_body_bytes: int = 96 << 20
     max_n: int = 64
     max_in_flight: int = 2048
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     tenant_header: str = ""
     shared_features: bool = False
     modalities: frozenset[str] | None = None
@@ -202,6 +226,8 @@ class ProxySettings:
     arena: Path | None = None
     max_known_features: int = 65_536
     trace_path: Path | None = None
+    key_limits: KeyLimits = field(default_factory=KeyLimits)
+    explain: bool = True
     stage_key: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:

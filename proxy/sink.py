@@ -6,18 +6,25 @@ The commit point (design §4.6) is `committed`: before it a failed attempt may b
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.types import Send
 
 
 class ClientSink:
-    """Exactly one response: `start`, `write`*, `finish`, or `respond` for all of it at once."""
+    """Exactly one response: `start`, `write`*, `finish`, or `respond` for all of it at once.
 
-    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+    Args:
+        headers: of every answer. late_headers: asked when the response begins.
+    """
+
+    def __init__(
+        self, send: Send, headers: Mapping[str, str], late_headers: Callable[[], Mapping[str, str]] = dict
+    ) -> None:
         self._send = send
         self._headers = headers
+        self._late_headers = late_headers
         self.committed = False
         self.finished = False
         self.status = 0
@@ -51,7 +58,6 @@ class ClientSink:
         assert not self.committed, "a second response to one request"
         self.committed = True
         self.status = status
-        raw = [
-            (name.encode("latin-1"), value.encode("latin-1")) for name, value in {**self._headers, **headers}.items()
-        ]
+        every = {**self._headers, **self._late_headers(), **headers}
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in every.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})

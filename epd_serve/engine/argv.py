@@ -8,59 +8,15 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-from epd_serve.roles import Role
-from epd_serve.wiring import StageWiring
+from epd_serve.stage_plan import StageCommand, StagePlan
 
 STAGE_ENV = "EPD_SERVE_STAGE"  # set in every process of a stage; our vLLM plugin is inert without it
 SHARED_CORES_ENV = "EPD_SERVE_SHARED_CORES"  # set where the cores a stage waits on are those another computes on
-LAUNCHER_ENV = "EPD_SERVE_LAUNCHER_PID"  # a stage whose launcher has this pid dies with it
 
 _VISIBLE_DEVICES = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 _SITE = Path(__file__).with_name("site")
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """One instance, decided: where it runs, what it serves, how it is wired.
-
-    Attributes:
-        device: `npu`, `cuda` or `cpu`.
-        device_ids: devices it occupies, len == tp.
-        cores: CPU cores its OpenMP workers are pinned to (device `cpu` only).
-        model: directory or hub name; served_model_name: the name clients use.
-        colocated: how many instances share the device, itself included.
-        memory_share: fraction of device memory, or None for the default share.
-        extra_args: vLLM flags of the operator, appended last.
-        guarded: other machines reach it, so its server wants a key (`stage_guard`); whoever spawns it puts the key
-            into its environment.
-    """
-
-    instance: str
-    role: Role
-    device: str
-    device_ids: tuple[int, ...]
-    cores: tuple[int, ...]
-    tp: int
-    model: str
-    served_model_name: str
-    port: int
-    host: str
-    wiring: StageWiring
-    extra_args: tuple[str, ...] = ()
-    colocated: int = 1
-    memory_share: float | None = None
-    guarded: bool = False
-
-
-@dataclass(frozen=True)
-class StageCommand:
-    """argv, and what to add to the environment (PYTHONPATH entries are to be prepended to an existing value)."""
-
-    argv: tuple[str, ...]
-    env: dict[str, str]
 
 
 def stage_command(plan: StagePlan) -> StageCommand:

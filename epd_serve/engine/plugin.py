@@ -11,7 +11,7 @@ import os
 
 from epd_serve.engine.argv import SHARED_CORES_ENV, STAGE_ENV
 from epd_serve.engine.compat import sleep_between_steps
-from epd_serve.engine.lifeline import die_with_parent
+from epd_serve.lifeline import die_with_parent
 
 
 def register() -> None:

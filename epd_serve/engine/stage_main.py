@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import runpy
 
-from epd_serve.engine.argv import LAUNCHER_ENV
-from epd_serve.engine.lifeline import die_with_parent
+from epd_serve.lifeline import die_with_parent
+from epd_serve.stage_plan import LAUNCHER_ENV
 
 
 def main() -> None:

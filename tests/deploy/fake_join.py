@@ -15,9 +15,10 @@ from deploy.config import DeployConfig
 from deploy.join import serve_joined
 from deploy.join_plan import JoinPlan
 from deploy.supervisor import Patience
-from epd_serve.engine.argv import StageCommand, StagePlan, stage_command
+from epd_serve.engine.argv import stage_command
 from epd_serve.errors import EpdError
 from epd_serve.roles import Role
+from epd_serve.stage_plan import StageCommand, StagePlan
 
 FAKE_STAGE = str(Path(__file__).with_name("fake_stage.py"))
 

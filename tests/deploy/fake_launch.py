@@ -18,8 +18,9 @@ from deploy.config import DeployConfig
 from deploy.launcher import Launch
 from deploy.pool_master import mooncake_command
 from deploy.supervisor import Patience
-from epd_serve.engine.argv import StageCommand, StagePlan, stage_command
+from epd_serve.engine.argv import stage_command
 from epd_serve.errors import EpdError
+from epd_serve.stage_plan import StageCommand, StagePlan
 from store.mooncake_master import MasterSettings
 
 FAKE_MASTER = str(Path(__file__).with_name("fake_master.py"))

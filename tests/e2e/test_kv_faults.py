@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from epd_serve.engine.kv.faults import POINTS, here_of
+from epd_serve.kv.faults import POINTS, here_of
 from tests.e2e.bodies import Body, about, chat, conversation, tokens
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, TEXT_ONLY
 from tests.e2e.serving import Serving, wait_until
@@ -39,7 +39,7 @@ PROMPTS += [about(PAIRWISE_DIFFERENT[index]) for index in (0, 1, 2, 4, 9)] + [co
 
 
 class Hold:
-    """Stops whoever reaches a point of `epd_serve.engine.kv.faults` for the `number`th time, until `release`."""
+    """Stops whoever reaches a point of `epd_serve.kv.faults` for the `number`th time, until `release`."""
 
     def __init__(self, point: str, number: int = 1) -> None:
         self._armed = HOLDS[point]

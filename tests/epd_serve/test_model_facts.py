@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from epd_serve.engine.argv import StagePlan, stage_command
+from epd_serve.engine.argv import stage_command
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
 from epd_serve.model_facts import CPU_LIMITS, ModelFacts, check_model_fits, modalities, read_model_facts
 from epd_serve.roles import Role
+from epd_serve.stage_plan import StagePlan
 from epd_serve.wiring import StageWiring
 
 QWEN3_VL = {

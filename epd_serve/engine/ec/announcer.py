@@ -16,7 +16,7 @@ from collections.abc import Callable
 import zmq
 
 from epd_serve import wire
-from epd_serve.engine.sockets import Socket, open_socket
+from epd_serve.sockets import Socket, open_socket
 from epd_serve.wiring import StageWiring
 from store.errors import StoreError
 

@@ -29,8 +29,8 @@ from epd_serve.engine.ec.producer import FeatureProducer
 from epd_serve.engine.ec.request_facts import item_keys, must_not_recompute, not_encoded
 from epd_serve.engine.ec.step import FeatureSlot, FeatureStep
 from epd_serve.engine.ec.store_access import open_reader, open_store
-from epd_serve.engine.wake import idle_bell
 from epd_serve.trace import Trace
+from epd_serve.wake import idle_bell
 from epd_serve.wiring import StageWiring
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from epd_serve.engine.ec.device_ledger import DevicePin, Failed, FetchLedger, Pi
 from epd_serve.engine.ec.device_probe import PairProbe, Path, Verdict
 from epd_serve.engine.ec.device_slab import SlabBook
 from epd_serve.engine.ec.device_tier import PROBE_BYTES, probe_key
-from epd_serve.engine.sockets import Socket, milliseconds, open_socket, readable
-from epd_serve.engine.wake import WakeLine
+from epd_serve.sockets import Socket, milliseconds, open_socket, readable
+from epd_serve.wake import WakeLine
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from epd_serve import wire
 from epd_serve.engine.ec.device_slab import DeviceSlab
 from epd_serve.engine.ec.device_tier import DeviceTier, object_name
 from epd_serve.engine.ec.device_trailer import TRAILER_BYTES, FeatureShape, Integrity
-from epd_serve.engine.sockets import Socket, milliseconds, open_socket
-from epd_serve.engine.wake import WakeLine
+from epd_serve.sockets import Socket, milliseconds, open_socket
+from epd_serve.wake import WakeLine
 from npu_ops.memory import DeviceMemory, DeviceMemoryError
 from store.errors import CorruptFeatureError, StoreError
 

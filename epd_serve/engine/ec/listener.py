@@ -25,10 +25,10 @@ from epd_serve.engine.ec.kept_features import KeptFeatures
 from epd_serve.engine.ec.lookups import RELOOK_S, Lookups
 from epd_serve.engine.ec.pins import Pin, Pins
 from epd_serve.engine.ec.subscription import Subscription
-from epd_serve.engine.sockets import milliseconds
 from epd_serve.engine.traffic import TrafficBoard
-from epd_serve.engine.wake import WakeLine, idle_bell
+from epd_serve.sockets import milliseconds
 from epd_serve.trace import Trace
+from epd_serve.wake import WakeLine, idle_bell
 from epd_serve.wiring import StageWiring
 from store.errors import CorruptFeatureError, StoreError
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import zmq
 
 from epd_serve import wire
-from epd_serve.engine.sockets import open_socket, readable
+from epd_serve.sockets import open_socket, readable
 
 logger = logging.getLogger(__name__)
 

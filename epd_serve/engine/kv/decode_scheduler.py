@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from epd_serve import wire
-from epd_serve.engine.kv.control import DecodeControl
-from epd_serve.engine.kv.faults import faults_of
-from epd_serve.engine.kv.params import ReceiveParams, prompt_hash, receive_params
 from epd_serve.engine.kv.receiver import Expected
+from epd_serve.kv.control import DecodeControl
 from epd_serve.kv.decode_desk import DecodeDesk
+from epd_serve.kv.faults import faults_of
+from epd_serve.kv.params import ReceiveParams, prompt_hash, receive_params
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 from epd_serve.wiring import StageWiring, worker_endpoint

@@ -22,7 +22,6 @@ from dataclasses import asdict
 from typing import Any
 
 from epd_serve import wire
-from epd_serve.engine.kv.faults import Faults
 from epd_serve.engine.kv.link_connection import Connection
 from epd_serve.engine.kv.link_cost import MeasuredCost
 from epd_serve.engine.kv.link_fates import Fates
@@ -31,6 +30,7 @@ from epd_serve.engine.kv.link_outbox import Outbox
 from epd_serve.engine.kv.link_peer import Peer
 from epd_serve.engine.kv.link_record import LinkRecord, Outcome
 from epd_serve.engine.kv.transport import LinkError, SendSide
+from epd_serve.kv.faults import Faults
 from epd_serve.kv.grouping import LinkCost
 from epd_serve.kv.plan import LayerPacket
 from epd_serve.kv.slices import packet_bytes

@@ -15,11 +15,11 @@ from typing import Any
 import zmq
 
 from epd_serve import wire
-from epd_serve.engine.kv.faults import Faults
 from epd_serve.engine.kv.regions import LinkPieces, ShapesDifferError, pieces_of
 from epd_serve.engine.kv.transport import AwaitMessage, LinkError, SendMessage, SendSide
-from epd_serve.engine.sockets import Socket, milliseconds, open_socket
-from epd_serve.engine.wake import WakeLine
+from epd_serve.kv.faults import Faults
+from epd_serve.sockets import Socket, milliseconds, open_socket
+from epd_serve.wake import WakeLine
 
 logger = logging.getLogger(__name__)
 

@@ -6,14 +6,14 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from epd_serve.engine.kv.control import PrefillControl
-from epd_serve.engine.kv.faults import faults_of
-from epd_serve.engine.kv.params import prompt_hash, send_params
 from epd_serve.engine.kv.sender import ChunkJob
-from epd_serve.engine.wake import idle_bell
+from epd_serve.kv.control import PrefillControl
+from epd_serve.kv.faults import faults_of
+from epd_serve.kv.params import prompt_hash, send_params
 from epd_serve.kv.prefill_desk import Admission, PrefillDesk
 from epd_serve.kv.sending import Sending
 from epd_serve.trace import Trace
+from epd_serve.wake import idle_bell
 from epd_serve.wire import TransferKey
 from epd_serve.wiring import StageWiring
 

@@ -20,13 +20,13 @@ from typing import Any
 import zmq
 
 from epd_serve import wire
-from epd_serve.engine.kv.faults import Faults
 from epd_serve.engine.kv.regions import ShapesDifferError, pieces_of
 from epd_serve.engine.kv.transport import LinkError, ReceiveSide
-from epd_serve.engine.sockets import milliseconds, open_socket
-from epd_serve.engine.wake import WakeLine
 from epd_serve.kv.arrivals import Arrivals, Worker
+from epd_serve.kv.faults import Faults
+from epd_serve.sockets import milliseconds, open_socket
 from epd_serve.trace import Trace
+from epd_serve.wake import WakeLine
 from epd_serve.wire import TransferKey
 from npu_ops.memory import DeviceMemory
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import zmq
 
 from epd_serve import wire
-from epd_serve.engine.sockets import Socket, open_socket
+from epd_serve.sockets import Socket, open_socket
 from epd_serve.wiring import StageWiring, worker_endpoint
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ import torch
 from epd_serve import wire
 from epd_serve.engine import compat
 from epd_serve.engine.kv.decode_scheduler import DecodeStep
-from epd_serve.engine.kv.faults import faults_of
 from epd_serve.engine.kv.grouping_file import open_grouping
 from epd_serve.engine.kv.link import Link
 from epd_serve.engine.kv.link_jobs import Outgoing
@@ -27,6 +26,7 @@ from epd_serve.engine.kv.shm_send import ShmSendSide
 from epd_serve.engine.kv.transport import ReceiveSide, SendSide
 from epd_serve.engine.kv.transports import MOONCAKE, OnDemand, offered
 from epd_serve.engine.traffic import TrafficBoard
+from epd_serve.kv.faults import faults_of
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring, worker_endpoint
 from npu_ops.memory import memory_here

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from epd_serve.engine.argv import STAGE_ENV, StageCommand, StagePlan, stage_command
+from epd_serve.engine.argv import STAGE_ENV, stage_command
 from epd_serve.roles import Role
+from epd_serve.stage_plan import StageCommand, StagePlan
 from epd_serve.wiring import StageWiring
 
 

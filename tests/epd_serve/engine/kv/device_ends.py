@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from epd_serve import wire
-from epd_serve.engine.kv.faults import Faults
 from epd_serve.engine.kv.link import Link
 from epd_serve.engine.kv.link_jobs import Outgoing
 from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
@@ -29,6 +28,7 @@ from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from epd_serve.engine.kv.shm_send import ShmSendSide
 from epd_serve.engine.kv.transport import AwaitMessage, SendSide
 from epd_serve.engine.kv.transports import OnDemand
+from epd_serve.kv.faults import Faults
 from epd_serve.kv.grouping import parse_grouping
 from npu_ops.fake import FakeDevice
 from npu_ops.fake_engine import FakeNetwork, FakeTransferEngine

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from epd_serve import wire
-from epd_serve.engine.kv.faults import Faults
 from epd_serve.engine.kv.link import Link
 from epd_serve.engine.kv.link_jobs import Outgoing, PacketJob
 from epd_serve.engine.kv.receiver import Expected, Receiver
@@ -21,6 +20,7 @@ from epd_serve.engine.kv.sender import ChunkJob, Sender
 from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from epd_serve.engine.kv.shm_send import ShmSendSide
 from epd_serve.engine.kv.transport import ReceiveSide, SendSide
+from epd_serve.kv.faults import Faults
 from epd_serve.kv.grouping import FixedGrouping, Grouping
 from epd_serve.kv.plan import LayerPacket, Run
 from epd_serve.trace import Trace

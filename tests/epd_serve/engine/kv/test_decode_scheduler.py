@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from epd_serve.engine.kv.control import PrefillControl
 from epd_serve.engine.kv.decode_scheduler import DecodeScheduler
-from epd_serve.engine.kv.faults import Faults
-from epd_serve.engine.kv.params import prompt_hash, transfer_key
+from epd_serve.kv.control import PrefillControl
+from epd_serve.kv.faults import Faults
 from epd_serve.kv.lifecycle import Decode
+from epd_serve.kv.params import prompt_hash, transfer_key
 from epd_serve.kv.prefill_desk import Admission, PrefillDesk
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring

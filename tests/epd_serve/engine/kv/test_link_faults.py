@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_serve.engine.kv.faults import Faults, here_of
+from epd_serve.kv.faults import Faults, here_of
 from tests.epd_serve.engine.kv.fakes import DecodeEnd, Ends, PrefillEnd, chunk, key_of, same, wait_for
 
 

@@ -15,11 +15,11 @@ import torch
 import zmq
 
 from epd_serve import wire
-from epd_serve.engine.kv.faults import Faults, here_of
 from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
 from epd_serve.engine.kv.receiver import Expected, Receiver
 from epd_serve.engine.kv.regions import layers_of, shape_of
 from epd_serve.engine.kv.shm_receive import ShmReceiveSide
+from epd_serve.kv.faults import Faults, here_of
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 from npu_ops.fake import FakeDevice

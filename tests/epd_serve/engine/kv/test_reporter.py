@@ -13,8 +13,8 @@ import zmq
 
 from epd_serve import wire
 from epd_serve.engine.kv.reporter import Reporter
-from epd_serve.engine.sockets import Socket, open_socket, readable
 from epd_serve.roles import Role
+from epd_serve.sockets import Socket, open_socket, readable
 from epd_serve.wiring import StageWiring
 
 PATIENCE_S = 10.0

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from epd_serve import wire
-from epd_serve.engine.kv.faults import Faults, faults_of, here_of
 from epd_serve.errors import ConfigError
+from epd_serve.kv.faults import Faults, faults_of, here_of
 from tests.epd_serve.engine.kv.fakes import key_of, wait_for
 
 CANCEL = wire.Cancel(key_of("a"))

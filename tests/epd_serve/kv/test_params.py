@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from epd_serve.engine.kv.params import prompt_hash, receive_params, send_params, transfer_key
+from epd_serve.kv.params import prompt_hash, receive_params, send_params, transfer_key
 from epd_serve.wire import TransferKey
 
 RID = "0123456789abcdef0123456789abcdef"

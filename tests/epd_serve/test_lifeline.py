@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pr
 
 CHILD = """
 import os, sys, time
-from epd_serve.engine.lifeline import die_with_parent
+from epd_serve.lifeline import die_with_parent
 die_with_parent(int(sys.argv[1]))
 print(os.getpid(), flush=True)
 time.sleep(60)

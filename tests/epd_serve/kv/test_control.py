@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from epd_serve.engine.kv.control import DecodeControl, PrefillControl
-from epd_serve.engine.kv.faults import Faults, here_of
+from epd_serve.kv.control import DecodeControl, PrefillControl
 from epd_serve.kv.decode_desk import DecodeDesk
+from epd_serve.kv.faults import Faults, here_of
 from epd_serve.kv.prefill_desk import Admission, PrefillDesk
 from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, key_of, ready, wait_for
 

@@ -1,4 +1,4 @@
-"""ZMQ sockets as this engine uses them: one context per process, seconds instead of milliseconds."""
+"""ZMQ sockets as stages use them: one context per process, seconds instead of milliseconds."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The control channel between D's and P's schedulers: one thread on each side around a pure desk.
 
 P binds a ROUTER, every D connects a DEALER to the P's its requests name. The threads also beat: P tells each D which
-transfers it still holds, D tells P which requests still wait for blocks and says again what must not be lost.
+transfers it still holds, D tells P which requests still wait for blocks and says again what must not be lost. `changed`
+is called, in that thread, when the desk may have changed.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 import zmq
 
 from epd_serve import wire
-from epd_serve.engine.kv.faults import Faults
-from epd_serve.engine.sockets import Socket, milliseconds, open_socket, readable
-from epd_serve.engine.wake import WakeLine, idle_bell
 from epd_serve.kv.decode_desk import DecodeDesk
+from epd_serve.kv.faults import Faults
 from epd_serve.kv.prefill_desk import PrefillDesk
+from epd_serve.sockets import Socket, milliseconds, open_socket, readable
+from epd_serve.wake import WakeLine, idle_bell
 from epd_serve.wire import TransferKey
 
 logger = logging.getLogger(__name__)
@@ -42,10 +44,11 @@ class _Desk(Protocol[Peer, Message]):
 class _Control(ABC, Generic[Peer, Message]):
     """A socket thread around a desk. `lock` guards the desk; call `flush` after putting something in its outbox."""
 
-    def __init__(self, name: str, desk: _Desk[Peer, Message], faults: Faults) -> None:
+    def __init__(self, name: str, desk: _Desk[Peer, Message], faults: Faults, changed: Callable[[], None]) -> None:
         self.lock = threading.Lock()
         self._desk = desk
         self._faults = faults
+        self._changed = changed
         self._late: list[tuple[float, int, Peer, Message]] = []  # heap: delayed by a fault
         self._number = itertools.count()
         self._wake = WakeLine()
@@ -83,6 +86,7 @@ class _Control(ABC, Generic[Peer, Message]):
             self._next_beat = time.monotonic() + _BEAT_S
             with self.lock:
                 self._desk.beat(time.monotonic())
+            self._changed()
         self._send()
 
     def _send(self) -> None:
@@ -111,8 +115,10 @@ class _Control(ABC, Generic[Peer, Message]):
 class PrefillControl(_Control[bytes, wire.ToDecodeScheduler]):
     """P's end. `stops` collects transfers whose sending must stop; the connector takes them with the lock held."""
 
-    def __init__(self, desk: PrefillDesk, endpoint: str, faults: Faults) -> None:
-        super().__init__("epd-kv-prefill-control", desk, faults)
+    def __init__(
+        self, desk: PrefillDesk, endpoint: str, faults: Faults, changed: Callable[[], None] = idle_bell.ring
+    ) -> None:
+        super().__init__("epd-kv-prefill-control", desk, faults, changed)
         self.desk = desk
         self.stops: list[TransferKey] = []
         self._router = open_socket(zmq.ROUTER)
@@ -132,7 +138,7 @@ class PrefillControl(_Control[bytes, wire.ToDecodeScheduler]):
         with self.lock:  # once: an offer that was withdrawn while this process was stopped is never seen standing
             for peer, message in heard:
                 self.stops += self.desk.on_message(peer, message, time.monotonic())
-        idle_bell.ring()
+        self._changed()
 
     def _deliver(self, peer: bytes, message: wire.ToDecodeScheduler) -> None:
         self._router.send_multipart([peer, wire.encode(message)])
@@ -144,8 +150,8 @@ class PrefillControl(_Control[bytes, wire.ToDecodeScheduler]):
 class DecodeControl(_Control[str, wire.ToPrefillScheduler]):
     """D's end: one DEALER per P, made when first needed."""
 
-    def __init__(self, desk: DecodeDesk, faults: Faults) -> None:
-        super().__init__("epd-kv-decode-control", desk, faults)
+    def __init__(self, desk: DecodeDesk, faults: Faults, changed: Callable[[], None] = idle_bell.ring) -> None:
+        super().__init__("epd-kv-decode-control", desk, faults, changed)
         self.desk = desk
         self._identity = uuid.uuid4().hex.encode()
         self._dealers: dict[str, Socket] = {}
@@ -162,6 +168,7 @@ class DecodeControl(_Control[str, wire.ToPrefillScheduler]):
                 failed = self.desk.on_message(message, time.monotonic())
             if failed and isinstance(message, wire.Refused):
                 logger.warning("prefill refused transfer %s: %s", message.key.transfer_id, message.reason)
+        self._changed()
 
     def _deliver(self, peer: str, message: wire.ToPrefillScheduler) -> None:
         if isinstance(message, wire.Ready):

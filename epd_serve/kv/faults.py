@@ -97,7 +97,7 @@ class Faults:
             else:
                 raise ValueError(clause)
         except ValueError as error:
-            raise ConfigError(f"{clause!r} is no fault (epd_serve/engine/kv/faults.py)", param="--kv-faults") from error
+            raise ConfigError(f"{clause!r} is no fault (epd_serve/kv/faults.py)", param="--kv-faults") from error
 
 
 def here_of(armed: Path) -> Path:

@@ -7,7 +7,7 @@ import threading
 
 import zmq
 
-from epd_serve.engine.sockets import open_socket, readable
+from epd_serve.sockets import open_socket, readable
 
 _IDLE_WAIT_S = 0.002
 _numbers = itertools.count()

@@ -1,0 +1,30 @@
+"""What can run a stage: vLLM, or a simulation of it. From a stage's plan to its command, and which profile is meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from epd_serve.engine.argv import stage_command
+from epd_serve.errors import ConfigError
+from epd_serve.sim.argv import sim_command
+from epd_serve.sim.profile import read_profile
+from epd_serve.stage_plan import StageCommand, StagePlan
+
+ENGINES = ("vllm", "sim")
+
+
+def command_of(plan: StagePlan) -> StageCommand:
+    """Lower a plan to the command that starts it, by its engine."""
+    return sim_command(plan) if plan.engine == "sim" else stage_command(plan)
+
+
+def checked_profile(engine: str, path: str) -> str:
+    """The profile file as stages in any working directory find it; "" without one.
+
+    Raises:
+        ConfigError: it cannot be read, or the stages are not simulated.
+    """
+    if path and engine != "sim":
+        raise ConfigError("--sim-profile is for simulated stages: add --engine sim", param="--sim-profile")
+    read_profile(path)
+    return str(Path(path).resolve()) if path else ""

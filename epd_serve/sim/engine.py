@@ -1,0 +1,115 @@
+"""The simulated engine: steps of the scheduler in the time that the profile says they take. Lives in one event loop.
+
+Idle it waits for work and uses no CPU. Steps are timed against a running clock, so that the resolution of the event
+loop's timers does not add up: short steps are made up for together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from epd_serve.sim.profile import Profile
+from epd_serve.sim.scheduler import Scheduler, Step
+from epd_serve.sim.sequence import Sequence
+
+_SHORTEST_SLEEP_S = 0.0005
+_LATE_S = 0.02  # being later than that is the machine's fault, and is not made up for
+_SMOOTH = 0.1  # weight of the last step in a mean
+
+
+@dataclass
+class Rates:
+    """Means over recent steps; 0 while unknown. As `wire.StageReport` has them."""
+
+    step_s: float = 0.0
+    prompt_tokens_per_s: float = 0.0
+    item_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+
+    def took(self, step: Step, seconds: float, decode_s: float) -> None:
+        """Count a step. `decode_s`: what its decodes alone would have taken."""
+        self.step_s = _mean(self.step_s, seconds)
+        if seconds > 0:
+            for name, amount in (("prompt_tokens_per_s", step.prompt_tokens), ("item_tokens_per_s", step.item_tokens)):
+                if amount:
+                    setattr(self, name, _mean(getattr(self, name), amount / seconds))
+            if step.decodes:
+                self.decode_tokens_per_s = _mean(self.decode_tokens_per_s, 1 / max(seconds, decode_s))
+
+
+def _mean(before: float, now: float) -> float:
+    return now if before == 0 else before + _SMOOTH * (now - before)
+
+
+class Engine:
+    """Runs sequences. `run` goes on until it is cancelled.
+
+    Attributes:
+        slowness: factor on all times, a fault on demand.
+        changed: called after every step and arrival, for those who report the load.
+    """
+
+    def __init__(self, profile: Profile, instance: str, *, priorities: bool = False) -> None:
+        self.profile = profile
+        self.scheduler = Scheduler(profile.capacity, priorities=priorities)
+        self.rates = Rates()
+        self.slowness = 1.0
+        self.steps = 0
+        self.changed: Callable[[], None] = lambda: None
+        self._factor = profile.factors(instance)
+        self._work = asyncio.Event()
+
+    def submit(self, sequence: Sequence, *, held: bool = False) -> None:
+        self.scheduler.add(sequence, held=held)
+        self._ring()
+
+    def release(self, sequence: Sequence) -> None:
+        """See `Scheduler.release`."""
+        self.scheduler.release(sequence)
+        self._ring()
+
+    def loaded(self, sequence: Sequence) -> None:
+        """See `Scheduler.loaded`."""
+        self.scheduler.loaded(sequence)
+        self._ring()
+
+    def remove(self, sequence: Sequence) -> None:
+        """See `Scheduler.remove`."""
+        self.scheduler.remove(sequence)
+        self._ring()
+
+    def free(self, sequence: Sequence) -> None:
+        """See `Scheduler.free`."""
+        self.scheduler.free(sequence)
+        self._ring()
+
+    async def run(self) -> None:
+        due = 0.0
+        while True:
+            step = self.scheduler.plan()
+            if not step:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            seconds = self._seconds(step)
+            now = time.monotonic()
+            due = max(due, now - _LATE_S) + seconds if due else now + seconds
+            await asyncio.sleep(due - now if due - now >= _SHORTEST_SLEEP_S else 0)
+            self.steps += 1
+            self.rates.took(step, seconds, self.profile.decode_s(len(step.decodes)))
+            self.scheduler.complete(step)
+            self.changed()
+
+    def _seconds(self, step: Step) -> float:
+        """The encoder runs first, then one batch of prompts and decodes."""
+        profile = self.profile
+        seconds = profile.encode.seconds(step.item_tokens) + profile.prefill.seconds(step.prompt_tokens)
+        seconds += profile.decode_s(len(step.decodes))
+        return seconds * self._factor() * self.slowness
+
+    def _ring(self) -> None:
+        self._work.set()
+        self.changed()

@@ -1,0 +1,148 @@
+"""The process of one simulated stage: flags, event loop, signals. Quick to start; imports neither torch nor vLLM."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from epd_serve.errors import ConfigError
+from epd_serve.lifeline import die_with_parent
+from epd_serve.roles import Role
+from epd_serve.sim.engine import Engine
+from epd_serve.sim.http import Connection
+from epd_serve.sim.profile import Profile, read_profile
+from epd_serve.sim.stage import Stage
+from epd_serve.stage_plan import LAUNCHER_ENV
+from epd_serve.wiring import StageWiring
+
+DRAIN_S = 5.0
+DRAIN_LOOK_S = 0.02
+BACKLOG = 2048
+KEY_ENV = "VLLM_API_KEY"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGINT or SIGTERM; requests in flight may then go on for `DRAIN_S`."""
+    arguments = _parser().parse_args(argv)
+    if launcher := os.environ.get(LAUNCHER_ENV):
+        die_with_parent(int(launcher))
+    try:
+        profile = _profile(arguments)
+        wiring = _wiring(arguments)
+        with _bind(arguments.host, arguments.port) as listening:
+            _run(_serve(arguments, wiring, profile, listening))
+    except ConfigError as error:
+        sys.stderr.write(f"epd-sim: error: {error}\n")
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m epd_serve.sim", description="a simulated stage (see docs/simulation.md)", allow_abbrev=False
+    )
+    parser.add_argument("--role", choices=[role.value for role in Role], help="default: of --wiring, or PD")
+    parser.add_argument("--instance", default="", help="name (default: role and 0)")
+    parser.add_argument("--wiring", default="", help="StageWiring as JSON, for a stage with peers")
+    parser.add_argument("--model", default="sim")
+    parser.add_argument("--served-model-name", default="")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8001)
+    parser.add_argument("--profile", default="", metavar="FILE", help="latencies and capacity (JSON)")
+    parser.add_argument("--guarded", action="store_true", help=f"want the bearer token of {KEY_ENV}")
+    capacity = parser.add_argument_group("as vLLM calls them; over the profile's")
+    capacity.add_argument("--max-num-seqs", dest="max_running", type=int)
+    capacity.add_argument("--max-num-batched-tokens", dest="step_tokens", type=int)
+    capacity.add_argument("--max-model-len", dest="max_model_len", type=int)
+    capacity.add_argument("--block-size", dest="block_tokens", type=int)
+    capacity.add_argument("--scheduling-policy", choices=("fcfs", "priority"), default="fcfs")
+    return parser
+
+
+def _profile(arguments: argparse.Namespace) -> Profile:
+    profile = read_profile(arguments.profile)
+    given = {
+        name: getattr(arguments, name)
+        for name in ("max_running", "step_tokens", "max_model_len", "block_tokens")
+        if getattr(arguments, name) is not None
+    }
+    for name, value in given.items():
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; it has to be at least 1", param=name)
+    return replace(profile, capacity=replace(profile.capacity, **given))
+
+
+def _wiring(arguments: argparse.Namespace) -> StageWiring:
+    if not arguments.wiring:
+        role = Role(arguments.role or Role.PD)
+        return StageWiring(instance=arguments.instance or f"{role}0", role=role, incarnation="alone")
+    try:
+        return StageWiring.from_json(json.loads(arguments.wiring))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"--wiring is not a stage's wiring: {error}", param="--wiring") from error
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--host {host} --port {port}: cannot listen there ({error})", param="--port") from error
+
+
+def _run(serving: object) -> None:
+    assert asyncio.iscoroutine(serving)
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(serving)
+    else:
+        uvloop.run(serving)
+
+
+async def _serve(
+    arguments: argparse.Namespace, wiring: StageWiring, profile: Profile, listening: socket.socket
+) -> None:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    engine = Engine(profile, wiring.instance, priorities=arguments.scheduling_policy == "priority")
+    key = os.environ.get(KEY_ENV, "") if arguments.guarded else ""
+    if arguments.guarded and not key:
+        raise ConfigError(f"--guarded needs {KEY_ENV} in the environment", param="--guarded")
+    model = arguments.served_model_name or arguments.model
+    stage = Stage(wiring, profile, engine, model=model, model_path=arguments.model, key=key)
+    connections: set[Connection] = set()
+    running = asyncio.create_task(engine.run(), name="engine")
+    server = await loop.create_server(lambda: Connection(stage.handle, connections), sock=listening)
+    sys.stderr.write(f"simulated {wiring.role} {wiring.instance} on {_address(listening)}\n")
+    try:
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait([stopped, running], return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+        server.close()
+        await _drained(connections)
+    finally:
+        running.cancel()
+        for connection in list(connections):
+            connection.abort()
+
+
+async def _drained(connections: set[Connection]) -> None:
+    """Wait for answers under way, `DRAIN_S` at most."""
+    for _ in range(round(DRAIN_S / DRAIN_LOOK_S)):
+        if not any(one.busy for one in connections):
+            return
+        await asyncio.sleep(DRAIN_LOOK_S)
+
+
+def _address(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://{host}:{port}"

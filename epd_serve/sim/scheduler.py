@@ -1,0 +1,203 @@
+"""What a simulated stage does in its next step: vLLM's scheduling in miniature. Pure: no clock, no sockets.
+
+A step is one batch. Running sequences decode a token each; prompts are computed in what is left of the step's tokens,
+cut where it ends (chunked prefill); waiting ones are admitted in order of (priority,) arrival while there is a place
+and KV for the whole prompt; items are encoded before their prompt, in the encoder's budget. A sequence for whose next
+token there is no block preempts the one that would have come last. Held sequences (no features, no KV from elsewhere
+yet) are passed over.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from dataclasses import dataclass, field
+
+from epd_serve.sim.profile import Capacity
+from epd_serve.sim.sequence import Sequence
+
+
+@dataclass
+class Step:
+    """One batch, to be handed back to `Scheduler.complete` when its time has passed.
+
+    Attributes:
+        decodes: sequences that get a token. prefills: tokens computed of each. encodes: item of each sequence.
+    """
+
+    decodes: list[Sequence] = field(default_factory=list)
+    prefills: list[tuple[Sequence, int]] = field(default_factory=list)
+    encodes: list[tuple[Sequence, int]] = field(default_factory=list)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(tokens for _, tokens in self.prefills)
+
+    @property
+    def item_tokens(self) -> int:
+        return sum(sequence.items[index] for sequence, index in self.encodes)
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.prefills or self.encodes)
+
+
+class Scheduler:
+    """One per stage; belongs to one thread.
+
+    Args:
+        priorities: whether `Sequence.priority` counts (vLLM's `--scheduling-policy priority`).
+    """
+
+    def __init__(self, capacity: Capacity, *, priorities: bool = False) -> None:
+        self.capacity = capacity
+        self.blocks = capacity.kv_tokens // capacity.block_tokens
+        self.free_blocks = self.blocks
+        self.preemptions = 0
+        self._priorities = priorities
+        self._numbers = itertools.count(1)
+        self.waiting: list[Sequence] = []  # in order
+        self.held: set[Sequence] = set()
+        self.running: dict[Sequence, None] = {}  # in order of admission
+
+    # --- arrivals and ends ----------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence, *, held: bool = False) -> None:
+        """A new sequence. `held`: it waits for `release`."""
+        sequence.number = next(self._numbers)
+        sequence.to_compute = sequence.prompt_tokens
+        sequence.encoding = list(range(len(sequence.items)))
+        if held:
+            self.held.add(sequence)
+        else:
+            self._queue(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """A held sequence may run. No matter if it has left meanwhile."""
+        if sequence in self.held:
+            self.held.discard(sequence)
+            self._queue(sequence)
+
+    def loaded(self, sequence: Sequence) -> None:
+        """Its KV has come: only the last prompt token is left to compute."""
+        if sequence in self.held:
+            sequence.computed = sequence.to_compute - 1
+            sequence.on_reserved = None
+            self.release(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Ends it early, wherever it is; its blocks are free unless it keeps them."""
+        self._drop(sequence)
+        if not sequence.keeps_kv:
+            self.free(sequence)
+
+    def free(self, sequence: Sequence) -> None:
+        """Give its blocks back. Any number of calls."""
+        self.free_blocks += sequence.blocks
+        sequence.blocks = 0
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Step:
+        """The next batch; an empty one when there is nothing to do. Calls `on_reserved` of those that got blocks."""
+        step = Step()
+        for sequence in list(self.running):
+            if sequence in self.running and not sequence.prompt_tokens_left and not sequence.encoding:
+                self._plan_decode(step, sequence)
+        room = self.capacity.step_tokens - len(step.decodes)
+        items = self.capacity.encoder_tokens
+        for sequence in self.running:
+            if sequence.prompt_tokens_left or sequence.encoding:
+                room, items = self._plan_prompt(step, sequence, room, items)
+        while room > 0 and self.waiting and len(self.running) < self.capacity.max_running:
+            sequence = self.waiting[0]
+            if not self._reserve(sequence, sequence.to_compute):
+                break
+            del self.waiting[0]
+            if sequence.on_reserved is not None:
+                self.held.add(sequence)
+                sequence.on_reserved()
+                continue
+            self.running[sequence] = None
+            room, items = self._plan_prompt(step, sequence, room, items)
+        return step
+
+    def complete(self, step: Step) -> None:
+        """Its time has passed: what it did, for all that are still here."""
+        for sequence, index in step.encodes:
+            if index in sequence.encoding:
+                sequence.encoding.remove(index)
+                sequence.on_encoded(index)
+        for sequence, tokens in step.prefills:
+            if sequence in self.running:
+                sequence.computed += tokens
+                if not sequence.prompt_tokens_left and not sequence.encoding:
+                    self._token(sequence)
+        for sequence in step.decodes:
+            if sequence in self.running:
+                sequence.computed += 1
+                self._token(sequence)
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _plan_decode(self, step: Step, sequence: Sequence) -> None:
+        if len(step.decodes) >= self.capacity.step_tokens:
+            return
+        while not self._reserve(sequence, sequence.computed + 1):
+            victim = max(self.running, key=self._order)
+            self._preempt(step, victim)
+            if victim is sequence:
+                return
+        step.decodes.append(sequence)
+
+    def _plan_prompt(self, step: Step, sequence: Sequence, room: int, items: int) -> tuple[int, int]:
+        """(tokens, item tokens) left in the step."""
+        for index in sequence.encoding:
+            size = sequence.items[index]
+            if size > items and (items < self.capacity.encoder_tokens or step.encodes):
+                return room, items
+            step.encodes.append((sequence, index))
+            items = max(0, items - size)
+        tokens = min(room, sequence.prompt_tokens_left)
+        if tokens or not sequence.prompt_tokens_left:
+            step.prefills.append((sequence, tokens))
+        return room - tokens, items
+
+    def _reserve(self, sequence: Sequence, tokens: int) -> bool:
+        more = -(-tokens // self.capacity.block_tokens) - sequence.blocks
+        if more > self.free_blocks:
+            return False
+        if more > 0:
+            self.free_blocks -= more
+            sequence.blocks += more
+        return True
+
+    def _preempt(self, step: Step, victim: Sequence) -> None:
+        """All its KV is dropped, to be computed again, here."""
+        self.preemptions += 1
+        del self.running[victim]
+        if victim in step.decodes:
+            step.decodes.remove(victim)
+        self.free(victim)
+        victim.to_compute = victim.prompt_tokens + victim.generated
+        victim.computed = 0
+        self._queue(victim)
+
+    def _token(self, sequence: Sequence) -> None:
+        sequence.generated += 1
+        last = sequence.generated >= sequence.limit
+        if last:
+            self.remove(sequence)
+        sequence.on_token(sequence.generated, last)
+
+    def _queue(self, sequence: Sequence) -> None:
+        bisect.insort(self.waiting, sequence, key=self._order)
+
+    def _order(self, sequence: Sequence) -> tuple[int, int]:
+        return (sequence.priority if self._priorities else 0, sequence.number)
+
+    def _drop(self, sequence: Sequence) -> None:
+        self.held.discard(sequence)
+        self.running.pop(sequence, None)
+        at = bisect.bisect_left(self.waiting, self._order(sequence), key=self._order)
+        if at < len(self.waiting) and self.waiting[at] is sequence:
+            del self.waiting[at]

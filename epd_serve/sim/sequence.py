@@ -1,0 +1,50 @@
+"""One prompt with its answer, as the simulated scheduler holds it. Data; transitions are the scheduler's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class Sequence:
+    """What a stage has to do for one child of a request.
+
+    Attributes:
+        prompt_tokens: of text and media items together; 0 at an encoder.
+        limit: tokens to generate; the answer ends with the last one.
+        items: tokens of each media item that has to be encoded here first.
+        priority: lower is sooner, where the stage looks at priorities.
+        on_token: called in order with the number of the token (from 1 on) and whether it is the last.
+        on_encoded: called once for the index of each of `items`.
+        on_reserved: set where the prompt's KV comes from elsewhere: called when blocks are reserved for it. It goes on
+            with `Scheduler.loaded`.
+        keeps_kv: its blocks stay taken after its end, until `Scheduler.free`.
+        number: of its arrival.
+        blocks: of the KV cache that it holds. computed: tokens that have KV. generated: tokens of the answer.
+        to_compute: tokens whose KV it needs before the next token; grows when it is preempted.
+        encoding: indices of `items` that are not encoded yet.
+    """
+
+    prompt_tokens: int
+    limit: int
+    on_token: Callable[[int, bool], None]
+    items: tuple[int, ...] = ()
+    priority: int = 0
+    on_encoded: Callable[[int], None] = lambda index: None
+    on_reserved: Callable[[], None] | None = None
+    keeps_kv: bool = False
+    number: int = 0
+    blocks: int = 0
+    computed: int = 0
+    generated: int = 0
+    to_compute: int = 0
+    encoding: list[int] = field(default_factory=list)
+
+    @property
+    def item_tokens_left(self) -> int:
+        return sum(self.items[index] for index in self.encoding)
+
+    @property
+    def prompt_tokens_left(self) -> int:
+        return max(0, self.to_compute - self.computed)

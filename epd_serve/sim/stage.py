@@ -1,0 +1,135 @@
+"""One simulated stage: what comes in by HTTP becomes sequences of the engine, what the engine makes becomes answers."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from epd_serve import __version__
+from epd_serve.sim.answers import Answer
+from epd_serve.sim.ask import Ask, ask_of
+from epd_serve.sim.engine import Engine
+from epd_serve.sim.http import Exchange
+from epd_serve.sim.metrics import metrics_text
+from epd_serve.sim.profile import Profile
+from epd_serve.sim.prompts import CHAT, COMPLETIONS, prompts_of
+from epd_serve.sim.sequence import Sequence
+from epd_serve.sim.tokens import text_of
+from epd_serve.wiring import StageWiring
+
+
+class Stage:
+    """Handles exchanges; `handle` is what the HTTP server calls.
+
+    Args:
+        key: bearer token that every path but /health wants; "" for none.
+    """
+
+    def __init__(
+        self, wiring: StageWiring, profile: Profile, engine: Engine, *, model: str, model_path: str, key: str = ""
+    ) -> None:
+        self.wiring = wiring
+        self.engine = engine
+        self._profile = profile
+        self._model = model
+        self._model_path = model_path
+        self._expected = f"Bearer {key}".encode() if key else b""
+        self._created = int(time.time())
+        self._posts: dict[str, Callable[[Exchange, dict[str, Any]], None]] = {
+            CHAT: self._generate,
+            COMPLETIONS: self._generate,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+        }
+        self._gets: dict[str, Callable[[Exchange], None]] = {
+            "/health": lambda exchange: exchange.respond(200),
+            "/ping": lambda exchange: exchange.respond(200),
+            "/version": lambda exchange: exchange.respond_json({"version": f"epd-sim {__version__}"}),
+            "/v1/models": self._models,
+            "/metrics": self._metrics,
+        }
+        self._requests = itertools.count(1)
+        self.served = 0
+
+    def handle(self, exchange: Exchange) -> None:
+        """Answer, now or later. Never raises."""
+        path, method = exchange.path, exchange.method
+        if self._expected and path != "/health" and exchange.headers.get(b"authorization") != self._expected:
+            exchange.refuse(401, "This stage answers its proxy only.", kind="authentication_error")
+        elif path in self._gets and method in ("GET", "HEAD"):
+            self._gets[path](exchange)
+        elif path in self._posts and method == "POST":
+            self._post(exchange)
+        elif path in self._gets or path in self._posts:
+            exchange.respond_json({"detail": "Method Not Allowed"}, 405)
+        else:
+            exchange.respond_json({"detail": "Not Found"}, 404)
+
+    def _post(self, exchange: Exchange) -> None:
+        try:
+            body = msgspec.json.decode(exchange.body)
+            if not isinstance(body, dict):
+                raise ValueError("the body has to be an object")
+            if (model := body.get("model")) not in (None, self._model):
+                exchange.refuse(404, f"The model `{model}` does not exist.", param="model")
+                return
+            self._posts[exchange.path](exchange, body)
+        except ValueError as error:  # msgspec's are ValueErrors
+            exchange.refuse(400, str(error))
+
+    # --- generation -----------------------------------------------------------------------------------------------
+
+    def _generate(self, exchange: Exchange, body: dict[str, Any]) -> None:
+        given = exchange.headers.get(b"x-request-id", b"").decode("latin-1")
+        ask = ask_of(exchange.path, body, given or uuid.uuid4().hex, self._model, self._profile)
+        self.served += 1
+        answer = Answer(ask, exchange)
+        sequences = [self._sequence(ask, answer, index) for index in range(len(answer.choices))]
+        exchange.on_gone = lambda: self._abort(sequences)
+        for sequence in sequences:
+            self.engine.submit(sequence)
+
+    def _sequence(self, ask: Ask, answer: Answer, index: int) -> Sequence:
+        prompt = ask.prompts[index // ask.n]
+        return Sequence(
+            prompt_tokens=prompt.tokens,
+            limit=answer.choices[index].tokens,
+            priority=ask.priority,
+            on_token=lambda number, last: answer.token(index, number, last),
+            items=tuple(item.tokens for item in prompt.items),
+        )
+
+    def _abort(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            self.engine.remove(sequence)
+
+    # --- the rest of vLLM's server ----------------------------------------------------------------------------------
+
+    def _models(self, exchange: Exchange) -> None:
+        card = {"id": self._model, "object": "model", "created": self._created, "owned_by": "vllm"}
+        card |= {"root": self._model_path, "parent": None, "max_model_len": self._profile.capacity.max_model_len}
+        exchange.respond_json({"object": "list", "data": [{**card, "permission": []}]})
+
+    def _metrics(self, exchange: Exchange) -> None:
+        text = metrics_text(self.engine, self._model, served=self.served)
+        exchange.respond(200, text.encode(), b"text/plain; version=0.0.4; charset=utf-8")
+
+    def _tokenize(self, exchange: Exchange, body: dict[str, Any]) -> None:
+        (prompt, *more) = prompts_of("", body, self._profile.item_tokens)
+        if more:
+            raise ValueError("prompt has to be one text")
+        ids = prompt.ids
+        strs = [text_of([one]) for one in ids] if body.get("return_token_strs") else None
+        limit = self._profile.capacity.max_model_len
+        exchange.respond_json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strs})
+
+    def _detokenize(self, exchange: Exchange, body: dict[str, Any]) -> None:
+        ids = body.get("tokens")
+        if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+            raise ValueError("tokens has to be a list of token ids")
+        exchange.respond_json({"prompt": text_of(ids)})

@@ -1,0 +1,55 @@
+"""What one stage process is to be, decided, and the command that starts it. Data, for every engine there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from epd_serve.roles import Role
+from epd_serve.wiring import StageWiring
+
+LAUNCHER_ENV = "EPD_SERVE_LAUNCHER_PID"  # a stage whose launcher has this pid dies with it
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One instance, decided: where it runs, what it serves, how it is wired.
+
+    Attributes:
+        device: `npu`, `cuda` or `cpu`.
+        device_ids: devices it occupies, len == tp.
+        cores: CPU cores its OpenMP workers are pinned to (device `cpu` only).
+        model: directory or hub name; served_model_name: the name clients use.
+        colocated: how many instances share the device, itself included.
+        memory_share: fraction of device memory, or None for the default share.
+        extra_args: vLLM flags of the operator, appended last.
+        guarded: other machines reach it, so its server wants a key (`stage_guard`); whoever spawns it puts the key
+            into its environment.
+        engine: what the process is: `vllm`, or `sim` for a simulated stage (`epd_serve.sim`).
+        sim_profile: its profile file, "" for one that takes no time.
+    """
+
+    instance: str
+    role: Role
+    device: str
+    device_ids: tuple[int, ...]
+    cores: tuple[int, ...]
+    tp: int
+    model: str
+    served_model_name: str
+    port: int
+    host: str
+    wiring: StageWiring
+    extra_args: tuple[str, ...] = ()
+    colocated: int = 1
+    memory_share: float | None = None
+    guarded: bool = False
+    engine: str = "vllm"
+    sim_profile: str = ""
+
+
+@dataclass(frozen=True)
+class StageCommand:
+    """argv, and what to add to the environment (PYTHONPATH entries are to be prepended to an existing value)."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str]

@@ -1,0 +1,81 @@
+"""What became of one request, told to a client that asks with `x-epd-explain: 1`: path, instances, moments.
+
+Owns the `x-epd-*` response headers. They leave with the first byte, so what happens later is in the trace only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from starlette.datastructures import Headers
+
+ASK = "x-epd-explain"
+MAX_STAMPS = 64
+"""Of one request; what is retried for minutes must not make a header that clients refuse."""
+MAX_VALUE_CHARS = 2000
+
+
+def is_asked_for(headers: Headers) -> bool:
+    """Whether the client wants to be told. Anything but `1`, `true`, `yes` means no."""
+    return headers.get(ASK, "").strip().lower() in ("1", "true", "yes")
+
+
+class Explanation:
+    """Collects while a request runs; does nothing at all where nobody asked.
+
+    Args:
+        request_id: the id that the stages know the request by.
+        wanted: the client asked. clock: seconds.
+    """
+
+    def __init__(self, request_id: str, *, wanted: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._wanted = wanted
+        self._clock = clock
+        self._begun = clock()
+        self._stamps: list[str] = []
+        self._said = {"request-id": request_id}
+        self._attempts = 0
+        self._encoders: dict[str, None] = {}
+
+    def stamp(self, name: str) -> None:
+        """`name` has happened now. A name may come again when a step is repeated."""
+        if self._wanted and len(self._stamps) < MAX_STAMPS:
+            self._stamps.append(f"{name}={1000 * (self._clock() - self._begun):.1f}")
+
+    def say(self, name: str, value: object) -> None:
+        """A fact for the header `x-epd-<name>`; the last one counts. Lower-case words joined by `-`."""
+        if self._wanted:
+            self._said[name] = str(value)
+
+    def encoded_by(self, instance: str) -> None:
+        """`instance` has encoded an item of the request."""
+        if self._wanted:
+            self._encoders[instance] = None
+
+    def attempted(self, path: str, prefill: str | None, decode: str) -> None:
+        """An attempt begins on these instances."""
+        if not self._wanted:
+            return
+        self._attempts += 1
+        self.say("attempts", self._attempts)
+        self.say("path", path)
+        stages = (("encode", "+".join(self._encoders)), ("prefill", prefill), ("decode", decode))
+        self.say("instances", ", ".join(f"{stage}={instance}" for stage, instance in stages if instance))
+        self.stamp("dispatched")
+
+    def headers(self) -> dict[str, str]:
+        """The response headers so far; none where nobody asked. `x-epd-timing-ms` counts from the arrival."""
+        if not self._wanted:
+            return {}
+        told = {f"x-epd-{name}": _printable(value) for name, value in self._said.items()}
+        return {**told, "x-epd-timing-ms": ", ".join(self._stamps)}
+
+
+UNASKED = Explanation("", wanted=False)
+"""For a job that nobody wants explained; it keeps nothing, so all share it."""
+
+
+def _printable(value: str) -> str:
+    """Header-safe: names of instances come from other hosts too."""
+    return "".join(char if " " <= char <= "~" else "?" for char in value[:MAX_VALUE_CHARS])
