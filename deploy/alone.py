@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import shlex
-import signal
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from deploy.ending import Ending
 from deploy.health import health_status
 from deploy.nearest import unknown
 from epd_serve.errors import ConfigError
@@ -216,12 +216,16 @@ def is_http_address(url: str) -> bool:
     return address.scheme == "http" and bool(address.hostname) and port != 0 and plain
 
 
-def run_proxy(*, stages: str, host: str, port: int, proxy: Sequence[str], api_keys: Sequence[str]) -> int:
-    """Serve the proxy alone until SIGINT or SIGTERM; each stage's /health is asked every second."""
+def run_proxy(
+    *, stages: str, host: str, port: int, proxy: Sequence[str], api_keys: Sequence[str], drain_s: float
+) -> int:
+    """Serve the proxy alone until a signal (`deploy/ending.py`); each stage's /health is asked every second."""
+    from deploy.config import check_drain
     from deploy.proxy_settings import apply_overrides, proxy_overrides
     from proxy.server import bind
     from proxy.settings import ModelIdentity, ProxySettings
 
+    check_drain(drain_s)
     file = read_stages_file(stages)
     settings = ProxySettings(
         served_models=(file.model,),
@@ -231,28 +235,33 @@ def run_proxy(*, stages: str, host: str, port: int, proxy: Sequence[str], api_ke
     )
     settings = apply_overrides(settings, proxy_overrides(proxy))
     with bind(host, port) as listening:
-        asyncio.run(_serve_proxy(file, settings, host, port, listening))
+        asyncio.run(_serve_proxy(file, settings, host, port, listening, drain_s))
     return 0
 
 
-async def _serve_proxy(file: StagesFile, settings: Any, host: str, port: int, listening: Any) -> None:
+async def _serve_proxy(file: StagesFile, settings: Any, host: str, port: int, listening: Any, drain_s: float) -> None:
     from proxy.app import create_app
     from proxy.server import serve
     from proxy.table import InstanceTable
 
     table = InstanceTable()
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    app = create_app(settings, table)
+    ending = Ending(drain_s, _say)
+    ending.serves(app.state.pipeline.drain)
+    ending.listen()
     for one in file.instances:
         table.apply(one, up=False)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(_watch(one, table)) for one in file.instances]
-        tasks.append(group.create_task(serve(create_app(settings, table), host, port, sockets=[listening])))
-        os.write(2, f"proxy on http://{host}:{port} in front of {len(file.instances)} stages\n".encode())
-        await stop.wait()
+        tasks.append(group.create_task(serve(app, host, port, sockets=[listening])))
+        _say(f"proxy on http://{host}:{port} in front of {len(file.instances)} stages")
+        await ending.wait()
         for task in tasks:
             task.cancel()
+
+
+def _say(line: str) -> None:
+    os.write(2, f"{line}\n".encode())
 
 
 async def _watch(one: Instance, table: Any) -> None:

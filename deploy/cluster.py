@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shlex
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from deploy.blueprint import Blueprint, draw
 from deploy.cluster_bus import EventBus
 from deploy.cluster_key import read_cluster_key
 from deploy.config import DeployConfig, host_and_port
+from deploy.ending import Ending
 from deploy.environment import is_terminal
 from deploy.join_plan import address_of, processing_text
 from deploy.mm_store import what_is_missing
@@ -117,7 +117,7 @@ def run_head(
     passed: Sequence[str],
     **options: Any,
 ) -> int:
-    """Serve until SIGINT or SIGTERM. `options`: further fields of `DeployConfig`.
+    """Serve until a signal (`deploy/ending.py`). `options`: further fields of `DeployConfig`.
 
     Raises:
         ConfigError: what is wrong with the flags, or a port in use. StageError: mooncake_master does not start.
@@ -202,12 +202,12 @@ async def _serve(head: Head, settings: ProxySettings, run: RunDir, listening: so
         multimodal=facts.multimodal if facts else True,
         version=__version__,
     )
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    ending = Ending(config.drain_s, screen.line)
+    ending.listen()
     table = InstanceTable()
     members = Membership(table, identity, head.settings)
     app = create_app(settings, table)
+    ending.serves(app.state.pipeline.drain)
     add_cluster_routes(app, members, head.key)
     async with head.second_tier(run).running(screen.line):
         async with asyncio.TaskGroup() as group:
@@ -217,7 +217,7 @@ async def _serve(head: Head, settings: ProxySettings, run: RunDir, listening: so
                 f"head of a cluster on http://{config.host}:{config.port}; stages join it at "
                 f"http://{head.address}:{config.port}"
             )
-            await stop.wait()
+            await ending.wait()
             for task in tasks:
                 task.cancel()
 
