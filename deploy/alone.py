@@ -140,7 +140,8 @@ class StagesFile:
     """What `epd-serve proxy --stages` reads: `model`, optional `revision` and `dtype`, and `stages`.
 
     Each stage is a mapping of `Instance`: id, role, url; incarnation and addresses as in the stage's wiring. Without
-    `kv_news` the proxy knows nothing of KV links and waits for none.
+    `kv_news` the proxy knows nothing of KV links and waits for none, without `load_news` it goes by what it has in
+    flight.
     """
 
     model: str
@@ -189,6 +190,9 @@ def _instance(path: str, entry: Any) -> Instance:
         addresses = entry.get(name, [])
         if not isinstance(addresses, list) or not all(isinstance(one, str) for one in addresses):
             raise ConfigError(f"stages file {path}: {name} {addresses!r} is not a list of addresses", param="--stages")
+    for name in ("kv_endpoint", "events", "load_news"):
+        if not isinstance(entry.get(name, ""), str):
+            raise ConfigError(f"stages file {path}: {name} {entry[name]!r} is not an address", param="--stages")
     devices = entry.get("devices", [])
     if not isinstance(devices, list) or not all(isinstance(one, int) for one in devices):
         raise ConfigError(f"stages file {path}: devices {devices!r} is not a list of numbers", param="--stages")
@@ -202,6 +206,7 @@ def _instance(path: str, entry: Any) -> Instance:
         devices=tuple(devices),
         kv_news=tuple(entry.get("kv_news", ())),
         kv_workers=tuple(entry.get("kv_workers", ())),
+        load_news=entry.get("load_news"),
     )
 
 

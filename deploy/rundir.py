@@ -3,7 +3,8 @@
     <run root>/<launch id>/launcher.json    pid, start ticks and pid namespace of the launcher
                            groups.jsonl     one line per process group that was ever started: stages, Mooncake's master
                            pool.json        addresses of the MM Store's second tier, where there is one
-                           <instance>.log, and its sockets (.events, .kv, .kvw<rank>, .kvnews<rank>, .features<rank>)
+                           <instance>.log, and its sockets (.events, .load, .kv, .kvw<rank>, .kvnews<rank>,
+                           .features<rank>)
                            <instance>.traffic, see epd_serve/engine/traffic.py
     /dev/shm/epd-<launch id>-*              arena and staging files
 
@@ -88,7 +89,7 @@ class RunDir:
 
     def clear_instance(self, instance: str) -> None:
         """Remove what a dead life of an instance left: sockets, traffic board, staging memory. Logs stay."""
-        for pattern in ("events", "features*", "kv*", "traffic"):
+        for pattern in ("events", "features*", "kv*", "load", "traffic"):
             for path in self.path.glob(f"{instance}.{pattern}"):
                 path.unlink(missing_ok=True)
         for path in self.shm.glob(f"epd-{self.launch_id}-kv-{instance}-*"):

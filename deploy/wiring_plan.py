@@ -52,6 +52,7 @@ class WiringPlan:
             devices=plan.devices,
             kv_news=worker_endpoints(self._kv_news(plan), plan.tp),
             kv_workers=worker_endpoints(self._kv_workers(plan), plan.tp),
+            load_news=self._load_news(plan),
         )
 
     def stage(self, plan: InstancePlan, incarnation: str) -> StagePlan:
@@ -89,6 +90,7 @@ class WiringPlan:
             arena_id=self.run.launch_id if featured else "",
             events=self._hears(plan) if featured else {},
             publish=self._announces(plan),
+            load_publish=self._load_news(plan),
             mooncake_master=self.mooncake_master if featured else "",
             mooncake_segment_bytes=config.mooncake_segment_mib << 20 if pooled and role.sends_features else 0,
             feature_path=self.blueprint.feature_path if featured else "host",
@@ -128,6 +130,9 @@ class WiringPlan:
     def _announces(self, plan: InstancePlan) -> str:
         concerned = self.blueprint.features_travel and (plan.role.sends_features or plan.role.takes_features)
         return self.run.ipc(f"{plan.id}.events") if concerned else ""
+
+    def _load_news(self, plan: InstancePlan) -> str:
+        return self.run.ipc(f"{plan.id}.load")
 
     def _takers(self) -> list[InstancePlan]:
         return [plan for plan in self.blueprint.plans if plan.role.takes_kv]

@@ -22,6 +22,7 @@ class Instance:
         devices: device ids it occupies, in order; co-located instances name the same one.
         kv_news: ZMQ addresses on which its workers report their KV links, by rank (only roles that send KV). Workers on
             a bus have one address several times.
+        load_news: ZMQ address on which its scheduler reports how busy it is, else None.
         kv_workers: ZMQ addresses on which its workers take KV, by rank (only roles that take KV).
     """
 
@@ -34,3 +35,4 @@ class Instance:
     devices: tuple[int, ...] = ()
     kv_news: tuple[str, ...] = ()
     kv_workers: tuple[str, ...] = ()
+    load_news: str | None = None

@@ -1,7 +1,8 @@
 """How one stage is wired to the rest of its launch: the JSON that travels in vLLM's connector extra config.
 
 The launcher builds a `StageWiring` per instance and passes it, under the key `epd`, in
-`ec_connector_extra_config` and `kv_connector_extra_config`; the connectors parse it back. One definition, both ends.
+`ec_connector_extra_config` and `kv_connector_extra_config`; the connectors parse it back. The scheduler, which every
+role has, gets it by the environment (`epd_serve/engine/argv.py`). One definition, both ends.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class StageWiring:
         events: ZMQ addresses to subscribe to for announcements, by instance id (or one bus for all): of encoders where
             features are taken; of those who take them where they are sent on the device path.
         publish: ZMQ address on which this instance announces, or "" where it has nothing to do with features.
-        publish_by_connecting: `publish` is a bus that is bound already, not an address of ours to bind.
+        load_publish: ZMQ address on which its scheduler announces `StageReport`, or "" to keep its load to itself.
+        publish_by_connecting: `publish`, `load_publish` and `kv_publish` are a bus that is bound already, not addresses
+            of ours to bind.
         mooncake_master: `host:port` of the second tier's master, or "" for the arena alone.
         mooncake_segment_bytes: memory this instance gives to the second tier (encoders).
         feature_path: `host` (through the arena) or `device` (second tier straight into device memory of the workers).
@@ -59,7 +62,6 @@ class StageWiring:
         kv_grouping: how layers are grouped into packets (`epd_serve.engine.kv.grouping_file.open_grouping`).
         kv_packet_floor_bytes: packets smaller than this are not made where a larger one is possible.
         kv_publish: template of the addresses on which the workers announce `KvReport` (roles that send KV), else "".
-            With `publish_by_connecting` a bus that is bound already.
         kv_faults: what goes wrong on purpose (`epd_serve.kv.faults`), for tests; "" in production.
         traffic: the board on which this instance's fetches and pushes make room for each other (roles that send KV).
         kv_staging: path prefix of the shared-memory staging files this instance makes, one per link.
@@ -79,6 +81,7 @@ class StageWiring:
     events: dict[str, str] = field(default_factory=dict)
     publish: str = ""
     publish_by_connecting: bool = False
+    load_publish: str = ""
     mooncake_master: str = ""
     mooncake_segment_bytes: int = 0
     feature_path: str = "host"

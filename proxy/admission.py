@@ -2,7 +2,7 @@
 
     admit -> LOADING --stand(encode)--> TO_ENCODE --grant--> ENCODING --stand--> TO_SERVE --grant--> SERVED
                 \\------------------------stand-----------------------------------^
-    from every place: leave -> GONE, exactly once
+    ENCODING --give back--> LOADING                from every place: leave -> GONE, exactly once
 
 Text and media share the instances that prefill and decode, and only those, so only there the two compete. Each ticket
 has a time at which it is *due*: its arrival, later for media (`media_yields_s`) and by what the client asks
@@ -202,6 +202,14 @@ class AdmissionQueue:
             granted.append(ticket)
         self._keep_time(now)
         return granted
+
+    def give_back(self, ticket: Ticket) -> None:
+        """It holds a place at the encoders and does not use it now: whoever it waits for may need one. Any number of
+        times."""
+        if ticket.place is Place.ENCODING:
+            self._encoded(ticket)
+            self._waiting[ticket.kind] += 1
+            ticket.place = Place.LOADING
 
     def prefilled(self, ticket: Ticket) -> None:
         """Its prompt weighs no longer on the prefilling instances. Any number of times."""

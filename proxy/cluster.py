@@ -205,6 +205,7 @@ class Membership:
             devices=tuple(request.devices),
             kv_news=(bus,) * request.tp if role.sends_kv else (),
             kv_workers=worker_endpoints(request.kv_workers, request.tp),
+            load_news=bus,
         )
 
     # --- who is here ------------------------------------------------------------------------------------------------

@@ -50,9 +50,9 @@ class EncodeStep:
             StageRefusal: an encoder refuses an item.
         """
         items = _distinct(job)
-        wanted = [item for item in items if not self._directory.knows(item.key, time.monotonic())]
+        wanted = [item for item in items if not self._knows(item.key)]
         self._metrics.encode_skipped.inc(len(items) - len(wanted))
-        missing = await self._obtain(wanted, EncodeOrder(job, self._done))
+        missing = await self._obtain(wanted, EncodeOrder(job, self._done, self._knows))
         return self._with_features(job, missing)
 
     async def again(self, job: Job, lost: Collection[str]) -> Job:
@@ -65,6 +65,7 @@ class EncodeStep:
         items = [item for item in items if item.key in lost] or items
         keys = {item.key for item in items}
         self._metrics.encoded_again.inc(len(items))
+        # What the directory knows of these is what has just proved wrong.
         order = EncodeOrder(job, self._done, again=frozenset(keys | set(lost)), shunned=self._directory.makers(keys))
         return self._with_features(job, await self._obtain(items, order))
 
@@ -102,11 +103,14 @@ class EncodeStep:
                     seats[item.key].fail()
 
         try:
+            await order.job.passed.to_encoders()
             await self._encoders.encode(replace(order, done=done), items)
         except StageRefusal:
             fail()
             raise
         fail()
+        if not all(seat.settled for seat in seats.values()):
+            order.job.passed.to_follow()  # who leads the rest may be waiting for this very place
 
     async def _follow(self, item: LoadedItem, seats: dict[str, Seat[bool]], order: EncodeOrder) -> None:
         try:
@@ -121,6 +125,9 @@ class EncodeStep:
             await self._lead([item], seats, order)
         elif not seats[item.key].result:
             self._metrics.encode_fallback.labels("leader_failed").inc()
+
+    def _knows(self, key: str) -> bool:
+        return self._directory.knows(key, time.monotonic())
 
     def _done(self, item: LoadedItem, instance: Instance, entry: dict[str, Any]) -> None:
         if entry:  # an encoder that reports nothing may have been told by an old vLLM: its announcement will say

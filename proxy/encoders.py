@@ -1,7 +1,10 @@
-"""Calls to encoders: which of them gets which items, one request per share, another one when it fails.
+"""Calls to encoders: which of them gets which items, one call per item, another one elsewhere when it fails.
 
 Owns back-pressure (an encoder whose store has no room is left alone), the retries, and when an encoder that hangs is
 given up. Which items need encoding at all is `proxy/encode.py`'s business.
+
+Each item has a call of its own, so that it is known, forwarded and waited for by itself, and fails by itself. Only
+small ones share a call (`calls`), since a call costs the proxy about a millisecond whatever is in it.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from epd_serve.errors import DeadlineError, EpdError, StageError
@@ -19,19 +23,24 @@ from epd_serve.roles import Role
 from epd_serve.trace import Trace
 from proxy.bodies import encode_body
 from proxy.circuits import Circuits
+from proxy.cost import item_tokens
 from proxy.errors import most_telling
 from proxy.job import Job, encoded
-from proxy.life import Work
+from proxy.life import Lease, Work
 from proxy.media import LoadedItem
 from proxy.metrics import Metrics
-from proxy.policy import Candidate, assign_to_owners
+from proxy.policy import Candidate
 from proxy.request import Endpoint
 from proxy.retry_budget import RetryBudget
 from proxy.settings import Timeouts
+from proxy.speeds import LearntSpeeds
+from proxy.spread import spread
 from proxy.stage_client import StageClient
 from proxy.table import InstanceTable
 
 logger = logging.getLogger(__name__)
+CALL_TOKENS = 64.0
+"""Items share a call up to so much work: less than encoders do in the time that a call takes."""
 RELOOK_S = 0.5  # a full store's last report may lapse, and an encoder fall silent, without any news
 Life = tuple[str, str]
 Answer = TypeVar("Answer")
@@ -45,10 +54,12 @@ class EncodeOrder:
         again: keys to be encoded even where an encoder believes that they are there.
         shunned: incarnations of encoders to ask last (they made what got lost).
         done: called for each item with the encoder that has it and its entry of `ec_transfer_params`, or {}.
+        known: whether a key's feature is there, although the call that was to make it failed.
     """
 
     job: Job
     done: Callable[[LoadedItem, Instance, dict[str, Any]], None]
+    known: Callable[[str], bool] = lambda _: False
     again: frozenset[str] = frozenset()
     shunned: frozenset[str] = frozenset()
 
@@ -76,13 +87,15 @@ class Encoders:
         self._trace = trace
         self._circuits = circuits
         self._budget = budget
+        self._speeds = LearntSpeeds()
 
     async def encode(
         self, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[Life] = frozenset()
     ) -> None:
-        """Have distinct items encoded, each by its owner (`policy.assign_to_owners`) or by whoever inherits it.
+        """Have distinct items encoded in parallel, each by its owner or where it is done sooner (`proxy/spread.py`).
 
-        Items that no encoder produced are logged and counted; `order.done` is not called for them.
+        An item that fails is tried elsewhere, alone. Items that no encoder produced are logged and counted;
+        `order.done` is not called for them.
 
         Raises:
             StageRefusal: an encoder refuses an item.
@@ -91,14 +104,21 @@ class Encoders:
         if not encoders:
             self._give_up(order, items, reason)
             return
-        shares = assign_to_owners([item.key for item in items], [item.weight for item in items], encoders)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for encoder, share in zip(encoders, shares, strict=True):
-                    if share:
-                        group.create_task(self._encode_at(encoder, order, [items[index] for index in share], tried))
-        except BaseExceptionGroup as failed:
-            raise most_telling(failed) from None
+        costs = [item_tokens(item) for item in items]
+        shares = spread([item.key for item in items], costs, [self._with_speed(encoder) for encoder in encoders])
+        with ExitStack() as leases:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for encoder, share in zip(encoders, shares, strict=True):
+                        for part in calls([costs[index] for index in share], alone=bool(tried)):
+                            called = [items[share[place]] for place in part]
+                            # Counted before the first call begins: who chooses next has to see all of them.
+                            weight = sum(map(item_tokens, called))
+                            lease = self._table.acquire(encoder.id, Work.ENCODE, weight)
+                            leases.callback(lease.release)
+                            group.create_task(self._encode_at(lease, weight, order, called, tried))
+            except BaseExceptionGroup as failed:
+                raise most_telling(failed) from None
 
     async def _available(self, order: EncodeOrder, tried: Collection[Life]) -> tuple[list[Candidate], str]:
         """Encoders to choose from, or none and why. Waits for room in a store, `encode_s` at most."""
@@ -113,31 +133,50 @@ class Encoders:
                 return [], "encoder_silent"
             roomy = [encoder for encoder in untried if not encoder.full]
             if roomy:
-                return [encoder for encoder in roomy if encoder.incarnation not in order.shunned] or roomy, ""
+                liked = [encoder for encoder in roomy if encoder.incarnation not in order.shunned] or roomy
+                return [encoder for encoder in liked if not encoder.suspended] or liked, ""
             left_s = until - loop.time()
             if left_s <= 0:
                 return [], "store_full"
             self._metrics.store_waits.inc()
             await self._table.changed(min(left_s, RELOOK_S))
 
+    def _with_speed(self, encoder: Candidate) -> Candidate:
+        """What it reports of its speed, or what was learnt."""
+        return encoder if encoder.rate > 0 else replace(encoder, rate=self._speeds.rate(encoder.life))
+
     async def _encode_at(
-        self, encoder: Candidate, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[Life]
+        self, lease: Lease, weight: float, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[Life]
     ) -> None:
-        job = order.job
-        with self._table.acquire(encoder.id, Work.ENCODE, sum(item.weight for item in items)) as instance:
-            try:
-                with self._circuits.call(instance):
-                    answer = await self._post(order, instance, items)
-            except (StageError, DeadlineError) as error:
-                logger.warning("request %s: %s", job.id, error.message)
-                tried = tried | {(instance.id, instance.incarnation)}
-            else:
-                entries = answer.get("ec_transfer_params")
-                entries = entries if isinstance(entries, dict) else {}
-                for item in items:
-                    entry = entries.get(item.key)
-                    order.done(item, instance, entry if isinstance(entry, dict) else {})
-                return
+        """One call. Releases `lease`."""
+        job, instance = order.job, lease.instance
+        life = (instance.id, instance.incarnation)
+        done = 0.0
+        self._speeds.begin(life, time.monotonic())
+        try:
+            with self._circuits.call(instance):
+                answer = await self._post(order, instance, items)
+            done = weight
+        except (StageError, DeadlineError) as error:
+            logger.warning("request %s: %s", job.id, error.message)
+        finally:
+            self._speeds.end(life, time.monotonic(), done=done)
+            lease.release()
+        if done:
+            entries = answer.get("ec_transfer_params")
+            entries = entries if isinstance(entries, dict) else {}
+            for item in items:
+                entry = entries.get(item.key)
+                order.done(item, instance, entry if isinstance(entry, dict) else {})
+            return
+        there = {item.key for item in items if order.known(item.key)}  # announced before the encoder died
+        for item in items:
+            if item.key in there:
+                order.done(item, instance, {})
+        items = [item for item in items if item.key not in there]
+        tried = tried | {life}
+        if not items:
+            return
         if len(tried) > self._retries:
             self._give_up(order, items, "encoder_failed")
             return
@@ -189,3 +228,18 @@ class Encoders:
     def _give_up(self, order: EncodeOrder, items: Sequence[LoadedItem], reason: str) -> None:
         logger.warning("request %s: %d items go on unencoded (%s)", order.job.id, len(items), reason)
         self._metrics.encode_fallback.labels(reason).inc(len(items))
+
+
+def calls(costs: Sequence[float], *, alone: bool = False) -> list[list[int]]:
+    """The items of one encoder's share, in order, as calls: each item alone but for small ones, which go together up to
+    `CALL_TOKENS`. `alone`: the small ones too, so that one that fails takes no other with it."""
+    parts: list[list[int]] = []
+    together = 0.0
+    for index, cost in enumerate(costs):
+        if parts and together and not alone and together + cost <= CALL_TOKENS:
+            parts[-1].append(index)
+            together += cost
+            continue
+        parts.append([index])
+        together = cost if cost < CALL_TOKENS else 0.0
+    return parts

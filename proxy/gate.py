@@ -98,11 +98,11 @@ class Gate:
         # Spread: clients that are refused together must not come back together.
         return OverloadedError(message, retry_after_s=(retry_after_s or 1.0) * random.uniform(1.0, 1.25))
 
-    async def _stand(self, ticket: Ticket, *, encode: bool, tokens: float | None) -> None:
+    async def _stand(self, ticket: Ticket, *, encode: bool) -> None:
         """Wait for the ticket's turn. Raises OverloadedError after `max_wait_s`, if nothing was done for it yet."""
         begun = _now()
         turn = self._waiters[ticket] = asyncio.get_running_loop().create_future()
-        self.queue.stand(ticket, begun, encode=encode, tokens=tokens)
+        self.queue.stand(ticket, begun, encode=encode)
         try:
             self._pump(begun)
             async with asyncio.timeout(None if ticket.encoding else self._settings.max_wait_s):
@@ -146,14 +146,27 @@ class Pass:
     def __init__(self, gate: Gate, ticket: Ticket) -> None:
         self._gate = gate
         self._ticket = ticket
+        self._turns = asyncio.Lock()
 
-    async def to_encoders(self, tokens: float) -> None:
-        """Wait until encoders take it. `tokens`: of its whole prompt."""
-        await self._gate._stand(self._ticket, encode=True, tokens=tokens)
+    def weighs(self, tokens: float) -> None:
+        """How long its prompt is, before it stands anywhere."""
+        self._ticket.tokens = tokens
 
-    async def to_stages(self, tokens: float | None = None) -> None:
-        """Wait until the instances that prefill and decode take it. `tokens`: of its prompt, if not said before."""
-        await self._gate._stand(self._ticket, encode=False, tokens=tokens)
+    async def to_encoders(self) -> None:
+        """Wait until encoders take it. Any number of times, and at the same time; what has gone on to the stages since
+        does not come back for a place."""
+        async with self._turns:
+            if self._ticket.place is Place.LOADING:
+                await self._gate._stand(self._ticket, encode=True)
+
+    def to_follow(self) -> None:
+        """Give a place at the encoders back: what is still missing others are having encoded."""
+        self._gate.queue.give_back(self._ticket)
+        self._gate._pump()
+
+    async def to_stages(self) -> None:
+        """Wait until the instances that prefill and decode take it."""
+        await self._gate._stand(self._ticket, encode=False)
 
     def prefilled(self) -> None:
         """Its prompt is computed, or nobody can tell when it is. Any number of times."""

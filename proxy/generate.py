@@ -76,10 +76,14 @@ class GenerateStep:
         launcher is about to say so; such probing is bounded by `instance_wait_s`. An attempt that a lost feature could
         fail is followed by one that it can fail no more (`_step_down`), at most twice in all.
         """
-        multimodal, fused = bool(job.items), job.request.needs_fused is not None
         progress = _Progress(job, first_delivery(job, self._settings))
         while True:
-            route = await self._router.route(multimodal=multimodal, fused=fused, avoid=progress.avoid)
+            route = await self._router.route(progress.job, avoid=progress.avoid)
+            if route.path.encode and progress.job.features is None:  # whoever would have encoded it itself is gone
+                route.release()
+                progress.job = await self._encode.run(progress.job)
+                progress.delivery = first_delivery(progress.job, self._settings)
+                continue
             # An instance that encodes for itself takes the media, and nothing but the media.
             delivery = progress.delivery if route.path.encode else Delivery.PIXELS
             try:
@@ -94,7 +98,7 @@ class GenerateStep:
             if _may_step_down(delivery, failure) and await self._step_down(progress, delivery, failure, route):
                 continue
             pause_s = self._retry_pause_s(progress, failure, route)
-            if not self._has_alternative(progress):
+            if not self._router.has_alternative(progress.job, avoid=progress.avoid):
                 # The same instance again: after the launcher's word about it, or a little later.
                 await self._table.changed(pause_s * random.uniform(0.5, 1.0))
 
@@ -103,12 +107,6 @@ class GenerateStep:
             self._metrics.deliveries.labels(delivery.value).inc()
         base = delivered(job, delivery, self._settings) if route.path.encode else job.base
         await self._attempt.run(job, base, route, sink)
-
-    def _has_alternative(self, progress: _Progress) -> bool:
-        job = progress.job
-        return self._router.has_alternative(
-            multimodal=bool(job.items), fused=job.request.needs_fused is not None, avoid=progress.avoid
-        )
 
     def _retry_pause_s(self, progress: _Progress, failure: EpdError, route: Route) -> float:
         """Count a failure; how long to wait where the same instance is to be tried. Raises it if it was the last."""
@@ -123,7 +121,9 @@ class GenerateStep:
         else:
             progress.failures += 1
             give_up, pause_s = progress.failures > self._settings.retries, BACKOFF_S * progress.failures
-            if isinstance(failure, StageTimeout) and not self._has_alternative(progress):
+            if isinstance(failure, StageTimeout) and not self._router.has_alternative(
+                progress.job, avoid=progress.avoid
+            ):
                 give_up = True
             if not give_up and not self._budget.withdraw(time.monotonic()):
                 self._metrics.retries_refused.inc()

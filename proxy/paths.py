@@ -1,7 +1,9 @@
 """Which stages a request passes: modality x roles of the layout -> ordered paths. Pure.
 
 multimodal: EPD | E->PD | EP->D | E->P->D.   text: EPD | PD | EP->D | P->D.
-An instance that prefills holds the vision tower too, so the encode step may be skipped when every E is down.
+Several kinds may stand side by side (`E-P-D` beside `EPD`): then a request can go either way, and whether its items are
+encoded apart is decided with the way, never with the layout (`proxy/routing.py`). An instance that prefills holds the
+vision tower too, so the encode step may be skipped when every E is down.
 """
 
 from __future__ import annotations
@@ -32,13 +34,23 @@ class Path:
         return "-".join(stage for stage in stages if stage)
 
     @property
+    def head(self) -> Role:
+        """Role of the instance that takes the prompt first."""
+        return self.prefill or self.decode
+
+    @property
+    def tail(self) -> Role | None:
+        """Role of the instance that decodes what the head has prefilled, or None where the head does."""
+        return self.decode if self.prefill is not None else None
+
+    @property
     def required(self) -> tuple[Role, ...]:
         """Roles without which the path cannot be taken (E is not among them)."""
         return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
 
 def paths(roles: Collection[Role], *, multimodal: bool, fused: bool = False) -> tuple[Path, ...]:
-    """All paths that `roles` allow, preferred first.
+    """All paths that `roles` allow, one per kind of head.
 
     Args:
         roles: roles to build from (of the layout, or of its live instances).

@@ -74,7 +74,7 @@ class Pipeline:
         self.metrics.draining.set_function(lambda: self.drain.began)
         self._stages = StageClient(timeouts, key=settings.stage_key, transport=transport)
         self._media = MediaLoader(settings, UrlFetcher(settings.media, transport=media_transport, resolver=resolver))
-        self._router = Router(table, settings.roles, instance_wait_s=timeouts.instance_wait_s)
+        self._router = Router(table, settings.roles, instance_wait_s=timeouts.instance_wait_s, policy=settings.policy)
         self._arena = HostArena(settings.arena)
         self.directory = FeatureDirectory(settings.max_known_features, holds=self._arena.holds)
         self.hearsay = Hearsay(table, self.directory, self.metrics)
@@ -172,12 +172,11 @@ class Pipeline:
         base = base_body(request, items, tenant if self.settings.tells_tenants_apart else None)
         self._prioritise(base, passed)
         job = Job(request_id, request, base, items, arrived, passed, explanation=explanation)
-        tokens = prompt_tokens(request, items)
-        if items and self._router.encodes_apart:
-            await passed.to_encoders(tokens)
+        passed.weighs(prompt_tokens(request, items))
+        if self._router.encodes_apart(job):
             job = await self._encode.run(job)
             explanation.stamp("encoded")
-        await passed.to_stages(tokens)
+        await passed.to_stages()
         explanation.stamp("admitted")
         await self._generate.run(job, sink)
 

@@ -1,18 +1,20 @@
-"""Routing policies: pure functions from loads to choices, shared with the simulator.
+"""Routing policies by name: pure functions from loads to a choice, shared with the simulator.
 
-Least-loaded-first as in EPD-Serve's status table. For items to encode, two wishes meet: a key should have one owner
-that every proxy agrees on, so that equal work meets in one place (rendezvous hashing, design §4.2), and a request's
-items should be spread by cost (longest processing time first, design §4.3). `assign_to_owners` grants the first within
-a bound on the second.
+A policy sees the instances that could do one piece of work, with loads in one unit, and picks one. `least-loaded` is
+EPD-Serve's (§3.4, least-loaded-first on the status table). What is unfit is sorted out before, by `preferred`. How the
+items of one request are spread over encoders is `proxy/spread.py`'s business, since no item is chosen for alone.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+
+from proxy.rendezvous import owners
 
 SLACK = 1.25
+"""By how much the owner of a key may be above the mean load before the key goes elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -40,56 +42,87 @@ class Candidate:
         return (self.id, self.incarnation)
 
 
-def least_loaded(candidates: Sequence[Candidate], avoid: Collection[tuple[str, str]] = ()) -> Candidate | None:
-    """The least loaded candidate, preferring lives that are not in `avoid` and then those that are not suspended;
-    None when there is none at all."""
-    preferred = [candidate for candidate in candidates if candidate.life not in avoid] or candidates
-    preferred = [candidate for candidate in preferred if not candidate.suspended] or preferred
-    return min(preferred, key=lambda candidate: (candidate.load, candidate.last_pick), default=None)
+@dataclass(frozen=True)
+class Ask:
+    """The piece of work that is to be placed.
 
-
-def owners(key: str, ids: Sequence[str]) -> tuple[int, ...]:
-    """Indices of `ids`, the owner of `key` first, then those who inherit it (highest random weight).
-
-    Depends on nothing but the names: every proxy agrees, a restart changes nothing, and when one of `ids` is gone only
-    its keys move.
+    Attributes:
+        cost: load that it adds, in the candidates' unit.
+        affinity: equal for work that profits from meeting (`proxy/affinity.py`); "" for none.
+        draw: a random number from 0 to 2**32 - 1, the policies' only chance.
     """
 
-    def weight(index: int) -> bytes:
-        return hashlib.blake2b(f"{ids[index]}\0{key}".encode(), digest_size=16).digest()
+    cost: float = 1.0
+    affinity: str = ""
+    draw: int = 0
 
-    return tuple(sorted(range(len(ids)), key=weight, reverse=True))
+
+Policy = Callable[[Sequence[Candidate], Ask], Candidate]
+"""One of the candidates, of which there is at least one."""
 
 
-def assign_to_owners(
-    keys: Sequence[str], weights: Sequence[float], workers: Sequence[Candidate], *, slack: float = SLACK
-) -> tuple[tuple[int, ...], ...]:
-    """Spread distinct items over workers: each to its owner, unless that one would have too much.
+def least_loaded(candidates: Sequence[Candidate], _: Ask = Ask()) -> Candidate:
+    """The one with the least load; of equals, whoever was not picked for longest."""
+    return min(candidates, key=lambda candidate: (candidate.load, candidate.last_pick))
 
-    The heaviest item goes first. It goes to the first in its order of owners whose load stays within
 
-        bound = max(slack x mean load with all items placed, weight of the heaviest item)
+def round_robin(candidates: Sequence[Candidate], _: Ask) -> Candidate:
+    """Whoever was not picked for longest, whatever its load."""
+    return min(candidates, key=lambda candidate: candidate.last_pick)
 
-    so an idle worker takes any item, and where nobody stays within it to the least loaded (of equals, the first in its
-    order). A single item among idle workers thus always meets its owner, and items of a request do not queue behind
-    each other while a worker is idle.
 
-    Args:
-        keys, weights: of the items; keys differ. workers: their ids and present loads, in the unit of the weights.
+def power_of_two(candidates: Sequence[Candidate], ask: Ask) -> Candidate:
+    """The less loaded of two drawn at random: many proxies with the same stale table do not all run to the same one."""
+    count = len(candidates)
+    if count == 1:
+        return candidates[0]
+    first, rest = ask.draw % count, ask.draw // count
+    second = (first + 1 + rest % (count - 1)) % count
+    return least_loaded((candidates[first], candidates[second]))
 
-    Returns:
-        For each worker the indices of its items, ascending. No worker that got an item ends above the larger of the
-        bound and the mean plus one item.
-    """
-    assert workers, "no worker to spread over"
-    totals = [worker.load for worker in workers]
-    ids = [worker.id for worker in workers]
-    bound = max(slack * (sum(totals) + sum(weights)) / len(workers), max(weights, default=0.0))
-    shares: list[list[int]] = [[] for _ in workers]
-    for item in sorted(range(len(keys)), key=lambda index: (-weights[index], index)):
-        order = owners(keys[item], ids)
-        within = [worker for worker in order if totals[worker] + weights[item] <= bound]
-        chosen = within[0] if within else min(order, key=lambda worker: totals[worker])
-        shares[chosen].append(item)
-        totals[chosen] += weights[item]
-    return tuple(tuple(sorted(share)) for share in shares)
+
+def cache_affine(candidates: Sequence[Candidate], ask: Ask) -> Candidate:
+    """The owner of the affinity, or the first of those who inherit it whose load stays within the bound (consistent
+    hashing with bounded loads): `SLACK` times the mean with this work placed, or just this work. Without an affinity
+    the least loaded."""
+    if not ask.affinity:
+        return least_loaded(candidates)
+    mean = (sum(candidate.load for candidate in candidates) + ask.cost) / len(candidates)
+    bound = max(SLACK * mean, ask.cost)
+    for index in owners(ask.affinity, [candidate.id for candidate in candidates]):
+        if candidates[index].load + ask.cost <= bound:
+            return candidates[index]
+    return least_loaded(candidates)
+
+
+def least_predicted(candidates: Sequence[Candidate], ask: Ask) -> Candidate:
+    """The one that will be done with this work first, by load and measured speed. An unknown speed counts as the mean
+    of the known ones: who is new gets work, and with it a speed."""
+    known = [candidate.rate for candidate in candidates if candidate.rate > 0]
+    usual = sum(known) / len(known) if known else 1.0
+
+    def predicted_s(candidate: Candidate) -> float:
+        return (candidate.load + ask.cost) / (candidate.rate or usual)
+
+    return min(candidates, key=lambda candidate: (predicted_s(candidate), candidate.last_pick))
+
+
+POLICIES: Mapping[str, Policy] = MappingProxyType({
+    "least-loaded": least_loaded,
+    "round-robin": round_robin,
+    "power-of-two": power_of_two,
+    "cache-affine": cache_affine,
+    "slo": least_predicted,
+})  # fmt: skip
+
+
+def preferred(candidates: Sequence[Candidate], avoid: Collection[tuple[str, str]] = ()) -> Sequence[Candidate]:
+    """Those most fit to be picked: neither in `avoid` nor suspended, else only suspended, else what is left."""
+    ranks = [burden(candidate, avoid) for candidate in candidates]
+    least = min(ranks, default=0)
+    return [candidate for candidate, rank in zip(candidates, ranks, strict=True) if rank == least]
+
+
+def burden(candidate: Candidate, avoid: Collection[tuple[str, str]] = ()) -> int:
+    """What speaks against picking it, 0 for nothing: this request failed there (2), its circuit is open (1)."""
+    return 2 * (candidate.life in avoid) + candidate.suspended

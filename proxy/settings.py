@@ -12,6 +12,7 @@ from pathlib import Path
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
 from proxy.parts import Modality
+from proxy.policy import POLICIES
 
 SEND_PIXELS = ("auto", "always")
 ON_MISSING_FEATURE = ("recompute", "reencode")
@@ -198,6 +199,7 @@ class ProxySettings:
         arena: the arena of this host where all stages of the layout use it, else None.
         max_known_features: how many features the proxy remembers.
         trace_path: JSON-lines file for phase stamps, or None.
+        policy: how instances are chosen, a name of `proxy/policy.py`.
         key_limits: what one API key may do at once and per minute.
         explain: answer `x-epd-explain: 1` with headers that name path, instances and moments.
         stage_key: bearer token that the stages want (stages of several hosts), or "".
@@ -226,6 +228,7 @@ class ProxySettings:
     arena: Path | None = None
     max_known_features: int = 65_536
     trace_path: Path | None = None
+    policy: str = "least-loaded"
     key_limits: KeyLimits = field(default_factory=KeyLimits)
     explain: bool = True
     stage_key: str = field(default="", repr=False)
@@ -240,6 +243,7 @@ class ProxySettings:
             raise ConfigError("an API key is empty", param="api_keys")
         if self.tenant_header and not HEADER_NAME.fullmatch(self.tenant_header):
             raise ConfigError(f"tenant_header {self.tenant_header!r} is no header name", param="tenant_header")
+        _require_one_of("policy", self.policy, tuple(POLICIES))
         _require_one_of("send_pixels", self.send_pixels, SEND_PIXELS)
         _require_one_of("on_missing_feature", self.on_missing_feature, ON_MISSING_FEATURE)
         for modality in sorted(self.modalities or ()):

@@ -13,6 +13,7 @@ from epd_serve.wire import StoreReport
 from proxy.circuit import State
 from proxy.circuits import Circuits
 from proxy.kv_links import link_views, shown
+from proxy.life import InstanceView
 from proxy.paths import paths
 from proxy.settings import ProxySettings
 from proxy.table import InstanceTable
@@ -57,6 +58,7 @@ def instances(table: InstanceTable, circuits: Circuits | None = None) -> dict[st
                 "in_flight": {work.value: count for work, count in view.in_flight.items()},
                 "load": view.load,
                 "circuit": _circuit(circuits, view.instance),
+                "stage": _stage(view),
                 "store": _store(view.report),
                 "kv_links": [shown(link) for link in links if link.sender == view.instance.id],
             }
@@ -68,6 +70,16 @@ def instances(table: InstanceTable, circuits: Circuits | None = None) -> dict[st
 def _circuit(circuits: Circuits | None, instance: Instance) -> str:
     state = circuits.state(instance.id, instance.incarnation) if circuits is not None else State.CLOSED
     return state.value
+
+
+def _stage(view: InstanceView) -> dict[str, Any] | None:
+    """What its scheduler reports, and how long ago; None for one that has not reported yet."""
+    if view.stage is None:
+        return None
+    told = {
+        name: value for name, value in structs.asdict(view.stage).items() if name not in ("instance", "incarnation")
+    }
+    return {**told, "age_s": round(view.stage_age_s, 3)}
 
 
 def _store(report: StoreReport | None) -> dict[str, Any] | None:

@@ -192,8 +192,10 @@ class InstanceTable:
 
     def news_addresses(self) -> frozenset[str]:
         """Where anything is announced."""
-        links = (address for life in self._lives.values() for address in life.instance.kv_news)
-        return self.event_addresses() | frozenset(links)
+        lives = self._lives.values()
+        links = (address for life in lives for address in life.instance.kv_news)
+        loads = (life.instance.load_news for life in lives if life.instance.load_news)
+        return self.event_addresses() | frozenset(links) | frozenset(loads)
 
     def live_roles(self) -> frozenset[Role]:
         return frozenset(life.instance.role for life in self._lives.values() if life.serving)

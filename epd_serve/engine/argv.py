@@ -12,6 +12,10 @@ from pathlib import Path
 
 from epd_serve.stage_plan import StageCommand, StagePlan
 
+WIRING_ENV = "EPD_SERVE_WIRING"
+"""The stage's wiring as JSON. By the environment because a monolith has no connector whose config could carry it, and
+because vLLM's `additional_config` is part of what names its compile cache, in which an incarnation has no business."""
+
 STAGE_ENV = "EPD_SERVE_STAGE"  # set in every process of a stage; our vLLM plugin is inert without it
 SHARED_CORES_ENV = "EPD_SERVE_SHARED_CORES"  # set where the cores a stage waits on are those another computes on
 
@@ -36,6 +40,7 @@ def stage_command(plan: StagePlan) -> StageCommand:
 
 
 def _common(plan: StagePlan) -> list[str]:
+    reports = bool(plan.wiring.load_publish)
     return [
         *("--model", plan.model),
         *("--served-model-name", plan.served_model_name),
@@ -43,6 +48,9 @@ def _common(plan: StagePlan) -> list[str]:
         *("--port", str(plan.port)),
         *("--tensor-parallel-size", str(plan.tp)),
         "--disable-uvicorn-access-log",
+        *(("--scheduler-cls", "epd_serve.engine.status.scheduler.ReportingScheduler") if reports else ()),
+        # Text overtakes a burst of pictures only where vLLM orders its queue by priority; all equal, it is by arrival.
+        *(("--scheduling-policy", "priority") if plan.role.has_language_model else ()),
         *(("--middleware", "epd_serve.engine.stage_guard.StageGuard") if plan.guarded else ()),
     ]
 
@@ -98,6 +106,8 @@ def _device(plan: StagePlan) -> list[str]:
 def _environment(plan: StagePlan) -> dict[str, str]:
     env = {STAGE_ENV: plan.instance, "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     env["VLLM_HOST_IP"] = plan.host  # vLLM's own queues bind where the stage does, not on the first interface found
+    if plan.wiring.load_publish:
+        env[WIRING_ENV] = json.dumps(plan.wiring.to_json())
     if Path(plan.model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     if plan.device == "cpu":

@@ -30,12 +30,12 @@ def stages_file(folder: Path, text: str) -> str:
 
 def test_a_stages_file_becomes_instances(tmp_path: Path) -> None:
     text = "model: m\nstages:\n  - {id: P0, role: P, url: 'http://h:1/', incarnation: a, kv_endpoint: 'ipc:///p', "
-    text += "kv_news: ['ipc:///n0', 'ipc:///n1']}\n"
+    text += "kv_news: ['ipc:///n0', 'ipc:///n1'], load_news: 'ipc:///l'}\n"
     file = read_stages_file(stages_file(tmp_path, text))
     (one,) = file.instances
     assert (one.id, one.role, one.url, one.incarnation) == ("P0", Role.P, "http://h:1", "a")
     assert one.kv_endpoint == "ipc:///p"
-    assert (one.kv_news, one.kv_workers) == (("ipc:///n0", "ipc:///n1"), ())
+    assert (one.kv_news, one.kv_workers, one.load_news) == (("ipc:///n0", "ipc:///n1"), (), "ipc:///l")
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,7 @@ def test_a_stages_file_becomes_instances(tmp_path: Path) -> None:
         ("model: m\nstages: [{id: a, role: P, url: 'https://h:1'}]", "not http://HOST:PORT"),
         ("model: m\nstages: [{id: a, role: P, url: 'http://h:1', incarnaton: 3}]", "did you mean 'incarnation'"),
         ("model: m\nstages: [{id: a, role: P, url: 'http://h:1', kv_news: 'ipc:///n'}]", "is not a list of addresses"),
+        ("model: m\nstages: [{id: a, role: P, url: 'http://h:1', load_news: 7}]", "load_news 7 is not an address"),
         ("{", "stages.yaml"),
     ],
 )

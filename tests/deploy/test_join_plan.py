@@ -54,6 +54,12 @@ def test_features_concern_encoders_and_those_who_take_theirs() -> None:
     assert (epd.arena, epd.publish, epd.mooncake_master, epd.events) == ("", "", "", {})
 
 
+@pytest.mark.parametrize("role", [Role.E, Role.P, Role.D, Role.EP, Role.PD, Role.EPD])
+def test_every_role_reports_its_load_on_the_bus(role: Role) -> None:
+    wired = plan(role).wiring(JoinAnswer("X7", TOLD), RUN, "life")
+    assert (wired.load_publish, wired.publish_by_connecting) == ("tcp://h:1", True)
+
+
 @pytest.mark.parametrize("role", [Role.P, Role.EP])
 def test_those_who_send_kv_report_their_links_on_the_bus(role: Role) -> None:
     wired = plan(role).wiring(JoinAnswer("X7", TOLD), RUN, "life")

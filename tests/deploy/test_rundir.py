@@ -60,7 +60,17 @@ def test_the_root_is_xdg_runtime_dir_or_tmp(tmp_path: Path, monkeypatch: pytest.
 
 def test_what_a_dead_life_left_is_cleared_without_its_log(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "root")
-    names = ("E1.log", "E1.events", "E1.features0", "E1.kv", "E1.kvw0", "E1.kvnews0", "E1.traffic", "E10.events")
+    names = (
+        "E1.log",
+        "E1.events",
+        "E1.features0",
+        "E1.kv",
+        "E1.kvw0",
+        "E1.kvnews0",
+        "E1.load",
+        "E1.traffic",
+        "E10.events",
+    )
     for name in names:
         run.socket(name).touch()
     staging = run.shm / f"epd-{run.launch_id}-kv-E1-0-D0"

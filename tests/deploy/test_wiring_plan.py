@@ -55,6 +55,14 @@ def test_those_who_send_kv_tell_how_their_links_are_and_make_room_for_fetches() 
     }
 
 
+@pytest.mark.parametrize("layout", ["TP1", "E-P-D", "(E-PD)", "EP-D"])
+def test_every_role_tells_how_busy_it_is(layout: str) -> None:
+    plan = wired(layout)
+    for one in plan.blueprint.plans:
+        address = f"ipc:///run/x/{one.id}.load"
+        assert plan.wiring(one, "i").load_publish == plan.instance(one, "i").load_news == address
+
+
 def test_a_layout_without_encoders_has_no_arena() -> None:
     plan = wired("EP-D")
     assert all(plan.wiring(one, "i").arena == "" for one in plan.blueprint.plans)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from tests.e2e.bodies import SOLO, TWO_CHOICES, Body, about, ask, stream, text_of
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT
-from tests.e2e.serving import Serving
+from tests.e2e.serving import Serving, wait_until
 
 Solo = Callable[[Body], list[list[int]]]
 SHORT = ("TP1", "(E-P)-D", "E-PD")
@@ -83,3 +85,50 @@ def test_health_models_and_instances_describe_the_layout(launch: Serving) -> Non
     assert launch.get("/v1/models").json()["data"][0]["id"] == "epd-demo"
     assert all(entry["up"] for entry in launch.instances().values())
     assert all(sum(entry["in_flight"].values()) == 0 for entry in launch.instances().values())
+
+
+@every_layout
+def test_every_instance_tells_how_busy_it_is(launch: Serving) -> None:
+    def reports() -> dict[str, dict[str, Any]]:
+        return {name: entry["stage"] or {} for name, entry in launch.instances().items()}
+
+    def idle() -> bool:
+        counts = ("waiting", "running", "pending_prompt_tokens", "pending_item_tokens")
+        return all(told and not any(told[name] for name in counts) for told in reports().values())
+
+    def busy(told: dict[str, Any]) -> bool:
+        return bool(told["running"] and told["decode_tokens_per_s"] and told["kv_used"])
+
+    seen = threading.Event()
+
+    def keep_asking() -> None:
+        while not seen.is_set():
+            ask(launch, about(PAIRWISE_DIFFERENT[0], max_tokens=300, ignore_eos=True))
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(keep_asking)
+        try:
+            decoders = {name for name, entry in launch.instances().items() if "D" in entry["role"]}
+            wait_until(lambda: any(busy(reports()[name]) for name in decoders), 60, "a report of an answer being made")
+        finally:
+            seen.set()
+        asking.result(timeout=60)
+    wait_until(idle, 20, "reports of nothing to do")
+    first = reports()
+    assert all(told["age_s"] < 3 for told in first.values())
+    wait_until(
+        lambda: all(told["seq"] > first[name]["seq"] for name, told in reports().items()), 20, "the next reports"
+    )
+    roles = {name: entry["role"] for name, entry in launch.instances().items()}
+    assert all((told["kv_tokens"] > 0) is (roles[name] != "E") for name, told in first.items())
+    encoded = {roles[name] for name, told in first.items() if told["item_tokens_per_s"] > 0}
+    prefilled = {roles[name] for name, told in first.items() if told["prompt_tokens_per_s"] > 0}
+    assert any("E" in role for role in encoded) and any("P" in role for role in prefilled)
+
+
+@every_layout
+def test_whoever_has_a_language_model_takes_priorities(launch: Serving) -> None:
+    text = {"model": "epd-demo", "prompt": "Hello", "max_tokens": 1, "priority": -1}
+    for name, entry in launch.instances().items():
+        if entry["role"] != "E":
+            assert launch.stage(name).post("/v1/completions", text).status_code == 200, name

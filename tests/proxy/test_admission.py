@@ -196,7 +196,7 @@ def test_every_admitted_request_leaves_exactly_once_and_nothing_stays(data: st.D
     now = 0.0
     for _ in range(data.draw(st.integers(1, 40))):
         now += data.draw(st.sampled_from([0.0, 0.1, 3.0]))
-        move = data.draw(st.sampled_from(["admit", "stand", "stand", "grants", "prefilled", "leave"]))
+        move = data.draw(st.sampled_from(["admit", "stand", "stand", "grants", "give back", "prefilled", "leave"]))
         if move == "admit":
             kind = data.draw(st.sampled_from(Kind))
             try:
@@ -210,6 +210,8 @@ def test_every_admitted_request_leaves_exactly_once_and_nothing_stays(data: st.D
             if move == "stand" and ticket.place in (Place.LOADING, Place.ENCODING):
                 encode = ticket.kind is Kind.MEDIA and not ticket.encoding and data.draw(st.booleans())
                 queue.stand(ticket, now, encode=encode, tokens=data.draw(st.sampled_from([1.0, 60.0, 500.0])))
+            elif move == "give back":
+                queue.give_back(ticket)
             elif move == "prefilled":
                 queue.prefilled(ticket)
             elif move == "leave":

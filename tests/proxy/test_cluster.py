@@ -97,6 +97,7 @@ def test_a_stage_that_joins_is_known_and_down_until_its_first_beat() -> None:
     assert (instance.incarnation, instance.kv_endpoint) == ("one", "tcp://127.0.0.3:8002")
     assert instance.events == TOLD.events_listen
     assert (instance.kv_news, instance.kv_workers) == ((TOLD.events_listen,), ())
+    assert instance.load_news == TOLD.events_listen
 
 
 def test_names_are_the_role_and_the_next_free_number() -> None:

@@ -17,7 +17,7 @@ from proxy.directory import FeatureDirectory
 from proxy.encode import EncodeStep
 from proxy.encoders import EncodeOrder
 from proxy.metrics import Metrics
-from proxy.policy import owners
+from proxy.rendezvous import owners
 from store.arena import Arena
 from tests.proxy.fakes import (
     GRID,

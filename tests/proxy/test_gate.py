@@ -18,9 +18,11 @@ from tests.proxy.fakes import (
     Cluster,
     answer,
     cluster,
+    data_url,
     encodes,
     hangs,
     once,
+    picture,
     picture_body,
     replies,
     settings,
@@ -123,7 +125,7 @@ async def test_an_encoder_takes_no_more_requests_than_it_may() -> None:
         c["E0"].usual = encodes()
         asked = [asyncio.create_task(c.client.post(CHAT, json=picture_body()))]
         await c["E0"].until(lambda stage: stage.active == 1)
-        asked.append(asyncio.create_task(c.client.post(CHAT, json=picture_body())))
+        asked.append(asyncio.create_task(c.ask(data_url(picture(color="blue")))))
         await until_waiting(c, Kind.MEDIA, 1)
         assert (await c.client.post(CHAT, json=text_body())).status_code == 200, "text waits for no encoder"
         assert c.metric("epd_proxy_queue_encoding") == 1
@@ -131,6 +133,39 @@ async def test_an_encoder_takes_no_more_requests_than_it_may() -> None:
         assert [(await one).status_code for one in asked] == [200, 200]
         await c.idle()
         assert c.metric("epd_proxy_queue_encoding") == 0
+
+
+async def test_one_that_waits_for_another_s_encoding_does_not_keep_it_from_encoding() -> None:
+    """B has the encoding of `shared` to do and waits for a place, which A holds, who waits for `shared`."""
+    own, shared = (data_url(picture(color=color)) for color in ("red", "blue"))
+    async with cluster("E0", "PD0", config=narrow()) as c:
+        released, second = asyncio.Event(), asyncio.Event()
+        c["E0"].script.extend([once(released, encodes()), once(second, encodes())])
+        c["E0"].usual = encodes()
+        asked = [asyncio.create_task(c.ask(data_url(picture(color="green"))))]
+        await c["E0"].until(lambda stage: stage.active == 1)
+        asked.append(asyncio.create_task(c.ask(shared, priority=3)))  # B, in no hurry
+        await until_waiting(c, Kind.MEDIA, 1)
+        asked.append(asyncio.create_task(c.ask(own, shared)))  # A
+        await until_waiting(c, Kind.MEDIA, 2)
+        released.set()
+        await c["E0"].until(lambda stage: len(stage.calls) == 2)
+        assert len(c["E0"].keys[1]) == 1, "A's own picture"
+        second.set()
+        assert [(await one).status_code for one in asked] == [200, 200, 200]
+        await c.idle()
+        assert c.pipeline.gate.queue.encoding == 0
+
+
+async def test_what_others_have_encoded_waits_for_no_encoder() -> None:
+    async with cluster("E0", "PD0", config=narrow()) as c:
+        released = asyncio.Event()
+        c["E0"].script.append(once(released, encodes()))
+        asked = [asyncio.create_task(c.ask()) for _ in range(4)]
+        await c.until_metric("epd_proxy_encode_coalesced_total", 3)
+        released.set()
+        assert {(await one).status_code for one in asked} == {200}
+        assert len(c["E0"].calls) == 1
 
 
 @pytest.mark.parametrize("single", [False, True])

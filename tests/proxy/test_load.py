@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from epd_serve.wire import StageReport
-from proxy.ledger import Work
+from proxy.ledger import PER_UNIT, Work
 from proxy.life import REPORT_TRUST_S, Lease
 from proxy.load import REPORT_LAG_S, STEP_S, Acquired, reported_pending, reported_rate
 from proxy.table import InstanceTable
@@ -144,7 +144,7 @@ def test_whatever_happens_the_load_is_bounded_and_nothing_of_it_leaks(
         def check() -> None:
             fresh = report if report is not None and clock.now - reported_at < REPORT_TRUST_S else None
             pending = reported_pending(role, fresh) if fresh is not None else 0.0
-            held = sum(round(weight, 3) for _, weight in leases)
+            held = sum(round(weight * PER_UNIT) for _, weight in leases) / PER_UNIT
             assert pending - 1e-6 <= load(table) <= pending + held + 1e-6
             if fresh is None:
                 assert load(table) == pytest.approx(held, abs=1e-6)

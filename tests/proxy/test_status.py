@@ -9,6 +9,7 @@ import pytest
 
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
+from epd_serve.wire import StageReport
 from proxy.settings import MediaLimits, Timeouts
 from tests.proxy.fakes import cluster, settings, text_body
 
@@ -55,6 +56,16 @@ async def test_models_version_instances_and_metrics() -> None:
         metrics = (await c.client.get("/metrics")).text
         assert 'epd_proxy_requests_total{endpoint="/v1/chat/completions",status="200"} 1.0' in metrics
         assert 'epd_proxy_paths_total{path="PD"} 1.0' in metrics
+
+
+async def test_the_table_shows_what_each_stage_reports_of_its_load() -> None:
+    async with cluster("P0", "D0") as c:
+        incarnation = c.table.instance("P0").incarnation
+        c.table.report_stage(StageReport("P0", incarnation, 3, waiting=2, running=1, pending_prompt_tokens=77))
+        p, d = (await c.client.get("/instances")).json()["instances"]
+        assert p["load"] == 77 and d["load"] == 0 and d["stage"] is None
+        assert {"seq": 3, "waiting": 2, "running": 1, "pending_prompt_tokens": 77}.items() <= p["stage"].items()
+        assert p["stage"]["age_s"] >= 0 and not {"instance", "incarnation"} & set(p["stage"])
 
 
 def test_settings_are_checked() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from epd_serve.engine.argv import STAGE_ENV, stage_command
+from epd_serve.engine.argv import STAGE_ENV, WIRING_ENV, stage_command
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StageCommand, StagePlan
 from epd_serve.wiring import StageWiring
@@ -68,6 +68,7 @@ def test_the_whole_command_of_a_monolith_on_cpu() -> None:
     assert made.argv == (
         *(sys.executable, "-m", "epd_serve.engine.stage_main", "--model", "org/model", "--served-model-name", "m"),
         *("--host", "127.0.0.1", "--port", "4100", "--tensor-parallel-size", "1", "--disable-uvicorn-access-log"),
+        *("--scheduling-policy", "priority"),
         *("--limit-mm-per-prompt", '{"image": 8, "video": 0}', "--enforce-eager", "--block-size", "32"),
         *("--max-num-seqs", "32", "--max-num-seqs", "7"),
     )
@@ -75,6 +76,21 @@ def test_the_whole_command_of_a_monolith_on_cpu() -> None:
     assert made.env["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
     assert Path(made.env["PYTHONPATH"]).name == "site"
     assert not {"CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"} & set(made.env)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_every_role_reports_its_load_where_an_address_for_it_is_wired(role: Role) -> None:
+    wiring = StageWiring(f"{role}0", role, "inc", load_publish="ipc:///run/load")
+    made = command(role, "cpu", wiring=wiring)
+    assert flag(made, "--scheduler-cls") == "epd_serve.engine.status.scheduler.ReportingScheduler"
+    assert StageWiring.from_json(json.loads(made.env[WIRING_ENV])) == wiring
+    silent = command(role, "cpu")
+    assert flag(silent, "--scheduler-cls") is None and WIRING_ENV not in silent.env
+
+
+@pytest.mark.parametrize("role", Role)
+def test_who_has_a_language_model_serves_by_priority(role: Role) -> None:
+    assert flag(command(role, "npu"), "--scheduling-policy") == (None if role is Role.E else "priority")
 
 
 @pytest.mark.parametrize("role", Role)

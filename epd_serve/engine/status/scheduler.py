@@ -1,0 +1,81 @@
+"""vLLM's own scheduler, whichever it would use here, with a watch on it: what `--scheduler-cls` names.
+
+Thin on purpose: no decision of vLLM's changes. It is chosen when it is made, because only then is it known whether
+batches overlap (`AsyncScheduler`), and naming one of the two would switch that off or break it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+from typing import Any
+
+from epd_serve.engine.argv import WIRING_ENV
+from epd_serve.engine.status.publisher import LoadPublisher
+from epd_serve.engine.status.watch import LoadWatch
+from epd_serve.wiring import StageWiring
+
+
+class ReportingScheduler:
+    """Calling it makes an instance of vLLM's scheduler class, extended; arguments are vLLM's (0.23 and 0.32 differ).
+
+    Raises:
+        KeyError: the process was not started as one of our stages.
+        zmq.ZMQError: the address for reports cannot be bound.
+    """
+
+    def __new__(cls, *args: Any, vllm_config: Any, **more: Any) -> Any:
+        made = reporting(_vllms_choice(vllm_config))(*args, vllm_config=vllm_config, **more)
+        made.watch_load(StageWiring.from_json(json.loads(os.environ[WIRING_ENV])))
+        return made
+
+
+def _vllms_choice(vllm_config: Any) -> type:
+    """The class that vLLM would use if none was named."""
+    config = copy.copy(vllm_config.scheduler_config)
+    config.scheduler_cls = None
+    choice: type = config.get_scheduler_cls()
+    return choice
+
+
+@functools.cache
+def reporting(base: Any) -> Any:
+    """`base` with a watch that looks after each call that changes what is pending."""
+
+    class Reporting(base):
+        _publisher: LoadPublisher
+        _watch: LoadWatch
+
+        def watch_load(self, wiring: StageWiring) -> None:
+            """From now on the load is reported."""
+            self._publisher = LoadPublisher(wiring)
+            self._watch = LoadWatch(self, wiring, self._publisher.offer)
+            self._watch.changed()
+
+        def schedule(self, *args: Any, **more: Any) -> Any:
+            output = super().schedule(*args, **more)
+            self._watch.scheduled(output)
+            return output
+
+        def update_from_output(self, scheduler_output: Any, *args: Any, **more: Any) -> Any:
+            result = super().update_from_output(scheduler_output, *args, **more)
+            self._watch.updated(scheduler_output)
+            return result
+
+        def add_request(self, request: Any) -> None:
+            super().add_request(request)
+            self._watch.changed()
+
+        def finish_requests(self, *args: Any, **more: Any) -> Any:
+            result = super().finish_requests(*args, **more)
+            self._watch.changed()
+            return result
+
+        def shutdown(self) -> None:
+            self._publisher.close()
+            super().shutdown()
+
+    Reporting.__name__ = f"Reporting{base.__name__}"
+    return Reporting

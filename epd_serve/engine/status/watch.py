@@ -1,0 +1,121 @@
+"""Looks at the scheduler after each of its calls and keeps the report of it up to date.
+
+Runs in the scheduler's thread, between steps: it counts at most every `COUNT_S`, and whenever no request is left,
+because an engine without requests sleeps and would not be looked at again. Sending is the publisher's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from epd_serve.engine.status.pending import StepWork, pending, step_work
+from epd_serve.engine.status.rates import StepRates
+from epd_serve.wire import StageReport
+from epd_serve.wiring import StageWiring
+
+logger = logging.getLogger(__name__)
+
+COUNT_S = 0.05
+MAX_STEPS = 64
+"""Steps in flight; more than any pipeline holds, so that steps that never end are not kept for ever."""
+
+
+@dataclass(frozen=True)
+class _RunningStep:
+    output: Any
+    work: StepWork
+    begun_at: float
+
+
+class LoadWatch:
+    """The load of one engine. A defect in it must not end the engine: it says so once and reports no load from then
+    on, with which proxies go by what they have in flight.
+
+    Args:
+        scheduler: vLLM's, after its `__init__`.
+        offer: takes each new report, whose `seq` is 0; must not block.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        wiring: StageWiring,
+        offer: Callable[[StageReport], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._wiring = wiring
+        self._offer = offer
+        self._clock = clock
+        self._running: deque[_RunningStep] = deque(maxlen=MAX_STEPS)
+        self._rates = StepRates()
+        self._counted_at = float("-inf")
+        self._broken = False
+
+    def scheduled(self, output: Any) -> None:
+        """A step begins: `output` is what `schedule` gave."""
+        self._guarded(lambda: self._begin(output))
+
+    def updated(self, output: Any) -> None:
+        """The step of this output has ended."""
+        self._guarded(lambda: self._end(output))
+
+    def changed(self) -> None:
+        """Requests came or went."""
+        self._guarded(self._count)
+
+    def _guarded(self, look: Callable[[], None]) -> None:
+        if self._broken:
+            return
+        try:
+            look()
+        except Exception:
+            logger.exception("the load of this engine cannot be counted; it is reported as none from here on")
+            self._broken = True
+            self._offer(StageReport(self._wiring.instance, self._wiring.incarnation, 0))
+
+    def _begin(self, output: Any) -> None:
+        if work := step_work(output, self._scheduler.requests):
+            self._running.append(_RunningStep(output, work, self._clock()))
+        self._count()
+
+    def _end(self, output: Any) -> None:
+        # Steps end in the order in which they began: those before this one that did not are lost.
+        while any(step.output is output for step in self._running):
+            step = self._running.popleft()
+            if step.output is output:
+                self._rates.ended(step.work, step.begun_at, self._clock())
+        self._count()
+
+    def _count(self) -> None:
+        now, scheduler = self._clock(), self._scheduler
+        if now < self._counted_at + COUNT_S and scheduler.requests:
+            return
+        self._counted_at = now
+        role = self._wiring.role
+        cached = getattr(scheduler.encoder_cache_manager, "cached", {})  # encoder-decoder models keep none
+        found = pending(scheduler.requests.values(), encoded=cached.__contains__ if role.encodes else None)
+        model = role.has_language_model
+        self._offer(
+            StageReport(
+                instance=self._wiring.instance,
+                incarnation=self._wiring.incarnation,
+                seq=0,
+                waiting=found.waiting,
+                running=found.running,
+                pending_prompt_tokens=found.prompt_tokens + sum(step.work.prompt_tokens for step in self._running),
+                pending_item_tokens=found.item_tokens + sum(step.work.item_tokens for step in self._running),
+                kv_used=float(scheduler.kv_cache_manager.usage) if model else 0.0,
+                kv_tokens=int(scheduler.cache_config.num_gpu_blocks * scheduler.block_size) if model else 0,
+                step_s=self._rates.step_s,
+                prompt_tokens_per_s=self._rates.prompt_tokens_per_s,
+                item_tokens_per_s=self._rates.item_tokens_per_s,
+                decode_tokens_per_s=self._rates.decode_tokens_per_s,
+            )
+        )

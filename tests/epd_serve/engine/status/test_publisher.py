@@ -1,0 +1,73 @@
+"""Reports that go out: at once on change, and again and again without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from epd_serve import wire
+from epd_serve.engine.status.publisher import LoadPublisher
+from epd_serve.roles import Role
+from epd_serve.sockets import Socket, open_socket, readable
+from epd_serve.wire import StageReport
+from epd_serve.wiring import StageWiring
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture
+def ear(tmp_path: Path) -> Iterator[Socket]:
+    with open_socket(zmq.SUB) as socket:
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        yield socket
+
+
+def wiring(tmp_path: Path, *, bus: bool = False) -> StageWiring:
+    address = f"ipc://{tmp_path}/P0.load"
+    return StageWiring("P0", Role.P, "life", load_publish=address, publish_by_connecting=bus)
+
+
+def heard(ear: Socket) -> StageReport:
+    assert readable(ear, PATIENCE_S), "no report"
+    message = wire.announcements.decode(ear.recv())
+    assert isinstance(message, StageReport)
+    return message
+
+
+def test_an_idle_engine_is_heard_again_and_again(tmp_path: Path, ear: Socket) -> None:
+    publisher = LoadPublisher(wiring(tmp_path), change_s=0.001, idle_s=0.01)
+    ear.connect(f"ipc://{tmp_path}/P0.load")
+    first, second = heard(ear), heard(ear)
+    assert (first.instance, first.incarnation, first.waiting) == ("P0", "life", 0)
+    assert second.seq == first.seq + 1
+    publisher.close()
+    publisher.close()
+
+
+def test_a_change_goes_out_without_waiting_for_the_heartbeat(tmp_path: Path, ear: Socket) -> None:
+    publisher = LoadPublisher(wiring(tmp_path), change_s=0.001, idle_s=3600.0)
+    ear.connect(f"ipc://{tmp_path}/P0.load")
+    number = 0
+    while not readable(ear, 0.05):  # until the subscription has arrived
+        number += 1
+        publisher.offer(StageReport("P0", "life", 0, waiting=number))
+    publisher.offer(StageReport("P0", "life", 0, waiting=-1))
+    while heard(ear).waiting != -1:
+        pass
+    publisher.close()
+
+
+def test_on_a_bus_it_connects(tmp_path: Path, ear: Socket) -> None:
+    ear.bind(f"ipc://{tmp_path}/P0.load")
+    publisher = LoadPublisher(wiring(tmp_path, bus=True), change_s=0.001, idle_s=0.01)
+    assert heard(ear).instance == "P0"
+    publisher.close()
+
+
+def test_an_engine_whose_reports_nobody_could_hear_does_not_start(tmp_path: Path) -> None:
+    nowhere = StageWiring("P0", Role.P, "life", load_publish=f"ipc://{tmp_path}/no/such/folder")
+    with pytest.raises(zmq.ZMQError):
+        LoadPublisher(nowhere)

@@ -1,0 +1,97 @@
+"""vLLM's scheduler with a watch on it: the same calls, the same answers, and reports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+
+from epd_serve import wire
+from epd_serve.engine.argv import WIRING_ENV
+from epd_serve.engine.status.scheduler import ReportingScheduler, reporting
+from epd_serve.roles import Role
+from epd_serve.sockets import Socket, open_socket, readable
+from epd_serve.wire import StageReport
+from epd_serve.wiring import StageWiring
+from tests.epd_serve.engine.status.fakes import FakeRequest, FakeScheduler, FakeStep
+
+
+class OtherScheduler(FakeScheduler):
+    """Where batches overlap."""
+
+
+class Config:
+    """vLLM's scheduler config: a named class wins over its own choice."""
+
+    def __init__(self, overlap: bool) -> None:
+        self.async_scheduling = overlap
+        self.scheduler_cls: str | None = "epd_serve.engine.status.scheduler.ReportingScheduler"
+
+    def get_scheduler_cls(self) -> Any:
+        if self.scheduler_cls is not None:
+            return ReportingScheduler
+        return OtherScheduler if self.async_scheduling else FakeScheduler
+
+
+@pytest.fixture
+def ear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Socket]:
+    wiring = StageWiring("EPD0", Role.EPD, "life", load_publish=f"ipc://{tmp_path}/EPD0.load")
+    monkeypatch.setenv(WIRING_ENV, json.dumps(wiring.to_json()))
+    with open_socket(zmq.SUB) as socket:
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.connect(wiring.load_publish)
+        yield socket
+
+
+def made(*, overlap: bool = False) -> Any:
+    """As EngineCore makes it."""
+    config = SimpleNamespace(scheduler_config=Config(overlap))
+    return config.scheduler_config.get_scheduler_cls()(vllm_config=config, block_size=32)
+
+
+def until(ear: Socket, **wanted: int) -> StageReport:
+    while readable(ear, 20.0):
+        report = wire.announcements.decode(ear.recv())
+        assert isinstance(report, StageReport)
+        if all(getattr(report, name) == value for name, value in wanted.items()):
+            return report
+    raise AssertionError(f"no report with {wanted}")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_it_is_the_scheduler_that_vllm_would_use(ear: Socket, overlap: bool) -> None:
+    scheduler = made(overlap=overlap)
+    assert isinstance(scheduler, OtherScheduler) is overlap and isinstance(scheduler, FakeScheduler)
+    assert scheduler.made_with["block_size"] == 32
+    assert scheduler.made_with["vllm_config"].scheduler_config.scheduler_cls is not None  # vLLM's config is untouched
+    scheduler.shutdown()
+    assert scheduler.down
+
+
+def test_every_call_answers_as_before_and_is_followed_by_a_report(ear: Socket) -> None:
+    scheduler = made()
+    scheduler.add_request(("r", FakeRequest(100)))
+    scheduler.plan = [FakeStep({"r": 100}), FakeStep()]
+    until(ear, waiting=0)
+    step = scheduler.schedule(throttle_prefills=True)
+    assert step.num_scheduled_tokens == {"r": 100}
+    assert scheduler.update_from_output(step, object()) == {0: "outputs"}
+    assert scheduler.finish_requests(["r"], "aborted") == ["r"]
+    assert until(ear, waiting=0, running=0, pending_prompt_tokens=0).prompt_tokens_per_s > 0
+    scheduler.shutdown()
+
+
+def test_a_class_is_extended_once() -> None:
+    assert reporting(FakeScheduler) is reporting(FakeScheduler)
+    assert reporting(FakeScheduler).__name__ == "ReportingFakeScheduler"
+
+
+def test_outside_of_a_stage_it_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(WIRING_ENV, raising=False)
+    with pytest.raises(KeyError, match=WIRING_ENV):
+        made()

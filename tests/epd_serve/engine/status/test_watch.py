@@ -1,0 +1,131 @@
+"""The report of a scheduler that is watched."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from epd_serve.engine.status.watch import COUNT_S, MAX_STEPS, LoadWatch
+from epd_serve.roles import Role
+from epd_serve.wire import StageReport
+from epd_serve.wiring import StageWiring
+from tests.epd_serve.engine.status.fakes import FakeRequest, FakeScheduler, FakeStep, item
+
+
+class Watched:
+    def __init__(self, role: Role) -> None:
+        self.scheduler = FakeScheduler()
+        self.now = 0.0
+        self.reports: list[StageReport] = []
+        wiring = StageWiring(f"{role}0", role, "life")
+        self.watch = LoadWatch(self.scheduler, wiring, self.reports.append, clock=lambda: self.now)
+
+    def step(self, step: FakeStep) -> FakeStep:
+        self.scheduler.plan.append(step)
+        self.watch.scheduled(self.scheduler.schedule())
+        return step
+
+    @property
+    def last(self) -> StageReport:
+        return self.reports[-1]
+
+    def look(self) -> StageReport:
+        """As the scheduler's next call will, later."""
+        self.now += COUNT_S
+        self.watch.changed()
+        return self.last
+
+
+def test_what_a_step_computes_is_pending_until_it_ends() -> None:
+    engine = Watched(Role.EPD)
+    engine.scheduler.requests["r"] = FakeRequest(100, 0, "WAITING", [item("a", 10, 64)])
+    report = engine.look()
+    assert (report.waiting, report.running) == (1, 0)
+    assert (report.pending_prompt_tokens, report.pending_item_tokens) == (100, 64)
+    assert (report.kv_used, report.kv_tokens) == (0.25, 3200)
+    step = engine.step(FakeStep({"r": 100}, {"r": [0]}))
+    report = engine.look()
+    assert (report.waiting, report.running) == (0, 1)
+    assert (report.pending_prompt_tokens, report.pending_item_tokens) == (100, 64)
+    engine.watch.updated(step)
+    report = engine.look()
+    assert (report.pending_prompt_tokens, report.pending_item_tokens) == (0, 0)
+    assert report.prompt_tokens_per_s == pytest.approx(2000) and report.item_tokens_per_s == pytest.approx(1280)
+
+
+def test_two_steps_may_be_in_flight() -> None:
+    engine = Watched(Role.P)
+    engine.scheduler.requests["r"] = FakeRequest(300)
+    first, second = engine.step(FakeStep({"r": 100})), engine.step(FakeStep({"r": 150}))
+    assert engine.look().pending_prompt_tokens == 300
+    engine.watch.updated(first)
+    assert engine.look().pending_prompt_tokens == 200
+    engine.watch.updated(second)
+    assert engine.look().pending_prompt_tokens == 50
+
+
+def test_steps_that_never_end_are_given_up_with_the_next_that_does() -> None:
+    engine = Watched(Role.P)
+    engine.scheduler.requests["r"] = FakeRequest(300)
+    engine.step(FakeStep({"r": 100}))
+    engine.watch.updated(engine.step(FakeStep({"r": 100})))
+    assert engine.look().pending_prompt_tokens == 100
+    for _ in range(3 * MAX_STEPS):
+        engine.step(FakeStep({"r": 1}))
+    assert engine.look().pending_prompt_tokens <= 100 + MAX_STEPS
+
+
+def test_empty_steps_neither_count_nor_measure() -> None:
+    engine = Watched(Role.D)
+    engine.scheduler.requests["r"] = FakeRequest(10)
+    engine.watch.updated(engine.step(FakeStep()))
+    assert engine.look().step_s == 0
+
+
+def test_counting_keeps_its_pace_but_never_misses_the_end() -> None:
+    engine = Watched(Role.P)
+    engine.scheduler.requests["r"] = FakeRequest(100)
+    engine.watch.changed()
+    engine.now += COUNT_S / 2
+    engine.watch.changed()
+    assert len(engine.reports) == 1
+    del engine.scheduler.requests["r"]
+    engine.watch.changed()
+    assert engine.last.waiting == 0
+
+
+@pytest.mark.parametrize("role", [Role.P, Role.D, Role.PD])
+def test_who_takes_features_counts_only_the_items_that_it_is_encoding(role: Role) -> None:
+    engine = Watched(role)
+    engine.scheduler.requests["r"] = FakeRequest(100, 0, "WAITING", [item("a", 0, 64)])
+    assert engine.look().pending_item_tokens == 0
+    step = engine.step(FakeStep({"r": 64}, {"r": [0]}))
+    assert engine.look().pending_item_tokens == 64
+    engine.watch.updated(step)
+    assert engine.look().pending_item_tokens == 0
+
+
+def test_an_encoder_has_no_kv_cache() -> None:
+    engine = Watched(Role.E)
+    engine.scheduler.kv_cache_manager = SimpleNamespace()
+    report = engine.look()
+    assert (report.kv_used, report.kv_tokens) == (0, 0) and engine.reports
+
+
+def test_an_encoder_cache_without_a_list_is_an_empty_one() -> None:
+    engine = Watched(Role.EPD)
+    engine.scheduler.encoder_cache_manager = SimpleNamespace()
+    engine.scheduler.requests["r"] = FakeRequest(100, 0, "WAITING", [item("a", 0, 64)])
+    assert engine.look().pending_item_tokens == 64
+
+
+def test_a_defect_is_said_once_and_ends_the_counting_not_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Watched(Role.P)
+    engine.scheduler.requests["r"] = FakeRequest(100)
+    engine.look()
+    engine.watch.scheduled(object())
+    engine.watch.scheduled(object())
+    engine.watch.changed()
+    assert engine.last == StageReport("P0", "life", 0)
+    assert len([record for record in caplog.records if "cannot be counted" in record.message]) == 1
