@@ -35,7 +35,8 @@ ONE = Admission(sequences_per_instance=1, encodes_per_instance=1)
 
 def narrow(**changes: Any) -> ProxySettings:
     """A stage that takes one request at a time, and a proxy that knows it."""
-    return settings(admission=replace(ONE, **changes))
+    limited: ProxySettings = settings(admission=replace(ONE, **changes))
+    return limited
 
 
 async def until_waiting(c: Cluster, kind: Kind, count: int) -> None:
@@ -225,4 +226,4 @@ async def test_nothing_is_left_in_the_lines_whatever_happened() -> None:
 def test_settings_of_the_lines_are_checked() -> None:
     for wrong in ({"text_queue": 0}, {"text_share": 1.0}, {"text_share": 0.6, "media_share": 0.6}, {"prefill_s": -1.0}):
         with pytest.raises(ConfigError):
-            Admission(**wrong)  # type: ignore[arg-type]
+            Admission(**wrong)
