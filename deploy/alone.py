@@ -7,8 +7,6 @@ import contextlib
 import json
 import os
 import shlex
-import signal
-import socket
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -16,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from deploy.ending import Ending
+from deploy.front import Front
 from deploy.health import health_status
 from deploy.nearest import unknown
 from epd_serve.errors import ConfigError
@@ -225,14 +225,22 @@ def is_http_address(url: str) -> bool:
 
 
 def run_proxy(
-    *, stages: str, host: str, port: int, proxy: Sequence[str], api_keys: Sequence[str], workers: int = 1
+    *,
+    stages: str,
+    host: str,
+    port: int,
+    proxy: Sequence[str],
+    api_keys: Sequence[str],
+    drain_s: float,
+    workers: int = 1,
 ) -> int:
-    """Serve the proxy alone until SIGINT or SIGTERM; each stage's /health is asked every second."""
-    from deploy.config import check_workers
+    """Serve the proxy alone until a signal (`deploy/ending.py`); each stage's /health is asked every second."""
+    from deploy.config import check_drain, check_workers
     from deploy.proxy_settings import apply_overrides, proxy_overrides
     from proxy.server import bind
     from proxy.settings import ModelIdentity, ProxySettings
 
+    check_drain(drain_s)
     check_workers(workers)
     file = read_stages_file(stages)
     settings = ProxySettings(
@@ -243,32 +251,38 @@ def run_proxy(
     )
     settings = apply_overrides(settings, proxy_overrides(proxy))
     with bind(host, port) as listening:
-        asyncio.run(_serve_proxy(file, settings, host, port, listening, workers))
+        ending = Ending(drain_s, _say)
+        front = Front(
+            settings,
+            listening,
+            host=host,
+            port=port,
+            workers=workers,
+            grace_s=GRACE_S,
+            drain_s=drain_s,
+            serves=ending.serves,
+            say=_say,
+        )
+        asyncio.run(_serve_proxy(file, front, ending, f"http://{host}:{port}"))
     return 0
 
 
-async def _serve_proxy(
-    file: StagesFile, settings: Any, host: str, port: int, listening: socket.socket, workers: int
-) -> None:
-    from deploy.front import Front
-
-    def say(line: str) -> None:
-        os.write(2, f"{line}\n".encode())
-
-    front = Front(settings, listening, host=host, port=port, workers=workers, grace_s=GRACE_S, say=say)
+async def _serve_proxy(file: StagesFile, front: Front, ending: Ending, address: str) -> None:
     table = front.table
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    ending.listen()
     for one in file.instances:
         table.apply(one, up=False)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(_watch(one, table)) for one in file.instances]
         tasks.append(group.create_task(front.serve()))
-        say(f"proxy on http://{host}:{port} in front of {len(file.instances)} stages")
-        await stop.wait()
+        _say(f"proxy on {address} in front of {len(file.instances)} stages")
+        await ending.wait()
         for task in tasks:
             task.cancel()
+
+
+def _say(line: str) -> None:
+    os.write(2, f"{line}\n".encode())
 
 
 async def _watch(one: Instance, table: Any) -> None:

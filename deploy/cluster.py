@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shlex
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from deploy.blueprint import Blueprint, draw
 from deploy.cluster_bus import EventBus
 from deploy.cluster_key import read_cluster_key
 from deploy.config import DeployConfig, host_and_port
+from deploy.ending import Ending
 from deploy.environment import is_terminal
 from deploy.front import Front
 from deploy.join_plan import address_of, processing_text
@@ -121,7 +121,7 @@ def run_head(
     passed: Sequence[str],
     **options: Any,
 ) -> int:
-    """Serve until SIGINT or SIGTERM. `options`: further fields of `DeployConfig`.
+    """Serve until a signal (`deploy/ending.py`). `options`: further fields of `DeployConfig`.
 
     Raises:
         ConfigError: what is wrong with the flags, or a port in use. StageError: mooncake_master does not start.
@@ -202,9 +202,8 @@ async def _serve(head: Head, settings: ProxySettings, run: RunDir, listening: so
         multimodal=facts.multimodal if facts else True,
         version=__version__,
     )
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    ending = Ending(config.drain_s, screen.line)
+    ending.listen()
     front = Front(
         settings,
         listening,
@@ -212,6 +211,8 @@ async def _serve(head: Head, settings: ProxySettings, run: RunDir, listening: so
         port=config.port,
         workers=config.workers,
         grace_s=GRACE_S,
+        drain_s=config.drain_s,
+        serves=ending.serves,
         say=screen.line,
         launch_id=run.launch_id,
     )
@@ -223,7 +224,7 @@ async def _serve(head: Head, settings: ProxySettings, run: RunDir, listening: so
                 f"head of a cluster on http://{config.host}:{config.port}; stages join it at "
                 f"http://{head.address}:{config.port}"
             )
-            await stop.wait()
+            await ending.wait()
             for task in tasks:
                 task.cancel()
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from deploy.ending import MAX_DRAIN_S
 from deploy.engines import ENGINES
 from deploy.nearest import unknown
 from epd_serve.engine.kv.grouping_file import PREFIX, open_grouping
@@ -89,6 +90,7 @@ class DeployConfig:
     kv_packet_floor_kib: int = _option(1024, "KV packets smaller than this are joined where that is possible")
     kv_staging_mib: int = _option(64, "shared memory per KV link (sending worker and receiver)")
     startup_timeout_s: float = _option(900.0, "deadline for one stage to become ready")
+    drain_s: float = _option(30.0, "how long requests in flight may go on after SIGTERM")
     parallel_starts: int = _option(CPU_PARALLEL_STARTS, "stages that start at once on CPU (0 = all)")
     kv_faults: str = _option("", "what goes wrong on purpose (epd_serve/kv/faults.py)", hidden=True)
     trace_dir: str = _option("", "directory for per-stage phase stamps (JSON lines)")
@@ -109,6 +111,7 @@ class DeployConfig:
         _check_grouping(self.kv_grouping, self.kv_packet_floor_kib)
         Faults(self.kv_faults)
         check_segment(self.mooncake_segment_mib)
+        check_drain(self.drain_s)
         if self.parallel_starts < 0:
             raise ConfigError("parallel_starts is negative; 0 means all at once", param="parallel_starts")
         if self.media_root and not Path(self.media_root).is_dir():
@@ -135,6 +138,12 @@ def _check_grouping(text: str, floor_kib: int) -> None:
     except ConfigError as error:
         hint = "" if text.startswith(PREFIX) else ", with N from 1 on"
         raise ConfigError(f"kv_grouping {error}{hint}", param="kv_grouping") from error
+
+
+def check_drain(seconds: float) -> None:
+    """Raises ConfigError when requests in flight cannot be given this long."""
+    if not 0 <= seconds <= MAX_DRAIN_S:
+        raise ConfigError(f"drain_s is {seconds:g}; it has to be between 0 and {MAX_DRAIN_S:g}", param="drain_s")
 
 
 def check_segment(mib: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from deploy.ending import Draining
 from deploy.environment import LAUNCH_ENV, LAUNCHER_PID_ENV, module_environment
 from deploy.ports import BACKLOG
 from proxy.warm_links import GRACE_S
@@ -27,7 +28,8 @@ class Front:
     Args:
         listening: bound to host and port; closed at the end.
         workers: proxy processes; 1 means this one.
-        grace_s: how long requests in flight may go on at the end.
+        grace_s: how long requests in flight may go on at the end. drain_s: at the end of one of several workers.
+        serves: told what drains, before it takes requests.
         say: takes a line for the operator.
         launch_id: marks the processes as those of a launch, or "".
         link_grace_s: as of `InstanceTable`.
@@ -45,6 +47,8 @@ class Front:
         port: int,
         workers: int,
         grace_s: float,
+        drain_s: float,
+        serves: Callable[[Draining], None],
         say: Callable[[str], None],
         launch_id: str = "",
         link_grace_s: float = GRACE_S,
@@ -54,6 +58,8 @@ class Front:
         self._at = (host, port)
         self._workers = workers
         self._grace_s = grace_s
+        self._drain_s = drain_s
+        self._serves = serves
         self._say = say
         self._launch_id = launch_id
         self._link_grace_s = link_grace_s
@@ -98,6 +104,7 @@ class Front:
         app = create_app(self.settings, self.table)
         if members is not None:
             add_cluster_routes(app, members, cluster_key)
+        self._serves(app.state.pipeline.drain)
         await serve(app, *self._at, sockets=[self._listening], grace_s=self._grace_s)
 
     async def _serve_by_workers(self, members: Membership | None, cluster_key: str) -> None:
@@ -111,8 +118,9 @@ class Front:
 
         assert isinstance(self.table, TableOfParent), "made for several workers"
         share = share_of(self.settings, self._workers)
-        common = Setup(share, 0, self._workers, self._grace_s, self._link_grace_s, cluster_key)
+        common = Setup(share, 0, self._workers, self._grace_s, self._drain_s, self._link_grace_s, cluster_key)
         hub = WorkerHub(self.table, common, door=partial(take_in, members) if members is not None else None)
+        self._serves(hub)
         environment = {**module_environment(), LAUNCHER_PID_ENV: str(os.getpid())}
         if self._launch_id:
             environment[LAUNCH_ENV] = self._launch_id

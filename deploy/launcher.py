@@ -2,7 +2,8 @@
 
 Order: what can be wrong cheaply (blueprint) → the public port → run directory and arena → stages under the
 supervisor, with the proxy in the same event loop, so that it knows of a death at once → ready message → wait for
-a signal. Whatever ends it, the same path back removes processes, sockets, files and shared memory, within 15 s.
+a signal. Whatever ends it, the same path back removes processes, sockets, files and shared memory, within 15 s; before
+that, SIGTERM lets requests in flight finish (`deploy/ending.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import sys
 import time
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.blueprint import Blueprint
+from deploy.ending import Ending
 from deploy.engines import command_of
 from deploy.environment import is_terminal, shm_root, stage_environment
 from deploy.front import Front
@@ -45,8 +46,8 @@ from store.mooncake_master import MasterSettings
 if TYPE_CHECKING:
     from proxy.table import InstanceTable
 
-DRAIN_S = 2.0
-"""How long requests in flight may go on after the signal; with the stages' 8 s this keeps the end below 15 s."""
+GRACE_S = 2.0
+"""How long requests in flight may go on when all is taken down; with the stages' 8 s the end is below 15 s away."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Launch:
     patience: Patience = field(default_factory=Patience)
 
     def run(self) -> int:
-        """Blocks until SIGINT, SIGTERM or SIGHUP.
+        """Blocks until SIGINT or SIGHUP, or until SIGTERM and the end of the requests that were in flight then.
 
         Returns:
             Exit code: 0 after a signal.
@@ -96,7 +97,7 @@ class _Session:
         self.listening = listening
         self.screen = screen
         self.started = time.monotonic()
-        self.stop = asyncio.Event()
+        self.ending = Ending(launch.blueprint.config.drain_s, screen.line, self._kill)
         self.tier = SecondTier.of(launch.blueprint, run, STAGE_HOST, launch.master_command_of)
         self.wired = self._wire()
         self.supervisors: list[Supervisor] = []
@@ -120,7 +121,7 @@ class _Session:
         return WiringPlan(blueprint, self.run, ports, memory, self.tier.address)
 
     async def serve(self) -> int:
-        self._take_signals()
+        self.ending.listen()
         for warning in self.blueprint.warnings:
             self.screen.line(f"warning: {warning}")
         async with self._arena(), self.tier.running(self.screen.line) as master:
@@ -152,7 +153,9 @@ class _Session:
             host=config.host,
             port=config.port,
             workers=config.workers,
-            grace_s=DRAIN_S,
+            grace_s=GRACE_S,
+            drain_s=config.drain_s,
+            serves=self.ending.serves,
             say=self.screen.line,
             launch_id=self.run.launch_id,
             link_grace_s=self.launch.patience.links_s,
@@ -163,7 +166,7 @@ class _Session:
     ) -> None:
         """Show progress, say ready, wait. Returns on a signal, raises what ended stages or proxy."""
         ready = asyncio.create_task(all_ready)
-        stopped = asyncio.create_task(self.stop.wait())
+        stopped = asyncio.create_task(self.ending.wait())
         waiting: set[asyncio.Task[object]] = {ready, stopped, stages, front}
         checking: asyncio.Task[None] | None = None
         try:
@@ -188,7 +191,7 @@ class _Session:
     async def _take_down(self, front: asyncio.Task[None], stages: asyncio.Task[None]) -> None:
         """First no new requests, then the stages. Both end by cancellation; their own failures were raised before."""
         self.screen.close()
-        if self.stop.is_set():
+        if self.ending.stopping.is_set():
             self.screen.line("stopping")
         for task in (front, stages):
             task.cancel()
@@ -228,16 +231,8 @@ class _Session:
         turn = ",".join(map(str, plan.devices)) if profiled else ""
         return StageSpec(plan.id, STAGE_HOST, self.wired.ports[plan.id], self.run.log(plan.id), command, turn)
 
-    def _take_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._on_signal)
-
-    def _on_signal(self) -> None:
-        if not self.stop.is_set():
-            self.stop.set()
-            return
-        # The second one: no more waiting.
+    def _kill(self) -> None:
+        """No more waiting."""
         for supervisor in self.supervisors:
             supervisor.kill_now()
         self.run.remove()

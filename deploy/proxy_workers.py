@@ -139,7 +139,7 @@ class ProxyWorkers:
         """Gracefully, if it lives and is heard; it is told of its instances until the end."""
         try:
             if process.poll() is None and not attending.done():
-                process.send_signal(signal.SIGTERM)
+                process.send_signal(signal.SIGINT)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._grace_s + ENDING_S):
                         await _exited(process)

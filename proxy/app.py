@@ -74,6 +74,8 @@ def _add_status_routes(app: FastAPI, pipeline: Pipeline) -> None:
 
     @app.get("/health")
     async def health() -> Response:
+        if pipeline.drain.began:
+            return JSONResponse({"status": "draining", "running": pipeline.drain.running}, 503)
         code, body = status.health(settings, table)
         return JSONResponse(body, code)
 
@@ -88,7 +90,7 @@ def _add_status_routes(app: FastAPI, pipeline: Pipeline) -> None:
 
     @app.get("/instances")
     async def instances() -> Response:
-        return JSONResponse(status.instances(table))
+        return JSONResponse(status.instances(table, pipeline.circuits))
 
 
 def _add_metrics_route(

@@ -1,8 +1,8 @@
 """One of several proxy processes behind one listening socket: the same application as a proxy that is alone.
 
 What differs is handed in: the status table counts on a board that all workers share, instances come from the parent's
-feed, `/metrics` speaks for all workers, and the side door of a cluster leads to the parent. It ends when it is told to
-(SIGTERM: gracefully), and at once when the parent's end of the feed closes.
+feed, `/metrics` speaks for all workers, and the side door of a cluster leads to the parent. It ends when it is told to,
+and when the parent's end of the feed closes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import itertools
 import mmap
 import socket
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any
 
 from epd_serve.cluster import MAX_DRAIN_S
@@ -30,10 +31,12 @@ from proxy.shared_listener import SharedListener
 from proxy.table import InstanceTable
 from proxy.worker_wire import (
     Answer,
+    Drain,
     FeedError,
     FromWorker,
     Knock,
     Roster,
+    Running,
     Serving,
     Setup,
     Sum,
@@ -60,6 +63,7 @@ class Feed:
         self._writer = writer
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._drain: asyncio.Task[None] | None = None
 
     async def setup(self) -> Setup | None:
         """The first message; None when the parent has gone."""
@@ -79,13 +83,21 @@ class Feed:
                 case Roster():
                     roster.take_in(message.rows)
                 case Tell():
-                    self.say(Told(message.number, counted(pipeline.metrics.registry)))
+                    self.say(Told(message.number, counted(pipeline.metrics.registry), pipeline.drain.running))
+                case Drain():
+                    pipeline.drain.begin()
+                    self.say(Running(pipeline.drain.running))
+                    self._drain = asyncio.create_task(self._say_idle(pipeline))
                 case Answer():
                     waiting = self._asked.get(message.number)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(message)
                 case Setup():
                     raise FeedError("a second setup")
+
+    async def _say_idle(self, pipeline: Pipeline) -> None:
+        await pipeline.drain.idle()
+        self.say(Running(0))
 
     def say(self, message: FromWorker) -> None:
         with contextlib.suppress(ConnectionError):  # `listen` notices
@@ -119,8 +131,20 @@ class Feed:
         return exposition(registry, answer.counted)
 
 
-async def run_worker(feed: socket.socket, listening: socket.socket, board: int, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set, or the parent has gone; then end as a proxy that is alone does.
+@dataclass(frozen=True)
+class Orders:
+    """What a worker is told by signals.
+
+    Attributes:
+        leave: end when the requests in flight have; others go on. stop: end soon, all do.
+    """
+
+    leave: asyncio.Event = field(default_factory=asyncio.Event)
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+async def run_worker(feed: socket.socket, listening: socket.socket, board: int, orders: Orders) -> None:
+    """Serve until it is told otherwise, or the parent has gone.
 
     Args:
         feed: connected to the parent's end; closed at the end. board: descriptor of the board's memory.
@@ -133,14 +157,14 @@ async def run_worker(feed: socket.socket, listening: socket.socket, board: int, 
         parent = Feed(reader, writer)
         setup = await parent.setup()
         if setup is not None:
-            await _serve(parent, setup, listening, Board(mmap.mmap(board, 0), setup.rows, COUNTS), stop)
+            await _serve(parent, setup, listening, Board(mmap.mmap(board, 0), setup.rows, COUNTS), orders)
     except ExceptionGroup as failed:
         raise most_telling(failed) from None
     finally:
         writer.transport.abort()
 
 
-async def _serve(parent: Feed, setup: Setup, listening: socket.socket, board: Board, stop: asyncio.Event) -> None:
+async def _serve(parent: Feed, setup: Setup, listening: socket.socket, board: Board, orders: Orders) -> None:
     ledger = SharedLedger(board, setup.row)
     table = InstanceTable(ledger=ledger, link_grace_s=setup.link_grace_s)
     app = create_app(setup.settings, table, metrics_text=parent.metrics)
@@ -152,13 +176,26 @@ async def _serve(parent: Feed, setup: Setup, listening: socket.socket, board: Bo
         def start(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
             return group.create_task(work)
 
-        front = start(serve(app, "", 0, shared=shared, grace_s=setup.grace_s, started=lambda: parent.say(Serving())))
-        told, fed = start(stop.wait()), start(parent.listen(RosterOfWorker(table), app.state.pipeline))
+        front = start(
+            serve(
+                app,
+                "",
+                0,
+                shared=shared,
+                grace_s=max(setup.grace_s, setup.drain_s),
+                started=lambda: parent.say(Serving()),
+            )
+        )
+        leave, stop = start(orders.leave.wait()), start(orders.stop.wait())
+        fed = start(parent.listen(RosterOfWorker(table), app.state.pipeline))
         noting = start(_take_notes(table, ledger, lambda: board.say_connections(setup.row, shared.connections)))
-        await asyncio.wait((front, told, fed), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((front, leave, stop, fed), return_when=asyncio.FIRST_COMPLETED)
+        front.cancel()  # it takes no more connections; what is in flight goes on, and so does the feed
+        if leave.done():
+            await asyncio.wait((front, stop, fed), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([front], timeout=setup.grace_s)
         front.cancel()
-        await asyncio.wait([front])  # what is in flight goes on, and so does the feed
-        for task in (told, fed, noting):
+        for task in (leave, stop, fed, noting):
             task.cancel()
 
 

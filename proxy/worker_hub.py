@@ -24,10 +24,12 @@ from proxy.errors import error_body, error_headers, most_telling
 from proxy.roster import TableOfParent
 from proxy.worker_wire import (
     Answer,
+    Drain,
     Family,
     FromParent,
     Knock,
     Roster,
+    Running,
     Serving,
     Setup,
     Sum,
@@ -56,6 +58,8 @@ class _Worker:
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self.writer = writer
         self.counted: list[Family] = []
+        self.running = 0
+        self.drained = False
         self.roster_is_old = asyncio.Event()
         self.begun = asyncio.Event()
         self._numbers = itertools.count()
@@ -80,7 +84,7 @@ class _Worker:
         return True
 
     def told(self, message: Told) -> None:
-        self.counted = message.counted
+        self.counted, self.running = message.counted, message.running
         waiting = self._asked.get(message.number)
         if waiting is not None and not waiting.done():
             waiting.set_result(None)
@@ -101,6 +105,8 @@ class WorkerHub:
         self._workers: set[_Worker] = set()
         self._past: list[Family] = []
         self._ended = 0
+        self._draining = False
+        self._drained = asyncio.Event()
         self._announcements = Announcements(table, self._heard, lambda: None)
         table.on_change = self._instances_changed
 
@@ -115,6 +121,28 @@ class WorkerHub:
         """Workers that are there."""
         return len(self._workers)
 
+    # Draining, as `proxy/drain.py` does it where there is one process.
+
+    @property
+    def running(self) -> int:
+        """Requests in flight, as far as it has been said."""
+        return sum(worker.running for worker in self._workers)
+
+    def begin(self) -> None:
+        """Have all workers take on nothing more."""
+        self._draining = True
+        for worker in self._workers:
+            worker.send(Drain())
+        self._look_for_drained()
+
+    async def idle(self) -> None:
+        """Wait until every worker has said that nothing is left; whoever waits sets the deadline."""
+        await self._drained.wait()
+
+    def _look_for_drained(self) -> None:
+        if self._draining and all(worker.drained for worker in self._workers):
+            self._drained.set()
+
     async def attend(self, row: int, feed: socket.socket, serving: Callable[[], None]) -> None:
         """Talk with one life of one worker until its end of the feed closes. `feed` is closed at the end.
 
@@ -128,6 +156,8 @@ class WorkerHub:
         worker = _Worker(writer)
         worker.send(msgspec.structs.replace(self._setup, row=row))
         worker.roster_is_old.set()
+        if self._draining:
+            worker.send(Drain())
         self._workers.add(worker)
         try:
             async with asyncio.TaskGroup() as group:
@@ -141,6 +171,9 @@ class WorkerHub:
                             serving()
                         case Told():
                             worker.told(message)
+                        case Running():
+                            worker.running, worker.drained = message.running, message.running == 0
+                            self._look_for_drained()
                         case Sum() | Knock():
                             if len(answers) >= MAX_QUESTIONS:
                                 worker.send(_refusal(message.number, OverloadedError("too many members at the door")))
@@ -153,6 +186,7 @@ class WorkerHub:
             raise most_telling(failed) from None
         finally:
             self._workers.discard(worker)
+            self._look_for_drained()
             self._past = added([self._past, lasting(worker.counted)])
             self._ended += 1
             writer.transport.abort()

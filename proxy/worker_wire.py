@@ -55,7 +55,7 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         row: where on the board this worker counts. rows: of the whole board, one per worker.
-        grace_s: how long requests in flight may go on once it is told to end.
+        grace_s: how long requests in flight may go on when all workers end. drain_s: when only this one does.
         link_grace_s: as of `InstanceTable`.
         cluster_key: of the head of a cluster, whose side door every worker keeps; else "".
     """
@@ -64,6 +64,7 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     row: int
     rows: int
     grace_s: float
+    drain_s: float
     link_grace_s: float
     cluster_key: str = ""
 
@@ -78,6 +79,10 @@ class Tell(msgspec.Struct, tag=True, frozen=True):
     """Say what you have counted. Asked regularly, so that it is known of a worker that dies, and of one that hangs."""
 
     number: int
+
+
+class Drain(msgspec.Struct, tag=True, frozen=True):
+    """Take on no more requests, and say when none is left."""
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
@@ -102,10 +107,17 @@ class Serving(msgspec.Struct, tag=True, frozen=True):
 
 
 class Told(msgspec.Struct, tag=True, frozen=True):
-    """Answers a `Tell`."""
+    """Answers a `Tell`. `running`: requests that it holds."""
 
     number: int
     counted: list[Family]
+    running: int
+
+
+class Running(msgspec.Struct, tag=True, frozen=True):
+    """So many requests are left. Said by a worker that drains: at once, and when it is 0."""
+
+    running: int
 
 
 class Sum(msgspec.Struct, tag=True, frozen=True):
@@ -129,8 +141,8 @@ class Knock(msgspec.Struct, tag=True, frozen=True):
 
 
 Message = TypeVar("Message")
-FromParent = Setup | Roster | Tell | Answer
-FromWorker = Serving | Told | Sum | Knock
+FromParent = Setup | Roster | Tell | Drain | Answer
+FromWorker = Serving | Told | Running | Sum | Knock
 
 
 def _plain(value: Any) -> Any:

@@ -18,6 +18,7 @@ def sim_command(plan: StagePlan) -> StageCommand:
             *("--host", plan.host),
             *("--port", str(plan.port)),
             *("--wiring", json.dumps(plan.wiring.to_json())),
+            *(("--scheduling-policy", "priority") if plan.role.has_language_model else ()),
             *(("--profile", plan.sim_profile) if plan.sim_profile else ()),
             *(("--guarded",) if plan.guarded else ()),
             *plan.extra_args,

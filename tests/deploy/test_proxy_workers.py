@@ -92,7 +92,8 @@ async def proxy(folder: Path, workers: int) -> AsyncIterator[Proxy]:
         argv = [sys.executable, "-m", "deploy.cli", "proxy", "--stages", str(file)]
         path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
         process = subprocess.Popen(
-            [*argv, "--port", str(port), "--workers", str(workers)], env={**os.environ, "PYTHONPATH": path}
+            [*argv, "--port", str(port), "--workers", str(workers), "--drain-s", str(DEADLINE_S)],
+            env={**os.environ, "PYTHONPATH": path},
         )
         started = Proxy(process, port, stage)
         try:
@@ -104,7 +105,7 @@ async def proxy(folder: Path, workers: int) -> AsyncIterator[Proxy]:
             process.wait()
 
 
-async def test_a_worker_killed_under_load_is_replaced_and_leaves_nothing_in_flight(
+async def test_a_worker_killed_under_load_is_replaced_and_sigterm_cuts_nobody_off(
     tmp_path: Path,
 ) -> None:
     released = asyncio.Event()
@@ -129,7 +130,15 @@ async def test_a_worker_killed_under_load_is_replaced_and_leaves_nothing_in_flig
         assert {one.status_code for one in outcomes if one is not None} == {200}
         await p.until("/instances", lambda answered: in_flight(answered) == 0)
         await p.until("/metrics", lambda answered: "epd_proxy_in_flight 0.0" in answered.text)
+        # The end: what is in flight finishes, whichever process has it.
+        released.clear()
+        p.stage.usual = once(released, answer)
+        asked = [asyncio.create_task(p.ask()) for _ in range(HELD)]
+        await p.until("/instances", lambda answered: in_flight(answered) == HELD)
         p.process.terminate()
+        await p.until("/health", lambda answered: answered.status_code == 503)
+        released.set()
+        assert {one.status_code for one in await asyncio.gather(*asked)} == {200}
         assert await asyncio.to_thread(p.process.wait, DEADLINE_S) == 0
         assert are_gone(after)
 
@@ -150,7 +159,7 @@ async def test_a_worker_that_does_not_start_ends_the_launch() -> None:
     memory = shared_memory(Board.size_bytes(1, COUNTS))
     board = Board(mmap.mmap(memory, 0), 1, COUNTS)
     table = TableOfParent(ledger=SharedLedger(board, None))
-    hub = WorkerHub(table, Setup(settings(), 0, 1, 1.0, 1.0))
+    hub = WorkerHub(table, Setup(settings(), 0, 1, 1.0, 1.0, 1.0))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         environment = {**os.environ, "PYTHONPATH": "/nonexistent"}
         workers = ProxyWorkers(hub, board, memory, listening, environment, grace_s=1.0, say=lambda line: None)

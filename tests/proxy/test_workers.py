@@ -27,7 +27,7 @@ from proxy.life import Lease, Work
 from proxy.roster import TableOfParent
 from proxy.server import bind
 from proxy.settings import ProxySettings
-from proxy.worker import run_worker
+from proxy.worker import Orders, run_worker
 from proxy.worker_hub import WorkerHub
 from proxy.worker_wire import FeedError, Roster, Serving, Setup, frame, from_parent
 from tests.proxy.fakes import FakeStage, answer, once, served, settings, text_body
@@ -44,7 +44,7 @@ class Crew:
     board: Board
     url: str
     stage: FakeStage
-    stops: list[asyncio.Event] = field(default_factory=list)
+    orders: list[Orders] = field(default_factory=list)
     works: list[asyncio.Task[None]] = field(default_factory=list)
     attends: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -75,7 +75,7 @@ async def crew(count: int, config: ProxySettings | None = None, door: Door | Non
     memory = shared_memory(Board.size_bytes(count, COUNTS))
     board = Board(mmap.mmap(memory, 0), count, COUNTS)
     table = TableOfParent(ledger=SharedLedger(board, None))
-    setup = Setup(config or settings(), 0, count, 1.0, 1.0, KEY if door is not None else "")
+    setup = Setup(config or settings(), 0, count, 1.0, 30.0, 1.0, KEY if door is not None else "")
     hub = WorkerHub(table, setup, door=door)
     async with AsyncExitStack() as stack:
         stack.callback(os.close, memory)
@@ -87,16 +87,16 @@ async def crew(count: int, config: ProxySettings | None = None, door: Door | Non
         stack.push_async_callback(hub.stop)
         for row in range(count):
             ours, theirs = socket.socketpair()
-            serving, stop = asyncio.Event(), asyncio.Event()
+            serving, orders = asyncio.Event(), Orders()
             copy = socket.socket(fileno=os.dup(listening.fileno()))
-            made.stops.append(stop)
-            made.works.append(asyncio.create_task(run_worker(theirs, copy, memory, stop)))
+            made.orders.append(orders)
+            made.works.append(asyncio.create_task(run_worker(theirs, copy, memory, orders)))
             made.attends.append(asyncio.create_task(hub.attend(row, ours, serving.set)))
             async with asyncio.timeout(20):
                 await serving.wait()
         yield made
-        for stop in made.stops:
-            stop.set()
+        for orders in made.orders:
+            orders.stop.set()
         await asyncio.gather(*made.works, *made.attends, return_exceptions=True)
 
 
@@ -141,7 +141,7 @@ async def test_metrics_are_those_of_all_workers_and_survive_one_that_ends() -> N
         for _ in range(4):
             assert await c.metric("epd_proxy_requests_total") == 6
         assert await c.metric("epd_proxy_workers ") == 2
-        c.stops[0].set()
+        c.orders[0].leave.set()
         await c.works[0]
         await c.attends[0]
         assert await c.metric("epd_proxy_requests_total") == 6
@@ -155,10 +155,30 @@ async def test_a_worker_that_is_told_to_end_finishes_what_it_has() -> None:
         c.stage.usual = once(released, answer)
         asked = asyncio.create_task(c.ask())
         await c.stage.until(lambda stage: stage.active == 1)
-        c.stops[0].set()
+        c.orders[0].leave.set()
         released.set()
         assert (await asked).status_code == 200
         await c.works[0]
+
+
+async def test_draining_is_over_when_no_worker_has_a_request_left() -> None:
+    released = asyncio.Event()
+    async with crew(2) as c:
+        c.stage.usual = once(released, answer)
+        asked = [asyncio.create_task(c.ask()) for _ in range(4)]
+        await c.stage.until(lambda stage: stage.active == 4)
+        c.hub.begin()
+        idle = asyncio.create_task(c.hub.idle())
+        async with asyncio.timeout(10):
+            while {(await c.ask()).status_code for _ in range(4)} != {503}:
+                pass
+        await c.until(lambda: c.hub.running == 4)
+        assert not idle.done()
+        released.set()
+        assert {one.status_code for one in await asyncio.gather(*asked)} == {200}
+        async with asyncio.timeout(10):
+            await idle
+        assert c.hub.running == 0
 
 
 async def test_a_worker_whose_parent_has_gone_ends() -> None:
@@ -202,7 +222,7 @@ async def test_the_side_door_of_every_worker_leads_to_the_parent() -> None:
 
 async def test_a_worker_that_says_nothing_any_more_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_hub, "HUNG_S", 0.01)
-    hub = WorkerHub(TableOfParent(), Setup(settings(), 0, 1, 1.0, 1.0))
+    hub = WorkerHub(TableOfParent(), Setup(settings(), 0, 1, 1.0, 1.0, 1.0))
     ours, theirs = socket.socketpair()
     with theirs:
         theirs.sendall(frame(Serving()))
@@ -213,7 +233,7 @@ async def test_a_worker_that_says_nothing_any_more_is_noticed(monkeypatch: pytes
 
 
 async def test_a_worker_that_says_what_no_worker_says_is_noticed() -> None:
-    hub = WorkerHub(TableOfParent(), Setup(settings(), 0, 1, 1.0, 1.0))
+    hub = WorkerHub(TableOfParent(), Setup(settings(), 0, 1, 1.0, 1.0, 1.0))
     for said in (frame(Roster(())), (1 << 31).to_bytes(4, "big")):
         ours, theirs = socket.socketpair()
         with theirs:
@@ -224,5 +244,7 @@ async def test_a_worker_that_says_what_no_worker_says_is_noticed() -> None:
 
 
 def test_settings_travel_whole() -> None:
-    setup = Setup(settings(arena=Path("/a"), modalities=frozenset({"image"}), api_keys=("k",)), 1, 2, 3.0, 4.0, KEY)
+    setup = Setup(
+        settings(arena=Path("/a"), modalities=frozenset({"image"}), api_keys=("k",)), 1, 2, 3.0, 4.0, 5.0, KEY
+    )
     assert from_parent.decode(frame(setup)[4:]) == setup
