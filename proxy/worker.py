@@ -152,7 +152,7 @@ async def run_worker(feed: socket.socket, listening: socket.socket, board: int, 
     Raises:
         FeedError: the parent says what no parent says.
     """
-    reader, writer = await asyncio.open_connection(sock=feed)
+    reader, writer = await asyncio.open_unix_connection(sock=feed)
     try:
         parent = Feed(reader, writer)
         setup = await parent.setup()

@@ -152,7 +152,7 @@ class WorkerHub:
         Raises:
             WorkerHungError. FeedError: it says what no worker says.
         """
-        reader, writer = await asyncio.open_connection(sock=feed)
+        reader, writer = await asyncio.open_unix_connection(sock=feed)
         worker = _Worker(writer)
         worker.send(msgspec.structs.replace(self._setup, row=row))
         worker.roster_is_old.set()

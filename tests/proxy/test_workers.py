@@ -26,13 +26,15 @@ from proxy.ledger_shared import COUNTS, SharedLedger, settle
 from proxy.life import Lease, Work
 from proxy.roster import TableOfParent
 from proxy.server import bind
-from proxy.settings import ProxySettings
+from proxy.settings import Timeouts
 from proxy.worker import Orders, run_worker
 from proxy.worker_hub import WorkerHub
 from proxy.worker_wire import FeedError, Roster, Serving, Setup, frame, from_parent
 from tests.proxy.fakes import FakeStage, answer, once, served, settings, text_body
 
 KEY = "the key of the cluster"
+DEADLINE_S = 60.0
+PATIENT = Timeouts()  # requests are held for as long as a test takes
 
 
 @dataclass
@@ -50,13 +52,13 @@ class Crew:
 
     async def ask(self, path: str = "", **options: Any) -> httpx.Response:
         """On a connection of its own, so that any worker may take it."""
-        async with httpx.AsyncClient(base_url=self.url, timeout=10, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=self.url, timeout=DEADLINE_S, trust_env=False) as client:
             if path:
                 return await client.request(options.pop("method", "GET"), path, **options)
             return await client.post("/v1/chat/completions", json=text_body(**options))
 
     async def until(self, condition: Callable[[], Any]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while not condition():
                 await asyncio.sleep(0.005)
 
@@ -70,12 +72,12 @@ class Crew:
 
 
 @asynccontextmanager
-async def crew(count: int, config: ProxySettings | None = None, door: Door | None = None) -> AsyncIterator[Crew]:
+async def crew(count: int, door: Door | None = None) -> AsyncIterator[Crew]:
     stage = FakeStage("PD0", Role.PD)
     memory = shared_memory(Board.size_bytes(count, COUNTS))
     board = Board(mmap.mmap(memory, 0), count, COUNTS)
     table = TableOfParent(ledger=SharedLedger(board, None))
-    setup = Setup(config or settings(), 0, count, 1.0, 30.0, 1.0, KEY if door is not None else "")
+    setup = Setup(settings(timeouts=PATIENT), 0, count, 1.0, 30.0, 1.0, KEY if door is not None else "")
     hub = WorkerHub(table, setup, door=door)
     async with AsyncExitStack() as stack:
         stack.callback(os.close, memory)
@@ -92,7 +94,7 @@ async def crew(count: int, config: ProxySettings | None = None, door: Door | Non
             made.orders.append(orders)
             made.works.append(asyncio.create_task(run_worker(theirs, copy, memory, orders)))
             made.attends.append(asyncio.create_task(hub.attend(row, ours, serving.set)))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(DEADLINE_S):
                 await serving.wait()
         yield made
         for orders in made.orders:
@@ -114,7 +116,7 @@ async def test_every_worker_says_the_same_of_instances_and_health() -> None:
         assert {one.status_code for one in await asyncio.gather(*asked)} == {200}
         c.table.mark_down("PD0", "killed")
         await c.until(lambda: not c.table.total_in_flight())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while {(await c.ask("/health")).status_code for _ in range(4)} != {503}:
                 pass
 
@@ -169,14 +171,15 @@ async def test_draining_is_over_when_no_worker_has_a_request_left() -> None:
         await c.stage.until(lambda stage: stage.active == 4)
         c.hub.begin()
         idle = asyncio.create_task(c.hub.idle())
-        async with asyncio.timeout(10):
-            while {(await c.ask()).status_code for _ in range(4)} != {503}:
+        async with asyncio.timeout(DEADLINE_S):
+            while await c.metric("epd_proxy_draining ") < 2:
                 pass
+        assert (await c.ask()).status_code == 503
         await c.until(lambda: c.hub.running == 4)
         assert not idle.done()
         released.set()
         assert {one.status_code for one in await asyncio.gather(*asked)} == {200}
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             await idle
         assert c.hub.running == 0
 
@@ -184,7 +187,7 @@ async def test_draining_is_over_when_no_worker_has_a_request_left() -> None:
 async def test_a_worker_whose_parent_has_gone_ends() -> None:
     async with crew(1) as c:
         c.attends[0].cancel()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             await c.works[0]
 
 
@@ -227,7 +230,7 @@ async def test_a_worker_that_says_nothing_any_more_is_noticed(monkeypatch: pytes
     with theirs:
         theirs.sendall(frame(Serving()))
         with pytest.raises(EpdError, match="no word for"):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(DEADLINE_S):
                 await hub.attend(0, ours, lambda: None)
     assert hub.serving == 0
 
@@ -239,7 +242,7 @@ async def test_a_worker_that_says_what_no_worker_says_is_noticed() -> None:
         with theirs:
             theirs.sendall(said)
             with pytest.raises(FeedError):
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(DEADLINE_S):
                     await hub.attend(0, ours, lambda: None)
 
 
