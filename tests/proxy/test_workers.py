@@ -108,7 +108,7 @@ async def test_every_worker_says_the_same_of_instances_and_health() -> None:
         assert (await c.ask("/health")).status_code == 200
         c.stage.usual = once(released, answer)
         asked = [asyncio.create_task(c.ask()) for _ in range(6)]
-        await c.stage.until(lambda stage: stage.active == 6)
+        await c.until(lambda: c.stage.active == 6)
         for _ in range(6):
             (row,) = (await c.ask("/instances")).json()["instances"]
             assert row["in_flight"]["decode"] == 6
@@ -128,7 +128,7 @@ async def test_connections_that_live_long_are_shared_out() -> None:
         asked = []
         for count in range(1, 10):  # one after the other: each finds all workers idle
             asked.append(asyncio.create_task(c.ask()))
-            await c.stage.until(lambda stage, count=count: stage.active == count)
+            await c.until(lambda count=count: c.stage.active == count)
             await c.until(lambda count=count: sum(c.connections()) == count)
         # Whoever is woken first would have them all; one may slip in while another is still being polite.
         assert min(c.connections()) >= 2
@@ -156,7 +156,7 @@ async def test_a_worker_that_is_told_to_end_finishes_what_it_has() -> None:
     async with crew(1) as c:
         c.stage.usual = once(released, answer)
         asked = asyncio.create_task(c.ask())
-        await c.stage.until(lambda stage: stage.active == 1)
+        await c.until(lambda: c.stage.active == 1)
         c.orders[0].leave.set()
         released.set()
         assert (await asked).status_code == 200
@@ -168,7 +168,7 @@ async def test_draining_is_over_when_no_worker_has_a_request_left() -> None:
     async with crew(2) as c:
         c.stage.usual = once(released, answer)
         asked = [asyncio.create_task(c.ask()) for _ in range(4)]
-        await c.stage.until(lambda stage: stage.active == 4)
+        await c.until(lambda: c.stage.active == 4)
         c.hub.begin()
         idle = asyncio.create_task(c.hub.idle())
         async with asyncio.timeout(DEADLINE_S):
