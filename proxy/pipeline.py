@@ -42,6 +42,7 @@ from proxy.routing import Router
 from proxy.settings import ProxySettings
 from proxy.sink import ClientSink
 from proxy.stage_client import StageClient
+from proxy.stage_metrics import StageMetrics
 from proxy.store_metrics import StoreMetrics
 from proxy.table import InstanceTable
 
@@ -65,6 +66,7 @@ class Pipeline:
         self.metrics = Metrics()
         self.key_gate = KeyGate(settings.key_limits)
         self.metrics.registry.register(StoreMetrics(table))
+        self.metrics.registry.register(StageMetrics(table))
         self.metrics.registry.register(KvMetrics(table))
         self.trace = Trace(str(settings.trace_path or ""), PROXY)
         self.circuits = Circuits(table, self.metrics)

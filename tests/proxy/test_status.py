@@ -68,6 +68,18 @@ async def test_the_table_shows_what_each_stage_reports_of_its_load() -> None:
         assert p["stage"]["age_s"] >= 0 and not {"instance", "incarnation"} & set(p["stage"])
 
 
+async def test_prometheus_sees_the_load_of_those_who_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster("P0", "D0") as c:
+        incarnation = c.table.instance("P0").incarnation
+        c.table.report_stage(StageReport("P0", incarnation, 1, running=1, pending_prompt_tokens=77, kv_used=0.5))
+        assert c.metric("epd_stage_load", instance="P0", role="P") == 77
+        assert c.metric("epd_stage_kv_used", instance="P0", role="P") == 0.5
+        assert c.metric("epd_stage_up", instance="D0", role="D") == 1
+        assert 'epd_stage_kv_used{instance="D0"' not in (await c.client.get("/metrics")).text
+        monkeypatch.setattr("proxy.stage_metrics.REPORT_TRUST_S", -1.0)
+        assert 'epd_stage_kv_used{instance="P0"' not in (await c.client.get("/metrics")).text
+
+
 def test_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match="model name"):
         settings(served_models=())

@@ -1,7 +1,8 @@
 """Looks at the scheduler after each of its calls and keeps the report of it up to date.
 
-Runs in the scheduler's thread, between steps: it counts at most every `COUNT_S`, and whenever no request is left,
-because an engine without requests sleeps and would not be looked at again. Sending is the publisher's thread.
+Runs in the scheduler's thread, between steps: it counts at most every `COUNT_S`, less often where there are so many
+requests that counting takes time, and whenever none is left, because an engine without requests sleeps and would not be
+looked at again. Sending is the publisher's thread.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ from epd_serve.wiring import StageWiring
 logger = logging.getLogger(__name__)
 
 COUNT_S = 0.05
+COUNT_SHARE = 0.01
+"""Of the scheduler's time, as long as that means no less than twice a second."""
+
+RARELY_S = 0.5
+
 MAX_STEPS = 64
 """Steps in flight; more than any pipeline holds, so that steps that never end are not kept for ever."""
 
@@ -55,7 +61,7 @@ class LoadWatch:
         self._clock = clock
         self._running: deque[_RunningStep] = deque(maxlen=MAX_STEPS)
         self._rates = StepRates()
-        self._counted_at = float("-inf")
+        self._due_at = float("-inf")
         self._broken = False
 
     def scheduled(self, output: Any) -> None:
@@ -95,13 +101,13 @@ class LoadWatch:
 
     def _count(self) -> None:
         now, scheduler = self._clock(), self._scheduler
-        if now < self._counted_at + COUNT_S and scheduler.requests:
+        if now < self._due_at and scheduler.requests:
             return
-        self._counted_at = now
         role = self._wiring.role
         cached = getattr(scheduler.encoder_cache_manager, "cached", {})  # encoder-decoder models keep none
         found = pending(scheduler.requests.values(), encoded=cached.__contains__ if role.encodes else None)
         model = role.has_language_model
+        self._due_at = now + min(max(COUNT_S, (self._clock() - now) / COUNT_SHARE), RARELY_S)
         self._offer(
             StageReport(
                 instance=self._wiring.instance,

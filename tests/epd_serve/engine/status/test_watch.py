@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from epd_serve.engine.status.watch import COUNT_S, MAX_STEPS, LoadWatch
+from epd_serve.engine.status.watch import COUNT_S, COUNT_SHARE, MAX_STEPS, LoadWatch
 from epd_serve.roles import Role
 from epd_serve.wire import StageReport
 from epd_serve.wiring import StageWiring
@@ -35,6 +36,18 @@ class Watched:
         self.now += COUNT_S
         self.watch.changed()
         return self.last
+
+
+class CountsSlowly(dict[str, FakeRequest]):
+    """A request that takes its time to be looked at."""
+
+    def __init__(self, engine: Watched, seconds: float) -> None:
+        super().__init__(r=FakeRequest(100))
+        self._engine, self._seconds = engine, seconds
+
+    def values(self) -> Any:
+        self._engine.now += self._seconds
+        return super().values()
 
 
 def test_what_a_step_computes_is_pending_until_it_ends() -> None:
@@ -93,6 +106,18 @@ def test_counting_keeps_its_pace_but_never_misses_the_end() -> None:
     del engine.scheduler.requests["r"]
     engine.watch.changed()
     assert engine.last.waiting == 0
+
+
+def test_counting_that_takes_long_is_done_less_often() -> None:
+    engine = Watched(Role.P)
+    engine.scheduler.requests = CountsSlowly(engine, 0.002)  # type: ignore[assignment]
+    engine.watch.changed()
+    engine.now += 0.002 / COUNT_SHARE - 0.02
+    engine.watch.changed()
+    assert len(engine.reports) == 1
+    engine.now += 0.02
+    engine.watch.changed()
+    assert len(engine.reports) == 2
 
 
 @pytest.mark.parametrize("role", [Role.P, Role.D, Role.PD])
