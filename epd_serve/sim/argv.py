@@ -17,6 +17,8 @@ def sim_command(plan: StagePlan) -> StageCommand:
             *("--served-model-name", plan.served_model_name),
             *("--host", plan.host),
             *("--port", str(plan.port)),
+            *("--tensor-parallel-size", str(plan.tp)),
+            *(("--scheduling-policy", "priority") if plan.role.has_language_model else ()),
             *("--wiring", json.dumps(plan.wiring.to_json())),
             *(("--scheduling-policy", "priority") if plan.role.has_language_model else ()),
             *(("--profile", plan.sim_profile) if plan.sim_profile else ()),

@@ -48,6 +48,7 @@ class Engine:
     """Runs sequences. `run` goes on until it is cancelled.
 
     Attributes:
+        steps, item_count: steps done, items encoded in them.
         slowness: factor on all times, a fault on demand.
         changed: called after every step and arrival, for those who report the load.
     """
@@ -58,6 +59,7 @@ class Engine:
         self.rates = Rates()
         self.slowness = 1.0
         self.steps = 0
+        self.item_count = 0
         self.changed: Callable[[], None] = lambda: None
         self._factor = profile.factors(instance)
         self._work = asyncio.Event()
@@ -99,6 +101,7 @@ class Engine:
             due = max(due, now - _LATE_S) + seconds if due else now + seconds
             await asyncio.sleep(due - now if due - now >= _SHORTEST_SLEEP_S else 0)
             self.steps += 1
+            self.item_count += len(step.encodes)
             self.rates.took(step, seconds, self.profile.decode_s(len(step.decodes)))
             self.scheduler.complete(step)
             self.changed()

@@ -15,7 +15,9 @@ from dataclasses import replace
 from epd_serve.errors import ConfigError
 from epd_serve.lifeline import die_with_parent
 from epd_serve.roles import Role
+from epd_serve.sim.courses import Courses
 from epd_serve.sim.engine import Engine
+from epd_serve.sim.faults import SimFaults, fault_of
 from epd_serve.sim.http import Connection
 from epd_serve.sim.profile import Profile, read_profile
 from epd_serve.sim.stage import Stage
@@ -57,11 +59,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=8001)
     parser.add_argument("--profile", default="", metavar="FILE", help="latencies and capacity (JSON)")
     parser.add_argument("--guarded", action="store_true", help=f"want the bearer token of {KEY_ENV}")
+    parser.add_argument(
+        "--fault", action="append", default=[], metavar="NAME=VALUE", help="see epd_serve/sim/faults.py"
+    )
     capacity = parser.add_argument_group("as vLLM calls them; over the profile's")
     capacity.add_argument("--max-num-seqs", dest="max_running", type=int)
     capacity.add_argument("--max-num-batched-tokens", dest="step_tokens", type=int)
     capacity.add_argument("--max-model-len", dest="max_model_len", type=int)
     capacity.add_argument("--block-size", dest="block_tokens", type=int)
+    capacity.add_argument("--tensor-parallel-size", type=int, default=1)
     capacity.add_argument("--scheduling-policy", choices=("fcfs", "priority"), default="fcfs")
     return parser
 
@@ -116,8 +122,13 @@ async def _serve(
     key = os.environ.get(KEY_ENV, "") if arguments.guarded else ""
     if arguments.guarded and not key:
         raise ConfigError(f"--guarded needs {KEY_ENV} in the environment", param="--guarded")
+    faults = SimFaults(lambda state: setattr(engine, "slowness", state.slow))
+    for text in arguments.fault:
+        faults.change(fault_of(text))
+    courses = Courses(wiring, engine, faults, ranks=arguments.tensor_parallel_size)
+    courses.start()
     model = arguments.served_model_name or arguments.model
-    stage = Stage(wiring, profile, engine, model=model, model_path=arguments.model, key=key)
+    stage = Stage(engine, courses, faults, model=model, model_path=arguments.model, key=key)
     connections: set[Connection] = set()
     running = asyncio.create_task(engine.run(), name="engine")
     server = await loop.create_server(lambda: Connection(stage.handle, connections), sock=listening)
@@ -133,6 +144,7 @@ async def _serve(
         running.cancel()
         for connection in list(connections):
             connection.abort()
+        courses.close()
 
 
 async def _drained(connections: set[Connection]) -> None:

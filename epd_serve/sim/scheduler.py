@@ -82,6 +82,7 @@ class Scheduler:
         if sequence in self.held:
             sequence.computed = sequence.to_compute - 1
             sequence.on_reserved = None
+            sequence.has_kv = True
             self.release(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -118,13 +119,14 @@ class Scheduler:
                 sequence.on_reserved()
                 continue
             self.running[sequence] = None
+            sequence.has_kv = False
             room, items = self._plan_prompt(step, sequence, room, items)
         return step
 
     def complete(self, step: Step) -> None:
         """Its time has passed: what it did, for all that are still here."""
         for sequence, index in step.encodes:
-            if index in sequence.encoding:
+            if sequence in self.running and index in sequence.encoding:
                 sequence.encoding.remove(index)
                 sequence.on_encoded(index)
         for sequence, tokens in step.prefills:
@@ -143,7 +145,7 @@ class Scheduler:
         if len(step.decodes) >= self.capacity.step_tokens:
             return
         while not self._reserve(sequence, sequence.computed + 1):
-            victim = max(self.running, key=self._order)
+            victim = max(self.running, key=self._rank)
             self._preempt(step, victim)
             if victim is sequence:
                 return
@@ -192,7 +194,11 @@ class Scheduler:
     def _queue(self, sequence: Sequence) -> None:
         bisect.insort(self.waiting, sequence, key=self._order)
 
-    def _order(self, sequence: Sequence) -> tuple[int, int]:
+    def _order(self, sequence: Sequence) -> tuple[bool, int, int]:
+        """Those that hold their KV already go first: behind one that waits for blocks they would keep it waiting."""
+        return (not sequence.has_kv, *self._rank(sequence))
+
+    def _rank(self, sequence: Sequence) -> tuple[int, int]:
         return (sequence.priority if self._priorities else 0, sequence.number)
 
     def _drop(self, sequence: Sequence) -> None:

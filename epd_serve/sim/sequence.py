@@ -23,6 +23,7 @@ class Sequence:
         number: of its arrival.
         blocks: of the KV cache that it holds. computed: tokens that have KV. generated: tokens of the answer.
         to_compute: tokens whose KV it needs before the next token; grows when it is preempted.
+        has_kv: its prompt's KV has come from elsewhere and it has not run yet.
         encoding: indices of `items` that are not encoded yet.
     """
 
@@ -39,6 +40,7 @@ class Sequence:
     computed: int = 0
     generated: int = 0
     to_compute: int = 0
+    has_kv: bool = False
     encoding: list[int] = field(default_factory=list)
 
     @property

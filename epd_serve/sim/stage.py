@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 import uuid
 from collections.abc import Callable
@@ -11,31 +10,30 @@ from typing import Any
 import msgspec
 
 from epd_serve import __version__
-from epd_serve.sim.answers import Answer
-from epd_serve.sim.ask import Ask, ask_of
+from epd_serve.errors import ConfigError
+from epd_serve.sim.ask import ask_of
+from epd_serve.sim.courses import Courses
 from epd_serve.sim.engine import Engine
+from epd_serve.sim.faults import SimFaults
 from epd_serve.sim.http import Exchange
 from epd_serve.sim.metrics import metrics_text
-from epd_serve.sim.profile import Profile
 from epd_serve.sim.prompts import CHAT, COMPLETIONS, prompts_of
-from epd_serve.sim.sequence import Sequence
 from epd_serve.sim.tokens import text_of
-from epd_serve.wiring import StageWiring
 
 
 class Stage:
     """Handles exchanges; `handle` is what the HTTP server calls.
 
     Args:
+        courses: what generates.
         key: bearer token that every path but /health wants; "" for none.
     """
 
     def __init__(
-        self, wiring: StageWiring, profile: Profile, engine: Engine, *, model: str, model_path: str, key: str = ""
+        self, engine: Engine, courses: Courses, faults: SimFaults, *, model: str, model_path: str, key: str = ""
     ) -> None:
-        self.wiring = wiring
-        self.engine = engine
-        self._profile = profile
+        self._engine, self._courses, self._faults = engine, courses, faults
+        self._profile = engine.profile
         self._model = model
         self._model_path = model_path
         self._expected = f"Bearer {key}".encode() if key else b""
@@ -45,6 +43,7 @@ class Stage:
             COMPLETIONS: self._generate,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
+            "/sim/faults": self._change_faults,
         }
         self._gets: dict[str, Callable[[Exchange], None]] = {
             "/health": lambda exchange: exchange.respond(200),
@@ -52,8 +51,8 @@ class Stage:
             "/version": lambda exchange: exchange.respond_json({"version": f"epd-sim {__version__}"}),
             "/v1/models": self._models,
             "/metrics": self._metrics,
+            "/sim/faults": self._show_faults,
         }
-        self._requests = itertools.count(1)
         self.served = 0
 
     def handle(self, exchange: Exchange) -> None:
@@ -61,7 +60,7 @@ class Stage:
         path, method = exchange.path, exchange.method
         if self._expected and path != "/health" and exchange.headers.get(b"authorization") != self._expected:
             exchange.refuse(401, "This stage answers its proxy only.", kind="authentication_error")
-        elif path in self._gets and method in ("GET", "HEAD"):
+        elif method in ("GET", "HEAD") and path in self._gets:
             self._gets[path](exchange)
         elif path in self._posts and method == "POST":
             self._post(exchange)
@@ -87,26 +86,27 @@ class Stage:
     def _generate(self, exchange: Exchange, body: dict[str, Any]) -> None:
         given = exchange.headers.get(b"x-request-id", b"").decode("latin-1")
         ask = ask_of(exchange.path, body, given or uuid.uuid4().hex, self._model, self._profile)
-        self.served += 1
-        answer = Answer(ask, exchange)
-        sequences = [self._sequence(ask, answer, index) for index in range(len(answer.choices))]
-        exchange.on_gone = lambda: self._abort(sequences)
-        for sequence in sequences:
-            self.engine.submit(sequence)
+        state = self._faults.state
+        if state.refuse:
+            exchange.refuse(503, "this simulated stage refuses on demand")
+        elif self._faults.hits(state.error_rate):
+            exchange.refuse(state.error_status, "this simulated stage fails on demand")
+        else:
+            self.served += 1
+            self._courses.run(ask, exchange)
 
-    def _sequence(self, ask: Ask, answer: Answer, index: int) -> Sequence:
-        prompt = ask.prompts[index // ask.n]
-        return Sequence(
-            prompt_tokens=prompt.tokens,
-            limit=answer.choices[index].tokens,
-            priority=ask.priority,
-            on_token=lambda number, last: answer.token(index, number, last),
-            items=tuple(item.tokens for item in prompt.items),
-        )
+    # --- failures on demand ---------------------------------------------------------------------------------------
 
-    def _abort(self, sequences: list[Sequence]) -> None:
-        for sequence in sequences:
-            self.engine.remove(sequence)
+    def _show_faults(self, exchange: Exchange) -> None:
+        exchange.respond_json(self._faults.shown())
+
+    def _change_faults(self, exchange: Exchange, body: dict[str, Any]) -> None:
+        try:
+            self._faults.change(body)
+        except ConfigError as error:
+            exchange.refuse(400, str(error), param=error.param)
+            return
+        self._show_faults(exchange)
 
     # --- the rest of vLLM's server ----------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class Stage:
         exchange.respond_json({"object": "list", "data": [{**card, "permission": []}]})
 
     def _metrics(self, exchange: Exchange) -> None:
-        text = metrics_text(self.engine, self._model, served=self.served)
+        text = metrics_text(self._engine, self._model, served=self.served)
         exchange.respond(200, text.encode(), b"text/plain; version=0.0.4; charset=utf-8")
 
     def _tokenize(self, exchange: Exchange, body: dict[str, Any]) -> None:

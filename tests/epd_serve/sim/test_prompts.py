@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import io
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from epd_serve.sim.choice import Choice
 from epd_serve.sim.items import Item, item_of, picture_size
 from epd_serve.sim.prompts import CHAT, COMPLETIONS, prompts_of
 from epd_serve.sim.tokens import text_of, token_ids
-
-
-def data_url(kind: str, width: int, height: int) -> str:
-    raw = io.BytesIO()
-    Image.new("RGB", (width, height), (200, 10, 10)).save(raw, kind)
-    return f"data:image/{kind.lower()};base64,{base64.b64encode(raw.getvalue()).decode()}"
+from tests.epd_serve.sim.served import data_url
 
 
 def found(part: dict[str, object]) -> Item:

@@ -110,6 +110,22 @@ def test_kv_from_elsewhere_is_reserved_first_and_only_its_last_token_computed() 
     assert scheduler.free_blocks == 16
 
 
+def test_kv_that_has_come_is_used_before_one_that_was_preempted_waits_for_blocks() -> None:
+    scheduler = Scheduler(small(kv_tokens=16))
+    first = sequence(7, limit=8)
+    scheduler.add(first)
+    step(scheduler)
+    second = sequence(8, limit=1, on_reserved=lambda: None)
+    scheduler.add(second)
+    for _ in range(2):
+        step(scheduler)
+    assert scheduler.waiting == [first] and second in scheduler.held
+    scheduler.loaded(second)
+    while scheduler.running or scheduler.waiting:
+        step(scheduler)
+    assert first.generated == 8 and second.generated == 1
+
+
 def test_held_sequences_are_passed_over() -> None:
     scheduler = Scheduler(small())
     held, other = sequence(4), sequence(4)

@@ -12,8 +12,7 @@ import pytest
 from epd_serve.roles import Role
 from epd_serve.sim.profile import Capacity, Line, Profile
 from epd_serve.sim.prompts import CHAT, COMPLETIONS
-from epd_serve.sim.stage import Stage
-from tests.epd_serve.sim.served import MODEL, chat, served
+from tests.epd_serve.sim.served import MODEL, chat, idle, served, until
 
 
 async def events(client: httpx.AsyncClient, path: str, body: dict[str, object]) -> list[Any]:
@@ -23,11 +22,6 @@ async def events(client: httpx.AsyncClient, path: str, body: dict[str, object]) 
         raw = await response.aread()
     texts = [event.removeprefix("data: ") for event in raw.decode().split("\n\n")[:-1]]
     return [text if text == "[DONE]" else json.loads(text) for text in texts]
-
-
-async def until_idle(stage: Stage) -> None:
-    while stage.engine.scheduler.running or stage.engine.scheduler.waiting:
-        await asyncio.sleep(0.001)
 
 
 async def test_a_chat_is_answered_in_one_piece() -> None:
@@ -131,26 +125,23 @@ async def test_a_guarded_stage_answers_its_proxy_only() -> None:
 
 
 async def test_a_client_that_leaves_aborts_its_request() -> None:
-    async with served(Profile(decode_step_s=((1, 0.001),))) as (stage, client):
+    async with served(Profile(decode_step_s=((1, 0.001),))) as (engine, client):
         async with client.stream("POST", CHAT, json=chat(max_tokens=30_000, stream=True)) as response:
             async for _ in response.aiter_raw():
                 break
-        await until_idle(stage)
-        scheduler = stage.engine.scheduler
-        assert scheduler.free_blocks == scheduler.blocks
+        await idle(engine)
 
 
 async def test_waiting_requests_queue_beyond_the_capacity() -> None:
     profile = Profile(prefill=Line(3600.0), capacity=Capacity(max_running=1))
-    async with served(profile) as (stage, client):
+    async with served(profile) as (engine, client):
         asked = [asyncio.create_task(client.post(CHAT, json=chat())) for _ in range(3)]
-        while len(stage.engine.scheduler.waiting) < 2:
-            await asyncio.sleep(0.001)
-        assert len(stage.engine.scheduler.running) == 1
+        await until(lambda: len(engine.scheduler.waiting) == 2)
+        assert len(engine.scheduler.running) == 1
         for task in asked:
             task.cancel()
         await asyncio.wait(asked)
-        await until_idle(stage)
+        await idle(engine)
 
 
 async def test_a_body_of_several_megabytes_arrives() -> None:

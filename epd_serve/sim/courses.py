@@ -1,0 +1,310 @@
+"""The course of a request through a simulated stage, by the stage's role: features, KV, engine, answer.
+
+A child of a request runs when its features are here and the other side of its transfer is ready, as with real stages;
+whatever ends it lets go of its pins and tells the other side. A stage that is wired to nobody does without either: its
+features are always there, and KV comes and goes in the profile's time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from epd_serve.roles import Role
+from epd_serve.sim.answers import Answer
+from epd_serve.sim.ask import Ask
+from epd_serve.sim.consumer import Consumer, Wait
+from epd_serve.sim.encoder import Encoder
+from epd_serve.sim.engine import Engine
+from epd_serve.sim.faults import SimFaults
+from epd_serve.sim.http import Exchange
+from epd_serve.sim.items import Item
+from epd_serve.sim.load import stage_report
+from epd_serve.sim.news import Paced, Publisher
+from epd_serve.sim.prompts import Prompt
+from epd_serve.sim.receiver import Receiver
+from epd_serve.sim.sender import Sender
+from epd_serve.sim.sequence import Sequence
+from epd_serve.wire import ENCODE_AGAIN_XARG, MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG
+from epd_serve.wiring import StageWiring
+from store.interface import FeatureStore
+
+
+@dataclass(eq=False)
+class _Child:
+    """One sequence and what is tied to it. `gates`: what it still waits for. `ends`: called when it ends, once."""
+
+    sequence: Sequence
+    gates: int = 0
+    ends: list[Callable[[], None]] = field(default_factory=list)
+    over: bool = False
+
+
+class Courses:
+    """Runs requests between `start` and `close`.
+
+    Args:
+        ranks: tensor-parallel size that the stage pretends to have.
+    """
+
+    def __init__(self, wiring: StageWiring, engine: Engine, faults: SimFaults, *, ranks: int = 1) -> None:
+        self._wiring, self._engine, self._faults = wiring, engine, faults
+        profile, role = engine.profile, wiring.role
+        self._seq = 0
+        self._load_news = Publisher(wiring.load_publish, connect=wiring.publish_by_connecting)
+        self._load = Paced(self._report_load, change_s=0.05, idle_s=0.5)
+        self._publisher = Publisher(wiring.publish, connect=wiring.publish_by_connecting)
+        self._store: FeatureStore | None = _open_store(wiring)
+        per_token = profile.feature_bytes_per_token
+        self._encoder: Encoder | None = None
+        if role is Role.E:
+            drops = lambda: faults.hits(faults.state.drop_features)  # noqa: E731 - a closure over the state
+            self._encoder = Encoder(wiring, self._store, self._publisher, per_token, drops=drops)
+        self._consumer: Consumer | None = None
+        if role.takes_features and role.prefills and self._store is not None:
+            self._consumer = Consumer(wiring, self._store, self._publisher, per_token)
+        block_tokens = profile.capacity.block_tokens
+        self._sender: Sender | None = None
+        if role.sends_kv and wiring.kv_endpoint:
+            self._sender = Sender(
+                wiring,
+                ranks=ranks,
+                block_tokens=block_tokens,
+                bytes_per_token=profile.kv_bytes_per_token,
+                seconds=lambda nbytes: profile.kv.seconds(nbytes) * engine.slowness,
+            )
+        self._receiver: Receiver | None = None
+        if role.takes_kv and wiring.kv_worker_endpoint:
+            self._receiver = Receiver(wiring, ranks=ranks, block_tokens=block_tokens)
+
+    def start(self) -> None:
+        for part in (self._encoder, self._consumer, self._sender, self._receiver):
+            if part is not None:
+                part.start()
+        if self._wiring.load_publish:
+            self._load.start()
+        self._engine.changed = self._load.changed
+
+    def close(self) -> None:
+        self._load.close()
+        for part in (self._encoder, self._consumer, self._sender, self._receiver):
+            if part is not None:
+                part.close()
+        for publisher in (self._publisher, self._load_news):
+            publisher.close()
+        if self._store is not None:
+            self._store.close()
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def run(self, ask: Ask, exchange: Exchange) -> None:
+        """Answer a request, in the engine's time."""
+        answer = Answer(ask, exchange)
+        children: list[_Child] = []
+        breaks = self._faults.hits(self._faults.state.break_rate)
+        if breaks and not ask.stream:
+            exchange.abort()
+            return
+
+        def fail(reason: str) -> None:
+            self._leave(children)
+            exchange.refuse(500, reason)
+
+        exchange.on_gone = lambda: self._leave(children)
+        for index in range(len(answer.choices)):
+            children.append(self._child(ask, answer, index, fail))
+            if breaks:
+                children[-1].sequence.on_token = _breaking(children[-1].sequence.on_token, exchange)
+        for child in children:
+            if not child.over:
+                self._engine.submit(child.sequence, held=bool(child.gates))
+
+    def _child(self, ask: Ask, answer: Answer, index: int, fail: Callable[[str], None]) -> _Child:
+        prompt = ask.prompts[index // ask.n]
+        sequence = Sequence(
+            prompt_tokens=prompt.tokens, limit=answer.choices[index].tokens, priority=ask.priority, on_token=_nothing
+        )
+        child = _Child(sequence)
+
+        def token(number: int, last: bool) -> None:
+            if last:
+                self._end(child)
+            answer.token(index, number, last)
+
+        sequence.on_token = token
+        role, request = self._wiring.role, _child_id(ask, index)
+        if role is Role.E:
+            self._to_encode(child, ask, prompt, answer)
+        elif role.encodes:
+            sequence.items = tuple(item.tokens for item in prompt.items)
+        elif role.prefills and prompt.items and self._consumer is not None:
+            self._await_features(child, ask, prompt, request, fail)
+        if role.sends_kv:
+            self._send_kv(child, ask, prompt, request, answer)
+        elif role.takes_kv:
+            self._take_kv(child, ask, prompt, request, fail)
+        return child
+
+    # --- by role --------------------------------------------------------------------------------------------------
+
+    def _to_encode(self, child: _Child, ask: Ask, prompt: Prompt, answer: Answer) -> None:
+        """An encoder's request has no prompt: it is over when its items are encoded."""
+        assert self._encoder is not None
+        encoder = self._encoder
+        again = str(ask.xargs.get(ENCODE_AGAIN_XARG, "")).split(",")
+        distinct = {item.key: item for item in prompt.items}
+        wanted = [item for item in distinct.values() if encoder.wants(item, again=item.key in again)]
+        left = dict(enumerate(wanted))
+
+        def encoded(index: int) -> None:
+            encoder.encoded(left.pop(index))
+
+        def leave() -> None:
+            for item in left.values():
+                encoder.dropped(item)
+
+        sequence = child.sequence
+        sequence.prompt_tokens, sequence.limit = 0, 1
+        sequence.items, sequence.on_encoded = tuple(item.tokens for item in wanted), encoded
+        child.ends.append(leave)
+        entries = answer.extras.setdefault("ec_transfer_params", {})
+        for at, item in enumerate(prompt.items):
+            entry = entries.setdefault(item.key, {"item_indices": [], "metadata": dict(item.metadata)})
+            entry["item_indices"].append(at)
+
+    def _await_features(
+        self, child: _Child, ask: Ask, prompt: Prompt, request: str, fail: Callable[[str], None]
+    ) -> None:
+        assert self._consumer is not None
+        consumer = self._consumer
+        distinct = {item.key: item for item in prompt.items}
+
+        def ready(to_encode: list[Item]) -> None:
+            child.sequence.items = tuple(item.tokens for item in to_encode)
+            child.sequence.encoding = list(range(len(to_encode)))
+            self._open(child)
+
+        must_not = ask.xargs.get(ON_MISSING_XARG) == ON_MISSING_FAIL
+        wait = Wait(request, list(distinct.values()), must_not, ready, fail)
+        child.gates += 1
+        child.ends.append(lambda: consumer.done(wait))
+        given_up = [key for key in str(ask.xargs.get(MISSING_XARG, "")).split(",") if key]
+        asyncio.get_running_loop().call_soon(consumer.need, wait, given_up)
+
+    def _send_kv(self, child: _Child, ask: Ask, prompt: Prompt, request: str, answer: Answer) -> None:
+        sequence = child.sequence
+        if self._sender is None or ask.kv is None:
+            if ask.kv is not None:
+                answer.extras["kv_transfer_params"] = {"ok": True, "reason": ""}
+            return
+        sender = self._sender
+        sequence.keeps_kv = True
+        child.gates += 1
+        out = sender.take(
+            ask.kv,
+            request,
+            prompt,
+            admitted=lambda: self._soon(self._open, child),
+            freed=lambda: self._engine.free(sequence),
+        )
+        if out is None:
+            sequence.keeps_kv = False
+            child.gates -= 1
+            return
+
+        def end() -> None:
+            if sequence.generated >= sequence.limit:
+                told = sender.prefilled(out)
+                if answer.extras.get("kv_transfer_params", {"ok": True})["ok"]:
+                    answer.extras["kv_transfer_params"] = told
+            else:
+                sender.left(out)
+
+        child.ends.append(end)
+
+    def _take_kv(self, child: _Child, ask: Ask, prompt: Prompt, request: str, fail: Callable[[str], None]) -> None:
+        sequence = child.sequence
+        if ask.kv is None:
+            return
+        if self._receiver is None:
+            nbytes = prompt.tokens * self._engine.profile.kv_bytes_per_token
+            seconds = self._engine.profile.kv.seconds(nbytes)
+            sequence.on_reserved = lambda: self._soon_after(seconds, self._engine.loaded, sequence)
+            return
+        receiver = self._receiver
+        one = receiver.take(
+            ask.kv,
+            request,
+            prompt,
+            loaded=lambda: self._engine.loaded(sequence),
+            failed=lambda reason: fail(f"KV load failure: {reason}"),
+            freed=lambda: self._engine.free(sequence),
+        )
+        if one is None:
+            return
+        sequence.on_reserved = lambda: receiver.reserve(one)
+
+        def end() -> None:
+            if receiver.left(one):  # P may still write to its blocks
+                sequence.keeps_kv = True
+
+        child.ends.append(end)
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _open(self, child: _Child) -> None:
+        child.gates -= 1
+        if not child.gates and not child.over:
+            self._engine.release(child.sequence)
+
+    def _end(self, child: _Child) -> None:
+        if not child.over:
+            child.over = True
+            for end in child.ends:
+                end()
+
+    def _leave(self, children: list[_Child]) -> None:
+        for child in children:
+            if not child.over:
+                self._end(child)
+                self._engine.remove(child.sequence)
+
+    def _soon(self, call: Callable[[_Child], None], child: _Child) -> None:
+        asyncio.get_running_loop().call_soon(call, child)
+
+    def _soon_after(self, seconds: float, call: Callable[[Sequence], None], sequence: Sequence) -> None:
+        asyncio.get_running_loop().call_later(seconds, call, sequence)
+
+    def _report_load(self) -> None:
+        self._seq += 1
+        self._load_news.send(stage_report(self._wiring, self._engine, self._seq))
+
+
+def _open_store(wiring: StageWiring) -> FeatureStore | None:
+    if not wiring.arena or not (wiring.role is Role.E or (wiring.role.takes_features and wiring.role.prefills)):
+        return None
+    from store.arena import Arena  # brings numpy, which a stage without features does without
+
+    return Arena.attach(Path(wiring.arena), prefault=False)
+
+
+def _child_id(ask: Ask, index: int) -> str:
+    """As vLLM names it: the same on both ends of a transfer."""
+    prompt, at = divmod(index, ask.n)
+    name = ask.id if ask.chat else f"{ask.id}-{prompt}"
+    return f"{at}_{name}" if ask.n > 1 else name
+
+
+def _nothing(number: int, last: bool) -> None:
+    """Until the answer listens."""
+
+
+def _breaking(on_token: Callable[[int, bool], None], exchange: Exchange) -> Callable[[int, bool], None]:
+    def token(number: int, last: bool) -> None:
+        if not last:
+            on_token(number, last)
+        exchange.abort()
+
+    return token

@@ -1,0 +1,31 @@
+"""From the state of the simulated engine to the `StageReport` that a real scheduler would publish. Pure."""
+
+from __future__ import annotations
+
+from epd_serve.sim.engine import Engine
+from epd_serve.wire import StageReport
+from epd_serve.wiring import StageWiring
+
+
+def stage_report(wiring: StageWiring, engine: Engine, seq: int) -> StageReport:
+    """How busy the engine is now."""
+    scheduler, rates = engine.scheduler, engine.rates
+    waiting = [*scheduler.waiting, *scheduler.held]
+    everything = [*waiting, *scheduler.running]
+    has_kv = wiring.role.has_language_model
+    return StageReport(
+        instance=wiring.instance,
+        incarnation=wiring.incarnation,
+        seq=seq,
+        waiting=len(waiting),
+        running=len(scheduler.running),
+        max_running=scheduler.capacity.max_running,
+        pending_prompt_tokens=sum(sequence.prompt_tokens_left for sequence in everything),
+        pending_item_tokens=sum(sequence.item_tokens_left for sequence in everything),
+        kv_used=1 - scheduler.free_blocks / scheduler.blocks if has_kv and scheduler.blocks else 0.0,
+        kv_tokens=scheduler.capacity.kv_tokens if has_kv else 0,
+        step_s=rates.step_s,
+        prompt_tokens_per_s=rates.prompt_tokens_per_s,
+        item_tokens_per_s=rates.item_tokens_per_s,
+        decode_tokens_per_s=rates.decode_tokens_per_s,
+    )

@@ -1,0 +1,89 @@
+"""What a simulated stage announces: one publisher per address, and reports at the pace that real stages keep.
+
+All of it in the stage's event loop. A publisher never waits for those who listen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import zmq
+
+from epd_serve import wire
+from epd_serve.sockets import Socket, open_socket
+
+logger = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Sends announcements. Silent without an address.
+
+    Args:
+        connect: the address is a bus that is bound already.
+
+    Raises:
+        zmq.ZMQError: the address cannot be bound.
+    """
+
+    def __init__(self, address: str, *, connect: bool) -> None:
+        self._socket: Socket | None = None
+        if address:
+            self._socket = open_socket(zmq.PUB, linger_s=0.2)
+            if connect:
+                self._socket.connect(address)
+            else:
+                self._socket.bind(address)
+
+    def send(self, message: wire.Announcement) -> None:
+        if self._socket is not None:
+            self._socket.send(wire.encode(message))
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+class Paced:
+    """Calls `report` on change, at most every `change_s`, and every `idle_s` when nothing changes. Once started."""
+
+    def __init__(self, report: Callable[[], None], *, change_s: float, idle_s: float) -> None:
+        self._report = report
+        self._change_s, self._idle_s = change_s, idle_s
+        self._last = 0.0
+        self._dirty = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        self._fire()
+
+    def changed(self) -> None:
+        """Something the report tells has changed. Costs next to nothing."""
+        if not self._dirty and self._timer is not None:
+            self._dirty = True
+            loop = asyncio.get_running_loop()
+            self._arm(max(0.0, self._last + self._change_s - loop.time()))
+
+    def close(self) -> None:
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _fire(self) -> None:
+        if self._closed:
+            return
+        self._dirty = False
+        self._last = asyncio.get_running_loop().time()
+        try:
+            self._report()
+        except Exception:  # the next report is half a second away; without it the stage would look dead
+            logger.exception("no report")
+        self._arm(self._idle_s)
+
+    def _arm(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._fire)
