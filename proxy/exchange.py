@@ -30,8 +30,8 @@ from proxy.settings import ProxySettings
 from proxy.sink import ClientSink
 
 logger = logging.getLogger(__name__)
-RECANCEL_S = 0.05
-"""A cancellation that gets lost costs this much; the client's stages are to be free within a tenth of a second."""
+RECANCEL_S = 5.0
+"""Should a cancellation have got lost. Not sooner: a second one interrupts the closing of connections under way."""
 
 
 class ClientLeft(Exception):
@@ -158,8 +158,7 @@ class Exchange(Response):
 
 
 async def _end(work: asyncio.Task[str]) -> None:
-    """Cancel, and wait until it is over. More than once: Python 3.11's TaskGroup loses a cancellation that meets a
-    failing child."""
+    """Cancel, and wait until it is over."""
     while not work.done():
         work.cancel()
         await asyncio.wait([work], timeout=RECANCEL_S)
