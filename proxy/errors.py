@@ -6,7 +6,6 @@ Owns the shape `{"error": {"message", "type", "param", "code"}}`. The named erro
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -110,14 +109,7 @@ def stage_answer_error(raw: bytes | str, *, stage: str, status: int) -> EpdError
 
 
 def most_telling(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one error of a failed TaskGroup to answer with: the client's fault, then a stage's, then ours.
-
-    Before all of them a cancellation of this task that came while the group failed: Python 3.11's TaskGroup raises the
-    failure instead, and whoever catches that would try again for a client that has left.
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        return asyncio.CancelledError()
+    """The one error of a failed TaskGroup to answer with: the client's fault, then a stage's, then ours."""
     flat: list[BaseException] = []
     pending: list[BaseException] = [group]
     while pending:

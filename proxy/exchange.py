@@ -30,8 +30,9 @@ from proxy.settings import ProxySettings
 from proxy.sink import ClientSink
 
 logger = logging.getLogger(__name__)
-RECANCEL_S = 5.0
-"""Should a cancellation have got lost. Not sooner: a second one interrupts the closing of connections under way."""
+RECANCEL_S = 0.5
+"""Python 3.11's TaskGroup loses a cancellation that meets a failing child, so it is repeated. Not sooner: another one
+interrupts the closing of connections that is under way, and leaves them open."""
 
 
 class ClientLeft(Exception):

@@ -7,10 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from epd_serve.errors import StageError
 from epd_serve.wire import StageReport
-from proxy.circuit import State
-from proxy.errors import most_telling
+from proxy.circuit import CircuitLimits, State
 from proxy.request import Endpoint
 from proxy.settings import RetryLimits
 from tests.proxy.fakes import (
@@ -59,6 +57,7 @@ async def test_without_budget_pictures_are_left_to_prefill() -> None:
 
 async def test_an_instance_that_fails_again_and_again_is_left_alone_and_shows_it() -> None:
     async with cluster("PD0", "PD1") as c:
+        c.pipeline.circuits._limits = CircuitLimits(open_s=1000.0, open_max_s=1000.0)
         c["PD0"].usual = breaks
         for _ in range(20):
             assert (await c.client.post(CHAT, json=text_body())).status_code == 200
@@ -70,6 +69,7 @@ async def test_an_instance_that_fails_again_and_again_is_left_alone_and_shows_it
 
 async def test_where_nobody_else_is_it_is_asked_all_the_same_and_an_answer_closes_its_circuit() -> None:
     async with cluster("PD0", config=settings(retries=0)) as c:
+        c.pipeline.circuits._limits = CircuitLimits(open_s=1000.0, open_max_s=1000.0)
         c["PD0"].script.extend([breaks] * 5)
         for _ in range(5):
             assert (await c.client.post(CHAT, json=text_body())).status_code == 502
@@ -80,6 +80,7 @@ async def test_where_nobody_else_is_it_is_asked_all_the_same_and_an_answer_close
 
 async def test_a_half_open_circuit_gets_one_request_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster("PD0", "PD1") as c:
+        c.pipeline.circuits._limits = CircuitLimits(open_s=1000.0, open_max_s=1000.0)
         c["PD0"].script.extend([breaks] * 5)
         while circuit(c, "PD0") is not State.OPEN:
             assert (await c.client.post(CHAT, json=text_body())).status_code == 200
@@ -108,6 +109,7 @@ async def test_a_refusal_speaks_for_the_instance() -> None:
 
 async def test_an_encoder_has_a_circuit_too() -> None:
     async with cluster("E0", "PD0", config=settings(retries=0)) as c:
+        c.pipeline.circuits._limits = CircuitLimits(open_s=1000.0, open_max_s=1000.0)
         c["E0"].usual = breaks
         for _ in range(5):
             assert (await c.client.post(CHAT, json=picture_body())).status_code == 200
@@ -184,33 +186,3 @@ async def test_a_proxy_that_drains_refuses_what_is_new_and_finishes_what_runs() 
             await c.pipeline.drain.idle()
         assert c.metric("epd_proxy_refused_total", reason="draining") == 1
         assert c.pipeline.drain.running == 0
-
-
-async def test_a_cancellation_that_meets_a_failure_is_not_lost() -> None:
-    """Python 3.11's TaskGroup raises the failure then, and the request would be tried again for nobody."""
-
-    async def attempt() -> None:
-        async def fails(parent: asyncio.Task[None]) -> None:
-            await asyncio.sleep(0)
-            parent.cancel()
-            raise StageError("at the same moment", stage="P0")
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(fails(work))
-        except BaseExceptionGroup as failed:
-            raise most_telling(failed) from None
-
-    work = asyncio.create_task(attempt())
-    await asyncio.wait([work])
-    assert work.cancelled()
-
-
-async def test_a_failure_without_a_cancellation_is_itself() -> None:
-    async def fails() -> None:
-        raise StageError("alone", stage="P0")
-
-    with pytest.raises(BaseExceptionGroup) as failed:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(fails())
-    assert isinstance(most_telling(failed.value), StageError)
