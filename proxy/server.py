@@ -12,6 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from epd_serve.errors import ConfigError
+from proxy.redact import redact_logs
 
 BACKLOG = 2048
 KEEPALIVE_S = 65
@@ -74,6 +75,7 @@ async def serve(
         timeout_graceful_shutdown=max(1, round(grace_s)),
         server_header=False,
     )
+    redact_logs()  # after uvicorn has set up its own logging
     server = _Server(config)
     try:
         async with asyncio.TaskGroup() as group:

@@ -30,6 +30,8 @@ class _Account:
         if self.open:
             self.busy_s += now - self.since
         self.since = now
+
+    def fade(self) -> None:
         if self.busy_s > HORIZON_S:
             self.busy_s, self.done = self.busy_s / 2, self.done / 2
 
@@ -56,6 +58,7 @@ class LearntSpeeds:
             account.settle(now)
             account.open -= 1
             account.done += done
+            account.fade()  # once its work is counted along with its time
 
     def rate(self, life: Life) -> float:
         """Work per second, 0 while too little is known."""

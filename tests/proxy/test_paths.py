@@ -22,6 +22,9 @@ ROLES = st.frozensets(st.sampled_from(list(Role)))
         ("E P D", "E-P-D", "P-D"),
         ("P D", "P-D", "P-D"),
         ("EPD E PD", "EPD E-PD", "EPD PD"),
+        ("EPD E P D", "EPD E-P-D", "EPD P-D"),
+        ("E PD EP D", "E-PD EP-D", "PD EP-D"),
+        ("E P EP D", "EP-D E-P-D", "EP-D P-D"),
         ("E P", "", ""),
         ("D", "", ""),
         ("", "", ""),
@@ -41,6 +44,8 @@ def test_paths_use_present_roles_prefill_before_decode_and_answer(
         assert set(path.required) <= roles
         assert path.decode.decodes
         assert path.decode.prefills if path.prefill is None else path.prefill.prefills
+        assert path.head.prefills and (path.tail is None) == path.head.decodes
+        assert not (path.encode and path.head.encodes), "nobody encodes twice"
         assert not path.encode or (multimodal and Role.E in roles)
         assert not fused or path.prefill is None
 
