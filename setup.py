@@ -53,6 +53,7 @@ EXTRAS = {
         "pytest>=8.4",
         "pytest-asyncio>=1.0",
         "ruff>=0.9",
+        "schemathesis>=4.0",
         "types-PyYAML",
     ],
 }

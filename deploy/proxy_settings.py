@@ -151,6 +151,8 @@ def _all_keys(owner: type[Any], prefix: str = "") -> list[str]:
 
 def _value(key: str, text: str, hint: Any) -> Any:
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    if typing.get_origin(hint) is tuple:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
     if Path in kinds:
         return Path(text)
     if str in kinds:

@@ -18,6 +18,7 @@ from proxy.auth import tenant_of
 from proxy.errors import error_body, error_headers
 from proxy.exchange import Exchange
 from proxy.fetch import Resolver, resolve
+from proxy.openapi import document as openapi_document
 from proxy.pipeline import Pipeline
 from proxy.request import Endpoint
 from proxy.settings import ProxySettings
@@ -58,19 +59,20 @@ def create_app(
     _add_status_routes(app, pipeline)
     _add_metrics_route(app, pipeline, metrics_text)
 
-    @app.post(Endpoint.CHAT.value)
-    async def chat_completions() -> Response:
-        return Exchange(pipeline, Endpoint.CHAT)
-
-    @app.post(Endpoint.COMPLETIONS.value)
-    async def completions() -> Response:
-        return Exchange(pipeline, Endpoint.COMPLETIONS)
-
+    for endpoint in Endpoint:
+        _add_exchange(app, pipeline, endpoint)
     return app
+
+
+def _add_exchange(app: FastAPI, pipeline: Pipeline, endpoint: Endpoint) -> None:
+    @app.post(endpoint.value)
+    async def exchange() -> Response:
+        return Exchange(pipeline, endpoint)
 
 
 def _add_status_routes(app: FastAPI, pipeline: Pipeline) -> None:
     settings, table = pipeline.settings, pipeline.table
+    document = openapi_document(settings, status.own_version()["version"])
 
     @app.get("/health")
     async def health() -> Response:
@@ -83,6 +85,15 @@ def _add_status_routes(app: FastAPI, pipeline: Pipeline) -> None:
     async def models(request: Request) -> Response:
         tenant_of(request.headers, settings)
         return JSONResponse(status.models(settings))
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> Response:
+        tenant_of(request.headers, settings)
+        return JSONResponse(status.model(settings, name))
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return JSONResponse(document)
 
     @app.get("/version")
     async def version() -> Response:

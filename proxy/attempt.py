@@ -85,7 +85,7 @@ class Attempt:
         if route.prefill is not None:
             transfer_id = uuid4().hex
             sender = route.prefill.instance
-            to_prefill = encoded(prefill_body(base, transfer_id, sender))
+            to_prefill = encoded(prefill_body(base, transfer_id, sender, job.request.endpoint))
             base = decode_body(base, transfer_id, sender)
         elif not job.request.stream:
             job.passed.prefilled()  # nobody can tell when

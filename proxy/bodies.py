@@ -14,8 +14,9 @@ from epd_serve.instances import Instance
 from epd_serve.wire import ENCODE_AGAIN_XARG
 from proxy.directory import Metadata
 from proxy.media import LoadedItem
-from proxy.parts import placeholder_part, rewritten_part
-from proxy.request import ParsedRequest
+from proxy.parts import MediaRef, placeholder_part, rewritten_part
+from proxy.request import Endpoint, ParsedRequest
+from proxy.response_parts import as_chat_part, placeholder_response_part, rewritten_response_part
 
 # Concern sampling or the form of the answer, never the prompt. `response_format`, `tools` and `tool_choice` stay:
 # some renderers (Kimi-K3, harmony) write them into the prompt.
@@ -24,25 +25,41 @@ NOT_FOR_PREFILL = frozenset({
     "logprobs", "top_logprobs", "logprob_token_ids", "structured_outputs", "guided_json", "guided_regex",
     "guided_choice", "guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern",
     "return_token_ids", "return_prompt_text", "repetition_detection", "thinking_token_budget",
+    "include", "enable_response_messages", "max_tool_calls",
 })  # fmt: skip
+RESPONSE_ID = "resp_"
+"""What OpenAI's and vLLM's ids of responses begin with."""
 INTERNAL_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 
 
-def base_body(request: ParsedRequest, items: Sequence[LoadedItem], cache_salt: str | None) -> dict[str, Any]:
-    """The client's body with every media item loaded, keyed and inlined, and the tenant's salt."""
-    body = _with_parts(
-        request.body, items, lambda item, part: rewritten_part(part, item.ref, source=item.source, uuid=item.key)
-    )
+def base_body(
+    request: ParsedRequest, items: Sequence[LoadedItem], cache_salt: str | None, *, request_id: str = ""
+) -> dict[str, Any]:
+    """The client's body with every media item loaded, keyed and inlined, and the tenant's salt.
+
+    Args:
+        request_id: named in the body where vLLM heeds no header: its Responses. There nothing is stored either: what
+            one stage keeps, the next request would not find.
+    """
+    body = _with_parts(request.body, items, _rewritten)
+    if request.endpoint is Endpoint.RESPONSES:
+        body |= {"request_id": RESPONSE_ID + request_id, "store": False}
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
     return body
+
+
+def inlined_body(request: ParsedRequest, items: Sequence[LoadedItem]) -> dict[str, Any]:
+    """The client's body with every media item loaded and inlined, under no name."""
+    body = _with_parts(request.body, items, _rewritten)
+    return _with_parts(body, items, lambda _, part: {name: value for name, value in part.items() if name != "uuid"})
 
 
 def placeholder_body(
     base: Mapping[str, Any], items: Sequence[LoadedItem], metadata: Mapping[str, Metadata]
 ) -> dict[str, Any]:
     """`base` with every item's metadata in place of its media. `metadata` has all of their keys."""
-    return _with_parts(base, items, lambda item, _: placeholder_part(item.ref, metadata[item.key], uuid=item.key))
+    return _with_parts(base, items, lambda item, _: _placeholder(item, metadata[item.key]))
 
 
 def renamed_body(base: Mapping[str, Any], items: Sequence[LoadedItem]) -> dict[str, Any]:
@@ -66,7 +83,7 @@ def encode_body(base: Mapping[str, Any], items: Iterable[LoadedItem], again: Col
     Args:
         again: keys that the encoder must encode even where it believes that they are there.
     """
-    parts = [base["messages"][item.ref.message]["content"][item.ref.part] for item in items]
+    parts = [_for_encoder(item, part_of(base, item.ref)) for item in items]
     kept = ("mm_processor_kwargs", "media_io_kwargs", "cache_salt")
     body = {
         "model": base["model"],
@@ -78,11 +95,14 @@ def encode_body(base: Mapping[str, Any], items: Iterable[LoadedItem], again: Col
     return with_xargs(body, **{ENCODE_AGAIN_XARG: ",".join(sorted(again))}) if again else body
 
 
-def prefill_body(base: Mapping[str, Any], transfer_id: str, prefill: Instance) -> dict[str, Any]:
+def prefill_body(
+    base: Mapping[str, Any], transfer_id: str, prefill: Instance, endpoint: Endpoint = Endpoint.CHAT
+) -> dict[str, Any]:
     """The same prompt, one token, no frills. `n` and prompt lists stay: transfers are keyed (id, child)."""
     body = {name: value for name, value in base.items() if name not in NOT_FOR_PREFILL}
     params = {"transfer_id": transfer_id, "incarnation": prefill.incarnation}
-    return {**body, "stream": False, "max_tokens": 1, "kv_transfer_params": params}
+    limit = "max_output_tokens" if endpoint is Endpoint.RESPONSES else "max_tokens"
+    return {**body, "stream": False, limit: 1, "kv_transfer_params": params}
 
 
 def decode_body(base: Mapping[str, Any], transfer_id: str, prefill: Instance) -> dict[str, Any]:
@@ -105,10 +125,33 @@ def _with_parts(
     """A copy of `body` with the part of every item rewritten."""
     if not items:
         return dict(body)
-    messages = list(body["messages"])
+    name = items[0].ref.messages  # one body, one list of messages
+    messages = list(body[name])
     for item in items:
         ref = item.ref
-        content = list(messages[ref.message]["content"])
-        content[ref.part] = rewritten(item, content[ref.part])
-        messages[ref.message] = {**messages[ref.message], "content": content}
-    return {**body, "messages": messages}
+        parts = list(messages[ref.message][ref.parts])
+        parts[ref.part] = rewritten(item, parts[ref.part])
+        messages[ref.message] = {**messages[ref.message], ref.parts: parts}
+    return {**body, name: messages}
+
+
+def part_of(body: Mapping[str, Any], ref: MediaRef) -> Mapping[str, Any]:
+    """The part that `ref` stands for."""
+    part: Mapping[str, Any] = body[ref.messages][ref.message][ref.parts][ref.part]
+    return part
+
+
+def _rewritten(item: LoadedItem, part: Mapping[str, Any]) -> Mapping[str, Any]:
+    if item.ref.messages == "input":
+        return rewritten_response_part(part, source=item.source, uuid=item.key)
+    return rewritten_part(part, item.ref, source=item.source, uuid=item.key)
+
+
+def _placeholder(item: LoadedItem, metadata: Metadata) -> Mapping[str, Any]:
+    if item.ref.messages == "input":
+        return placeholder_response_part(metadata, uuid=item.key)
+    return placeholder_part(item.ref, metadata, uuid=item.key)
+
+
+def _for_encoder(item: LoadedItem, part: Mapping[str, Any]) -> Mapping[str, Any]:
+    return as_chat_part(part) if item.ref.messages == "input" else part

@@ -10,9 +10,11 @@ import json
 from typing import Any
 
 from epd_serve.errors import EpdError, NoInstanceError, OverloadedError, RequestError, StageError
+from proxy.redact import redacted
 
 NO_INSTANCE_RETRY_AFTER_S = 5.0
 MAX_STAGE_MESSAGE_CHARS = 500
+MAX_JUDGED_CHARS = 20_000
 
 
 class StageRefusal(RequestError):
@@ -75,6 +77,14 @@ def error_event(error: EpdError) -> bytes:
     return b"data: " + error_json(error) + b"\n\n"
 
 
+def response_error_event(error: EpdError) -> bytes:
+    """The same for a stream of `/v1/responses`. The fields of its own error event, and beside them the object that
+    OpenAI's clients raise for."""
+    body = error_body(error)
+    event = {"type": "error", **{name: body["error"][name] for name in ("message", "code", "param")}, **body}
+    return b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
+
+
 def stage_answer_error(raw: bytes | str, *, stage: str, status: int) -> EpdError:
     """Turn a stage's error answer (body of a non-200 response, or an error event of its stream) into an error.
 
@@ -94,7 +104,8 @@ def stage_answer_error(raw: bytes | str, *, stage: str, status: int) -> EpdError
     if isinstance(decoded, dict):
         inner = decoded.get("error", decoded)
         fields = inner if isinstance(inner, dict) else {"message": str(inner)}
-    message = str(fields.get("message") or text)[:MAX_STAGE_MESSAGE_CHARS] or f"HTTP {status}"
+    said = str(fields.get("message") or text)[:MAX_JUDGED_CHARS]
+    message = redacted(said)[:MAX_STAGE_MESSAGE_CHARS] or f"HTTP {status}"
     if 400 <= status < 500:
         code = fields.get("code")
         param = fields.get("param")

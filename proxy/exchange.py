@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from epd_serve.errors import DeadlineError, EpdError, PayloadTooLargeError
 from proxy.auth import caller_of
 from proxy.client_deadline import DeadlineLapsed, deadline_s
-from proxy.errors import DrainingError, error_body, error_event, error_headers
+from proxy.errors import DrainingError, error_body, error_event, error_headers, response_error_event
 from proxy.explain import Explanation, is_asked_for
 from proxy.metrics import CANCELLED
 from proxy.pipeline import Pipeline
@@ -30,8 +31,17 @@ from proxy.settings import ProxySettings
 from proxy.sink import ClientSink
 
 logger = logging.getLogger(__name__)
-RECANCEL_S = 0.05
-"""A cancellation that gets lost costs this much; the client's stages are to be free within a tenth of a second."""
+RECANCEL_S = 0.5
+"""Python 3.11's TaskGroup loses a cancellation that meets a failing child, so it is repeated. Not sooner: another one
+interrupts the closing of connections that is under way, and leaves them open."""
+CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+def client_request_id(headers: Headers) -> str | None:
+    """The name that the client gives its request: it gets it back, and the trace has it. Stages know the request by a
+    name of ours, since clients may give one name to many."""
+    given = headers.get("x-request-id", "")
+    return given if CLIENT_ID.fullmatch(given) else None
 
 
 class ClientLeft(Exception):
@@ -52,9 +62,10 @@ class Exchange(Response):
         headers = Headers(scope=scope)
         wanted = self._pipeline.settings.explain and is_asked_for(headers)
         explanation = Explanation(self._id, wanted=wanted)
-        sink = ClientSink(send, {"x-request-id": self._id}, explanation.headers)
+        named = client_request_id(headers)
+        sink = ClientSink(send, {"x-request-id": named or self._id}, explanation.headers)
         outcome = "500"
-        self._pipeline.trace.stamp(self._id, "arrived")
+        self._pipeline.trace.stamp(self._id, "arrived", **({"client_id": named} if named else {}))
         try:
             with metrics.in_flight.track_inprogress(), self._pipeline.drain.exchange():
                 outcome = await self._serve(headers, receive, sink, explanation)
@@ -125,7 +136,8 @@ class Exchange(Response):
             await sink.respond_json(error.status, error_body(error), error_headers(error))
             return str(error.status)
         if not sink.finished:
-            await sink.write(error_event(error))
+            responses = self._endpoint is Endpoint.RESPONSES
+            await sink.write(response_error_event(error) if responses else error_event(error))
         return "broken"
 
     async def _read(self, headers: Headers, receive: Receive, limit: _Limit) -> bytes:
@@ -158,8 +170,7 @@ class Exchange(Response):
 
 
 async def _end(work: asyncio.Task[str]) -> None:
-    """Cancel, and wait until it is over. More than once: Python 3.11's TaskGroup loses a cancellation that meets a
-    failing child."""
+    """Cancel, and wait until it is over."""
     while not work.done():
         work.cancel()
         await asyncio.wait([work], timeout=RECANCEL_S)

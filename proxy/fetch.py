@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import httpx
 
 from epd_serve.errors import PayloadTooLargeError, RequestError
+from proxy.domains import DomainRules
 from proxy.settings import MediaLimits
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
@@ -47,6 +48,7 @@ class UrlFetcher:
         self, limits: MediaLimits, *, transport: httpx.AsyncBaseTransport | None = None, resolver: Resolver = resolve
     ) -> None:
         self._limits = limits
+        self._domains = DomainRules(limits.allowed_domains, limits.denied_domains)
         self._resolver = resolver
         # No keep-alive: a pooled TLS connection was verified for one name and must not serve another on that address.
         self._client = httpx.AsyncClient(
@@ -68,8 +70,8 @@ class UrlFetcher:
                 return await self._follow(url, param)
         except TimeoutError:
             raise _unreachable(param, f"no complete answer within {self._limits.fetch_timeout_s:g} s") from None
-        except httpx.InvalidURL as error:
-            raise _unreachable(param, f"not a valid URL ({error})") from None
+        except httpx.InvalidURL:  # what it says quotes the URL, which may hold a secret
+            raise _unreachable(param, "not a valid URL") from None
         except httpx.HTTPError as error:
             raise _unreachable(param, f"cannot be fetched ({type(error).__name__})") from error
 
@@ -88,7 +90,16 @@ class UrlFetcher:
             raise _unreachable(param, f"scheme {url.scheme!r} is not supported")
         if url.userinfo:
             raise _unreachable(param, "credentials in URLs are not supported")
+        host = url.raw_host.decode("ascii")
+        if url.scheme not in self._limits.schemes or not self._domains.admit(host):
+            raise RequestError(
+                f"{param}: this server does not fetch from {url.scheme}://{host}.",
+                param=param,
+                code="media_domain_refused",
+            )
         port = url.port or (443 if url.scheme == "https" else 80)
+        if not 0 < port < 65536:
+            raise _unreachable(param, f"there is no port {port}")
         error: httpx.ConnectError | None = None
         for address in await self._allowed_addresses(url.host, port, param):
             try:

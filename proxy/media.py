@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from epd_serve.errors import PayloadTooLargeError, RequestError
+from proxy.clips import inspect_clip
 from proxy.errors import most_telling
 from proxy.fetch import UrlFetcher, too_large
 from proxy.images import inspect_picture
 from proxy.local_files import read_local
 from proxy.parts import MediaRef, Modality
 from proxy.request import ParsedRequest
-from proxy.settings import ProxySettings
+from proxy.settings import SCHEMES, ProxySettings
 from store.keys import feature_key
 
 T = TypeVar("T")
@@ -91,6 +92,12 @@ class MediaLoader:
         if ref.key == "input_audio":
             return mime, await self._blocking(lambda: _base64(ref.source, ref.param, limit))
         scheme = ref.source.partition(":")[0].lower()
+        if scheme in SCHEMES and scheme not in self._limits.schemes:
+            raise RequestError(
+                f"{ref.param}: this server takes no {scheme}: URLs, only {', '.join(self._limits.schemes) or 'none'}.",
+                param=ref.param,
+                code="media_scheme",
+            )
         if scheme == "data":
             return await self._blocking(lambda: _data_url(ref.source, ref.param, mime, limit))
         if scheme in ("http", "https"):
@@ -110,6 +117,10 @@ class MediaLoader:
         weight = len(data)
         if ref.modality is Modality.IMAGE:
             mime, weight = inspect_picture(data, param=ref.param, max_pixels=self._limits.max_pixels)
+        else:
+            limits = self._limits
+            max_s = limits.max_audio_s if ref.modality is Modality.AUDIO else limits.max_video_s
+            inspect_clip(data, param=ref.param, max_s=max_s, max_pixels=limits.max_pixels)
         encoded = base64.b64encode(data).decode("ascii")
         key = feature_key(
             data,

@@ -1,7 +1,8 @@
 """Content parts of chat messages: where the media items are, and how a part is rewritten for the stages.
 
 Knows the part types that vLLM accepts and the ones a client must not send. vLLM infers a part's type from any media
-key it finds, so a part may carry exactly one, or an unchecked URL could ride along. No I/O.
+key it finds, so a part may carry exactly one, or an unchecked URL could ride along. What `/v1/responses` calls its
+parts is `proxy/response_parts.py`'s. No I/O.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ class MediaRef:
     """Where one media item sits and what it refers to.
 
     Attributes:
-        message, part: indices into `messages` and its `content`.
+        message, part: indices into the body's list of messages and into that message's list of parts.
         key: the part's media key, e.g. `image_url`.
         param: how errors name it, e.g. `messages[0].content[1].image_url`.
         source: URL, or for `input_audio` the base64 data.
+        messages, parts: the names of the two lists: `input` and `content` or `output` in a Responses body.
     """
 
     message: int
@@ -46,6 +48,8 @@ class MediaRef:
     key: str
     param: str
     source: str
+    messages: str = "messages"
+    parts: str = "content"
 
     @property
     def modality(self) -> Modality:
@@ -99,8 +103,11 @@ def _refs(messages: list[Any]) -> Iterator[MediaRef]:
                 yield ref
 
 
-def _ref(part: object, i: int, j: int) -> MediaRef | None:
-    where = f"messages[{i}].content[{j}]"
+def checked_part(part: object, where: str) -> dict[str, Any] | None:
+    """`part` if it is an object and carries nothing that no client may send, None for plain text.
+
+    Raises RequestError naming the field.
+    """
     if isinstance(part, str):
         return None
     if not isinstance(part, dict):
@@ -114,6 +121,15 @@ def _ref(part: object, i: int, j: int) -> MediaRef | None:
     for name in ("image_pil", "uuid"):
         if part.get(name) is not None or (name == "image_pil" and name in part):
             raise RequestError(f"{where}.{name} is not accepted from clients.", param=f"{where}.{name}")
+    return part
+
+
+def _ref(raw: object, i: int, j: int) -> MediaRef | None:
+    where = f"messages[{i}].content[{j}]"
+    part = checked_part(raw, where)
+    if part is None:
+        return None
+    kind = part.get("type")
     keys = [key for key in MEDIA_KEYS if key in part]
     if not keys and kind not in KEY_OF_TYPE:
         return None  # text, or a type that vLLM knows or refuses

@@ -45,6 +45,7 @@ from proxy.stage_client import StageClient
 from proxy.stage_metrics import StageMetrics
 from proxy.store_metrics import StoreMetrics
 from proxy.table import InstanceTable
+from proxy.tokenize_step import TokenizeStep
 
 
 class Pipeline:
@@ -105,6 +106,7 @@ class Pipeline:
             self.metrics,
             self._budget,
         )
+        self._tokenize = TokenizeStep(table, self._stages, retries=retries)
         self._running = 0
 
     def start(self) -> None:
@@ -171,7 +173,11 @@ class Pipeline:
             self.metrics.media_seconds.observe(time.perf_counter() - begun)
             self.trace.stamp(request_id, "media_loaded", keys=[item.key for item in items])
             explanation.stamp("media")
-        base = base_body(request, items, tenant if self.settings.tells_tenants_apart else None)
+        if not request.endpoint.generates:
+            await self._tokenize.run(request_id, request, items, sink)
+            return
+        salt = tenant if self.settings.tells_tenants_apart else None
+        base = base_body(request, items, salt, request_id=request_id)
         self._prioritise(base, passed)
         job = Job(request_id, request, base, items, arrived, passed, explanation=explanation)
         passed.weighs(prompt_tokens(request, items))

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from epd_serve.errors import NotFoundError, RequestError
 from proxy.parts import MediaRef, media_refs, refuse_embeds
+from proxy.response_parts import response_refs
 from proxy.settings import ProxySettings
 
 REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "uuid", "cache_salt", "request_id", "mm_hashes")
@@ -26,6 +27,14 @@ class Endpoint(StrEnum):
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
+    RESPONSES = "/v1/responses"
+    TOKENIZE = "/tokenize"
+    DETOKENIZE = "/detokenize"
+
+    @property
+    def generates(self) -> bool:
+        """Its requests pass through the stages; the others are answered by any tokenizer."""
+        return self not in (Endpoint.TOKENIZE, Endpoint.DETOKENIZE)
 
 
 @dataclass(frozen=True)
@@ -68,18 +77,29 @@ def parse(endpoint: Endpoint, raw: bytes, settings: ProxySettings) -> ParsedRequ
             _refuse(value, f"vllm_xargs.{name}")
     for name in ("mm_processor_kwargs", "media_io_kwargs"):
         _object(body, name)
+    if not endpoint.generates and body.get("model") is None:
+        body["model"] = settings.served_models[0]  # there is one tokenizer
     model = _model(body, settings)
-    _integer(body, "max_tokens", 1, None)
-    _integer(body, "max_completion_tokens", 1, None)
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        _integer(body, name, 1, None)
     _integer(body, "n", 1, settings.max_n)
-    stream = _boolean(body, "stream")
-    if endpoint is Endpoint.CHAT:
-        media = media_refs(_messages(body))
-        _check_modalities(media, settings)
+    stream = _boolean(body, "stream") and endpoint.generates
+    media = _media(endpoint, body)
+    _check_modalities(media, settings)
+    return ParsedRequest(endpoint, body, model, stream, media, _needs_fused(endpoint, body))
+
+
+def _media(endpoint: Endpoint, body: Mapping[str, Any]) -> tuple[MediaRef, ...]:
+    """The media of the prompt, whose form is checked as far as it must be known."""
+    if endpoint is Endpoint.RESPONSES:
+        return _response_media(body)
+    if endpoint is Endpoint.CHAT or (endpoint is Endpoint.TOKENIZE and "messages" in body):
+        return media_refs(_messages(body))
+    if endpoint is Endpoint.DETOKENIZE:
+        _token_ids(body)
     else:
-        media = ()
         _prompt(body)
-    return ParsedRequest(endpoint, body, model, stream, media, _needs_fused(body))
+    return ()
 
 
 def _decode(raw: bytes) -> dict[str, Any]:
@@ -138,6 +158,31 @@ def _check_modalities(media: tuple[MediaRef, ...], settings: ProxySettings) -> N
             )
 
 
+def _response_media(body: Mapping[str, Any]) -> tuple[MediaRef, ...]:
+    """Checks what would need a memory that stages do not have: the next request may meet another one."""
+    for name, instead in (
+        ("previous_response_id", "send the earlier items in input"),
+        ("conversation", "send the earlier items in input"),
+        ("prompt", "send instructions and input"),
+    ):
+        if body.get(name) is not None:
+            raise RequestError(f"{name} is not supported: this server keeps no responses; {instead}.", param=name)
+    if _boolean(body, "background"):
+        raise RequestError("background is not supported: this server keeps no responses.", param="background")
+    value = body.get("input")
+    if isinstance(value, str):
+        return ()
+    if not isinstance(value, list) or not value:
+        raise RequestError("input must be a string or a non-empty list.", param="input")
+    return response_refs(value)
+
+
+def _token_ids(body: Mapping[str, Any]) -> None:
+    tokens = body.get("tokens")
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 1 << 63 for token in tokens):
+        raise RequestError("tokens must be a list of token ids, which are integers from 0.", param="tokens")
+
+
 def _prompt(body: Mapping[str, Any]) -> None:
     prompt = body.get("prompt")
     if not isinstance(prompt, str | list) or prompt == []:
@@ -172,7 +217,12 @@ def _boolean(body: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def _needs_fused(body: Mapping[str, Any]) -> str | None:
+def _needs_fused(endpoint: Endpoint, body: Mapping[str, Any]) -> str | None:
+    """P is asked for one token and D for many: where that decides how a prompt is cut, both must be one instance."""
     if body.get("prompt_logprobs") is not None:
         return "prompt_logprobs"
+    if body.get("truncate_prompt_tokens") == -1:
+        return "truncate_prompt_tokens"
+    if endpoint is Endpoint.RESPONSES:
+        return "truncation" if body.get("truncation") not in (None, "disabled") else None
     return next((name for name in ("echo", "use_beam_search") if body.get(name)), None)

@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from epd_serve.errors import ConfigError
+from proxy.redact import redact_logs
 from proxy.shared_listener import SharedListener
 
 BACKLOG = 2048
@@ -108,6 +109,7 @@ async def serve(
         timeout_graceful_shutdown=max(1, round(grace_s)),
         server_header=False,
     )
+    redact_logs()  # after uvicorn has set up its own logging
     server = _Server(config, shared, started)
     try:
         async with asyncio.TaskGroup() as group:

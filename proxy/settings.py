@@ -11,11 +11,13 @@ from pathlib import Path
 
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
+from proxy.domains import DomainRules
 from proxy.parts import Modality
 from proxy.policy import POLICIES
 
 SEND_PIXELS = ("auto", "always")
 ON_MISSING_FEATURE = ("recompute", "reencode")
+SCHEMES = ("data", "http", "https", "file")
 HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -56,10 +58,13 @@ class MediaLimits:
 
     Attributes:
         max_bytes: one item. `max_total_bytes`: all items of one request.
-        max_pixels: width x height of a picture, checked on its header before anything decodes it.
+        max_pixels: width x height of a picture or a video's frames, checked on headers before anything decodes them.
+        max_video_s, max_audio_s: length of a clip in seconds, where its container tells.
         max_items: items of one request.
         fetch_timeout_s: one http(s) item, redirects included. `max_redirects`: hops, each checked anew.
         allowed_local_root: directory that `file://` may read from, or None to refuse `file://`.
+        schemes: of the URLs that clients may send.
+        allowed_domains, denied_domains: hosts that http(s) may reach, as `proxy/domains.py` reads them.
         allow_private_addresses: let http(s) reach loopback, private and link-local addresses.
         max_parallel_fetches, threads: bounds of the whole process, not of one request.
     """
@@ -67,17 +72,25 @@ class MediaLimits:
     max_bytes: int = 32 << 20
     max_total_bytes: int = 64 << 20
     max_pixels: int = 36_000_000
+    max_video_s: float = 600.0
+    max_audio_s: float = 3600.0
     max_items: int = 16
     fetch_timeout_s: float = 10.0
     max_redirects: int = 3
     allowed_local_root: Path | None = None
+    schemes: tuple[str, ...] = SCHEMES
+    allowed_domains: tuple[str, ...] = ()
+    denied_domains: tuple[str, ...] = ()
     allow_private_addresses: bool = False
     max_parallel_fetches: int = 32
     threads: int = 2
 
     def __post_init__(self) -> None:
         names = ("max_bytes", "max_total_bytes", "max_pixels", "fetch_timeout_s", "max_parallel_fetches", "threads")
-        _require_positive(self, *names)
+        _require_positive(self, *names, "max_video_s", "max_audio_s")
+        for scheme in self.schemes:
+            _require_one_of("schemes", scheme, SCHEMES)
+        DomainRules(self.allowed_domains, self.denied_domains)  # refuses what is no host name
         if self.max_items < 0 or self.max_redirects < 0:
             raise ConfigError("max_items and max_redirects must not be negative", param="media")
 

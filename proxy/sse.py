@@ -9,6 +9,10 @@ import json
 
 DONE = b"data: [DONE]"
 ERROR_PREFIXES = (b'data: {"error"', b'data:{"error"')
+# Streams of /v1/responses name their events, and end with one of these. A line break cannot stand inside their JSON.
+RESPONSE_OPENINGS = (b"event: response.created\n", b"event: response.in_progress\n")
+RESPONSE_ENDS = (b"event: response.completed\n", b"event: response.incomplete\n", b"event: response.failed\n")
+RESPONSE_ERROR = b"event: error\n"
 
 
 class EventSplitter:
@@ -24,7 +28,7 @@ class EventSplitter:
 
 
 def is_done(event: bytes) -> bool:
-    return event.startswith(DONE)
+    return event.startswith((DONE, *RESPONSE_ENDS))
 
 
 def is_comment(event: bytes) -> bool:
@@ -33,8 +37,10 @@ def is_comment(event: bytes) -> bool:
 
 
 def is_opening(event: bytes) -> bool:
-    """A chat stream's first event of a choice: a role and nothing else. vLLM sends it before it looks at what the
-    engine answered, so it does not say that there is an answer."""
+    """A chat stream's first event of a choice, a role and nothing else, or a response's first two. vLLM sends them
+    before it looks at what the engine answered, so they do not say that there is an answer."""
+    if event.startswith(RESPONSE_OPENINGS):
+        return True
     if b'"role"' not in event:
         return False
     try:
@@ -49,6 +55,8 @@ def is_opening(event: bytes) -> bool:
 
 def error_payload(event: bytes) -> bytes | None:
     """The JSON of an error event, or None for any other event."""
-    if not event.startswith(ERROR_PREFIXES):
+    if event.startswith(RESPONSE_ERROR):
+        event = event.removeprefix(RESPONSE_ERROR)
+    elif not event.startswith(ERROR_PREFIXES):
         return None
     return event.partition(b":")[2].strip()

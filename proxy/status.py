@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec import structs
 
+from epd_serve.errors import NotFoundError
 from epd_serve.instances import Instance
 from epd_serve.wire import StoreReport
 from proxy.circuit import State
@@ -40,6 +41,15 @@ def models(settings: ProxySettings) -> dict[str, Any]:
         shared["max_model_len"] = settings.max_model_len
     root = settings.identity.model
     return {"object": "list", "data": [{"id": name, **shared, "root": root} for name in settings.served_models]}
+
+
+def model(settings: ProxySettings, name: str) -> dict[str, Any]:
+    """One entry of the model list. Raises NotFoundError."""
+    for found in models(settings)["data"]:
+        if found["id"] == name:
+            entry: dict[str, Any] = found
+            return entry
+    raise NotFoundError(f"The model `{name}` does not exist.", param="model", code="model_not_found")
 
 
 def instances(table: InstanceTable, circuits: Circuits | None = None) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class Encoder:
                 item.tokens * self._bytes_per_token,
                 self._wiring.incarnation,
                 host=self._wiring.arena_id,
-                pooled=bool(self._wiring.mooncake_master),
+                pooled=bool(self._wiring.mooncake_master) or self._wiring.publish_by_connecting,
                 metadata=dict(item.metadata),
             )
         )

@@ -32,7 +32,7 @@ KEY_ENV = "VLLM_API_KEY"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM; requests in flight may then go on for `DRAIN_S`."""
-    arguments = _parser().parse_args(argv)
+    arguments = parsed(argv)
     if launcher := os.environ.get(LAUNCHER_ENV):
         die_with_parent(int(launcher))
     try:
@@ -44,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"epd-sim: error: {error}\n")
         return 2
     return 0
+
+
+def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags. Ends the process where they cannot be read, as argparse does."""
+    return _parser().parse_args(argv)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -62,7 +62,7 @@ class Paced:
 
     def changed(self) -> None:
         """Something the report tells has changed. Costs next to nothing."""
-        if not self._dirty and self._timer is not None:
+        if not self._dirty and self._last:
             self._dirty = True
             loop = asyncio.get_running_loop()
             self._arm(max(0.0, self._last + self._change_s - loop.time()))
@@ -81,7 +81,7 @@ class Paced:
             self._report()
         except Exception:  # the next report is half a second away; without it the stage would look dead
             logger.exception("no report")
-        self._arm(self._idle_s)
+        self._arm(self._change_s if self._dirty else self._idle_s)
 
     def _arm(self, seconds: float) -> None:
         if self._timer is not None:

@@ -94,12 +94,21 @@ def test_every_life_of_a_stage_becomes_a_command() -> None:
 
 def test_the_settings_of_the_proxy_follow_from_the_deployment(tmp_path: Path) -> None:
     plan = wired(
-        "(E-P)-D", media_root=str(tmp_path), proxy=("media.max_bytes=5", "timeouts.encode_s=2"), api_keys=("k",)
+        "(E-P)-D",
+        media_root=str(tmp_path),
+        proxy=(
+            "media.max_bytes=5",
+            "timeouts.encode_s=2",
+            "media.allowed_domains=a.org, *.b.org",
+            "key_limits.requests_per_minute=60",
+        ),
+        api_keys=("k",),
     )
     settings = build_proxy_settings(plan.blueprint)
     assert settings.served_models == ("epd-demo",)
     assert settings.roles == (Role.D, Role.E, Role.P)
     assert (settings.media.max_bytes, settings.timeouts.encode_s) == (5, 2.0)
+    assert settings.media.allowed_domains == ("a.org", "*.b.org") and settings.key_limits.requests_per_minute == 60
     assert settings.media.allowed_local_root == tmp_path.resolve()
     assert settings.max_model_len == 8192
     assert settings.identity.dtype == "bfloat16"

@@ -88,6 +88,27 @@ def test_health_models_and_instances_describe_the_layout(launch: Serving) -> Non
 
 
 @every_layout
+def test_a_response_says_what_chat_says_about_the_same_picture(launch: Serving) -> None:
+    prompt = PAIRWISE_DIFFERENT[7]
+    url = about(prompt)["messages"][0]["content"][0]["image_url"]["url"]
+    parts = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": prompt.question}]
+    body = {"model": "epd-demo", "input": [{"role": "user", "content": parts}], "max_output_tokens": 24}
+    response = launch.post("/v1/responses", {**body, "temperature": 0}, headers={"x-epd-explain": "1"})
+    assert response.status_code == 200, response.text[:500]
+    said = response.json()["output"][-1]["content"][0]["text"]
+    assert said == text_of(launch.post("/v1/chat/completions", about(prompt)))
+    told = response.headers["x-epd-instances"].split(", ")
+    assert {name.partition("=")[2] for name in told} <= set(launch.instances())
+
+
+@every_layout
+def test_a_prompt_has_as_many_tokens_as_usage_counts(launch: Serving) -> None:
+    body = about(PAIRWISE_DIFFERENT[7])
+    usage = launch.post("/v1/chat/completions", body).json()["usage"]
+    assert launch.post("/tokenize", {"messages": body["messages"]}).json()["count"] == usage["prompt_tokens"]
+
+
+@every_layout
 def test_every_instance_tells_how_busy_it_is(launch: Serving) -> None:
     def reports() -> dict[str, dict[str, Any]]:
         return {name: entry["stage"] or {} for name, entry in launch.instances().items()}

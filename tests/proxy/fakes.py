@@ -243,11 +243,11 @@ class Cluster:
             while self.metric(name, **labels) < value:
                 await asyncio.sleep(0.002)
 
-    async def aborted_stream(self, body: dict[str, Any]) -> bytes:
-        """What a chat stream brought before the proxy aborted its connection; fails when it did not."""
+    async def aborted_stream(self, body: dict[str, Any], path: str = "/v1/chat/completions") -> bytes:
+        """What a stream brought before the proxy aborted its connection; fails when it did not."""
         received = b""
         try:
-            async with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
+            async with self.client.stream("POST", path, json=body) as response:
                 async for part in response.aiter_bytes():
                     received += part
         except httpx.RemoteProtocolError:

@@ -99,6 +99,8 @@ ROWS: list[tuple[str, str, Any, int, str | None]] = [
     ("metadata service", CHAT, image("http://169.254.169.254/latest/"), 400, ITEM),
     ("a URL without host", CHAT, image("http:///x.png"), 400, ITEM),
     ("a URL that does not parse", CHAT, image("http://[::1/x.png"), 400, ITEM),
+    ("a port that is none", CHAT, image("http://example.com:99999/x.png"), 400, ITEM),
+    ("a port that is no number", CHAT, image("http://example.com:t0ken/x.png"), 400, ITEM),
     ("credentials in the URL", CHAT, image("http://a:b@example.com/x.png"), 400, ITEM),
     ("a data URL without base64", CHAT, image("data:image/png,abc"), 400, ITEM),
     ("bad base64", CHAT, image("data:image/png;base64,@@@@"), 400, ITEM),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from proxy.explain import MAX_STAMPS, Explanation
@@ -74,3 +76,22 @@ def test_stamps_are_bounded() -> None:
     for _ in range(10 * MAX_STAMPS):
         explanation.stamp("again")
     assert explanation.headers()["x-epd-timing-ms"].count("again") == MAX_STAMPS
+
+
+async def test_a_client_s_name_for_its_request_comes_back_and_stages_get_ours(tmp_path: Path) -> None:
+    trace = tmp_path / "proxy.jsonl"
+    async with cluster("PD0", config=settings(trace_path=trace)) as c:
+        mine = {"x-request-id": "order-17/a", **ASK}
+        first = await c.client.post(CHAT, json=text_body(), headers=mine)
+        second = await c.client.post(CHAT, json=text_body(), headers=mine)
+        sent = [call.headers["x-request-id"] for call in c["PD0"].calls]
+    assert first.headers["x-request-id"] == second.headers["x-request-id"] == "order-17/a"
+    assert sent == [first.headers["x-epd-request-id"], second.headers["x-epd-request-id"]] and sent[0] != sent[1]
+    assert trace.read_text().count('"client_id": "order-17/a"') == 2
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 129, "caf\xe9", "https://a/?token=b"])
+async def test_what_is_no_name_for_a_request_is_not_repeated(name: str) -> None:
+    async with cluster("PD0") as c:
+        response = await c.client.post(CHAT, json=text_body(), headers={"x-request-id": name.encode("latin-1")})
+    assert response.status_code == 200 and len(response.headers["x-request-id"]) == 32

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.errors import StageRefusal, stage_answer_error
-from proxy.sse import EventSplitter, error_payload, is_comment, is_done
+from proxy.sse import EventSplitter, error_payload, is_comment, is_done, is_opening
 
 
 @settings(max_examples=30, deadline=None)
@@ -23,6 +23,10 @@ def test_events_come_out_whole_wherever_the_stream_is_cut(events: list[bytes], d
 
 def test_kinds_of_events() -> None:
     assert is_done(b"data: [DONE]\n\n") and not is_done(b'data: {"x": "[DONE]"}\n\n')
+    assert is_done(b'event: response.completed\ndata: {"type": "response.completed"}\n\n')
+    assert not is_done(b'event: response.output_text.delta\ndata: {"delta": "event: response.completed"}\n\n')
+    assert is_opening(b"event: response.created\ndata: {}\n\n")
+    assert error_payload(b'event: error\ndata: {"message": "m"}\n\n') == b'{"message": "m"}'
     assert is_comment(b": ping\n\n")
     assert error_payload(b'data: {"error": {"code": 500}}\n\n') == b'{"error": {"code": 500}}'
     assert error_payload(b'data: {"choices": [{"delta": {"content": "\\"error\\""}}]}\n\n') is None

@@ -11,12 +11,14 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 # `0_chatcmpl-<X-Request-Id>-1a2b3c4d`: the child of an n > 1, the endpoint, the proxy's id, vLLM's random suffix.
+# `resp_<id>_0-1a2b3c4d`: the same of a response, whose turns vLLM counts behind the id.
 _OURS = re.compile(r"(?:\d+_)?(?:chatcmpl-|cmpl-)?(.+?)(?:-[0-9a-f]{8})?")
+_RESPONSE = re.compile(r"resp_(.+?)_\d+(?:-[0-9a-f]{8})?")
 
 
 def proxy_request_id(request_id: str) -> str:
     """The proxy's id of a request, as far as vLLM's can tell: what it sent begins with it, or is it."""
-    matched = _OURS.fullmatch(request_id)
+    matched = _RESPONSE.fullmatch(request_id) or _OURS.fullmatch(request_id)
     return matched.group(1) if matched else request_id
 
 

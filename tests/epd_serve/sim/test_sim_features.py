@@ -142,3 +142,30 @@ async def test_features_get_lost_on_demand(tmp_path: Path, shm: Path) -> None:
         await stages.clients["E0"].post(CHAT, json=looking("kept"))
         await stored(stages, "kept")
         assert not stages.arena.contains("lost")
+
+
+async def test_a_feature_that_another_host_announced_is_fetched(tmp_path: Path, shm: Path) -> None:
+    elsewhere = f"ipc://{tmp_path}/bus"
+    with zmq.asyncio.Context() as context, context.socket(zmq.PUB) as bus:
+        bus.setsockopt(zmq.LINGER, 0)
+        bus.bind(elsewhere)
+        async with layout(tmp_path, shm, events={"bus": elsewhere}, feature_wait_s=FOR_EVER) as stages:
+            waiting = asyncio.create_task(stages.clients["P0"].post(CHAT, json=looking("k", **PREFILL_ONLY)))
+            nbytes = 4 * Profile().feature_bytes_per_token
+            while not waiting.done():  # the first ones may come before it listens
+                await bus.send(wire.encode(wire.FeatureReady("k", nbytes, "E-elsewhere", host="there", pooled=True)))
+                await asyncio.wait([waiting], timeout=0.05)
+            assert waiting.result().status_code == 200 and stages.engines["P0"].item_count == 0
+
+
+async def test_an_encoder_that_failed_is_not_waited_for(tmp_path: Path, shm: Path) -> None:
+    elsewhere = f"ipc://{tmp_path}/bus"
+    with zmq.asyncio.Context() as context, context.socket(zmq.PUB) as bus:
+        bus.setsockopt(zmq.LINGER, 0)
+        bus.bind(elsewhere)
+        async with layout(tmp_path, shm, events={"bus": elsewhere}, feature_wait_s=FOR_EVER) as stages:
+            waiting = asyncio.create_task(stages.clients["P0"].post(CHAT, json=looking("k", **PREFILL_ONLY)))
+            while not waiting.done():
+                await bus.send(wire.encode(wire.FeatureFailed("k", "no room")))
+                await asyncio.wait([waiting], timeout=0.05)
+            assert waiting.result().status_code == 200 and stages.engines["P0"].item_count == 1

@@ -23,6 +23,8 @@ from epd_serve.engine.ec.request_facts import (
         ("cmpl-7f3a9c-0-1a2b3c4d", "7f3a9c-0"),
         ("2_chatcmpl-7f3a9c-1a2b3c4d", "7f3a9c"),
         ("chatcmpl-0b5e0e3e-8d0c-4a53-9a3e-2f1d6c7b8a90-1a2b3c4d", "0b5e0e3e-8d0c-4a53-9a3e-2f1d6c7b8a90"),
+        ("resp_7f3a9c_0-1a2b3c4d", "7f3a9c"),
+        ("resp_7f3a9c_0", "7f3a9c"),
         ("chatcmpl-7f3a9c", "7f3a9c"),  # 0.23 appends nothing
         ("req-of-an-operator", "req-of-an-operator"),
         ("", ""),

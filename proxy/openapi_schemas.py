@@ -1,0 +1,147 @@
+"""Schemas of bodies and answers, as far as the proxy judges or makes them. Values only.
+
+Unknown fields pass to vLLM untouched, and vLLM's own judgement of the known ones is not repeated here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Json = dict[str, Any]
+ERROR = "Error"
+
+
+def reference(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _object(properties: Json, *required: str, closed: bool = False) -> Json:
+    found: Json = {"type": "object", "properties": properties, "required": list(required)}
+    return {**found, "additionalProperties": False} if closed else found
+
+
+def _or_null(schema: Json) -> Json:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _list(schema: Json) -> Json:
+    return {"type": "array", "items": schema, "minItems": 1}
+
+
+TEXT: Json = {"type": "string"}
+COUNT: Json = {"type": ["integer", "null"], "minimum": 1}
+FLAG: Json = {"type": ["boolean", "null"]}
+URL: Json = {"type": "string", "minLength": 1, "description": "data:, https:, http: or file: as the server allows."}
+BY_URL = {"anyOf": [_object({"url": URL}, "url"), URL]}
+AUDIO = _object({"data": {"type": "string", "minLength": 1}, "format": TEXT}, "data", "format")
+
+
+def _part(kind: str, key: str, value: Json) -> Json:
+    return _object({"type": {"const": kind}, key: value}, "type", key, closed=True)
+
+
+SHARED: Json = {
+    "model": reference("Model"),
+    "stream": FLAG,
+    "temperature": {"type": ["number", "null"], "minimum": 0, "maximum": 2},
+    "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
+    "seed": {"type": ["integer", "null"]},
+    "priority": {"type": "integer", "description": "Lower is sooner."},
+    "vllm_xargs": {"type": ["object", "null"], "propertyNames": {"not": {"pattern": "^epd_|_transfer_params$"}}},
+    "mm_processor_kwargs": {"type": ["object", "null"]},
+}
+SAMPLING: Json = {**SHARED, "max_tokens": COUNT, "n": {**COUNT, "maximum": 64}, "user": {"type": ["string", "null"]}}
+
+SCHEMAS: Json = {
+    ERROR: _object(
+        {
+            "error": _object(
+                {"message": TEXT, "type": TEXT, "param": {"type": ["string", "null"]}, "code": {}},
+                *("message", "type", "param", "code"),
+            )
+        },
+        "error",
+    ),
+    "Part": {
+        "anyOf": [
+            _part("text", "text", TEXT),
+            _part("image_url", "image_url", BY_URL),
+            _part("video_url", "video_url", BY_URL),
+            _part("audio_url", "audio_url", BY_URL),
+            _part("input_audio", "input_audio", AUDIO),
+        ]
+    },
+    "Message": _object(
+        {
+            "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
+            "content": {"anyOf": [TEXT, _list(reference("Part")), {"type": "null"}]},
+        },
+        "role",
+    ),
+    "ChatRequest": _object(
+        {
+            **SAMPLING,
+            "messages": _list(reference("Message")),
+            "max_completion_tokens": COUNT,
+            "tools": _or_null(_list(_object({"type": TEXT, "function": {"type": "object"}}, "type"))),
+            "response_format": {"type": ["object", "null"]},
+            "logprobs": FLAG,
+            "top_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20},
+        },
+        *("model", "messages"),
+    ),
+    "CompletionRequest": _object(
+        {
+            **SAMPLING,
+            "prompt": {"anyOf": [TEXT, _list(TEXT), _list({"type": "integer"}), _list(_list({"type": "integer"}))]},
+            "echo": FLAG,
+            "logprobs": {"type": ["integer", "null"], "minimum": 0},
+        },
+        *("model", "prompt"),
+    ),
+    "ResponsePart": {
+        "anyOf": [_part("input_text", "text", TEXT), _part("input_image", "image_url", URL)],
+    },
+    "ResponseRequest": _object(
+        {
+            **SHARED,
+            "input": {
+                "anyOf": [
+                    TEXT,
+                    _list(
+                        _object(
+                            {
+                                "role": {"type": "string", "enum": ["system", "developer", "user"]},
+                                "content": {"anyOf": [TEXT, _list(reference("ResponsePart"))]},
+                            },
+                            *("role", "content"),
+                        )
+                    ),
+                ]
+            },
+            "instructions": {"type": ["string", "null"]},
+            "max_output_tokens": COUNT,
+            "truncation": {"enum": ["auto", "disabled", None]},
+            "background": {"enum": [False, None], "description": "This server keeps no responses."},
+            "previous_response_id": {"type": "null", "description": "This server keeps no responses."},
+        },
+        *("model", "input"),
+    ),
+    "TokenizeRequest": {
+        "anyOf": [
+            _object({"model": reference("Model"), "prompt": TEXT, "add_special_tokens": {"type": "boolean"}}, "prompt"),
+            _object({"model": reference("Model"), "messages": _list(reference("Message"))}, "messages"),
+        ]
+    },
+    "DetokenizeRequest": _object(
+        {"model": reference("Model"), "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}}}, "tokens"
+    ),
+    "ModelCard": _object(
+        {"id": TEXT, "object": {"const": "model"}, "created": {"type": "integer"}, "owned_by": TEXT},
+        *("id", "object", "created", "owned_by"),
+    ),
+    "Models": _object({"object": {"const": "list"}, "data": _list(reference("ModelCard"))}, "object", "data"),
+    "Version": _object({"version": TEXT}, "version"),
+    "Health": _object({"status": {"enum": ["ok", "unavailable"]}}, "status"),
+    "Instances": _object({"instances": {"type": "array", "items": {"type": "object"}}}, "instances"),
+}

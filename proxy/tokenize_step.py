@@ -1,0 +1,56 @@
+"""`/tokenize` and `/detokenize`: answered by any stage with a language model, since all have the same tokenizer.
+
+No lease is taken: no engine is asked, only the stage's API server. Media are loaded here like everybody's, and go to
+the stage without a key: vLLM counts the pictures of a tokenized prompt, and caches none of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from epd_serve.errors import NoInstanceError, StageError
+from epd_serve.roles import Role
+from proxy.bodies import inlined_body
+from proxy.job import encoded
+from proxy.media import LoadedItem
+from proxy.request import ParsedRequest
+from proxy.routing import Life
+from proxy.sink import ClientSink
+from proxy.stage_client import StageClient
+from proxy.table import InstanceTable
+
+TIMEOUT_S = 60.0
+
+
+class TokenizeStep:
+    """Asks one stage, and after a failure others."""
+
+    def __init__(self, table: InstanceTable, stages: StageClient, *, retries: int) -> None:
+        self._table = table
+        self._stages = stages
+        self._retries = retries
+
+    async def run(self, request_id: str, request: ParsedRequest, items: Sequence[LoadedItem], sink: ClientSink) -> None:
+        """Answer `request` through `sink`. Raises NoInstanceError, or what the last stage that was asked did."""
+        answer = await self._ask(request_id, request, inlined_body(request, items))
+        await sink.respond_json(200, answer)
+
+    async def _ask(self, request_id: str, request: ParsedRequest, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        payload, headers = encoded(body), {"x-request-id": request_id}
+        tried: set[Life] = set()
+        failure: StageError | None = None
+        while len(tried) <= self._retries:
+            live = [one for role in Role if role.has_language_model for one in self._table.live(role)]
+            untried = [one for one in live if one.life not in tried]
+            if not untried:
+                break
+            chosen = random.choice(untried)
+            tried.add(chosen.life)
+            instance = self._table.instance(chosen.id)
+            try:
+                return await self._stages.post(instance, request.endpoint, payload, headers, timeout_s=TIMEOUT_S)
+            except StageError as error:
+                failure = error
+        raise failure or NoInstanceError("no live instance has a tokenizer; try again later")

@@ -1,0 +1,55 @@
+"""The command of a simulated stage, read back by its own parser."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from epd_serve.roles import Role
+from epd_serve.sim.argv import sim_command
+from epd_serve.sim.main import main, parsed
+from tests.epd_serve.sim.plans import plan_of
+
+
+def test_a_plan_arrives_whole() -> None:
+    command = sim_command(plan_of("sim", sim_profile="p.json", guarded=True, extra_args=("--max-num-seqs", "7")))
+    assert command.argv[1:3] == ("-m", "epd_serve.sim")
+    read = parsed(command.argv[3:])
+    assert (read.host, read.port, read.served_model_name, read.model) == ("127.0.0.1", 8101, "a-name", "a-model")
+    assert (read.profile, read.guarded, read.max_running, read.tensor_parallel_size) == ("p.json", True, 7, 2)
+    assert read.scheduling_policy == "priority" and '"instance": "P0"' in read.wiring
+
+
+def test_an_encoder_has_no_priorities() -> None:
+    assert parsed(sim_command(plan_of("sim", Role.E)).argv[3:]).scheduling_policy == "fcfs"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--profile", "/nowhere/p.json"], "/nowhere/p.json"),
+        (["--wiring", "{"], "--wiring"),
+        (["--max-num-seqs", "0"], "max_running"),
+        (["--fault", "x=1"], "x is no fault"),
+        (["--host", "256.0.0.1"], "cannot listen"),
+        (["--guarded"], "VLLM_API_KEY"),
+    ],
+)
+def test_a_wrong_flag_is_said_in_one_line(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    assert main([*argv, "--port", "0"]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert said in line
+
+
+def test_importing_it_brings_no_tensors() -> None:
+    script = (
+        "import sys; import epd_serve.sim.main; "
+        "print([n for n in ('torch', 'vllm', 'numpy', 'fastapi', 'pydantic', 'epd_serve.engine') if n in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

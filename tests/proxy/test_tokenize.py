@@ -1,0 +1,79 @@
+"""`/tokenize` and `/detokenize` are answered by any stage with a language model, and by none that cannot."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.proxy.fakes import breaks, cluster, data_url, picture, picture_body, replies, settings
+
+TOKENS = {"count": 2, "max_model_len": 64, "tokens": [1, 2]}
+
+
+async def test_a_prompt_is_tokenized_by_a_stage_that_has_a_tokenizer() -> None:
+    async with cluster("E0", "P0", "D0") as c:
+        for stage in c.stages.values():
+            stage.usual = replies(200, TOKENS)
+        response = await c.client.post("/tokenize", json={"prompt": "hello", "add_special_tokens": False})
+        assert response.status_code == 200 and response.json() == TOKENS
+        (call,) = c["P0"].calls + c["D0"].calls
+        assert call.path == "/tokenize" and call.body["model"] == "demo" and not call.body["add_special_tokens"]
+        assert not c["E0"].calls and c.table.total_in_flight() == 0
+
+
+async def test_pictures_of_a_tokenized_chat_are_loaded_here_and_have_no_name() -> None:
+    url = data_url(picture())
+    async with cluster("E0", "P0", "D0") as c:
+        for stage in c.stages.values():
+            stage.usual = replies(200, TOKENS)
+        messages = picture_body(url)["messages"]
+        assert (await c.client.post("/tokenize", json={"messages": messages})).status_code == 200
+        (call,) = c["P0"].calls + c["D0"].calls
+        part = call.body["messages"][0]["content"][1]
+        assert part == {"type": "image_url", "image_url": {"url": url}}
+        messages[0]["content"][1]["image_url"]["url"] = "http://169.254.169.254/latest/"
+        refused = await c.client.post("/tokenize", json={"messages": messages})
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "media_address_refused"
+
+
+async def test_tokens_become_text_again() -> None:
+    async with cluster("PD0") as c:
+        c["PD0"].usual = replies(200, {"prompt": "hello"})
+        response = await c.client.post("/detokenize", json={"model": "demo", "tokens": [1, 2]})
+        assert response.json() == {"prompt": "hello"} and c["PD0"].calls[0].path == "/detokenize"
+
+
+@pytest.mark.parametrize("tokens", [None, "1", [1.0], [True], [-1], [1 << 63], ["a"]])
+async def test_what_is_no_list_of_tokens_is_refused(tokens: object) -> None:
+    async with cluster("PD0") as c:
+        response = await c.client.post("/detokenize", json={"tokens": tokens})
+        assert response.status_code == 400 and response.json()["error"]["param"] == "tokens"
+        assert not c["PD0"].calls
+
+
+async def test_another_stage_answers_for_one_that_broke() -> None:
+    async with cluster("PD0", "PD1") as c:
+        broken = iter([breaks])
+        for stage in c.stages.values():
+
+            async def once(stage, call, receive, send):  # type: ignore[no-untyped-def]
+                await next(broken, replies(200, TOKENS))(stage, call, receive, send)
+
+            stage.usual = once
+        response = await c.client.post("/tokenize", json={"prompt": "x"})
+        assert response.status_code == 200
+        assert len(c["PD0"].calls) == len(c["PD1"].calls) == 1
+
+
+async def test_when_all_are_broken_there_is_one_error_and_no_endless_round() -> None:
+    async with cluster("PD0", "PD1", config=settings(retries=9)) as c:
+        for stage in c.stages.values():
+            stage.usual = breaks
+        response = await c.client.post("/tokenize", json={"prompt": "x"})
+        assert response.status_code == 502
+        assert len(c["PD0"].calls) == len(c["PD1"].calls) == 1
+
+
+async def test_with_encoders_only_there_is_no_tokenizer() -> None:
+    async with cluster("E0") as c:
+        response = await c.client.post("/tokenize", json={"prompt": "x"})
+        assert response.status_code == 503 and response.headers["retry-after"]
