@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from deploy import event_loop
 from deploy.ending import Ending
 from deploy.front import Front
 from deploy.health import health_status
@@ -263,7 +264,7 @@ def run_proxy(
             serves=ending.serves,
             say=_say,
         )
-        asyncio.run(_serve_proxy(file, front, ending, f"http://{host}:{port}"))
+        event_loop.run(_serve_proxy(file, front, ending, f"http://{host}:{port}"))
     return 0
 
 

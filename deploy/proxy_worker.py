@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 
+from deploy import event_loop
 from deploy.environment import LAUNCHER_PID_ENV
 from epd_serve.lifeline import die_with_parent
 
@@ -25,7 +26,7 @@ def main() -> None:
     if launcher is not None:
         die_with_parent(int(launcher))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    asyncio.run(_run(feed, listening, board))
+    event_loop.run(_run(feed, listening, board))
 
 
 async def _run(feed: int, listening: int, board: int) -> None:
