@@ -35,7 +35,7 @@ test: environment-test ## unit tests and the short end-to-end tests
 	@exec "$$VENV/bin/python" -m pytest -m "not slow" $(TEST_ARGS)
 
 test-all: environment-test ## all tests, the long ones too
-	@exec "$$VENV/bin/python" -m pytest $(TEST_ARGS)
+	@exec "$$VENV/bin/python" -m pytest --hypothesis-profile=explore $(TEST_ARGS)
 
 check: environment-test ## ruff, mypy, import-linter
 	"$$VENV/bin/ruff" check .

@@ -20,6 +20,7 @@ def version() -> str:
 
 # Wide ranges: on NPU and CUDA machines these have to fit beside the vLLM that is already installed.
 RUNTIME = [
+    "aiohttp>=3.11,<4",
     "fastapi>=0.115",
     "httptools>=0.6",
     "httpx>=0.27,<1",
@@ -33,6 +34,7 @@ RUNTIME = [
     "pyzmq>=25",
     "rich>=13",
     "uvicorn>=0.29",
+    "uvloop>=0.20",
     "xxhash>=3.4",
 ]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 import epd_serve
-from bench import arena, duplicates, startup, transfer, transfer_pd, ttft
+from bench import arena, duplicates, proxy, startup, transfer, transfer_pd, ttft
 from epd_serve.errors import EpdError
 
 
@@ -33,6 +33,14 @@ def _parser() -> argparse.ArgumentParser:
     arena.add_arguments(commands.add_parser("arena", help="the arena's put and get against a plain copy"))
     duplicates.add_arguments(
         commands.add_parser("duplicates", help="encodes of one picture that many clients send at once")
+    )
+    proxy.add_arguments(
+        commands.add_parser(
+            "proxy",
+            help="what the proxy costs, and how it keeps its promises, over simulated stages",
+            description=proxy.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
     )
     transfers = commands.add_parser("transfer", help="what of a transfer between stages a request sees")
     ways = transfers.add_subparsers(required=True, metavar="WAY")

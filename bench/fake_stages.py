@@ -10,22 +10,23 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import httpx
 import zmq.asyncio
+from yarl import URL
 
 from epd_serve import wire
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
+from proxy.stage_client import Answer, Transport
 
 METADATA = {"image_grid_thw": [[1, 4, 4]]}
 LIFE = "bench"
 
 
 class FakeStages:
-    """A transport for `proxy.app.create_app`: requests go to the stage that their host names (`http://E0`).
+    """What `transport` leads to, for `proxy.app.create_app`: requests go to the stage that their host names (`http://E0`).
 
     Args:
         encoders: how many. encode_s: time that one encode takes.
@@ -50,21 +51,22 @@ class FakeStages:
             self.instances.append(Instance(name, Role.E, f"http://{name}", LIFE, events=f"ipc://{events}/{name}"))
         self.instances.append(Instance("P0", Role.P, "http://P0", LIFE, "ipc:///none"))
         self.instances.append(Instance("D0", Role.D, "http://D0", LIFE))
-        self.transport = httpx.MockTransport(self._answer)
 
     def close(self) -> None:
         self._context.destroy(linger=0)
 
-    async def _answer(self, request: httpx.Request) -> httpx.Response:
-        body = json.loads(request.content)
-        name = request.url.host.upper()
+    def transport(self) -> Transport:
+        """A way to these stages, for one proxy."""
+        return _InProcess(self)
+
+    async def answer(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         if name in self._publishers:
             keys = list(_keys(body))
             await asyncio.gather(*(self._encode(name, key) for key in keys))
             entries = {key: {"item_indices": [at], "metadata": METADATA} for at, key in enumerate(keys)}
-            return httpx.Response(200, json={"object": "chat.completion", "choices": [], "ec_transfer_params": entries})
+            return {"object": "chat.completion", "choices": [], "ec_transfer_params": entries}
         message = {"role": "assistant", "content": f"from {name}"}
-        return httpx.Response(200, json={"object": "chat.completion", "choices": [{"index": 0, "message": message}]})
+        return {"object": "chat.completion", "choices": [{"index": 0, "message": message}]}
 
     async def _encode(self, name: str, key: str) -> None:
         which = (name, key)
@@ -78,6 +80,44 @@ class FakeStages:
         event = wire.FeatureReady(key, 1, LIFE, host="bench", metadata=dict(METADATA))
         await self._publishers[name].send(wire.encode(event))
         del self._under_way[name, key]
+
+
+class _InProcess:
+    """`proxy.stage_client.Transport` without a network."""
+
+    def __init__(self, stages: FakeStages) -> None:
+        self._stages = stages
+
+    async def post(self, url: URL, *, data: bytes, headers: Mapping[str, str], allow_redirects: bool) -> Answer:
+        assert url.host is not None
+        answer = await self._stages.answer(url.host.upper(), json.loads(data))
+        return _Whole(json.dumps(answer).encode())
+
+    async def close(self) -> None:
+        pass
+
+
+class _Whole:
+    """An answer that is there already. `content` is itself, which is enough for answers that are no streams."""
+
+    status = 200
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+
+    @property
+    def content(self) -> _Whole:
+        return self
+
+    async def read(self) -> bytes:
+        return self._raw
+
+    async def readany(self) -> bytes:
+        raw, self._raw = self._raw, b""
+        return raw
+
+    def close(self) -> None:
+        pass
 
 
 def _keys(body: dict[str, Any]) -> Iterator[str]:

@@ -54,7 +54,7 @@ async def _count(duplicates: int, encoders: int, proxies: int, encode_s: float) 
             for instance in stages.instances:
                 table.apply(instance)
             app = create_app(
-                ProxySettings((MODEL,), ModelIdentity(MODEL)), table, transport=stages.transport
+                ProxySettings((MODEL,), ModelIdentity(MODEL)), table, transport=stages.transport()
             )  # fmt: skip
             await stack.enter_async_context(app.router.lifespan_context(app))
             transport = httpx.ASGITransport(app)

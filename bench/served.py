@@ -74,11 +74,12 @@ def parse_ready(text: str) -> tuple[float, str, tuple[Stage, ...]] | None:
 
 
 @contextlib.contextmanager
-def served(layout: str, flags: Sequence[str] = (), *, name: str = "") -> Iterator[Served]:
+def served(layout: str, flags: Sequence[str] = (), *, name: str = "", traced: bool = True) -> Iterator[Served]:
     """Serve `layout` on CPU until the context ends.
 
     Args:
         flags: what follows in `epd-serve serve`, the model's folder too. name: instead of the layout.
+        traced: phase stamps are written, which costs the proxy a write per stamp.
 
     Raises:
         StageError: it ended before it was ready, or took longer than `START_S`; with the end of its log.
@@ -87,7 +88,7 @@ def served(layout: str, flags: Sequence[str] = (), *, name: str = "") -> Iterato
         (port,) = free_ports(1)
         traces = Path(scratch) / "traces"
         argv = [sys.executable, "-m", "deploy.cli", "serve", "--layout", layout, "--port", str(port)]
-        argv += ["--run-root", f"{scratch}/run", "--trace-dir", str(traces), *flags]
+        argv += ["--run-root", f"{scratch}/run", *(["--trace-dir", str(traces)] if traced else []), *flags]
         log = stack.enter_context((Path(scratch) / "launcher.log").open("w+b"))
         begun = time.monotonic()
         process = subprocess.Popen(

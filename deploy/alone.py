@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from deploy import event_loop
 from deploy.ending import Ending
 from deploy.health import health_status
 from deploy.nearest import unknown
@@ -240,7 +241,7 @@ def run_proxy(
     )
     settings = apply_overrides(settings, proxy_overrides(proxy))
     with bind(host, port) as listening:
-        asyncio.run(_serve_proxy(file, settings, host, port, listening, drain_s))
+        event_loop.run(_serve_proxy(file, settings, host, port, listening, drain_s))
     return 0
 
 

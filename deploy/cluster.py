@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploy import event_loop
 from deploy.blueprint import Blueprint, draw
 from deploy.cluster_bus import EventBus
 from deploy.cluster_key import read_cluster_key
@@ -157,7 +158,7 @@ def run_head(
             _check_free(address, head.port + 2, head.port + 3)
         run = RunDir.create(root)
         stack.callback(run.remove)
-        asyncio.run(_serve(head, settings, run, listening, screen))
+        event_loop.run(_serve(head, settings, run, listening, screen))
     return 0
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy import event_loop
 from deploy.blueprint import Blueprint
 from deploy.ending import Ending
 from deploy.engines import command_of
@@ -84,7 +85,7 @@ class Launch:
                 screen.line(f"cleaned up after launch {launch_id}, which was killed")
             run = RunDir.create(root)
             stack.callback(run.remove)
-            return asyncio.run(_Session(self, run, listening, screen).serve())
+            return event_loop.run(_Session(self, run, listening, screen).serve())
 
 
 class _Session:

@@ -11,6 +11,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import EpdError, NotFoundError, RequestError
 from proxy import status
@@ -22,6 +24,7 @@ from proxy.openapi import document as openapi_document
 from proxy.pipeline import Pipeline
 from proxy.request import Endpoint
 from proxy.settings import ProxySettings
+from proxy.stage_client import Transport
 from proxy.table import InstanceTable
 
 logger = logging.getLogger(__name__)
@@ -31,7 +34,7 @@ def create_app(
     settings: ProxySettings,
     table: InstanceTable,
     *,
-    transport: httpx.AsyncBaseTransport | None = None,
+    transport: Transport | None = None,
     media_transport: httpx.AsyncBaseTransport | None = None,
     resolver: Resolver = resolve,
 ) -> FastAPI:
@@ -57,14 +60,20 @@ def create_app(
     _add_status_routes(app, pipeline)
 
     for endpoint in Endpoint:
-        _add_exchange(app, pipeline, endpoint)
+        # Past FastAPI's own routes, which would resolve dependencies that these do not have, at a third of the cost.
+        app.router.routes.insert(0, Route(endpoint.value, _Door(pipeline, endpoint), methods=["POST"]))
     return app
 
 
-def _add_exchange(app: FastAPI, pipeline: Pipeline, endpoint: Endpoint) -> None:
-    @app.post(endpoint.value)
-    async def exchange() -> Response:
-        return Exchange(pipeline, endpoint)
+class _Door:
+    """One exchange for every request."""
+
+    def __init__(self, pipeline: Pipeline, endpoint: Endpoint) -> None:
+        self._pipeline = pipeline
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Exchange(self._pipeline, self._endpoint)(scope, receive, send)
 
 
 def _add_status_routes(app: FastAPI, pipeline: Pipeline) -> None:

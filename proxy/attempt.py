@@ -164,7 +164,9 @@ class Attempt:
                         async with aclosing(stream) as events:
                             await relay(events, sink, stage=instance.id, on_first=first)
                     else:
-                        answer = await self._stages.post(instance, request.endpoint, body, job.headers, timeout_s=None)
+                        answer = await self._stages.fields(
+                            instance, request.endpoint, body, job.headers, timeout_s=None
+                        )
                         call.succeeded()
                         job.explanation.stamp("answered")
                         keep = bool(request.body.get("return_token_ids"))

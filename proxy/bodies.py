@@ -111,7 +111,7 @@ def decode_body(base: Mapping[str, Any], transfer_id: str, prefill: Instance) ->
     return {**base, "kv_transfer_params": {"transfer_id": transfer_id, "peer": peer}}
 
 
-def public_answer(answer: dict[str, Any], *, keep_token_ids: bool) -> dict[str, Any]:
+def public_answer(answer: Mapping[str, Any], *, keep_token_ids: bool) -> dict[str, Any]:
     """A stage's JSON answer without what only stages may see. Prompt token ids stay if the client asked for them."""
     internal = INTERNAL_FIELDS if keep_token_ids else (*INTERNAL_FIELDS, "prompt_token_ids")
     return {name: value for name, value in answer.items() if name not in internal}

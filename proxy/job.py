@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from proxy import strict_json
 from proxy.directory import Metadata
 from proxy.explain import UNASKED, Explanation
 from proxy.gate import Pass
@@ -57,5 +57,5 @@ class Job:
 
 
 def encoded(body: Mapping[str, Any]) -> bytes:
-    """JSON for a stage. ASCII escapes, so that whatever JSON could carry in goes out again."""
-    return json.dumps(body, separators=(",", ":")).encode("ascii")
+    """JSON for a stage. Whatever JSON could carry in goes out again."""
+    return strict_json.encode(body)

@@ -8,6 +8,7 @@ vision tower too, so the encode step may be skipped when every E is down.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -57,6 +58,11 @@ def paths(roles: Collection[Role], *, multimodal: bool, fused: bool = False) -> 
         multimodal: the request has media items.
         fused: it needs one instance that prefills and decodes (`echo`, `prompt_logprobs`, beam search).
     """
+    return _paths(frozenset(roles), multimodal, fused)
+
+
+@functools.lru_cache(maxsize=256)
+def _paths(roles: frozenset[Role], multimodal: bool, fused: bool) -> tuple[Path, ...]:
     encode = multimodal and Role.E in roles
     every = [
         Path(False, None, Role.EPD),

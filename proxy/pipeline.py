@@ -41,7 +41,7 @@ from proxy.room import Room
 from proxy.routing import Router
 from proxy.settings import ProxySettings
 from proxy.sink import ClientSink
-from proxy.stage_client import StageClient
+from proxy.stage_client import StageClient, Transport
 from proxy.stage_metrics import StageMetrics
 from proxy.store_metrics import StoreMetrics
 from proxy.table import InstanceTable
@@ -56,7 +56,7 @@ class Pipeline:
         settings: ProxySettings,
         table: InstanceTable,
         *,
-        transport: httpx.AsyncBaseTransport | None = None,
+        transport: Transport | None = None,
         media_transport: httpx.AsyncBaseTransport | None = None,
         resolver: Resolver = resolve,
     ) -> None:

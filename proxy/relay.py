@@ -6,13 +6,13 @@ Here such an event becomes an error: retried by the caller before the commit poi
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Callable
 
 from epd_serve.errors import StageError
+from proxy import strict_json
 from proxy.errors import stage_answer_error
 from proxy.sink import ClientSink
-from proxy.sse import error_payload, is_comment, is_done, is_opening
+from proxy.sse import DONE, error_payload, is_comment, is_done, is_last, is_opening, is_plain, split
 
 
 async def relay(
@@ -21,37 +21,59 @@ async def relay(
     """Copy `events` to `sink` up to and including [DONE].
 
     Args:
-        events: complete SSE events. stage: instance id, for errors. on_first: called at the commit point.
+        events: complete SSE events, any number at a time. stage: instance id, for errors. on_first: called at the
+            commit point.
 
     Raises:
         StageError: the stream failed or ended without [DONE]. StageRefusal: it failed with a 4xx.
     """
     held = b""  # openings: what follows them may still be an error, which is retried only before the commit point
-    async for event in events:
-        failure = error_payload(event)
+    async for several in events:
+        if sink.committed and is_plain(several):
+            if is_last(several):
+                await sink.finish(several)
+                return
+            if DONE not in several:
+                await sink.write(several)
+                continue
+        ready, held, failure, ended = _sift(held, several, committed=sink.committed)
+        if ready:
+            if not sink.committed:
+                on_first()
+                await sink.start_stream()
+            if ended:
+                await sink.finish(ready)
+                return
+            await sink.write(ready)
         if failure is not None:
             raise stage_answer_error(failure, stage=stage, status=_status_in(failure))
-        ended = is_done(event)
-        if not sink.committed:
+    raise StageError(f"stage {stage} ended its stream early", stage=stage)
+
+
+def _sift(held: bytes, several: bytes, *, committed: bool) -> tuple[bytes, bytes, bytes | None, bool]:
+    """Event by event: (what the client gets now, what is held back, the error that ends the stream, whether it is
+    over). Nothing behind an error or [DONE] counts."""
+    ready = b""
+    for event in split(several):
+        failure = error_payload(event)
+        if failure is not None:
+            return ready, held, failure, False
+        if not (committed or ready):
             if is_comment(event):
                 continue
             if is_opening(event):
                 held += event
                 continue
-            on_first()
-            await sink.start_stream()
-            event = held + event
-        await sink.write(event)
-        if ended:
-            await sink.finish()
-            return
-    raise StageError(f"stage {stage} ended its stream early", stage=stage)
+        ready, held = ready + held + event, b""
+        if is_done(event):
+            return ready, held, None, True
+    return ready, held, None, False
 
 
 def _status_in(payload: bytes) -> int:
     """The HTTP status that vLLM puts into `error.code`; 500 when it is absent."""
     try:
-        code = json.loads(payload)["error"]["code"]
+        code = strict_json.decode(payload)["error"]["code"]
     except (ValueError, KeyError, TypeError):
         return 500
     return code if isinstance(code, int) and 400 <= code < 600 else 500

@@ -7,13 +7,13 @@ an engine or fetch another tenant's feature (design §4.1). Everything else is v
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NoReturn
+from typing import Any
 
 from epd_serve.errors import NotFoundError, RequestError
+from proxy import strict_json
 from proxy.parts import MediaRef, media_refs, refuse_embeds
 from proxy.response_parts import response_refs
 from proxy.settings import ProxySettings
@@ -103,15 +103,8 @@ def _media(endpoint: Endpoint, body: Mapping[str, Any]) -> tuple[MediaRef, ...]:
 
 
 def _decode(raw: bytes) -> dict[str, Any]:
-    def refuse_constant(name: str) -> NoReturn:
-        raise ValueError(f"{name} is not JSON")
-
-    def finite(text: str) -> float:
-        value = float(text)
-        return value if math.isfinite(value) else refuse_constant(text)
-
     try:
-        body = json.loads(raw, parse_constant=refuse_constant, parse_float=finite)
+        body = strict_json.decode(raw)
     except RecursionError:
         raise RequestError("The request body is nested too deeply.", code="invalid_json") from None
     except ValueError as error:

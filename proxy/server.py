@@ -74,6 +74,9 @@ async def serve(
         timeout_keep_alive=KEEPALIVE_S,
         timeout_graceful_shutdown=max(1, round(grace_s)),
         server_header=False,
+        http="httptools",
+        ws="none",
+        lifespan="on",
     )
     redact_logs()  # after uvicorn has set up its own logging
     server = _Server(config)

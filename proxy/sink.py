@@ -5,11 +5,12 @@ The commit point (design §4.6) is `committed`: before it a failed attempt may b
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.types import Send
+
+from proxy import strict_json
 
 
 class ClientSink:
@@ -36,18 +37,17 @@ class ClientSink:
         assert self.committed and not self.finished, "write outside of a started response"
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def finish(self) -> None:
+    async def finish(self, data: bytes = b"") -> None:
+        """End the response, with the last of it."""
+        assert self.committed and not self.finished, "the end of a response that is not under way"
         self.finished = True
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def respond_json(
         self, status: int, answer: Mapping[str, Any], headers: Mapping[str, str] | None = None
     ) -> None:
         """A whole JSON response."""
-        try:
-            body = json.dumps(answer, ensure_ascii=False).encode()
-        except UnicodeEncodeError:  # lone surrogates, quoted from a client's body
-            body = json.dumps(answer).encode()
+        body = strict_json.encode(answer)
         await self._start(
             status, {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
         )

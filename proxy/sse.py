@@ -5,7 +5,7 @@ Events are never re-encoded; what goes to the client is what the stage sent. No 
 
 from __future__ import annotations
 
-import json
+from proxy import strict_json
 
 DONE = b"data: [DONE]"
 ERROR_PREFIXES = (b'data: {"error"', b'data:{"error"')
@@ -15,16 +15,43 @@ RESPONSE_ENDS = (b"event: response.completed\n", b"event: response.incomplete\n"
 RESPONSE_ERROR = b"event: error\n"
 
 
-class EventSplitter:
-    """Feeds on chunks cut anywhere, gives whole events with their blank line."""
+BLANK_LINE = b"\n\n"
+DONE_EVENT = DONE + BLANK_LINE
+ERROR_MARK = b'{"error"'
+
+
+class WholeEvents:
+    """Feeds on chunks cut anywhere, gives what is whole."""
 
     def __init__(self) -> None:
         self._rest = b""
 
-    def feed(self, chunk: bytes) -> list[bytes]:
-        """Events completed by `chunk`, in order."""
-        *whole, self._rest = (self._rest + chunk).split(b"\n\n")
-        return [event + b"\n\n" for event in whole]
+    def feed(self, chunk: bytes) -> bytes:
+        """The events completed by `chunk`, in order and with their blank lines; may be none."""
+        if self._rest:
+            chunk = self._rest + chunk
+        if chunk.endswith(BLANK_LINE):  # as vLLM writes, and networks mostly cut
+            self._rest = b""
+            return chunk
+        whole = chunk.rfind(BLANK_LINE) + len(BLANK_LINE) if BLANK_LINE in chunk else 0
+        self._rest = chunk[whole:]
+        return chunk[:whole]
+
+
+def split(events: bytes) -> list[bytes]:
+    """Whole events one by one."""
+    return [event + BLANK_LINE for event in events.split(BLANK_LINE)[:-1]]
+
+
+def is_plain(events: bytes) -> bool:
+    """Whether no event among these can be an error, judged without cutting them: the mark of one cannot stand inside a
+    JSON string, where its quotes would be escaped."""
+    return ERROR_MARK not in events
+
+
+def is_last(events: bytes) -> bool:
+    """Whether the last of these is the stream's end. Inside a JSON string there is no blank line to precede it."""
+    return events.endswith(DONE_EVENT) and (len(events) == len(DONE_EVENT) or events.endswith(BLANK_LINE + DONE_EVENT))
 
 
 def is_done(event: bytes) -> bool:
@@ -44,7 +71,7 @@ def is_opening(event: bytes) -> bool:
     if b'"role"' not in event:
         return False
     try:
-        choices = json.loads(event.partition(b":")[2])["choices"]
+        choices = strict_json.decode(event.partition(b":")[2])["choices"]
         return bool(choices) and all(
             not choice.get("finish_reason") and not any(v for k, v in choice["delta"].items() if k != "role")
             for choice in choices

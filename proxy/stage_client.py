@@ -1,4 +1,4 @@
-"""HTTP to the stages: one connection pool per process, and the one place where httpx errors get our names.
+"""HTTP to the stages: one connection pool per process, and the one place where aiohttp's errors get our names.
 
 Leaving a call early (cancellation, an error, a deadline) closes its connection, which is what makes vLLM abort the
 request. The injectable transport is the test double.
@@ -7,130 +7,265 @@ request. The injectable transport is the test double.
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager
-from typing import Any
+import functools
+import io
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from types import TracebackType
+from typing import Any, Protocol
 
-import httpx
+import aiohttp
+import msgspec
+from yarl import URL
 
 from epd_serve.errors import DeadlineError, StageError
 from epd_serve.instances import Instance
+from proxy import strict_json
 from proxy.errors import StageUnreachable, stage_answer_error
 from proxy.settings import Timeouts
-from proxy.sse import EventSplitter
+from proxy.sse import WholeEvents
 
 # vLLM's uvicorn closes idle connections after 5 s; reuse must stop well before, or a request meets the close.
 KEEPALIVE_S = 2.0
+# aiohttp writes bytes in one go, a file in pieces as the stage takes them.
+ONE_GO_BYTES = 1 << 20
+CONTENT_HEADERS = {"content-type": "application/json", "accept-encoding": "identity"}
 
 
-@asynccontextmanager
-async def deadline(seconds: float, what: str) -> AsyncIterator[None]:
+class Content(Protocol):
+    """The body of an answer, as it comes."""
+
+    async def readany(self) -> bytes:
+        """What has come, waiting for some; empty at the end."""
+
+
+class Answer(Protocol):
+    """An answer whose head has come: what is used of aiohttp's."""
+
+    @property
+    def status(self) -> int: ...
+    @property
+    def content(self) -> Content: ...
+    async def read(self) -> bytes: ...
+    def close(self) -> None:
+        """Leave it: where its end has not come, its connection is closed."""
+
+
+class Transport(Protocol):
+    """The network towards the stages: what is used of `aiohttp.ClientSession`, and what a test replaces."""
+
+    def post(self, url: URL, *, data: Any, headers: Mapping[str, str], allow_redirects: bool) -> Awaitable[Answer]: ...
+    async def close(self) -> None: ...
+
+
+class deadline:
     """Bound a wait and name it: DeadlineError when it ran out."""
-    try:
-        async with asyncio.timeout(seconds) as scope:
-            yield
-    except TimeoutError as error:
-        if scope.expired():
-            raise DeadlineError(f"{what} took longer than {seconds:g} s") from error
-        raise
+
+    def __init__(self, seconds: float, what: str) -> None:
+        self._seconds = seconds
+        self._what = what
+
+    async def __aenter__(self) -> None:
+        self._scope = asyncio.timeout(self._seconds)
+        await self._scope.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._scope.__aexit__(kind, error, trace)
+        except TimeoutError as late:
+            raise DeadlineError(f"{self._what} took longer than {self._seconds:g} s") from late
 
 
 class StageClient:
     """Posts to stages. Every method raises only errors of `epd_serve.errors` (and CancelledError)."""
 
-    def __init__(self, timeouts: Timeouts, *, key: str = "", transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(self, timeouts: Timeouts, *, key: str = "", transport: Transport | None = None) -> None:
         """`key`: bearer token of the stages; "" where they bind loopback and need none."""
         self._timeouts = timeouts
-        # Deadlines of encode, first byte, idle and total are set around the calls; httpx bounds connecting.
-        self._client = httpx.AsyncClient(
-            transport=transport,
-            headers={"authorization": f"Bearer {key}"} if key else None,
-            trust_env=False,
-            follow_redirects=False,
-            timeout=httpx.Timeout(None, connect=timeouts.connect_s),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEPALIVE_S),
-        )
+        self._headers = {**CONTENT_HEADERS, **({"authorization": f"Bearer {key}"} if key else {})}
+        self._given = transport
+        self._opened: Transport | None = None
 
     async def aclose(self) -> None:
-        await self._client.aclose()
+        if self._opened is not None:
+            await self._opened.close()
 
     async def post(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str], *, timeout_s: float | None
     ) -> dict[str, Any]:
-        """The JSON answer of a non-streamed request.
+        """The JSON answer of a non-streamed request. Without `timeout_s` the caller bounds the wait, as the exchange
+        does for all of a request.
 
         Raises:
             StageRefusal: 4xx. StageError: 5xx, broken connection, not JSON. StageUnreachable. DeadlineError.
         """
-        async with (
-            deadline(self._timeouts.total_s if timeout_s is None else timeout_s, f"stage {instance.id}"),
-            self._open(instance, path, body, headers) as response,
-        ):
-            with _named(instance):
-                raw = await response.aread()
+        raw = await self._whole(instance, path, body, headers, timeout_s)
         try:
-            answer = json.loads(raw)
-        except ValueError as error:
+            answer = strict_json.decode(raw)
+        except (ValueError, RecursionError) as error:
             raise StageError(f"stage {instance.id} answered something that is not JSON", stage=instance.id) from error
         if not isinstance(answer, dict):
             raise StageError(f"stage {instance.id} answered JSON that is not an object", stage=instance.id)
         return answer
 
+    async def fields(
+        self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str], *, timeout_s: float | None
+    ) -> Mapping[str, msgspec.Raw]:
+        """As `post`, for an answer that is only passed on: its fields, each as the bytes that the stage sent."""
+        raw = await self._whole(instance, path, body, headers, timeout_s)
+        try:
+            return strict_json.fields(raw)
+        except (ValueError, RecursionError) as error:
+            raise StageError(
+                f"stage {instance.id} answered something that is no JSON object", stage=instance.id
+            ) from error
+
     async def events(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncGenerator[bytes, None]:
-        """The complete SSE events of a streamed request, byte for byte. Use under `contextlib.aclosing`.
+        """The SSE events of a streamed request, byte for byte, as many at a time as have come whole. Use under
+        `contextlib.aclosing`.
 
         Raises:
             As `post`; DeadlineError when the first event or the next one is late.
         """
-        splitter = EventSplitter()
-        limit_s, awaited = self._timeouts.first_byte_s, "the first token"
-        async with aclosing(self._chunks(instance, path, body, headers)) as chunks:
-            while True:
-                async with deadline(limit_s, f"{awaited} from stage {instance.id}"):
-                    chunk = await anext(chunks, None)
-                if chunk is None:
-                    return
-                for event in splitter.feed(chunk):
-                    limit_s, awaited = self._timeouts.idle_s, "the next token"
-                    yield event
+        whole = WholeEvents()
+        async with self._open(instance, path, body, headers, self._timeouts.first_byte_s) as answer:
+            patience = _Patience(answer, self._timeouts.first_byte_s, f"the first token from stage {instance.id}")
+            try:
+                while True:
+                    with _named(instance, patience):
+                        chunk = await patience.readany()
+                    if not chunk:
+                        return
+                    if events := whole.feed(chunk):
+                        patience.becomes(self._timeouts.idle_s, f"the next token from stage {instance.id}")
+                        yield events
+            finally:
+                patience.end()
 
-    async def _chunks(
-        self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> AsyncGenerator[bytes, None]:
-        async with self._open(instance, path, body, headers) as response:
+    async def _whole(
+        self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str], timeout_s: float | None
+    ) -> bytes:
+        if timeout_s is not None:
+            async with deadline(timeout_s, f"stage {instance.id}"):
+                return await self._whole(instance, path, body, headers, None)
+        answer = await self._send(instance, path, body, headers)
+        try:
             with _named(instance):
-                async for chunk in response.aiter_raw():
-                    yield chunk
+                raw = await answer.read()
+            if answer.status != 200:
+                raise stage_answer_error(raw, stage=instance.id, status=answer.status)
+            return raw
+        finally:
+            answer.close()
 
     @asynccontextmanager
     async def _open(
-        self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> AsyncIterator[httpx.Response]:
-        request = self._client.build_request(
-            "POST", instance.url + path, content=body, headers={"content-type": "application/json", **headers}
-        )
-        with _named(instance):
-            response = await self._client.send(request, stream=True)
+        self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str], limit_s: float
+    ) -> AsyncIterator[Answer]:
+        """An answer with status 200 whose body is still to come; `limit_s` bounds the wait for its head."""
+        answer: Answer | None = None
         try:
-            if response.status_code != 200:
-                with _named(instance):
-                    raw = await response.aread()
-                raise stage_answer_error(raw, stage=instance.id, status=response.status_code)
-            yield response
+            async with deadline(limit_s, f"the first token from stage {instance.id}"):
+                answer = await self._send(instance, path, body, headers)
+                if answer.status != 200:
+                    with _named(instance):
+                        raw = await answer.read()
+                    raise stage_answer_error(raw, stage=instance.id, status=answer.status)
+            yield answer
         finally:
-            await response.aclose()
+            if answer is not None:
+                answer.close()
+
+    async def _send(self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+        if self._opened is None:  # not before there is an event loop
+            self._opened = self._given or _session(self._timeouts.connect_s)
+        data = body if len(body) < ONE_GO_BYTES else io.BytesIO(body)
+        with _named(instance):
+            return await self._opened.post(
+                _url(instance.url, path), data=data, headers={**self._headers, **headers}, allow_redirects=False
+            )
+
+
+class _Patience:
+    """Bounds each wait for a stream's next bytes. One timer for all of them, put off when it fires early: a timer per
+    token would cost more than the token. Runs out by closing the answer, which ends the wait."""
+
+    def __init__(self, answer: Answer, limit_s: float, what: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._answer = answer
+        self._content = answer.content
+        self._waiting_since: float | None = None
+        self._late: DeadlineError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._limit_s = 0.0
+        self.becomes(limit_s, what)
+
+    def becomes(self, limit_s: float, what: str) -> None:
+        """Another limit from now on."""
+        if limit_s != self._limit_s:
+            self._limit_s, self._what = limit_s, what
+            self.end()
+            self._timer = self._loop.call_later(limit_s, self._look)
+
+    async def readany(self) -> bytes:
+        """Raises DeadlineError, or whatever the transport raises."""
+        self._waiting_since = self._loop.time()
+        try:
+            chunk = await self._content.readany()
+        finally:
+            self._waiting_since = None
+        if self._late is not None:
+            raise self._late
+        return chunk
+
+    @property
+    def late(self) -> DeadlineError | None:
+        return self._late
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        due = (now if self._waiting_since is None else self._waiting_since) + self._limit_s
+        if due > now:
+            self._timer = self._loop.call_at(due, self._look)
+            return
+        self._late = DeadlineError(f"{self._what} took longer than {self._limit_s:g} s")
+        self._answer.close()
+
+
+def _session(connect_s: float) -> Transport:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+        # Deadlines of encode, first byte, idle and total are set around the calls; aiohttp bounds connecting.
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        trust_env=False,
+        skip_auto_headers=("user-agent", "accept", "content-type"),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _url(base: str, path: str) -> URL:
+    return URL(base + path)
 
 
 @contextmanager
-def _named(instance: Instance) -> Iterator[None]:
+def _named(instance: Instance, patience: _Patience | None = None) -> Iterator[None]:
     try:
         yield
-    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
         raise StageUnreachable(f"stage {instance.id} cannot be reached", stage=instance.id) from error
-    except (httpx.HTTPError, httpx.StreamError) as error:
+    except (aiohttp.ClientError, OSError) as error:
+        if patience is not None and patience.late is not None:
+            raise patience.late from error
         raise StageError(
             f"stage {instance.id} broke its connection ({type(error).__name__})", stage=instance.id
         ) from error

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -19,19 +18,18 @@ from deploy import processes
 from deploy.environment import LAUNCH_ENV
 from deploy.ports import free_ports, listen
 from epd_serve.errors import ConfigError
+from tests.waiting import PATIENCE_S, wait_for
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("fake_launch.py"))
-DEADLINE_S = 20.0
+DEADLINE_S = PATIENCE_S
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.03)
-    raise AssertionError(f"not within {timeout_s} s: {what}")
+    try:
+        return wait_for(condition, timeout_s)
+    except AssertionError:
+        raise AssertionError(f"not within {timeout_s} s: {what}") from None
 
 
 class FakeLaunch:
@@ -50,7 +48,7 @@ class FakeLaunch:
 
     def get(self, path: str) -> tuple[int, Any]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=DEADLINE_S) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
@@ -89,7 +87,7 @@ class FakeLaunch:
         return self.process.communicate(timeout=DEADLINE_S)
 
     def assert_nothing_remains(self, launch_id: str) -> None:
-        wait_until(lambda: not self.members(launch_id), "no process", 5)
+        wait_until(lambda: not self.members(launch_id), "no process")
         assert not list(Path("/dev/shm").glob(f"epd-{launch_id}-*"))
         assert not (self.root / launch_id).exists()
         assert self.get("/health")[0] == 0

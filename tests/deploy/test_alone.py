@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -17,6 +16,7 @@ from deploy.alone import read_stages_file
 from deploy.ports import free_ports
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
+from tests.waiting import PATIENCE_S, wait_for
 
 REPOSITORY = Path(__file__).parents[2]
 FAKE_STAGE = str(Path(__file__).with_name("fake_stage.py"))
@@ -61,7 +61,7 @@ def test_what_is_wrong_in_a_stages_file_is_named(tmp_path: Path, text: str, mess
 
 def health(port: int) -> int:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -70,10 +70,7 @@ def health(port: int) -> int:
 
 
 def wait_health(port: int, status: int) -> None:
-    deadline = time.monotonic() + 20
-    while health(port) != status:
-        assert time.monotonic() < deadline, f"/health is {health(port)}, not {status}"
-        time.sleep(0.05)
+    wait_for(lambda: health(port) == status)
 
 
 def test_the_proxy_alone_follows_the_health_of_its_stages_and_ends_on_sigterm(tmp_path: Path) -> None:
@@ -90,7 +87,7 @@ def test_the_proxy_alone_follows_the_health_of_its_stages_and_ends_on_sigterm(tm
         stage.kill()
         wait_health(port, 503)
         proxy.send_signal(signal.SIGTERM)
-        _, err = proxy.communicate(timeout=15)
+        _, err = proxy.communicate(timeout=PATIENCE_S)
         assert proxy.returncode == 0, err
     finally:
         for process in filter(None, (proxy, stage)):

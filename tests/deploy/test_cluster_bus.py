@@ -13,6 +13,7 @@ from deploy.cluster_bus import EventBus
 from deploy.ports import free_ports
 from epd_serve import wire
 from epd_serve.errors import ConfigError
+from tests.waiting import PATIENCE_S
 
 Socket = zmq.Socket[bytes]
 
@@ -36,7 +37,7 @@ def addresses() -> tuple[str, str]:
 
 def until_heard(publisher: Socket, listeners: list[Socket], message: wire.Announcement) -> None:
     """Announce until every listener has it: subscriptions take a moment to arrive."""
-    waiting, deadline = set(range(len(listeners))), time.monotonic() + 10
+    waiting, deadline = set(range(len(listeners))), time.monotonic() + PATIENCE_S
     while waiting:
         assert time.monotonic() < deadline, f"listeners {waiting} hear nothing"
         publisher.send(wire.encode(message))

@@ -23,7 +23,7 @@ def refusal(goal: str = "serve", **environment: str) -> str:
         env={**inherited, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert done.returncode == 1, done.stderr
     (line,) = done.stderr.splitlines()

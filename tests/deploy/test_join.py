@@ -20,6 +20,7 @@ import pytest
 from deploy.ports import free_ports
 from epd_serve.cluster import stage_key
 from tests.deploy.launched import neighbours
+from tests.waiting import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[2]
 FAKE_JOIN = str(Path(__file__).with_name("fake_join.py"))
@@ -61,7 +62,7 @@ class Hosts:
 
     def end(self, name: str, number: signal.Signals = signal.SIGTERM) -> int:
         self.send(name, number)
-        return self.processes.pop(name).wait(timeout=20)
+        return self.processes.pop(name).wait(PATIENCE_S)
 
     def instances(self) -> dict[str, dict[str, Any]]:
         found = fetch(f"{self.url}/instances")[1]
@@ -92,7 +93,7 @@ class Hosts:
 
 def fetch(url: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
             return int(answer.status), answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -100,7 +101,7 @@ def fetch(url: str) -> tuple[int, str]:
         return 0, ""
 
 
-def until(condition: Callable[[], bool], what: str, timeout_s: float = 20) -> None:
+def until(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
@@ -108,7 +109,7 @@ def until(condition: Callable[[], bool], what: str, timeout_s: float = 20) -> No
 
 
 def server_pid(url: str) -> int:
-    with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+    with urllib.request.urlopen(f"{url}/health", timeout=PATIENCE_S) as answer:
         return int(answer.headers["X-Pid"])
 
 
@@ -120,7 +121,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         process.terminate()
     for process in made.processes.values():
         try:
-            process.wait(timeout=10)
+            process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -251,7 +252,7 @@ def test_a_stage_that_cannot_serve_ends_with_the_reason_and_leaves_nothing(
 ) -> None:
     hosts.head()
     hosts.stage("E", "E", "127.0.0.2", *flags)
-    assert hosts.processes["E"].wait(timeout=20) == 1
+    assert hosts.processes["E"].wait(PATIENCE_S) == 1
     assert said in hosts.log("E")
     assert "Traceback" not in hosts.log("E")
     assert hosts.leftovers("E") == []
@@ -266,7 +267,7 @@ def test_a_stage_with_another_key_ends_and_the_head_knows_nothing_of_it(hosts: H
     other.touch(mode=0o600)
     other.write_text("another-key-of-some-length")
     hosts.stage("E", "E", "127.0.0.2", key_file=other)
-    assert hosts.processes["E"].wait(timeout=20) == 1
+    assert hosts.processes["E"].wait(PATIENCE_S) == 1
     assert "another cluster key" in hosts.log("E")
     assert hosts.instances() == {}
 
@@ -277,6 +278,6 @@ def test_a_name_that_is_taken_is_said_before_anything_slow_starts(hosts: Hosts) 
     hosts.stage("one", "P", "127.0.0.3", "--instance=left")
     until(lambda: hosts.up() == ["left"], "the first")
     hosts.stage("two", "P", "127.0.0.4", "--instance=left")
-    assert hosts.processes["two"].wait(timeout=20) == 1
+    assert hosts.processes["two"].wait(PATIENCE_S) == 1
     assert "the name left belongs to" in hosts.log("two")
     assert hosts.up() == ["left"]

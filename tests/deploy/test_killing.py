@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from multiprocessing import shared_memory
 from pathlib import Path
 
 from deploy import processes
+from tests.waiting import PATIENCE_S, wait_for
 
 OWNER = """
 import sys, time
@@ -28,22 +28,16 @@ def states(group: int) -> list[str]:
     return [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids]
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_stopped_group_is_killed_and_its_shared_memory_unlinked() -> None:
     child = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert child.stdout is not None
         name = child.stdout.readline().strip()
-        until(lambda: states(child.pid) == ["S", "S"])  # the tracker has read what it is to unlink, and waits for more
+        # The tracker has read what it is to unlink, and waits for more.
+        wait_for(lambda: states(child.pid) == ["S", "S"])
         os.killpg(child.pid, signal.SIGSTOP)
         killing = processes.Killing()
-        deadline = time.monotonic() + processes.TRACKER_S + 5
+        deadline = time.monotonic() + processes.TRACKER_S + PATIENCE_S
         while (members := processes.group_members(child.pid)) and time.monotonic() < deadline:
             killing.strike([member.pid for member in members])
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -55,4 +49,4 @@ def test_a_stopped_group_is_killed_and_its_shared_memory_unlinked() -> None:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        child.wait(timeout=10)
+        child.wait(PATIENCE_S)

@@ -15,6 +15,7 @@ from deploy.environment import LAUNCH_ENV, run_root
 from deploy.reaper import reap_dead
 from deploy.rundir import RunDir
 from epd_serve.errors import ConfigError
+from tests.waiting import PATIENCE_S
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(300)"]
 
@@ -104,7 +105,7 @@ def test_a_dead_launch_loses_processes_directory_and_shared_memory(tmp_path: Pat
     marked = subprocess.Popen(SLEEP, env={**os.environ, LAUNCH_ENV: run.launch_id})
     make_dead(run)
     assert reap_dead(tmp_path / "root") == [run.launch_id]
-    assert (group.wait(5), marked.wait(5)) == (-9, -9)
+    assert (group.wait(PATIENCE_S), marked.wait(PATIENCE_S)) == (-9, -9)
     assert not run.path.exists()
     assert not run.arena.exists()
 

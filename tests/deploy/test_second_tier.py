@@ -13,7 +13,7 @@ import pytest
 
 from deploy import processes
 from deploy.second_tier import recorded_pool
-from tests.deploy.launched import FakeLaunch, wait_until
+from tests.deploy.launched import DEADLINE_S, FakeLaunch, wait_until
 
 POOLED = "+mm_store=mooncake"
 
@@ -24,7 +24,7 @@ def master_pid(one: FakeLaunch) -> int:
 
 def answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=2) as answer:
+        with urllib.request.urlopen(url, timeout=30) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False
@@ -33,7 +33,7 @@ def answers(url: str) -> bool:
 def serves(url: str) -> bool:
     """A real master answers a moment before it serves."""
     try:
-        with urllib.request.urlopen(url, timeout=2) as answer:
+        with urllib.request.urlopen(url, timeout=30) as answer:
             return bool(json.load(answer)["service_ready"])
     except OSError:
         return False
@@ -52,7 +52,7 @@ def test_a_launch_with_a_second_tier_runs_its_master_and_ends_it(launch: Callabl
 
 def test_a_master_that_listens_elsewhere_ends_the_launch(launch: Callable[..., FakeLaunch]) -> None:
     one = launch("(E-P)-D", POOLED, "master=--bind=0.0.0.0")
-    _, err = one.process.communicate(timeout=20)
+    _, err = one.process.communicate(timeout=DEADLINE_S)
     assert one.process.returncode == 1
     assert "mooncake_master listens on 0.0.0.0:" in err
     assert "Traceback" not in err
@@ -61,7 +61,7 @@ def test_a_master_that_listens_elsewhere_ends_the_launch(launch: Callable[..., F
 @pytest.mark.slow
 def test_a_master_that_cannot_start_is_one_line(launch: Callable[..., FakeLaunch]) -> None:
     one = launch("(E-P)-D", POOLED, "master=--no-such-flag")
-    _, err = one.process.communicate(timeout=20)
+    _, err = one.process.communicate(timeout=DEADLINE_S)
     assert one.process.returncode == 1
     assert "epd-serve: the mooncake_master did not start: " in err
     assert "last-failure-mooncake_master.log" in err
@@ -103,4 +103,4 @@ def test_the_master_dies_with_a_killed_launcher(launch: Callable[..., FakeLaunch
     found = processes.stat(pid)
     assert found is not None
     one.process.kill()
-    wait_until(lambda: not processes.is_alive(pid, found.start_ticks), "the kernel has ended the master", 5)
+    wait_until(lambda: not processes.is_alive(pid, found.start_ticks), "the kernel has ended the master")

@@ -24,6 +24,7 @@ from store.arena import Arena
 from store.mooncake_client import MooncakeConfig
 from tests.deploy import fake_master
 from tests.deploy.launched import FakeLaunch
+from tests.waiting import PATIENCE_S
 
 DATA = bytes(3000)
 
@@ -127,7 +128,7 @@ def test_our_modules_are_found_where_the_working_directory_has_others_of_their_n
     (tmp_path / "deploy").mkdir()
     (tmp_path / "deploy" / "__init__.py").write_text("raise RuntimeError('not ours')")
     command = module_command("deploy.tied", "/bin/true")
-    subprocess.run(command, env=module_environment(), cwd=tmp_path, check=True, timeout=20)
+    subprocess.run(command, env=module_environment(), cwd=tmp_path, check=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.slow
@@ -159,7 +160,7 @@ def test_clear_reaches_the_second_tier(launch: Callable[..., FakeLaunch], capsys
         assert ask_json(capsys, one.root, "clear")["pool_removed"] == 1
         assert ask_json(capsys, one.root, "stat")["pool"]["features"] == 0
     finally:
-        process.communicate(timeout=20)
+        process.communicate(timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,10 @@ from deploy.ports import free_ports
 from deploy.stage_life import Spawn
 from deploy.supervisor import Patience, StageSpec, Supervisor
 from epd_serve.errors import ConfigError, StageError
+from tests.waiting import PATIENCE_S
 
 FAKE_STAGE = str(Path(__file__).with_name("fake_stage.py"))
-QUICK = Patience(poll_s=0.03, backoff_s=0.1, health_every_s=0.05, stop_grace_s=1.0, start_s=15.0)
+QUICK = Patience(poll_s=0.03, backoff_s=0.1, health_every_s=0.05, stop_grace_s=1.0, health_timeout_s=PATIENCE_S)
 
 
 @dataclass
@@ -69,7 +70,7 @@ async def running(supervisor: Supervisor) -> AsyncIterator[asyncio.Task[None]]:
             await task
 
 
-async def until(condition: object, timeout_s: float = 15.0) -> None:
+async def until(condition: object, timeout_s: float = PATIENCE_S) -> None:
     assert callable(condition)
     async with asyncio.timeout(timeout_s):
         while not condition():
@@ -85,15 +86,13 @@ async def test_a_stage_is_up_when_it_answers_and_its_phases_are_told(tmp_path: P
     assert not processes.group_members(events.pids["E0"][0])
 
 
-async def test_a_killed_stage_is_reported_at_once_and_restarted_with_a_new_incarnation(tmp_path: Path) -> None:
+async def test_a_killed_stage_is_reported_and_restarted_with_a_new_incarnation(tmp_path: Path) -> None:
     events = Recorder()
     async with running(Supervisor([spec(tmp_path, "E0", "--child")], events, QUICK)):
         await until(lambda: events.of("up"))
         first = events.pids["E0"][0]
         os.kill(first, signal.SIGKILL)
-        killed = time.monotonic()
         await until(lambda: events.of("down"))
-        assert time.monotonic() - killed < 1.0
         await until(lambda: len(events.of("up")) == 2)
         assert not processes.group_members(first), "what the dead leader left is killed before the restart"
     one, two = events.of("up")
@@ -103,7 +102,7 @@ async def test_a_killed_stage_is_reported_at_once_and_restarted_with_a_new_incar
 
 async def test_restarts_back_off_and_go_on(tmp_path: Path) -> None:
     events = Recorder()
-    async with running(Supervisor([spec(tmp_path)], events, QUICK)):
+    async with running(Supervisor([spec(tmp_path)], events, replace(QUICK, settled_s=3600.0))):
         for life in range(3):
             await until(lambda life=life: len(events.of("up")) > life)
             os.kill(events.pids["E0"][-1], signal.SIGKILL)
@@ -125,7 +124,7 @@ async def test_a_first_start_that_fails_ends_everything_with_the_reason(tmp_path
     events = Recorder()
     supervisor = Supervisor([spec(tmp_path, "E0"), spec(tmp_path, "P0", "--fail", "bad dtype")], events, QUICK)
     with pytest.raises(StageError, match="stage P0 did not start: ValueError: bad dtype") as failed:
-        await asyncio.wait_for(supervisor.run(), 15)
+        await asyncio.wait_for(supervisor.run(), PATIENCE_S)
     assert failed.value.stage == "P0"
     assert not processes.group_members(events.pids["E0"][0])
 
@@ -133,13 +132,13 @@ async def test_a_first_start_that_fails_ends_everything_with_the_reason(tmp_path
 async def test_a_start_beyond_its_deadline_is_a_failure(tmp_path: Path) -> None:
     supervisor = Supervisor([spec(tmp_path, "E0", "--delay", "60")], Recorder(), replace(QUICK, start_s=0.5))
     with pytest.raises(StageError, match="not ready within"):
-        await asyncio.wait_for(supervisor.run(), 15)
+        await asyncio.wait_for(supervisor.run(), PATIENCE_S)
 
 
 async def test_an_executable_that_is_missing_is_a_failure_with_its_name(tmp_path: Path) -> None:
     missing = replace(spec(tmp_path), command=lambda _: Spawn(("/no/such/python",), {}))
     with pytest.raises(StageError, match="/no/such/python"):
-        await asyncio.wait_for(Supervisor([missing], Recorder(), QUICK).run(), 15)
+        await asyncio.wait_for(Supervisor([missing], Recorder(), QUICK).run(), PATIENCE_S)
 
 
 async def test_a_stage_that_turns_sick_is_restarted(tmp_path: Path) -> None:
@@ -159,7 +158,7 @@ async def test_stages_of_one_turn_start_one_after_the_other(tmp_path: Path) -> N
     stages = [spec(tmp_path, name, "--delay", "0.3", turn="npu 0") for name in ("E0", "P0")]
     supervisor = Supervisor(stages, events, QUICK)
     async with running(supervisor):
-        await asyncio.wait_for(supervisor.all_up.wait(), 15)
+        await asyncio.wait_for(supervisor.all_up.wait(), PATIENCE_S)
     kinds = [(line[0], line[1]) for line in events.lines if line[0] != "phase"]
     assert kinds == [("before", "E0"), ("up", "E0"), ("before", "P0"), ("up", "P0")]
 
@@ -169,7 +168,7 @@ async def test_parallel_starts_are_limited(tmp_path: Path) -> None:
     stages = [spec(tmp_path, name, "--delay", "0.3") for name in ("E0", "P0", "D0")]
     supervisor = Supervisor(stages, events, QUICK, parallel_starts=2)
     async with running(supervisor):
-        await asyncio.wait_for(supervisor.all_up.wait(), 15)
+        await asyncio.wait_for(supervisor.all_up.wait(), PATIENCE_S)
     first_up = next(at for at, line in enumerate(events.lines) if line[0] == "up")
     assert [line[1] for line in events.lines[:first_up] if line[0] == "before"] == ["E0", "P0"]
 

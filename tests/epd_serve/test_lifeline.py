@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from epd_serve.engine.argv import STAGE_ENV
+from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl(2)")
 
@@ -60,25 +60,22 @@ def test_a_child_dies_when_its_parent_is_killed() -> None:
         child = int(parent.stdout.readline())
         assert alive(child)
         parent.kill()
-        deadline = time.monotonic() + 5
-        while alive(child) and time.monotonic() < deadline:
-            os.sched_yield()
-        assert not alive(child)
+        wait_for(lambda: not alive(child))
     finally:
         parent.kill()
-        parent.wait(5)
+        parent.wait(PATIENCE_S)
         parent.stdout.close()
 
 
 def test_a_child_whose_parent_has_already_gone_ends_at_once() -> None:
-    done = subprocess.run([sys.executable, "-c", CHILD, "1"], timeout=10, env=_environment(), check=False)
+    done = subprocess.run([sys.executable, "-c", CHILD, "1"], timeout=PATIENCE_S, env=_environment(), check=False)
     assert done.returncode == -signal.SIGKILL
 
 
 def test_the_plugin_is_inert_outside_of_a_stage_and_idempotent_within() -> None:
     environment = _environment()
     environment.pop(STAGE_ENV, None)
-    subprocess.run([sys.executable, "-c", PLUGIN], timeout=20, env=environment, check=True)
+    subprocess.run([sys.executable, "-c", PLUGIN], timeout=PATIENCE_S, env=environment, check=True)
 
 
 def _environment() -> dict[str, str]:

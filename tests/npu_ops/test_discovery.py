@@ -141,4 +141,4 @@ def test_discovery_imports_no_framework() -> None:
         "bad = {'torch', 'torch_npu', 'vllm', 'transformers', 'mooncake'} & set(sys.modules)\n"
         "assert not bad, bad"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

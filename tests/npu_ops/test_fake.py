@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from npu_ops.fake import FakeDevice, RuleBrokenError
+from tests.waiting import PATIENCE_S
 
 ONES = torch.ones(64, dtype=torch.uint8)
 CALLS = ["allocate", "copy", "fence", "wait", "to_host", "total", "run"]
@@ -182,7 +183,7 @@ def test_a_stream_ends_with_the_thread_that_owned_it(device: FakeDevice) -> None
     before = streams()
     in_a_thread(device, lambda: device.run(lambda: None))
     for thread in streams() - before:
-        thread.join(5)
+        thread.join(PATIENCE_S)
     assert streams() <= before
 
 

@@ -12,6 +12,7 @@ import torch
 from npu_ops.fake import FakeDevice
 from npu_ops.fake_engine import DONE, FAILED, MAX_DESCRIPTORS, PENDING, FakeNetwork, FakeTransferEngine
 from npu_ops.memory import MAX_REGIONS, NPU_ALIGNMENT, DeviceBlock
+from tests.waiting import PATIENCE_S
 
 ONES = torch.ones(64, dtype=torch.uint8)
 
@@ -43,7 +44,7 @@ class Process:
 
     def ended(self, batch: int) -> int:
         """The status that the batch ends with."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + PATIENCE_S
         while (status := self.engine.transfer_check_status(batch)) == PENDING:
             assert time.monotonic() < deadline
             time.sleep(1e-4)

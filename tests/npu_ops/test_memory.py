@@ -61,7 +61,7 @@ def test_fences_tell_the_time_between_them(memory: DeviceMemory) -> None:
     second = memory.timed_fence()
     second.wait()
     apart = second.seconds_since(first)
-    assert apart is not None and 0 <= apart < 1
+    assert apart is not None and apart >= 0
     assert first.seconds_since(second) == -apart
 
 

@@ -19,6 +19,7 @@ import pytest
 from store.arena import Arena
 from store.mooncake_client import MooncakeConfig
 from store.mooncake_master import MasterSettings, health_url, master_command, rpc_address
+from tests.waiting import PATIENCE_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CAPACITY = 64 * 4096
@@ -99,7 +100,7 @@ class Master:
         self.process = subprocess.Popen(
             master_command(self.settings, executable), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while not self._answers():
             assert self.process.poll() is None and time.monotonic() < deadline, "the master does not come up"
             time.sleep(0.02)
@@ -119,7 +120,12 @@ class Master:
     def config(self, **options: object) -> MooncakeConfig:
         """Of a client whose keys meet nobody else's unless it says so."""
         return MooncakeConfig(
-            **{"master": rpc_address(self.settings), "namespace": f"{uuid.uuid4().hex}/", "timeout_s": 3.0, **options}  # type: ignore[arg-type]
+            **{
+                "master": rpc_address(self.settings),
+                "namespace": f"{uuid.uuid4().hex}/",
+                "timeout_s": 30.0,
+                **options,
+            }  # type: ignore[arg-type]
         )
 
 

@@ -15,6 +15,7 @@ from store.arena import Arena
 from store.errors import CorruptFeatureError, StoreError, StoreFullError
 from store.interface import FeatureStore
 from tests.store.conftest import CAPACITY
+from tests.waiting import PATIENCE_S
 
 PAGE = 4096
 
@@ -338,7 +339,7 @@ def test_threads_share_an_arena(arena: Arena) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(PATIENCE_S)
     assert not any(thread.is_alive() for thread in threads)
     assert not wrong
     assert arena.stats().leased == 0

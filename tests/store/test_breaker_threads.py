@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from store.breaker import Guard
+from tests.waiting import PATIENCE_S
 
 
 def test_calls_and_probes_run_in_threads_that_have_begun() -> None:
@@ -16,8 +17,8 @@ def test_calls_and_probes_run_in_threads_that_have_begun() -> None:
     def look() -> None:
         seen.append(getattr(begun, "yes", False))
 
-    guard = Guard("tier", look, timeout_s=5.0, is_open=True, begin_thread=begin)
-    assert guard.wait_until_up(5.0)
+    guard = Guard("tier", look, timeout_s=PATIENCE_S, is_open=True, begin_thread=begin)
+    assert guard.wait_until_up(PATIENCE_S)
     guard.call(look)
-    assert guard.close(5.0)
+    assert guard.close(PATIENCE_S)
     assert seen == [True, True]

@@ -18,6 +18,7 @@ from store.feature_pool import FeaturePool
 from store.interface import FeatureStore
 from store.mooncake_store import MooncakeStore
 from tests.store.conftest import Master
+from tests.waiting import PATIENCE_S
 
 MB = 1 << 20
 Tier = FeatureStore
@@ -165,7 +166,7 @@ def test_a_lease_outlives_the_removal_of_its_feature(tier: Tier) -> None:
 def test_a_full_store_makes_room(tier: Tier) -> None:
     """Twice what fits. A tier may say that it is full while what was just used is pinned, but not for long."""
     for number in range(16):
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
                 tier.put(f"k{number}", bytes([number]) * (4 * MB), shape=(4 * MB,), dtype="uint8")
@@ -228,14 +229,14 @@ def test_writers_of_one_key_leave_one_whole_feature(tier: Tier) -> None:
     stored: list[bool] = []
 
     def write(data: bytes) -> None:
-        start.wait(10)
+        start.wait(PATIENCE_S)
         stored.append(put(tier, "k", data))
 
     writers = [threading.Thread(target=write, args=(data,)) for data in contents]
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join(20)
+        writer.join(PATIENCE_S)
     assert any(stored) and len(stored) == 4
     assert get(tier, "k") in contents
 
@@ -253,7 +254,7 @@ def test_writers_of_many_keys_do_not_disturb_each_other(tier: Tier) -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(30)
+        worker.join(PATIENCE_S)
     assert wrong == []
 
 

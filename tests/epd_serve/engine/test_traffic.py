@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from epd_serve.engine.traffic import KINDS, LONGEST_S, Kind, TrafficBoard
+from tests.waiting import PATIENCE_S
 
 ANNOUNCER = """
 import os, signal, sys, time
@@ -48,11 +49,12 @@ def test_the_network_is_wanted_while_an_announcement_lasts(tmp_path: Path, kind:
 
 
 def test_the_last_of_several_announcements_counts(tmp_path: Path) -> None:
-    board = TrafficBoard(str(tmp_path / "board"))
-    with board.announce("fetch", 1.0):
-        with board.announce("fetch", 3.0):
-            assert board.quiet_until(time.monotonic()) > time.monotonic() + 2.0
-        assert time.monotonic() < board.quiet_until(time.monotonic()) < time.monotonic() + 2.0
+    board, began = TrafficBoard(str(tmp_path / "board")), time.monotonic()
+    with board.announce("fetch", 0.1):
+        first = board.quiet_until(began)
+        with board.announce("fetch", 1.1):
+            assert board.quiet_until(began) >= first + 1.0
+        assert board.quiet_until(began) == first
 
 
 def test_an_announcement_ends_when_what_it_is_for_fails(tmp_path: Path) -> None:
@@ -64,10 +66,11 @@ def test_an_announcement_ends_when_what_it_is_for_fails(tmp_path: Path) -> None:
 
 def test_announcements_of_different_processes_do_not_end_each_other(tmp_path: Path) -> None:
     scheduler, worker = (TrafficBoard(str(tmp_path / "board"), announcer) for announcer in (0, 1))
-    with scheduler.announce("fetch", 2.0):
-        with worker.announce("fetch", 1.0):
+    began = time.monotonic()
+    with scheduler.announce("fetch", 1.0):
+        with worker.announce("fetch", 0.5):
             pass
-        assert is_quiet(worker)
+        assert worker.quiet_until(began) >= began + 1.0
 
 
 def test_another_process_is_seen_to_announce_and_to_end(tmp_path: Path) -> None:
@@ -75,7 +78,7 @@ def test_another_process_is_seen_to_announce_and_to_end(tmp_path: Path) -> None:
     with announcer(tmp_path / "board", 4.0, "lives") as other:
         assert other.stdout is not None and other.stdin is not None
         announced = float(other.stdout.readline())
-        assert board.quiet_until(announced) == pytest.approx(announced + 4.0, abs=0.5)
+        assert announced < board.quiet_until(announced) <= announced + 4.0
         other.stdin.close()
         assert other.stdout.readline() == "left\n"
         assert board.quiet_until(announced) == 0.0
@@ -83,12 +86,12 @@ def test_another_process_is_seen_to_announce_and_to_end(tmp_path: Path) -> None:
 
 def test_an_announcer_that_is_killed_is_waited_for_no_longer_than_it_said(tmp_path: Path) -> None:
     board = TrafficBoard(str(tmp_path / "board"))
-    with announcer(tmp_path / "board", 1.5, "dies") as other:
+    with announcer(tmp_path / "board", 4.0, "dies") as other:
         assert other.stdout is not None
         announced = float(other.stdout.readline())
-        other.wait(timeout=10)
+        other.wait(PATIENCE_S)
     until = board.quiet_until(announced)
-    assert announced < until <= announced + 1.5
+    assert announced < until <= announced + 4.0
     assert board.quiet_until(until + 0.1) <= until + 0.1
 
 

@@ -13,7 +13,8 @@ from epd_serve.kv.control import DecodeControl, PrefillControl
 from epd_serve.kv.decode_desk import DecodeDesk
 from epd_serve.kv.faults import Faults, here_of
 from epd_serve.kv.prefill_desk import Admission, PrefillDesk
-from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, key_of, ready, wait_for
+from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, key_of, ready
+from tests.waiting import PATIENCE_S, wait_for
 
 A = key_of("a")
 SILENCE_S = 60.0  # no test waits for it
@@ -103,7 +104,7 @@ def test_a_cancel_gives_the_blocks_back_whatever_becomes_of_messages(pair: Calla
     one = pair(faults)
     one.reserve()
     one.leave_d()  # a delayed READY arrives after this CANCEL, and must not revive the transfer
-    assert wait_for(one.failures, 15) == [A]
+    assert wait_for(one.failures) == [A]
     assert one.admission() is Admission.ALONE
     assert one.failures() == []
 
@@ -113,7 +114,7 @@ def test_a_refusal_that_was_lost_is_asked_for(pair: Callable[..., Pair]) -> None
     one.reserve()
     wait_for(one.offered)
     one.leave_p()
-    assert wait_for(one.failures, 15) == [A]
+    assert wait_for(one.failures) == [A]
 
 
 def test_a_decode_that_connects_again_is_answered_under_its_name(pair: Callable[..., Pair]) -> None:
@@ -147,7 +148,7 @@ def test_a_mistake_of_ours_ends_no_thread(pair: Callable[..., Pair], caplog: pyt
         raise RuntimeError("a mistake")
 
     one.d.desk.beat = fail_once  # type: ignore[method-assign]
-    assert broken.wait(5)
+    assert broken.wait(PATIENCE_S)
     one.reserve()
     wait_for(one.offered)
     assert "a mistake" in caplog.text

@@ -10,7 +10,8 @@ import pytest
 from epd_serve import wire
 from epd_serve.errors import ConfigError
 from epd_serve.kv.faults import Faults, faults_of, here_of
-from tests.epd_serve.engine.kv.fakes import key_of, wait_for
+from tests.epd_serve.engine.kv.fakes import key_of
+from tests.waiting import PATIENCE_S, wait_for
 
 CANCEL = wire.Cancel(key_of("a"))
 ALIVE = wire.Alive([key_of("a")])
@@ -61,7 +62,7 @@ def test_a_pause_waits_at_the_number_that_armed_it_and_can_be_armed_again(tmp_pa
         assert not armed.exists()
         assert held_up.is_alive()
         here_of(armed).unlink()
-        held_up.join(timeout=5)
+        held_up.join(PATIENCE_S)
         assert not held_up.is_alive()
 
 

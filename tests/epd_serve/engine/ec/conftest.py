@@ -13,7 +13,8 @@ import pytest
 
 from store.arena import Arena
 from store.mooncake_master import MasterSettings, health_url, master_command, rpc_address
-from tests.epd_serve.engine.ec.stages import Stages, make_arena, wait_for
+from tests.epd_serve.engine.ec.stages import Stages, make_arena
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def running_master(settings: MasterSettings) -> Iterator[str]:
             return False
 
     try:
-        wait_for(healthy, 10)
+        wait_for(healthy)
         yield rpc_address(settings)
     finally:
         process.terminate()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,17 +19,9 @@ from epd_serve.engine.ec.device_trailer import FeatureShape
 from npu_ops.fake import FakeDevice
 from npu_ops.fake_fabric import FakeFabric, FakePort, SameDeviceError
 from store.errors import StoreError
+from tests.waiting import PATIENCE_S, wait_for
 
 SLAB = 4 << 20
-
-
-def wait_for(condition: Callable[[], Any], deadline_s: float = 10.0) -> Any:
-    end, pause = time.monotonic() + deadline_s, threading.Event()
-    while time.monotonic() < end:
-        if value := condition():
-            return value
-        pause.wait(0.002)
-    raise AssertionError("condition not met in time")
 
 
 class FabricTier:
@@ -78,10 +69,11 @@ class Consumer:
     devices: list[FakeDevice]
     tiers: list[FabricTier]
     slab_bytes: int = SLAB
-    wait_s: float = 5.0
+    wait_s: float = PATIENCE_S
     fetchers: int = 2
     pins: dict[str, list[DevicePin]] = field(default_factory=dict)
     failures: list[tuple[str, str]] = field(default_factory=list)
+    meanwhile: Callable[[], object] = lambda: None  # what else goes on while a fetch is waited for
     paths: dict[str, tuple[Path, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -118,7 +110,12 @@ class Consumer:
         wait_for(self.source.capacity_bytes)
         pins, failures = len(self.pins.get(key, [])), len(self.failures)
         self.source.fetch(key, nbytes)
-        wait_for(lambda: len(self.pins.get(key, [])) > pins or len(self.failures) > failures)
+
+        def ended() -> bool:
+            self.meanwhile()
+            return len(self.pins.get(key, [])) > pins or len(self.failures) > failures
+
+        wait_for(ended)
         return self.pins[key][-1] if len(self.pins.get(key, [])) > pins else None
 
     def load(self, pin: DevicePin, rank: int) -> torch.Tensor:
@@ -133,11 +130,11 @@ class Consumer:
 
 
 class Encoder:
-    """A model thread that computes features, `step_s` each, and a writer thread that puts them."""
+    """A model thread that computes features, each when somebody waits for it, and a writer thread that puts them."""
 
-    step_s = 0.03
-
-    def __init__(self, device: FakeDevice, tier: FabricTier, slab_bytes: int = SLAB, wait_s: float = 2.0) -> None:
+    def __init__(
+        self, device: FakeDevice, tier: FabricTier, slab_bytes: int = SLAB, wait_s: float = PATIENCE_S
+    ) -> None:
         self.device = device
         self.tier = tier
         self.outbox: DeviceOutbox | None = None
@@ -155,19 +152,30 @@ class Encoder:
         block = self.device.allocate(expected.nbytes)
         feature = block.data.view(torch.bfloat16).view(rows, 128)
 
+        wanted = self._wanted = threading.Event()
+
         def compute() -> None:
-            time.sleep(self.step_s)
+            assert wanted.wait(PATIENCE_S)
             feature.copy_(expected)
 
         self.device.run(compute)
-        return feature, self.device.fence(), expected
+        fence = self.device.fence()
+
+        def written() -> None:
+            wanted.set()
+            fence()
+
+        return feature, written, expected
 
     def put(self, key: str, seed: int = 0, rows: int = 64) -> torch.Tensor:
         """Encodes and puts; what was put."""
         feature, written, expected = self.encode(seed, rows)
         assert self.outbox is not None
         outbox = self.outbox
-        self.in_writer(lambda: outbox.put(key, feature, written))
+        try:
+            self.in_writer(lambda: outbox.put(key, feature, written))
+        finally:
+            self._wanted.set()  # where the writer did not wait for it
         return expected
 
     def in_writer(self, work: Callable[[], Any]) -> None:

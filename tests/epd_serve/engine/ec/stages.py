@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -23,17 +22,9 @@ from store.arena import Arena
 from store.errors import StoreError
 from store.feature_pool import FeaturePool
 from store.lease import Lease
+from tests.waiting import PATIENCE_S, wait_for
 
 CAPACITY = 64 << 10
-
-
-def wait_for(condition: Callable[[], Any], deadline_s: float = 5.0) -> Any:
-    end, pause = time.monotonic() + deadline_s, threading.Event()
-    while time.monotonic() < end:
-        if value := condition():
-            return value
-        pause.wait(0.002)
-    raise AssertionError("condition not met in time")
 
 
 def make_arena(name: str = "") -> Arena:
@@ -58,9 +49,8 @@ class Stages:
         self.parts: list[Any] = []
 
     def wiring(self, instance: str, role: Role, events: dict[str, str], **more: Any) -> StageWiring:
-        return StageWiring(
-            instance, role, "i", **{"arena": str(self.arena.path), "arena_id": "here", "events": events, **more}
-        )
+        fields = {"arena": str(self.arena.path), "arena_id": "here", "events": events, "feature_wait_s": PATIENCE_S}
+        return StageWiring(instance, role, "i", **{**fields, **more})
 
     def events(self, instance: str) -> str:
         return f"ipc://{self.folder}/{instance}.events"
@@ -182,7 +172,7 @@ class TwoTiers(FeaturePool):
 
     def fetch(self, key: str) -> Lease | None:
         self.remote.fetches.append(key)
-        assert self.remote.gate.wait(10)
+        assert self.remote.gate.wait(PATIENCE_S)
         self.remote.ask()
         if key not in self.remote.features:
             return None
@@ -191,5 +181,5 @@ class TwoTiers(FeaturePool):
         return self.arena.lease(key)
 
 
-def settled(p: FeatureConsumer, *keys: str, request: str = "r", within_s: float = 5.0) -> None:
+def settled(p: FeatureConsumer, *keys: str, request: str = "r", within_s: float = PATIENCE_S) -> None:
     wait_for(lambda: p.settled(request, keys), within_s)

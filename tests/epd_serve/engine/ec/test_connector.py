@@ -16,7 +16,8 @@ import torch
 from epd_serve.engine import compat
 from epd_serve.roles import Role
 from store.arena import Arena
-from tests.epd_serve.engine.ec.stages import Stages, wait_for
+from tests.epd_serve.engine.ec.stages import Stages
+from tests.waiting import wait_for
 
 GRID = {"image_grid_thw": [[1, 4, 4]]}
 Make = Callable[..., Any]
@@ -133,7 +134,7 @@ def test_a_consumer_loads_what_it_promised_and_unpins_it_at_the_end(make: Make, 
 
 def test_what_comes_between_the_answer_and_the_allocation_is_not_loaded(make: Make, arena: Arena) -> None:
     """vLLM encodes it in this step; the worker's order of loading and encoding must not matter."""
-    scheduler = make(Role.P, ECConnectorRole.SCHEDULER, feature_wait_s=60.0)
+    scheduler = make(Role.P, ECConnectorRole.SCHEDULER)
     asked = request("r", "k")
     scheduler.ensure_cache_available(asked, 0)
     assert not scheduler.has_cache_item("k")
@@ -183,7 +184,7 @@ def test_who_decodes_keeps_what_a_preempted_request_could_not_make_again(
 
 
 def test_what_was_not_encoded_is_recomputed_without_waiting(make: Make) -> None:
-    scheduler = make(Role.P, ECConnectorRole.SCHEDULER, feature_wait_s=60.0)
+    scheduler = make(Role.P, ECConnectorRole.SCHEDULER)
     asked = request("r", "k", epd_missing="k")
     wait_for(lambda: scheduler.ensure_cache_available(asked, 0), 2.0)
     assert not scheduler.has_cache_item("k")

@@ -18,7 +18,7 @@ from epd_serve.engine.ec.device_tier import MooncakeTier
 from epd_serve.engine.ec.device_trailer import FeatureShape
 from npu_ops.memory import HostMemory
 from store.mooncake_store import MooncakeConfig, MooncakeStore
-from tests.epd_serve.engine.ec.device_stages import wait_for
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.mooncake, pytest.mark.slow]
 
@@ -81,12 +81,12 @@ def test_features_go_from_the_slab_of_one_process_into_the_slabs_of_another(mast
     try:
         assert ready.wait(60)
         source.meet("e1")
-        assert wait_for(lambda: paths.get("e1"), 20) is FeaturePath.DEVICE
+        assert wait_for(lambda: paths.get("e1")) is FeaturePath.DEVICE
         for seed in range(len(ROWS)):
             expected = feature(seed)
             source.fetch(f"k{seed}", expected.nbytes if seed != 1 else 0)  # of one nobody announced the size
         source.fetch("never")
-        wait_for(lambda: len(pins) == len(ROWS) and failures, 30)
+        wait_for(lambda: len(pins) == len(ROWS) and failures)
         assert [(key, cause) for key, cause, _ in failures] == [("never", "missing")]
         for seed in range(len(ROWS)):
             pin = pins[f"k{seed}"]

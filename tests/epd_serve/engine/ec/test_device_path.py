@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,7 +17,9 @@ from npu_ops.fake import FakeDevice
 from npu_ops.fake_fabric import FakeFabric
 from npu_ops.memory import DeviceMemoryError
 from store.errors import CorruptFeatureError, StoreError, StoreFullError
-from tests.epd_serve.engine.ec.device_stages import Consumer, Encoder, FabricTier, wait_for
+from tests.epd_serve.engine.ec.device_stages import Consumer, Encoder, FabricTier
+from tests.epd_serve.engine.kv.slow_devices import Turnstile
+from tests.waiting import PATIENCE_S, wait_for
 
 LATENCY_S, STEP_S = 0.003, 0.3
 E_NPU, P_NPUS = "host0/npu0", ["host0/npu1", "host0/npu2"]
@@ -138,6 +139,7 @@ def test_a_fetch_past_its_deadline_fails_and_its_place_comes_back_when_the_owner
     assert consumer.source.pinned_bytes() > 0
     rig.fabric.gate.set()
     wait_for(lambda: consumer.source.pinned_bytes() == 0)
+    consumer.source._ledger.wait_s = PATIENCE_S  # type: ignore[union-attr]
     loaded(consumer, "k", expected)
 
 
@@ -189,7 +191,7 @@ def source(rig: Rig) -> Iterator[DeviceSource]:
         )
         for rank, (device, endpoint) in enumerate(zip(devices, endpoints, strict=True))
     ]
-    made = DeviceSource(endpoints, incarnation="p1", wait_s=2.0, on_path=lambda encoder, path, reason: None)
+    made = DeviceSource(endpoints, incarnation="p1", wait_s=PATIENCE_S, on_path=lambda encoder, path, reason: None)
     wait_for(made.features.capacity_bytes)
     yield made
     made.close()
@@ -296,6 +298,16 @@ def serves(rig: Rig, encoder: Callable[[], Encoder], consumer: Callable[[], Cons
         if p.meet("e1")[0] is not Path.DEVICE:
             return [f"path: {p.paths['e1']}", *[rule for device in devices for rule in device.broken]]
         late: list[tuple[torch.Tensor, torch.Tensor, str]] = []
+        steps = [Turnstile() for _ in p.devices]
+        for step in steps:
+            step.close()
+
+        def somebody_waits() -> None:
+            for device, step in zip(p.devices, steps, strict=True):
+                if step.holds and device.waited_for():
+                    step.let_one()
+
+        p.meanwhile = somebody_waits
         for seed in range(4):
             expected = e.put(f"k{seed}", seed, rows=3000)  # 768 KB: two fit, so places are soon used again
             pin = p.fetch(f"k{seed}", expected.nbytes)
@@ -304,10 +316,11 @@ def serves(rig: Rig, encoder: Callable[[], Encoder], consumer: Callable[[], Cons
                 continue
             for rank, device in enumerate(p.devices):
                 device.enter_thread()
-                device.run(lambda: time.sleep(STEP_S))  # the model is at another step yet
+                device.run(steps[rank].hold)  # the model is at another step yet
                 late.append((p.load(pin, rank), expected, f"k{seed} rank {rank}"))
             pin.release()  # the copy is only queued: the place is free, its bytes are still wanted
-        for device in p.devices:
+        for device, step in zip(p.devices, steps, strict=True):
+            step.open()
             device.fence()()
         wrong += [name for feature, expected, name in late if not torch.equal(feature, expected)]
     except (StoreError, DeviceMemoryError) as error:

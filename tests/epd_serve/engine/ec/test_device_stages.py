@@ -25,7 +25,8 @@ from store.arena import Arena
 from store.lease import Lease
 from store.mooncake_master import MasterSettings, rpc_address
 from tests.epd_serve.engine.ec.conftest import free_port, running_master
-from tests.epd_serve.engine.ec.stages import Stages, feature, needed, settled, wait_for
+from tests.epd_serve.engine.ec.stages import Stages, feature, needed, settled
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.mooncake
 RANKS = 2
@@ -81,14 +82,14 @@ def saved(e: FeatureProducer, key: str, rows: int = 8) -> torch.Tensor:
 
 
 def arrived(p: FeatureConsumer, key: str, request: str = "r") -> Held:
-    settled(p, key, request=request, within_s=10.0)
+    settled(p, key, request=request)
     held = p.pinned(key)
     assert held is not None, p._desk.counters
     return held
 
 
 def reached(e: FeatureProducer) -> bool:
-    wait_for(lambda: not e._direct.arena_needed, 20.0)
+    wait_for(lambda: not e._direct.arena_needed)
     return e._direct.path == "device"
 
 
@@ -119,7 +120,7 @@ def test_while_a_consumer_has_not_said_that_it_reaches_the_encoder_the_arena_has
     pair: Pair, arena: Arena
 ) -> None:
     e, p = pair.producer("P0", "P1"), pair.consumer()
-    wait_for(lambda: p._source.counters().get("path.device"), 20.0)
+    wait_for(lambda: p._source.counters().get("path.device"))
     made = saved(e, "k")
     arrived(p, "k")
     assert all(torch.equal(loaded, made) for loaded in pair.loaded(p, "k"))
@@ -129,7 +130,7 @@ def test_while_a_consumer_has_not_said_that_it_reaches_the_encoder_the_arena_has
 
 def test_a_consumer_whose_workers_cannot_take_it_gets_it_from_the_arena(pair: Pair) -> None:
     e, p = pair.producer(), pair.consumer(workers_life="another")
-    wait_for(lambda: p._source.counters().get("path.arena"), 20.0)
+    wait_for(lambda: p._source.counters().get("path.arena"))
     made = saved(e, "k")
     assert isinstance(arrived(p, "k"), Lease)
     assert all(torch.equal(loaded, made) for loaded in pair.loaded(p, "k"))
@@ -159,7 +160,7 @@ def test_what_is_encoded_again_replaces_what_is_there(pair: Pair) -> None:
 
 def test_consumers_that_start_later_find_the_encoder_and_its_features(pair: Pair) -> None:
     e = pair.producer()
-    wait_for(lambda: e._direct.path == "device", 20.0)
+    wait_for(lambda: e._direct.path == "device")
     made = saved(e, "k")
     wait_for(lambda: e._direct.counters().get("device.put"))
     p = pair.consumer()
@@ -176,7 +177,7 @@ def test_a_second_tier_that_comes_late_opens_the_path_when_it_comes(stages: Stag
     wait_for(lambda: stages.arena.contains("k"))
     wait_for(lambda: ear.of(wire.StoreReport, feature_path="host"))
     with running_master(settings):
-        wait_for(lambda: ear.of(wire.StoreReport, feature_path="device"), 20.0)
+        wait_for(lambda: ear.of(wire.StoreReport, feature_path="device"))
         p = late.consumer()
         assert reached(e)
         arrived(p, "k")

@@ -19,7 +19,8 @@ from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
 from store.arena import Arena
 from store.errors import StoreError
-from tests.epd_serve.engine.ec.stages import CAPACITY, Stages, feature, needed, settled, wait_for
+from tests.epd_serve.engine.ec.stages import CAPACITY, Stages, feature, needed, settled
+from tests.waiting import PATIENCE_S, wait_for
 
 
 def test_a_feature_reaches_the_consumer_bit_by_bit(stages: Stages, arena: Arena) -> None:
@@ -52,7 +53,7 @@ def test_a_lost_event_is_made_good_by_looking_again(stages: Stages) -> None:
     e, p = stages.producer(), stages.consumer(hears=False)
     assert not p.settled("r", ["k"])
     e.save({"k": feature()}, "k")
-    settled(p, "k", within_s=1.0)
+    settled(p, "k")
     assert p.pinned("k") is not None
 
 
@@ -68,7 +69,7 @@ def test_a_corrupt_feature_is_lost_and_never_promised(stages: Stages, arena: Are
     with arena.lease("k") as lease:  # type: ignore[union-attr]
         arena._bytes[lease.offset] ^= 255
     p = stages.consumer(hears=False)
-    settled(p, "k", within_s=1.0)
+    settled(p, "k")
     assert p.pinned("k") is None
     assert p._desk.table.lost_by_cause == {"corrupt": 1}
     assert arena.stats().corrupt == 1
@@ -77,28 +78,28 @@ def test_a_corrupt_feature_is_lost_and_never_promised(stages: Stages, arena: Are
 def test_a_feature_that_never_comes_is_lost_at_the_deadline(stages: Stages) -> None:
     p = stages.consumer(hears=False, feature_wait_s=0.1)
     assert not p.settled("r", ["k"])
-    settled(p, "k", within_s=1.0)
+    settled(p, "k")
     assert p.pinned("k") is None
 
 
 def test_what_the_proxy_says_was_not_encoded_is_lost_at_once(stages: Stages) -> None:
-    p = stages.consumer(hears=False, feature_wait_s=60.0)
+    p = stages.consumer(hears=False)
     assert not p.settled("r", ["k"])
     p.give_up(["k"], "not encoded")
-    settled(p, "k", within_s=1.0)  # after one more look into the store
+    settled(p, "k")  # after one more look into the store
     assert p.pinned("k") is None
 
 
 @pytest.mark.parametrize("asks_first", [True, False])
 def test_a_full_arena_is_told_at_once(stages: Stages, arena: Arena, asks_first: bool) -> None:
-    e, p = stages.producer(), stages.consumer(feature_wait_s=60.0)
+    e, p = stages.producer(), stages.consumer()
     stages.heard(e, p)
     if asks_first:
         assert not p.settled("r", ["big"])
     e.save({"big": torch.zeros(CAPACITY + 1, dtype=torch.uint8)}, "big")
     if not asks_first:
         wait_for(lambda: "big" in p._desk.table._failed)
-    settled(p, "big", within_s=2.0)
+    settled(p, "big")
     assert p.pinned("big") is None
     assert p._desk.table.lost_by_cause == {"encoder": 1}
 
@@ -145,7 +146,7 @@ def test_the_writer_waits_until_the_device_has_written(stages: Stages, monkeypat
 
     def fence(device: torch.device) -> Callable[[], None]:
         def wait() -> None:
-            assert written.wait(5)
+            assert written.wait(PATIENCE_S)
 
         return wait
 
@@ -193,7 +194,7 @@ def test_a_store_that_does_not_answer_does_not_end_the_listener(stages: Stages) 
 def test_a_malformed_event_is_ignored(stages: Stages, tmp_path: Path) -> None:
     publisher = zmq.Context.instance().socket(zmq.PUB)
     publisher.bind(f"ipc://{tmp_path}/E0.events")
-    p = stages.consumer(feature_wait_s=60.0)
+    p = stages.consumer()
     try:
         p.settled("r", ["k"])
 

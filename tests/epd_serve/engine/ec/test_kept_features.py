@@ -12,7 +12,8 @@ from epd_serve.engine.ec.kept_features import KeptFeatures
 from epd_serve.roles import Role
 from store.arena import Arena
 from store.errors import StoreError
-from tests.epd_serve.engine.ec.stages import CAPACITY, Mouth, Stages, settled, wait_for
+from tests.epd_serve.engine.ec.stages import CAPACITY, Mouth, Stages, settled
+from tests.waiting import wait_for
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +122,7 @@ def put(arena: Arena, key: str, nbytes: int = 64) -> None:
 def test_a_preempted_request_finds_its_feature_after_all_others_were_evicted(stages: Stages, arena: Arena) -> None:
     put(arena, "mine")
     put(arena, "other")
-    d = stages.consumer(hears=False, role=Role.D, feature_wait_s=60.0)
+    d = stages.consumer(hears=False, role=Role.D)
     d.keep("r", ["mine"])
     wait_for(lambda: arena.stats().leased == 1)
     while arena.contains("other"):

@@ -10,7 +10,8 @@ from types import CodeType
 
 from epd_serve.engine.kv.link_jobs import Outgoing
 from tests.epd_serve.engine.kv.device_ends import Pair, Setting
-from tests.epd_serve.engine.kv.slow_devices import Prompt, wait_for
+from tests.epd_serve.engine.kv.slow_devices import STUCK_S, Prompt
+from tests.waiting import wait_for
 
 Course = Callable[[Pair], list[str]]
 
@@ -68,7 +69,7 @@ def preempt_while_read(pair: Pair) -> list[str]:
     thread.start()
     wait_for(lambda: overwritten.is_set() or _is_in(thread, _INVALIDATE))
     pair.network.gate.set()
-    thread.join(5)
+    thread.join(STUCK_S)
     pair.run()
     return pair.wrong(b, maybe=[a])
 

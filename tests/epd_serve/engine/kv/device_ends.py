@@ -46,8 +46,8 @@ from tests.epd_serve.engine.kv.slow_devices import (
     Prompt,
     SlowDevice,
     ascend_caches,
-    wait_for,
 )
+from tests.waiting import wait_for
 
 P_NPU, D_NPU = "host0/npu0", "host0/npu1"
 TARGET = "D0:1"
@@ -108,9 +108,12 @@ class Pair:
     # --- start and end --------------------------------------------------------------------------------------------
 
     def open(self) -> wire.KvLink:
-        """The link, once it is up or has said why not. From then on the devices hold what they are given."""
+        """The link, once it is up or has said why not; silence of D is no reason, it is asked again.
+
+        From then on the devices hold what they are given.
+        """
         self.sender.warm([(self.endpoint,)])
-        wait_for(lambda: self.link().state == "up" or self.link().reason)
+        wait_for(lambda: self.link().state == "up" or "silent" not in (self.link().reason or "silent"))
         self.p_device.turnstile.close()
         self.d_device.turnstile.close()
         return self.link()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,22 +25,12 @@ from epd_serve.kv.plan import LayerPacket, Run
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 from npu_ops.memory import DeviceMemory, HostMemory
+from tests.waiting import PATIENCE_S, wait_for
 
 NO_TRACE = Trace("", "test")
 HOST = HostMemory()
 BLOCK_SIZE = 4
 Ends = Callable[..., Any]  # the fixture `start`: makes a DecodeEnd or a PrefillEnd in the test's folder
-
-
-def wait_for(condition: Callable[[], Any], deadline_s: float = 5.0) -> Any:
-    """The first true value of `condition`; fails at the deadline."""
-    end = time.monotonic() + deadline_s
-    pause = threading.Event()
-    while time.monotonic() < end:
-        if value := condition():
-            return value
-        pause.wait(0.002)
-    raise AssertionError("condition not met in time")
 
 
 def caches(layers: int, blocks: int, *, filled: bool, block_bytes: int = 64) -> dict[str, torch.Tensor]:
@@ -104,7 +93,7 @@ class DecodeEnd:
         self.failed += failed
         return bool(received or failed)
 
-    def wait_ended(self, count: int, deadline_s: float = 5.0) -> None:
+    def wait_ended(self, count: int, deadline_s: float = PATIENCE_S) -> None:
         wait_for(lambda: (self.poll(), len(self.received) + len(self.failed) >= count)[1], deadline_s)
 
     def close(self) -> None:
@@ -125,7 +114,7 @@ class PrefillEnd:
         blocks: int = 32,
         grouping: Grouping | int = 2,
         staging_bytes: int = 1 << 20,
-        timeout_s: float = 2.0,
+        timeout_s: float = PATIENCE_S,
         kv: dict[str, torch.Tensor] | None = None,
         device: DeviceMemory = HOST,
         sides: Callable[[Layers, str], list[SendSide]] | None = None,
@@ -191,7 +180,7 @@ class PrefillEnd:
         """From the next step on the layers are written on this device."""
         self.sender._device = self.sender._clock._device = device
 
-    def wait_over(self, requests: set[str], deadline_s: float = 5.0) -> None:
+    def wait_over(self, requests: set[str], deadline_s: float = PATIENCE_S) -> None:
         def both() -> bool:
             self.over |= self.sender.take_over((), idle=True)
             return requests <= self.over
@@ -226,7 +215,11 @@ class Gate:
 
     def wait(self) -> None:
         self.reached.set()
-        assert self.opened.wait(5)
+        assert self.opened.wait(PATIENCE_S)
+
+    def wait_reached(self) -> None:
+        """The test's side: until somebody waits here."""
+        assert self.reached.wait(PATIENCE_S)
 
 
 def packet(

@@ -7,29 +7,21 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from npu_ops.fake import FakeDevice
+from tests.waiting import PATIENCE_S
 
 LAYERS, BLOCKS, BLOCK_SIZE, HEADS, HEAD_BYTES = 4, 16, 4, 2, 64
 BLOCK_BYTES = BLOCK_SIZE * HEADS * HEAD_BYTES
 STALE = 0xA5  # what a fake device's memory holds before it is written
 OFTEN_S = 2e-4
-STUCK_S = 10.0
+STUCK_S = PATIENCE_S / 2  # whoever holds something for somebody who is not coming says so before the test gives up
 
 Caches = Mapping[str, Sequence[torch.Tensor]]
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    """Until it holds; asks often, as there are many short waits in a run."""
-    deadline = time.monotonic() + STUCK_S
-    while not condition():
-        assert time.monotonic() < deadline, "condition not met in time"
-        time.sleep(OFTEN_S)
 
 
 class Turnstile:

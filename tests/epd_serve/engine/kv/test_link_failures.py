@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,17 +11,8 @@ import pytest
 
 from epd_serve.engine.kv.transport import LinkError
 from epd_serve.kv.plan import Run
-from tests.epd_serve.engine.kv.fakes import (
-    HOST,
-    DecodeEnd,
-    Ends,
-    PrefillEnd,
-    chunk,
-    key_of,
-    packet,
-    same,
-    wait_for,
-)
+from tests.epd_serve.engine.kv.fakes import HOST, DecodeEnd, Ends, PrefillEnd, chunk, key_of, packet, same
+from tests.waiting import PATIENCE_S, wait_for
 
 
 @pytest.mark.parametrize(
@@ -73,39 +63,49 @@ def test_a_late_packet_for_a_former_life_does_not_disturb_the_new_one(start: End
     assert link.snapshot().retries == 0
 
 
-def test_a_dead_peer_ends_its_transfers_within_the_deadline_and_delays_no_other(start: Ends, tmp_path: Path) -> None:
-    dead = DecodeEnd(tmp_path, "D0")
-    alive = start(DecodeEnd, "D1")
-    p = start(PrefillEnd, timeout_s=0.4)
-    p.sender.warm([[dead.endpoint], [alive.endpoint]])
-    p.step([chunk(dead, "warm", [0], [0], last=True)], finished=["warm"])
-    p.wait_over({"warm"})
+def dead_and_alive(start: Ends, folder: Path, timeout_s: float) -> tuple[PrefillEnd, DecodeEnd, DecodeEnd]:
+    """P, and two workers of D: the link to the first has met its death, after so many seconds of silence it says so."""
+    dead, alive = DecodeEnd(folder, "D0"), start(DecodeEnd, "D1")
+    p = start(PrefillEnd)
+    p.wait_up(alive)
+    p.timeout_s = timeout_s
+    link = p.wait_up(dead)
     dead.close()
-    names = [f"r{i}" for i in range(6)]
+    link.put(packet(dead, "q", (0, 1), [Run(0, 0, 1)], target="D0:none"), 0.0)  # makes it reconnect
+    return p, dead, alive
+
+
+def test_a_dead_peer_delays_no_other(start: Ends, tmp_path: Path) -> None:
+    p, dead, alive = dead_and_alive(start, tmp_path, timeout_s=3600.0)
     alive.expect(key_of("z"), [5])
-    began = time.monotonic()
-    p.links[dead.endpoint].put(packet(dead, "q", (0, 1), [Run(0, 0, 1)], target="D0:none"), 0.0)  # makes it reconnect
-    p.step([*(chunk(dead, name, [1], [5], last=True) for name in names), chunk(alive, "z", [1], [5], last=True)])
+    p.step([chunk(dead, "a", [1], [5], last=True), chunk(alive, "z", [1], [5], last=True)])
     alive.wait_ended(1)
-    assert time.monotonic() - began < 0.4
-    p.step(finished=[*names, "z"])
-    p.wait_over({*names, "z"}, deadline_s=2.5)
-    assert time.monotonic() - began < 2.0  # not one deadline per transfer
+    assert alive.received
+
+
+def test_transfers_to_a_dead_peer_end_within_one_deadline_for_all(
+    start: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    p, dead, _ = dead_and_alive(start, tmp_path, timeout_s=0.2)
+    names = [f"r{i}" for i in range(6)]
+    p.step([chunk(dead, name, [1], [5], last=True) for name in names], finished=names)
+    p.wait_over(set(names))
+    waits = [record for record in caplog.records if record.levelname == "ERROR" and "silent" in record.getMessage()]
+    assert len(waits) <= 2  # the one that q began, and if they came later than that one for all of them
 
 
 def test_a_stop_does_not_wait_for_a_peer_that_returns_no_credit(start: Ends, tmp_path: Path) -> None:
     d = start(DecodeEnd)
-    p = start(PrefillEnd, staging_bytes=4096, timeout_s=1.0)
-    go = threading.Event()
+    p = start(PrefillEnd, staging_bytes=4096)
+    link = p.wait_up(d)
+    inside, go = threading.Event(), threading.Event()
     copy = d.side.packet
-    d.side.packet = lambda peer, packet, dropped: (go.wait(5), copy(peer, packet, dropped))
+    d.side.packet = lambda *args: (inside.set(), go.wait(2 * PATIENCE_S), copy(*args))
     d.expect(key_of("a"), [5])
     p.step([chunk(d, "a", [1], [5], last=False)])
-    link = p.links[d.endpoint]
-    wait_for(lambda: link._connection.side._seq >= 2)  # waits for room
-    began = time.monotonic()
+    assert inside.wait(PATIENCE_S)  # the memory is full, the link waits for room
     p.step(stops=["a"])
-    assert time.monotonic() - began < 0.3
+    assert link.snapshot().state == "up"  # the step was over before the link gave D up
     go.set()
     d.wait_ended(1)
     assert d.failed
@@ -114,19 +114,18 @@ def test_a_stop_does_not_wait_for_a_peer_that_returns_no_credit(start: Ends, tmp
 def test_a_preemption_does_not_wait_for_a_peer_that_has_stopped(start: Ends) -> None:
     """However many small packets are on their way: ZMQ holds 1000 at either end."""
     d = start(DecodeEnd)
-    p = start(PrefillEnd, staging_bytes=16 << 20, grouping=1, timeout_s=20.0)
+    p = start(PrefillEnd, staging_bytes=16 << 20, grouping=1)
     link = p.wait_up(d)
     go = threading.Event()
     copy = d.side.packet
-    d.side.packet = lambda peer, packet, dropped: (go.wait(20), copy(peer, packet, dropped))
+    d.side.packet = lambda peer, packet, dropped: (go.wait(2 * PATIENCE_S), copy(peer, packet, dropped))
     d.expect(key_of("a"), [5])
     try:
         for _ in range(600):
             p.step([chunk(d, "a", [1], [5], last=False)])
         wait_for(lambda: link.snapshot().queued_bytes == 0)
-        began = time.monotonic()
         p.step(preempted=["a"])
-        assert time.monotonic() - began < 1.0
+        assert link.snapshot().state == "up"  # the step was over before the link gave D up
     finally:
         go.set()
 
@@ -138,7 +137,7 @@ def test_a_transfer_with_packets_on_a_connection_that_broke_never_gets_its_done(
         raise LinkError("the wire broke")
 
     d = start(DecodeEnd)
-    p = start(PrefillEnd, timeout_s=0.3)
+    p = start(PrefillEnd)
     d.expect(key_of("a"), [5, 6])
     p.step([chunk(d, "a", [1], [5], last=False)])
     wait_for(lambda: bool(d.caches["layer.4"][5].any()))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from epd_serve.kv.faults import Faults, here_of
-from tests.epd_serve.engine.kv.fakes import DecodeEnd, Ends, PrefillEnd, chunk, key_of, same, wait_for
+from tests.epd_serve.engine.kv.fakes import DecodeEnd, Ends, PrefillEnd, chunk, key_of, same
+from tests.waiting import wait_for
 
 
 def ends(start: Ends, faults: str, **options: object) -> tuple[DecodeEnd, PrefillEnd]:
@@ -36,14 +38,24 @@ def test_what_arrives_twice_counts_once(start: Ends, message: str) -> None:
     p.wait_over({"a", "b"})
 
 
-def test_a_done_that_is_late_is_overtaken_and_still_ends_its_transfer(start: Ends) -> None:
+def test_a_done_that_is_late_still_ends_its_transfer(start: Ends) -> None:
     d, p = ends(start, "delay=Done:0.1s")
     d.expect(key_of("a"), [5])
+    began = time.monotonic()
     p.step([chunk(d, "a", [1], [5], last=True)])
-    wait_for(lambda: bool(d.caches["layer.4"][5].any()))
-    assert not d.poll()
     d.wait_ended(1)
     assert d.received
+    assert time.monotonic() - began >= 0.1
+
+
+def test_a_done_that_is_late_holds_up_no_packet(start: Ends) -> None:
+    d, p = ends(start, "delay=Done:3600s")
+    p.step([chunk(d, "a", [1], [5], last=True)], finished=["a"])
+    p.wait_over({"a"})
+    d.expect(key_of("a"), [5])
+    p.step([chunk(d, "b", [2], [6], last=True)])
+    wait_for(lambda: bool(d.caches["layer.4"][6].any()))
+    assert not d.poll()
 
 
 @pytest.mark.parametrize(("point", "arrived"), [("packet", False), ("done", True)])

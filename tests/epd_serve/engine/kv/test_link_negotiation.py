@@ -12,7 +12,8 @@ from epd_serve.engine.kv.link_cost import MeasuredCost
 from epd_serve.engine.kv.regions import Layers
 from epd_serve.engine.kv.shm_send import ShmSendSide
 from epd_serve.engine.kv.transport import LinkError, SendSide
-from tests.epd_serve.engine.kv.fakes import HOST, DecodeEnd, Ends, PrefillEnd, chunk, key_of, same, wait_for
+from tests.epd_serve.engine.kv.fakes import HOST, DecodeEnd, Ends, PrefillEnd, chunk, key_of, same
+from tests.waiting import wait_for
 
 
 class Other(ShmSendSide):
@@ -104,20 +105,20 @@ def test_probes_measure_the_link_before_traffic(start: Ends) -> None:
 
 
 def test_a_decode_that_starts_later_is_found_without_traffic(start: Ends, tmp_path: Path) -> None:
-    p = start(PrefillEnd, timeout_s=0.05)
+    p = start(PrefillEnd, timeout_s=0.25)
     p.sender.warm([[f"ipc://{tmp_path}/D0.kvw0"]])
     (link,) = p.links.values()
     wait_for(lambda: "silent" in link.snapshot().reason)
     assert link.snapshot().state == "opening"
     d = start(DecodeEnd)
-    wait_for(lambda: link.snapshot().state == "up")
-    assert (link.snapshot().peer, link.snapshot().reason, link.snapshot().retries) == ("D0", "", 0)
+    wait_for(lambda: (link.snapshot().state, link.snapshot().reason) == ("up", ""))
+    assert (link.snapshot().peer, link.snapshot().retries) == ("D0", 0)
     assert p.links.keys() == {d.endpoint}
 
 
 def test_a_link_that_lost_its_peer_is_down_until_the_next_life(start: Ends, tmp_path: Path) -> None:
     old = DecodeEnd(tmp_path)
-    p = start(PrefillEnd, timeout_s=0.1, staging_bytes=4096, grouping=1)
+    p = start(PrefillEnd, timeout_s=0.25, staging_bytes=4096, grouping=1)
     link = p.wait_up(old)
     old.close()
     p.step([chunk(old, "a", [1], [5], last=True)], finished=["a"])  # its second packet finds no room
@@ -130,7 +131,7 @@ def test_a_link_that_lost_its_peer_is_down_until_the_next_life(start: Ends, tmp_
 
 def test_an_idle_link_notices_that_its_peer_died_and_finds_the_next_life(start: Ends, tmp_path: Path) -> None:
     old = DecodeEnd(tmp_path)
-    p = start(PrefillEnd, timeout_s=0.1)
+    p = start(PrefillEnd, timeout_s=0.25)
     link = p.wait_up(old)
     old.close()
     wait_for(lambda: link.snapshot().state == "down")

@@ -10,7 +10,8 @@ import pytest
 
 from epd_serve import wire
 from epd_serve.trace import Trace
-from tests.epd_serve.engine.kv.fakes import DecodeEnd, Ends, PrefillEnd, chunk, key_of, wait_for
+from tests.epd_serve.engine.kv.fakes import DecodeEnd, Ends, PrefillEnd, chunk, key_of
+from tests.waiting import wait_for
 
 
 def stamps(path: Path, event: str) -> list[dict[str, Any]]:
@@ -33,7 +34,7 @@ def test_packets_bytes_and_transfers_are_counted(start: Ends) -> None:
     assert (found.packets, found.layers, found.bytes) == (6, 10, (3 + 1) * 5 * 64)
     assert (found.failed, found.cancelled, found.retries, found.queued_bytes) == (0, 0, 0, 0)
     assert 0 < found.busy_s < found.transfer_s  # two transfers share the first packets, each counts them
-    assert 0 <= found.exposed_s < 5
+    assert found.exposed_s >= 0
 
 
 def test_slices_of_a_packet_count_as_one_packet(start: Ends) -> None:
@@ -50,7 +51,7 @@ def test_every_slice_teaches_the_link_its_cost(start: Ends) -> None:
     p.step([chunk(d, "a", [1], [5], last=True)])
     wait_for(lambda: report(p).transfers == 1)
     assert [nbytes for nbytes, _ in seen] == [128, 128, 64]
-    assert all(0 < seconds < 5 for _, seconds in seen)
+    assert all(seconds > 0 for _, seconds in seen)
     assert sum(seconds for _, seconds in seen) == pytest.approx(report(p).busy_s)
 
 

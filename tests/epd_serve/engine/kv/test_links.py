@@ -9,17 +9,8 @@ import pytest
 
 from epd_serve import wire
 from epd_serve.kv.plan import Run
-from tests.epd_serve.engine.kv.fakes import (
-    DecodeEnd,
-    Ends,
-    Gate,
-    PrefillEnd,
-    chunk,
-    key_of,
-    packet,
-    same,
-    wait_for,
-)
+from tests.epd_serve.engine.kv.fakes import DecodeEnd, Ends, Gate, PrefillEnd, chunk, key_of, packet, same
+from tests.waiting import PATIENCE_S, wait_for
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 9])
@@ -164,18 +155,18 @@ def test_a_failure_is_not_reported_while_a_packet_of_it_is_being_written(start: 
 
     def slow(peer: bytes, packet: wire.Packet, dropped: Any) -> None:
         inside.set()
-        assert go.wait(5)
+        assert go.wait(PATIENCE_S)
         copy(peer, packet, dropped)
 
     d.side.packet = slow
     d.expect(key_of("a"), [5])
     p.step([chunk(d, "a", [1], [5], last=False)])
-    assert inside.wait(5)
+    assert inside.wait(PATIENCE_S)
     d.fail(key_of("a"))
     reported = threading.Event()
     reporter = threading.Thread(target=lambda: (d.poll(), reported.set()))
     reporter.start()
     assert not reported.wait(0.05)  # the blocks may not be given back yet
     go.set()
-    reporter.join(5)
+    reporter.join(PATIENCE_S)
     assert d.failed

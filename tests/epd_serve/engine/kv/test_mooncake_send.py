@@ -17,6 +17,7 @@ from epd_serve.engine.kv.regions import Layers, layers_of, pieces_of
 from epd_serve.engine.kv.transport import LinkError
 from epd_serve.kv.plan import LayerPacket, Run
 from tests.epd_serve.engine.kv.fakes import HOST, DecodeEnd, Ends, PrefillEnd, caches, chunk, key_of, same, shape
+from tests.waiting import PATIENCE_S
 
 BLOCKS = 16
 
@@ -179,8 +180,7 @@ def test_kv_arrives_over_tcp(start: Ends) -> None:
     d.receiver._sides["mooncake"] = MooncakeReceiveSide(endpoint("D", d.layers))
     p = start(
         PrefillEnd,
-        sides=lambda layers, path: [MooncakeSendSide(layers, endpoint("P", layers), "tcp", timeout_s=5.0)],
-        timeout_s=5.0,
+        sides=lambda layers, path: [MooncakeSendSide(layers, endpoint("P", layers), "tcp", timeout_s=PATIENCE_S)],
     )
     link = p.wait_up(d)
     d.expect(key_of("a"), range(20, 24))

@@ -11,7 +11,8 @@ import pytest
 
 from npu_ops.fake_engine import FakeNetwork
 from tests.epd_serve.engine.kv.device_ends import P_NPU, Pair, Setting
-from tests.epd_serve.engine.kv.slow_devices import STALE, Prompt, ascend_caches, neighbouring_caches, wait_for
+from tests.epd_serve.engine.kv.slow_devices import STALE, Prompt, ascend_caches, neighbouring_caches
+from tests.waiting import wait_for
 
 Start = Callable[..., Pair]
 TRANSPORTS = ("shm", "mooncake")

@@ -14,7 +14,8 @@ from epd_serve.engine.kv.prefill_scheduler import PrefillScheduler
 from epd_serve.kv.params import prompt_hash, transfer_key
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
-from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, ready, request, scheduled, wait_for
+from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, ready, request, scheduled
+from tests.waiting import wait_for
 
 PARAMS = {"transfer_id": "T", "incarnation": "p1"}
 

@@ -24,6 +24,8 @@ from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 from npu_ops.fake import FakeDevice
 from npu_ops.memory import DeviceMemory, HostMemory
+from tests.epd_serve.engine.kv.slow_devices import SlowDevice
+from tests.waiting import PATIENCE_S, wait_for
 
 BLOCKS, LAYERS, BLOCK_SIZE, HEADS, DIM = 8, 3, 4, 2, 4
 BLOCK_BYTES = BLOCK_SIZE * HEADS * DIM
@@ -123,7 +125,7 @@ class Prefill:
     def say(self, message: Any) -> None:
         self.socket.send(wire.encode(message))
 
-    def hear(self, timeout_s: float = 5.0) -> wire.ToPrefillWorker:
+    def hear(self, timeout_s: float = PATIENCE_S) -> wire.ToPrefillWorker:
         assert self.socket.poll(int(timeout_s * 1000)), "D is silent"
         return wire.to_prefill_worker.decode(self.socket.recv())
 
@@ -159,14 +161,6 @@ class Prefill:
 
     def blocks(self, block: int) -> torch.Tensor:
         return self.kv[:, :, block].reshape(-1, *self.kv.shape[3:])
-
-
-def wait_for(condition: Callable[[], Any], deadline_s: float = 5.0) -> None:
-    end = time.monotonic() + deadline_s
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < end, "condition not met in time"
-        pause.wait(0.002)
 
 
 @pytest.fixture
@@ -336,15 +330,24 @@ def test_a_device_that_refuses_a_copy_fails_the_transfer_and_not_the_listener(
 
 
 def test_a_failure_is_not_reported_while_a_packet_of_it_is_on_its_way_into_the_device(start: Start, link: Link) -> None:
-    device = FakeDevice(latency_s=0.05)
+    device = SlowDevice("host0/npu0")
+    device.copies_late = True
     d = start(device=device)
     p = link(d)
     d.expect(A)
+    device.turnstile.close()
     p.say(p.stage([(A, [(1, 1)])]))
-    wait_for(device.waited_for)
+    wait_for(lambda: device.stuck)
     d.receiver.expect([], [A])
-    assert d.poll() == {A: False}
-    before = d.blocks(1).clone()
+    seen: list[tuple[dict[TransferKey, bool], torch.Tensor]] = []
+    reporter = threading.Thread(target=lambda: seen.append((d.poll(), d.blocks(1).clone())))
+    reporter.start()
+    reporter.join(0.05)
+    assert not seen  # the blocks may not be given back yet
+    device.turnstile.open()
+    reporter.join(PATIENCE_S)
+    ((ended, before),) = seen
+    assert ended == {A: False}
     assert p.hear() == wire.Credit(1)
     assert torch.equal(d.blocks(1), before) and torch.equal(before, p.blocks(1))  # whole, and nothing came later
 
@@ -580,14 +583,13 @@ def test_answers_meet_the_faults_that_are_asked_for(start: Start, link: Link) ->
 
 
 def test_an_answer_is_delayed_without_holding_up_the_others(start: Start, link: Link) -> None:
-    d = start(faults="delay=Credit:0.1s")
+    d = start(faults="delay=Credit:3600s")
     p = link(d)
     d.expect(A)
     p.say(p.stage([(A, [(1, 1)])]))
     p.say(wire.Done(A, True, packets=1))
     assert d.wait_ended(A) == {A: True}
-    assert p.silent(0.0)
-    assert p.hear() == wire.Credit(1)
+    assert p.silent()
 
 
 def test_done_can_be_met_before_it_is_reported(start: Start, link: Link, tmp_path: Path) -> None:

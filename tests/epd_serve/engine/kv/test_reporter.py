@@ -16,8 +16,8 @@ from epd_serve.engine.kv.reporter import Reporter
 from epd_serve.roles import Role
 from epd_serve.sockets import Socket, open_socket, readable
 from epd_serve.wiring import StageWiring
+from tests.waiting import PATIENCE_S
 
-PATIENCE_S = 10.0
 NEVER_S = 3600.0
 
 

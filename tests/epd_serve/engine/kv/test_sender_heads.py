@@ -9,7 +9,8 @@ import torch
 
 from epd_serve.engine.kv.sender import ChunkJob
 from epd_serve.kv.heads import heads_of
-from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, DecodeEnd, Ends, PrefillEnd, key_of, wait_for
+from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, DecodeEnd, Ends, PrefillEnd, key_of
+from tests.waiting import wait_for
 
 BLOCKS, DIM, LAYERS = 8, 3, 3
 PAIRS = {1: 5, 2: 4, 6: 0, 7: 1}
@@ -90,7 +91,7 @@ def test_a_transfer_is_over_when_every_worker_of_prefill_has_said_so(start: Ends
 
 
 def test_a_worker_of_decode_that_is_slow_keeps_no_other_from_its_part(start: Ends) -> None:
-    (p,), (slow, quick) = ends(start, 1, 2, 6, "heads first", staging_bytes=4096, timeout_s=5.0)
+    (p,), (slow, quick) = ends(start, 1, 2, 6, "heads first", staging_bytes=4096)
     quick.expect(key_of("a"), PAIRS.values())
     slow.close()  # takes nothing
     p.step([job([slow, quick], "a", PAIRS)])

@@ -17,18 +17,8 @@ from epd_serve.engine.kv.transport import LinkError
 from epd_serve.kv.grouping import AdaptiveGrouping, Cuts, LinkCost, Step
 from epd_serve.kv.link_queue import MAX_YIELD_S
 from epd_serve.kv.plan import Run
-from tests.epd_serve.engine.kv.fakes import (
-    HOST,
-    DecodeEnd,
-    Ends,
-    Gate,
-    PrefillEnd,
-    chunk,
-    key_of,
-    packet,
-    same,
-    wait_for,
-)
+from tests.epd_serve.engine.kv.fakes import HOST, DecodeEnd, Ends, Gate, PrefillEnd, chunk, key_of, packet, same
+from tests.waiting import PATIENCE_S, wait_for
 
 
 @dataclass
@@ -77,6 +67,9 @@ def hold_move(p: PrefillEnd, d: DecodeEnd) -> Gate:
 
     side.move = slow
     return gate
+
+
+LONG_S = 1000.0  # per layer: no pause of this machine makes a deadline that is later in the test the earlier one
 
 
 def layers_take(p: PrefillEnd, seconds: float) -> None:
@@ -141,7 +134,7 @@ def test_what_is_queued_counts_as_backlog(start: Ends) -> None:
     d, p = start(DecodeEnd), start(PrefillEnd, grouping=told)
     link, gate = p.wait_up(d), Gate()
     link.put(packet(d, "x", (0, 1), [Run(0, 0, 1)], gate.wait), 0.0)
-    assert gate.reached.wait(5)
+    gate.wait_reached()
     link.put(packet(d, "y", (0, 5), [Run(0, 0, 20)]), 0.0)
     p.step([chunk(d, "a", [1], [5], last=True)])
     gate.opened.set()
@@ -180,10 +173,10 @@ def test_the_adaptive_grouping_sends_small_packets_last(start: Ends) -> None:
 def test_a_prompt_that_ends_overtakes_one_that_goes_on(start: Ends) -> None:
     d, p = start(DecodeEnd), start(PrefillEnd, grouping=5)
     link, gate = p.wait_up(d), Gate()
-    layers_take(p, 1.0)
+    layers_take(p, LONG_S)
     packets = watch(d)
     link.put(packet(d, "x", (0, 1), [Run(0, 0, 1)], gate.wait), 0.0)
-    assert gate.reached.wait(5)
+    gate.wait_reached()
     p.step([chunk(d, "later", [1], [5], last=False)])
     d.expect(key_of("now"), [6])
     p.step([chunk(d, "now", [2], [6], last=True)])
@@ -196,10 +189,10 @@ def test_a_prompt_that_ends_overtakes_one_that_goes_on(start: Ends) -> None:
 def test_a_prompt_that_ends_takes_its_earlier_packets_with_it(start: Ends) -> None:
     d, p = start(DecodeEnd), start(PrefillEnd, grouping=5)
     link, gate = p.wait_up(d), Gate()
-    layers_take(p, 1.0)
+    layers_take(p, LONG_S)
     packets = watch(d)
     link.put(packet(d, "x", (0, 1), [Run(0, 0, 1)], gate.wait), 0.0)
-    assert gate.reached.wait(5)
+    gate.wait_reached()
     p.step([chunk(d, "other", [1], [5], last=False)])
     p.step([chunk(d, "mine", [2], [6], last=False)])
     p.step([chunk(d, "mine", [3], [7], last=True)])
@@ -217,7 +210,7 @@ def test_an_urgent_packet_goes_between_the_slices_of_a_large_one(start: Ends) ->
     gate = hold_move(p, d)
     link = p.links[d.endpoint]
     link.put(packet(d, "large", (0, 5), [Run(0, 0, 1)]), 2.0)
-    assert gate.reached.wait(5)
+    gate.wait_reached()
     link.put(packet(d, "urgent", (0, 1), [Run(1, 1, 1)]), 1.0)
     gate.opened.set()
     wait_for(lambda: len(packets) == 6)
@@ -232,7 +225,7 @@ def test_a_preempted_part_is_left_out_of_a_packet_and_the_rest_is_sent(start: En
     link, gate = p.wait_up(d), Gate()
     packets = watch(d)
     link.put(packet(d, "x", (0, 1), [Run(0, 0, 1)], gate.wait), 0.0)
-    assert gate.reached.wait(5)
+    gate.wait_reached()
     for name, block in (("a", 5), ("b", 6)):
         d.expect(key_of(name), [block])
     p.step([chunk(d, "a", [1], [5], last=False), chunk(d, "b", [2], [6], last=False)])
@@ -256,7 +249,7 @@ def test_a_packet_that_is_preempted_before_the_device_has_written_it_is_not_sent
     packets, gate = watch(d), Gate()
     p.use(SimpleNamespace(timed_fence=lambda: SimpleNamespace(wait=gate.wait, seconds_since=lambda earlier: None)))
     p.step([chunk(d, "a", [1], [5], last=False)])
-    assert gate.reached.wait(5)
+    gate.wait_reached()
     p.sender.preempt(["a"])  # returns: nothing is being read yet
     gate.opened.set()
     p.use(HOST)
@@ -271,12 +264,12 @@ def test_a_preemption_waits_for_the_slice_that_is_being_read_and_for_no_other(st
     packets = watch(d)
     gate = hold_move(p, d)
     p.step([chunk(d, "a", [1], [5], last=False)])
-    assert gate.reached.wait(5)
+    gate.wait_reached()
     preempted = threading.Event()
     threading.Thread(target=lambda: (p.sender.preempt(["a"]), preempted.set()), daemon=True).start()
     assert not preempted.wait(0.05)
     gate.opened.set()
-    assert preempted.wait(5)
+    assert preempted.wait(PATIENCE_S)
     p.step([chunk(d, "b", [2], [6], last=True)], finished=["b"])
     wait_for(lambda: "b" in members(packets))
     assert members(packets).count("a") == 1
@@ -287,12 +280,12 @@ def test_a_preemption_does_not_wait_for_a_peer_that_returns_no_credit(start: End
     p.wait_up(d)
     inside, go = threading.Event(), threading.Event()
     copy = d.side.packet
-    d.side.packet = lambda *args: (inside.set(), go.wait(5), copy(*args))
+    d.side.packet = lambda *args: (inside.set(), go.wait(2 * PATIENCE_S), copy(*args))
     p.step([chunk(d, "a", [1], [5], last=False)])
-    assert inside.wait(5)  # the memory is full, the link waits for room
+    assert inside.wait(PATIENCE_S)  # the memory is full, the link waits for room
     preempt = threading.Thread(target=lambda: p.sender.preempt(["a"]))
     preempt.start()
-    preempt.join(1.0)
+    preempt.join(PATIENCE_S / 2)
     waited = preempt.is_alive()
     go.set()
     assert not waited
@@ -326,7 +319,7 @@ def test_what_waits_while_a_connection_breaks_is_sent_on_the_next_one(start: End
         raise LinkError("the wire broke")
 
     link.put(packet(d, "x", (0, 1), [Run(0, 0, 1)], breaks), 0.0)
-    assert gate.reached.wait(5)
+    gate.wait_reached()
     d.expect(key_of("a"), [5])
     p.step([chunk(d, "a", [1], [5], last=True)])
     gate.opened.set()
@@ -345,7 +338,7 @@ def test_packets_that_share_the_network_yield_for_a_while(start: Ends, shares: b
     d = start(DecodeEnd)
     p = start(PrefillEnd, grouping=5, link_options={"quiet_until": quiet_until})
     p.wait_up(d)._connection.side.shares_network = shares
-    layers_take(p, 1.0)  # the packet is wanted in 5 s
+    layers_take(p, LONG_S)  # the packet can afford it
     d.expect(key_of("a"), [5])
     began = time.monotonic()
     p.step([chunk(d, "a", [1], [5], last=True)])

@@ -10,7 +10,10 @@ import pytest
 import zmq
 
 from epd_serve import wire
-from tests.epd_serve.engine.kv.fakes import DecodeEnd, Ends, PrefillEnd, chunk, key_of, shape, wait_for
+from epd_serve.kv.plan import Run
+from tests.epd_serve.engine.kv.fakes import DecodeEnd, Ends, PrefillEnd, chunk, key_of, shape
+from tests.epd_serve.engine.kv.fakes import packet as carrier
+from tests.waiting import PATIENCE_S, wait_for
 
 
 @pytest.fixture
@@ -51,9 +54,15 @@ def test_a_packet_that_cannot_be_written_fails_its_transfer_and_not_the_worker(
     p.step([chunk(d, "b", [1], [7], last=False)])
     wait_for(lambda: bool(d.caches["layer.4"][7].any()))
     if packet.offset or packet.layers != (0, 2) or packet.parts[0][1] != [(5, 1)]:
-        connection = p.links[d.endpoint]._connection  # after a handshake
-        connection.side._seq += 1
-        connection._socket.send(wire.encode(msgspec.structs.replace(packet, seq=connection.side._seq)))
+        link = p.links[d.endpoint]  # after a handshake
+        connection = link._connection
+
+        def forge() -> None:
+            """In the link's thread, whose socket it is."""
+            connection.side._seq += 1
+            connection._socket.send(wire.encode(msgspec.structs.replace(packet, seq=connection.side._seq)))
+
+        link.put(carrier(d, "c", (0, 1), [Run(0, 0, 1)], forge), 0.0)
     else:
         stranger.connect(d.endpoint)
         stranger.send(wire.encode(packet))
@@ -72,7 +81,7 @@ def test_staging_memory_that_cannot_be_mapped_is_refused_not_met_with_silence(
     (tmp_path / "memory").write_bytes(bytes(100) if size else b"")
     stranger.connect(d.endpoint)
     stranger.send(wire.encode(wire.Hello(wire.VERSION, "P0:1", "shm", shape(d.layers), str(tmp_path / path), size)))
-    assert stranger.poll(5000)
+    assert stranger.poll(int(1e3 * PATIENCE_S))
     answer = wire.to_prefill_worker.decode(stranger.recv())
     assert isinstance(answer, wire.HelloRefused)
     assert "staging memory" in answer.reason

@@ -12,6 +12,7 @@ from epd_serve.engine.kv.transport import LinkError
 from epd_serve.engine.kv.transports import OnDemand, offered, quarantine_s
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
+from tests.waiting import PATIENCE_S
 
 
 def wiring(transport: str) -> StageWiring:
@@ -47,7 +48,7 @@ def test_an_engine_starts_once_however_many_links_ask() -> None:
     endpoint = OnDemand(start)
 
     def ask(_: int) -> Any:
-        together.wait(5)
+        together.wait(PATIENCE_S)
         return endpoint()
 
     assert not started

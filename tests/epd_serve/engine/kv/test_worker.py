@@ -21,7 +21,7 @@ from epd_serve.engine.kv.worker import DecodeWorker, PrefillWorker
 from epd_serve.roles import Role
 from epd_serve.wire import TransferKey
 from epd_serve.wiring import StageWiring
-from tests.epd_serve.engine.kv.fakes import wait_for
+from tests.waiting import PATIENCE_S, wait_for
 
 LAYERS, BLOCKS, HEADS, BLOCK_SIZE, WIDTH = 3, 8, 4, 16, 8
 KEY = TransferKey("t", "r")
@@ -35,7 +35,7 @@ class Cluster:
         self.p_tp, self.d_tp = p_tp, d_tp
         self.endpoints = tuple(f"ipc://{folder}/D0.kvw{rank}" for rank in range(d_tp))
         self.news = f"ipc://{folder}/P0.news"
-        common = {"kv_staging_bytes": 1 << 20, "kv_peer_timeout_s": 5.0}
+        common = {"kv_staging_bytes": 1 << 20, "kv_peer_timeout_s": PATIENCE_S}
         sending = StageWiring(
             "P0",
             Role.P,

@@ -43,6 +43,7 @@ class FakeScheduler:
         self.kv_cache_manager = SimpleNamespace(usage=0.25)
         self.cache_config = SimpleNamespace(num_gpu_blocks=100)
         self.block_size = 32
+        self.max_num_running_reqs = 7
         self.down = False
 
     def schedule(self, throttle_prefills: bool = False) -> FakeStep:

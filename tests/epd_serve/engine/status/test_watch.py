@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from epd_serve.engine.status.watch import COUNT_S, COUNT_SHARE, MAX_STEPS, LoadWatch
+from epd_serve.engine.status.watch import COUNT_SHARE, MAX_STEPS, LoadWatch
 from epd_serve.roles import Role
 from epd_serve.wire import StageReport
 from epd_serve.wiring import StageWiring
@@ -33,16 +33,16 @@ class Watched:
 
     def look(self) -> StageReport:
         """As the scheduler's next call will, later."""
-        self.now += COUNT_S
+        self.now += 0.05
         self.watch.changed()
         return self.last
 
 
 class CountsSlowly(dict[str, FakeRequest]):
-    """A request that takes its time to be looked at."""
+    """Requests that take their time to be looked at."""
 
     def __init__(self, engine: Watched, seconds: float) -> None:
-        super().__init__(r=FakeRequest(100))
+        super().__init__()
         self._engine, self._seconds = engine, seconds
 
     def values(self) -> Any:
@@ -56,7 +56,7 @@ def test_what_a_step_computes_is_pending_until_it_ends() -> None:
     report = engine.look()
     assert (report.waiting, report.running) == (1, 0)
     assert (report.pending_prompt_tokens, report.pending_item_tokens) == (100, 64)
-    assert (report.kv_used, report.kv_tokens) == (0.25, 3200)
+    assert (report.kv_used, report.kv_tokens, report.max_running) == (0.25, 3200, 7)
     step = engine.step(FakeStep({"r": 100}, {"r": [0]}))
     report = engine.look()
     assert (report.waiting, report.running) == (0, 1)
@@ -96,28 +96,23 @@ def test_empty_steps_neither_count_nor_measure() -> None:
     assert engine.look().step_s == 0
 
 
-def test_counting_keeps_its_pace_but_never_misses_the_end() -> None:
+def test_counting_that_takes_long_is_done_less_often_but_never_misses_the_last_nor_the_first() -> None:
     engine = Watched(Role.P)
-    engine.scheduler.requests["r"] = FakeRequest(100)
-    engine.watch.changed()
-    engine.now += COUNT_S / 2
-    engine.watch.changed()
-    assert len(engine.reports) == 1
-    del engine.scheduler.requests["r"]
-    engine.watch.changed()
-    assert engine.last.waiting == 0
-
-
-def test_counting_that_takes_long_is_done_less_often() -> None:
-    engine = Watched(Role.P)
-    engine.scheduler.requests = CountsSlowly(engine, 0.002)  # type: ignore[assignment]
+    engine.scheduler.requests = requests = CountsSlowly(engine, 0.002)  # type: ignore[assignment]
+    requests["r"] = FakeRequest(100)
     engine.watch.changed()
     engine.now += 0.002 / COUNT_SHARE - 0.02
     engine.watch.changed()
-    assert len(engine.reports) == 1
+    assert [report.waiting for report in engine.reports] == [1]
+    requests["s"] = FakeRequest(100)
     engine.now += 0.02
     engine.watch.changed()
-    assert len(engine.reports) == 2
+    assert [report.waiting for report in engine.reports] == [1, 2]
+    requests.clear()
+    engine.watch.changed()
+    requests["t"] = FakeRequest(100)
+    engine.watch.changed()
+    assert [report.waiting for report in engine.reports] == [1, 2, 0, 1]
 
 
 @pytest.mark.parametrize("role", [Role.P, Role.D, Role.PD])

@@ -1,0 +1,46 @@
+"""`epd-bench proxy`: how much the proxy costs, and how well it keeps what it promises, over simulated stages.
+
+Stages are simulated (`epd-serve serve --engine sim`), everything between them, the proxy and the clients is real: HTTP,
+sockets, processes. `--only PART` measures one of the parts below, else all of them one after another.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import proxy_breakdown, proxy_peers, proxy_speed
+from bench.goals import goal_table
+from bench.proxy_part import Options, Part
+from bench.record import add_arguments as add_record_arguments
+from bench.record import environment, write
+
+PARTS: tuple[Part, ...] = (proxy_speed.PART, proxy_peers.PART, proxy_breakdown.PART)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = ", ".join(f"{part.name} ({part.what})" for part in PARTS)
+    parser.add_argument("--only", choices=[part.name for part in PARTS], metavar="PART", action="append", help=names)
+    parser.add_argument("--peer-vllm", type=Path, metavar="FILE", help="vLLM's example proxy, instead of fetching it")
+    parser.add_argument("--peer-ascend", type=Path, metavar="FILE", help="vllm-ascend's example proxy, likewise")
+    add_record_arguments(parser, quick="shorter runs, fewer rounds")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Measure, print, write the result."""
+    env = environment(argv, kind="real proxy, clients and sockets; simulated stages")
+    options = Options(arguments.quick, arguments.peer_vllm, arguments.peer_ascend)
+    parts = [part for part in PARTS if not arguments.only or part.name in arguments.only]
+    figures: dict[str, float] = {}
+    rows: list[dict[str, Any]] = []
+    for part in parts:
+        found = part.measure(options)
+        figures |= found.figures
+        rows += [{**row, "part": part.name} for row in found.rows]
+        print(f"\n{part.name}: {part.what}\n\n{found.text}", flush=True)
+    print(f"\n{goal_table(figures, tuple(goal for part in parts for goal in part.goals))}")
+    write(arguments.json, figures, env, rows)
+    return 0

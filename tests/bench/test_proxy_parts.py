@@ -1,0 +1,114 @@
+"""`epd-bench proxy`: its parts, and what becomes of their numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import cli, proxy, proxy_peers, proxy_speed
+from bench.goals import Goal
+from bench.load_process import Generator, Load
+from bench.proxy_breakdown import part_of, shares
+from bench.proxy_part import Found, Options, Part
+from bench.proxy_peers import ASCEND, VLLM
+from bench.proxy_rivals import bare_relay, running
+from epd_serve.errors import StageError
+from epd_serve.roles import Role
+from tests.proxy.fakes import DONE, FakeStage, chunk, served, streams, text_body
+
+SITE = "/lib/python3.11/site-packages"
+
+
+def test_parts_run_one_by_one_and_their_figures_come_together(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, Options]] = []
+
+    def part(name: str, value: float) -> Part:
+        def measure(options: Options) -> Found:
+            asked.append((name, options))
+            return Found({name: value}, [{"x": value}], f"table of {name}")
+
+        return Part(name, f"what {name} is", measure, (Goal(name, "<=", 1.5),))
+
+    monkeypatch.setattr(proxy, "PARTS", (part("one", 1.0), part("two", 2.0)))
+    out = tmp_path / "out.json"
+    assert cli.main(["proxy", "--quick", "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert result["figures"] == {"one": 1.0, "two": 2.0}
+    assert result["rows"] == [{"x": 1.0, "part": "one"}, {"x": 2.0, "part": "two"}]
+    printed = capsys.readouterr().out
+    assert "table of two" in printed and "MISSED" in printed
+    assert cli.main(["proxy", "--only", "two"]) == 0
+    assert [(name, options.quick) for name, options in asked] == [("one", True), ("two", True), ("two", False)]
+
+
+def test_every_part_has_a_name_of_its_own_and_no_two_set_one_goal() -> None:
+    names = [part.name for part in proxy.PARTS]
+    goals = [goal.figure for part in proxy.PARTS for goal in part.goals]
+    assert len(set(names)) == len(names) and len(set(goals)) == len(goals)
+
+
+def test_a_sample_counts_for_the_innermost_file_that_is_known() -> None:
+    assert part_of([f"{SITE}/aiohttp/client.py", "/x/proxy/stage_client.py"]) == "client: aiohttp"
+    assert part_of(["/usr/lib/python3.11/contextlib.py", "/x/proxy/exchange.py"]) == "exchange, admission"
+    assert part_of(["/x/proxy/policies/slo.py"]) == "routing: table, policies"
+    assert part_of([f"{SITE}/uvloop/__init__.py"]) == "event loop, tasks, timers"
+    assert part_of(["<string>"]) == "other"
+    found = shares([(["/x/proxy/sse.py"], 3), ([f"{SITE}/uvicorn/server.py"], 1)])
+    assert found == {"relay: HTTP to stages, events": 0.75, "server: uvicorn": 0.25}
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    rows = [
+        {"kind": "whole", "to": name, "round": turn, "rps": rps}
+        for turn, pair in enumerate([(60, 100), (30, 60), (8, 10)])
+        for name, rps in zip(("proxy", "relay"), pair, strict=True)
+    ]
+    assert proxy_speed._ratio(rows, "whole", "proxy", "relay") == 0.6
+
+
+def test_pictures_have_the_size_they_should_and_differ() -> None:
+    first, second = (json.dumps(proxy_speed.picture_body("m", seed)) for seed in (1, 2))
+    assert first != second and 190_000 < len(first) * 3 / 4 < 215_000
+
+
+async def test_the_bare_relay_passes_answers_on() -> None:
+    fake = FakeStage("PD0", Role.PD)
+    fake.usual = streams(chunk("a"), DONE)
+    async with served(fake) as url:
+
+        def through() -> dict[str, float]:
+            with bare_relay(url) as relay, Generator() as generator:
+                return generator.run(relay.url, Load([text_body(stream=True)], 0.2, at_once=1, warm_up_s=0.0))
+
+        found = await asyncio.to_thread(through)
+    assert found["requests"] and not found["errors"] and found["events"] == 2 * found["requests"]
+
+
+def test_a_rival_that_does_not_start_shows_its_log() -> None:
+    with pytest.raises(StageError, match="no such luck"), running("it", 1, ["sh", "-c", "echo no such luck; exit 1"]):
+        pass
+
+
+def test_the_peers_are_pinned_and_taken_from_a_file_where_one_is_given(tmp_path: Path) -> None:
+    for peer in (VLLM, ASCEND):
+        assert any(len(part) == 40 for part in peer.url.split("/"))
+    copy = tmp_path / "copy.py"
+    copy.write_text("print()")
+    assert proxy_peers._script(VLLM, copy, tmp_path).read_text() == "print()"
+    with pytest.raises(StageError, match="--peer-ascend"):
+        proxy_peers._script(ASCEND, tmp_path / "missing.py", tmp_path)
+    argv = VLLM.argv(copy, 8000, "http://127.0.0.1:1", "http://127.0.0.1:2")
+    assert argv[2:] == [
+        *("--host", "127.0.0.1", "--port", "8000", "--encode-servers-urls", "http://127.0.0.1:1"),
+        *("--prefill-servers-urls", "disable", "--decode-servers-urls", "http://127.0.0.1:2"),
+    ]
+    argv = ASCEND.argv(copy, 8000, "http://127.0.0.1:1", "http://127.0.0.1:2")
+    assert argv[2:] == [
+        *("--host", "127.0.0.1", "--port", "8000", "--encoder-hosts", "127.0.0.1", "--encoder-ports", "1"),
+        *("--pd-hosts", "127.0.0.1", "--pd-ports", "2"),
+    ]

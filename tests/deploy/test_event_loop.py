@@ -1,0 +1,41 @@
+"""The loop that the proxy runs in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+import pytest
+import uvloop
+
+from deploy import event_loop
+
+
+async def which() -> type[asyncio.AbstractEventLoop]:
+    return type(asyncio.get_running_loop())
+
+
+def test_it_is_uvloop_and_asyncios_own_where_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert event_loop.run(which()) is uvloop.Loop
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    assert issubclass(event_loop.run(which()), asyncio.SelectorEventLoop)
+
+
+def test_signals_reach_handlers_of_the_loop_and_interrupts_end_it() -> None:
+    async def until_signalled() -> str:
+        heard = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, heard.set)
+        os.kill(os.getpid(), signal.SIGHUP)
+        async with asyncio.timeout(10):
+            await heard.wait()
+        return "heard"
+
+    async def interrupted() -> None:
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGINT)
+        await asyncio.sleep(10)
+
+    assert event_loop.run(until_signalled()) == "heard"
+    with pytest.raises(KeyboardInterrupt):
+        event_loop.run(interrupted())
