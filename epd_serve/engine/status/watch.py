@@ -125,6 +125,5 @@ class LoadWatch:
                 prompt_tokens_per_s=self._rates.prompt_tokens_per_s,
                 item_tokens_per_s=self._rates.item_tokens_per_s,
                 decode_tokens_per_s=self._rates.decode_tokens_per_s,
-                max_running=int(getattr(scheduler, "max_num_running_reqs", 0)) if model else 0,
             )
         )
