@@ -171,7 +171,7 @@ def encoders(stages: Stages, count: int) -> tuple[Encoders, InstanceTable]:
     table = InstanceTable()
     for index in range(count):
         table.apply(Instance(f"E{index}", Role.E, f"http://E{index}", "1"))
-    metrics = Metrics()
+    metrics, budget = Metrics(), RetryBudget(RetryLimits(), now=0.0)
     made = Encoders(
         table,
         stages,  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ def encoders(stages: Stages, count: int) -> tuple[Encoders, InstanceTable]:
         retries=2,
         trace=Trace("", PROXY),
         circuits=Circuits(table, metrics),
-        budget=RetryBudget(RetryLimits(), now=0.0),
+        budget=budget,
     )
     return made, table
 
@@ -193,7 +193,8 @@ def job(costs: list[int]) -> Job:
         for index, cost in enumerate(costs)
     ]
     gate = Gate(Admission(), lambda: Capacity(1, 1, 1), Metrics())
-    return Job("r", request, body, tuple(items), 0.0, Pass(gate, gate.queue.admit(Kind.MEDIA, 0.0)))
+    passed = Pass(gate, gate.queue.admit(Kind.MEDIA, 0.0))
+    return Job("r", request, body, tuple(items), 0.0, passed)
 
 
 ENDINGS = st.lists(st.sampled_from(["ok", "later", "error", "late", "refusal", "hangs"]), max_size=12)
