@@ -3,6 +3,7 @@
     admit -> LOADING --stand(encode)--> TO_ENCODE --grant--> ENCODING --stand--> TO_SERVE --grant--> SERVED
                 \\------------------------stand-----------------------------------^
     ENCODING --give back--> LOADING                from every place: leave -> GONE, exactly once
+    TO_ENCODE, TO_SERVE --step back--> where it came from
 
 Text and media share the instances that prefill and decode, and only those, so only there the two compete. Each ticket
 has a time at which it is *due*: its arrival, later for media (`media_yields_s`) and by what the client asks
@@ -220,12 +221,17 @@ class AdmissionQueue:
             if not self._prefilling[ticket.kind]:
                 self._tokens[ticket.kind] = 0.0  # sums of floats drift
 
+    def step_back(self, ticket: Ticket) -> None:
+        """It waits for its turn no more, and so must not get one. Any number of times."""
+        if ticket.place in (Place.TO_ENCODE, Place.TO_SERVE):
+            self._line(ticket).remove(ticket)
+            ticket.place = Place.ENCODING if ticket.encoding else Place.LOADING
+
     def leave(self, ticket: Ticket, now: float) -> None:
         """The request has ended, however it did. Any number of times."""
         if ticket.place is Place.GONE:
             return
-        if ticket.place in (Place.TO_ENCODE, Place.TO_SERVE):
-            self._line(ticket).remove(ticket)
+        self.step_back(ticket)
         if ticket.place is Place.SERVED:
             self._sequences[ticket.kind] -= ticket.sequences
             self._served[ticket.kind] -= 1

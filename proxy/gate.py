@@ -113,7 +113,8 @@ class Gate:
             message = f"a request with {_what(ticket.kind)} has waited {_now() - begun:.0f} s for its turn in vain"
             raise self._overloaded(message, wait_s) from None
         finally:
-            self._waiters.pop(ticket, None)
+            del self._waiters[ticket]
+            self.queue.step_back(ticket)  # what else the request began may take a while to end
             self._metrics.queue_seconds.labels(ticket.kind.value, "encode" if encode else "serve").observe(
                 _now() - begun
             )

@@ -10,7 +10,9 @@ import httpx
 import pytest
 
 from epd_serve.errors import ConfigError
-from proxy.admission import Kind
+from proxy.admission import Capacity, Kind
+from proxy.gate import Gate
+from proxy.metrics import Metrics
 from proxy.request import Endpoint
 from proxy.settings import Admission, ProxySettings
 from tests.proxy.fakes import (
@@ -168,6 +170,21 @@ async def test_what_others_have_encoded_waits_for_no_encoder() -> None:
         released.set()
         assert {(await one).status_code for one in asked} == {200}
         assert len(c["E0"].calls) == 1
+
+
+async def test_who_stops_waiting_is_not_called_while_the_rest_of_the_request_is_taken_down() -> None:
+    gate = Gate(ONE, lambda: Capacity(encodes=1, sequences=1, prefill_tokens=1), Metrics())
+    async with gate.admitted(Kind.MEDIA) as leaving, gate.admitted(Kind.MEDIA) as staying:
+        async with gate.admitted(Kind.MEDIA) as first:
+            await first.to_encoders()
+            waits = [asyncio.create_task(one.to_encoders()) for one in (leaving, staying)]
+            await asyncio.sleep(0)
+            waits[0].cancel()
+            await asyncio.wait([waits[0]])
+        async with asyncio.timeout(5):
+            await waits[1]
+        assert gate.queue.encoding == 1
+    assert gate.queue.encoding == gate.queue.waiting(Kind.MEDIA) == 0
 
 
 @pytest.mark.parametrize("single", [False, True])
