@@ -17,6 +17,7 @@ RESPONSE_ERROR = b"event: error\n"
 
 BLANK_LINE = b"\n\n"
 DONE_EVENT = DONE + BLANK_LINE
+NAMED = b"event: "
 ERROR_MARK = b'{"error"'
 
 
@@ -45,8 +46,8 @@ def split(events: bytes) -> list[bytes]:
 
 def is_plain(events: bytes) -> bool:
     """Whether no event among these can be an error, judged without cutting them: the mark of one cannot stand inside a
-    JSON string, where its quotes would be escaped."""
-    return ERROR_MARK not in events
+    JSON string, where its quotes would be escaped. Named events are not plain: a name may be that of the end."""
+    return ERROR_MARK not in events and not events.startswith(NAMED)
 
 
 def is_last(events: bytes) -> bool:

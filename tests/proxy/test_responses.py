@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
+
+from starlette.types import Receive, Send
 
 from tests.proxy.fakes import (
     GRID,
     MODEL,
     Behaviour,
+    Call,
     Cluster,
+    FakeStage,
     another_proxy,
     cluster,
     data_url,
@@ -115,6 +120,24 @@ async def test_a_stream_is_relayed_event_by_event_to_its_own_end() -> None:
         response = await ask(c, body(stream=True))
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.content == b"".join((*OPENINGS, DELTA, COMPLETED))
+
+
+async def test_a_stream_whose_end_comes_by_itself_ends_well() -> None:
+    arrived, received = asyncio.Event(), b""
+
+    async def behave(stage: FakeStage, call: Call, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        await send({"type": "http.response.body", "body": b"".join((*OPENINGS, DELTA)), "more_body": True})
+        await arrived.wait()
+        await send({"type": "http.response.body", "body": COMPLETED, "more_body": False})
+
+    async with cluster("PD0") as c:
+        answers(c, behave)
+        async with c.client.stream("POST", RESPONSES, json=body(stream=True)) as response:
+            async for part in response.aiter_bytes():
+                received += part
+                arrived.set()
+    assert received == b"".join((*OPENINGS, DELTA, COMPLETED))
 
 
 async def test_a_stage_that_dies_after_the_openings_costs_a_retry_only() -> None:

@@ -36,6 +36,7 @@ def test_several_events_are_judged_without_cutting_them() -> None:
     said = b'data: {"choices": [{"delta": {"content": "data: [DONE]\\n\\n{\\"error\\""}}]}\n\n'
     done = b"data: [DONE]\n\n"
     assert is_plain(said) and not is_last(said)
+    assert not is_plain(b"event: response.completed\ndata: {}\n\n")
     assert is_last(done) and is_last(said + done) and not is_last(done + said)
     assert not is_plain(said + b'data: {"error": {"code": 500}}\n\n' + done)
 
