@@ -194,7 +194,8 @@ async def test_what_is_unusual_but_fine_passes() -> None:
         {"type": "image_url", "image_url": {"url": data_url(JPEG, "image/jpeg"), "detail": "high"}},
         {"type": "input_audio", "input_audio": audio},
     ]
-    body = text_body(messages=[{"role": "user", "content": parts}], kv_transfer_params=None, n=None, user="\ud800")
+    unusual: dict[str, Any] = {"kv_transfer_params": None, "n": None, "user": "\ud800", "prompt": []}
+    body = text_body(messages=[{"role": "user", "content": parts}], **unusual)
     async with cluster("EPD0") as c:
         raw = json.dumps(body).encode()
         response = await c.client.post(CHAT, content=raw)
