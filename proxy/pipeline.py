@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from epd_serve.errors import OverloadedError
+from epd_serve.errors import OverloadedError, RequestError
 from epd_serve.trace import PROXY, Trace
 from proxy.attempt import Attempt
 from proxy.auth import DEFAULT_TENANT
@@ -153,6 +153,8 @@ class Pipeline:
             async with gate as passed:
                 self._budget.deposit()
                 await self._run(request_id, request, tenant, sink, passed, explanation)
+        except RecursionError:  # what can just be decoded may be too deep to be measured, or written again
+            raise RequestError("The request body is nested too deeply.", code="invalid_json") from None
         finally:
             self._running -= 1
 

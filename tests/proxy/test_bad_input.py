@@ -29,6 +29,10 @@ def completion(**fields: Any) -> dict[str, Any]:
     return {"model": "demo", **fields}
 
 
+def deep(levels: int) -> bytes:
+    return json.dumps(text_body(tools="?")).replace('"?"', "[" * levels + "]" * levels).encode()
+
+
 PNG = data_url(picture())
 JPEG = picture(64, 64, kind="JPEG")
 ROWS: list[tuple[str, str, Any, int, str | None]] = [
@@ -37,6 +41,7 @@ ROWS: list[tuple[str, str, Any, int, str | None]] = [
     ("NaN", CHAT, b'{"model": "demo", "temperature": NaN}', 400, None),
     ("infinity", CHAT, b'{"model": "demo", "temperature": 1e999}', 400, None),
     ("nested too deeply", CHAT, b"[" * 200_000, 400, None),
+    *((f"tools of {n} levels", CHAT, deep(n), 400, None) for n in (700, 900)),
     ("not an object", CHAT, b"[1]", 400, None),
     ("empty body", CHAT, b"", 400, None),
     ("no model", CHAT, {"messages": []}, 400, "model"),
