@@ -10,7 +10,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Coroutine
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 RECANCEL_S = 0.5
 """Python 3.11's TaskGroup loses a cancellation that meets a failing child, so it is repeated. Not sooner: another one
 interrupts the closing of connections that is under way, and leaves them open."""
+LAST_WORD_S = 1.0
+"""How long a client may take to read the event that ends a broken stream. One that reads nothing would be waited for as
+long as it keeps its connection."""
 CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
@@ -137,7 +140,9 @@ class Exchange(Response):
             return str(error.status)
         if not sink.finished:
             responses = self._endpoint is Endpoint.RESPONSES
-            await sink.write(response_error_event(error) if responses else error_event(error))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORD_S):
+                    await sink.write(response_error_event(error) if responses else error_event(error))
         return "broken"
 
     async def _read(self, headers: Headers, receive: Receive, limit: _Limit) -> bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 
 import pytest
 
@@ -33,6 +35,18 @@ async def test_a_deadline_that_lapses_mid_stream_ends_it_with_an_error_event() -
         received = await c.aborted_stream(text_body(stream=True))
         assert b"deadline_exceeded" in received and b"[DONE]" not in received
         await c.idle()
+
+
+async def test_who_reads_nothing_is_not_waited_for_beyond_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.exchange.LAST_WORD_S", 0.05)
+    body = json.dumps(text_body(stream=True)).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nx-epd-deadline-ms: 300\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    async with cluster("PD0") as c:
+        c["PD0"].usual = streams(*[chunk("x" * 60_000)] * 200, then="hang")  # more than any buffers take
+        with socket.create_connection((c.client.base_url.host, c.client.base_url.port)) as client:
+            client.sendall(head + body)
+            await c.until_metric("epd_proxy_requests_total", 1, endpoint=CHAT, status="broken")
+            await c.idle()
 
 
 async def test_a_deadline_that_lapses_while_waiting_gives_the_place_up() -> None:
