@@ -104,8 +104,7 @@ class InstanceTable:
         if life is None or life.instance.incarnation != report.incarnation:
             return
         was_full = life.full
-        self._heard_at = time.monotonic()
-        life.report, life.reported_at = report, self._heard_at
+        life.report, life.reported_at = report, self._hear()
         self._end_silence(life)
         if was_full and not life.full:
             self._announce()
@@ -127,10 +126,7 @@ class InstanceTable:
             return
         if life.stage is not None and report.seq <= life.stage.seq:
             return
-        now = time.monotonic()
-        if now > self._heard_at + self._silence_s / 2:
-            self._listens_since = now  # nobody was heard: what is silent is this end, or was
-        self._heard_at = now
+        self._hear()
         self._note(life)
         life.counted = life.acquired.before(self._heard_at)
         life.stage, life.stage_heard = report, self._heard_at
@@ -183,7 +179,7 @@ class InstanceTable:
         life = self._lives.get(instance_id)
         if life is None or life.instance.incarnation != incarnation or not life.heard:
             return 0.0
-        return self._heard_at - life.heard
+        return max(0.0, self._heard_at - max(life.heard, self._listens_since))
 
     def instance(self, instance_id: str) -> Instance:
         return self._lives[instance_id].instance
@@ -287,6 +283,14 @@ class InstanceTable:
     def _note(self, life: Life) -> None:
         tallies = self._ledger.tallies(life.id).values()
         life.acquired.note(time.monotonic(), sum(tally.acquired_weight for tally in tallies))
+
+    def _hear(self) -> float:
+        """Somebody reports, now."""
+        now = time.monotonic()
+        if now > self._heard_at + self._silence_s / 2:
+            self._listens_since = now  # nobody was heard: what is silent is this end, or was
+        self._heard_at = now
+        return now
 
     def _find_silent(self) -> None:
         """Called while somebody reports. An instance that never did is not known to report at all."""

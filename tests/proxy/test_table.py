@@ -9,7 +9,7 @@ import pytest
 
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
-from epd_serve.wire import StageReport
+from epd_serve.wire import StageReport, StoreReport
 from proxy.life import Work
 from proxy.table import InstanceTable
 
@@ -144,6 +144,17 @@ def test_when_nobody_is_heard_it_is_this_end_that_is_deaf(silences: Silences) ->
     assert silences.live == ["P0", "P1"]
     silences.for_s(6, "P0")
     assert silences.live == ["P0"]
+
+
+def test_a_pause_of_this_end_condemns_nobody_whatever_is_heard_first_after_it(silences: Silences) -> None:
+    silences.report("P0", "P1")
+    silences.now += 60
+    silences.table.report(StoreReport("P0", "one", 1000, 0, 0))
+    silences.report("P0")
+    assert silences.table.silence_s("P1", "one") == 0.0
+    assert silences.live == ["P0", "P1"]
+    silences.for_s(6, "P0")
+    assert silences.table.silence_s("P1", "one") == 6.0
 
 
 def test_a_new_life_is_not_silent(silences: Silences) -> None:
