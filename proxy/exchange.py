@@ -90,7 +90,7 @@ class Exchange(Response):
                 caller = caller_of(headers, self._pipeline.settings)
                 limit = _limit(headers, self._pipeline.settings)
                 held.enter_context(self._pipeline.key_gate.admitted(caller.account))
-                self._pipeline.check_admission()
+                held.enter_context(self._pipeline.admitted())
                 raw = await self._read(headers, receive, limit)
             except ClientLeft:
                 return CANCELLED

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -120,11 +122,17 @@ class Pipeline:
         await self._stages.aclose()
         self.trace.close()
 
-    def check_admission(self) -> None:
-        """Raises OverloadedError (429) when as many requests run as the settings allow."""
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Hold one request from before its body is read. Raises OverloadedError (429) when as many are held as may."""
         limit = self.settings.max_in_flight
         if self._running >= limit:
             raise OverloadedError(f"{self._running} requests are in progress, the limit is {limit}; try again later")
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
 
     async def run(
         self,
@@ -137,13 +145,11 @@ class Pipeline:
         *,
         until: float | None = None,
     ) -> None:
-        """Serve one request through `sink`. Raises an EpdError where there is something to answer instead.
+        """Serve one admitted request through `sink`. Raises an EpdError where there is something to answer instead.
 
         Args:
             until: loop time at which the client wants the whole answer; whoever calls cancels then.
         """
-        self.check_admission()
-        self._running += 1
         try:
             request = parse(endpoint, raw, self.settings)
             self._router.check_servable(fused_for=request.needs_fused)
@@ -155,8 +161,6 @@ class Pipeline:
                 await self._run(request_id, request, tenant, sink, passed, explanation)
         except RecursionError:  # what can just be decoded may be too deep to be measured, or written again
             raise RequestError("The request body is nested too deeply.", code="invalid_json") from None
-        finally:
-            self._running -= 1
 
     async def _run(
         self,

@@ -189,6 +189,17 @@ async def test_overload_is_429_with_retry_after() -> None:
         first.cancel()
 
 
+async def test_a_body_that_is_still_coming_counts_too() -> None:
+    async with cluster("EPD0", config=settings(max_in_flight=1)) as c:
+        _, writer = await asyncio.open_connection(c.client.base_url.host, c.client.base_url.port)
+        writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 90000000\r\n\r\n".encode())
+        await c.until_metric("epd_proxy_in_flight", 1)
+        assert (await c.client.post(CHAT, json=text_body())).status_code == 429
+        writer.close()
+        await c.idle()
+        assert (await c.client.post(CHAT, json=text_body())).status_code == 200
+
+
 async def test_what_is_unusual_but_fine_passes() -> None:
     audio = {"data": base64.b64encode(b"RIFF").decode(), "format": "wav"}
     parts: list[Any] = [
