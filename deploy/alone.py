@@ -269,17 +269,22 @@ def run_proxy(
 
 
 async def _serve_proxy(file: StagesFile, front: Front, ending: Ending, address: str) -> None:
+    from proxy.errors import most_telling
+
     table = front.table
     ending.listen()
     for one in file.instances:
         table.apply(one, up=False)
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_watch(one, table)) for one in file.instances]
-        tasks.append(group.create_task(front.serve()))
-        _say(f"proxy on {address} in front of {len(file.instances)} stages")
-        await ending.wait()
-        for task in tasks:
-            task.cancel()
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_watch(one, table)) for one in file.instances]
+            tasks.append(group.create_task(front.serve()))
+            _say(f"proxy on {address} in front of {len(file.instances)} stages")
+            await ending.wait()
+            for task in tasks:
+                task.cancel()
+    except BaseExceptionGroup as failed:
+        raise most_telling(failed) from None
 
 
 def _say(line: str) -> None:

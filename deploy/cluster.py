@@ -194,6 +194,7 @@ def _check_free(address: str, *ports: int) -> None:
 async def _serve(head: Head, settings: ProxySettings, run: RunDir, listening: socket.socket, screen: Screen) -> None:
     from proxy.cluster import Membership
     from proxy.cluster_admission import ClusterIdentity
+    from proxy.errors import most_telling
 
     facts, config = head.blueprint.facts, head.blueprint.config
     identity = ClusterIdentity(
@@ -219,15 +220,18 @@ async def _serve(head: Head, settings: ProxySettings, run: RunDir, listening: so
     )
     members = Membership(front.table, identity, head.settings)
     async with head.second_tier(run).running(screen.line):
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(front.serve(members, head.key)), group.create_task(_notice_silence(members))]
-            screen.line(
-                f"head of a cluster on http://{config.host}:{config.port}; stages join it at "
-                f"http://{head.address}:{config.port}"
-            )
-            await ending.wait()
-            for task in tasks:
-                task.cancel()
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(front.serve(members, head.key)), group.create_task(_notice_silence(members))]
+                screen.line(
+                    f"head of a cluster on http://{config.host}:{config.port}; stages join it at "
+                    f"http://{head.address}:{config.port}"
+                )
+                await ending.wait()
+                for task in tasks:
+                    task.cancel()
+        except BaseExceptionGroup as failed:
+            raise most_telling(failed) from None
 
 
 async def _notice_silence(members: Membership) -> None:

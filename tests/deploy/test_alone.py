@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.alone import read_stages_file
+from deploy.alone import read_stages_file, run_proxy
+from deploy.front import Front
 from deploy.ports import free_ports
-from epd_serve.errors import ConfigError
+from epd_serve.errors import ConfigError, EpdError
 from epd_serve.roles import Role
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -71,6 +72,16 @@ def health(port: int) -> int:
 
 def wait_health(port: int, status: int) -> None:
     wait_for(lambda: health(port) == status)
+
+
+def test_what_ends_the_front_door_is_one_named_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def fails(_: Front) -> None:
+        raise EpdError("proxy worker 0 did not start: exit code 1")
+
+    monkeypatch.setattr(Front, "serve", fails)
+    stages = stages_file(tmp_path, "model: m\nstages: [{id: PD0, role: PD, url: 'http://127.0.0.1:1'}]\n")
+    with pytest.raises(EpdError, match="did not start"):
+        run_proxy(stages=stages, host="127.0.0.1", port=0, proxy=(), api_keys=(), drain_s=0.0)
 
 
 def test_the_proxy_alone_follows_the_health_of_its_stages_and_ends_on_sigterm(tmp_path: Path) -> None:
