@@ -15,20 +15,21 @@ LEADING_CHARACTERS = 1024
 
 def prompt_affinity(base: Mapping[str, Any]) -> str:
     """The same for all turns of a conversation, and for requests that begin alike: all messages up to the first of the
-    user, media by their keys; the first `LEADING_CHARACTERS` of a plain prompt.
+    user, media by their keys; the first `LEADING_CHARACTERS` of a plain prompt. The `input` of a response is either.
 
     Args:
         base: the body that the stages' are made from (`proxy.bodies.base_body`); its `cache_salt` keeps tenants apart.
     """
-    messages = base.get("messages")
-    beginning: Any = str(base.get("prompt"))[:LEADING_CHARACTERS]
+    messages = base.get("messages", base.get("input"))
+    plain = messages if isinstance(messages, str) else base.get("prompt")
+    beginning: Any = str(plain)[:LEADING_CHARACTERS]
     if isinstance(messages, list):
         beginning = []
         for message in messages:
             beginning.append(_without_media(message))
             if isinstance(message, Mapping) and message.get("role") == "user":
                 break
-    words = json.dumps([base.get("model"), base.get("cache_salt"), beginning], default=str)
+    words = json.dumps([base.get("model"), base.get("cache_salt"), base.get("instructions"), beginning], default=str)
     return hashlib.blake2b(words.encode("ascii"), digest_size=16).hexdigest()
 
 

@@ -30,6 +30,14 @@ def test_pictures_count_by_their_keys() -> None:
     assert pictured("a", "data:one") == pictured("a", "data:two") != pictured("b", "data:one")
 
 
+def test_responses_count_by_what_they_begin_with() -> None:
+    first = prompt_affinity({"instructions": "be kind", "input": [user("hello")]})
+    assert first == prompt_affinity({"instructions": "be kind", "input": [user("hello"), user("more")]})
+    assert first != prompt_affinity({"instructions": "be kind", "input": [user("bye")]})
+    assert first != prompt_affinity({"input": [user("hello")]})
+    assert prompt_affinity({"input": "hello"}) != prompt_affinity({"input": "bye"})
+
+
 def test_plain_prompts_count_by_their_beginning() -> None:
     beginning = "x" * LEADING_CHARACTERS
     assert prompt_affinity({"prompt": beginning + "a"}) == prompt_affinity({"prompt": beginning + "b"})
