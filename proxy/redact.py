@@ -29,7 +29,11 @@ class RedactingFilter(logging.Filter):
     """Rewrites what it lets pass, which is everything."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = redacted(record.getMessage()), None
+        try:
+            said = record.getMessage()
+        except (TypeError, ValueError):  # its words and values do not fit: no reason to fail whoever says so
+            said = f"{record.msg} {record.args}"
+        record.msg, record.args = redacted(said), None
         if record.exc_info and record.exc_info[0] is not None:
             record.exc_text = redacted(logging.Formatter().formatException(record.exc_info))
         return True

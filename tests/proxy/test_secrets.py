@@ -120,6 +120,11 @@ def test_what_is_cut_and_what_stays(text: str, expected: str) -> None:
     assert redacted(text) == expected
 
 
+def test_a_record_whose_words_and_values_do_not_fit_harms_nobody(logged: io.StringIO) -> None:
+    logging.getLogger("other").warning("took %d s", f"Bearer {KEY}")
+    assert "took" in logged.getvalue() and KEY not in logged.getvalue()
+
+
 def test_the_filter_is_put_in_place_once() -> None:
     redact_logs()
     redact_logs()
