@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from proxy.client_deadline import HEADER
 from proxy.openapi_schemas import ERROR, SCHEMAS, reference
 from proxy.request import Endpoint
 from proxy.settings import ProxySettings
@@ -21,8 +22,8 @@ CLIENT_ERRORS = {
 BUSY = {429: "Too many requests; try again after `Retry-After` seconds."}
 SERVER_ERRORS = {
     502: "A stage failed, and so did the retries.",
-    503: "No live instance; try again after `Retry-After` seconds.",
-    504: "A deadline ran out.",
+    503: "No live instance, or the server is coming to an end; try again after `Retry-After` seconds.",
+    504: f"A deadline ran out: one of the server's, or the client's own, which is in the header `{HEADER}`.",
 }
 EXCHANGES = {  # operation and body
     Endpoint.CHAT: ("createChatCompletion", "ChatRequest"),
@@ -103,7 +104,13 @@ def _model(secured: bool) -> Json:
 
 def _health() -> Json:
     health = _get("getHealth", "Whether every path of the layout has a live instance.", "Health")
-    return {**health, "responses": {**health["responses"], "503": _json("A role is missing.", reference("Health"))}}
+    return {
+        **health,
+        "responses": {
+            **health["responses"],
+            "503": _json("A role is missing, or the server is coming to an end.", reference("Health")),
+        },
+    }
 
 
 def _errors(statuses: dict[int, str], *, secured: bool) -> Json:

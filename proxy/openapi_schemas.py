@@ -142,6 +142,6 @@ SCHEMAS: Json = {
     ),
     "Models": _object({"object": {"const": "list"}, "data": _list(reference("ModelCard"))}, "object", "data"),
     "Version": _object({"version": TEXT}, "version"),
-    "Health": _object({"status": {"enum": ["ok", "unavailable"]}}, "status"),
+    "Health": _object({"status": {"enum": ["ok", "unavailable", "draining"]}}, "status"),
     "Instances": _object({"instances": {"type": "array", "items": {"type": "object"}}}, "instances"),
 }

@@ -68,6 +68,14 @@ def test_what_the_proxy_refuses_the_document_forbids(body: dict[str, Any]) -> No
         jsonschema.validate(body, schema_of(document(settings(), "1"), "ChatRequest"))
 
 
+async def test_health_is_as_the_document_says_to_the_end() -> None:
+    async with cluster("PD0") as c:
+        doc = (await c.client.get("/openapi.json")).json()
+        for begin in (lambda: None, c.pipeline.drain.begin):
+            begin()
+            jsonschema.validate((await c.client.get("/health")).json(), schema_of(doc, "Health"))
+
+
 async def test_one_model_is_found_by_its_name_with_slashes_too() -> None:
     async with cluster("PD0", config=settings(served_models=("demo", "org/other"))) as c:
         c["PD0"].usual = encodes()
