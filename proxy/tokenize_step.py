@@ -15,6 +15,7 @@ from epd_serve.roles import Role
 from proxy.bodies import inlined_body
 from proxy.job import encoded
 from proxy.media import LoadedItem
+from proxy.policy import preferred
 from proxy.request import ParsedRequest
 from proxy.routing import Life
 from proxy.sink import ClientSink
@@ -46,7 +47,7 @@ class TokenizeStep:
             untried = [one for one in live if one.life not in tried]
             if not untried:
                 break
-            chosen = random.choice(untried)
+            chosen = random.choice(preferred(untried))
             tried.add(chosen.life)
             instance = self._table.instance(chosen.id)
             try:

@@ -64,6 +64,17 @@ async def test_another_stage_answers_for_one_that_broke() -> None:
         assert len(c["PD0"].calls) == len(c["PD1"].calls) == 1
 
 
+async def test_one_that_is_suspended_is_asked_last() -> None:
+    async with cluster("PD0", "PD1") as c:
+        c["PD1"].usual = replies(200, TOKENS)
+        c.table.suspend("PD0", "PD0-life1", True)
+        for _ in range(16):
+            assert (await c.client.post("/tokenize", json={"prompt": "x"})).status_code == 200
+        assert len(c["PD1"].calls) == 16
+        c["PD1"].usual, c["PD0"].usual = breaks, replies(200, TOKENS)
+        assert (await c.client.post("/tokenize", json={"prompt": "x"})).status_code == 200
+
+
 async def test_when_all_are_broken_there_is_one_error_and_no_endless_round() -> None:
     async with cluster("PD0", "PD1", config=settings(retries=9)) as c:
         for stage in c.stages.values():
