@@ -22,7 +22,7 @@ from epd_serve.roles import Role
 from epd_serve.stage_plan import StagePlan
 from epd_serve.wiring import StageWiring
 
-_HEADS = ("--served-model-name", "--api-key")
+_HEADS = ("--served-model-name", "--api-key", "--scheduling-policy")  # the head's proxy sends priorities, or does not
 
 
 @dataclass(frozen=True)

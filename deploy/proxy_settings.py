@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploy.identity import model_identity
 from deploy.nearest import unknown
+from deploy.stage_args import flag_of
 from epd_serve.errors import ConfigError
 from epd_serve.model_facts import modalities
 from epd_serve.model_support import left_out, undecodable
@@ -98,7 +99,7 @@ def _stages_heed_priorities(blueprint: Blueprint) -> bool:
     """Stages are started with vLLM's priority policy, unless the operator says otherwise of one of them."""
     for plan in blueprint.plans:
         words = [word for flag in blueprint.stage_args.of(plan) for word in flag.split("=", 1)]
-        after = [word for flag, word in pairwise(words) if flag == "--scheduling-policy"]
+        after = [word for flag, word in pairwise(words) if flag_of(flag) == "--scheduling-policy"]
         if after and after[-1] != "priority":  # the last one wins in vLLM
             return False
     return True

@@ -101,7 +101,9 @@ def test_flags_that_matter_everywhere_are_told_in_one_spelling() -> None:
     assert processing_text(("--max-num-seqs", "8")) == ""
 
 
-@pytest.mark.parametrize("flag", ["--host", "--served-model-name=x", "--api-key", "--kv-transfer-config"])
+@pytest.mark.parametrize(
+    "flag", ["--host", "--served-model-name=x", "--api-key", "--kv-transfer-config", "--scheduling_policy"]
+)
 def test_flags_that_the_cluster_decides_are_refused(flag: str) -> None:
     with pytest.raises(ConfigError, match="decided by the cluster"):
         check_passed(["--max-num-seqs", "8", flag])

@@ -123,6 +123,7 @@ def test_the_settings_of_the_proxy_follow_from_the_deployment(tmp_path: Path) ->
         ((), True),
         (("P:--scheduling-policy fcfs",), False),
         (("D:--scheduling-policy=fcfs",), False),
+        (("D:--scheduling_policy fcfs",), False),
         (("all:--scheduling-policy fcfs", "P:--scheduling-policy priority", "D:--scheduling-policy priority"), True),
     ],
 )
