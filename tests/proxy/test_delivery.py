@@ -312,8 +312,9 @@ async def test_many_requests_that_lost_one_feature_have_it_encoded_again_togethe
 async def test_an_instance_that_encodes_for_itself_always_gets_the_media() -> None:
     async with cluster("E0", "PD0", "EP0", "D0") as c:
         c["E0"].usual = encodes()
-        await asyncio.gather(*(c.ask() for _ in range(8)))
-        await c.idle()
+        for _ in range(4):  # one by one: of requests that come together, all may choose the same way
+            assert (await c.ask()).status_code == 200
+            await c.idle()
         assert set(kinds(c, "EP0")) == {"pixels"} and set(kinds(c, "PD0")) == {"metadata!"}
 
 
