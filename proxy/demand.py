@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from epd_serve.errors import RequestError
 from proxy.admission import Kind
-from proxy.request import ParsedRequest
+from proxy.request import Endpoint, ParsedRequest
 
 
 def kind_of(request: ParsedRequest) -> Kind:
@@ -28,6 +28,7 @@ def priority_of(request: ParsedRequest) -> int:
 def sequences_of(request: ParsedRequest) -> int:
     """Answers that are decoded side by side: `n` for each prompt."""
     answers = request.body.get("n")
-    prompts = request.body.get("prompt")
+    # Beside other endpoints' fields `prompt` is one that nobody has judged and nobody heeds.
+    prompts = request.body.get("prompt") if request.endpoint is Endpoint.COMPLETIONS else None
     several = isinstance(prompts, list) and not isinstance(prompts[0], int)
     return (answers if isinstance(answers, int) else 1) * (len(prompts) if several and prompts else 1)

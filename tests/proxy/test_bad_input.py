@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from proxy.request import Endpoint
+from proxy.demand import sequences_of
+from proxy.request import Endpoint, parse
 from tests.proxy.fakes import cluster, data_url, hangs, picture, picture_body, settings, text_body
 
 CHAT, COMPLETIONS = Endpoint.CHAT.value, Endpoint.COMPLETIONS.value
@@ -207,3 +208,18 @@ async def test_what_is_unusual_but_fine_passes() -> None:
     assert content[2]["uuid"] == content[3]["uuid"] != content[4]["uuid"]
     assert content[3]["detail"] == "auto" and content[4]["image_url"]["detail"] == "high"
     assert content[5]["input_audio"] == audio and content[5]["uuid"]
+
+
+@pytest.mark.parametrize("prompt", [[], ["a", "b"], {}, [[]]])
+async def test_a_prompt_beside_messages_is_nobodys_business(prompt: object) -> None:
+    async with cluster("PD0") as c:
+        response = await c.client.post(CHAT, json=text_body(prompt=prompt))
+        assert response.status_code == 200 and c["PD0"].calls[0].body["prompt"] == prompt
+        tokenized = await c.client.post("/tokenize", json={"messages": [{"role": "user"}], "prompt": prompt})
+        assert tokenized.status_code == 200
+
+
+def test_only_prompts_of_completions_are_counted_as_sequences() -> None:
+    assert sequences_of(parse(Endpoint.CHAT, json.dumps(text_body(prompt=["a"] * 9, n=2)).encode(), settings())) == 2
+    listed = json.dumps(completion(prompt=["a", "b"], n=2)).encode()
+    assert sequences_of(parse(Endpoint.COMPLETIONS, listed, settings())) == 4
