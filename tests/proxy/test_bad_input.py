@@ -102,6 +102,8 @@ ROWS: list[tuple[str, str, Any, int, str | None]] = [
     ("a URL that does not parse", CHAT, image("http://[::1/x.png"), 400, ITEM),
     ("a port that is none", CHAT, image("http://example.com:99999/x.png"), 400, ITEM),
     ("a port that is no number", CHAT, image("http://example.com:t0ken/x.png"), 400, ITEM),
+    ("a lone surrogate in the path of a URL", CHAT, image("http://example.com/\ud800"), 400, ITEM),
+    ("a lone surrogate before the host of a URL", CHAT, image("http://\ud800@example.com/"), 400, ITEM),
     ("credentials in the URL", CHAT, image("http://a:b@example.com/x.png"), 400, ITEM),
     ("a data URL without base64", CHAT, image("data:image/png,abc"), 400, ITEM),
     ("bad base64", CHAT, image("data:image/png;base64,@@@@"), 400, ITEM),
