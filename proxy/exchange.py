@@ -7,6 +7,7 @@ the client leaving and cancels the work, which closes every stage connection.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 from collections.abc import Coroutine
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 RECANCEL_S = 0.5
 """Python 3.11's TaskGroup loses a cancellation that meets a failing child, so it is repeated. Not sooner: another one
 interrupts the closing of connections that is under way, and leaves them open."""
+FAREWELL_S = 1.0
+"""How long a client may take to take the error that ends its stream."""
 CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
@@ -137,7 +140,10 @@ class Exchange(Response):
             return str(error.status)
         if not sink.finished:
             responses = self._endpoint is Endpoint.RESPONSES
-            await sink.write(response_error_event(error) if responses else error_event(error))
+            # A client that reads nothing any more does not read this either.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FAREWELL_S):
+                    await sink.write(response_error_event(error) if responses else error_event(error))
         return "broken"
 
     async def _read(self, headers: Headers, receive: Receive, limit: _Limit) -> bytes:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 
 import pytest
 
+from proxy import exchange
 from proxy.admission import Kind
 from proxy.request import Endpoint
 from tests.proxy.fakes import chunk, cluster, hangs, streams, text_body
@@ -33,6 +36,22 @@ async def test_a_deadline_that_lapses_mid_stream_ends_it_with_an_error_event() -
         received = await c.aborted_stream(text_body(stream=True))
         assert b"deadline_exceeded" in received and b"[DONE]" not in received
         await c.idle()
+
+
+async def test_a_deadline_ends_the_stream_of_a_client_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its buffers are full, so that not even the error that ends the stream can be written."""
+    monkeypatch.setattr(exchange, "FAREWELL_S", 0.1)
+    async with cluster("PD0") as c:
+        c["PD0"].usual = streams(*[chunk("x" * 100_000)] * 200)
+        body = json.dumps(text_body(stream=True)).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nx-epd-deadline-ms: 300\r\ncontent-length: {len(body)}\r\n\r\n"
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((c.client.base_url.host, c.client.base_url.port))
+            client.sendall(head.encode() + body)
+            await c.until_metric("epd_proxy_requests_total", 1, endpoint=CHAT, status="broken")
+            await c.idle()
+            assert c.metric("epd_proxy_deadlines_lapsed_total") == 1
 
 
 async def test_a_deadline_that_lapses_while_waiting_gives_the_place_up() -> None:
