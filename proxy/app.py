@@ -142,6 +142,8 @@ def _add_error_seam(app: FastAPI) -> None:
         return JSONResponse(error_body(refusal), error.status_code, error.headers)
 
     @app.exception_handler(Exception)
-    async def unexpected(_: Request, error: Exception) -> Response:
+    async def unexpected(_: Request, __: Exception) -> Response:
         # Starlette raises it again after this answer, and the server logs the traceback once.
-        return answer(EpdError("Internal error of the proxy; its log has the details.", code="internal_error"))
+        # It closes the connection then, which the next request on it should not find out.
+        error = EpdError("Internal error of the proxy; its log has the details.", code="internal_error")
+        return JSONResponse(error_body(error), error.status, {"connection": "close"})

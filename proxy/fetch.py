@@ -70,7 +70,7 @@ class UrlFetcher:
                 return await self._follow(url, param)
         except TimeoutError:
             raise _unreachable(param, f"no complete answer within {self._limits.fetch_timeout_s:g} s") from None
-        except httpx.InvalidURL:  # what it says quotes the URL, which may hold a secret
+        except (httpx.InvalidURL, UnicodeError):  # what it says quotes the URL, which may hold a secret
             raise _unreachable(param, "not a valid URL") from None
         except httpx.HTTPError as error:
             raise _unreachable(param, f"cannot be fetched ({type(error).__name__})") from error

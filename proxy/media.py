@@ -23,6 +23,7 @@ from proxy.local_files import read_local
 from proxy.parts import MediaRef, Modality
 from proxy.request import ParsedRequest
 from proxy.settings import SCHEMES, ProxySettings
+from store.errors import StoreError
 from store.keys import feature_key
 
 T = TypeVar("T")
@@ -123,15 +124,18 @@ class MediaLoader:
             limits = self._limits
             max_s = limits.max_audio_s if ref.modality is Modality.AUDIO else limits.max_video_s
             inspect_clip(data, param=ref.param, max_s=max_s, max_pixels=limits.max_pixels)
-        key = feature_key(
-            data,
-            processor_options=options,
-            model=self._identity.model,
-            revision=self._identity.revision,
-            dtype=self._identity.dtype,
-            tenant=tenant,
-            modality=ref.modality.value,
-        )
+        try:
+            key = feature_key(
+                data,
+                processor_options=options,
+                model=self._identity.model,
+                revision=self._identity.revision,
+                dtype=self._identity.dtype,
+                tenant=tenant,
+                modality=ref.modality.value,
+            )
+        except StoreError as error:
+            raise RequestError(f"{', '.join(options)}: {error}.", param=next(iter(options))) from None
         return LoadedItem(ref, _source(ref, mime, data), key, float(weight))
 
     async def _blocking(self, work: Callable[[], T]) -> T:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from proxy.request import Endpoint
+from proxy.demand import sequences_of
+from proxy.request import Endpoint, parse
 from tests.proxy.fakes import cluster, data_url, hangs, picture, picture_body, settings, text_body
 
 CHAT, COMPLETIONS = Endpoint.CHAT.value, Endpoint.COMPLETIONS.value
@@ -106,6 +107,8 @@ ROWS: list[tuple[str, str, Any, int, str | None]] = [
     ("a URL that does not parse", CHAT, image("http://[::1/x.png"), 400, ITEM),
     ("a port that is none", CHAT, image("http://example.com:99999/x.png"), 400, ITEM),
     ("a port that is no number", CHAT, image("http://example.com:t0ken/x.png"), 400, ITEM),
+    ("a lone surrogate in the path of a URL", CHAT, image("http://example.com/\ud800"), 400, ITEM),
+    ("a lone surrogate before the host of a URL", CHAT, image("http://\ud800@example.com/"), 400, ITEM),
     ("credentials in the URL", CHAT, image("http://a:b@example.com/x.png"), 400, ITEM),
     ("a data URL without base64", CHAT, image("data:image/png,abc"), 400, ITEM),
     ("bad base64", CHAT, image("data:image/png;base64,@@@@"), 400, ITEM),
@@ -116,6 +119,13 @@ ROWS: list[tuple[str, str, Any, int, str | None]] = [
     ("corrupt PNG", CHAT, image(data_url(picture(64, 64).replace(b"IDAT", b"IDAU"))), 400, ITEM),
     ("truncated JPEG", CHAT, image(data_url(JPEG[: len(JPEG) // 2])), 400, ITEM),
     ("a format that is not accepted", CHAT, image(data_url(b"%!PS-Adobe-3.0 EPSF-3.0\n")), 400, ITEM),
+    (
+        "processor options nested beyond what has a name",
+        CHAT,
+        picture_body(mm_processor_kwargs={"a": json.loads("[" * 700 + "]" * 700)}),
+        400,
+        "mm_processor_kwargs",
+    ),
     ("too many items", CHAT, picture_body(*[PNG] * 5), 400, "messages"),
     ("an item too large", CHAT, image(data_url(b"x" * 300_000)), 413, ITEM),
     ("bad audio", CHAT, part(type="input_audio", input_audio={"data": "%%", "format": "wav"}), 400, None),
@@ -224,3 +234,18 @@ async def test_what_is_unusual_but_fine_passes() -> None:
     assert content[2]["uuid"] == content[3]["uuid"] != content[4]["uuid"]
     assert content[3]["detail"] == "auto" and content[4]["image_url"]["detail"] == "high"
     assert content[5]["input_audio"] == audio and content[5]["uuid"]
+
+
+@pytest.mark.parametrize("prompt", [[], ["a", "b"], {}, [[]]])
+async def test_a_prompt_beside_messages_is_nobodys_business(prompt: object) -> None:
+    async with cluster("PD0") as c:
+        response = await c.client.post(CHAT, json=text_body(prompt=prompt))
+        assert response.status_code == 200 and c["PD0"].calls[0].body["prompt"] == prompt
+        tokenized = await c.client.post("/tokenize", json={"messages": [{"role": "user"}], "prompt": prompt})
+        assert tokenized.status_code == 200
+
+
+def test_only_prompts_of_completions_are_counted_as_sequences() -> None:
+    assert sequences_of(parse(Endpoint.CHAT, json.dumps(text_body(prompt=["a"] * 9, n=2)).encode(), settings())) == 2
+    listed = json.dumps(completion(prompt=["a", "b"], n=2)).encode()
+    assert sequences_of(parse(Endpoint.COMPLETIONS, listed, settings())) == 4

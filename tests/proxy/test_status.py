@@ -41,6 +41,7 @@ async def test_a_bug_of_ours_is_an_openai_shaped_500(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("proxy.pipeline.parse", bug)
         response = await c.client.post("/v1/chat/completions", json=text_body())
         assert response.status_code == 500 and response.json()["error"]["code"] == "internal_error"
+        assert response.headers["connection"] == "close"  # which the server does after what an application raises
         await c.idle()
 
 
