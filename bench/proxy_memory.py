@@ -1,0 +1,102 @@
+"""Whether the proxy's memory grows with the requests it has served, a tenth of them given up by their clients midway.
+
+Text and pictures, whole answers and streams, over simulated stages. After a warm-up the proxy's memory is read between
+batches of requests, at rest; the figure is the slope over all readings. In the end nothing may be left in flight.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from bench.flow_process import FlowGenerator
+from bench.flows import GOOD, LEFT, Flow, Outcome
+from bench.front_door import held, until
+from bench.goals import Goal
+from bench.proxy_part import Found, Options, Part
+from bench.proxy_speed import simulated
+from bench.resident import Resident, growth, resident
+from bench.scenario_bodies import picture, text
+from bench.served import Served
+from deploy.placement_table import table
+
+LAYOUT = "E-P-D"
+PROFILE = {
+    "encode": {"setup_s": 0.002},
+    "prefill": {"setup_s": 0.002},
+    "decode_step_s": [[1, 0.002], [64, 0.004]],
+    "feature_bytes_per_token": 64,
+}
+AT_ONCE = 32
+LEAVE_SHARE = 0.1
+LEAVE_WITHIN_S = 0.15  # about as long as a request takes, so that clients leave at every moment of it
+PICTURES = 64
+BATCHES = 10
+PER = 100_000
+REST_S = 1.0
+BATCH_LIMIT_S = 600.0
+EMPTY_S = 20.0
+
+Row = dict[str, Any]
+
+
+def measure(options: Options) -> Found:
+    warm_up, counted = (2_000, 5_000) if options.quick else (10_000, 50_000)
+    rows: list[Row] = []
+    bad: list[Outcome] = []
+    with simulated(LAYOUT, PROFILE) as launch, FlowGenerator() as generator:
+        pids = launch.cpu_parts["proxy"]
+        served = 0
+        for batch in range(BATCHES + 1):
+            size = counted // BATCHES if batch else warm_up
+            run = generator.run(launch.url, _flows(launch, size, batch), within_s=BATCH_LIMIT_S)
+            bad += [one for one in run.outcomes if one.verdict not in (GOOD, LEFT)]
+            left = sum(one.verdict == LEFT for one in run.outcomes)
+            until(lambda: not held(launch.url), EMPTY_S)
+            time.sleep(REST_S)
+            served += len(run.outcomes) if batch else 0
+            rows.append(_row(served, left, resident(pids)))
+        still_held = held(launch.url)
+    figures = {
+        "rss_growth_mb_per_100k": round(growth([(row["served"], row["rss_mb"]) for row in rows], PER), 3),
+        "uss_growth_mb_per_100k": round(growth([(row["served"], row["uss_mb"]) for row in rows], PER), 3),
+        "memory_requests": float(served),
+        "memory_errors": float(len(bad)),
+        "held_after_all_ended": float(sum(still_held.values())),
+    }
+    said = sorted({f"{one.verdict}: {one.said}" for one in bad})[:5]
+    kept = f"\nstill held: {still_held}" if still_held else ""
+    return Found(figures, [*rows, {"errors": said, "held": still_held}], f"{_table(rows)}{kept}{''.join(said)}")
+
+
+PART = Part(
+    "memory",
+    "growth of the proxy's memory, a tenth of the clients leaving",
+    measure,
+    (
+        Goal("held_after_all_ended", "==", 0.0, "no load leaks, whatever the ending"),
+        Goal("memory_errors", "==", 0.0),
+    ),
+)
+
+
+def _flows(launch: Served, count: int, batch: int) -> list[Flow]:
+    bodies = []
+    for turn in range(PICTURES):
+        stream = turn % 2 == 0
+        bodies.append(text(launch.model, tokens=64, answer=16, stream=stream, seed=turn))
+        bodies.append(text(launch.model, tokens=16, answer=8, stream=not stream, seed=turn))
+        bodies.append(picture(launch.model, side=112, answer=8, stream=stream, seed=turn))
+    leaving = {"leave_share": LEAVE_SHARE, "leave_within_s": LEAVE_WITHIN_S}
+    return [Flow("mixed", bodies, at_once=AT_ONCE, count=count, seed=batch, **leaving)]
+
+
+def _row(served: int, left: int, memory: Resident) -> Row:
+    return {"served": served, "left": left, "rss_mb": round(memory.rss_mb, 3), "uss_mb": round(memory.uss_mb, 3)}
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines: list[tuple[str, ...]] = [("requests after the warm-up", "left in this batch", "RSS MiB", "USS MiB")]
+    lines += [(str(row["served"]), str(row["left"]), f"{row['rss_mb']:.1f}", f"{row['uss_mb']:.1f}") for row in rows]
+    return table(lines)
