@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import shlex
-import signal
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -16,6 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from deploy import event_loop
+from deploy.ending import Ending
+from deploy.front import Front
 from deploy.health import health_status
 from deploy.nearest import unknown
 from epd_serve.errors import ConfigError
@@ -25,6 +26,8 @@ from epd_serve.wiring import StageWiring
 
 HEALTH_EVERY_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
+GRACE_S = 3.0
+"""How long requests in flight may go on after the signal."""
 
 
 def run_stage(
@@ -222,12 +225,24 @@ def is_http_address(url: str) -> bool:
     return address.scheme == "http" and bool(address.hostname) and port != 0 and plain
 
 
-def run_proxy(*, stages: str, host: str, port: int, proxy: Sequence[str], api_keys: Sequence[str]) -> int:
-    """Serve the proxy alone until SIGINT or SIGTERM; each stage's /health is asked every second."""
+def run_proxy(
+    *,
+    stages: str,
+    host: str,
+    port: int,
+    proxy: Sequence[str],
+    api_keys: Sequence[str],
+    drain_s: float,
+    workers: int = 1,
+) -> int:
+    """Serve the proxy alone until a signal (`deploy/ending.py`); each stage's /health is asked every second."""
+    from deploy.config import check_drain, check_workers
     from deploy.proxy_settings import apply_overrides, proxy_overrides
     from proxy.server import bind
     from proxy.settings import ModelIdentity, ProxySettings
 
+    check_drain(drain_s)
+    check_workers(workers)
     file = read_stages_file(stages)
     settings = ProxySettings(
         served_models=(file.model,),
@@ -237,28 +252,38 @@ def run_proxy(*, stages: str, host: str, port: int, proxy: Sequence[str], api_ke
     )
     settings = apply_overrides(settings, proxy_overrides(proxy))
     with bind(host, port) as listening:
-        event_loop.run(_serve_proxy(file, settings, host, port, listening))
+        ending = Ending(drain_s, _say)
+        front = Front(
+            settings,
+            listening,
+            host=host,
+            port=port,
+            workers=workers,
+            grace_s=GRACE_S,
+            drain_s=drain_s,
+            serves=ending.serves,
+            say=_say,
+        )
+        event_loop.run(_serve_proxy(file, front, ending, f"http://{host}:{port}"))
     return 0
 
 
-async def _serve_proxy(file: StagesFile, settings: Any, host: str, port: int, listening: Any) -> None:
-    from proxy.app import create_app
-    from proxy.server import serve
-    from proxy.table import InstanceTable
-
-    table = InstanceTable()
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+async def _serve_proxy(file: StagesFile, front: Front, ending: Ending, address: str) -> None:
+    table = front.table
+    ending.listen()
     for one in file.instances:
         table.apply(one, up=False)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(_watch(one, table)) for one in file.instances]
-        tasks.append(group.create_task(serve(create_app(settings, table), host, port, sockets=[listening])))
-        os.write(2, f"proxy on http://{host}:{port} in front of {len(file.instances)} stages\n".encode())
-        await stop.wait()
+        tasks.append(group.create_task(front.serve()))
+        _say(f"proxy on {address} in front of {len(file.instances)} stages")
+        await ending.wait()
         for task in tasks:
             task.cancel()
+
+
+def _say(line: str) -> None:
+    os.write(2, f"{line}\n".encode())
 
 
 async def _watch(one: Instance, table: Any) -> None:

@@ -80,8 +80,12 @@ def add_proxy(commands: Any) -> Parser:
     parser.add_argument("--stages", metavar="FILE.yaml", help="stages and model (see docs)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=port, default=8000)
+    parser.add_argument("--workers", type=int, default=1, help="proxy processes on one port (default: 1)")
     parser.add_argument("--proxy", action="append", default=[], metavar="KEY=VALUE", help="a proxy setting; repeatable")
     parser.add_argument("--api-key", dest="api_keys", action="append", default=[], help="repeatable")
+    parser.add_argument(
+        "--drain-s", type=float, default=30.0, help="how long requests in flight may go on after SIGTERM"
+    )
     head = parser.add_argument_group("as the head of a cluster that stages join (epd-serve stage --join)")
     head.add_argument("--cluster-key-file", metavar="FILE", help="the key that stages join with; makes this a head")
     head.add_argument("--model", default="", help="model directory or hub name (default: the demo model)")

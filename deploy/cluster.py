@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shlex
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -28,7 +27,9 @@ from deploy.blueprint import Blueprint, draw
 from deploy.cluster_bus import EventBus
 from deploy.cluster_key import read_cluster_key
 from deploy.config import DeployConfig, host_and_port
+from deploy.ending import Ending
 from deploy.environment import is_terminal
+from deploy.front import Front
 from deploy.join_plan import address_of, processing_text
 from deploy.mm_store import what_is_missing
 from deploy.pool_master import PoolMaster, mooncake_command
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
     from proxy.settings import ProxySettings
 
 SILENCE_EVERY_S = 0.5
+GRACE_S = 2.0
+"""How long requests in flight may go on after the signal."""
+
 AUTO, NONE = "auto", "none"
 
 
@@ -118,7 +122,7 @@ def run_head(
     passed: Sequence[str],
     **options: Any,
 ) -> int:
-    """Serve until SIGINT or SIGTERM. `options`: further fields of `DeployConfig`.
+    """Serve until a signal (`deploy/ending.py`). `options`: further fields of `DeployConfig`.
 
     Raises:
         ConfigError: what is wrong with the flags, or a port in use. StageError: mooncake_master does not start.
@@ -188,12 +192,8 @@ def _check_free(address: str, *ports: int) -> None:
 
 
 async def _serve(head: Head, settings: ProxySettings, run: RunDir, listening: socket.socket, screen: Screen) -> None:
-    from proxy.app import create_app
     from proxy.cluster import Membership
     from proxy.cluster_admission import ClusterIdentity
-    from proxy.cluster_routes import add_cluster_routes
-    from proxy.server import serve
-    from proxy.table import InstanceTable
 
     facts, config = head.blueprint.facts, head.blueprint.config
     identity = ClusterIdentity(
@@ -203,22 +203,29 @@ async def _serve(head: Head, settings: ProxySettings, run: RunDir, listening: so
         multimodal=facts.multimodal if facts else True,
         version=__version__,
     )
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    table = InstanceTable()
-    members = Membership(table, identity, head.settings)
-    app = create_app(settings, table)
-    add_cluster_routes(app, members, head.key)
+    ending = Ending(config.drain_s, screen.line)
+    ending.listen()
+    front = Front(
+        settings,
+        listening,
+        host=config.host,
+        port=config.port,
+        workers=config.workers,
+        grace_s=GRACE_S,
+        drain_s=config.drain_s,
+        serves=ending.serves,
+        say=screen.line,
+        launch_id=run.launch_id,
+    )
+    members = Membership(front.table, identity, head.settings)
     async with head.second_tier(run).running(screen.line):
         async with asyncio.TaskGroup() as group:
-            front = serve(app, config.host, config.port, sockets=[listening], grace_s=2.0)
-            tasks = [group.create_task(front), group.create_task(_notice_silence(members))]
+            tasks = [group.create_task(front.serve(members, head.key)), group.create_task(_notice_silence(members))]
             screen.line(
                 f"head of a cluster on http://{config.host}:{config.port}; stages join it at "
                 f"http://{head.address}:{config.port}"
             )
-            await stop.wait()
+            await ending.wait()
             for task in tasks:
                 task.cancel()
 

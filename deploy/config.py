@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from deploy.ending import MAX_DRAIN_S
 from deploy.engines import ENGINES
 from deploy.nearest import unknown
 from epd_serve.engine.kv.grouping_file import PREFIX, open_grouping
@@ -24,6 +25,8 @@ CPU_PARALLEL_STARTS = 0
 
 LEAST_SEGMENT_MIB = 16
 """Mooncake's own bound (`store.mooncake_client.LEAST_SEGMENT_BYTES`); a stage would find it half a minute in."""
+
+MAX_WORKERS = 64
 
 _HOST = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?|\[[0-9A-Fa-f:.]+\]")
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, field-name
@@ -44,6 +47,7 @@ class DeployConfig:
     device: str = _option("auto", "device kind", choices=("auto", "npu", "cuda", "cpu"))
     host: str = _option("127.0.0.1", "address of the OpenAI endpoint")
     port: int = _option(8000, "port of the OpenAI endpoint")
+    workers: int = _option(1, "proxy processes; several share one port and one view of the stages")
     served_model_name: str = _option("", "name clients use (default: the model directory's name)")
     stage_args: tuple[str, ...] = _option(
         (), "vLLM flags for a role or an instance, as 'P:--max-num-seqs 8' or 'D0:…' or 'all:…'; repeatable", many=True
@@ -86,6 +90,7 @@ class DeployConfig:
     kv_packet_floor_kib: int = _option(1024, "KV packets smaller than this are joined where that is possible")
     kv_staging_mib: int = _option(64, "shared memory per KV link (sending worker and receiver)")
     startup_timeout_s: float = _option(900.0, "deadline for one stage to become ready")
+    drain_s: float = _option(30.0, "how long requests in flight may go on after SIGTERM")
     parallel_starts: int = _option(CPU_PARALLEL_STARTS, "stages that start at once on CPU (0 = all)")
     kv_faults: str = _option("", "what goes wrong on purpose (epd_serve/kv/faults.py)", hidden=True)
     trace_dir: str = _option("", "directory for per-stage phase stamps (JSON lines)")
@@ -98,6 +103,7 @@ class DeployConfig:
                 raise ConfigError(unknown(option.name, getattr(self, option.name), choices), param=option.name)
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"port {self.port} is not between 1 and 65535", param="port")
+        check_workers(self.workers)
         positive = ("arena_mib", "kv_packet_floor_kib", "kv_staging_mib", "startup_timeout_s")
         for name in (*positive, "recompute_limit"):
             if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
@@ -105,6 +111,7 @@ class DeployConfig:
         _check_grouping(self.kv_grouping, self.kv_packet_floor_kib)
         Faults(self.kv_faults)
         check_segment(self.mooncake_segment_mib)
+        check_drain(self.drain_s)
         if self.parallel_starts < 0:
             raise ConfigError("parallel_starts is negative; 0 means all at once", param="parallel_starts")
         if self.media_root and not Path(self.media_root).is_dir():
@@ -119,12 +126,24 @@ class DeployConfig:
             raise ConfigError(f"tenant_header {self.tenant_header!r} is no header name", param="tenant_header")
 
 
+def check_workers(count: int) -> None:
+    """Raises ConfigError when so many proxy processes cannot run."""
+    if not 1 <= count <= MAX_WORKERS:
+        raise ConfigError(f"workers is {count}; between 1 and {MAX_WORKERS} proxy processes can run", param="workers")
+
+
 def _check_grouping(text: str, floor_kib: int) -> None:
     try:
         open_grouping(text, floor_kib << 10)
     except ConfigError as error:
         hint = "" if text.startswith(PREFIX) else ", with N from 1 on"
         raise ConfigError(f"kv_grouping {error}{hint}", param="kv_grouping") from error
+
+
+def check_drain(seconds: float) -> None:
+    """Raises ConfigError when requests in flight cannot be given this long."""
+    if not 0 <= seconds <= MAX_DRAIN_S:
+        raise ConfigError(f"drain_s is {seconds:g}; it has to be between 0 and {MAX_DRAIN_S:g}", param="drain_s")
 
 
 def check_segment(mib: int) -> None:

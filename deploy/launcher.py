@@ -2,16 +2,15 @@
 
 Order: what can be wrong cheaply (blueprint) → the public port → run directory and arena → stages under the
 supervisor, with the proxy in the same event loop, so that it knows of a death at once → ready message → wait for
-a signal. Whatever ends it, the same path back removes processes, sockets, files and shared memory, within 15 s.
+a signal. Whatever ends it, the same path back removes processes, sockets, files and shared memory, within 15 s; before
+that, SIGTERM lets requests in flight finish (`deploy/ending.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import os
-import signal
 import socket
 import sys
 import time
@@ -22,8 +21,10 @@ from typing import TYPE_CHECKING
 
 from deploy import event_loop
 from deploy.blueprint import Blueprint
+from deploy.ending import Ending
 from deploy.engines import command_of
 from deploy.environment import is_terminal, shm_root, stage_environment
+from deploy.front import Front
 from deploy.listeners import exposure_warnings
 from deploy.pool_master import mooncake_command
 from deploy.ports import free_ports, listen
@@ -46,8 +47,8 @@ from store.mooncake_master import MasterSettings
 if TYPE_CHECKING:
     from proxy.table import InstanceTable
 
-DRAIN_S = 2.0
-"""How long requests in flight may go on after the signal; with the stages' 8 s this keeps the end below 15 s."""
+GRACE_S = 2.0
+"""How long requests in flight may go on when all is taken down; with the stages' 8 s the end is below 15 s away."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Launch:
     patience: Patience = field(default_factory=Patience)
 
     def run(self) -> int:
-        """Blocks until SIGINT, SIGTERM or SIGHUP.
+        """Blocks until SIGINT or SIGHUP, or until SIGTERM and the end of the requests that were in flight then.
 
         Returns:
             Exit code: 0 after a signal.
@@ -97,7 +98,7 @@ class _Session:
         self.listening = listening
         self.screen = screen
         self.started = time.monotonic()
-        self.stop = asyncio.Event()
+        self.ending = Ending(launch.blueprint.config.drain_s, screen.line, self._kill)
         self.tier = SecondTier.of(launch.blueprint, run, STAGE_HOST, launch.master_command_of)
         self.wired = self._wire()
         self.supervisors: list[Supervisor] = []
@@ -121,13 +122,12 @@ class _Session:
         return WiringPlan(blueprint, self.run, ports, memory, self.tier.address)
 
     async def serve(self) -> int:
-        from proxy.table import InstanceTable
-
-        self._take_signals()
+        self.ending.listen()
         for warning in self.blueprint.warnings:
             self.screen.line(f"warning: {warning}")
         async with self._arena(), self.tier.running(self.screen.line) as master:
-            table = InstanceTable(link_grace_s=self.launch.patience.links_s)
+            front_door = self._front()
+            table = front_door.table
             supervisor = Supervisor(
                 [self._spec(plan) for plan in self.blueprint.plans],
                 StageNews(self.wired, table, self.screen),
@@ -137,7 +137,7 @@ class _Session:
             self.supervisors += [one for one in (master, supervisor) if one is not None]
             self.screen.open([plan.id for plan in self.blueprint.plans])
             stages = asyncio.create_task(supervisor.run(), name="stages")
-            front = asyncio.create_task(self._front(table), name="proxy")
+            front = asyncio.create_task(front_door.serve(), name="proxy")
             try:
                 await self._until_stopped(_ready(supervisor, table), stages, front)
             except StageError as error:
@@ -146,22 +146,28 @@ class _Session:
                 await self._take_down(front, stages)
         return 0
 
-    async def _front(self, table: InstanceTable) -> None:
-        """The proxy, until cancelled. Its web framework loads while the stages load theirs."""
-        await asyncio.to_thread(importlib.import_module, "proxy.app")
-        from proxy.app import create_app
-        from proxy.server import serve
-
+    def _front(self) -> Front:
         config = self.blueprint.config
-        app = create_app(build_proxy_settings(self.blueprint, self.run.arena), table)
-        await serve(app, config.host, config.port, sockets=[self.listening], grace_s=DRAIN_S)
+        return Front(
+            build_proxy_settings(self.blueprint, self.run.arena),
+            self.listening,
+            host=config.host,
+            port=config.port,
+            workers=config.workers,
+            grace_s=GRACE_S,
+            drain_s=config.drain_s,
+            serves=self.ending.serves,
+            say=self.screen.line,
+            launch_id=self.run.launch_id,
+            link_grace_s=self.launch.patience.links_s,
+        )
 
     async def _until_stopped(
         self, all_ready: Coroutine[None, None, None], stages: asyncio.Task[None], front: asyncio.Task[None]
     ) -> None:
         """Show progress, say ready, wait. Returns on a signal, raises what ended stages or proxy."""
         ready = asyncio.create_task(all_ready)
-        stopped = asyncio.create_task(self.stop.wait())
+        stopped = asyncio.create_task(self.ending.wait())
         waiting: set[asyncio.Task[object]] = {ready, stopped, stages, front}
         checking: asyncio.Task[None] | None = None
         try:
@@ -186,7 +192,7 @@ class _Session:
     async def _take_down(self, front: asyncio.Task[None], stages: asyncio.Task[None]) -> None:
         """First no new requests, then the stages. Both end by cancellation; their own failures were raised before."""
         self.screen.close()
-        if self.stop.is_set():
+        if self.ending.stopping.is_set():
             self.screen.line("stopping")
         for task in (front, stages):
             task.cancel()
@@ -226,16 +232,8 @@ class _Session:
         turn = ",".join(map(str, plan.devices)) if profiled else ""
         return StageSpec(plan.id, STAGE_HOST, self.wired.ports[plan.id], self.run.log(plan.id), command, turn)
 
-    def _take_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._on_signal)
-
-    def _on_signal(self) -> None:
-        if not self.stop.is_set():
-            self.stop.set()
-            return
-        # The second one: no more waiting.
+    def _kill(self) -> None:
+        """No more waiting."""
         for supervisor in self.supervisors:
             supervisor.kill_now()
         self.run.remove()

@@ -10,6 +10,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from deploy.blueprint import Blueprint
     from proxy.settings import ProxySettings
 
-_DECIDED = ("served_models", "identity", "roles", "api_keys", "stage_key", "modalities", "arena")
+_DECIDED = ("served_models", "identity", "roles", "api_keys", "stage_key", "modalities", "arena", "processes")
 """Fields that follow from the deployment itself."""
 
 _OWN_FLAGS = ("tenant_header", "shared_features", "send_pixels", "on_missing_feature")
@@ -74,6 +75,7 @@ def build_proxy_settings(blueprint: Blueprint, arena: Path | None = None) -> Pro
         overrides.setdefault("trace_path", Path(config.trace_dir).resolve() / "proxy.jsonl")
     if facts is not None and facts.max_positions is not None:
         overrides.setdefault("max_model_len", facts.max_positions)
+    overrides.setdefault("stage_priorities", _stages_heed_priorities(blueprint))
     settings = ProxySettings(
         served_models=(blueprint.served_model_name,),
         identity=model_identity(blueprint),
@@ -90,6 +92,16 @@ def build_proxy_settings(blueprint: Blueprint, arena: Path | None = None) -> Pro
         return apply_overrides(settings, overrides)
     except ConfigError as error:
         raise ConfigError(f"--proxy: {error}", param="--proxy") from error
+
+
+def _stages_heed_priorities(blueprint: Blueprint) -> bool:
+    """Stages are started with vLLM's priority policy, unless the operator says otherwise of one of them."""
+    for plan in blueprint.plans:
+        words = [word for flag in blueprint.stage_args.of(plan) for word in flag.split("=", 1)]
+        after = [word for flag, word in pairwise(words) if flag == "--scheduling-policy"]
+        if after and after[-1] != "priority":  # the last one wins in vLLM
+            return False
+    return True
 
 
 def _modalities(blueprint: Blueprint) -> frozenset[str] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import httpx
@@ -37,12 +37,14 @@ def create_app(
     transport: Transport | None = None,
     media_transport: httpx.AsyncBaseTransport | None = None,
     resolver: Resolver = resolve,
+    metrics_text: Callable[[Pipeline], Awaitable[bytes]] | None = None,
 ) -> FastAPI:
     """The proxy's application.
 
     Args:
         settings: see `ProxySettings`. table: kept up to date by the launcher, in the same event loop.
         transport: replaces the network towards the stages. media_transport, resolver: towards media hosts.
+        metrics_text: answers `/metrics`, where this is not the only process to count.
 
     The pipeline is at `app.state.pipeline`. Its connections close with the application's lifespan.
     """
@@ -58,6 +60,7 @@ def create_app(
     app.state.pipeline = pipeline
     _add_error_seam(app)
     _add_status_routes(app, pipeline)
+    _add_metrics_route(app, pipeline, metrics_text)
 
     for endpoint in Endpoint:
         # Past FastAPI's own routes, which would resolve dependencies that these do not have, at a third of the cost.
@@ -82,6 +85,8 @@ def _add_status_routes(app: FastAPI, pipeline: Pipeline) -> None:
 
     @app.get("/health")
     async def health() -> Response:
+        if pipeline.drain.began:
+            return JSONResponse({"status": "draining", "running": pipeline.drain.running}, 503)
         code, body = status.health(settings, table)
         return JSONResponse(body, code)
 
@@ -105,11 +110,16 @@ def _add_status_routes(app: FastAPI, pipeline: Pipeline) -> None:
 
     @app.get("/instances")
     async def instances() -> Response:
-        return JSONResponse(status.instances(table))
+        return JSONResponse(status.instances(table, pipeline.circuits))
 
+
+def _add_metrics_route(
+    app: FastAPI, pipeline: Pipeline, metrics_text: Callable[[Pipeline], Awaitable[bytes]] | None
+) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
-        return PlainTextResponse(pipeline.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        text = pipeline.metrics.text() if metrics_text is None else await metrics_text(pipeline)
+        return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_error_seam(app: FastAPI) -> None:

@@ -14,26 +14,41 @@ from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
 
-from epd_serve.errors import EpdError
+from epd_serve.errors import DeadlineError, EpdError, StageError
 from epd_serve.trace import Trace
 from proxy.bodies import decode_body, prefill_body, public_answer
-from proxy.errors import KvNotDelivered, most_telling
+from proxy.circuits import Circuits, StageCall
+from proxy.errors import KvNotDelivered, StageTimeout, most_telling
 from proxy.job import Job, encoded
 from proxy.metrics import Metrics
 from proxy.relay import relay
 from proxy.routing import Route
+from proxy.settings import Timeouts
 from proxy.sink import ClientSink
 from proxy.stage_client import StageClient
+from proxy.table import InstanceTable
 
 logger = logging.getLogger(__name__)
 PREFILL_LINGER_S = 5.0
+RELOOK_S = 1.0  # an instance falls silent without any news
 
 
 class Attempt:
     """Runs attempts; holds nothing of any of them."""
 
-    def __init__(self, stages: StageClient, metrics: Metrics, trace: Trace) -> None:
+    def __init__(
+        self,
+        table: InstanceTable,
+        stages: StageClient,
+        circuits: Circuits,
+        timeouts: Timeouts,
+        metrics: Metrics,
+        trace: Trace,
+    ) -> None:
+        self._table = table
         self._stages = stages
+        self._circuits = circuits
+        self._timeouts = timeouts
         self._metrics = metrics
         self._trace = trace
 
@@ -41,46 +56,80 @@ class Attempt:
         """Answer `job` from the body `base` on the instances of `route`.
 
         Raises:
-            StageError: a stage failed, before or after the first byte (`sink.committed`). StageRefusal. DeadlineError.
+            StageError: a stage failed or hung, before or after the first byte (`sink.committed`). StageRefusal.
         """
         self._metrics.paths.labels(route.path.name).inc()
         prefill_id = route.prefill.instance.id if route.prefill is not None else None
         job.explanation.attempted(route.path.name, prefill_id, route.decode.instance.id)
-        if route.prefill is None:
-            body = encoded(base)
-            self._trace.stamp(job.id, "dispatched", path=route.path.name)
-            await self._decode(job, route, body, sink)
-            return
-        transfer_id = uuid4().hex
-        sender = route.prefill.instance
-        to_decode = encoded(decode_body(base, transfer_id, sender))
-        to_prefill = encoded(prefill_body(base, transfer_id, sender, job.request.endpoint))
-        self._trace.stamp(job.id, "dispatched", path=route.path.name, transfer=transfer_id)
+        decoding = self._circuits.call(route.decode.instance)
+        prefilling = self._circuits.call(route.prefill.instance) if route.prefill is not None else None
         try:
-            async with asyncio.TaskGroup() as group:
-                decode = group.create_task(self._decode(job, route, to_decode, sink))
-                prefill = group.create_task(self._prefill(job, route, to_prefill, sink))
-                await asyncio.wait([decode])
-                if not prefill.done():  # its answer is of no interest any more, its tidy end is
-                    await asyncio.wait([prefill], timeout=PREFILL_LINGER_S)
-                    prefill.cancel()
+            await self._run(job, base, route, sink, decoding, prefilling)
         except BaseExceptionGroup as failed:
             raise most_telling(failed) from None
+        finally:
+            for call in (decoding, prefilling):
+                if call is not None:
+                    call.over()
 
-    async def _prefill(self, job: Job, route: Route, body: bytes, sink: ClientSink) -> None:
+    async def _run(
+        self,
+        job: Job,
+        base: Mapping[str, Any],
+        route: Route,
+        sink: ClientSink,
+        decoding: StageCall,
+        prefilling: StageCall | None,
+    ) -> None:
+        transfer_id, to_prefill = "", b""
+        if route.prefill is not None:
+            transfer_id = uuid4().hex
+            sender = route.prefill.instance
+            to_prefill = encoded(prefill_body(base, transfer_id, sender, job.request.endpoint))
+            base = decode_body(base, transfer_id, sender)
+        elif not job.request.stream:
+            job.passed.prefilled()  # nobody can tell when
+        to_decode = encoded(base)
+        named = {"transfer": transfer_id} if transfer_id else {}
+        self._trace.stamp(job.id, "dispatched", path=route.path.name, **named)
+        async with asyncio.TaskGroup() as group:
+            decode = group.create_task(self._decode(job, route, to_decode, sink, decoding, prefilling))
+            prefill = None
+            if prefilling is not None:
+                prefill = group.create_task(self._prefill(job, route, to_prefill, sink, prefilling))
+            while not (await asyncio.wait([decode], timeout=None if sink.committed else RELOOK_S))[0]:
+                if not sink.committed:
+                    self._look_for_silence(route, decoding, prefilling if prefill and not prefill.done() else None)
+            if prefill is not None and not prefill.done():  # its answer is of no interest any more, its tidy end is
+                await asyncio.wait([prefill], timeout=PREFILL_LINGER_S)
+                prefill.cancel()
+
+    def _look_for_silence(self, route: Route, decoding: StageCall, prefilling: StageCall | None) -> None:
+        """Raise StageError where an instance has stopped to report: its connections may stay open for ever."""
+        for call in (prefilling, decoding):
+            if call is not None and self._table.silence_s(*call.life) > self._timeouts.stage_silence_s:
+                call.failed()
+                raise StageError(f"stage {call.life[0]} has stopped to report", stage=call.life[0])
+
+    async def _prefill(self, job: Job, route: Route, body: bytes, sink: ClientSink, call: StageCall) -> None:
         """Run P. Its failure fails the attempt, unless the client has its first byte: D no longer needs P then."""
         assert route.prefill is not None, "only paths with a prefilling instance come here"
         instance = route.prefill.instance
         begun, outcome = time.perf_counter(), "cancelled"
         try:
-            answer = await self._stages.post(instance, job.request.endpoint, body, job.headers, timeout_s=None)
-            params = answer.get("kv_transfer_params")
-            if isinstance(params, dict) and params.get("ok") is False:
-                reason = str(params.get("reason") or "no reason given")
-                self._metrics.kv_failed(reason)
-                raise KvNotDelivered(f"stage {instance.id} could not deliver its KV: {reason}", stage=instance.id)
+            with call:
+                answer = await self._stages.post(instance, job.request.endpoint, body, job.headers, timeout_s=None)
+                params = answer.get("kv_transfer_params")
+                if isinstance(params, dict) and params.get("ok") is False:
+                    reason = str(params.get("reason") or "no reason given")
+                    self._metrics.kv_failed(reason)
+                    raise KvNotDelivered(f"stage {instance.id} could not deliver its KV: {reason}", stage=instance.id)
             outcome = "ok"
+            job.passed.prefilled()
             job.explanation.stamp("prefilled")
+        except DeadlineError as error:
+            outcome = error.code or type(error).__name__
+            raise StageTimeout(error.message, stage=instance.id) from error
         except EpdError as error:
             outcome = error.code or type(error).__name__
             if not sink.committed:
@@ -91,18 +140,42 @@ class Attempt:
             self._trace.stamp(job.id, "prefill_done", outcome=outcome)
             self._metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.perf_counter() - begun)
 
-    async def _decode(self, job: Job, route: Route, body: bytes, sink: ClientSink) -> None:
+    async def _decode(
+        self,
+        job: Job,
+        route: Route,
+        body: bytes,
+        sink: ClientSink,
+        call: StageCall,
+        prefilling: StageCall | None,
+    ) -> None:
         instance, request = route.decode.instance, job.request
         begun, outcome = time.perf_counter(), "cancelled"
+
+        def first() -> None:
+            call.succeeded()
+            self._first_byte(job)
+
         try:
-            if request.stream:
-                async with aclosing(self._stages.events(instance, request.endpoint, body, job.headers)) as events:
-                    await relay(events, sink, stage=instance.id, on_first=lambda: self._first_byte(job))
-            else:
-                answer = await self._stages.fields(instance, request.endpoint, body, job.headers, timeout_s=None)
-                job.explanation.stamp("answered")
-                keep = bool(request.body.get("return_token_ids"))
-                await sink.respond_json(200, public_answer(answer, keep_token_ids=keep))
+            with call:
+                try:
+                    if request.stream:
+                        stream = self._stages.events(instance, request.endpoint, body, job.headers)
+                        async with aclosing(stream) as events:
+                            await relay(events, sink, stage=instance.id, on_first=first)
+                    else:
+                        answer = await self._stages.fields(
+                            instance, request.endpoint, body, job.headers, timeout_s=None
+                        )
+                        call.succeeded()
+                        job.explanation.stamp("answered")
+                        keep = bool(request.body.get("return_token_ids"))
+                        await sink.respond_json(200, public_answer(answer, keep_token_ids=keep))
+                except DeadlineError as error:
+                    # Before P has answered, it is P for whom D waits.
+                    late = prefilling if prefilling is not None and not prefilling.judged else call
+                    late.failed()
+                    raise StageTimeout(error.message, stage=late.life[0]) from error
             outcome = "ok"
         except EpdError as error:
             outcome = error.code or type(error).__name__
@@ -112,6 +185,7 @@ class Attempt:
             self._metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.perf_counter() - begun)
 
     def _first_byte(self, job: Job) -> None:
+        job.passed.prefilled()
         self._metrics.ttft_seconds.observe(asyncio.get_running_loop().time() - job.arrived)
         self._trace.stamp(job.id, "first_byte")
         job.explanation.stamp("first_byte")

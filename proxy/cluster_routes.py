@@ -7,6 +7,7 @@ byte of the body is read.
 from __future__ import annotations
 
 import hmac
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -16,7 +17,7 @@ from fastapi.responses import Response
 from epd_serve.cluster import BEAT, JOIN, LEAVE, Beat, JoinRequest, Leave, Left
 from epd_serve.errors import PayloadTooLargeError, RequestError
 from proxy.auth import AuthenticationError
-from proxy.cluster import Membership
+from proxy.cluster import Door, Membership
 
 MAX_BODY_BYTES = 64 << 10
 Message = TypeVar("Message")
@@ -24,28 +25,38 @@ Message = TypeVar("Message")
 
 def add_cluster_routes(app: FastAPI, members: Membership, cluster_key: str) -> None:
     """Make an application a head. Errors leave through the application's own seam."""
-
-    @app.post(JOIN)
-    async def join(request: Request) -> Response:
-        message = await _message(request, cluster_key, JoinRequest)
-        return _answer(members.join(message, request.client.host if request.client else ""))
-
-    @app.post(BEAT)
-    async def beat(request: Request) -> Response:
-        members.beat(await _message(request, cluster_key, Beat))
-        return Response(status_code=204)
-
-    @app.post(LEAVE)
-    async def leave(request: Request) -> Response:
-        return _answer(Left(await members.leave(await _message(request, cluster_key, Leave))))
+    add_side_door(app, partial(take_in, members), cluster_key)
 
 
-async def _message(request: Request, cluster_key: str, kind: type[Message]) -> Message:
-    """Check the key, then read and decode the body.
+def add_side_door(app: FastAPI, door: Door, cluster_key: str) -> None:
+    """The routes of a head whose members `door` knows."""
+
+    async def knock(request: Request) -> Response:
+        raw = await _body(request, cluster_key)
+        status, body = await door(request.url.path, request.client.host if request.client else "", raw)
+        return Response(body, status, media_type="application/json" if body else None)
+
+    for path in (JOIN, BEAT, LEAVE):
+        app.add_api_route(path, knock, methods=["POST"])
+
+
+async def take_in(members: Membership, path: str, caller: str, raw: bytes) -> tuple[int, bytes]:
+    """Have the membership take in one message. Returns status and body of the answer.
 
     Raises:
-        AuthenticationError, PayloadTooLargeError, RequestError.
+        RequestError: it is malformed. JoinRefusedError, NotAMemberError: as `Membership`.
     """
+    if path == JOIN:
+        return 200, msgspec.json.encode(members.join(_message(raw, JoinRequest), caller))
+    if path == LEAVE:
+        return 200, msgspec.json.encode(Left(await members.leave(_message(raw, Leave))))
+    assert path == BEAT, f"{path} is no path of the side door"
+    members.beat(_message(raw, Beat))
+    return 204, b""
+
+
+async def _body(request: Request, cluster_key: str) -> bytes:
+    """Check the key, then read the body. Raises AuthenticationError, PayloadTooLargeError."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     right = hmac.compare_digest(token.strip().encode("utf-8", "replace"), cluster_key.encode())
     if scheme.lower() != "bearer" or not right:
@@ -55,11 +66,11 @@ async def _message(request: Request, cluster_key: str, kind: type[Message]) -> M
         raw += chunk
         if len(raw) > MAX_BODY_BYTES:
             raise PayloadTooLargeError(f"a message of the cluster has at most {MAX_BODY_BYTES} bytes")
+    return raw
+
+
+def _message(raw: bytes, kind: type[Message]) -> Message:
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # all three are what the bytes can cause
         raise RequestError(f"not a {kind.__name__}: {error}", code="malformed_message") from error
-
-
-def _answer(message: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(message), media_type="application/json")

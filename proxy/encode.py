@@ -103,11 +103,14 @@ class EncodeStep:
                     seats[item.key].fail()
 
         try:
+            await order.job.passed.to_encoders()
             await self._encoders.encode(replace(order, done=done), items)
         except StageRefusal:
             fail()
             raise
         fail()
+        if not all(seat.settled for seat in seats.values()):
+            order.job.passed.to_follow()  # who leads the rest may be waiting for this very place
 
     async def _follow(self, item: LoadedItem, seats: dict[str, Seat[bool]], order: EncodeOrder) -> None:
         try:

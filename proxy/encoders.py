@@ -23,6 +23,7 @@ from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from epd_serve.trace import Trace
 from proxy.bodies import encode_body
+from proxy.circuits import Circuits
 from proxy.cost import item_tokens
 from proxy.errors import most_telling
 from proxy.job import Job, encoded
@@ -31,6 +32,7 @@ from proxy.media import LoadedItem
 from proxy.metrics import Metrics
 from proxy.policy import Candidate
 from proxy.request import Endpoint
+from proxy.retry_budget import RetryBudget
 from proxy.settings import Timeouts
 from proxy.speeds import LearntSpeeds
 from proxy.spread import spread
@@ -76,6 +78,8 @@ class Encoders:
         *,
         retries: int,
         trace: Trace,
+        circuits: Circuits,
+        budget: RetryBudget,
     ) -> None:
         self._table = table
         self._stages = stages
@@ -83,6 +87,8 @@ class Encoders:
         self._timeouts = timeouts
         self._retries = retries
         self._trace = trace
+        self._circuits = circuits
+        self._budget = budget
         self._speeds = LearntSpeeds()
 
     async def encode(
@@ -150,7 +156,8 @@ class Encoders:
         done = 0.0
         self._speeds.begin(life, time.monotonic())
         try:
-            answer = await self._post(order, instance, items)
+            with self._circuits.call(instance):
+                answer = await self._post(order, instance, items)
             done = weight
         except (StageError, DeadlineError) as error:
             logger.warning("request %s: %s", job.id, error.message)
@@ -176,6 +183,10 @@ class Encoders:
             self._give_up(order, items, "encoder_failed")
             return
         if any(other.life not in tried for other in self._table.live(Role.E)):
+            if not self._budget.withdraw(time.monotonic()):
+                self._metrics.retries_refused.inc()
+                self._give_up(order, items, "no_retries_left")
+                return
             self._metrics.retries.labels(instance.id).inc()
         await self.encode(order, items, tried)
 

@@ -32,6 +32,20 @@ class StageUnreachable(StageError):
     code = "stage_unreachable"
 
 
+class StageTimeout(StageError):
+    """The stage took longer than it may. Another one may do better; the same one would only be asked twice."""
+
+    status = 504
+    type = "timeout_error"
+    code = "deadline"
+
+
+class DrainingError(NoInstanceError):
+    """This proxy is coming to an end and takes nothing more."""
+
+    code = "draining"
+
+
 class KvNotDelivered(StageError):
     """A prefill instance has computed the prompt and says why the decode instance did not get its KV."""
 
@@ -48,9 +62,11 @@ def error_json(error: EpdError) -> bytes:
 
 
 def error_headers(error: EpdError) -> dict[str, str]:
-    """`Retry-After` where waiting helps."""
+    """`Retry-After` where waiting helps, and the end of the connection where there is an end of everything."""
     if isinstance(error, OverloadedError):
         return {"retry-after": str(max(1, round(error.retry_after_s)))}
+    if isinstance(error, DrainingError):  # the next request of this client finds another server
+        return {"retry-after": str(round(NO_INSTANCE_RETRY_AFTER_S)), "connection": "close"}
     if isinstance(error, NoInstanceError):
         return {"retry-after": str(round(NO_INSTANCE_RETRY_AFTER_S))}
     return {}

@@ -9,25 +9,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Coroutine
 from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
 from uuid import uuid4
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from epd_serve.errors import EpdError, PayloadTooLargeError
+from epd_serve.errors import DeadlineError, EpdError, PayloadTooLargeError
 from proxy.auth import caller_of
-from proxy.errors import error_body, error_event, error_headers, response_error_event
+from proxy.client_deadline import DeadlineLapsed, deadline_s
+from proxy.errors import DrainingError, error_body, error_event, error_headers, response_error_event
 from proxy.explain import Explanation, is_asked_for
 from proxy.metrics import CANCELLED
 from proxy.pipeline import Pipeline
 from proxy.request import Endpoint
+from proxy.settings import ProxySettings
 from proxy.sink import ClientSink
-from proxy.stage_client import deadline
 
 logger = logging.getLogger(__name__)
 RECANCEL_S = 0.5
+"""Python 3.11's TaskGroup loses a cancellation that meets a failing child, so it is repeated. Not sooner: another one
+interrupts the closing of connections that is under way, and leaves them open."""
 CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
@@ -61,8 +67,11 @@ class Exchange(Response):
         outcome = "500"
         self._pipeline.trace.stamp(self._id, "arrived", **({"client_id": named} if named else {}))
         try:
-            with metrics.in_flight.track_inprogress():
+            with metrics.in_flight.track_inprogress(), self._pipeline.drain.exchange():
                 outcome = await self._serve(headers, receive, sink, explanation)
+        except DrainingError as error:
+            metrics.refused.labels("draining").inc()
+            outcome = await self._answer_error(error, sink)
         except asyncio.CancelledError:
             outcome = CANCELLED
             raise
@@ -71,29 +80,49 @@ class Exchange(Response):
             self._pipeline.trace.stamp(self._id, "done", outcome=outcome)
 
     async def _serve(self, headers: Headers, receive: Receive, sink: ClientSink, explanation: Explanation) -> str:
-        """Work until the end or until the client leaves. Returns how it ended, for the metrics."""
+        """Read the body and work. Returns how it ended, for the metrics."""
+        begun = asyncio.get_running_loop().time()
         with ExitStack() as held:
             try:
                 caller = caller_of(headers, self._pipeline.settings)
+                limit = _limit(headers, self._pipeline.settings)
                 held.enter_context(self._pipeline.key_gate.admitted(caller.account))
                 self._pipeline.check_admission()
-                raw = await self._read(headers, receive)
+                raw = await self._read(headers, receive, limit)
             except ClientLeft:
                 return CANCELLED
             except EpdError as error:
                 return await self._answer_error(error, sink)
             explanation.stamp("received")
-            async with asyncio.TaskGroup() as group:
-                work = group.create_task(self._work(raw, caller.tenant, sink, explanation))
-                watch = group.create_task(self._watch(receive, work, sink))
-                await asyncio.wait([work])
-                watch.cancel()
-            return CANCELLED if work.cancelled() else work.result()
+            until = begun + limit.s
+            work = self._work(raw, caller.tenant, sink, explanation, until if limit.clients else None)
+            return await self._bounded(work, receive, sink, limit, until)
 
-    async def _work(self, raw: bytes, tenant: str, sink: ClientSink, explanation: Explanation) -> str:
+    async def _bounded(
+        self, coroutine: Coroutine[Any, Any, str], receive: Receive, sink: ClientSink, limit: _Limit, until: float
+    ) -> str:
+        """Work until the end, until the client leaves, or until there is no more time."""
+        async with asyncio.TaskGroup() as group:
+            work = group.create_task(coroutine)
+            watch = group.create_task(self._watch(receive, work, sink))
+            await asyncio.wait([work], timeout=max(0.0, until - asyncio.get_running_loop().time()))
+            in_time = work.done()
+            if not in_time:
+                await _end(work)
+            watch.cancel()
+        if not work.cancelled():
+            return work.result()
+        if in_time or sink.finished:
+            return CANCELLED
+        if limit.clients:
+            self._pipeline.metrics.deadlines_lapsed.inc()
+        return await self._answer_error(limit.error("the request"), sink)
+
+    async def _work(
+        self, raw: bytes, tenant: str, sink: ClientSink, explanation: Explanation, until: float | None
+    ) -> str:
         try:
-            async with deadline(self._pipeline.settings.timeouts.total_s, "the request"):
-                await self._pipeline.run(self._id, self._endpoint, raw, tenant, sink, explanation)
+            await self._pipeline.run(self._id, self._endpoint, raw, tenant, sink, explanation, until=until)
         except EpdError as error:
             return await self._answer_error(error, sink)
         return str(sink.status)
@@ -111,30 +140,54 @@ class Exchange(Response):
             await sink.write(response_error_event(error) if responses else error_event(error))
         return "broken"
 
-    async def _read(self, headers: Headers, receive: Receive) -> bytes:
-        limit = self._pipeline.settings.max_body_bytes
-        refusal = PayloadTooLargeError(f"The request body is larger than {limit:,} bytes.", code="body_too_large")
+    async def _read(self, headers: Headers, receive: Receive, limit: _Limit) -> bytes:
+        max_bytes = self._pipeline.settings.max_body_bytes
+        refusal = PayloadTooLargeError(f"The request body is larger than {max_bytes:,} bytes.", code="body_too_large")
         announced = headers.get("content-length", "")
-        if announced.isdecimal() and int(announced) > limit:
+        if announced.isdecimal() and int(announced) > max_bytes:
             raise refusal
         body = bytearray()
-        async with deadline(self._pipeline.settings.timeouts.total_s, "the request body"):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientLeft
-                body += message.get("body", b"")
-                if len(body) > limit:
-                    raise refusal
-                if not message.get("more_body", False):
-                    return bytes(body)
+        try:
+            async with asyncio.timeout(limit.s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientLeft
+                    body += message.get("body", b"")
+                    if len(body) > max_bytes:
+                        raise refusal
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            raise limit.error("the request body") from None
 
     async def _watch(self, receive: Receive, work: asyncio.Task[str], sink: ClientSink) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         if not sink.finished:
             logger.info("request %s: the client left", self._id)
-        # More than once: Python 3.11's TaskGroup loses a cancellation that meets a failing child.
-        while not sink.finished and not work.done():
-            work.cancel()
-            await asyncio.wait([work], timeout=RECANCEL_S)
+            await _end(work)
+
+
+async def _end(work: asyncio.Task[str]) -> None:
+    """Cancel, and wait until it is over."""
+    while not work.done():
+        work.cancel()
+        await asyncio.wait([work], timeout=RECANCEL_S)
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """How long an exchange may take. `clients`: the client said so, not the operator."""
+
+    s: float
+    clients: bool
+
+    def error(self, what: str) -> DeadlineError:
+        kind = DeadlineLapsed if self.clients else DeadlineError
+        return kind(f"{what} took longer than {self.s:g} s")
+
+
+def _limit(headers: Headers, settings: ProxySettings) -> _Limit:
+    total_s, asked_s = settings.timeouts.total_s, deadline_s(headers)
+    return _Limit(total_s, False) if asked_s is None or asked_s > total_s else _Limit(asked_s, True)

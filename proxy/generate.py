@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from dataclasses import dataclass, field, replace
 
 from epd_serve.errors import EpdError, StageError
@@ -16,10 +17,11 @@ from epd_serve.wire import FeatureMissing
 from proxy.attempt import Attempt
 from proxy.delivery import Delivery, delivered, delivery_after_encoding_again, first_delivery
 from proxy.encode import EncodeStep
-from proxy.errors import StageRefusal, StageUnreachable
+from proxy.errors import StageRefusal, StageTimeout, StageUnreachable
 from proxy.hearsay import Hearsay
 from proxy.job import Job
 from proxy.metrics import Metrics
+from proxy.retry_budget import RetryBudget
 from proxy.routing import Life, Route, Router
 from proxy.settings import ProxySettings
 from proxy.sink import ClientSink
@@ -55,6 +57,7 @@ class GenerateStep:
         attempt: Attempt,
         hearsay: Hearsay,
         metrics: Metrics,
+        budget: RetryBudget,
     ) -> None:
         self._settings = settings
         self._table = table
@@ -63,10 +66,12 @@ class GenerateStep:
         self._attempt = attempt
         self._hearsay = hearsay
         self._metrics = metrics
+        self._budget = budget
 
     async def run(self, job: Job, sink: ClientSink) -> None:
         """Attempt until one succeeds, the client has its first byte, or the retries are used up.
 
+        Retries are paid for from the budget of the whole proxy, and an instance that was too slow is not asked again.
         Two kinds of failure do not use up a retry. An instance that cannot be reached at all has just died and the
         launcher is about to say so; such probing is bounded by `instance_wait_s`. An attempt that a lost feature could
         fail is followed by one that it can fail no more (`_step_down`), at most twice in all.
@@ -116,6 +121,13 @@ class GenerateStep:
         else:
             progress.failures += 1
             give_up, pause_s = progress.failures > self._settings.retries, BACKOFF_S * progress.failures
+            if isinstance(failure, StageTimeout) and not self._router.has_alternative(
+                progress.job, avoid=progress.avoid
+            ):
+                give_up = True
+            if not give_up and not self._budget.withdraw(time.monotonic()):
+                self._metrics.retries_refused.inc()
+                give_up = True
         if give_up:
             raise failure
         logger.warning("request %s: %s; trying again", progress.job.id, failure.message)
@@ -166,7 +178,7 @@ def _may_step_down(delivery: Delivery, failure: EpdError) -> bool:
     """Whether the way of delivery can be what failed the attempt."""
     if isinstance(failure, StageRefusal):
         return delivery is Delivery.METADATA
-    return delivery is not Delivery.PIXELS and not isinstance(failure, StageUnreachable)
+    return delivery is not Delivery.PIXELS and not isinstance(failure, StageUnreachable | StageTimeout)
 
 
 def _life_of(failure: StageError, route: Route) -> Life:

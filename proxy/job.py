@@ -9,6 +9,7 @@ from typing import Any
 from proxy import strict_json
 from proxy.directory import Metadata
 from proxy.explain import UNASKED, Explanation
+from proxy.gate import Pass
 from proxy.media import LoadedItem
 from proxy.request import ParsedRequest
 
@@ -37,6 +38,7 @@ class Job:
         items: the media items behind it.
         features: what the encoders have made of the items; None where no encoder was to be asked.
         arrived: loop time in seconds when the request came in.
+        passed: its place with the stages.
         explanation: what the client may want to be told; steps stamp it.
     """
 
@@ -45,6 +47,7 @@ class Job:
     base: Mapping[str, Any]
     items: tuple[LoadedItem, ...]
     arrived: float
+    passed: Pass
     features: Features | None = None
     explanation: Explanation = UNASKED
 

@@ -39,6 +39,47 @@ class Metrics:
         self.retries = Counter(
             "epd_proxy_retries", "Attempts repeated after a stage failed.", ("stage",), registry=self.registry
         )
+        self.retries_refused = Counter(
+            "epd_proxy_retries_refused", "Retries that the retry budget did not allow.", registry=self.registry
+        )
+        self.retry_budget = Gauge("epd_proxy_retry_budget", "Retries that may be made at once.", registry=self.registry)
+        self.circuit_opened = Counter(
+            "epd_proxy_circuit_opened",
+            "Times that an instance was suspended for its failures.",
+            ("instance",),
+            registry=self.registry,
+        )
+        self.queue_seconds = Histogram(
+            "epd_proxy_queue_seconds",
+            "Time in a line in front of the stages.",
+            ("kind", "line"),
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.queue_waiting = Gauge(
+            "epd_proxy_queue_waiting", "Requests with no place at any stage yet.", ("kind",), registry=self.registry
+        )
+        self.queue_served = Gauge(
+            "epd_proxy_queue_served",
+            "Requests with the stages that prefill and decode.",
+            ("kind",),
+            registry=self.registry,
+        )
+        self.queue_encoding = Gauge(
+            "epd_proxy_queue_encoding", "Requests with a place at the encoders.", registry=self.registry
+        )
+        self.capacity = Gauge(
+            "epd_proxy_capacity", "What may be with the stages at once.", ("of",), registry=self.registry
+        )
+        self.refused = Counter(
+            "epd_proxy_refused", "Requests refused at the door, by reason.", ("reason",), registry=self.registry
+        )
+        self.deadlines_lapsed = Counter(
+            "epd_proxy_deadlines_lapsed",
+            "Requests cancelled when their client's deadline lapsed.",
+            registry=self.registry,
+        )
+        self.draining = Gauge("epd_proxy_draining", "1 once nothing new is accepted.", registry=self.registry)
         self.kv_failures = Counter(
             "epd_proxy_kv_failures",
             "Prompts whose KV did not reach the decode instance, by what the prefill instance says.",

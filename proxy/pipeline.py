@@ -1,4 +1,4 @@
-"""A request's life in order: parse, load media, encode, then prefill and decode (design §4).
+"""A request's life in order: parse, load media, encode, then prefill and decode (design §4), each when the gate says.
 
 The steps decide how; this file only says when. One per process; owns what they share. An item's key is salted with the
 tenant unless features are shared; vLLM's prefix cache always is, since prompts are never shared (design §4.1).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import httpx
 
@@ -16,11 +17,16 @@ from epd_serve.trace import PROXY, Trace
 from proxy.attempt import Attempt
 from proxy.auth import DEFAULT_TENANT
 from proxy.bodies import base_body
+from proxy.circuits import Circuits
+from proxy.cost import prompt_tokens
+from proxy.demand import kind_of, priority_of, sequences_of
 from proxy.directory import FeatureDirectory
+from proxy.drain import Drain
 from proxy.encode import EncodeStep
 from proxy.encoders import Encoders
 from proxy.explain import UNASKED, Explanation
 from proxy.fetch import Resolver, UrlFetcher, resolve
+from proxy.gate import Gate, Pass
 from proxy.generate import GenerateStep
 from proxy.hearsay import Hearsay
 from proxy.host_arena import HostArena
@@ -29,7 +35,9 @@ from proxy.key_limits import KeyGate
 from proxy.kv_metrics import KvMetrics
 from proxy.media import MediaLoader
 from proxy.metrics import Metrics
-from proxy.request import Endpoint, parse
+from proxy.request import Endpoint, ParsedRequest, parse
+from proxy.retry_budget import RetryBudget
+from proxy.room import Room
 from proxy.routing import Router
 from proxy.settings import ProxySettings
 from proxy.sink import ClientSink
@@ -55,12 +63,18 @@ class Pipeline:
         timeouts, retries = settings.timeouts, settings.retries
         self.settings = settings
         self.table = table
+        self.drain = Drain()
         self.metrics = Metrics()
         self.key_gate = KeyGate(settings.key_limits)
         self.metrics.registry.register(StoreMetrics(table))
         self.metrics.registry.register(StageMetrics(table))
         self.metrics.registry.register(KvMetrics(table))
         self.trace = Trace(str(settings.trace_path or ""), PROXY)
+        self.circuits = Circuits(table, self.metrics)
+        self.gate = Gate(settings.admission, Room(table, settings), self.metrics)
+        self._budget = RetryBudget(settings.retry, now=time.monotonic())
+        self.metrics.retry_budget.set_function(lambda: self._budget.left(time.monotonic()))
+        self.metrics.draining.set_function(lambda: self.drain.began)
         self._stages = StageClient(timeouts, key=settings.stage_key, transport=transport)
         self._media = MediaLoader(settings, UrlFetcher(settings.media, transport=media_transport, resolver=resolver))
         self._router = Router(table, settings.roles, instance_wait_s=timeouts.instance_wait_s, policy=settings.policy)
@@ -68,7 +82,16 @@ class Pipeline:
         self.directory = FeatureDirectory(settings.max_known_features, holds=self._arena.holds)
         self.hearsay = Hearsay(table, self.directory, self.metrics)
         self._encode = EncodeStep(
-            Encoders(table, self._stages, self.metrics, timeouts, retries=retries, trace=self.trace),
+            Encoders(
+                table,
+                self._stages,
+                self.metrics,
+                timeouts,
+                retries=retries,
+                trace=self.trace,
+                circuits=self.circuits,
+                budget=self._budget,
+            ),
             self.directory,
             self.metrics,
             follow_s=timeouts.encode_s * (retries + 1),
@@ -78,9 +101,10 @@ class Pipeline:
             table,
             self._router,
             self._encode,
-            Attempt(self._stages, self.metrics, self.trace),
+            Attempt(table, self._stages, self.circuits, timeouts, self.metrics, self.trace),
             self.hearsay,
             self.metrics,
+            self._budget,
         )
         self._tokenize = TokenizeStep(table, self._stages, retries=retries)
         self._running = 0
@@ -110,27 +134,38 @@ class Pipeline:
         tenant: str,
         sink: ClientSink,
         explanation: Explanation = UNASKED,
+        *,
+        until: float | None = None,
     ) -> None:
-        """Serve one request through `sink`. Raises an EpdError where there is something to answer instead."""
+        """Serve one request through `sink`. Raises an EpdError where there is something to answer instead.
+
+        Args:
+            until: loop time at which the client wants the whole answer; whoever calls cancels then.
+        """
         self.check_admission()
         self._running += 1
         try:
-            await self._run(request_id, endpoint, raw, tenant, sink, explanation)
+            request = parse(endpoint, raw, self.settings)
+            self._router.check_servable(fused_for=request.needs_fused)
+            gate = self.gate.admitted(
+                kind_of(request), priority=priority_of(request), sequences=sequences_of(request), until=until
+            )
+            async with gate as passed:
+                self._budget.deposit()
+                await self._run(request_id, request, tenant, sink, passed, explanation)
         finally:
             self._running -= 1
 
     async def _run(
         self,
         request_id: str,
-        endpoint: Endpoint,
-        raw: bytes,
+        request: ParsedRequest,
         tenant: str,
         sink: ClientSink,
+        passed: Pass,
         explanation: Explanation,
     ) -> None:
         arrived = asyncio.get_running_loop().time()
-        request = parse(endpoint, raw, self.settings)
-        self._router.check_servable(fused_for=request.needs_fused)
         begun = time.perf_counter()
         feature_tenant = DEFAULT_TENANT if self.settings.shared_features else tenant
         items = await self._media.load(request, tenant=feature_tenant)
@@ -138,13 +173,23 @@ class Pipeline:
             self.metrics.media_seconds.observe(time.perf_counter() - begun)
             self.trace.stamp(request_id, "media_loaded", keys=[item.key for item in items])
             explanation.stamp("media")
-        if not endpoint.generates:
+        if not request.endpoint.generates:
             await self._tokenize.run(request_id, request, items, sink)
             return
         salt = tenant if self.settings.tells_tenants_apart else None
         base = base_body(request, items, salt, request_id=request_id)
-        job = Job(request_id, request, base, items, arrived, explanation=explanation)
+        self._prioritise(base, passed)
+        job = Job(request_id, request, base, items, arrived, passed, explanation=explanation)
+        passed.weighs(prompt_tokens(request, items))
         if self._router.encodes_apart(job):
             job = await self._encode.run(job)
             explanation.stamp("encoded")
+        await passed.to_stages()
+        explanation.stamp("admitted")
         await self._generate.run(job, sink)
+
+    def _prioritise(self, body: dict[str, Any], passed: Pass) -> None:
+        """Stages without vLLM's priority policy refuse any priority, so the client's own never reaches them."""
+        body.pop("priority", None)
+        if self.settings.stage_priorities and not self.settings.admission.single_queue:
+            body["priority"] = passed.stage_priority

@@ -5,20 +5,43 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from epd_serve.errors import ConfigError
 from proxy.redact import redact_logs
+from proxy.shared_listener import SharedListener
 
 BACKLOG = 2048
 KEEPALIVE_S = 65
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, shared: SharedListener | None, started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._shared = shared
+        self._say_started = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._shared is not None:
+            self._shared.start(self._protocol, self.server_state.connections)
+        self._say_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._shared is not None:
+            self._shared.stop()
+        await super().shutdown(sockets)
+
+    def _protocol(self) -> asyncio.Protocol:
+        kind: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        return made
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -54,18 +77,29 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def serve(
-    app: FastAPI, host: str, port: int, *, sockets: Sequence[socket.socket] | None = None, grace_s: float = 3.0
+    app: FastAPI,
+    host: str,
+    port: int,
+    *,
+    sockets: Sequence[socket.socket] | None = None,
+    shared: SharedListener | None = None,
+    grace_s: float = 3.0,
+    started: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until cancelled.
 
     Args:
         sockets: from `bind`, instead of `host` and `port`; closed at the end.
+        shared: takes the connections, instead of sockets.
         grace_s: how long a cancelled server lets its requests finish before it cancels them.
+        started: called once connections are taken.
 
     Raises:
         ConfigError: as `bind`.
     """
-    listening = list(sockets) if sockets is not None else [bind(host, port)]
+    listening = list(sockets) if sockets is not None else []
+    if sockets is None and shared is None:
+        listening = [bind(host, port)]
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -79,7 +113,7 @@ async def serve(
         lifespan="on",
     )
     redact_logs()  # after uvicorn has set up its own logging
-    server = _Server(config)
+    server = _Server(config, shared, started)
     try:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(server.serve(listening))

@@ -29,6 +29,7 @@ class Timeouts:
         connect_s: opening a connection to a stage.
         encode_s: one encoder's answer for its share of a request's items.
         encode_silence_s: an encoder that reported before and has stopped to, while other instances report, hangs.
+        stage_silence_s: the same of an instance that prefills or decodes, before the first byte.
         first_byte_s: from dispatch of P and D to the first streamed event.
         idle_s: between two streamed events.
         total_s: the whole request, media and queues included.
@@ -38,13 +39,15 @@ class Timeouts:
     connect_s: float = 5.0
     encode_s: float = 120.0
     encode_silence_s: float = 10.0
+    stage_silence_s: float = 10.0
     first_byte_s: float = 300.0
     idle_s: float = 120.0
     total_s: float = 1800.0
     instance_wait_s: float = 60.0
 
     def __post_init__(self) -> None:
-        _require_positive(self, "connect_s", "encode_s", "encode_silence_s", "first_byte_s", "idle_s", "total_s")
+        _require_positive(self, "connect_s", "encode_s", "encode_silence_s", "stage_silence_s", "first_byte_s")
+        _require_positive(self, "idle_s", "total_s")
         if self.instance_wait_s < 0:
             raise ConfigError("instance_wait_s must not be negative", param="instance_wait_s")
 
@@ -124,6 +127,67 @@ class ModelIdentity:
 
 
 @dataclass(frozen=True)
+class Admission:
+    """The lines in front of the stages (`proxy/admission.py`, `proxy/capacity.py`).
+
+    Attributes:
+        single_queue: one line in order of arrival and no priorities at the stages, to compare with.
+        text_queue, media_queue: requests that may wait; beyond it the answer is 429.
+        max_wait_s: nobody waits longer, and who would is refused at once.
+        media_yields_s: text that arrives up to this much later than a request with media goes first.
+        priority_step_s: what one unit of a request's `priority` is worth. priority_limit: larger ones count as this;
+            0 to heed none.
+        text_share, media_share: of the capacity, that the other modality does not take while both are about.
+        sequences_per_instance: prefilling or decoding, for an instance that does not report how many it can run.
+        prefill_tokens: of prompts that one instance has still to prefill; or as many as it does in `prefill_s`.
+        encodes_per_instance: requests at one encoder.
+    """
+
+    single_queue: bool = False
+    text_queue: int = 2048
+    media_queue: int = 1024
+    max_wait_s: float = 60.0
+    media_yields_s: float = 5.0
+    priority_step_s: float = 5.0
+    priority_limit: int = 10
+    text_share: float = 0.25
+    media_share: float = 0.25
+    sequences_per_instance: int = 1024
+    prefill_tokens: int = 8192
+    prefill_s: float = 1.0
+    encodes_per_instance: int = 16
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "text_queue", "media_queue", "max_wait_s", "sequences_per_instance", "prefill_tokens")
+        _require_positive(self, "encodes_per_instance")
+        for name in ("media_yields_s", "priority_step_s", "priority_limit", "prefill_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"admission.{name} must not be negative", param=f"admission.{name}")
+        for name in ("text_share", "media_share"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"admission.{name} must be from 0 to below 1", param=f"admission.{name}")
+        if self.text_share + self.media_share > 1:
+            raise ConfigError("admission.text_share and media_share must not exceed 1 together", param="admission")
+
+
+@dataclass(frozen=True)
+class RetryLimits:
+    """How many attempts may be repeated over the whole proxy (`proxy/retry_budget.py`).
+
+    Attributes:
+        ratio: retries per request. floor_per_s: retries that may be made in any case. burst: at once, after a calm.
+    """
+
+    ratio: float = 0.2
+    floor_per_s: float = 10.0
+    burst: int = 256
+
+    def __post_init__(self) -> None:
+        if not self.ratio >= 0 or not self.floor_per_s >= 0 or self.burst < 1:
+            raise ConfigError("retry.ratio and floor_per_s must not be negative, burst at least 1", param="retry")
+
+
+@dataclass(frozen=True)
 class ProxySettings:
     """All of the proxy's settings.
 
@@ -132,7 +196,10 @@ class ProxySettings:
         identity: model, revision and dtype as they enter feature keys.
         roles: roles of the layout. `/health` wants a live instance of each; empty means "those in the table".
         max_model_len: context length in tokens that `/v1/models` reports, or None when unknown.
-        retries: further attempts after a stage failed before the first byte.
+        admission: who waits in front of the stages. retry: how many attempts are repeated over the whole proxy.
+        retries: further attempts of one request after a stage failed before the first byte.
+        stage_priorities: stages with a language model run with vLLM's priority policy, so that they heed `priority`.
+        processes: proxies that share the stages, and so their capacity.
         max_in_flight: requests held at once; beyond it the answer is 429.
         api_keys: accepted bearer tokens; empty means no authentication. Each is a tenant.
         tenant_header: request header whose value names the tenant, set by a gateway that is trusted to; empty to
@@ -157,7 +224,11 @@ class ProxySettings:
     max_model_len: int | None = None
     timeouts: Timeouts = field(default_factory=Timeouts)
     media: MediaLimits = field(default_factory=MediaLimits)
+    admission: Admission = field(default_factory=Admission)
+    retry: RetryLimits = field(default_factory=RetryLimits)
     retries: int = 2
+    stage_priorities: bool = False
+    processes: int = 1
     max_body_bytes: int = 96 << 20
     max_n: int = 64
     max_in_flight: int = 2048
@@ -178,7 +249,7 @@ class ProxySettings:
     def __post_init__(self) -> None:
         if not self.served_models:
             raise ConfigError("the proxy needs at least one served model name", param="served_models")
-        _require_positive(self, "max_body_bytes", "max_n", "max_in_flight", "max_known_features")
+        _require_positive(self, "max_body_bytes", "max_n", "max_in_flight", "max_known_features", "processes")
         if self.retries < 0:
             raise ConfigError("retries must not be negative", param="retries")
         if any(not key for key in self.api_keys):

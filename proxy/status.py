@@ -9,7 +9,10 @@ from typing import Any
 from msgspec import structs
 
 from epd_serve.errors import NotFoundError
+from epd_serve.instances import Instance
 from epd_serve.wire import StoreReport
+from proxy.circuit import State
+from proxy.circuits import Circuits
 from proxy.kv_links import link_views, shown
 from proxy.life import InstanceView
 from proxy.paths import paths
@@ -49,8 +52,8 @@ def model(settings: ProxySettings, name: str) -> dict[str, Any]:
     raise NotFoundError(f"The model `{name}` does not exist.", param="model", code="model_not_found")
 
 
-def instances(table: InstanceTable) -> dict[str, Any]:
-    """The status table."""
+def instances(table: InstanceTable, circuits: Circuits | None = None) -> dict[str, Any]:
+    """The status table, with the state of each instance's circuit where somebody keeps circuits."""
     views = table.snapshot()
     links = list(link_views(views))
     return {
@@ -64,6 +67,7 @@ def instances(table: InstanceTable) -> dict[str, Any]:
                 "reason": view.reason,
                 "in_flight": {work.value: count for work, count in view.in_flight.items()},
                 "load": view.load,
+                "circuit": _circuit(circuits, view.instance),
                 "stage": _stage(view),
                 "store": _store(view.report),
                 "kv_links": [shown(link) for link in links if link.sender == view.instance.id],
@@ -71,6 +75,11 @@ def instances(table: InstanceTable) -> dict[str, Any]:
             for view in views
         ]
     }
+
+
+def _circuit(circuits: Circuits | None, instance: Instance) -> str:
+    state = circuits.state(instance.id, instance.incarnation) if circuits is not None else State.CLOSED
+    return state.value
 
 
 def _stage(view: InstanceView) -> dict[str, Any] | None:

@@ -138,11 +138,11 @@ class InstanceTable:
         self._find_silent()
 
     def suspend(self, instance_id: str, incarnation: str, suspended: bool) -> None:
-        """Have this life picked only where nothing else is there, or again like any other. Past lives are ignored."""
+        """Have this life picked only where nothing else is there, or again like any other. Past lives are ignored.
+        Wakes nobody: who waits for a change would only run to an instance that has just one probe to give."""
         life = self._lives.get(instance_id)
-        if life is not None and life.instance.incarnation == incarnation and life.suspended is not suspended:
+        if life is not None and life.instance.incarnation == incarnation:
             life.suspended = suspended
-            self._announce()
 
     # What requests ask.
 
@@ -154,6 +154,12 @@ class InstanceTable:
         lease = Lease(self._ledger, life.instance, work, weight)
         self._note(life)
         return lease
+
+    def note_acquired(self) -> None:
+        """Look at what has been acquired. Call it every few milliseconds where other processes share the ledger: what
+        they acquire passes through no other method here."""
+        for life in self._lives.values():
+            self._note(life)
 
     def live(self, role: Role) -> tuple[Candidate, ...]:
         """Instances of `role` that are up, as the policies see them."""

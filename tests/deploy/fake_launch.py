@@ -42,6 +42,7 @@ def main() -> int:
         return (sys.executable, FAKE_MASTER, settings.host, str(settings.rpc_port), str(settings.metrics_port), *own)
 
     options: dict[str, Any] = dict(flag[1:].split("=", 1) for flag in flags if flag.startswith("+"))
+    options |= {name: int(options[name]) for name in ("workers",) if name in options}
     flags = [flag for flag in flags if not flag.startswith("+")]
     config = DeployConfig(
         layout=layout, device="cpu", port=int(port), run_root=root, arena_mib=8, kv_staging_mib=4, **options

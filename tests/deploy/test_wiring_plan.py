@@ -117,6 +117,21 @@ def test_the_settings_of_the_proxy_follow_from_the_deployment(tmp_path: Path) ->
     assert settings.modalities == {"image"}
 
 
+@pytest.mark.parametrize(
+    ("stage_args", "heed"),
+    [
+        ((), True),
+        (("P:--scheduling-policy fcfs",), False),
+        (("D:--scheduling-policy=fcfs",), False),
+        (("all:--scheduling-policy fcfs", "P:--scheduling-policy priority", "D:--scheduling-policy priority"), True),
+    ],
+)
+def test_the_proxy_knows_whether_stages_heed_priorities(stage_args: tuple[str, ...], heed: bool) -> None:
+    assert build_proxy_settings(wired("P-D", stage_args=stage_args).blueprint).stage_priorities is heed
+    said = wired("P-D", stage_args=stage_args, proxy=("stage_priorities=false",))
+    assert build_proxy_settings(said.blueprint).stage_priorities is False
+
+
 def test_flags_of_the_mm_store_reach_the_proxy_and_the_stages() -> None:
     plan = wired(
         "E-P-D",

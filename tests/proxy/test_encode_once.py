@@ -13,11 +13,14 @@ from uuid import uuid4
 import pytest
 
 from epd_serve.wire import FeatureFailed, FeatureReady, StoreReport
+from proxy.admission import Capacity, Kind
 from proxy.directory import FeatureDirectory
 from proxy.encode import EncodeStep
 from proxy.encoders import EncodeOrder
+from proxy.gate import Gate, Pass
 from proxy.metrics import Metrics
 from proxy.rendezvous import owners
+from proxy.settings import Admission
 from store.arena import Arena
 from tests.proxy.fakes import (
     GRID,
@@ -260,8 +263,13 @@ async def test_a_follower_that_gave_up_does_not_come_to_lead() -> None:
                 order.done(items[0], None, {})
 
     def job(*keys: str) -> Any:
+        gate = Gate(Admission(), lambda: Capacity(1, 1, 1), Metrics())
+        passed = Pass(gate, gate.queue.admit(Kind.MEDIA, 0.0))
         return SimpleNamespace(
-            id="r", items=[SimpleNamespace(key=key, ref=SimpleNamespace(param=key)) for key in keys], features=None
+            id="r",
+            passed=passed,
+            items=[SimpleNamespace(key=key, ref=SimpleNamespace(param=key)) for key in keys],
+            features=None,
         )
 
     slow = Slow()

@@ -17,14 +17,18 @@ from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from epd_serve.trace import PROXY, Trace
 from epd_serve.wire import FeatureReady
+from proxy.admission import Capacity, Kind
+from proxy.circuits import Circuits
 from proxy.encoders import CALL_TOKENS, EncodeOrder, Encoders, calls
 from proxy.errors import StageRefusal
+from proxy.gate import Gate, Pass
 from proxy.job import Job
 from proxy.media import LoadedItem
 from proxy.metrics import Metrics
 from proxy.parts import MediaRef
 from proxy.request import Endpoint, ParsedRequest
-from proxy.settings import Timeouts
+from proxy.retry_budget import RetryBudget
+from proxy.settings import Admission, RetryLimits, Timeouts
 from proxy.table import InstanceTable
 from tests.proxy.fakes import Cluster, breaks, cluster, data_url, encodes, hangs, picture, refuses
 
@@ -167,7 +171,17 @@ def encoders(stages: Stages, count: int) -> tuple[Encoders, InstanceTable]:
     table = InstanceTable()
     for index in range(count):
         table.apply(Instance(f"E{index}", Role.E, f"http://E{index}", "1"))
-    made = Encoders(table, stages, Metrics(), Timeouts(), retries=2, trace=Trace("", PROXY))  # type: ignore[arg-type]
+    metrics, budget = Metrics(), RetryBudget(RetryLimits(), now=0.0)
+    made = Encoders(
+        table,
+        stages,  # type: ignore[arg-type]
+        metrics,
+        Timeouts(),
+        retries=2,
+        trace=Trace("", PROXY),
+        circuits=Circuits(table, metrics),
+        budget=budget,
+    )
     return made, table
 
 
@@ -178,7 +192,9 @@ def job(costs: list[int]) -> Job:
         LoadedItem(MediaRef(0, index, "image_url", "x", "x"), "", f"key {index}", 784.0 * cost)
         for index, cost in enumerate(costs)
     ]
-    return Job("r", request, body, tuple(items), 0.0)
+    gate = Gate(Admission(), lambda: Capacity(1, 1, 1), Metrics())
+    passed = Pass(gate, gate.queue.admit(Kind.MEDIA, 0.0))
+    return Job("r", request, body, tuple(items), 0.0, passed)
 
 
 ENDINGS = st.lists(st.sampled_from(["ok", "later", "error", "late", "refusal", "hangs"]), max_size=12)

@@ -32,7 +32,7 @@ async def test_a_picture_s_way_through_three_stages_is_told() -> None:
     assert response.headers["x-epd-request-id"] == c["E0"].calls[0].headers["x-request-id"]
     stamps = [stamp.partition("=") for stamp in response.headers["x-epd-timing-ms"].split(", ")]
     names = [name for name, _, _ in stamps]
-    assert names[:4] == ["received", "media", "encoded", "dispatched"] and "answered" in names
+    assert names[:5] == ["received", "media", "encoded", "admitted", "dispatched"] and "answered" in names
     times = [float(value) for _, _, value in stamps]
     assert times == sorted(times)
 

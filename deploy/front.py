@@ -1,0 +1,140 @@
+"""The front door of a deployment: the proxy in this event loop, or several proxy processes behind the same socket."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import mmap
+import os
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from deploy.ending import Draining
+from deploy.environment import LAUNCH_ENV, LAUNCHER_PID_ENV, module_environment
+from deploy.ports import BACKLOG
+from proxy.warm_links import GRACE_S
+
+if TYPE_CHECKING:
+    from proxy.cluster import Membership
+    from proxy.settings import ProxySettings
+    from proxy.table import InstanceTable
+
+
+class Front:
+    """Serves `table` on a socket. The table is the caller's to keep up to date, in the loop that runs `serve`.
+
+    Args:
+        listening: bound to host and port; closed at the end.
+        workers: proxy processes; 1 means this one.
+        grace_s: how long requests in flight may go on at the end. drain_s: at the end of one of several workers.
+        serves: told what drains, before it takes requests.
+        say: takes a line for the operator.
+        launch_id: marks the processes as those of a launch, or "".
+        link_grace_s: as of `InstanceTable`.
+
+    Raises:
+        ConfigError: no room for what several processes share.
+    """
+
+    def __init__(
+        self,
+        settings: ProxySettings,
+        listening: socket.socket,
+        *,
+        host: str,
+        port: int,
+        workers: int,
+        grace_s: float,
+        drain_s: float,
+        serves: Callable[[Draining], None],
+        say: Callable[[str], None],
+        launch_id: str = "",
+        link_grace_s: float = GRACE_S,
+    ) -> None:
+        self.settings = settings
+        self._listening = listening
+        self._at = (host, port)
+        self._workers = workers
+        self._grace_s = grace_s
+        self._drain_s = drain_s
+        self._serves = serves
+        self._say = say
+        self._launch_id = launch_id
+        self._link_grace_s = link_grace_s
+        self._memory = -1
+        self.table = self._make_table()
+
+    def _make_table(self) -> InstanceTable:
+        from proxy.table import InstanceTable
+
+        if self._workers == 1:
+            return InstanceTable(link_grace_s=self._link_grace_s)
+        from proxy.board import Board, shared_memory
+        from proxy.ledger_shared import COUNTS, SharedLedger
+        from proxy.roster import TableOfParent
+
+        self._listening.listen(BACKLOG)  # connections wait there while no worker is ready
+        size_bytes = Board.size_bytes(self._workers, COUNTS)
+        self._memory = shared_memory(size_bytes)
+        self._board = Board(mmap.mmap(self._memory, size_bytes), self._workers, COUNTS)
+        return TableOfParent(ledger=SharedLedger(self._board, None), link_grace_s=self._link_grace_s)
+
+    async def serve(self, members: Membership | None = None, cluster_key: str = "") -> None:
+        """Until cancelled. The web framework loads in a thread, while others in this loop go on.
+
+        Args:
+            members, cluster_key: of the head of a cluster, whose side door is here, too.
+
+        Raises:
+            EpdError: a worker does not start.
+        """
+        if self._workers == 1:
+            await self._serve_here(members, cluster_key)
+        else:
+            await self._serve_by_workers(members, cluster_key)
+
+    async def _serve_here(self, members: Membership | None, cluster_key: str) -> None:
+        await asyncio.to_thread(importlib.import_module, "proxy.app")
+        from proxy.app import create_app
+        from proxy.cluster_routes import add_cluster_routes
+        from proxy.server import serve
+
+        app = create_app(self.settings, self.table)
+        if members is not None:
+            add_cluster_routes(app, members, cluster_key)
+        self._serves(app.state.pipeline.drain)
+        await serve(app, *self._at, sockets=[self._listening], grace_s=self._grace_s)
+
+    async def _serve_by_workers(self, members: Membership | None, cluster_key: str) -> None:
+        await asyncio.to_thread(importlib.import_module, "proxy.worker_hub")
+        from deploy.proxy_workers import ProxyWorkers
+        from proxy.cluster_routes import take_in
+        from proxy.roster import TableOfParent
+        from proxy.shares import share_of
+        from proxy.worker_hub import WorkerHub
+        from proxy.worker_wire import Setup
+
+        assert isinstance(self.table, TableOfParent), "made for several workers"
+        share = share_of(self.settings, self._workers)
+        common = Setup(share, 0, self._workers, self._grace_s, self._drain_s, self._link_grace_s, cluster_key)
+        hub = WorkerHub(self.table, common, door=partial(take_in, members) if members is not None else None)
+        self._serves(hub)
+        environment = {**module_environment(), LAUNCHER_PID_ENV: str(os.getpid())}
+        if self._launch_id:
+            environment[LAUNCH_ENV] = self._launch_id
+        workers = ProxyWorkers(
+            hub,
+            self._board,
+            self._memory,
+            self._listening,
+            environment,
+            grace_s=self._grace_s,
+            say=self._say,
+        )
+        try:
+            await workers.run()
+        finally:
+            self._listening.close()
+            os.close(self._memory)

@@ -1,0 +1,141 @@
+"""The board: counts that several processes share, in one piece of shared memory. Pure layout over a buffer.
+
+One row per process, and only that process writes there, so nothing is locked. A row holds slots, each under a tag:
+
+    cell 0      format of the board          row r, cell 0          how often its tags have changed
+    cell 1      rows                         cell 1                 how often something was counted up
+    cell 2      slots of a row               then SLOTS cells       tags; 0 is a free slot
+                                             then SLOTS × COUNTS    counts of each slot
+
+A cell is an aligned 64-bit integer and is written in one store, so a writer that is killed leaves the old or the new
+value and never half of one. Counts only grow while a tag keeps its slot. A reader looks at `changes` before and after
+reading a row, which tells it when a slot has been given to another tag meanwhile.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+
+from epd_serve.errors import ConfigError
+
+FORMAT = 0x45504401
+SLOTS = 1024
+"""Tags that one process can count under at a time: lives of instances, of which a deployment has dozens."""
+
+CELL_BYTES = 8
+_HEADER = 3
+_ROW_HEADER = 3
+
+
+class Board:
+    """A board over `buffer`, whose first use makes it.
+
+    Args:
+        buffer: `size_bytes(rows, counts)` bytes of zeros, or a board of that shape.
+        counts: how many counts a slot has.
+    """
+
+    def __init__(self, buffer: memoryview | mmap.mmap, rows: int, counts: int, *, slots: int = SLOTS) -> None:
+        self.rows = rows
+        self.counts = counts
+        self.slots = slots
+        self._cells = memoryview(buffer).cast("B").cast("q")
+        self._row_cells = _ROW_HEADER + slots * (1 + counts)
+        wanted = [FORMAT, rows, slots]
+        found = self._cells[:_HEADER].tolist()
+        if found == [0, 0, 0]:
+            for at, value in enumerate(wanted):
+                self._cells[at] = value
+        elif found != wanted:
+            raise ConfigError(f"this is no board of {rows} rows and {slots} slots: {found}")
+
+    @staticmethod
+    def size_bytes(rows: int, counts: int, *, slots: int = SLOTS) -> int:
+        return CELL_BYTES * (_HEADER + rows * (_ROW_HEADER + slots * (1 + counts)))
+
+    def changes(self, row: int) -> int:
+        return self._cells[self._at(row)]
+
+    def moves(self) -> int:
+        """Another number after somebody has said that it moved."""
+        return sum(self._cells[self._at(row) + 1] for row in range(self.rows))
+
+    def say_moved(self, row: int) -> None:
+        self._cells[self._at(row) + 1] += 1
+
+    def say_connections(self, row: int, connections: int | None) -> None:
+        """How many the row's process has; None: it takes none."""
+        self._cells[self._at(row) + 2] = 0 if connections is None else connections + 1
+
+    def connections(self, row: int) -> int | None:
+        cell = self._cells[self._at(row) + 2]
+        return cell - 1 if cell else None
+
+    def least_connections(self, but: int) -> int | None:
+        """Of the process that has fewest among those that take any, without that of row `but`; None without others."""
+        known = (self.connections(row) for row in range(self.rows) if row != but)
+        return min((connections for connections in known if connections is not None), default=None)
+
+    def tags(self, row: int) -> list[int]:
+        at = self._at(row) + _ROW_HEADER
+        return self._cells[at : at + self.slots].tolist()
+
+    def read(self, row: int, slot: int) -> list[int]:
+        """The counts of one slot, as they are at this moment one by one."""
+        at = self._counts_at(row, slot)
+        return self._cells[at : at + self.counts].tolist()
+
+    def add(self, row: int, slot: int, count: int, by: int) -> None:
+        """Only the row's own process may."""
+        self._cells[self._counts_at(row, slot) + count] += by
+
+    def write(self, row: int, slot: int, counts: Sequence[int]) -> None:
+        at = self._counts_at(row, slot)
+        for count, value in enumerate(counts):
+            self._cells[at + count] = value
+
+    def take(self, row: int, slot: int, tag: int) -> None:
+        """Give a free slot to a tag, with all its counts 0."""
+        assert tag != 0, "0 marks a free slot"
+        self.write(row, slot, [0] * self.counts)
+        self._retag(row, slot, tag)
+
+    def free(self, row: int, slot: int) -> None:
+        self._retag(row, slot, 0)
+
+    def say_changed(self, row: int) -> None:
+        """Have the row's tags read again: its writer may have been killed before it could say so."""
+        self._cells[self._at(row)] += 1
+
+    def _retag(self, row: int, slot: int, tag: int) -> None:
+        self._cells[self._at(row) + _ROW_HEADER + slot] = tag
+        self.say_changed(row)
+
+    def _at(self, row: int) -> int:
+        assert 0 <= row < self.rows, f"row {row} of {self.rows}"
+        return _HEADER + row * self._row_cells
+
+    def _counts_at(self, row: int, slot: int) -> int:
+        return self._at(row) + _ROW_HEADER + self.slots + slot * self.counts
+
+
+def shared_memory(size_bytes: int) -> int:
+    """A descriptor of zeroed memory that other processes can inherit. It has no name, so nothing of it is left behind;
+    the caller closes it.
+
+    Raises:
+        ConfigError: there is no room for it.
+    """
+    try:
+        if hasattr(os, "memfd_create"):
+            made = os.memfd_create("epd-serve-board", os.MFD_CLOEXEC)
+        else:
+            with tempfile.TemporaryFile() as file:
+                made = os.dup(file.fileno())
+        os.ftruncate(made, size_bytes)
+    except OSError as error:
+        raise ConfigError(f"no shared memory for {size_bytes} bytes of counts: {error.strerror}") from error
+    return made

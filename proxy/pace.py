@@ -1,0 +1,39 @@
+"""How fast a line moves while somebody stands in it: what predicted waits, and so Retry-After, rest on. Pure."""
+
+from __future__ import annotations
+
+HALF_LIFE_S = 10.0
+LEAST_GRANTS = 3.0
+"""So many have to have been let through, lately, before anything is predicted."""
+
+
+class Pace:
+    """Grants per second of backlog, of late. Time without a backlog says nothing: the line was waiting, not moving."""
+
+    def __init__(self) -> None:
+        self._grants = 0.0
+        self._backlog_s = 0.0
+        self._at: float | None = None
+        self._backlog = False
+
+    def tick(self, now: float, *, backlog: bool) -> None:
+        """From now on there is a backlog, or none."""
+        if self._backlog and self._at is not None and now > self._at:
+            passed_s = now - self._at
+            kept = 0.5 ** (passed_s / HALF_LIFE_S)
+            self._grants *= kept
+            self._backlog_s = self._backlog_s * kept + passed_s
+        self._at, self._backlog = now, backlog
+
+    def granted(self) -> None:
+        """One that had to stand in the line has gone."""
+        self._grants += 1.0
+
+    def wait_s(self, ahead: int, now: float) -> float | None:
+        """How long it takes until `ahead` have gone; None while nobody can tell."""
+        if not ahead:
+            return 0.0
+        self.tick(now, backlog=self._backlog)
+        if self._grants < LEAST_GRANTS or self._backlog_s <= 0:
+            return None
+        return ahead * self._backlog_s / self._grants

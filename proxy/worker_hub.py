@@ -1,0 +1,256 @@
+"""The parent's side of several proxy processes: tells them which instances there are, answers what they cannot know.
+
+Owns what is said over the feeds, and the counts of workers that have ended. Leaves starting and ending processes to
+`deploy/proxy_workers.py`. It holds no client's connection: a worker that stops costs the others nothing but a wait of
+`TELL_S` for whoever scrapes metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import socket
+from collections.abc import Callable
+
+import msgspec
+
+from epd_serve.errors import EpdError, OverloadedError
+from epd_serve.wire import Announcement, KvReport, StageReport, StoreReport
+from proxy.announcements import Announcements
+from proxy.cluster import Door
+from proxy.counted import added, lasting
+from proxy.errors import error_body, error_headers, most_telling
+from proxy.roster import TableOfParent
+from proxy.worker_wire import (
+    Answer,
+    Drain,
+    Family,
+    FromParent,
+    Knock,
+    Roster,
+    Running,
+    Serving,
+    Setup,
+    Sum,
+    Tell,
+    Told,
+    decoded,
+    frame,
+    from_worker,
+    read_frame,
+)
+
+TELL_EVERY_S = 2.0
+TELL_S = 1.0
+HUNG_S = 30.0
+MAX_QUESTIONS = 256
+"""Questions of one worker that are answered at a time. Members that leave wait for what they have in flight."""
+
+
+class WorkerHungError(EpdError):
+    """A worker has not answered for `HUNG_S`."""
+
+
+class _Worker:
+    """One life of one worker, as this end sees it."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self.writer = writer
+        self.counted: list[Family] = []
+        self.running = 0
+        self.drained = False
+        self.roster_is_old = asyncio.Event()
+        self.begun = asyncio.Event()
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[None]] = {}
+
+    def send(self, message: FromParent) -> None:
+        with contextlib.suppress(ConnectionError):  # its end is noticed by who reads
+            self.writer.write(frame(message))
+
+    async def tell(self, timeout_s: float) -> bool:
+        """Have it say what it has counted. False when it did not in time."""
+        number, told = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._asked[number] = told
+        self.send(Tell(number))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await told
+        except TimeoutError:
+            return False
+        finally:
+            del self._asked[number]
+        return True
+
+    def told(self, message: Told) -> None:
+        self.counted, self.running = message.counted, message.running
+        waiting = self._asked.get(message.number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
+
+
+class WorkerHub:
+    """Feeds of one set of workers. In the event loop of `table`, between `start` and `stop`.
+
+    Args:
+        setup: what every worker is told first, but for its row.
+        door: takes in messages of a cluster's members, at the head of one.
+    """
+
+    def __init__(self, table: TableOfParent, setup: Setup, *, door: Door | None = None) -> None:
+        self._table = table
+        self._setup = setup
+        self._door = door
+        self._workers: set[_Worker] = set()
+        self._past: list[Family] = []
+        self._ended = 0
+        self._draining = False
+        self._drained = asyncio.Event()
+        self._announcements = Announcements(table, self._heard, lambda: None)
+        table.on_change = self._instances_changed
+
+    def start(self) -> None:
+        self._announcements.start()
+
+    async def stop(self) -> None:
+        await self._announcements.stop()
+
+    @property
+    def serving(self) -> int:
+        """Workers that are there."""
+        return len(self._workers)
+
+    # Draining, as `proxy/drain.py` does it where there is one process.
+
+    @property
+    def running(self) -> int:
+        """Requests in flight, as far as it has been said."""
+        return sum(worker.running for worker in self._workers)
+
+    def begin(self) -> None:
+        """Have all workers take on nothing more."""
+        self._draining = True
+        for worker in self._workers:
+            worker.send(Drain())
+        self._look_for_drained()
+
+    async def idle(self) -> None:
+        """Wait until every worker has said that nothing is left; whoever waits sets the deadline."""
+        await self._drained.wait()
+
+    def _look_for_drained(self) -> None:
+        if self._draining and all(worker.drained for worker in self._workers):
+            self._drained.set()
+
+    async def attend(self, row: int, feed: socket.socket, serving: Callable[[], None]) -> None:
+        """Talk with one life of one worker until its end of the feed closes. `feed` is closed at the end.
+
+        Args:
+            serving: called once it takes connections.
+
+        Raises:
+            WorkerHungError. FeedError: it says what no worker says.
+        """
+        reader, writer = await asyncio.open_unix_connection(sock=feed)
+        worker = _Worker(writer)
+        worker.send(msgspec.structs.replace(self._setup, row=row))
+        worker.roster_is_old.set()
+        if self._draining:
+            worker.send(Drain())
+        self._workers.add(worker)
+        try:
+            async with asyncio.TaskGroup() as group:
+                sides = [group.create_task(self._inform(worker)), group.create_task(self._watch(worker))]
+                answers: set[asyncio.Task[None]] = set()
+                while (raw := await read_frame(reader)) is not None:
+                    message = decoded(raw, from_worker)
+                    match message:
+                        case Serving():
+                            worker.begun.set()
+                            serving()
+                        case Told():
+                            worker.told(message)
+                        case Running():
+                            worker.running, worker.drained = message.running, message.running == 0
+                            self._look_for_drained()
+                        case Sum() | Knock():
+                            if len(answers) >= MAX_QUESTIONS:
+                                worker.send(_refusal(message.number, OverloadedError("too many members at the door")))
+                                continue
+                            answers.add(task := group.create_task(self._answer(worker, message)))
+                            task.add_done_callback(answers.discard)
+                for task in (*sides, *answers):
+                    task.cancel()
+        except ExceptionGroup as failed:
+            raise most_telling(failed) from None
+        finally:
+            self._workers.discard(worker)
+            self._look_for_drained()
+            self._past = added([self._past, lasting(worker.counted)])
+            self._ended += 1
+            writer.transport.abort()
+
+    async def _inform(self, worker: _Worker) -> None:
+        """Only the latest roster is ever waiting to be sent."""
+        while True:
+            await worker.roster_is_old.wait()
+            worker.roster_is_old.clear()
+            worker.send(Roster(self._table.rows()))
+            with contextlib.suppress(ConnectionError):
+                await worker.writer.drain()
+
+    async def _watch(self, worker: _Worker) -> None:
+        """Know its counts in case it dies, and that it lives."""
+        await worker.begun.wait()
+        while True:
+            if not await worker.tell(HUNG_S):
+                raise WorkerHungError(f"no word for {HUNG_S:.0f} s")
+            await asyncio.sleep(TELL_EVERY_S)
+
+    async def _answer(self, worker: _Worker, question: Sum | Knock) -> None:
+        try:
+            if isinstance(question, Sum):
+                worker.counted = question.counted
+                worker.send(Answer(question.number, counted=await self._all_counted(worker)))
+            else:
+                assert self._door is not None, "workers keep a side door only where there is a head"
+                status, body = await self._door(question.path, question.caller, question.body)
+                worker.send(Answer(question.number, status, {}, body))
+        except EpdError as error:
+            worker.send(_refusal(question.number, error))
+
+    async def _all_counted(self, asker: _Worker) -> list[Family]:
+        others = [worker for worker in self._workers if worker is not asker and worker.begun.is_set()]
+        await asyncio.gather(*(worker.tell(TELL_S) for worker in others))
+        mine = [
+            Family("epd_proxy_workers", "gauge", "Proxy processes.", [("epd_proxy_workers", (), len(self._workers))]),
+            Family(
+                "epd_proxy_workers_ended",
+                "counter",
+                "Proxy processes that have ended and were followed by another.",
+                [("epd_proxy_workers_ended_total", (), self._ended)],
+            ),
+        ]
+        return added([self._past, *(worker.counted for worker in (asker, *others)), mine])
+
+    def _instances_changed(self) -> None:
+        for worker in self._workers:
+            worker.roster_is_old.set()
+
+    def _heard(self, message: Announcement) -> None:
+        """The parent routes nothing, but says when all is ready, and knows which links are in use."""
+        match message:
+            case StoreReport():
+                self._table.report(message)
+            case KvReport():
+                self._table.report_kv(message)
+            case StageReport():
+                self._table.report_stage(message)
+            case _:
+                pass
+
+
+def _refusal(number: int, error: EpdError) -> Answer:
+    body = msgspec.json.encode(error_body(error))
+    return Answer(number, error.status, error_headers(error), body)
