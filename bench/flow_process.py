@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, astuple
 
 from bench.children import Child, answering, commands
-from bench.flows import LIMIT_S, Flow, Outcome, Run, run_flows
+from bench.flows import Flow, Outcome, Run, run_flows
+from bench.load import LIMIT_S
 from deploy import event_loop
 from epd_serve.errors import StageError
 

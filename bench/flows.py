@@ -24,6 +24,8 @@ IDLE_S = 2.0
 LEFT_S = 1.0
 """For the loop to notice that a connection was closed by us."""
 
+SAID_BYTES = 400
+
 GOOD, LEFT, TIMEOUT, BROKEN, CUT, UNREACHABLE = "good", "left", "timeout", "broken", "cut", "unreachable"
 """Verdicts; others are `status N`. LEFT: the client left, as it was meant to. CUT: a stream that had begun ended with
 an error event and without [DONE]. BROKEN: it ended without a word."""
@@ -157,7 +159,7 @@ class _Sender:
                 answer.first - begun if answer.first else 0.0,
                 (answer.ended or time.perf_counter()) - begun,
                 found,
-                said if said or found in (GOOD, LEFT) else answer.tail.decode(errors="replace"),
+                said if said or found in (GOOD, LEFT) else answer.tail[-SAID_BYTES:].decode(errors="replace"),
             )
         )
 

@@ -139,7 +139,7 @@ def judged(outcomes: Sequence[Outcome], kills: Sequence[Kill]) -> tuple[dict[str
 def victim(views: Sequence[Mapping[str, Any]], after: str) -> str | None:
     """The next instance to kill after `after`, in turn, of a role of which all are up and, where another role cannot
     stand in for it, there is another. None while there is none."""
-    names = sorted((view["id"] for view in views), key=lambda name: (name[1:], name[:1]))  # E0 P0 D0 E1 …
+    names: list[str] = sorted((view["id"] for view in views), key=lambda name: (name[1:], name[:1]))  # E0 P0 D0 E1 …
     roles: dict[str, list[bool]] = {}
     for view in views:
         roles.setdefault(view["role"], []).append(view["up"])
@@ -164,16 +164,21 @@ def _killing(launch: Served, how: Plan, begun: float) -> Iterator[Kill]:
     name, due, end = "", begun + SETTLE_S, begun + SETTLE_S + how.seconds
     while (due := due + how.every_s) < end:
         time.sleep(max(0.0, due - time.perf_counter()))
-        found: list[str | None] = []
-        if not until(lambda: (found.append(victim(instances(launch.url), name)), found[-1])[1], how.up_within_s):  # noqa: B023
-            raise StageError(f"after the kill of {name} nothing came back in {how.up_within_s:g} s", stage=name)
-        chosen = found[-1]
-        assert chosen is not None
-        name = chosen
+        name = _next_victim(launch, name, how.up_within_s)
         os.killpg(groups(launch.run.parent)[name], signal.SIGKILL)
         now = time.perf_counter()
         yield Kill(now - begun, name)
         due = max(due, now - how.every_s)
+
+
+def _next_victim(launch: Served, after: str, within_s: float) -> str:
+    """Wait until there is one. Raises StageError where that takes too long."""
+    end = time.monotonic() + within_s
+    while (name := victim(instances(launch.url), after)) is None:
+        if time.monotonic() >= end:
+            raise StageError(f"after the kill of {after} not every role was back in {within_s:g} s", stage=after)
+        time.sleep(LOOK_S)
+    return name
 
 
 def _flows(model: str, how: Plan) -> list[Flow]:

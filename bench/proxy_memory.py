@@ -88,8 +88,17 @@ def _flows(launch: Served, count: int, batch: int) -> list[Flow]:
         bodies.append(text(launch.model, tokens=64, answer=16, stream=stream, seed=turn))
         bodies.append(text(launch.model, tokens=16, answer=8, stream=not stream, seed=turn))
         bodies.append(picture(launch.model, side=112, answer=8, stream=stream, seed=turn))
-    leaving = {"leave_share": LEAVE_SHARE, "leave_within_s": LEAVE_WITHIN_S}
-    return [Flow("mixed", bodies, at_once=AT_ONCE, count=count, seed=batch, **leaving)]
+    return [
+        Flow(
+            "mixed",
+            bodies,
+            at_once=AT_ONCE,
+            count=count,
+            leave_share=LEAVE_SHARE,
+            leave_within_s=LEAVE_WITHIN_S,
+            seed=batch,
+        )
+    ]
 
 
 def _row(served: int, left: int, memory: Resident) -> Row:
