@@ -73,7 +73,7 @@ def _tokens_in(metadata: Mapping[str, Any], default_tokens: int) -> int:
 
 
 def _flat(value: object) -> list[float] | None:
-    """The numbers of a grid, which the proxy sends as one list and encoders state as a list of lists; None of others."""
+    """The numbers of a grid: one list from the proxy, a list of lists from encoders. None of anything else."""
     if isinstance(value, int | float):
         return [value]
     if not isinstance(value, list | tuple):
