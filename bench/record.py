@@ -61,11 +61,13 @@ def result(figures: Mapping[str, float], env: Mapping[str, Any], rows: Sequence[
 def write(
     path: Path | None, figures: Mapping[str, float], env: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Write the result to `path`; without a path it was enough to print it."""
-    content = json.dumps(result(figures, env, rows), indent=1)
+    """Write the result to `path`, each row on a line of its own; without a path it was enough to print it."""
+    whole = result(figures, env, rows)
     if path is not None:
+        parts = [f"{json.dumps(name)}: {json.dumps(whole[name], indent=1)}" for name in ("figures", "env")]
+        listed = ",\n".join(json.dumps(row, separators=(",", ":")) for row in whole["rows"])
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content + "\n", encoding="utf-8")
+        path.write_text("{" + ",\n".join([*parts, f'"rows": [\n{listed}\n]']) + "}\n", encoding="utf-8")
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

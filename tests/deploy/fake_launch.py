@@ -51,7 +51,7 @@ def main() -> int:
     if any(flag.startswith("master=") for flag in flags):
         master_of = master
         mm_store.what_is_missing = lambda device, master: ""  # type: ignore[assignment]
-    links_s = next((float(flag.partition("=")[2]) for flag in flags if flag.startswith("links_s=")), Patience.links_s)
+    links_s = next((float(flag.partition("=")[2]) for flag in flags if flag.startswith("links_s=")), 120.0)
     patience = Patience(poll_s=0.05, backoff_s=0.1, health_every_s=0.1, stop_grace_s=1.0, links_s=links_s)
     try:
         return Launch(draw(config), command, master_of, patience).run()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from deploy.ending import Ending
+from tests.waiting import PATIENCE_S
 
 
 class Front:
@@ -44,12 +45,12 @@ class Case:
         self.kills += 1
 
     async def draining(self) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while not self.front.began:
                 await asyncio.sleep(0)
 
     async def over(self) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await self.waiting
         assert self.ending.stopping.is_set()
 
@@ -103,5 +104,5 @@ async def test_no_time_to_drain_and_no_proxy_yet_end_at_once() -> None:
     await case.over()
     early = Ending(60.0, lambda line: None)
     early.on_term()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await early.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -127,10 +128,11 @@ def test_a_living_launch_is_left_alone(launch: Callable[..., FakeLaunch]) -> Non
 
 
 def test_a_port_in_use_is_one_line(launch: Callable[..., FakeLaunch]) -> None:
-    one = launch("TP1")
-    one.wait_ready()
-    two = launch("TP1", port=one.port)
-    _, err = two.process.communicate(timeout=DEADLINE_S)
-    assert two.process.returncode == 1
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        one = launch("TP1", port=other.getsockname()[1])
+        _, err = one.process.communicate(timeout=DEADLINE_S)
+    assert one.process.returncode == 1
     assert f"{one.port} is in use" in err
     assert len(err.splitlines()) == 1

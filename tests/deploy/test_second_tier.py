@@ -76,6 +76,7 @@ def test_a_given_master_that_is_away_is_a_warning_and_none_is_started(launch: Ca
     assert "no mooncake_master answers at 127.0.0.1:1" in err
 
 
+@pytest.mark.slow
 @pytest.mark.mooncake
 def test_a_killed_master_is_back_on_its_ports_and_gone_after_the_launch(launch: Callable[..., FakeLaunch]) -> None:
     one = launch("(E-P)-D", POOLED)

@@ -27,7 +27,8 @@ subprocess.Popen([sys.executable, "-c", {CHILD!r}, str(os.getpid())])
 time.sleep(60)
 """
 PLUGIN = f"""
-import os, logging
+import os, logging, sys, types
+sys.modules["torch"] = types.ModuleType("torch")  # takes seconds to import, and nothing here is asked of it
 from epd_serve.engine import plugin
 calls = []
 plugin.die_with_parent = lambda pid: calls.append(pid)

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import socket
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,10 +26,11 @@ from proxy.pipeline import Pipeline
 from proxy.server import bind
 from proxy.settings import MediaLimits, ModelIdentity, ProxySettings, Timeouts
 from proxy.table import InstanceTable
+from tests.waiting import PATIENCE_S
 
 MODEL = "demo"
-QUICK = Timeouts(
-    connect_s=1.0, encode_s=5.0, first_byte_s=5.0, idle_s=5.0, total_s=10.0, instance_wait_s=0.3
+QUICK = Timeouts(  # but for instances that are missing: a test that means another deadline names it
+    connect_s=20.0, encode_s=60.0, first_byte_s=60.0, idle_s=60.0, total_s=90.0, instance_wait_s=0.3
 )  # fmt: skip
 
 
@@ -96,7 +98,7 @@ class FakeStage:
         return [[part["uuid"] for part in parts(call)] for call in self.calls]
 
     async def until(self, condition: Callable[[FakeStage], bool]) -> None:
-        async with asyncio.timeout(5), self.changed:
+        async with asyncio.timeout(PATIENCE_S), self.changed:
             await self.changed.wait_for(lambda: condition(self))
 
 
@@ -239,7 +241,7 @@ class Cluster:
         return await self.client.post("/v1/chat/completions", json=picture_body(*urls, **more), headers=headers)
 
     async def until_metric(self, name: str, value: float, **labels: str) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while self.metric(name, **labels) < value:
                 await asyncio.sleep(0.002)
 
@@ -255,8 +257,8 @@ class Cluster:
         raise AssertionError(f"the stream ended well: {received!r}")
 
     async def idle(self) -> None:
-        """Wait until nothing is in flight anywhere; fails after 5 s, naming what is left."""
-        async with asyncio.timeout(5):
+        """Wait until nothing is in flight anywhere; fails after a while, naming what is left."""
+        async with asyncio.timeout(PATIENCE_S):
             while self.table.total_in_flight() or self.metric("epd_proxy_in_flight"):
                 await asyncio.sleep(0.005)
         for stage in self.stages.values():
@@ -282,7 +284,7 @@ async def cluster(*ids: str, config: ProxySettings | None = None, **app_options:
             instances[stage.id] = Instance(stage.id, stage.role, url, f"{stage.id}-life1", kv)
             table.apply(instances[stage.id])
         url = await stack.enter_async_context(served(app))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10, trust_env=False))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, trust_env=False))
         yield Cluster(stages, table, client, app, instances)
 
 
@@ -293,7 +295,7 @@ async def another_proxy(c: Cluster, config: ProxySettings | None = None) -> Asyn
     for instance in c.instances.values():
         table.apply(instance)
     app = create_app(config or settings(), table)
-    async with served(app) as url, httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as client:
+    async with served(app) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, trust_env=False) as client:
         yield Cluster(c.stages, table, client, app, c.instances)
 
 
@@ -321,12 +323,13 @@ async def served(app: Any) -> AsyncIterator[str]:
         socket.close()
 
 
+_bound: list[socket.socket] = []
+
+
 def refused_instance(instance_id: str, role: Role) -> Instance:
-    """An instance at an address where nothing listens."""
-    socket = bind("127.0.0.1", 0)
-    port = socket.getsockname()[1]
-    socket.close()
-    return Instance(instance_id, role, f"http://127.0.0.1:{port}", "dead")
+    """An instance at an address where nothing listens, nor ever will: the port stays bound."""
+    _bound.append(bind("127.0.0.1", 0))
+    return Instance(instance_id, role, f"http://127.0.0.1:{_bound[-1].getsockname()[1]}", "dead")
 
 
 # Requests.

@@ -19,6 +19,7 @@ from proxy.announcements import Announcements
 from proxy.missing import MissingFeatures
 from proxy.table import InstanceTable
 from tests.proxy.fakes import cluster
+from tests.waiting import PATIENCE_S
 
 READY = wire.FeatureReady("k", 100, "E0-life1")
 
@@ -35,7 +36,7 @@ def stage(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
 
 async def subscription(stage: zmq.Socket[bytes]) -> bytes:
     """The next subscription (b"\\x01") or its end (b"\\x00")."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not stage.poll(0):
             await asyncio.sleep(0.005)
     return stage.recv()
@@ -53,7 +54,7 @@ class Ear:
         self.malformed += 1
 
     async def next(self) -> wire.Announcement:
-        return await asyncio.wait_for(self.heard.get(), 5)
+        return await asyncio.wait_for(self.heard.get(), PATIENCE_S)
 
 
 @asynccontextmanager
@@ -176,7 +177,7 @@ async def test_why_a_request_failed_is_told_whether_the_word_or_the_failure_come
     missing.heard(said)
     assert await missing.of(ours, timeout_s=0) == said
     assert await missing.of(ours, timeout_s=0) is None, "given out once"
-    asking = asyncio.create_task(missing.of(ours, timeout_s=5))
+    asking = asyncio.create_task(missing.of(ours, timeout_s=PATIENCE_S))
     await asyncio.sleep(0)
     missing.heard(said)
     assert await asking == said

@@ -20,6 +20,7 @@ from epd_serve.errors import ConfigError
 from proxy.board import Board, shared_memory
 from proxy.ledger import Ledger, OwnLedger, Work
 from proxy.ledger_shared import COUNTS, SharedLedger, settle
+from tests.waiting import wait_for
 
 REPOSITORY = Path(__file__).parents[2]
 LIVES = [("P0", "a"), ("P0", "b"), ("D0", "a")]
@@ -188,6 +189,7 @@ def test_writers_that_are_killed_anywhere_leave_counts_that_only_grow_and_nothin
     processes = [writer(memory, row, seed=row) for row in range(3)]
     draw, before = random.Random(0), dict.fromkeys((life, work) for life in lives for work in Work)
     try:
+        wait_for(lambda: all(reader.tallies(life)[work].acquired for life in lives for work in Work))
         for kill in range(3):
             until = time.monotonic() + draw.random() * 0.05
             looks = 0

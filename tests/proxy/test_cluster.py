@@ -29,6 +29,7 @@ from proxy.life import Work
 from proxy.table import InstanceTable
 from tests.proxy.fakes import cluster as fake_stages
 from tests.proxy.fakes import data_url, picture, picture_body, settings
+from tests.waiting import PATIENCE_S
 
 KEY = "a-cluster-key-of-some-length"
 VERSIONS = {"epd-serve": "1", "vllm": "0.32.0", "device": "cpu"}
@@ -307,7 +308,7 @@ async def test_leaving_gets_nothing_new_and_waits_for_what_is_in_flight() -> Non
     assert cluster.up() == {"P0": False}, "a beat that crossed the farewell does not bring it back"
     assert not leaving.done()
     lease.release()
-    assert await asyncio.wait_for(leaving, 5) is True
+    assert await asyncio.wait_for(leaving, PATIENCE_S) is True
     assert cluster.up() == {}
 
 

@@ -28,6 +28,7 @@ from tests.proxy.fakes import (
     settings,
     text_body,
 )
+from tests.waiting import PATIENCE_S
 
 CHAT = Endpoint.CHAT.value
 ONE = Admission(sequences_per_instance=1, encodes_per_instance=1)
@@ -40,7 +41,7 @@ def narrow(**changes: Any) -> ProxySettings:
 
 
 async def until_waiting(c: Cluster, kind: Kind, count: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while c.pipeline.gate.queue.waiting(kind) != count:
             await asyncio.sleep(0.002)
 

@@ -17,6 +17,7 @@ from proxy.hearsay import Hearsay
 from proxy.kv_links import link_views
 from proxy.table import InstanceTable
 from tests.proxy.fakes import cluster, hangs, replies, settings, text_body
+from tests.waiting import PATIENCE_S
 
 P0 = Instance("P0", Role.P, "http://p", "p1", kv_news=("ipc:///n0", "ipc:///n1"))
 D0 = Instance("D0", Role.D, "http://d", "d1", kv_workers=("ipc:///D0.kvw0", "ipc:///D0.kvw1"))
@@ -150,7 +151,7 @@ async def test_reports_are_heard_at_the_workers_addresses_and_say_nothing_about_
             worker.bind(address)
             table.apply(replace(P0, kv_news=(address,)))
             hearsay.start()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 while not list(link_views(table.snapshot())):
                     worker.send(wire.encode(report(0, BUSY)))
                     await asyncio.sleep(0.01)

@@ -25,6 +25,7 @@ from tests.proxy.fakes import (
     streams,
     text_body,
 )
+from tests.waiting import PATIENCE_S
 
 CHAT = Endpoint.CHAT.value
 
@@ -120,7 +121,7 @@ async def test_an_encoder_has_a_circuit_too() -> None:
 
 
 async def test_a_first_token_that_is_late_is_sought_elsewhere() -> None:
-    async with cluster("PD0", "PD1", config=settings(timeouts=replace(QUICK, first_byte_s=0.3))) as c:
+    async with cluster("PD0", "PD1", config=settings(timeouts=replace(QUICK, first_byte_s=1.0))) as c:
         c["PD0"].usual = hangs
         c["PD1"].usual = streams(chunk("a"), b"data: [DONE]\n\n")
         for _ in range(2):
@@ -130,7 +131,7 @@ async def test_a_first_token_that_is_late_is_sought_elsewhere() -> None:
 
 
 async def test_of_a_late_first_token_prefill_is_blamed_while_it_has_not_answered() -> None:
-    config = settings(timeouts=replace(QUICK, first_byte_s=0.3))
+    config = settings(timeouts=replace(QUICK, first_byte_s=1.0))
     async with cluster("P0", "P1", "D0", config=config) as c:
         c["P0"].script.append(hangs)
         c["D0"].script.append(hangs)
@@ -182,7 +183,7 @@ async def test_a_proxy_that_drains_refuses_what_is_new_and_finishes_what_runs() 
             async for part in parts:
                 received += part
         assert received.endswith(b"data: [DONE]\n\n")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await c.pipeline.drain.idle()
         assert c.metric("epd_proxy_refused_total", reason="draining") == 1
         assert c.pipeline.drain.running == 0

@@ -25,6 +25,7 @@ from tests.proxy.fakes import (
     streams,
     text_body,
 )
+from tests.waiting import PATIENCE_S
 
 CHAT = "/v1/chat/completions"
 LARGE = data_url(picture(280, 280))
@@ -38,7 +39,7 @@ async def asked(c: Cluster, body: dict[str, object]) -> dict[str, int]:
     """Which stages one request calls, and how often."""
     before = Counter(calls(c))
     assert (await c.client.post(CHAT, json=body)).status_code == 200
-    async with asyncio.timeout(5):  # `c.idle` would wait for the loads that a test has put there
+    async with asyncio.timeout(PATIENCE_S):  # `c.idle` would wait for the loads that a test has put there
         while c.metric("epd_proxy_in_flight"):
             await asyncio.sleep(0.002)
     return dict(Counter(calls(c)) - before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 
 import httpx
 import pytest
@@ -14,6 +13,7 @@ from proxy.app import create_app
 from proxy.server import bind, serve
 from proxy.table import InstanceTable
 from tests.proxy.fakes import cluster, hangs, served, settings, text_body
+from tests.waiting import PATIENCE_S
 
 
 def test_a_port_in_use_is_a_config_error_that_names_the_flag() -> None:
@@ -38,15 +38,15 @@ async def test_a_cancelled_server_leaves_signals_alone_ends_its_requests_and_fre
         running = asyncio.create_task(
             serve(create_app(settings(), table), "127.0.0.1", port, sockets=[listening], grace_s=1.0)
         )
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, trust_env=False
+        ) as client:
             request = asyncio.create_task(client.post("/v1/chat/completions", json=text_body()))
             await c["PD0"].until(lambda stage: stage.active == 1)
             assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-            begun = time.monotonic()
             running.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await running
-            assert time.monotonic() - begun < 4
             await c["PD0"].until(lambda stage: stage.cancelled == 1)
             assert table.total_in_flight() == 0
             request.cancel()

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.single_flight import SingleFlight
+from tests.waiting import PATIENCE_S
 
 
 async def test_the_first_leads_and_everybody_has_its_result() -> None:
@@ -65,7 +66,7 @@ async def test_a_follower_cancelled_in_the_moment_it_is_to_lead_hands_on() -> No
     await asyncio.sleep(0)
     leader.leave()
     doomed.cancel()
-    await asyncio.wait_for(asyncio.wait([doomed, last]), 5)
+    await asyncio.wait_for(asyncio.wait([doomed, last]), PATIENCE_S)
     assert doomed.cancelled() and not last.cancelled() and not flights
 
 
@@ -103,7 +104,7 @@ def test_at_most_one_flies_per_key_and_every_waiter_settles(seed: int, requests:
             await asyncio.sleep(0)
             if rng.random() < 0.3:
                 rng.choice(tasks).cancel()
-        done, pending = await asyncio.wait(tasks, timeout=5)
+        done, pending = await asyncio.wait(tasks, timeout=PATIENCE_S)
         assert not pending and all(task.cancelled() or task.exception() is None for task in done)
         assert not flights and all(settled for settled, _ in outcomes)
 

@@ -261,7 +261,7 @@ def test_writers_of_many_keys_do_not_disturb_each_other(tier: Tier) -> None:
 @pytest.mark.parametrize("open_tier", WITH_CLIENTS_OF_THEIR_OWN, indirect=True)
 def test_a_4k_picture_s_feature_fits(open_tier: Open) -> None:
     tier = open_tier(160 * MB)
-    data = np.random.default_rng(0).integers(0, 255, (16206, 3584 * 2), dtype=np.uint8)
+    data = np.resize(np.random.default_rng(0).integers(0, 255, 1_000_003, dtype=np.uint8), (16206, 3584 * 2))
     assert tier.put("4k", data, shape=(16206, 3584), dtype="float16")
     dest = np.zeros_like(data)
     assert tier.get_into("4k", dest) is not None

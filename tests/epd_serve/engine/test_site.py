@@ -35,8 +35,9 @@ def test_start_up_imports_no_torch():
 
 
 @needs_torchvision
+@pytest.mark.slow  # torchvision takes seconds to import; every stage of the short end-to-end tests starts like this
 def test_torchvision_imports_its_operators_are_declared_once_and_the_repair_takes_itself_away():
-    """One process for all of it: to import torch takes seconds."""
+    """One process for all of it."""
     script = """
 import sys, torchvision, torch
 from torchvision.transforms.v2 import functional

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from epd_serve.kv import control
 from epd_serve.kv.control import DecodeControl, PrefillControl
 from epd_serve.kv.decode_desk import DecodeDesk
 from epd_serve.kv.faults import Faults, here_of
@@ -71,7 +72,8 @@ class Pair:
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Callable[[str], Pair]]:
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Pair]]:
+    monkeypatch.setattr(control, "_BEAT_S", 0.05)
     made: list[Pair] = []
 
     def make(faults: str = "") -> Pair:

@@ -12,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from epd_serve import wire
+from epd_serve.sim.consumer import Consumer, Wait
 from epd_serve.sim.profile import Line, Profile
 from epd_serve.sim.prompts import CHAT
 from tests.epd_serve.sim.served import Layout, idle, layout, looking, until
@@ -120,15 +121,23 @@ async def test_only_so_many_requests_recompute_at_a_time(tmp_path: Path, shm: Pa
         await idle(stages.engines["P0"])
 
 
-async def test_a_slow_encoder_is_waited_for_while_it_renews(tmp_path: Path, shm: Path) -> None:
+async def test_a_slow_encoder_is_waited_for_while_it_renews(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[Wait] = []
+    need = Consumer.need
+    monkeypatch.setattr(Consumer, "need", lambda self, wait, given_up: (waits.append(wait), need(self, wait, given_up)))
     slow = Profile(encode=Line(FOR_EVER))
-    async with layout(tmp_path, shm, slow, feature_wait_s=1.0) as stages:
+    async with layout(tmp_path, shm, slow, feature_wait_s=60.0) as stages:
         encoding = asyncio.create_task(stages.clients["E0"].post(CHAT, json=looking("k")))
         await until(lambda: bool(stages.engines["E0"].scheduler.running))
         waiting = asyncio.create_task(stages.clients["P0"].post(CHAT, json=looking("k", **PREFILL_ONLY)))
         await until(lambda: len(stages.engines["P0"].scheduler.held) == 1)
-        done, _ = await asyncio.wait([waiting], timeout=2.0)
-        assert not done, "longer than the wait for a feature that nobody speaks of"
+        await until(lambda: bool(waits))
+        for _ in range(3):
+            before = waits[0].until["k"]
+            await until(lambda before=before: waits[0].until["k"] > before)
+        assert not waiting.done()
         for task in (encoding, waiting):
             task.cancel()
         await asyncio.wait([encoding, waiting])

@@ -56,7 +56,7 @@ def running_master(settings: MasterSettings) -> Iterator[str]:
         wait_for(healthy)
         yield rpc_address(settings)
     finally:
-        process.terminate()
+        process.kill()
         process.wait(10)
 
 

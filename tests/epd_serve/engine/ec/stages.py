@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,15 @@ class Stages:
         return self.parts[-1]
 
     def close(self) -> None:
-        for part in self.parts:
-            part.close()
+        close_all(self.parts)
         self.parts.clear()
+
+
+def close_all(parts: Sequence[Any]) -> None:
+    """Side by side: to leave a Mooncake Store takes two seconds, for each."""
+    with ThreadPoolExecutor(max(1, len(parts))) as threads:
+        for closed in [threads.submit(part.close) for part in parts]:
+            closed.result(PATIENCE_S)
 
 
 class Ear:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from epd_serve.engine.ec import device_probe
 from epd_serve.engine.ec.device_fetch import FeatureAgent
 from epd_serve.engine.ec.device_probe import ArenaNeed, Path
 from epd_serve.engine.ec.device_source import DeviceSource
@@ -45,7 +46,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    monkeypatch.setattr(device_probe, "_PAUSE_S", 0.01)  # what is not reached is tried again, later and later
     made = Rig()
     yield made
     made.fabric.gate.set()

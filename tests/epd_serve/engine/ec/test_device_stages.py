@@ -25,7 +25,7 @@ from store.arena import Arena
 from store.lease import Lease
 from store.mooncake_master import MasterSettings, rpc_address
 from tests.epd_serve.engine.ec.conftest import free_port, running_master
-from tests.epd_serve.engine.ec.stages import Stages, feature, needed, settled
+from tests.epd_serve.engine.ec.stages import Stages, close_all, feature, needed, settled
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.mooncake
@@ -63,9 +63,7 @@ class Pair:
         return [cache[key] for cache in caches]
 
     def close(self) -> None:
-        self.stages.close()
-        for reader in self.readers:
-            reader.close()
+        close_all([self.stages, *self.readers])
 
 
 @pytest.fixture
@@ -104,6 +102,7 @@ def test_a_feature_goes_into_the_memory_of_all_workers_and_past_the_arena(pair: 
     wait_for(lambda: p._source._device.features.pinned_bytes() == 0)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_one_that_is_there_already_is_pinned_again_without_a_fetch(pair: Pair) -> None:
     e, p = pair.producer(), pair.consumer()
     assert reached(e)
@@ -137,6 +136,7 @@ def test_a_consumer_whose_workers_cannot_take_it_gets_it_from_the_arena(pair: Pa
     assert e._direct.arena_needed
 
 
+@pytest.mark.slow
 def test_a_feature_that_the_slab_cannot_take_goes_through_the_arena(pair: Pair, arena: Arena) -> None:
     e, p = pair.producer(feature_slab_bytes=SLAB // 4), pair.consumer()
     assert reached(e)
@@ -146,6 +146,7 @@ def test_a_feature_that_the_slab_cannot_take_goes_through_the_arena(pair: Pair, 
     assert e._direct.counters()["device.put_failed"] == 1
 
 
+@pytest.mark.slow
 def test_what_is_encoded_again_replaces_what_is_there(pair: Pair) -> None:
     e, p = pair.producer(), pair.consumer(feature_prefetch="demand")
     assert reached(e)
@@ -169,6 +170,7 @@ def test_consumers_that_start_later_find_the_encoder_and_its_features(pair: Pair
     assert all(torch.equal(loaded, made) for loaded in pair.loaded(p, "k"))
 
 
+@pytest.mark.slow
 def test_a_second_tier_that_comes_late_opens_the_path_when_it_comes(stages: Stages) -> None:
     settings = MasterSettings(rpc_port=free_port(), metrics_port=free_port())
     late = Pair(stages, rpc_address(settings))

@@ -8,8 +8,17 @@ from typing import Any
 
 import pytest
 
+from epd_serve.engine.kv import link_peer
+from epd_serve.kv import control
 from tests.epd_serve.engine.kv.fakes import DecodeEnd, Ends
 from tests.waiting import wait_for
+
+
+@pytest.fixture(autouse=True)
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said again and again, and tried again, is waited for in many tests."""
+    monkeypatch.setattr(control, "_BEAT_S", 0.05)
+    monkeypatch.setattr(link_peer, "_RETRY_S", 0.05)
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from epd_serve.roles import Role
 from epd_serve.sockets import Socket, open_socket, readable
 from epd_serve.wire import StageReport
 from epd_serve.wiring import StageWiring
-
-PATIENCE_S = 20.0
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
