@@ -16,7 +16,7 @@ class Options:
 
     Attributes:
         quick: cut the time, not the kinds of measurement.
-        real: real stages where a part can do with them (`kills`).
+        real: with real stages too, where a part can (`kills`).
         peer_vllm, peer_ascend: copies of the peers' example proxies; None has them fetched.
     """
 

@@ -16,7 +16,6 @@ from bench.flows import BROKEN, CUT, GOOD, Outcome
 from bench.front_door import held, instances, parse_metrics, total, until
 from bench.load import LIMIT_S
 from bench.proxy_kills import Kill, judged, victim
-from bench.proxy_part import Options
 from bench.scenario_bodies import picture, text
 from bench.served import groups
 from epd_serve.errors import StageError
@@ -97,10 +96,10 @@ def test_nobody_is_killed_whose_role_would_be_left_without_an_instance() -> None
 
 
 def test_the_real_stages_are_fewer_and_have_more_time() -> None:
-    simulated, real = proxy_kills.plan(Options(quick=True)), proxy_kills.plan(Options(quick=True, real=True))
+    simulated, real = proxy_kills.plan(True, real=False), proxy_kills.plan(True, real=True)
     assert simulated.seconds == 60.0 and simulated.every_s == 10.0
     assert real.up_within_s > simulated.up_within_s and real.text_per_s < simulated.text_per_s
-    assert proxy_kills.plan(Options()).seconds == 300.0
+    assert proxy_kills.plan(False, real=False).seconds == 300.0
 
 
 # --- streams
