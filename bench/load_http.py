@@ -17,7 +17,7 @@ import httptools
 
 from epd_serve.errors import StageError
 
-TAIL_BYTES = 256
+TAIL_BYTES = 1024  # holds a whole error
 BLANK_LINE = b"\n\n"
 
 

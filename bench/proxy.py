@@ -1,7 +1,8 @@
 """`epd-bench proxy`: how much the proxy costs, and how well it keeps what it promises, over simulated stages.
 
-Stages are simulated (`epd-serve serve --engine sim`), everything between them, the proxy and the clients is real: HTTP,
-sockets, processes. `--only PART` measures one of the parts below, else all of them one after another.
+Stages are simulated (`epd-serve serve --engine sim`; with `--real` the part `kills` has real ones too), everything
+between them, the proxy and the clients is real: HTTP, sockets, processes. `--only PART` measures one of the parts
+below, else all of them one after another.
 """
 
 from __future__ import annotations
@@ -11,13 +12,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import proxy_breakdown, proxy_peers, proxy_speed
+from bench import (
+    proxy_breakdown,
+    proxy_burst,
+    proxy_kills,
+    proxy_memory,
+    proxy_peers,
+    proxy_speed,
+    proxy_streams,
+)
 from bench.goals import goal_table
 from bench.proxy_part import Options, Part
 from bench.record import add_arguments as add_record_arguments
 from bench.record import environment, write
 
-PARTS: tuple[Part, ...] = (proxy_speed.PART, proxy_peers.PART, proxy_breakdown.PART)
+PARTS: tuple[Part, ...] = (
+    proxy_speed.PART,
+    proxy_peers.PART,
+    proxy_breakdown.PART,
+    proxy_burst.PART,
+    proxy_kills.PART,
+    proxy_memory.PART,
+    proxy_streams.PART,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,14 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=[part.name for part in PARTS], metavar="PART", action="append", help=names)
     parser.add_argument("--peer-vllm", type=Path, metavar="FILE", help="vLLM's example proxy, instead of fetching it")
     parser.add_argument("--peer-ascend", type=Path, metavar="FILE", help="vllm-ascend's example proxy, likewise")
+    parser.add_argument("--real", action="store_true", help="kills: of real stages too, which takes minutes more")
     add_record_arguments(parser, quick="shorter runs, fewer rounds")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure, print, write the result."""
-    env = environment(argv, kind="real proxy, clients and sockets; simulated stages")
-    options = Options(arguments.quick, arguments.peer_vllm, arguments.peer_ascend)
+    also = ", real ones where a figure's name says so" if arguments.real else ""
+    env = environment(argv, kind="real proxy, clients and sockets; simulated stages" + also)
+    options = Options(arguments.quick, arguments.peer_vllm, arguments.peer_ascend, arguments.real)
     parts = [part for part in PARTS if not arguments.only or part.name in arguments.only]
     figures: dict[str, float] = {}
     rows: list[dict[str, Any]] = []

@@ -16,12 +16,14 @@ class Options:
 
     Attributes:
         quick: cut the time, not the kinds of measurement.
+        real: with real stages too, where a part can (`kills`).
         peer_vllm, peer_ascend: copies of the peers' example proxies; None has them fetched.
     """
 
     quick: bool = False
     peer_vllm: Path | None = None
     peer_ascend: Path | None = None
+    real: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import json
 import random
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +96,15 @@ def picture_body(model: str, seed: int, side: int = PICTURE_SIDE) -> Row:
 
 
 @contextlib.contextmanager
-def simulated(layout: str, profile: Mapping[str, Any] | None = None) -> Iterator[Served]:
-    """`layout` served by simulated stages; without a profile they take no time for anything."""
+def simulated(layout: str, profile: Mapping[str, Any] | None = None, flags: Sequence[str] = ()) -> Iterator[Served]:
+    """`layout` served by simulated stages; without a profile they take no time for anything.
+
+    `flags` are more of `epd-serve serve`.
+    """
     with tempfile.TemporaryDirectory(prefix="epd-bench-", dir="/tmp") as scratch:
         path = Path(scratch) / "profile.json"
         path.write_text(json.dumps(profile or {}), encoding="utf-8")
-        with served(layout, ["--engine", "sim", "--sim-profile", str(path)], traced=False) as launch:
+        with served(layout, ["--engine", "sim", "--sim-profile", str(path), *flags], traced=False) as launch:
             yield launch
 
 

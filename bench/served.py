@@ -105,12 +105,12 @@ def served(layout: str, flags: Sequence[str] = (), *, name: str = "", traced: bo
             text += chunk
         ready_s = time.monotonic() - begun
         own_s, model, stages = message
-        processes = parts(process.pid, _groups(Path(scratch) / "run"))
+        processes = parts(process.pid, groups(Path(scratch) / "run"))
         (run,) = (found.parent for found in (Path(scratch) / "run").glob("*/groups.jsonl"))
         yield Served(name or layout, f"http://127.0.0.1:{port}", model, processes, ready_s, own_s, stages, traces, run)
 
 
-def _groups(root: Path) -> dict[str, int]:
+def groups(root: Path) -> dict[str, int]:
     """The newest process group of each instance, from the run directory."""
     lines = [line for path in root.glob("*/groups.jsonl") for line in path.read_text(encoding="utf-8").splitlines()]
     return {entry["instance"]: entry["pid"] for entry in map(json.loads, lines)}

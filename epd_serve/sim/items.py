@@ -65,11 +65,21 @@ def _from_media(part: Mapping[str, Any], name: str, modality: str, default_token
 def _tokens_in(metadata: Mapping[str, Any], default_tokens: int) -> int:
     for name, value in metadata.items():
         if name.endswith("_grid_thw"):
-            try:
-                return int(sum(math.prod(grid) for grid in value)) // MERGE**2
-            except TypeError:
+            sides = _flat(value)
+            if sides is None or not sides or len(sides) % 3:
                 break
+            return int(sum(math.prod(sides[at : at + 3]) for at in range(0, len(sides), 3))) // MERGE**2
     return default_tokens
+
+
+def _flat(value: object) -> list[float] | None:
+    """The numbers of a grid: one list from the proxy, a list of lists from encoders. None of anything else."""
+    if isinstance(value, int | float):
+        return [value]
+    if not isinstance(value, list | tuple):
+        return None
+    inner = [_flat(one) for one in value]
+    return None if None in inner else [number for one in inner if one is not None for number in one]
 
 
 def picture_size(source: str) -> tuple[int, int] | None:

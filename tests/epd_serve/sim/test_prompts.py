@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +13,7 @@ from epd_serve.sim.choice import Choice
 from epd_serve.sim.items import Item, item_of, picture_size
 from epd_serve.sim.prompts import CHAT, COMPLETIONS, prompts_of
 from epd_serve.sim.tokens import text_of, token_ids
+from proxy.directory import placeholder_metadata
 from tests.epd_serve.sim.served import data_url
 
 
@@ -34,11 +38,23 @@ def test_a_picture_has_a_token_per_28_by_28_pixels() -> None:
     assert (item.key, item.tokens, item.metadata) == ("k", 20, {"image_grid_thw": [[1, 4, 20]]})
 
 
-def test_metadata_in_place_of_a_picture_counts_the_same_tokens() -> None:
+def unfolded(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """As the proxy sends it."""
+    return dict(placeholder_metadata(metadata) or {})
+
+
+@pytest.mark.parametrize("form", [dict, unfolded])
+def test_metadata_in_place_of_a_picture_counts_the_same_tokens(form: Callable[[Any], dict[str, Any]]) -> None:
     item = found({"image_url": {"url": data_url("PNG", 280, 56)}, "uuid": "k"})
-    placeholder = found({"type": "image_embeds", "image_embeds": dict(item.metadata), "uuid": "k"})
+    placeholder = found({"type": "image_embeds", "image_embeds": form(item.metadata), "uuid": "k"})
     assert (placeholder.key, placeholder.tokens) == (item.key, item.tokens)
     assert item.has_media and not placeholder.has_media
+
+
+@pytest.mark.parametrize("grid", [[], [1, 4], [[1, "x", 4]], "1 4 4", None])
+def test_a_grid_that_is_none_has_the_profiles_tokens(grid: object) -> None:
+    item = found({"type": "image_embeds", "image_embeds": {"image_grid_thw": grid}, "uuid": "k"})
+    assert item.tokens == 256
 
 
 @pytest.mark.parametrize("source", ["data:image/png;base64,AAAA", "data:image/png;base64,####", "http://x/y", "x"])
