@@ -7,7 +7,6 @@ the client leaving and cancels the work, which closes every stage connection.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 from collections.abc import Coroutine

@@ -8,7 +8,6 @@ import socket
 
 import pytest
 
-from proxy import exchange
 from proxy.admission import Kind
 from proxy.request import Endpoint
 from tests.proxy.fakes import chunk, cluster, hangs, streams, text_body
