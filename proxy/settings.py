@@ -147,7 +147,7 @@ class Admission:
     text_queue: int = 2048
     media_queue: int = 1024
     max_wait_s: float = 60.0
-    media_yields_s: float = 5.0
+    media_yields_s: float = 30.0
     priority_step_s: float = 5.0
     priority_limit: int = 10
     text_share: float = 0.25
