@@ -14,7 +14,16 @@ from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, TEXT_ONLY
 from tests.e2e.serving import MODEL, Serving
 
 pytestmark = pytest.mark.slow
-layouts = pytest.mark.parametrize("launch", ["E-P-D", "TP1"], indirect=True, scope="module")
+# A tool parser, which vLLM wants for tools; and no white space between tokens of JSON, of which so small a model finds no
+# end.
+FORMS = (
+    "--stage-args",
+    "all:--enable-auto-tool-choice --tool-call-parser hermes "
+    """--structured-outputs-config '{"disable_any_whitespace": true}'""",
+)
+layouts = pytest.mark.parametrize(
+    "launch", [("E-P-D", *FORMS), ("TP1", *FORMS)], indirect=True, scope="module", ids=["E-P-D", "TP1"]
+)
 
 PROMPT = PAIRWISE_DIFFERENT[0]
 PICTURE: Any = about(PROMPT)["messages"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from epd_serve.sockets import Socket, open_socket, readable
 from epd_serve.wire import StageReport
 from epd_serve.wiring import StageWiring
 from tests.epd_serve.engine.status.fakes import FakeRequest, FakeScheduler, FakeStep
+from tests.waiting import PATIENCE_S
 
 
 class OtherScheduler(FakeScheduler):
@@ -55,7 +57,9 @@ def made(*, overlap: bool = False) -> Any:
 
 
 def until(ear: Socket, **wanted: int) -> StageReport:
-    while readable(ear, 20.0):
+    """The next report that says so. Reports go on for ever, whether or not one of them does."""
+    end = time.monotonic() + PATIENCE_S
+    while readable(ear, max(0.0, end - time.monotonic())):
         report = wire.announcements.decode(ear.recv())
         assert isinstance(report, StageReport)
         if all(getattr(report, name) == value for name, value in wanted.items()):
@@ -77,7 +81,7 @@ def test_every_call_answers_as_before_and_is_followed_by_a_report(ear: Socket) -
     scheduler = made()
     scheduler.add_request(("r", FakeRequest(100)))
     scheduler.plan = [FakeStep({"r": 100}), FakeStep()]
-    until(ear, waiting=0)
+    until(ear, waiting=1)
     step = scheduler.schedule(throttle_prefills=True)
     assert step.num_scheduled_tokens == {"r": 100}
     assert scheduler.update_from_output(step, object()) == {0: "outputs"}
