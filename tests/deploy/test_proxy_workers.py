@@ -161,7 +161,7 @@ async def test_a_worker_that_does_not_start_ends_the_launch() -> None:
     table = TableOfParent(ledger=SharedLedger(board, None))
     hub = WorkerHub(table, Setup(settings(), 0, 1, 1.0, 1.0, 1.0))
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        environment = {**os.environ, "PYTHONPATH": "/nonexistent"}
+        environment = {**os.environ, "PYTHONHOME": "/nonexistent"}  # installed or not, Python itself does not start
         workers = ProxyWorkers(hub, board, memory, listening, environment, grace_s=1.0, say=lambda line: None)
         with pytest.raises(EpdError, match="proxy worker 0 did not start: exit code 1"):
             async with asyncio.timeout(DEADLINE_S):

@@ -14,12 +14,11 @@ from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, TEXT_ONLY
 from tests.e2e.serving import MODEL, Serving
 
 pytestmark = pytest.mark.slow
-# A tool parser, which vLLM wants for tools; and no white space between tokens of JSON, of which so small a model finds no
-# end.
+# A tool parser, which vLLM wants for tools, and JSON without white space, of which so small a model finds no end.
 FORMS = (
     "--stage-args",
     "all:--enable-auto-tool-choice --tool-call-parser hermes "
-    """--structured-outputs-config '{"disable_any_whitespace": true}'""",
+    """--structured-outputs-config '{"backend": "xgrammar", "disable_any_whitespace": true}'""",
 )
 layouts = pytest.mark.parametrize(
     "launch", [("E-P-D", *FORMS), ("TP1", *FORMS)], indirect=True, scope="module", ids=["E-P-D", "TP1"]
