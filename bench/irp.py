@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from bench.goals import Goal
+from bench.proxy_part import Found, Options, Part
 from proxy.cost import PIXELS_PER_TOKEN
 from proxy.policy import Candidate
 from proxy.schedule import makespan_s
@@ -123,3 +124,13 @@ def _sets(count: int) -> Iterator[PictureSet]:
             sizes = [chance.choice(SIZES) for _ in range(PICTURES)]
         pixels = [width * height * chance.uniform(0.9, 1.1) for width, height in sizes]
         yield PictureSet(kind, tuple(each / PIXELS_PER_TOKEN for each in pixels))
+
+
+def measure(options: Options) -> Found:
+    """The part `irp` of `epd-bench proxy`."""
+    rows: list[dict[str, Any]] = []
+    figures = irp_figures(quick=options.quick, rows=rows)
+    return Found(figures, rows, "emulated: no encoder runs, a picture takes as long as it has tokens")
+
+
+PART = Part("irp", "a request's pictures over several encoders, placement alone", measure, GOALS)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import (
+    irp,
     proxy_breakdown,
     proxy_burst,
     proxy_kills,
@@ -34,6 +35,7 @@ PARTS: tuple[Part, ...] = (
     proxy_kills.PART,
     proxy_memory.PART,
     proxy_streams.PART,
+    irp.PART,
 )
 
 
