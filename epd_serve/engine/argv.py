@@ -59,8 +59,8 @@ def _role(plan: StagePlan) -> list[str]:
     role, extra = plan.role, {"epd": plan.wiring.to_json()}
     args: list[str] = []
     if role.sends_features:
-        # No KV cache and no language model: vLLM derives that from the sole role ec_producer (>= 0.28).
-        args += ["--no-enable-prefix-caching", "--enforce-eager"]
+        # No KV cache and no language model. vLLM 0.28 derives that from the sole role ec_producer, 0.23 has to be told.
+        args += ["--mm-encoder-only", "--no-enable-prefix-caching", "--enforce-eager"]
     if (role.sends_features or role.takes_features) and plan.wiring.arena:
         config = {
             "ec_connector": "FeatureConnector",
@@ -91,8 +91,6 @@ def _device(plan: StagePlan) -> list[str]:
         args += ["--enforce-eager", "--block-size", "32", "--max-num-seqs", "32"]
         return args
     args = []
-    if plan.device == "npu" and plan.role.sends_features:
-        args += ["--mm-encoder-only"]  # the API generation of Ascend needs it spelled out
     share = plan.memory_share
     if share is None and plan.role.sends_features:
         share = 0.01  # no KV cache: the tower's weights and activations are taken outside vLLM's budget
