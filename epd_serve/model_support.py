@@ -2,8 +2,8 @@
 
 An encode-only instance loads the towers and not the language model, and what it sends is all that P sees of an item.
 A model fits when its encoder reads nothing of the language model and its decoder finds the encoder's output in the
-prompt. The table holds the exceptions of vLLM 0.32; `epd_serve.engine.model_probe` finds them in vLLM's source, and a
-test keeps the two equal. `TESTED` is what our end-to-end tests hold against a monolith, token for token.
+prompt. The table holds the exceptions of vLLM 0.23 and 0.32; `epd_serve.engine.model_probe` finds them in vLLM's source,
+and a test keeps the two equal, as far as the vLLM that is installed has the architecture. `TESTED` is what our end-to-end tests hold against a monolith, token for token.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _NEMOTRON = {"video": READS_LANGUAGE_MODEL}
 # architecture → modality → why an encode-only instance cannot serve it
 REFUSED: dict[str, dict[str, str]] = {
     "CohereAsrForConditionalGeneration": {ANY: CROSS_ATTENTION},
+    "FireRedLIDForConditionalGeneration": {ANY: CROSS_ATTENTION},  # last in vLLM 0.28
     "IsaacForConditionalGeneration": {ANY: READS_LANGUAGE_MODEL},
     "Molmo2ForConditionalGeneration": {ANY: READS_LANGUAGE_MODEL},
     "NemotronH_Nano_Omni_Reasoning_V3": _NEMOTRON,
@@ -31,6 +32,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "NemotronH_Omni_Reasoning_V3": _NEMOTRON,
     "NemotronH_Super_Omni_Reasoning_V3": _NEMOTRON,
     "NemotronParseForConditionalGeneration": {ANY: CROSS_ATTENTION},
+    "TarsierForConditionalGeneration": {ANY: READS_LANGUAGE_MODEL},  # last in vLLM 0.24
     "WhisperForConditionalGeneration": {ANY: CROSS_ATTENTION},
 }
 

@@ -52,6 +52,11 @@ def probe() -> dict[str, dict[str, str]]:
     return found
 
 
+def architectures() -> frozenset[str]:
+    """The multimodal ones that the installed vLLM has."""
+    return frozenset(_read().registry)
+
+
 def _refused(methods: _Methods) -> dict[str, str]:
     if not _reaches(methods, "embed_multimodal"):
         return {}

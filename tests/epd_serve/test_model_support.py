@@ -54,6 +54,6 @@ def test_a_modality_without_a_decoder_is_named(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="reads vLLM's source")
 def test_the_table_is_what_vllms_source_says() -> None:
-    from epd_serve.engine.model_probe import probe
+    from epd_serve.engine.model_probe import architectures, probe
 
-    assert probe() == REFUSED
+    assert probe() == {name: why for name, why in REFUSED.items() if name in architectures()}
