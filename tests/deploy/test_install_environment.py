@@ -35,7 +35,7 @@ def test_an_unknown_device_is_refused():
 
 
 def test_an_unknown_goal_is_refused():
-    assert "serve or test" in refusal("play", DEVICE="cpu", PYTHON=sys.executable)
+    assert "serve, test or vllm023" in refusal("play", DEVICE="cpu", PYTHON=sys.executable)
 
 
 def test_a_python_that_does_not_run_is_refused():
@@ -64,6 +64,16 @@ def test_too_little_disk_is_refused_before_anything_is_written(tmp_path):
     assert "needs 4000 MB" in line
     assert "there are 1234 MB" in line
     assert not venv.exists()
+
+
+@needs_pinned_platform
+def test_the_older_vllm_wants_more_disk_and_the_cpu_whatever_the_device(tmp_path):
+    (tmp_path / "df").write_text("#!/bin/sh\necho header\necho /dev/disk 9999 8765 4321 88% /\n")
+    (tmp_path / "df").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+
+    line = refusal("vllm023", DEVICE="npu", PYTHON=sys.executable, VENV=str(tmp_path / "venv"), PATH=path)
+    assert "needs 7000 MB" in line
 
 
 @needs_pinned_platform
