@@ -41,13 +41,16 @@ async def test_it_is_cut_at_a_time_and_the_first_reason_counts() -> None:
 
 
 async def test_an_error_of_the_work_passes_whether_or_not_it_was_cut() -> None:
-    cut: Cut[str] = Cut()
-    with pytest.raises(ValueError), cut:
-        asyncio.get_running_loop().call_soon(cut.now, "left")
+    async def fails() -> None:
         try:
             await asyncio.sleep(PATIENCE_S)
         finally:
-            raise ValueError
+            raise ValueError("its own")
+
+    cut: Cut[str] = Cut()
+    asyncio.get_running_loop().call_soon(cut.now, "left")
+    with pytest.raises(ValueError, match="its own"), cut:
+        await fails()
     task = asyncio.current_task()
     assert task is not None and not task.cancelling()
 
