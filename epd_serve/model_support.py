@@ -2,8 +2,9 @@
 
 An encode-only instance loads the towers and not the language model, and what it sends is all that P sees of an item.
 A model fits when its encoder reads nothing of the language model and its decoder finds the encoder's output in the
-prompt. The table holds the exceptions of vLLM 0.23 and 0.32; `epd_serve.engine.model_probe` finds them in vLLM's source,
-and a test keeps the two equal, as far as the vLLM that is installed has the architecture. `TESTED` is what our end-to-end tests hold against a monolith, token for token.
+prompt. The table holds the exceptions of vLLM 0.23 and 0.32; `epd_serve.engine.model_probe` finds them in vLLM's
+source, and a test keeps the two equal, as far as the vLLM that is installed has the architecture. `TESTED` is what our
+end-to-end tests hold against a monolith, token for token.
 """
 
 from __future__ import annotations

@@ -125,6 +125,26 @@ def hands_over_encoder_cache() -> bool:
     return hasattr(ECConnectorBase, "start_save_caches")
 
 
+def check_item_names(vllm_config: VllmConfig) -> None:
+    """Refuse a setting under which 0.23 renames items by request, so that no feature would ever be found.
+
+    Raises:
+        ConfigError: neither processed items nor prefixes are cached.
+    """
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal is None or multimodal.mm_processor_cache_gb or vllm_config.cache_config.enable_prefix_caching:
+        return
+    from vllm.renderers.base import BaseRenderer
+
+    if "overriding even user-provided ones" in inspect.getsource(BaseRenderer._process_mm_uuids):
+        flag = "--mm-processor-cache-gb"
+        raise ConfigError(
+            f"{flag} is 0, and prefix caching is off: this vLLM names items by request then, and features are not "
+            f"found; remove {flag}",
+            param=flag,
+        )
+
+
 def tells_finished_requests() -> bool:
     """Whether the scheduler calls the EC connector's `request_finished`: 0.23 defines it and never calls it."""
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -1,6 +1,6 @@
 """What `epd_serve.engine.compat` finds in the vLLM that is installed is what was read in that vLLM.
 
-It goes by names and source lines of vLLM's; one that is renamed would turn a feature off, and nothing else would say so.
+It goes by names and source lines of vLLM's: one that is renamed would turn a feature off, and nobody would be told.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ READ = {
         "steps_in_flight_at_reuse": 1,
         "spins_between_steps": True,
         "metadata_travels": False,
+        "renames_items": True,
     },
     "0.32": {
         "can_fail_requests": True,
@@ -31,18 +32,32 @@ READ = {
         "steps_in_flight_at_reuse": 0,
         "spins_between_steps": True,
         "metadata_travels": True,
+        "renames_items": False,
     },
 }
 
 ASK = """
-import importlib.util, json, types
+import importlib.util, json
+from types import SimpleNamespace as Config
 import vllm
 from epd_serve.engine import compat
+from epd_serve.errors import ConfigError
 from vllm.distributed.device_communicators import shm_broadcast
+
+def refused(check, config):
+    try:
+        check(config)
+    except ConfigError:
+        return True
+    return False
 
 spins = shm_broadcast.sched_yield
 compat.sleep_between_steps()
-async_scheduling = types.SimpleNamespace(max_concurrent_batches=2)
+async_scheduling = Config(max_concurrent_batches=2)
+no_caches = Config(
+    model_config=Config(multimodal_config=Config(mm_processor_cache_gb=0)),
+    cache_config=Config(enable_prefix_caching=False),
+)
 print(json.dumps([vllm.__version__, {
     "can_fail_requests": compat.can_fail_requests(),
     "hands_over_encoder_cache": compat.hands_over_encoder_cache(),
@@ -50,13 +65,15 @@ print(json.dumps([vllm.__version__, {
     "steps_in_flight_at_reuse": compat.steps_in_flight_at_reuse(async_scheduling),
     "spins_between_steps": shm_broadcast.sched_yield is not spins,
     "metadata_travels": importlib.util.find_spec("vllm.distributed.ec_transfer.ec_connector.utils") is not None,
+    "renames_items": refused(compat.check_item_names, no_caches),
 }]))
 """
 
 
 def test_compat_finds_what_was_read() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT / "epd_serve/engine/site")}
-    done = subprocess.run([sys.executable, "-c", ASK], cwd=ROOT, env=env, capture_output=True, text=True, timeout=START_S)
+    argv = [sys.executable, "-c", ASK]
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=START_S)
     assert done.returncode == 0, done.stderr
     version, found = json.loads(done.stdout.splitlines()[-1])
     read = READ.get(".".join(version.split(".")[:2]))

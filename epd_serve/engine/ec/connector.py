@@ -51,6 +51,7 @@ class FeatureConnector(ECConnectorBase):
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
+        compat.check_item_names(vllm_config)
         wiring = StageWiring.from_json(vllm_config.ec_transfer_config.ec_connector_extra_config["epd"])
         # Under async scheduling the step before may still be loading when a request finishes: pins go one step later.
         self._late_release = bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))

@@ -11,6 +11,16 @@ from epd_serve.engine import compat
 from epd_serve.errors import ConfigError
 
 
+def stub(monkeypatch: pytest.MonkeyPatch, name: str, **content: type) -> None:
+    """A module of vLLM's, with packages around it."""
+    module = ModuleType(name)
+    module.__dict__.update(content)
+    parts = name.split(".")
+    for depth in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(parts[depth - 1]))
+    monkeypatch.setitem(sys.modules, name, module)
+
+
 class KeepsBlocks:
     def __init__(self) -> None:
         self.defer_block_free = False
@@ -28,14 +38,48 @@ class FreesBlocks:
 def test_steps_in_flight_matter_where_vllm_does_not_wait_for_them(
     scheduler: type, batches: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = ModuleType("vllm.v1.core.sched.scheduler")
-    module.Scheduler = scheduler  # type: ignore[attr-defined]
-    parts = module.__name__.split(".")
-    for depth in range(1, len(parts)):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(parts[depth - 1]))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    stub(monkeypatch, "vllm.v1.core.sched.scheduler", Scheduler=scheduler)
     config = SimpleNamespace(max_concurrent_batches=batches)
     assert compat.steps_in_flight_at_reuse(config) == steps  # type: ignore[arg-type]
+
+
+class Renames:
+    def _process_mm_uuids(self) -> None:
+        """overriding even user-provided ones"""
+
+
+class Keeps:
+    def _process_mm_uuids(self) -> None:
+        """preserve explicit UUIDs"""
+
+
+def renderer(monkeypatch: pytest.MonkeyPatch, base: type) -> None:
+    stub(monkeypatch, "vllm.renderers.base", BaseRenderer=base)
+
+
+def caches(processed_gb: float, *, prefixes: bool) -> SimpleNamespace:
+    multimodal = SimpleNamespace(mm_processor_cache_gb=processed_gb)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=multimodal),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefixes),
+    )
+
+
+def test_a_vllm_that_renames_items_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer(monkeypatch, Renames)
+    with pytest.raises(ConfigError, match="remove --mm-processor-cache-gb") as refused:
+        compat.check_item_names(caches(0, prefixes=False))  # type: ignore[arg-type]
+    assert refused.value.param == "--mm-processor-cache-gb"
+
+
+@pytest.mark.parametrize(
+    ("base", "processed_gb", "prefixes"), [(Keeps, 0, False), (Renames, 4, False), (Renames, 0, True)]
+)
+def test_items_that_keep_their_names_are_not(
+    base: type, processed_gb: float, prefixes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renderer(monkeypatch, base)
+    compat.check_item_names(caches(processed_gb, prefixes=prefixes))  # type: ignore[arg-type]
 
 
 def test_tensor_parallelism_is_the_only_one_that_kv_transfers_know() -> None:

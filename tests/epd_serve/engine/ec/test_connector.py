@@ -83,6 +83,8 @@ def make(stages: Stages, connector_class: Any, monkeypatch: pytest.MonkeyPatch) 
             scheduler_config=SimpleNamespace(async_scheduling=False),
             device_config=SimpleNamespace(device="cpu"),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            cache_config=SimpleNamespace(enable_prefix_caching=False),
+            model_config=SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=4)),
         )
         made = connector_class(config, side)
         stages.parts.append(SimpleNamespace(close=made.shutdown))
