@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -15,17 +12,10 @@ import pytest
 
 from deploy.processes import stat
 from tests.deploy.hosts import Hosts, fetch, until
-from tests.epd_serve.sim.served import data_url
+from tests.deploy.sim_load import TEXT, in_flight, load, more, picture
 from tests.waiting import PATIENCE_S
 
-TEXT = {"model": "epd-demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 ADDRESSES = {"E": "127.0.0.2", "P": "127.0.0.3", "D": "127.0.0.4"}
-
-
-def picture(width: int) -> dict[str, Any]:
-    """A chat about a picture that no other width shares a feature with."""
-    part = {"type": "image_url", "image_url": {"url": data_url("PNG", width, 56)}}
-    return {**TEXT, "messages": [{"role": "user", "content": [part, {"type": "text", "text": "what is it?"}]}]}
 
 
 def profile_flags(hosts: Hosts) -> tuple[str, str]:
@@ -50,49 +40,6 @@ def ask(hosts: Hosts, body: dict[str, Any]) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == body["max_tokens"]
     return dict(answer.headers)
-
-
-class Load:
-    """What became of requests that were sent all the while."""
-
-    def __init__(self) -> None:
-        self.served = 0
-        self.errors: list[str] = []
-
-
-@contextmanager
-def load(hosts: Hosts, clients: int = 4) -> Iterator[Load]:
-    """Text and pictures, one after the other from each client."""
-    found, over = Load(), threading.Event()
-
-    def client(number: int) -> None:
-        with httpx.Client(base_url=hosts.url, timeout=PATIENCE_S, trust_env=False) as http:
-            count = 0
-            while not over.is_set():
-                count += 1
-                body = TEXT if number % 2 else picture(56 + 4 * (count * clients + number))
-                answer = http.post("/v1/chat/completions", json=body)
-                if answer.status_code == 200:
-                    found.served += 1
-                else:
-                    found.errors.append(answer.text)
-
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield found
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join(PATIENCE_S)
-        assert not any(thread.is_alive() for thread in threads), "a request hangs"
-
-
-def more(found: Load, count: int = 20) -> None:
-    """So many further answers."""
-    least = found.served + count
-    until(lambda: found.served >= least, f"{count} more answers")
 
 
 def server_of(hosts: Hosts, name: str) -> int:
@@ -124,7 +71,7 @@ def test_text_and_pictures_pass_through_stages_that_joined_a_head_with_workers(h
         assert ask(hosts, TEXT)["x-epd-path"] == "P-D"
     seen = ask(hosts, picture(60))
     assert seen["x-epd-path"] == "E-P-D"
-    until(lambda: set(in_flight(hosts).values()) == {0}, "nothing in flight")
+    until(lambda: not in_flight(hosts.url), "nothing in flight")
     assert hosts.end("head") == 0 and hosts.leftovers("head") == []
 
 
@@ -134,7 +81,7 @@ def test_stages_are_killed_and_leave_and_no_client_notices(hosts: Hosts, name: s
     role, other = name[0], f"{name[0]}1"
     hosts.head("--workers", "2")
     urls = join(hosts, "E0", "P0", "D0", other)
-    with load(hosts) as found:
+    with load(hosts.url) as found:
         more(found)
         life = hosts.instances()[name]["incarnation"]
         os.kill(server_of(hosts, name), signal.SIGKILL)
@@ -150,7 +97,7 @@ def test_stages_are_killed_and_leave_and_no_client_notices(hosts: Hosts, name: s
         assert other not in hosts.instances()
         more(found)
     assert found.errors == []
-    until(lambda: set(in_flight(hosts).values()) == {0}, "nothing in flight")
+    until(lambda: not in_flight(hosts.url), "nothing in flight")
 
 
 @pytest.mark.slow
@@ -177,7 +124,3 @@ def test_a_simulated_stage_with_another_key_is_refused(hosts: Hosts) -> None:
     assert hosts.processes["E"].wait(PATIENCE_S) == 1
     assert "another cluster key" in hosts.log("E") and "Traceback" not in hosts.log("E")
     assert hosts.instances() == {} and hosts.leftovers("E") == []
-
-
-def in_flight(hosts: Hosts) -> dict[str, int]:
-    return {name: sum(one["in_flight"].values()) for name, one in hosts.instances().items()}

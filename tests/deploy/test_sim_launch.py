@@ -32,11 +32,11 @@ def profile_file(folder: Path) -> str:
 
 
 @contextmanager
-def launched(folder: Path, layout: str) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes]]]:
+def launched(folder: Path, layout: str, *flags: str) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes]]]:
     """The launcher of a layout that is ready, and its endpoint. `folder` has to be short: sockets lie below it."""
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "deploy.cli", "serve", "--engine", "sim", "--layout", layout, "--port", str(port)]
-    command += ["--run-root", str(folder), "--sim-profile", profile_file(folder), "--arena-mib", "32"]
+    command += ["--run-root", str(folder), "--sim-profile", profile_file(folder), "--arena-mib", "32", *flags]
     with (folder / "launch.log").open("wb") as log:
         launcher = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
