@@ -91,9 +91,9 @@ def more(found: Load, count: int = 20) -> None:
     until(lambda: found.served >= least, f"{count} more answers")
 
 
-def in_flight(url: str) -> dict[str, int]:
+def in_flight(url: str, headers: dict[str, str] | None = None) -> dict[str, int]:
     """How many requests each instance has, if any."""
     with httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False) as http:
-        views = http.get("/instances").json()["instances"]
+        views = http.get("/instances", headers=headers).json()["instances"]
     counts = {str(one["id"]): sum(one["in_flight"].values()) for one in views}
     return {name: count for name, count in counts.items() if count}
