@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import io
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -257,15 +257,26 @@ def _url(base: str, path: str) -> URL:
     return URL(base + path)
 
 
-@contextmanager
-def _named(instance: Instance, patience: _Patience | None = None) -> Iterator[None]:
-    try:
-        yield
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        raise StageUnreachable(f"stage {instance.id} cannot be reached", stage=instance.id) from error
-    except (aiohttp.ClientError, OSError) as error:
-        if patience is not None and patience.late is not None:
-            raise patience.late from error
-        raise StageError(
-            f"stage {instance.id} broke its connection ({type(error).__name__})", stage=instance.id
-        ) from error
+class _named:
+    """Gives the transport's errors our names, within its context. Entered several times per request."""
+
+    __slots__ = ("_instance", "_patience")
+
+    def __init__(self, instance: Instance, patience: _Patience | None = None) -> None:
+        self._instance = instance
+        self._patience = patience
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        name = self._instance.id
+        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+            raise StageUnreachable(f"stage {name} cannot be reached", stage=name) from error
+        if isinstance(error, aiohttp.ClientError | OSError):
+            if self._patience is not None and self._patience.late is not None:
+                raise self._patience.late from error
+            raise StageError(f"stage {name} broke its connection ({type(error).__name__})", stage=name) from error
