@@ -38,9 +38,9 @@ test: environment-test ## unit tests and the short end-to-end tests
 test-all: environment-test ## all tests, the long ones too
 	@exec "$$VENV/bin/python" -m pytest --hypothesis-profile=explore $(TEST_ARGS)
 
-test-vllm023: ## the short end-to-end tests on vLLM 0.23, Ascend's generation (CPU; 6 GB of disk)
+test-vllm023: ## tests of the engine, and the short end-to-end ones, on vLLM 0.23, Ascend's generation (CPU; 6 GB of disk)
 	@VENV="$$VENV_VLLM023" deploy/install/environment.sh vllm023
-	@exec "$$VENV_VLLM023/bin/python" -m pytest tests/e2e -m "not slow" $(TEST_ARGS)
+	@exec "$$VENV_VLLM023/bin/python" -m pytest tests/epd_serve/engine tests/e2e -m "not slow" $(TEST_ARGS)
 
 check: environment-test ## ruff, mypy, import-linter
 	"$$VENV/bin/ruff" check .
