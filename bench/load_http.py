@@ -82,6 +82,11 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
         return self._waiter
 
+    @property
+    def begun(self) -> bool:
+        """The body of the answer to the last request has begun."""
+        return bool(self._answer.first)
+
     def close(self) -> None:
         if self._transport is not None:
             self._transport.abort()

@@ -10,11 +10,14 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from epd_serve import garbage
+
 T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`."""
+    """As `asyncio.run`, in a process that serves from now on."""
+    garbage.settle()
     with asyncio.Runner(loop_factory=_factory()) as runner:
         return runner.run(main)
 

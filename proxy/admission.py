@@ -86,6 +86,11 @@ class Ticket:
     def order(self) -> tuple[float, int]:
         return (self.due, self.number)
 
+    @property
+    def stands(self) -> bool:
+        """It waits for its turn in one of the lines."""
+        return self.place is Place.TO_ENCODE or self.place is Place.TO_SERVE
+
 
 class QueueFull(Exception):
     """As many wait as may. `retry_after_s`: when there may be room again, None where nobody can tell."""
@@ -132,6 +137,7 @@ class AdmissionQueue:
         self._served = dict.fromkeys(Kind, 0)
         self._encode_pace = Pace()
         self._serve_pace = Pace()
+        self._waited = False
 
     # What is there.
 
@@ -148,7 +154,10 @@ class AdmissionQueue:
         return self._encoding
 
     def somebody_waits(self) -> bool:
-        return bool(self._to_encode.tickets or any(line.tickets for line in self._to_serve.values()))
+        return bool(self._to_encode.tickets) or self._somebody_waits_to_be_served()
+
+    def _somebody_waits_to_be_served(self) -> bool:
+        return bool(self._to_serve[Kind.TEXT].tickets or self._to_serve[Kind.MEDIA].tickets)
 
     def due_at(self, kind: Kind, arrived: float, priority: int) -> float:
         """When a request would be due. `priority` as in vLLM: lower is sooner; one unit is `priority_step_s`."""
@@ -160,6 +169,8 @@ class AdmissionQueue:
 
     def predicted_wait_s(self, kind: Kind, due: float, now: float) -> float | None:
         """How long a newcomer would wait; 0 where nobody is ahead, None while nobody can tell."""
+        if not self.somebody_waits():
+            return 0.0
         newest = (due, 1 << 62)
         ahead = sum(line.ahead_of(newest) for line in self._to_serve.values())
         waits = [self._serve_pace.wait_s(ahead, now)]
@@ -183,6 +194,20 @@ class AdmissionQueue:
         self._waiting[kind] += 1
         self._seen[kind] = now
         return Ticket(kind, now, due, next(self._numbers), max(1, sequences))
+
+    def goes_at_once(self, ticket: Ticket, now: float, capacity: Capacity, *, encode: bool = False) -> bool:
+        """Let it go where nobody stands in any line and there is room, which costs less than standing. False: it has to
+        stand."""
+        if self.somebody_waits():
+            return False
+        if encode:
+            if self._encoding >= max(1, capacity.encodes):
+                return False
+        elif not (self._within_share(ticket, now, capacity) and self._fits(ticket, capacity)):
+            return False
+        ticket.stood_at = now
+        self._go(ticket, now, encode=encode)
+        return True
 
     def stand(self, ticket: Ticket, now: float, *, encode: bool = False, tokens: float | None = None) -> None:
         """Stand in the line for the encoders, or in the one for prefill and decode."""
@@ -223,7 +248,7 @@ class AdmissionQueue:
 
     def step_back(self, ticket: Ticket) -> None:
         """It waits for its turn no more, and so must not get one. Any number of times."""
-        if ticket.place in (Place.TO_ENCODE, Place.TO_SERVE):
+        if ticket.stands:
             self._line(ticket).remove(ticket)
             ticket.place = Place.ENCODING if ticket.encoding else Place.LOADING
 
@@ -279,9 +304,12 @@ class AdmissionQueue:
 
     def _grant(self, ticket: Ticket, now: float) -> None:
         self._line(ticket).remove(ticket)
+        self._go(ticket, now, encode=ticket.place is Place.TO_ENCODE)
+
+    def _go(self, ticket: Ticket, now: float, *, encode: bool) -> None:
         if not ticket.encoding:
             self._waiting[ticket.kind] -= 1
-        if ticket.place is Place.TO_ENCODE:
+        if encode:
             ticket.place = Place.ENCODING
             ticket.encoding = True
             self._encoding += 1
@@ -305,8 +333,11 @@ class AdmissionQueue:
             self._encoding -= 1
 
     def _keep_time(self, now: float) -> None:
-        self._encode_pace.tick(now, backlog=bool(self._to_encode.tickets))
-        self._serve_pace.tick(now, backlog=any(line.tickets for line in self._to_serve.values()))
+        waits = self.somebody_waits()
+        if waits or self._waited:  # time without a backlog says nothing
+            self._encode_pace.tick(now, backlog=bool(self._to_encode.tickets))
+            self._serve_pace.tick(now, backlog=self._somebody_waits_to_be_served())
+        self._waited = waits
 
 
 def _order(ticket: Ticket) -> tuple[float, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 from fastapi import FastAPI, Request
@@ -56,27 +57,33 @@ def create_app(
         yield
         await pipeline.aclose()
 
-    app = FastAPI(title="EPD-Serve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = _FrontDoor(pipeline, title="EPD-Serve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.pipeline = pipeline
     _add_error_seam(app)
     _add_status_routes(app, pipeline)
     _add_metrics_route(app, pipeline, metrics_text)
 
-    for endpoint in Endpoint:
-        # Past FastAPI's own routes, which would resolve dependencies that these do not have, at a third of the cost.
-        app.router.routes.insert(0, Route(endpoint.value, _Door(pipeline, endpoint), methods=["POST"]))
     return app
 
 
-class _Door:
-    """One exchange for every request."""
+class _FrontDoor(FastAPI):
+    """Requests to a model go past FastAPI's middlewares and routes, of which they need nothing: an exchange answers its
+    errors itself. Everything else it serves as ever."""
 
-    def __init__(self, pipeline: Pipeline, endpoint: Endpoint) -> None:
+    def __init__(self, pipeline: Pipeline, **more: Any) -> None:
+        super().__init__(**more)
         self._pipeline = pipeline
-        self._endpoint = endpoint
+        self._endpoints = {endpoint.value: endpoint for endpoint in Endpoint}
+        for path in self._endpoints:  # for the answer to other methods
+            self.router.routes.append(Route(path, self, methods=["POST"]))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await Exchange(self._pipeline, self._endpoint)(scope, receive, send)
+        if scope["type"] == "http" and scope["method"] == "POST":
+            endpoint = self._endpoints.get(scope["path"])
+            if endpoint is not None:
+                await Exchange(self._pipeline, endpoint)(scope, receive, send)
+                return
+        await super().__call__(scope, receive, send)
 
 
 def _add_status_routes(app: FastAPI, pipeline: Pipeline) -> None:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
 from typing import Any
-from uuid import uuid4
 
 from epd_serve.errors import DeadlineError, EpdError, StageError
 from epd_serve.trace import Trace
 from proxy.bodies import decode_body, prefill_body, public_answer
 from proxy.circuits import Circuits, StageCall
+from proxy.cut import Cut
 from proxy.errors import KvNotDelivered, StageTimeout, most_telling
 from proxy.job import Job, encoded
+from proxy.lookout import Lookout
 from proxy.metrics import Metrics
 from proxy.relay import relay
 from proxy.routing import Route
@@ -30,7 +32,6 @@ from proxy.table import InstanceTable
 
 logger = logging.getLogger(__name__)
 PREFILL_LINGER_S = 5.0
-RELOOK_S = 1.0  # an instance falls silent without any news
 
 
 class Attempt:
@@ -45,10 +46,9 @@ class Attempt:
         metrics: Metrics,
         trace: Trace,
     ) -> None:
-        self._table = table
+        self._lookout = Lookout(table, timeouts.stage_silence_s)
         self._stages = stages
         self._circuits = circuits
-        self._timeouts = timeouts
         self._metrics = metrics
         self._trace = trace
 
@@ -63,14 +63,21 @@ class Attempt:
         job.explanation.attempted(route.path.name, prefill_id, route.decode.instance.id)
         decoding = self._circuits.call(route.decode.instance)
         prefilling = self._circuits.call(route.prefill.instance) if route.prefill is not None else None
+        calls = (decoding,) if prefilling is None else (prefilling, decoding)
+        cut: Cut[StageError] = Cut()
+        self._lookout.watch(cut, sink, calls)
         try:
-            await self._run(job, base, route, sink, decoding, prefilling)
+            with cut:
+                await self._run(job, base, route, sink, decoding, prefilling)
+                return
+            assert cut.reason is not None, "nothing else swallows an end"
+            raise cut.reason
         except BaseExceptionGroup as failed:
             raise most_telling(failed) from None
         finally:
-            for call in (decoding, prefilling):
-                if call is not None:
-                    call.over()
+            self._lookout.unwatch(cut)
+            for call in calls:
+                call.over()
 
     async def _run(
         self,
@@ -81,35 +88,22 @@ class Attempt:
         decoding: StageCall,
         prefilling: StageCall | None,
     ) -> None:
-        transfer_id, to_prefill = "", b""
-        if route.prefill is not None:
-            transfer_id = uuid4().hex
-            sender = route.prefill.instance
-            to_prefill = encoded(prefill_body(base, transfer_id, sender, job.request.endpoint))
-            base = decode_body(base, transfer_id, sender)
-        elif not job.request.stream:
-            job.passed.prefilled()  # nobody can tell when
-        to_decode = encoded(base)
-        named = {"transfer": transfer_id} if transfer_id else {}
-        self._trace.stamp(job.id, "dispatched", path=route.path.name, **named)
+        if route.prefill is None or prefilling is None:
+            if not job.request.stream:
+                job.passed.prefilled()  # nobody can tell when
+            self._trace.stamp(job.id, "dispatched", path=route.path.name)
+            await self._decode(job, route, encoded(base), sink, decoding, None)
+            return
+        transfer_id, sender = secrets.token_hex(16), route.prefill.instance
+        to_prefill = encoded(prefill_body(base, transfer_id, sender, job.request.endpoint))
+        to_decode = encoded(decode_body(base, transfer_id, sender))
+        self._trace.stamp(job.id, "dispatched", path=route.path.name, transfer=transfer_id)
         async with asyncio.TaskGroup() as group:
-            decode = group.create_task(self._decode(job, route, to_decode, sink, decoding, prefilling))
-            prefill = None
-            if prefilling is not None:
-                prefill = group.create_task(self._prefill(job, route, to_prefill, sink, prefilling))
-            while not (await asyncio.wait([decode], timeout=None if sink.committed else RELOOK_S))[0]:
-                if not sink.committed:
-                    self._look_for_silence(route, decoding, prefilling if prefill and not prefill.done() else None)
-            if prefill is not None and not prefill.done():  # its answer is of no interest any more, its tidy end is
+            prefill = group.create_task(self._prefill(job, route, to_prefill, sink, prefilling))
+            await self._decode(job, route, to_decode, sink, decoding, prefilling)  # dispatches before a task begins
+            if not prefill.done():  # its answer is of no interest any more, its tidy end is
                 await asyncio.wait([prefill], timeout=PREFILL_LINGER_S)
                 prefill.cancel()
-
-    def _look_for_silence(self, route: Route, decoding: StageCall, prefilling: StageCall | None) -> None:
-        """Raise StageError where an instance has stopped to report: its connections may stay open for ever."""
-        for call in (prefilling, decoding):
-            if call is not None and self._table.silence_s(*call.life) > self._timeouts.stage_silence_s:
-                call.failed()
-                raise StageError(f"stage {call.life[0]} has stopped to report", stage=call.life[0])
 
     async def _prefill(self, job: Job, route: Route, body: bytes, sink: ClientSink, call: StageCall) -> None:
         """Run P. Its failure fails the attempt, unless the client has its first byte: D no longer needs P then."""

@@ -87,12 +87,12 @@ class Circuits:
 class StageCall:
     """One call to one instance, from its choice on: a half-open circuit has its probe at once.
 
-    `judged`: the instance has answered, or failed.
+    `judged`: the instance has answered, or failed. `ended`: nothing more comes of it.
     """
 
     def __init__(self, circuits: Circuits, instance: Instance) -> None:
         self.life = (instance.id, instance.incarnation)
-        self.judged = False
+        self.judged = self.ended = False
         self._failed = False
         self._circuits = circuits
         circuits._began(self)
@@ -111,6 +111,7 @@ class StageCall:
 
     def over(self) -> None:
         """Nothing more comes of it. Any number of times."""
+        self.ended = True
         self._circuits._ended(self)
 
     def __enter__(self) -> Self:

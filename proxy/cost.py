@@ -6,7 +6,8 @@ Nothing here needs to be exact: placing work well needs costs that are right rel
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from proxy.media import LoadedItem
 from proxy.parts import MEDIA_KEYS, Modality
@@ -20,6 +21,9 @@ BYTES_PER_TOKEN = {Modality.AUDIO: 1000, Modality.VIDEO: 500}
 
 CHARACTERS_PER_TOKEN = 4
 
+MAX_LEVELS = 500
+"""Of nesting within a prompt. Stages walk it by recursion, of which Python allows a thousand calls."""
+
 
 def item_tokens(item: LoadedItem) -> float:
     """Tokens that an encoder makes of an item, which is what encoding it costs. At least 1."""
@@ -29,23 +33,33 @@ def item_tokens(item: LoadedItem) -> float:
 
 def prompt_tokens(request: ParsedRequest, items: Sequence[LoadedItem] = ()) -> float:
     """Tokens of a request's prompt, its items among them. At least 1. Of text in other scripts than Latin, whose
-    characters are tokens more often, the UTF-8 bytes are counted."""
+    characters are tokens more often, the UTF-8 bytes are counted.
+
+    Raises:
+        RecursionError: it is nested more deeply than a stage could walk it.
+    """
     body = request.body
     said = (body.get("messages"), body.get("tools"), body.get("prompt"), body.get("input"), body.get("instructions"))
-    return max(sum(map(_text_tokens, said)) + sum(map(item_tokens, items)), 1.0)
+    return max(_text_tokens([value for value in said if value]) + sum(map(item_tokens, items)), 1.0)
 
 
-def _text_tokens(value: object) -> float:
-    """Of all text within `value`. A list of numbers is one of token ids. Media are left out: their data is no text."""
-    if isinstance(value, str):
-        characters = len(value) if value.isascii() else len(value.encode("utf-8", "surrogatepass"))
-        return characters / CHARACTERS_PER_TOKEN
-    if isinstance(value, Mapping):
-        return _sum(part for name, part in value.items() if name not in MEDIA_KEYS)
-    if isinstance(value, list):
-        return float(len(value)) if value and isinstance(value[0], int) else _sum(value)
-    return 0.0
-
-
-def _sum(values: Iterable[object]) -> float:
-    return sum(map(_text_tokens, values))
+def _text_tokens(values: list[Any]) -> float:
+    """Of all text within these. A list of numbers is one of token ids. Media are left out: their data is no text."""
+    characters = tokens = levels = 0
+    while values:
+        levels += 1
+        if levels > MAX_LEVELS:
+            raise RecursionError("a prompt is nested too deeply")
+        inner: list[Any] = []
+        for value in values:
+            if isinstance(value, str):
+                characters += len(value) if value.isascii() else len(value.encode("utf-8", "surrogatepass"))
+            elif isinstance(value, dict):
+                inner += [part for name, part in value.items() if name not in MEDIA_KEYS]
+            elif isinstance(value, list) and value:
+                if isinstance(value[0], int):
+                    tokens += len(value)
+                else:
+                    inner += value
+        values = inner
+    return characters / CHARACTERS_PER_TOKEN + tokens

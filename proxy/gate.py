@@ -10,9 +10,9 @@ import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from functools import partial
+from typing import Self
 
 from epd_serve.errors import OverloadedError
 from proxy.admission import AdmissionQueue, Capacity, Kind, Place, QueueFull, Ticket
@@ -55,11 +55,8 @@ class Gate:
     def _part_of_capacity(self, of: str) -> float:
         return float(getattr(self._capacity(), of))
 
-    @asynccontextmanager
-    async def admitted(
-        self, kind: Kind, *, priority: int = 0, sequences: int = 1, until: float | None = None
-    ) -> AsyncIterator[Pass]:
-        """Let a request in for the time of the context.
+    def admitted(self, kind: Kind, *, priority: int = 0, sequences: int = 1, until: float | None = None) -> Pass:
+        """Let a request in for the time of the context that the pass is.
 
         Args:
             until: loop time at which the client wants its whole answer.
@@ -75,11 +72,11 @@ class Gate:
             self._metrics.refused.labels("queue_full").inc()
             message = f"{full.waiting} requests with {_what(kind)} wait already; try again later"
             raise self._overloaded(message, full.retry_after_s) from None
-        try:
-            yield Pass(self, ticket)
-        finally:
-            self.queue.leave(ticket, _now())
-            self._pump()
+        return Pass(self, ticket)
+
+    def _leave(self, ticket: Ticket) -> None:
+        self.queue.leave(ticket, _now())
+        self._pump()
 
     def _refuse_hopeless(self, kind: Kind, due: float, now: float, until: float | None) -> None:
         wait_s = self.queue.predicted_wait_s(kind, due, now) or 0.0
@@ -101,8 +98,13 @@ class Gate:
     async def _stand(self, ticket: Ticket, *, encode: bool) -> None:
         """Wait for the ticket's turn. Raises OverloadedError after `max_wait_s`, if nothing was done for it yet."""
         begun = _now()
+        if not self.queue.goes_at_once(ticket, begun, self._capacity(), encode=encode):
+            self.queue.stand(ticket, begun, encode=encode)
+            await self._turn(ticket, begun)
+        self._metrics.queue_seconds.labels(ticket.kind.value, "encode" if encode else "serve").observe(_now() - begun)
+
+    async def _turn(self, ticket: Ticket, begun: float) -> None:
         turn = self._waiters[ticket] = asyncio.get_running_loop().create_future()
-        self.queue.stand(ticket, begun, encode=encode)
         try:
             self._pump(begun)
             async with asyncio.timeout(None if ticket.encoding else self._settings.max_wait_s):
@@ -115,9 +117,6 @@ class Gate:
         finally:
             del self._waiters[ticket]
             self.queue.step_back(ticket)  # what else the request began may take a while to end
-            self._metrics.queue_seconds.labels(ticket.kind.value, "encode" if encode else "serve").observe(
-                _now() - begun
-            )
 
     def _prefilled(self, ticket: Ticket) -> None:
         if ticket.prefilling:
@@ -142,12 +141,18 @@ class Gate:
 
 
 class Pass:
-    """What one admitted request holds."""
+    """What one admitted request holds, until the context that it is ends."""
 
     def __init__(self, gate: Gate, ticket: Ticket) -> None:
         self._gate = gate
         self._ticket = ticket
         self._turns = asyncio.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._gate._leave(self._ticket)
 
     def weighs(self, tokens: float) -> None:
         """How long its prompt is, before it stands anywhere."""

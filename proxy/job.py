@@ -36,6 +36,7 @@ class Job:
         id: sent to every stage as `X-Request-Id`.
         base: the client's body with media inlined and keyed (`proxy.bodies.base_body`).
         items: the media items behind it.
+        tokens: of the whole prompt, estimated (`proxy/cost.py`).
         features: what the encoders have made of the items; None where no encoder was to be asked.
         arrived: loop time in seconds when the request came in.
         passed: its place with the stages.
@@ -46,6 +47,7 @@ class Job:
     request: ParsedRequest
     base: Mapping[str, Any]
     items: tuple[LoadedItem, ...]
+    tokens: float
     arrived: float
     passed: Pass
     features: Features | None = None

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from epd_serve.errors import OverloadedError
 from proxy.settings import KeyLimits
 
 PRUNE_FROM = 1024
+UNLIMITED = nullcontext()
 
 
 class KeyLimitError(OverloadedError):
@@ -31,12 +32,16 @@ class KeyGate:
         self._limits = limits
         self._clock = clock
         self._in_flight: dict[str, int] = {}
+        self._limited = bool(limits.requests_in_flight or limits.requests_per_minute)
         self._full_at: dict[str, float] = {}  # when the account's bucket will be full again
         self._prune_at = PRUNE_FROM
 
+    def admitted(self, account: str) -> AbstractContextManager[None]:
+        """Count one request of `account` while it lasts. Entering raises KeyLimitError (429) with the time to wait."""
+        return self._counted(account) if self._limited else UNLIMITED
+
     @contextmanager
-    def admitted(self, account: str) -> Iterator[None]:
-        """Count one request of `account` while it lasts. Raises KeyLimitError (429) with the time to wait."""
+    def _counted(self, account: str) -> Iterator[None]:
         most = self._limits.requests_in_flight
         running = self._in_flight.get(account, 0)
         if most and running >= most:

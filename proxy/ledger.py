@@ -7,9 +7,8 @@ own, and "since then" is a difference. What a weight means, and how loads follow
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 LifeId = tuple[str, str]
 """(instance id, incarnation)"""
@@ -26,8 +25,7 @@ class Work(StrEnum):
     DECODE = "decode"
 
 
-@dataclass(frozen=True)
-class Tally:
+class Tally(NamedTuple):
     """Counts of one kind of work on one life since it is known; weights in thousandths of a unit."""
 
     acquired: int = 0

@@ -74,10 +74,13 @@ def load(role: Role, tallies: Iterable[Tally], report: StageReport | None, count
         tallies: of all kinds of work. report: the last one, if it is fresh.
         counted: weight, in thousandths, acquired in total when the report was made.
     """
-    tallies = tuple(tallies)
-    held, held_weight = sum(one.held for one in tallies), sum(one.held_weight for one in tallies)
+    held = held_weight = acquired_weight = 0
+    for one in tallies:
+        held += one.held
+        held_weight += one.held_weight
+        acquired_weight += one.acquired_weight
     if report is None:
         return held_weight / PER_UNIT
-    since = sum(one.acquired_weight for one in tallies) - counted
+    since = acquired_weight - counted
     unseen = held_weight * max(0, held - report.waiting - report.running) / held if held else 0.0
     return reported_pending(role, report) + min(held_weight, max(since, unseen)) / PER_UNIT

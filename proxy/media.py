@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -27,6 +27,7 @@ from store.errors import StoreError
 from store.keys import feature_key
 
 T = TypeVar("T")
+MAX_SCHEME = 16  # characters looked at: the rest may be megabytes
 DEFAULT_MIME = {Modality.IMAGE: "image/png", Modality.AUDIO: "audio/wav", Modality.VIDEO: "video/mp4"}
 
 
@@ -68,51 +69,68 @@ class MediaLoader:
             raise RequestError(
                 f"messages: {len(refs)} media items, the limit is {self._limits.max_items}.", param="messages"
             )
+        for ref in refs:
+            self._check_scheme(ref)
+        fetched = await self._fetched([ref for ref in refs if _scheme(ref) in ("http", "https")])
+        options = request.processor_options
+        # All of them in one go: a thread's turn costs as much as a small picture.
+        return await self._blocking(lambda: self._items(refs, fetched, options, tenant))
+
+    async def _fetched(self, refs: Sequence[MediaRef]) -> Mapping[str, bytes]:
+        """What other hosts have, by the parameter that names it."""
+        if not refs:
+            return {}
         try:
             async with asyncio.TaskGroup() as group:
-                raw = [group.create_task(self._bytes_of(ref)) for ref in refs]
+                fetching = {
+                    ref.param: group.create_task(self._fetcher.fetch(ref.source, param=ref.param)) for ref in refs
+                }
         except BaseExceptionGroup as failed:
             raise most_telling(failed) from None
-        contents = [task.result() for task in raw]
+        return {param: task.result() for param, task in fetching.items()}
+
+    def _check_scheme(self, ref: MediaRef) -> None:
+        if ref.key == "input_audio":
+            return
+        scheme = _scheme(ref)
+        if scheme not in SCHEMES:
+            raise RequestError(
+                f"{ref.param}: the URL must begin with data:, http:// or https://.",
+                param=ref.param,
+                code="media_scheme",
+            )
+        if scheme not in self._limits.schemes:
+            raise RequestError(
+                f"{ref.param}: this server takes no {scheme}: URLs, only {', '.join(self._limits.schemes) or 'none'}.",
+                param=ref.param,
+                code="media_scheme",
+            )
+
+    def _items(
+        self, refs: Sequence[MediaRef], fetched: Mapping[str, bytes], options: dict[str, object], tenant: str
+    ) -> tuple[LoadedItem, ...]:
+        """In a thread."""
+        contents = [self._bytes_of(ref, fetched) for ref in refs]
         total = sum(len(data) for _, data in contents)
         if total > self._limits.max_total_bytes:
             raise PayloadTooLargeError(
                 f"messages: media of {total:,} bytes in all, the limit is {self._limits.max_total_bytes:,}.",
                 param="messages",
             )
-        options = request.processor_options
         return tuple(
-            [
-                await self._blocking(lambda ref=ref, mime=mime, data=data: self._item(ref, mime, data, options, tenant))  # type: ignore[misc]
-                for ref, (mime, data) in zip(refs, contents, strict=True)
-            ]
+            [self._item(ref, mime, data, options, tenant) for ref, (mime, data) in zip(refs, contents, strict=True)]
         )
 
-    async def _bytes_of(self, ref: MediaRef) -> tuple[str, bytes]:
+    def _bytes_of(self, ref: MediaRef, fetched: Mapping[str, bytes]) -> tuple[str, bytes]:
         """(MIME type, bytes) of one item."""
-        mime = DEFAULT_MIME[ref.modality]
-        limit = self._limits.max_bytes
+        mime, limit = DEFAULT_MIME[ref.modality], self._limits.max_bytes
+        if ref.param in fetched:
+            return mime, fetched[ref.param]
         if ref.key == "input_audio":
-            return mime, await self._blocking(lambda: _base64(ref.source, ref.param, limit))
-        scheme = ref.source.partition(":")[0].lower()
-        if scheme in SCHEMES and scheme not in self._limits.schemes:
-            raise RequestError(
-                f"{ref.param}: this server takes no {scheme}: URLs, only {', '.join(self._limits.schemes) or 'none'}.",
-                param=ref.param,
-                code="media_scheme",
-            )
-        if scheme == "data":
-            return await self._blocking(lambda: _data_url(ref.source, ref.param, mime, limit))
-        if scheme in ("http", "https"):
-            return mime, await self._fetcher.fetch(ref.source, param=ref.param)
-        if scheme == "file":
-            root = self._limits.allowed_local_root
-            return mime, await self._blocking(
-                lambda: read_local(ref.source, root=root, max_bytes=limit, param=ref.param)
-            )
-        raise RequestError(
-            f"{ref.param}: the URL must begin with data:, http:// or https://.", param=ref.param, code="media_scheme"
-        )
+            return mime, _base64(ref.source, ref.param, limit)
+        if _scheme(ref) == "data":
+            return _data_url(ref.source, ref.param, mime, limit)
+        return mime, read_local(ref.source, root=self._limits.allowed_local_root, max_bytes=limit, param=ref.param)
 
     def _item(self, ref: MediaRef, mime: str, data: bytes, options: dict[str, object], tenant: str) -> LoadedItem:
         if not data:
@@ -140,6 +158,10 @@ class MediaLoader:
 
     async def _blocking(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _scheme(ref: MediaRef) -> str:
+    return "" if ref.key == "input_audio" else ref.source[:MAX_SCHEME].partition(":")[0].lower()
 
 
 def _source(ref: MediaRef, mime: str, data: bytes) -> str:

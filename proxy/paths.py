@@ -29,7 +29,7 @@ class Path:
     prefill: Role | None
     decode: Role
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         stages = ("E" if self.encode else None, self.prefill, self.decode)
         return "-".join(stage for stage in stages if stage)

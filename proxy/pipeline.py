@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import httpx
@@ -76,6 +75,7 @@ class Pipeline:
         self.gate = Gate(settings.admission, Room(table, settings), self.metrics)
         self._budget = RetryBudget(settings.retry, now=time.monotonic())
         self.metrics.retry_budget.set_function(lambda: self._budget.left(time.monotonic()))
+        self.metrics.in_flight.set_function(lambda: self.drain.running)
         self.metrics.draining.set_function(lambda: self.drain.began)
         self._stages = StageClient(timeouts, key=settings.stage_key, transport=transport)
         self._media = MediaLoader(settings, UrlFetcher(settings.media, transport=media_transport, resolver=resolver))
@@ -109,7 +109,6 @@ class Pipeline:
             self._budget,
         )
         self._tokenize = TokenizeStep(table, self._stages, retries=retries)
-        self._running = 0
 
     def start(self) -> None:
         """Listen to the stages. In the running event loop, which is the status table's too."""
@@ -122,17 +121,16 @@ class Pipeline:
         await self._stages.aclose()
         self.trace.close()
 
-    @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Hold one request from before its body is read. Raises OverloadedError (429) when as many are held as may."""
+    def admitted(self, account: str) -> AbstractContextManager[None]:
+        """Hold one request, an exchange that `drain` counts, from before its body is read.
+
+        Raises:
+            OverloadedError: as many are held as may. KeyLimitError, on entering: as many of `account`.
+        """
         limit = self.settings.max_in_flight
-        if self._running >= limit:
-            raise OverloadedError(f"{self._running} requests are in progress, the limit is {limit}; try again later")
-        self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
+        if self.drain.running > limit:
+            raise OverloadedError(f"{limit} requests are in progress, which is the limit; try again later")
+        return self.key_gate.admitted(account)
 
     async def run(
         self,
@@ -156,7 +154,7 @@ class Pipeline:
             gate = self.gate.admitted(
                 kind_of(request), priority=priority_of(request), sequences=sequences_of(request), until=until
             )
-            async with gate as passed:
+            with gate as passed:
                 self._budget.deposit()
                 await self._run(request_id, request, tenant, sink, passed, explanation)
         except RecursionError:  # what can just be decoded may be too deep to be measured, or written again
@@ -185,8 +183,9 @@ class Pipeline:
         salt = tenant if self.settings.tells_tenants_apart else None
         base = base_body(request, items, salt, request_id=request_id)
         self._prioritise(base, passed)
-        job = Job(request_id, request, base, items, arrived, passed, explanation=explanation)
-        passed.weighs(prompt_tokens(request, items))
+        tokens = prompt_tokens(request, items)
+        job = Job(request_id, request, base, items, tokens, arrived, passed, explanation=explanation)
+        passed.weighs(tokens)
         if self._router.encodes_apart(job):
             job = await self._encode.run(job)
             explanation.stamp("encoded")

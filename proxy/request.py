@@ -18,7 +18,9 @@ from proxy.parts import MediaRef, media_refs, refuse_embeds
 from proxy.response_parts import response_refs
 from proxy.settings import ProxySettings
 
-REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "uuid", "cache_salt", "request_id", "mm_hashes")
+REFUSED_FIELDS = frozenset({
+    "kv_transfer_params", "ec_transfer_params", "uuid", "cache_salt", "request_id", "mm_hashes",
+})  # fmt: skip
 OUR_XARGS = "epd_"
 
 
@@ -68,8 +70,9 @@ def parse(endpoint: Endpoint, raw: bytes, settings: ProxySettings) -> ParsedRequ
         RequestError: 400, `param` names the field. NotFoundError: 404 `model_not_found`.
     """
     body = _decode(raw)
-    for name in REFUSED_FIELDS:
-        _refuse(body.get(name), name)
+    if not REFUSED_FIELDS.isdisjoint(body):
+        for name in REFUSED_FIELDS:
+            _refuse(body.get(name), name)
     refuse_embeds(body, "")
     # vLLM merges vllm_xargs with its own transfer parameters: a smuggled one reaches the engine. So do words of ours.
     for name, value in _object(body, "vllm_xargs").items():

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from epd_serve.errors import NoInstanceError, RequestError
 from epd_serve.roles import Role
 from proxy.affinity import prompt_affinity
-from proxy.cost import item_tokens, prompt_tokens
+from proxy.cost import item_tokens
 from proxy.job import Job
 from proxy.life import Lease, Work
 from proxy.media import LoadedItem
@@ -120,25 +120,28 @@ class Router:
 
     def _ask(self, job: Job) -> Ask:
         affinity = prompt_affinity(job.base) if self._by_affinity else ""
-        return Ask(prompt_tokens(job.request, job.items), affinity, self._random.getrandbits(32))
+        return Ask(job.tokens, affinity, self._random.getrandbits(32))
 
     def _pick(self, job: Job, avoid: Collection[Life], ask: Ask) -> _Way | None:
         ways = self._ways(job, avoid, ask)
-        fittest = min((way.rank for way in ways), default=())
+        if len(ways) <= 1:
+            return ways[0] if ways else None
+        fittest = min(way.rank for way in ways)
         ways = [way for way in ways if way.rank == fittest]
-        if not ways:
-            return None
         head = self._policy([way.head for way in ways], ask)
         return next(way for way in ways if way.head is head)
 
     def _ways(self, job: Job, avoid: Collection[Life], ask: Ask) -> list[_Way]:
         """Every live head that the job can go to, and of each kind with which tail."""
-        encoders = self._table.live(Role.E) if job.items else ()
-        # E counts as present while the layout has one: the encode step itself copes with none being up.
-        roles = self._table.live_roles() | ((self._layout or self._table.roles()) & {Role.E})
+        encoders: Sequence[Candidate] = ()
+        roles = self._table.live_roles()
+        if job.items:
+            encoders = self._table.live(Role.E)
+            # E counts as present while the layout has one: the encode step itself copes with none being up.
+            roles |= (self._layout or self._table.roles()) & {Role.E}
         ways = []
         for path in paths(roles, multimodal=bool(job.items), fused=_fused(job)):
-            tail = self._tail(path, avoid, replace(ask, cost=1.0))
+            tail = self._tail(path, avoid, ask)
             for head in self._table.live(path.head):
                 rank = (
                     burden(head, avoid) + (burden(tail, avoid) if tail is not None else 0),
@@ -153,7 +156,7 @@ class Router:
     def _tail(self, path: Path, avoid: Collection[Life], ask: Ask) -> Candidate | None:
         if path.tail is None:
             return None
-        return self._policy(preferred(self._table.live(path.tail), avoid), ask)
+        return self._policy(preferred(self._table.live(path.tail), avoid), replace(ask, cost=1.0))
 
 
 def _fused(job: Job) -> bool:

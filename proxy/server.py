@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from epd_serve.errors import ConfigError
-from proxy.http_heads import BoundedHeads
+from proxy.http_protocol import FrontProtocol
 from proxy.redact import redact_logs
 from proxy.shared_listener import SharedListener
 
@@ -109,7 +109,8 @@ async def serve(
         timeout_keep_alive=KEEPALIVE_S,
         timeout_graceful_shutdown=max(1, round(grace_s)),
         server_header=False,
-        http=BoundedHeads,
+        proxy_headers=False,  # the only address that counts is the connection's own
+        http=FrontProtocol,
         ws="none",
         lifespan="on",
     )

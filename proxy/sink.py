@@ -20,6 +20,8 @@ class ClientSink:
         headers: of every answer. late_headers: asked when the response begins.
     """
 
+    __slots__ = ("_headers", "_late_headers", "_send", "committed", "finished", "status")
+
     def __init__(
         self, send: Send, headers: Mapping[str, str], late_headers: Callable[[], Mapping[str, str]] = dict
     ) -> None:

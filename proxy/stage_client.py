@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import io
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
+from contextlib import asynccontextmanager, suppress
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from proxy.sse import WholeEvents
 KEEPALIVE_S = 2.0
 # aiohttp writes bytes in one go, a file in pieces as the stage takes them.
 ONE_GO_BYTES = 1 << 20
+REST_S = 0.1
 CONTENT_HEADERS = {"content-type": "application/json", "accept-encoding": "identity"}
 
 
@@ -37,6 +38,9 @@ class Content(Protocol):
 
     async def readany(self) -> bytes:
         """What has come, waiting for some; empty at the end."""
+
+    def at_eof(self) -> bool:
+        """The end has come, and everything has been read."""
 
 
 class Answer(Protocol):
@@ -145,6 +149,8 @@ class StageClient:
                         yield events
             finally:
                 patience.end()
+                if whole.done and not answer.content.at_eof():
+                    await _rest(answer.content)
 
     async def _whole(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str], timeout_s: float | None
@@ -252,20 +258,39 @@ def _session(connect_s: float) -> Transport:
     )
 
 
+async def _rest(content: Content) -> None:
+    """Take the end of a body whose last event is there: servers send it apart, and without it no connection is used
+    again."""
+    with suppress(TimeoutError, aiohttp.ClientError, OSError):
+        async with asyncio.timeout(REST_S):
+            await content.readany()
+
+
 @functools.lru_cache(maxsize=1024)
 def _url(base: str, path: str) -> URL:
     return URL(base + path)
 
 
-@contextmanager
-def _named(instance: Instance, patience: _Patience | None = None) -> Iterator[None]:
-    try:
-        yield
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        raise StageUnreachable(f"stage {instance.id} cannot be reached", stage=instance.id) from error
-    except (aiohttp.ClientError, OSError) as error:
-        if patience is not None and patience.late is not None:
-            raise patience.late from error
-        raise StageError(
-            f"stage {instance.id} broke its connection ({type(error).__name__})", stage=instance.id
-        ) from error
+class _named:
+    """Gives the transport's errors our names, within its context. Entered several times per request."""
+
+    __slots__ = ("_instance", "_patience")
+
+    def __init__(self, instance: Instance, patience: _Patience | None = None) -> None:
+        self._instance = instance
+        self._patience = patience
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        name = self._instance.id
+        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+            raise StageUnreachable(f"stage {name} cannot be reached", stage=name) from error
+        if isinstance(error, aiohttp.ClientError | OSError):
+            if self._patience is not None and self._patience.late is not None:
+                raise self._patience.late from error
+            raise StageError(f"stage {name} broke its connection ({type(error).__name__})", stage=name) from error

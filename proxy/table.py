@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
@@ -50,6 +50,7 @@ class InstanceTable:
         self._looked_at = 0.0  # when silences were looked for last
         self._listens_since = 0.0
         self._lives: dict[str, Life] = {}
+        self._by_role: dict[Role, list[Life]] | None = None
         self._retired: list[LifeId] = []
         self._picks = 0
         self._waiters: set[asyncio.Future[None]] = set()
@@ -160,17 +161,18 @@ class InstanceTable:
     def live(self, role: Role) -> tuple[Candidate, ...]:
         """Instances of `role` that are up, as the policies see them."""
         return tuple(
-            Candidate(
-                instance_id,
-                life.instance.incarnation,
-                self._load(life),
-                life.last_pick,
-                life.full,
-                reported_rate(role, life.stage) if life.stage is not None else 0.0,
-                life.suspended,
-            )
-            for instance_id, life in self._lives.items()
-            if life.serving and life.instance.role is role
+            [
+                Candidate(
+                    life.instance.id,
+                    life.instance.incarnation,
+                    self._load(life),
+                    life.last_pick,
+                    life.full,
+                    reported_rate(role, life.stage) if life.stage is not None else 0.0,
+                    life.suspended,
+                )
+                for life in self._serving().get(role, ())
+            ]
         )
 
     def silence_s(self, instance_id: str, incarnation: str) -> float:
@@ -200,7 +202,16 @@ class InstanceTable:
         return self.event_addresses() | frozenset(links) | frozenset(loads)
 
     def live_roles(self) -> frozenset[Role]:
-        return frozenset(life.instance.role for life in self._lives.values() if life.serving)
+        return frozenset(self._serving())
+
+    def _serving(self) -> Mapping[Role, Sequence[Life]]:
+        """Lives that get requests, by role, in order. The same object until somebody comes or goes."""
+        if self._by_role is None:
+            self._by_role = {}
+            for life in self._lives.values():
+                if life.serving:
+                    self._by_role.setdefault(life.instance.role, []).append(life)
+        return self._by_role
 
     def missing(self, wanted: Iterable[Role] = ()) -> tuple[Role, ...]:
         """Roles of the layout (or, without one, of the table) that no live instance has."""
@@ -266,6 +277,7 @@ class InstanceTable:
 
     def _retire(self, life: Life) -> None:
         life.up = False
+        self._by_role = None
         self._retired.append(life.id)
         self._forget_idle()
 
@@ -311,6 +323,7 @@ class InstanceTable:
             self._announce()
 
     def _announce(self) -> None:
+        self._by_role = None
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from epd_serve import garbage
 from epd_serve.errors import ConfigError
 from epd_serve.lifeline import die_with_parent
 from epd_serve.roles import Role
@@ -112,6 +113,7 @@ def _run(serving: object) -> None:
     try:
         import uvloop
     except ImportError:
+        garbage.settle()
         asyncio.run(serving)
     else:
         uvloop.run(serving)

@@ -269,3 +269,37 @@ def test_nobody_starves(load: list[tuple[Kind, int, int]], kind: Kind, slots: in
         granted = queue.grants(now, capacity)
         running += granted
         assert all(ticket.order < victim.order or ticket.kind is not kind for ticket in granted if ticket is not victim)
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from(list(Kind)), st.booleans(), st.floats(0.0, 900.0), st.sampled_from(["go", "end"])),
+    max_size=30,
+)
+
+
+@examples(deadline=None, max_examples=100)
+@given(steps=steps)
+def test_to_go_at_once_is_what_standing_in_an_empty_line_comes_to(
+    steps: list[tuple[Kind, bool, float, str]],
+) -> None:
+    """Two queues get the same requests; in one everybody stands, in the other whoever may goes at once."""
+    stood, went = AdmissionQueue(LIMITS), AdmissionQueue(LIMITS)
+    here: list[tuple[Ticket, Ticket]] = []
+    for now, (kind, encode, tokens, what) in enumerate(steps):
+        if what == "end" and here:
+            one, other = here.pop(0)
+            stood.leave(one, now)
+            went.leave(other, now)
+        else:
+            one, other = stood.admit(kind, now), went.admit(kind, now)
+            one.tokens = other.tokens = tokens
+            encode = encode and kind is Kind.MEDIA
+            stood.stand(one, now, encode=encode)
+            if not went.goes_at_once(other, now, ROOM, encode=encode):
+                went.stand(other, now, encode=encode)
+            here.append((one, other))
+        stood.grants(now, ROOM)
+        went.grants(now, ROOM)
+        assert [(one.place, one.encoding) for one, _ in here] == [(one.place, one.encoding) for _, one in here]
+        assert [stood.waiting(kind) for kind in Kind] == [went.waiting(kind) for kind in Kind]
+        assert [stood.served(kind) for kind in Kind] == [went.served(kind) for kind in Kind]

@@ -194,7 +194,7 @@ def job(costs: list[int]) -> Job:
     ]
     gate = Gate(Admission(), lambda: Capacity(1, 1, 1), Metrics())
     passed = Pass(gate, gate.queue.admit(Kind.MEDIA, 0.0))
-    return Job("r", request, body, tuple(items), 0.0, passed)
+    return Job("r", request, body, tuple(items), float(sum(costs)), 0.0, passed)
 
 
 ENDINGS = st.lists(st.sampled_from(["ok", "later", "error", "late", "refusal", "hangs"]), max_size=12)

@@ -174,8 +174,8 @@ async def test_what_others_have_encoded_waits_for_no_encoder() -> None:
 
 async def test_who_stops_waiting_is_not_called_while_the_rest_of_the_request_is_taken_down() -> None:
     gate = Gate(ONE, lambda: Capacity(encodes=1, sequences=1, prefill_tokens=1), Metrics())
-    async with gate.admitted(Kind.MEDIA) as leaving, gate.admitted(Kind.MEDIA) as staying:
-        async with gate.admitted(Kind.MEDIA) as first:
+    with gate.admitted(Kind.MEDIA) as leaving, gate.admitted(Kind.MEDIA) as staying:
+        with gate.admitted(Kind.MEDIA) as first:
             await first.to_encoders()
             waits = [asyncio.create_task(one.to_encoders()) for one in (leaving, staying)]
             await asyncio.sleep(0)

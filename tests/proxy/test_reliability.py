@@ -142,7 +142,7 @@ async def test_of_a_late_first_token_prefill_is_blamed_while_it_has_not_answered
 
 
 async def test_an_instance_that_falls_silent_loses_its_requests_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.attempt.RELOOK_S", 0.02)
+    monkeypatch.setattr("proxy.lookout.LOOK_S", 0.02)
     async with cluster("PD0", "PD1", config=settings(timeouts=replace(QUICK, stage_silence_s=0.2))) as c:
         for name in ("PD0", "PD1"):
             c["PD0"].script.append(hangs)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable
 import pytest
 
 from proxy.app import create_app
-from proxy.http_heads import MAX_HEAD_BYTES
+from proxy.http_protocol import MAX_HEAD_BYTES
 from proxy.server import bind, serve
 from proxy.table import InstanceTable
 from tests.proxy.fakes import settings

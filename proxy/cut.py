@@ -1,0 +1,69 @@
+"""Work that may be ended early from outside: its client has left, its time is over, its stage has fallen silent.
+
+`with Cut() as cut:` runs the work in the task that enters it, so that a bound costs no task of its own. Owns only the
+ending; who decides on it calls `now` or says a time beforehand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+Reason = TypeVar("Reason")
+
+RECANCEL_S = 0.5
+"""Python 3.11's TaskGroup loses a cancellation that meets a failing child, so it is repeated. Not sooner: another one
+interrupts the closing of connections that is under way, and leaves them open."""
+
+
+class Cut(Generic[Reason]):
+    """Entered once. `reason` tells afterwards why it was cut; None where it came to an end of its own.
+
+    Where it was cut, leaving the context swallows the cancellation that did it. Any other one passes.
+    """
+
+    def __init__(self) -> None:
+        self.reason: Reason | None = None
+        self._loop = asyncio.get_running_loop()
+        self._task: asyncio.Task[object] | None = None
+        self._cancels = self._others = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._again: asyncio.TimerHandle | None = None
+
+    def at(self, when: float, reason: Reason) -> None:
+        """Cut at this loop time, unless it has ended by then."""
+        assert self._timer is None, "one time"
+        self._timer = self._loop.call_at(when, self.now, reason)
+
+    def now(self, reason: Reason) -> None:
+        """Cut. The first reason counts; without effect once it has ended."""
+        if self._task is not None and self.reason is None:
+            self.reason = reason
+            self._cancel()
+
+    def __enter__(self) -> Self:
+        self._task = asyncio.current_task()
+        assert self._task is not None, "entered within a task"
+        self._others = self._task.cancelling()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        task, self._task = self._task, None
+        assert task is not None, "entered before"
+        for timer in (self._timer, self._again):
+            if timer is not None:
+                timer.cancel()
+        if self.reason is None:
+            return False
+        for _ in range(self._cancels):
+            task.uncancel()
+        return isinstance(error, asyncio.CancelledError) and task.cancelling() <= self._others
+
+    def _cancel(self) -> None:
+        assert self._task is not None, "a timer of one that has ended"
+        self._cancels += 1
+        self._task.cancel()
+        self._again = self._loop.call_later(RECANCEL_S, self._cancel)

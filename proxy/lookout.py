@@ -1,0 +1,56 @@
+"""Looks after attempts that wait for their first byte: cuts those of which an instance has stopped to report.
+
+A stage that hangs keeps its connections open, so nothing else ends such a wait before its deadline. One look a second
+over all of them, since an instance falls silent without any news.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from epd_serve.errors import StageError
+from proxy.circuits import StageCall
+from proxy.cut import Cut
+from proxy.sink import ClientSink
+from proxy.table import InstanceTable
+
+LOOK_S = 1.0
+
+
+class Lookout:
+    """One per process, in its event loop.
+
+    Args:
+        silence_s: for how long an instance that reports may say nothing while others do.
+    """
+
+    def __init__(self, table: InstanceTable, silence_s: float) -> None:
+        self._table = table
+        self._silence_s = silence_s
+        self._watched: dict[Cut[StageError], tuple[ClientSink, Sequence[StageCall]]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, cut: Cut[StageError], sink: ClientSink, calls: Sequence[StageCall]) -> None:
+        """An attempt makes these calls, until `unwatch`: cut it before its first byte with what is to be said of a
+        silent one."""
+        self._watched[cut] = (sink, calls)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+
+    def unwatch(self, cut: Cut[StageError]) -> None:
+        self._watched.pop(cut, None)
+
+    def _look(self) -> None:
+        self._timer = None
+        for cut, (sink, calls) in self._watched.items():
+            if not sink.committed:
+                self._judge(cut, calls)
+        if self._watched:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+
+    def _judge(self, cut: Cut[StageError], calls: Sequence[StageCall]) -> None:
+        for call in calls:
+            if not call.ended and self._table.silence_s(*call.life) > self._silence_s:
+                call.failed()
+                cut.now(StageError(f"stage {call.life[0]} has stopped to report", stage=call.life[0]))
