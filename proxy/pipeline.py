@@ -18,6 +18,7 @@ from epd_serve.trace import PROXY, Trace
 from proxy.attempt import Attempt
 from proxy.auth import DEFAULT_TENANT
 from proxy.bodies import base_body
+from proxy.body_budget import BodyBudget
 from proxy.circuits import Circuits
 from proxy.cost import prompt_tokens
 from proxy.demand import kind_of, priority_of, sequences_of
@@ -67,6 +68,7 @@ class Pipeline:
         self.drain = Drain()
         self.metrics = Metrics()
         self.key_gate = KeyGate(settings.key_limits)
+        self.bodies = BodyBudget(settings.max_bodies_bytes)
         self.metrics.registry.register(StoreMetrics(table))
         self.metrics.registry.register(StageMetrics(table))
         self.metrics.registry.register(KvMetrics(table))
@@ -155,7 +157,10 @@ class Pipeline:
                 return await self._tokenize.run(request_id, request, items, sink)
             self._router.check_servable(fused_for=request.needs_fused)
             gate = self.gate.admitted(
-                kind_of(request), priority=priority_of(request), sequences=sequences_of(request), until=until
+                kind_of(request),
+                priority=priority_of(request, self.settings.key_limits),
+                sequences=sequences_of(request, self.settings.max_sequences),
+                until=until,
             )
             with gate as passed:
                 self._budget.deposit()

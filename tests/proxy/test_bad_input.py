@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from epd_serve.errors import RequestError
 from proxy.demand import sequences_of
 from proxy.request import Endpoint, parse
 from tests.proxy.fakes import cluster, data_url, hangs, picture, picture_body, settings, text_body
@@ -63,6 +64,9 @@ ROWS: list[tuple[str, str, Any, int, str | None]] = [
     ("n of zero", CHAT, text_body(n=0), 400, "n"),
     ("n too large", CHAT, text_body(n=100_000), 400, "n"),
     ("n as boolean", CHAT, text_body(n=True), 400, "n"),
+    ("more prompts than may be", COMPLETIONS, completion(prompt=["x"] * 257), 400, "prompt"),
+    ("more prompts times n than may be", COMPLETIONS, completion(prompt=["x"] * 5, n=64), 400, "prompt"),
+    ("more prompts of tokens than may be", COMPLETIONS, completion(prompt=[[1]] * 257), 400, "prompt"),
     ("stream as text", CHAT, text_body(stream="yes"), 400, "stream"),
     ("processor options that are no object", CHAT, text_body(mm_processor_kwargs=[1]), 400, "mm_processor_kwargs"),
     ("echo without a fused decoder", COMPLETIONS, completion(prompt="x", echo=True), 400, "echo"),
@@ -245,7 +249,18 @@ async def test_a_prompt_beside_messages_is_nobodys_business(prompt: object) -> N
         assert tokenized.status_code == 200
 
 
+def sequences(endpoint: Endpoint, body: dict[str, Any], most: int) -> int:
+    return sequences_of(parse(endpoint, json.dumps(body).encode(), settings()), most)
+
+
 def test_only_prompts_of_completions_are_counted_as_sequences() -> None:
-    assert sequences_of(parse(Endpoint.CHAT, json.dumps(text_body(prompt=["a"] * 9, n=2)).encode(), settings())) == 2
-    listed = json.dumps(completion(prompt=["a", "b"], n=2)).encode()
-    assert sequences_of(parse(Endpoint.COMPLETIONS, listed, settings())) == 4
+    assert sequences(Endpoint.CHAT, text_body(prompt=["a"] * 9, n=2), 2) == 2
+    assert sequences(Endpoint.COMPLETIONS, completion(prompt=["a", "b"], n=2), 4) == 4
+    assert sequences(Endpoint.COMPLETIONS, completion(prompt=[1] * 9), 1) == 1, "one prompt of nine tokens"
+    assert sequences(Endpoint.COMPLETIONS, completion(prompt=["a"], n=2), 1) == 2, "that is for max_n to say"
+
+
+def test_too_many_prompts_are_refused_with_the_limit_and_what_to_do() -> None:
+    with pytest.raises(RequestError, match=r"4 answers, at most 3 .* several requests") as refused:
+        sequences(Endpoint.COMPLETIONS, completion(prompt=["a", "b"], n=2), 3)
+    assert refused.value.status == 400 and refused.value.param == "prompt"
