@@ -112,6 +112,9 @@ class _Whole:
     async def read(self) -> bytes:
         return self._raw
 
+    def at_eof(self) -> bool:
+        return True
+
     async def readany(self) -> bytes:
         raw, self._raw = self._raw, b""
         return raw

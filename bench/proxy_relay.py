@@ -67,6 +67,7 @@ def main(argv: Sequence[str]) -> None:
         loop="uvloop",
         http="httptools",
         server_header=False,
+        proxy_headers=False,
         lifespan="on",
     )
 

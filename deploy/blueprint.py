@@ -62,6 +62,13 @@ class Blueprint:
         """Encode-only instances exist, hence an arena and events."""
         return any(plan.role.sends_features for plan in self.plans)
 
+    @property
+    def model_name(self) -> str:
+        """What the model is called among machines, which keep its files in different places."""
+        if not self.config.model:
+            return DEMO_NAME  # whether its files are here, or a simulated stage needs none
+        return self.facts.directory.name if self.facts is not None else self.model
+
     def cores_of(self, plan: InstancePlan) -> tuple[int, ...]:
         return self.cores.of(plan.devices) if self.cores is not None else ()
 

@@ -198,7 +198,7 @@ async def _serve(head: Head, settings: ProxySettings, run: RunDir, listening: so
 
     facts, config = head.blueprint.facts, head.blueprint.config
     identity = ClusterIdentity(
-        model=facts.directory.name if facts else head.blueprint.model,
+        model=head.blueprint.model_name,
         revision=facts.revision if facts else "",
         processing=processing_text(head.passed),
         multimodal=facts.multimodal if facts else True,

@@ -69,7 +69,7 @@ class JoinPlan:
             agent=agent,
             host=self.host,
             url=f"http://{self.host}:{self.port}",
-            model=facts.directory.name if facts else blueprint.model,
+            model=blueprint.model_name,
             revision=facts.revision if facts else "",
             processing=processing_text(self.passed),
             tp=self.tp,

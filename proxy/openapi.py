@@ -73,7 +73,7 @@ def _exchange(endpoint: Endpoint, secured: bool) -> Json:
     operation, body = EXCHANGES[endpoint]
     answer: Json = {"application/json": {"schema": {"type": "object"}}}
     if endpoint.generates:
-        answer["text/event-stream"] = {"schema": {"type": "string"}}
+        answer["text/event-stream"] = {"schema": reference("StreamEvent")}
     return {
         "operationId": operation,
         "parameters": [EXPLAIN],

@@ -63,6 +63,10 @@ SCHEMAS: Json = {
         },
         "error",
     ),
+    "StreamEvent": {
+        **_object({"event": TEXT, "data": TEXT}, "data"),
+        "description": "One server-sent event of the stream; its data is JSON, but for the last `[DONE]`.",
+    },
     "Part": {
         "anyOf": [
             _part("text", "text", TEXT),

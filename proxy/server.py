@@ -124,6 +124,7 @@ async def serve(
         timeout_keep_alive=KEEPALIVE_S,
         timeout_graceful_shutdown=max(1, round(grace_s)),
         server_header=False,
+        proxy_headers=False,  # the only address that counts is the connection's own
         http=FrontProtocol,
         ws="none",
         lifespan="on",

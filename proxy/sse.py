@@ -22,10 +22,11 @@ ERROR_MARK = b'{"error"'
 
 
 class WholeEvents:
-    """Feeds on chunks cut anywhere, gives what is whole."""
+    """Feeds on chunks cut anywhere, gives what is whole. `done`: the last of it was [DONE]."""
 
     def __init__(self) -> None:
         self._rest = b""
+        self.done = False
 
     def feed(self, chunk: bytes) -> bytes:
         """The events completed by `chunk`, in order and with their blank lines; may be none."""
@@ -33,6 +34,7 @@ class WholeEvents:
             chunk = self._rest + chunk
         if chunk.endswith(BLANK_LINE):  # as vLLM writes, and networks mostly cut
             self._rest = b""
+            self.done = is_last(chunk)
             return chunk
         whole = chunk.rfind(BLANK_LINE) + len(BLANK_LINE) if BLANK_LINE in chunk else 0
         self._rest = chunk[whole:]

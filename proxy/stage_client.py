@@ -10,7 +10,7 @@ import asyncio
 import functools
 import io
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from proxy.sse import WholeEvents
 KEEPALIVE_S = 2.0
 # aiohttp writes bytes in one go, a file in pieces as the stage takes them.
 ONE_GO_BYTES = 1 << 20
+REST_S = 0.1
 CONTENT_HEADERS = {"content-type": "application/json", "accept-encoding": "identity"}
 
 
@@ -37,6 +38,9 @@ class Content(Protocol):
 
     async def readany(self) -> bytes:
         """What has come, waiting for some; empty at the end."""
+
+    def at_eof(self) -> bool:
+        """The end has come, and everything has been read."""
 
 
 class Answer(Protocol):
@@ -145,6 +149,8 @@ class StageClient:
                         yield events
             finally:
                 patience.end()
+                if whole.done and not answer.content.at_eof():
+                    await _rest(answer.content)
 
     async def _whole(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str], timeout_s: float | None
@@ -250,6 +256,14 @@ def _session(connect_s: float) -> Transport:
         trust_env=False,
         skip_auto_headers=("user-agent", "accept", "content-type"),
     )
+
+
+async def _rest(content: Content) -> None:
+    """Take the end of a body whose last event is there: servers send it apart, and without it no connection is used
+    again."""
+    with suppress(TimeoutError, aiohttp.ClientError, OSError):
+        async with asyncio.timeout(REST_S):
+            await content.readany()
 
 
 @functools.lru_cache(maxsize=1024)

@@ -44,6 +44,9 @@ class Answer:
         self._open = len(self.choices)
         self._told = [0] * len(self.choices)
 
+    def begin(self) -> None:
+        """The request is taken in: nothing is said before the first token."""
+
     def token(self, index: int, number: int, last: bool) -> None:
         """Choice `index` has its token `number` (from 1 on)."""
         self._told[index] = number

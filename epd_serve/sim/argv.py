@@ -20,7 +20,6 @@ def sim_command(plan: StagePlan) -> StageCommand:
             *("--tensor-parallel-size", str(plan.tp)),
             *(("--scheduling-policy", "priority") if plan.role.has_language_model else ()),
             *("--wiring", json.dumps(plan.wiring.to_json())),
-            *(("--scheduling-policy", "priority") if plan.role.has_language_model else ()),
             *(("--profile", plan.sim_profile) if plan.sim_profile else ()),
             *(("--guarded",) if plan.guarded else ()),
             *plan.extra_args,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from epd_serve.sim.profile import Profile
-from epd_serve.sim.prompts import CHAT, Prompt, prompts_of
+from epd_serve.sim.prompts import CHAT, COMPLETIONS, RESPONSES, Prompt, prompts_of
 
 LARGEST_N = 128
 
@@ -17,14 +17,17 @@ class Ask:
     """One request.
 
     Attributes:
-        id: `chatcmpl-…` or `cmpl-…`; prompts: one per entry of `prompt`. n: answers to each.
+        id: `chatcmpl-…`, `cmpl-…` or `resp_…`; body: as it came. responses: it is one of `/v1/responses`.
+        prompts: one per entry of `prompt`. n: answers to each.
         limit: tokens of an answer; bounded: because the client said so (`finish_reason` is `length` then).
         logprobs: how many alternatives per token, or None. tool: function that the answer has to call, or "".
         kv, xargs: words for the connectors of the stage.
     """
 
     id: str
+    body: Mapping[str, Any]
     chat: bool
+    responses: bool
     model: str
     prompts: tuple[Prompt, ...]
     n: int
@@ -49,11 +52,12 @@ def ask_of(path: str, body: Mapping[str, Any], request_id: str, model: str, prof
     Raises:
         ValueError: which field is wrong.
     """
-    chat = path == CHAT
+    chat, responses = path == CHAT, path == RESPONSES
     prompts = tuple(prompts_of(path, body, profile.item_tokens))
     longest = max(prompt.tokens for prompt in prompts)
     model_len = min(profile.capacity.max_model_len, profile.capacity.kv_tokens)
-    wanted = _integer(body, "max_completion_tokens" if chat else "max_tokens", None, least=1)
+    limits = {CHAT: "max_completion_tokens", RESPONSES: "max_output_tokens"}
+    wanted = _integer(body, limits.get(path, "max_tokens"), None, least=1)
     if chat and wanted is None:
         wanted = _integer(body, "max_tokens", None, least=1)
     if longest + (wanted or 1) > model_len:
@@ -69,11 +73,13 @@ def ask_of(path: str, body: Mapping[str, Any], request_id: str, model: str, prof
     if not isinstance(options, dict):
         raise ValueError("stream_options has to be an object")
     return Ask(
-        id=f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
+        id=_response_id(body, request_id) if responses else f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
+        body=body,
         chat=chat,
+        responses=responses,
         model=model,
         prompts=prompts,
-        n=_integer(body, "n", 1, least=1, most=LARGEST_N) or 1,
+        n=1 if responses else _integer(body, "n", 1, least=1, most=LARGEST_N) or 1,
         limit=limit,
         bounded=wanted is not None or bool(body.get("ignore_eos")),
         stream=bool(body.get("stream")),
@@ -81,13 +87,19 @@ def ask_of(path: str, body: Mapping[str, Any], request_id: str, model: str, prof
         continuous_usage=bool(options.get("continuous_usage_stats")),
         stops=_stops(body.get("stop")),
         priority=_integer(body, "priority", 0) or 0,
-        logprobs=_logprobs(body, chat=chat),
-        tool=_tool(body),
-        echo=bool(body.get("echo")) and not chat,
+        logprobs=None if responses else _logprobs(body, chat=chat),
+        tool="" if responses else _tool(body),
+        echo=bool(body.get("echo")) and path == COMPLETIONS,
         token_ids=bool(body.get("return_token_ids")),
         kv=_object(body, "kv_transfer_params") or None,
         xargs=_object(body, "vllm_xargs"),
     )
+
+
+def _response_id(body: Mapping[str, Any], request_id: str) -> str:
+    """Its Responses heed no header: the id is a field of the body."""
+    given = body.get("request_id")
+    return given if isinstance(given, str) and given else f"resp_{request_id}"
 
 
 def _integer(

@@ -25,6 +25,7 @@ from epd_serve.sim.load import stage_report
 from epd_serve.sim.news import Paced, Publisher
 from epd_serve.sim.prompts import Prompt
 from epd_serve.sim.receiver import Receiver
+from epd_serve.sim.response_answer import ResponseAnswer
 from epd_serve.sim.sender import Sender
 from epd_serve.sim.sequence import Sequence
 from epd_serve.wire import ENCODE_AGAIN_XARG, MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG
@@ -101,7 +102,7 @@ class Courses:
 
     def run(self, ask: Ask, exchange: Exchange) -> None:
         """Answer a request, in the engine's time."""
-        answer = Answer(ask, exchange)
+        answer = ResponseAnswer(ask, exchange) if ask.responses else Answer(ask, exchange)
         children: list[_Child] = []
         breaks = self._faults.hits(self._faults.state.break_rate)
         if breaks and not ask.stream:
@@ -113,6 +114,7 @@ class Courses:
             exchange.refuse(500, reason)
 
         exchange.on_gone = lambda: self._leave(children)
+        answer.begin()
         for index in range(len(answer.choices)):
             children.append(self._child(ask, answer, index, fail))
             if breaks:
@@ -121,7 +123,7 @@ class Courses:
             if not child.over:
                 self._engine.submit(child.sequence, held=bool(child.gates))
 
-    def _child(self, ask: Ask, answer: Answer, index: int, fail: Callable[[str], None]) -> _Child:
+    def _child(self, ask: Ask, answer: Answer | ResponseAnswer, index: int, fail: Callable[[str], None]) -> _Child:
         prompt = ask.prompts[index // ask.n]
         sequence = Sequence(
             prompt_tokens=prompt.tokens, limit=answer.choices[index].tokens, priority=ask.priority, on_token=_nothing
@@ -149,7 +151,7 @@ class Courses:
 
     # --- by role --------------------------------------------------------------------------------------------------
 
-    def _to_encode(self, child: _Child, ask: Ask, prompt: Prompt, answer: Answer) -> None:
+    def _to_encode(self, child: _Child, ask: Ask, prompt: Prompt, answer: Answer | ResponseAnswer) -> None:
         """An encoder's request has no prompt: it is over when its items are encoded."""
         assert self._encoder is not None
         encoder = self._encoder
@@ -193,7 +195,7 @@ class Courses:
         given_up = [key for key in str(ask.xargs.get(MISSING_XARG, "")).split(",") if key]
         asyncio.get_running_loop().call_soon(consumer.need, wait, given_up)
 
-    def _send_kv(self, child: _Child, ask: Ask, prompt: Prompt, request: str, answer: Answer) -> None:
+    def _send_kv(self, child: _Child, ask: Ask, prompt: Prompt, request: str, answer: Answer | ResponseAnswer) -> None:
         sequence = child.sequence
         if self._sender is None or ask.kv is None:
             if ask.kv is not None:
@@ -293,7 +295,7 @@ def _open_store(wiring: StageWiring) -> FeatureStore | None:
 def _child_id(ask: Ask, index: int) -> str:
     """As vLLM names it: the same on both ends of a transfer."""
     prompt, at = divmod(index, ask.n)
-    name = ask.id if ask.chat else f"{ask.id}-{prompt}"
+    name = ask.id if ask.chat or ask.responses else f"{ask.id}-{prompt}"
     return f"{at}_{name}" if ask.n > 1 else name
 
 

@@ -95,6 +95,7 @@ class Engine:
             if not step:
                 self._work.clear()
                 await self._work.wait()
+                due = 0.0  # what it had been late by is nobody's any more
                 continue
             seconds = self._seconds(step)
             now = time.monotonic()

@@ -41,6 +41,8 @@ def item_of(part: Mapping[str, Any], default_tokens: int) -> Item | None:
         if name in part:
             return _from_media(part, name, modality, default_tokens)
     kind = part.get("type")
+    if kind == "input_image" and "image_embeds" in part:  # of /v1/responses
+        kind = "image_embeds"
     if isinstance(kind, str) and kind.endswith(_SUFFIX) and isinstance(part.get(kind), dict):
         metadata = part[kind]
         return Item(str(part.get("uuid", "")), _tokens_in(metadata, default_tokens), metadata, has_media=False)

@@ -13,6 +13,7 @@ from epd_serve.sim.tokens import TOKEN_BYTES, text_of, token_ids
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,13 @@ class Prompt:
 
 
 def prompts_of(path: str, body: Mapping[str, Any], item_tokens: int) -> list[Prompt]:
-    """The prompts of a body for one of the two endpoints, or for /tokenize.
+    """The prompts of a body for one of the three endpoints, or for /tokenize.
 
     Raises:
         ValueError: which field is wrong.
     """
+    if path == RESPONSES:
+        return [_response_prompt(body, item_tokens)]
     if path == COMPLETIONS or "messages" not in body:
         return _completion_prompts(body.get("prompt"))
     return [_chat_prompt(body["messages"], item_tokens)]
@@ -65,20 +68,41 @@ def _chat_prompt(messages: object, item_tokens: int) -> Prompt:
         if not isinstance(message, dict):
             raise ValueError("a message has to be an object")
         text.append(f"<{message.get('role', 'user')}>")
-        content = message.get("content")
-        if isinstance(content, str):
-            text.append(content)
-            continue
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, str):
-                text.append(part)
-            elif isinstance(part, dict):
-                item = item_of(part, item_tokens)
-                if item is not None:
-                    items.append(item)
-                text.append(str(part.get("text", "")))
+        _take_parts(message.get("content"), text, items, item_tokens)
     text.append("<assistant>")
     return Prompt("".join(text).encode(errors="replace"), tuple(items))
+
+
+def _response_prompt(body: Mapping[str, Any], item_tokens: int) -> Prompt:
+    """`instructions` and `input`: a text, or messages, calls of tools and what they gave back."""
+    given = body.get("input")
+    if not isinstance(given, str | list) or not given:
+        raise ValueError("input has to be a text or a list of at least one item")
+    text = [f"<system>{body['instructions']}"] if body.get("instructions") else []
+    items: list[Item] = []
+    for one in given if isinstance(given, list) else [{"role": "user", "content": given}]:
+        if not isinstance(one, dict):
+            raise ValueError("an item of input has to be an object")
+        text.append(f"<{one.get('role') or one.get('type', 'user')}>")
+        for name in ("content", "arguments", "output"):
+            _take_parts(one.get(name), text, items, item_tokens)
+    text.append("<assistant>")
+    return Prompt("".join(text).encode(errors="replace"), tuple(items))
+
+
+def _take_parts(content: object, text: list[str], items: list[Item], item_tokens: int) -> None:
+    """Append what a text or a list of parts says to `text`, and its media to `items`."""
+    if isinstance(content, str):
+        text.append(content)
+        return
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, str):
+            text.append(part)
+        elif isinstance(part, dict):
+            item = item_of(part, item_tokens)
+            if item is not None:
+                items.append(item)
+            text.append(str(part.get("text", "")))
 
 
 def _completion_prompts(prompt: object) -> list[Prompt]:

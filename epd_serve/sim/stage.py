@@ -17,7 +17,7 @@ from epd_serve.sim.engine import Engine
 from epd_serve.sim.faults import SimFaults
 from epd_serve.sim.http import Exchange
 from epd_serve.sim.metrics import metrics_text
-from epd_serve.sim.prompts import CHAT, COMPLETIONS, prompts_of
+from epd_serve.sim.prompts import CHAT, COMPLETIONS, RESPONSES, prompts_of
 from epd_serve.sim.tokens import text_of
 
 
@@ -41,6 +41,7 @@ class Stage:
         self._posts: dict[str, Callable[[Exchange, dict[str, Any]], None]] = {
             CHAT: self._generate,
             COMPLETIONS: self._generate,
+            RESPONSES: self._generate,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
             "/sim/faults": self._change_faults,

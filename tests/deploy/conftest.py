@@ -11,6 +11,7 @@ import pytest
 
 from deploy.ports import free_ports
 from deploy.reaper import reap_dead
+from tests.deploy.hosts import Hosts
 from tests.deploy.launched import FakeLaunch
 
 
@@ -35,3 +36,10 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., FakeLaunch]]:
             one.process.kill()
         one.process.communicate()
     reap_dead(tmp_path / "run")
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    made = Hosts(tmp_path)
+    yield made
+    made.end_all()

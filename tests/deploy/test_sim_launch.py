@@ -32,15 +32,18 @@ def profile_file(folder: Path) -> str:
 
 
 @contextmanager
-def launched(folder: Path, layout: str) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes]]]:
+def launched(
+    folder: Path, layout: str, *flags: str, key: str = ""
+) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes]]]:
     """The launcher of a layout that is ready, and its endpoint. `folder` has to be short: sockets lie below it."""
     (port,) = free_ports(1)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     command = [sys.executable, "-m", "deploy.cli", "serve", "--engine", "sim", "--layout", layout, "--port", str(port)]
-    command += ["--run-root", str(folder), "--sim-profile", profile_file(folder), "--arena-mib", "32"]
+    command += ["--run-root", str(folder), "--sim-profile", profile_file(folder), "--arena-mib", "32", *flags]
     with (folder / "launch.log").open("wb") as log:
         launcher = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False, headers=headers) as client:
             wait_until(lambda: _all_up(client), "all stages up", 120)
             yield client, launcher
     finally:

@@ -31,6 +31,7 @@ from tests.proxy.fakes import (
     streams,
     text_body,
 )
+from tests.waiting import PATIENCE_S
 
 CHAT = "/v1/chat/completions"
 BODY = strict_json.encode(text_body(stream=True))
@@ -136,3 +137,40 @@ async def test_a_deadline_names_what_was_waited_for_and_leaves_other_timeouts_al
     with pytest.raises(TimeoutError):
         async with deadline(5, "the answer"):
             raise TimeoutError
+
+
+async def _head(reader: asyncio.StreamReader) -> bytes:
+    """The head of the next request; what there is where the client has closed the connection."""
+    try:
+        return await reader.readuntil(b"\r\n\r\n")
+    except asyncio.IncompleteReadError as cut:
+        return cut.partial
+
+
+async def test_a_stream_whose_end_comes_after_its_last_event_gives_its_connection_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("proxy.stage_client.REST_S", PATIENCE_S)
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        while b"\r\n" in (head := await _head(reader)):
+            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+            await reader.readexactly(length)
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(DONE), DONE))
+            await writer.drain()
+            await asyncio.sleep(0.01)  # so that it is a read of its own
+            writer.write(b"0\r\n\r\n")
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    client = StageClient(QUICK)
+    instance = Instance("D0", Role.D, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "life1")
+    try:
+        for _ in range(3):
+            assert await events(client, instance) == DONE
+        assert connections == 1
+    finally:
+        await client.aclose()
+        server.close()

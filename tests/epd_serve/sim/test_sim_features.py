@@ -14,8 +14,8 @@ import zmq.asyncio
 from epd_serve import wire
 from epd_serve.sim.consumer import Consumer, Wait
 from epd_serve.sim.profile import Line, Profile
-from epd_serve.sim.prompts import CHAT
-from tests.epd_serve.sim.served import Layout, idle, layout, looking, until
+from epd_serve.sim.prompts import CHAT, RESPONSES
+from tests.epd_serve.sim.served import MODEL, Layout, data_url, idle, layout, looking, until
 
 FOR_EVER = 3600.0
 PREFILL_ONLY = {"max_tokens": 1}
@@ -178,3 +178,18 @@ async def test_an_encoder_that_failed_is_not_waited_for(tmp_path: Path, shm: Pat
                 await bus.send(wire.encode(wire.FeatureFailed("k", "no room")))
                 await asyncio.wait([waiting], timeout=0.05)
             assert waiting.result().status_code == 200 and stages.engines["P0"].item_count == 1
+
+
+@pytest.mark.parametrize("by_metadata", [False, True], ids=["as it is", "by its metadata"])
+async def test_a_picture_of_a_response_is_a_feature_too(tmp_path: Path, shm: Path, by_metadata: bool) -> None:
+    async with layout(tmp_path, shm) as stages:
+        encoded = (await stages.clients["E0"].post(CHAT, json=looking("k"))).json()
+        await stored(stages, "k")
+        picture: dict[str, object] = {"image_url": data_url("PNG", 56, 56)}
+        if by_metadata:
+            picture = {"image_embeds": encoded["ec_transfer_params"]["k"]["metadata"]}
+        given = [{"role": "user", "content": [{"type": "input_image", "uuid": "k", **picture}]}]
+        body = {"model": MODEL, "input": given, "max_output_tokens": 1}
+        answer = await stages.clients["P0"].post(RESPONSES, json=body)
+        assert answer.status_code == 200 and answer.json()["usage"]["input_tokens"] > 4
+        assert stages.engines["P0"].item_count == 0, "it was encoded elsewhere"
