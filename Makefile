@@ -16,10 +16,10 @@ export VENV VENV_VLLM023 PYTHON DEVICE LAYOUT MODEL PORT PIP_ARGS
 SHELL := /bin/bash
 CODE  := bench deploy proxy epd_serve store npu_ops setup.py
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-vllm023 check format environment-serve environment-test clean
+.PHONY: help serve test test-all test-vllm023 check check-npu-contract npu-contract format environment-serve environment-test clean
 
 help: ## this list
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
 	@echo
 	@echo "make serve takes LAYOUT='(E-P)-D' MODEL=DIR PORT=8000 DEVICE=auto|cpu|npu|cuda SERVE_ARGS=; all take PYTHON= VENV= PIP_ARGS="
 
@@ -42,11 +42,18 @@ test-vllm023: ## tests of the engine, and the short end-to-end ones, on vLLM 0.2
 	@VENV="$$VENV_VLLM023" deploy/install/environment.sh vllm023
 	@exec "$$VENV_VLLM023/bin/python" -m pytest tests/epd_serve/engine tests/e2e -m "not slow" $(TEST_ARGS)
 
-check: environment-test ## ruff, mypy, import-linter
+check: environment-test ## ruff, mypy, import-linter, NPU contract
 	"$$VENV/bin/ruff" check .
 	"$$VENV/bin/ruff" format --check .
 	"$$VENV/bin/mypy" $(CODE)
 	"$$VENV/bin/lint-imports"
+	"$$VENV/bin/python" -m deploy.contract
+
+check-npu-contract: environment-test ## our code against released vLLM, vllm-ascend, torch-npu, Mooncake; offline
+	"$$VENV/bin/python" -m deploy.contract
+
+npu-contract: environment-test ## download those wheels, read them again, write the manifest and docs/compatibility.md
+	"$$VENV/bin/python" -m deploy.contract --refresh build/npu-wheels
 
 format: environment-test ## let ruff format and fix
 	"$$VENV/bin/ruff" check --fix .

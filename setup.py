@@ -69,7 +69,10 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
-    packages=find_packages(include=[pattern for name in PACKAGES for pattern in (name, f"{name}.*")]),
+    packages=find_packages(
+        include=[pattern for name in PACKAGES for pattern in (name, f"{name}.*")],
+        exclude=["deploy.contract"],  # reads our sources, for those who change them
+    ),
     package_data={
         "epd_serve.demo": ["weights/*", "families/*.json", "samples/*.png"],
         "epd_serve.engine": ["site/*.py"],

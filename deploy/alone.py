@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import shlex
@@ -26,6 +25,8 @@ from epd_serve.wiring import StageWiring
 
 HEALTH_EVERY_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
+HUNG_AFTER = 4
+"""Questions in a row without any answer: a stage under load may answer late, as it may to the supervisor."""
 GRACE_S = 3.0
 """How long requests in flight may go on after the signal."""
 
@@ -295,12 +296,18 @@ async def _watch(one: Instance, table: Any) -> None:
     """Keep the table's view of one stage as its /health says."""
     address = urlsplit(one.url)
     assert address.hostname is not None
+    unanswered = 0
     while True:
-        status = None
-        with contextlib.suppress(TimeoutError):
+        try:
             status = await health_status(address.hostname, address.port or 80, HEALTH_TIMEOUT_S)
-        if status == 200:
-            table.mark_up(one.id)
+        except TimeoutError:
+            unanswered += 1
+            if unanswered >= HUNG_AFTER:
+                table.mark_down(one.id, f"hung: no answer on /health, {unanswered} times in a row")
         else:
-            table.mark_down(one.id, f"/health answers {status or 'nothing'}")
+            unanswered = 0
+            if status == 200:
+                table.mark_up(one.id)
+            else:
+                table.mark_down(one.id, f"/health answers {status or 'nothing'}")
         await asyncio.sleep(HEALTH_EVERY_S)

@@ -2,7 +2,7 @@
 
     admit -> LOADING --stand(encode)--> TO_ENCODE --grant--> ENCODING --stand--> TO_SERVE --grant--> SERVED
                 \\------------------------stand-----------------------------------^
-    ENCODING --give back--> LOADING                from every place: leave -> GONE, exactly once
+    ENCODING, SERVED --give back--> LOADING        from every place: leave -> GONE, exactly once
     TO_ENCODE, TO_SERVE --step back--> where it came from
 
 Text and media share the instances that prefill and decode, and only those, so only there the two compete. Each ticket
@@ -67,7 +67,7 @@ class Ticket:
         due: when it is to go, in seconds on the caller's clock; `number` tells equals apart.
         tokens: of its prompt, estimated. sequences: how many it decodes at once.
         encoding: it holds a place at the encoders. prefilling: its tokens count.
-        stood_at: when it joined the line it is or was in. granted_at: when its turn to be served came.
+        stood_at: when it joined the line it is or was in. granted_at: when its turn to be served came, or last came.
     """
 
     kind: Kind
@@ -230,12 +230,14 @@ class AdmissionQueue:
         return granted
 
     def give_back(self, ticket: Ticket) -> None:
-        """It holds a place at the encoders and does not use it now: whoever it waits for may need one. Any number of
-        times."""
-        if ticket.place is Place.ENCODING:
-            self._encoded(ticket)
-            self._waiting[ticket.kind] += 1
-            ticket.place = Place.LOADING
+        """It holds a place and does not use it now: whoever it waits for may need one. Any number of times."""
+        if ticket.place is Place.SERVED:
+            self._served_no_more(ticket)
+        elif ticket.place is not Place.ENCODING:
+            return
+        self._encoded(ticket)
+        self._waiting[ticket.kind] += 1
+        ticket.place = Place.LOADING
 
     def prefilled(self, ticket: Ticket) -> None:
         """Its prompt weighs no longer on the prefilling instances. Any number of times."""
@@ -258,12 +260,10 @@ class AdmissionQueue:
             return
         self.step_back(ticket)
         if ticket.place is Place.SERVED:
-            self._sequences[ticket.kind] -= ticket.sequences
-            self._served[ticket.kind] -= 1
+            self._served_no_more(ticket)
             self._seen[ticket.kind] = now
         elif not ticket.encoding:
             self._waiting[ticket.kind] -= 1
-        self.prefilled(ticket)
         self._encoded(ticket)
         ticket.place = Place.GONE
         self._keep_time(now)
@@ -326,6 +326,11 @@ class AdmissionQueue:
         self._served[ticket.kind] += 1
         if now > ticket.stood_at:
             self._serve_pace.granted()
+
+    def _served_no_more(self, ticket: Ticket) -> None:
+        self.prefilled(ticket)
+        self._sequences[ticket.kind] -= ticket.sequences
+        self._served[ticket.kind] -= 1
 
     def _encoded(self, ticket: Ticket) -> None:
         if ticket.encoding:

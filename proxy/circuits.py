@@ -66,14 +66,20 @@ class Circuits:
 
     def _failed(self, call: StageCall) -> None:
         if call.life not in self._circuits and len(self._circuits) >= MAX_CIRCUITS:
-            del self._circuits[next(iter(self._circuits))]
-        circuit = self._circuits.setdefault(call.life, Circuit(self._limits))
+            self._forget(next(iter(self._circuits)))
+        circuit = self._circuits.pop(call.life, Circuit(self._limits))
+        self._circuits[call.life] = circuit  # as the one that failed last
         now = _now()
         if circuit.failed(now):
             logger.warning("%s fails again and again: others are asked while there are others", call.life[0])
             self._metrics.circuit_opened.labels(call.life[0]).inc()
             asyncio.get_running_loop().call_later(circuit.open_for_s(now) + CLOCK_S, self._look_again, call.life)
         self._tell(call.life, circuit)
+
+    def _forget(self, life: LifeId) -> None:
+        """With its circuit goes whoever would end its suspension."""
+        del self._circuits[life]
+        self._table.suspend(*life, False)
 
     def _tell(self, life: LifeId, circuit: Circuit) -> None:
         self._table.suspend(*life, circuit.suspended(_now()))

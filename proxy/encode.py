@@ -70,7 +70,12 @@ class EncodeStep:
         return self._with_features(job, await self._obtain(items, order))
 
     async def _obtain(self, items: Sequence[LoadedItem], order: EncodeOrder) -> list[str]:
-        """Lead or follow the flight of each item. Returns the keys that came to nothing."""
+        """Lead or follow the flight of each item. Returns the keys that came to nothing.
+
+        Nobody waits here with a place that those it waits for may need: one with the stages is given back first.
+        """
+        if items:
+            order.job.passed.to_follow()
         with ExitStack() as seated:
             seats = {item.key: seated.enter_context(self._join(item.key, again=bool(order.again))) for item in items}
             leading = [item for item in items if seats[item.key].leads]

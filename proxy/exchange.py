@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import DeadlineError, EpdError, PayloadTooLargeError
 from proxy.auth import caller_of
+from proxy.body_budget import HeldBody
 from proxy.client_deadline import DeadlineLapsed, deadline_s
 from proxy.cut import Cut
 from proxy.departure import watching
@@ -104,11 +105,11 @@ class Exchange:
         caller = caller_of(headers, self._settings)
         limit = _limit(headers, self._settings)
         cut: Cut[_Why] = Cut()
-        with self._pipeline.admitted(caller.account), cut:
+        with self._pipeline.admitted(caller.account), self._pipeline.bodies.body() as held, cut:
             what = "the request body"
             cut.at(begun + limit.s, _Why.LATE)
             try:
-                raw = await self._read(headers, receive)
+                raw = await self._read(headers, receive, held)
             except ClientLeft:
                 return CANCELLED
             what = "the request"
@@ -149,7 +150,7 @@ class Exchange:
                     await sink.write(response_error_event(error) if responses else error_event(error))
         return "broken"
 
-    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+    async def _read(self, headers: Headers, receive: Receive, held: HeldBody) -> bytes:
         max_bytes = self._settings.max_body_bytes
         refusal = PayloadTooLargeError(f"The request body is larger than {max_bytes:,} bytes.", code="body_too_large")
         announced = headers.get("content-length", "")
@@ -160,7 +161,8 @@ class Exchange:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientLeft
-            body += message.get("body", b"")
+            body += (came := message.get("body", b""))
+            held.grow(len(came))
             if len(body) > max_bytes:
                 raise refusal
             if not message.get("more_body", False):

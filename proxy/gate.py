@@ -107,7 +107,8 @@ class Gate:
         turn = self._waiters[ticket] = asyncio.get_running_loop().create_future()
         try:
             self._pump(begun)
-            async with asyncio.timeout(None if ticket.encoding else self._settings.max_wait_s):
+            begun_before = ticket.encoding or ticket.granted_at
+            async with asyncio.timeout(None if begun_before else self._settings.max_wait_s):
                 await turn
         except TimeoutError:
             self._metrics.refused.labels("wait").inc()
@@ -159,20 +160,21 @@ class Pass:
         self._ticket.tokens = tokens
 
     async def to_encoders(self) -> None:
-        """Wait until encoders take it. Any number of times, and at the same time; what has gone on to the stages since
-        does not come back for a place."""
+        """Wait until encoders take it. Any number of times, and at the same time."""
         async with self._turns:
             if self._ticket.place is Place.LOADING:
                 await self._gate._stand(self._ticket, encode=True)
 
     def to_follow(self) -> None:
-        """Give a place at the encoders back: what is still missing others are having encoded."""
+        """Give a place back, at the encoders or with the stages: something has to be encoded first, or others are
+        having it encoded, and whoever does may wait for this very place."""
         self._gate.queue.give_back(self._ticket)
         self._gate._pump()
 
     async def to_stages(self) -> None:
-        """Wait until the instances that prefill and decode take it."""
-        await self._gate._stand(self._ticket, encode=False)
+        """Wait until the instances that prefill and decode take it, unless it has a place there."""
+        if self._ticket.place is not Place.SERVED:
+            await self._gate._stand(self._ticket, encode=False)
 
     def prefilled(self) -> None:
         """Its prompt is computed, or nobody can tell when it is. Any number of times."""

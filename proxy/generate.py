@@ -78,6 +78,7 @@ class GenerateStep:
         """
         progress = _Progress(job, first_delivery(job, self._settings))
         while True:
+            await job.passed.to_stages()  # to encode after all, or again, is to give the place back
             route = await self._router.route(progress.job, avoid=progress.avoid)
             if route.path.encode and progress.job.features is None:  # whoever would have encoded it itself is gone
                 route.release()

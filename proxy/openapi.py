@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from proxy.client_deadline import HEADER
-from proxy.openapi_schemas import ERROR, SCHEMAS, reference
+from proxy.openapi_schemas import ERROR, SCHEMAS, limited, reference
 from proxy.request import Endpoint
 from proxy.settings import ProxySettings
 
@@ -57,8 +57,8 @@ def document(settings: ProxySettings, version: str) -> Json:
             "responses": {"200": {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}},
         }
     }
-    schemas = {**SCHEMAS, "Model": {"type": "string", "enum": list(settings.served_models)}}
-    components: Json = {"schemas": schemas}
+    limits = limited(settings.served_models, max_n=settings.max_n, max_sequences=settings.max_sequences)
+    components: Json = {"schemas": {**SCHEMAS, **limits}}
     if secured:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return {

@@ -1,10 +1,11 @@
-"""Schemas of bodies and answers, as far as the proxy judges or makes them. Values only.
+"""Schemas of bodies and answers, as far as the proxy judges or makes them. Values only; limits come in (`limited`).
 
 Unknown fields pass to vLLM untouched, and vLLM's own judgement of the known ones is not repeated here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 Json = dict[str, Any]
@@ -50,7 +51,7 @@ SHARED: Json = {
     "vllm_xargs": {"type": ["object", "null"], "propertyNames": {"not": {"pattern": "^epd_|_transfer_params$"}}},
     "mm_processor_kwargs": {"type": ["object", "null"]},
 }
-SAMPLING: Json = {**SHARED, "max_tokens": COUNT, "n": {**COUNT, "maximum": 64}, "user": {"type": ["string", "null"]}}
+SAMPLING: Json = {**SHARED, "max_tokens": COUNT, "n": reference("Choices"), "user": {"type": ["string", "null"]}}
 
 SCHEMAS: Json = {
     ERROR: _object(
@@ -97,7 +98,7 @@ SCHEMAS: Json = {
     "CompletionRequest": _object(
         {
             **SAMPLING,
-            "prompt": {"anyOf": [TEXT, _list(TEXT), _list({"type": "integer"}), _list(_list({"type": "integer"}))]},
+            "prompt": reference("Prompt"),
             "echo": FLAG,
             "logprobs": {"type": ["integer", "null"], "minimum": 0},
         },
@@ -149,3 +150,17 @@ SCHEMAS: Json = {
     "Health": _object({"status": {"enum": ["ok", "unavailable", "draining"]}}, "status"),
     "Instances": _object({"instances": {"type": "array", "items": {"type": "object"}}}, "instances"),
 }
+
+
+def limited(models: Sequence[str], *, max_n: int, max_sequences: int) -> Json:
+    """The schemas that follow from what a server is configured with. `SCHEMAS` refer to them."""
+    tokens = _list({"type": "integer"})
+    several = [{**_list(prompt), "maxItems": max_sequences} for prompt in (TEXT, tokens)]
+    return {
+        "Model": {"type": "string", "enum": list(models)},
+        "Choices": {**COUNT, "maximum": max_n},
+        "Prompt": {
+            "anyOf": [TEXT, tokens, *several],
+            "description": f"Of several prompts, with `n` for each, {max_sequences} answers at most.",
+        },
+    }

@@ -18,6 +18,7 @@ from epd_serve.trace import PROXY, Trace
 from proxy.attempt import Attempt
 from proxy.auth import DEFAULT_TENANT
 from proxy.bodies import base_body
+from proxy.body_budget import BodyBudget
 from proxy.circuits import Circuits
 from proxy.cost import prompt_tokens
 from proxy.demand import kind_of, priority_of, sequences_of
@@ -34,7 +35,7 @@ from proxy.host_arena import HostArena
 from proxy.job import Job
 from proxy.key_limits import KeyGate
 from proxy.kv_metrics import KvMetrics
-from proxy.media import MediaLoader
+from proxy.media import LoadedItem, MediaLoader
 from proxy.metrics import Metrics
 from proxy.request import Endpoint, ParsedRequest, parse
 from proxy.retry_budget import RetryBudget
@@ -67,6 +68,7 @@ class Pipeline:
         self.drain = Drain()
         self.metrics = Metrics()
         self.key_gate = KeyGate(settings.key_limits)
+        self.bodies = BodyBudget(settings.max_bodies_bytes)
         self.metrics.registry.register(StoreMetrics(table))
         self.metrics.registry.register(StageMetrics(table))
         self.metrics.registry.register(KvMetrics(table))
@@ -150,9 +152,15 @@ class Pipeline:
         """
         try:
             request = parse(endpoint, raw, self.settings)
+            if not endpoint.generates:  # takes no place with the stages, so it waits for none
+                items = await self._load(request_id, request, tenant)
+                return await self._tokenize.run(request_id, request, items, sink)
             self._router.check_servable(fused_for=request.needs_fused)
             gate = self.gate.admitted(
-                kind_of(request), priority=priority_of(request), sequences=sequences_of(request), until=until
+                kind_of(request),
+                priority=priority_of(request, self.settings.key_limits),
+                sequences=sequences_of(request, self.settings.max_sequences),
+                until=until,
             )
             with gate as passed:
                 self._budget.deposit()
@@ -170,16 +178,9 @@ class Pipeline:
         explanation: Explanation,
     ) -> None:
         arrived = asyncio.get_running_loop().time()
-        begun = time.perf_counter()
-        feature_tenant = DEFAULT_TENANT if self.settings.shared_features else tenant
-        items = await self._media.load(request, tenant=feature_tenant)
+        items = await self._load(request_id, request, tenant)
         if items:
-            self.metrics.media_seconds.observe(time.perf_counter() - begun)
-            self.trace.stamp(request_id, "media_loaded", keys=[item.key for item in items])
             explanation.stamp("media")
-        if not request.endpoint.generates:
-            await self._tokenize.run(request_id, request, items, sink)
-            return
         salt = tenant if self.settings.tells_tenants_apart else None
         base = base_body(request, items, salt, request_id=request_id)
         self._prioritise(base, passed)
@@ -192,6 +193,14 @@ class Pipeline:
         await passed.to_stages()
         explanation.stamp("admitted")
         await self._generate.run(job, sink)
+
+    async def _load(self, request_id: str, request: ParsedRequest, tenant: str) -> tuple[LoadedItem, ...]:
+        begun = time.perf_counter()
+        items = await self._media.load(request, tenant=DEFAULT_TENANT if self.settings.shared_features else tenant)
+        if items:
+            self.metrics.media_seconds.observe(time.perf_counter() - begun)
+            self.trace.stamp(request_id, "media_loaded", keys=[item.key for item in items])
+        return items
 
     def _prioritise(self, body: dict[str, Any], passed: Pass) -> None:
         """Stages without vLLM's priority policy refuse any priority, so the client's own never reaches them."""

@@ -52,12 +52,13 @@ async def relay(
 
 def _sift(held: bytes, several: bytes, *, committed: bool) -> tuple[bytes, bytes, bytes | None, bool]:
     """Event by event: (what the client gets now, what is held back, the error that ends the stream, whether it is
-    over). Nothing behind an error or [DONE] counts."""
+    over). Nothing behind an error or [DONE] counts, and before the commit point nothing in the same read before an
+    error: the client has none of it yet, so the attempt may be repeated."""
     ready = b""
     for event in split(several):
         failure = error_payload(event)
         if failure is not None:
-            return ready, held, failure, False
+            return ready if committed else b"", held, failure, False
         if not (committed or ready):
             if is_comment(event):
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,22 +17,34 @@ from epd_serve.errors import ConfigError
 from proxy.http_protocol import FrontProtocol
 from proxy.redact import redact_logs
 from proxy.shared_listener import SharedListener
+from proxy.stalled_clients import STALL_S, StalledClients
 
 BACKLOG = 2048
 KEEPALIVE_S = 65
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, shared: SharedListener | None, started: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        shared: SharedListener | None,
+        started: Callable[[], None],
+        stalled: StalledClients,
+    ) -> None:
         super().__init__(config)
         self._shared = shared
         self._say_started = started
+        self._stalled = stalled
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self._shared is not None:
             self._shared.start(self._protocol, self.server_state.connections)
         self._say_started()
+
+    async def on_tick(self, counter: int) -> bool:
+        self._stalled.look(self.server_state.connections, time.monotonic())
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._shared is not None:
@@ -86,6 +99,7 @@ async def serve(
     shared: SharedListener | None = None,
     grace_s: float = 3.0,
     started: Callable[[], None] = lambda: None,
+    stall_s: float = STALL_S,
 ) -> None:
     """Serve until cancelled.
 
@@ -94,6 +108,7 @@ async def serve(
         shared: takes the connections, instead of sockets.
         grace_s: how long a cancelled server lets its requests finish before it cancels them.
         started: called once connections are taken.
+        stall_s: a client that takes nothing of what waits for it loses its connection after this long.
 
     Raises:
         ConfigError: as `bind`.
@@ -115,7 +130,7 @@ async def serve(
         lifespan="on",
     )
     redact_logs()  # after uvicorn has set up its own logging
-    server = _Server(config, shared, started)
+    server = _Server(config, shared, started, StalledClients(stall_s))
     try:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(server.serve(listening))

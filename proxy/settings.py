@@ -6,7 +6,7 @@ Owns the values and their bounds. Leaves reading of flags, files and the environ
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from epd_serve.errors import ConfigError
@@ -102,10 +102,12 @@ class KeyLimits:
     Attributes:
         requests_in_flight: requests of one key that are held at once.
         requests_per_minute: requests of one key that are begun within a minute, on average.
+        best_priority: the best (lowest) `priority` that a request of a key gets, whatever it asks for; None for any.
     """
 
     requests_in_flight: int = 0
     requests_per_minute: int = 0
+    best_priority: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("requests_in_flight", "requests_per_minute"):
@@ -114,7 +116,11 @@ class KeyLimits:
 
     def shared_by(self, processes: int) -> KeyLimits:
         """The limits of each of several proxy processes that serve the same clients: their share, rounded up."""
-        return KeyLimits(-(-self.requests_in_flight // processes), -(-self.requests_per_minute // processes))
+        return replace(
+            self,
+            requests_in_flight=-(-self.requests_in_flight // processes),
+            requests_per_minute=-(-self.requests_per_minute // processes),
+        )
 
 
 @dataclass(frozen=True)
@@ -200,6 +206,8 @@ class ProxySettings:
         retries: further attempts of one request after a stage failed before the first byte.
         stage_priorities: stages with a language model run with vLLM's priority policy, so that they heed `priority`.
         processes: proxies that share the stages, and so their capacity.
+        max_body_bytes: of one request. max_bodies_bytes: of all requests held at once; beyond it the answer is 429.
+        max_n: answers to one prompt. max_sequences: answers that one request may ask for, over its prompts.
         max_in_flight: requests held at once; beyond it the answer is 429.
         api_keys: accepted bearer tokens; empty means no authentication. Each is a tenant.
         tenant_header: request header whose value names the tenant, set by a gateway that is trusted to; empty to
@@ -230,7 +238,9 @@ class ProxySettings:
     stage_priorities: bool = False
     processes: int = 1
     max_body_bytes: int = 96 << 20
+    max_bodies_bytes: int = 1 << 30
     max_n: int = 64
+    max_sequences: int = 256
     max_in_flight: int = 2048
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     tenant_header: str = ""
@@ -249,7 +259,8 @@ class ProxySettings:
     def __post_init__(self) -> None:
         if not self.served_models:
             raise ConfigError("the proxy needs at least one served model name", param="served_models")
-        _require_positive(self, "max_body_bytes", "max_n", "max_in_flight", "max_known_features", "processes")
+        _require_positive(self, "max_body_bytes", "max_bodies_bytes", "max_n", "max_sequences", "max_in_flight")
+        _require_positive(self, "max_known_features", "processes")
         if self.retries < 0:
             raise ConfigError("retries must not be negative", param="retries")
         if any(not key for key in self.api_keys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,13 +10,16 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from deploy import alone
 from deploy.alone import read_stages_file, run_proxy
 from deploy.front import Front
 from deploy.ports import free_ports
 from epd_serve.errors import ConfigError, EpdError
+from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -104,3 +108,45 @@ def test_the_proxy_alone_follows_the_health_of_its_stages_and_ends_on_sigterm(tm
         for process in filter(None, (proxy, stage)):
             process.kill()
             process.wait()
+
+
+class Seen:
+    """A status table that notes what it is told, and ends the watch when it was told enough."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def mark_up(self, _: str) -> None:
+        self.told.append("up")
+
+    def mark_down(self, _: str, why: str) -> None:
+        self.told.append(why)
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [
+        ([200, TimeoutError, TimeoutError, TimeoutError, 200], ["up", "up"]),
+        ([200, *[TimeoutError] * 4], ["up", "hung: no answer on /health, 4 times in a row"]),
+        ([200, None], ["up", "/health answers nothing"]),
+        ([200, 503, 200], ["up", "/health answers 503", "up"]),
+    ],
+    ids=["a busy stage", "one that hangs", "one that is gone", "one that is ill"],
+)
+async def test_a_stage_is_down_when_it_says_so_or_is_gone_and_not_for_one_late_answer(
+    monkeypatch: pytest.MonkeyPatch, answers: list[Any], told: list[str]
+) -> None:
+    left = iter(answers)
+
+    async def asked(*_: object) -> int | None:
+        answer = next(left, asyncio.CancelledError)
+        if isinstance(answer, type):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(alone, "health_status", asked)
+    monkeypatch.setattr(alone, "HEALTH_EVERY_S", 0.0)
+    table = Seen()
+    with pytest.raises(asyncio.CancelledError):
+        await alone._watch(Instance("PD0", Role.PD, "http://127.0.0.1:1", "static"), table)
+    assert table.told == told

@@ -245,13 +245,17 @@ class Cluster:
             while self.metric(name, **labels) < value:
                 await asyncio.sleep(0.002)
 
-    async def aborted_stream(self, body: dict[str, Any], path: str = "/v1/chat/completions") -> bytes:
-        """What a stream brought before the proxy aborted its connection; fails when it did not."""
+    async def aborted_stream(
+        self, body: dict[str, Any], path: str = "/v1/chat/completions", begun: asyncio.Event | None = None
+    ) -> bytes:
+        """What a stream brought before the proxy aborted its connection; fails when it did not. Sets `begun`."""
         received = b""
         try:
             async with self.client.stream("POST", path, json=body) as response:
                 async for part in response.aiter_bytes():
                     received += part
+                    if begun is not None:
+                        begun.set()
         except httpx.RemoteProtocolError:
             return received
         raise AssertionError(f"the stream ended well: {received!r}")

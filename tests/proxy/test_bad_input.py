@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from epd_serve.errors import RequestError
 from proxy.demand import sequences_of
 from proxy.request import Endpoint, parse
-from tests.proxy.fakes import cluster, data_url, hangs, picture, picture_body, settings, text_body
+from tests.proxy.fakes import answer, cluster, data_url, hangs, once, picture, picture_body, settings, text_body
 
 CHAT, COMPLETIONS = Endpoint.CHAT.value, Endpoint.COMPLETIONS.value
 ITEM = "messages[0].content[1].image_url"
@@ -63,6 +64,9 @@ ROWS: list[tuple[str, str, Any, int, str | None]] = [
     ("n of zero", CHAT, text_body(n=0), 400, "n"),
     ("n too large", CHAT, text_body(n=100_000), 400, "n"),
     ("n as boolean", CHAT, text_body(n=True), 400, "n"),
+    ("more prompts than may be", COMPLETIONS, completion(prompt=["x"] * 257), 400, "prompt"),
+    ("more prompts times n than may be", COMPLETIONS, completion(prompt=["x"] * 5, n=64), 400, "prompt"),
+    ("more prompts of tokens than may be", COMPLETIONS, completion(prompt=[[1]] * 257), 400, "prompt"),
     ("stream as text", CHAT, text_body(stream="yes"), 400, "stream"),
     ("processor options that are no object", CHAT, text_body(mm_processor_kwargs=[1]), 400, "mm_processor_kwargs"),
     ("echo without a fused decoder", COMPLETIONS, completion(prompt="x", echo=True), 400, "echo"),
@@ -236,6 +240,24 @@ async def test_what_is_unusual_but_fine_passes() -> None:
     assert content[5]["input_audio"] == audio and content[5]["uuid"]
 
 
+async def test_bodies_of_requests_in_progress_are_bounded_together() -> None:
+    large = text_body(user="x" * 5000)
+    async with cluster("PD0", config=settings(max_bodies_bytes=8000)) as c:
+        released = asyncio.Event()
+        c["PD0"].script.append(once(released, answer))
+        first = asyncio.create_task(c.client.post(CHAT, json=large))
+        await c["PD0"].until(lambda stage: stage.active == 1)
+        refused = await c.client.post(CHAT, json=large)
+        assert refused.status_code == 429 and refused.headers["retry-after"]
+        assert "8,000 bytes" in refused.json()["error"]["message"]
+        assert (await c.client.post(CHAT, json=text_body())).status_code == 200, "a small one still fits"
+        released.set()
+        assert (await first).status_code == 200
+        assert (await c.client.post(CHAT, json=large)).status_code == 200
+        await c.idle()
+        assert c.pipeline.bodies.held_bytes == 0
+
+
 @pytest.mark.parametrize("prompt", [[], ["a", "b"], {}, [[]]])
 async def test_a_prompt_beside_messages_is_nobodys_business(prompt: object) -> None:
     async with cluster("PD0") as c:
@@ -245,7 +267,18 @@ async def test_a_prompt_beside_messages_is_nobodys_business(prompt: object) -> N
         assert tokenized.status_code == 200
 
 
+def sequences(endpoint: Endpoint, body: dict[str, Any], most: int) -> int:
+    return sequences_of(parse(endpoint, json.dumps(body).encode(), settings()), most)
+
+
 def test_only_prompts_of_completions_are_counted_as_sequences() -> None:
-    assert sequences_of(parse(Endpoint.CHAT, json.dumps(text_body(prompt=["a"] * 9, n=2)).encode(), settings())) == 2
-    listed = json.dumps(completion(prompt=["a", "b"], n=2)).encode()
-    assert sequences_of(parse(Endpoint.COMPLETIONS, listed, settings())) == 4
+    assert sequences(Endpoint.CHAT, text_body(prompt=["a"] * 9, n=2), 2) == 2
+    assert sequences(Endpoint.COMPLETIONS, completion(prompt=["a", "b"], n=2), 4) == 4
+    assert sequences(Endpoint.COMPLETIONS, completion(prompt=[1] * 9), 1) == 1, "one prompt of nine tokens"
+    assert sequences(Endpoint.COMPLETIONS, completion(prompt=["a"], n=2), 1) == 2, "that is for max_n to say"
+
+
+def test_too_many_prompts_are_refused_with_the_limit_and_what_to_do() -> None:
+    with pytest.raises(RequestError, match=r"4 answers, at most 3 .* several requests") as refused:
+        sequences(Endpoint.COMPLETIONS, completion(prompt=["a", "b"], n=2), 3)
+    assert refused.value.status == 400 and refused.value.param == "prompt"

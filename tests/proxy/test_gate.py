@@ -19,6 +19,7 @@ from tests.proxy.fakes import (
     QUICK,
     Cluster,
     answer,
+    breaks,
     cluster,
     data_url,
     encodes,
@@ -159,6 +160,54 @@ async def test_one_that_waits_for_another_s_encoding_does_not_keep_it_from_encod
         assert [(await one).status_code for one in asked] == [200, 200, 200]
         await c.idle()
         assert c.pipeline.gate.queue.encoding == 0
+
+
+async def test_one_that_is_to_be_encoded_after_all_holds_no_place_that_its_encoding_waits_for() -> None:
+    """A had the room at the stages and lost its instance; it wants what B has the encoding of to do, who waits for the
+    encoder's place of C, who waits for the room of A."""
+    async with cluster("EPD0", "E0", "P0", "D0", config=narrow(text_share=0.0)) as c:
+        for name in ("E0", "P0", "D0"):
+            c.table.mark_down(name, "not yet")
+        released, encoded = asyncio.Event(), asyncio.Event()
+        c["EPD0"].script.append(once(released, breaks))
+        c["E0"].script.append(once(encoded, encodes()))
+        c["E0"].usual = encodes()
+        asked = [asyncio.create_task(c.ask(n=2))]  # A
+        await c["EPD0"].until(lambda stage: stage.active == 1)
+        for name in ("E0", "P0", "D0"):
+            c.table.mark_up(name)
+        asked.append(asyncio.create_task(c.ask(data_url(picture(color="blue")))))  # C
+        await c["E0"].until(lambda stage: stage.active == 1)
+        asked.append(asyncio.create_task(c.ask()))  # B
+        await until_waiting(c, Kind.MEDIA, 1)
+        encoded.set()
+        await c["E0"].until(lambda stage: stage.active == 0)
+        c.table.mark_down("EPD0", "gone")
+        released.set()
+        assert [(await one).status_code for one in asked] == [200, 200, 200]
+        await c.idle()
+        assert sorted(map(len, c["E0"].keys)) == [1, 1], "A and B share one encoding"
+        queue = c.pipeline.gate.queue
+        assert queue.encoding == queue.waiting(Kind.MEDIA) == queue.served(Kind.MEDIA) == 0
+
+
+async def test_who_gave_a_place_back_for_others_is_not_refused_for_waiting_for_it_again() -> None:
+    hasty = replace(ONE, max_wait_s=0.01)
+    gate = Gate(hasty, lambda: Capacity(encodes=1, sequences=1, prefill_tokens=1), Metrics())
+    with gate.admitted(Kind.MEDIA) as first:
+        await first.to_stages()
+        first.to_follow()
+        assert not first.served and gate.queue.waiting(Kind.MEDIA) == 1
+        with gate.admitted(Kind.MEDIA) as second:
+            await second.to_stages()
+            back = asyncio.create_task(first.to_stages())
+            await asyncio.wait([back], timeout=0.05)
+            assert not back.done(), "it neither got through nor was refused"
+        async with asyncio.timeout(PATIENCE_S):
+            await back
+        await first.to_stages()  # has it already
+        assert first.served and gate.queue.served(Kind.MEDIA) == 1
+    assert gate.queue.served(Kind.MEDIA) == gate.queue.waiting(Kind.MEDIA) == 0
 
 
 async def test_what_others_have_encoded_waits_for_no_encoder() -> None:

@@ -8,11 +8,14 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from starlette.types import Receive, Send
 
 from proxy.request import Endpoint
 from tests.proxy.fakes import (
     DONE,
     QUICK,
+    Call,
+    FakeStage,
     answer,
     breaks,
     chunk,
@@ -111,9 +114,26 @@ async def test_a_failure_after_the_first_byte_ends_in_one_error_event_and_an_abo
 async def test_an_error_event_from_the_stage_never_ends_in_done() -> None:
     error = b'data: {"error": {"message": "engine", "type": "x", "param": null, "code": 500}}\n\n'
     async with cluster("PD0") as c:
-        c["PD0"].script.append(streams(chunk("a"), error, DONE))
-        received = await c.aborted_stream(text_body(stream=True))
-        assert b"[DONE]" not in received and received.count(b'"error"') == 1
+        begun = asyncio.Event()
+
+        async def fails_once_begun(_: FakeStage, __: Call, ___: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": chunk("a"), "more_body": True})
+            await begun.wait()  # in a read of its own, or nothing would be committed
+            await send({"type": "http.response.body", "body": error + DONE})
+
+        c["PD0"].script.append(fails_once_begun)
+        received = await c.aborted_stream(text_body(stream=True), begun=begun)
+        assert received.startswith(chunk("a")) and b"[DONE]" not in received and received.count(b'"error"') == 1
+
+
+async def test_an_error_event_in_one_read_with_the_first_token_is_retried() -> None:
+    error = b'data: {"error": {"message": "engine", "type": "x", "param": null, "code": 500}}\n\n'
+    async with cluster("P0", "D0") as c:
+        c["D0"].script.append(streams(opening(0) + chunk("a") + error + DONE))
+        response = await c.client.post(CHAT, json=text_body(stream=True))
+        assert response.content.endswith(DONE) and b"error" not in response.content
+        assert len(c["D0"].calls) == 2
 
 
 async def test_an_error_event_before_the_first_token_is_retried() -> None:

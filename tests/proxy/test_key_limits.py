@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
 from epd_serve.errors import ConfigError
+from proxy.demand import priority_of
 from proxy.key_limits import PRUNE_FROM, KeyGate, KeyLimitError
+from proxy.request import Endpoint, parse
 from proxy.settings import KeyLimits
 from tests.proxy.fakes import cluster, hangs, settings, text_body
 
@@ -89,6 +92,27 @@ def test_limits_are_shared_out_among_processes() -> None:
 def test_a_negative_limit_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         KeyLimits(**{name: -1})
+
+
+def test_a_priority_counts_up_to_the_best_that_a_key_may_have() -> None:
+    def counts(limits: KeyLimits, **body: int) -> int:
+        return priority_of(parse(Endpoint.CHAT, json.dumps(text_body(**body)).encode(), settings()), limits)
+
+    yields_only = KeyLimits(best_priority=0)
+    assert [counts(yields_only, priority=asked) for asked in (-9, 0, 9)] == [0, 0, 9]
+    assert counts(KeyLimits(best_priority=-2), priority=-9) == -2
+    assert counts(KeyLimits(best_priority=3)) == 3, "who asks for nothing asks for 0"
+    assert counts(KeyLimits(), priority=-9) == -9
+    assert yields_only.shared_by(4) == yields_only
+
+
+async def test_who_may_not_push_ahead_does_not() -> None:
+    config = settings(stage_priorities=True, key_limits=KeyLimits(best_priority=0))
+    async with cluster("PD0", config=config) as c:
+        for asked in (0, -9):
+            assert (await c.client.post(CHAT, json=text_body(priority=asked))).status_code == 200
+        first, second = (call.body["priority"] for call in c["PD0"].calls)
+        assert second >= first, "due by arrival"
 
 
 async def test_a_key_over_its_limit_gets_429_and_another_key_is_served() -> None:

@@ -68,6 +68,20 @@ def test_what_the_proxy_refuses_the_document_forbids(body: dict[str, Any]) -> No
         jsonschema.validate(body, schema_of(document(settings(), "1"), "ChatRequest"))
 
 
+def test_limits_are_those_of_the_settings() -> None:
+    doc = document(settings(max_n=3, max_sequences=5), "1")
+    for name, body in (("ChatRequest", text_body()), ("CompletionRequest", {"model": "demo", "prompt": "x"})):
+        jsonschema.validate({**body, "n": 3}, schema_of(doc, name))
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**body, "n": 4}, schema_of(doc, name))
+    for prompt in ("x", [[1, 2]]):
+        several = {"model": "demo", "prompt": [prompt] * 5 if isinstance(prompt, str) else prompt * 5}
+        jsonschema.validate(several, schema_of(doc, "CompletionRequest"))
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**several, "prompt": several["prompt"] * 2}, schema_of(doc, "CompletionRequest"))
+    jsonschema.validate({"model": "demo", "prompt": list(range(50))}, schema_of(doc, "CompletionRequest"))
+
+
 async def test_health_is_as_the_document_says_to_the_end() -> None:
     async with cluster("PD0") as c:
         doc = (await c.client.get("/openapi.json")).json()

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 
-from tests.proxy.fakes import breaks, cluster, data_url, picture, picture_body, replies, settings
+from epd_serve.errors import DeadlineError
+from epd_serve.instances import Instance
+from proxy.settings import Admission
+from proxy.tokenize_step import TIMEOUT_S
+from tests.proxy.fakes import (
+    answer,
+    breaks,
+    cluster,
+    data_url,
+    once,
+    picture,
+    picture_body,
+    replies,
+    settings,
+    text_body,
+)
 
 TOKENS = {"count": 2, "max_model_len": 64, "tokens": [1, 2]}
 
@@ -73,6 +91,54 @@ async def test_one_that_is_suspended_is_asked_last() -> None:
         assert len(c["PD1"].calls) == 16
         c["PD1"].usual, c["PD0"].usual = breaks, replies(200, TOKENS)
         assert (await c.client.post("/tokenize", json={"prompt": "x"})).status_code == 200
+
+
+async def test_one_that_hangs_costs_its_own_time_only_and_another_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster("PD0", "PD1") as c:
+        asked: list[tuple[str, float | None]] = []
+
+        async def post(instance: Instance, *_: Any, timeout_s: float | None) -> dict[str, Any]:
+            asked.append((instance.id, timeout_s))
+            if len(asked) == 1:
+                raise DeadlineError("no answer in time")
+            return TOKENS
+
+        monkeypatch.setattr(c.pipeline._stages, "post", post)
+        response = await c.client.post("/tokenize", json={"prompt": "x"})
+        assert response.status_code == 200 and response.json() == TOKENS
+        assert sorted(name for name, _ in asked) == ["PD0", "PD1"]
+        assert {timeout_s for _, timeout_s in asked} == {TIMEOUT_S}
+        assert TIMEOUT_S * 3 < 60, "all of it within a client's patience"
+
+
+async def test_it_neither_waits_behind_generation_nor_takes_a_place_from_it() -> None:
+    one = Admission(sequences_per_instance=1, text_queue=1)
+    async with cluster("PD0", config=settings(admission=one)) as c:
+        released = asyncio.Event()
+        c["PD0"].script.extend([once(released, answer), replies(200, TOKENS)])
+        served = asyncio.create_task(c.client.post("/v1/chat/completions", json=text_body()))
+        await c["PD0"].until(lambda stage: stage.active == 1)
+        waiting = asyncio.create_task(c.client.post("/v1/chat/completions", json=text_body()))
+        await c.until_metric("epd_proxy_queue_waiting", 1, kind="text")
+        assert (await c.client.post("/tokenize", json={"prompt": "x"})).json() == TOKENS
+        released.set()
+        assert [(await one).status_code for one in (served, waiting)] == [200, 200]
+
+
+async def test_as_many_are_with_the_stages_as_may_and_the_rest_are_told_to_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("proxy.tokenize_step.AT_ONCE", 1)
+    async with cluster("PD0") as c:
+        released = asyncio.Event()
+        c["PD0"].script.append(once(released, replies(200, TOKENS)))
+        first = asyncio.create_task(c.client.post("/tokenize", json={"prompt": "x"}))
+        await c["PD0"].until(lambda stage: stage.active == 1)
+        monkeypatch.setattr("proxy.tokenize_step.TIMEOUT_S", 0.01)
+        refused = await c.client.post("/tokenize", json={"prompt": "x"})
+        assert refused.status_code == 429 and refused.headers["retry-after"]
+        released.set()
+        assert (await first).status_code == 200
 
 
 async def test_when_all_are_broken_there_is_one_error_and_no_endless_round() -> None:
