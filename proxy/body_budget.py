@@ -6,18 +6,23 @@ read, and until when it is held, is the exchange's business.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Self
 
 from epd_serve.errors import OverloadedError
 
 
 class HeldBody:
-    """One request's body as it comes. From `BodyBudget.body`."""
+    """One request's body as it comes. From `BodyBudget.body`; counts until the context that it is ends."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
         self.size_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._budget.held_bytes -= self.size_bytes
 
     def grow(self, more_bytes: int) -> None:
         """So much more of it has come. Raises OverloadedError (429) where all bodies together are too large now; one
@@ -37,14 +42,9 @@ class BodyBudget:
         self._limit_bytes = limit_bytes
         self.held_bytes = 0
 
-    @contextmanager
-    def body(self) -> Iterator[HeldBody]:
-        """A body that counts until the context ends."""
-        held = HeldBody(self)
-        try:
-            yield held
-        finally:
-            self.held_bytes -= held.size_bytes
+    def body(self) -> HeldBody:
+        """A body that is about to come."""
+        return HeldBody(self)
 
     def _take(self, more_bytes: int, *, others_bytes: int) -> None:
         if others_bytes and self.held_bytes + more_bytes > self._limit_bytes:

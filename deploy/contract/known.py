@@ -38,7 +38,7 @@ KNOWN: tuple[Known, ...] = (
         _NPU,
         "store/mooncake_master.py",
         "--metrics_host",
-        "Its `mooncake_master` ends at once with an unknown flag: no second tier with this release. Take the master "
-        "of a newer build, or `--mm-store arena`.",
+        "Its `mooncake_master` ends at once with `unknown command line flag`: no second tier with this release. "
+        "Install 0.3.13.post1, or use `--mm-store arena`.",
     ),
 )

