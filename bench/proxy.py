@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Measure, print, write the result."""
+    """Measure part by part; print and write what has been found so far."""
     also = ", real ones where a figure's name says so" if arguments.real else ""
     env = environment(argv, kind="real proxy, clients and sockets; simulated stages" + also)
     options = Options(arguments.quick, arguments.peer_vllm, arguments.peer_ascend, arguments.real)
@@ -64,6 +64,6 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         figures |= found.figures
         rows += [{**row, "part": part.name} for row in found.rows]
         print(f"\n{part.name}: {part.what}\n\n{found.text}", flush=True)
+        write(arguments.json, figures, env, rows)  # after each: all of them take three quarters of an hour
     print(f"\n{goal_table(figures, tuple(goal for part in parts for goal in part.goals))}")
-    write(arguments.json, figures, env, rows)
     return 0
