@@ -224,7 +224,12 @@ class WorkerHub:
         others = [worker for worker in self._workers if worker is not asker and worker.begun.is_set()]
         await asyncio.gather(*(worker.tell(TELL_S) for worker in others))
         mine = [
-            Family("epd_proxy_workers", "gauge", "Proxy processes.", [("epd_proxy_workers", (), len(self._workers))]),
+            Family(
+                "epd_proxy_workers",
+                "gauge",
+                "Proxy processes that take connections.",
+                [("epd_proxy_workers", (), 1 + len(others))],
+            ),
             Family(
                 "epd_proxy_workers_ended",
                 "counter",
