@@ -3,7 +3,8 @@
 Throughput: closed loops over stages that take no time, our proxy, the bare relay (`bench/proxy_relay.py`) and the stage
 itself in turns within a round; ratios are within a round. The base makes one call to a stage, and so does our proxy on
 the layout PD; on P-D it makes two, which is shown beside it against the same base. Latency: open loops over stages that
-take a few milliseconds, our proxy and the stage itself in turns, from when a request was due to its first byte.
+take a few milliseconds, our proxy, the bare relay and the stage itself in turns, from when a request was due to its
+first byte; what the relay adds is what any proxy on this server and client does.
 
 Generator, proxy and stages share the machine's cores: whichever is short of them, CPU time per request is shown too.
 """
@@ -137,21 +138,23 @@ def _throughput(generator: Generator, quick: bool) -> list[Row]:
 
 def _latency(generator: Generator, quick: bool) -> list[Row]:
     """Rows of open loops, as those of `_throughput`."""
-    seconds, rounds = (3.0, 3) if quick else (15.0, 5)
+    seconds, rounds = (3.0, 3) if quick else (10.0, 5)
     rows: list[Row] = []
-    with simulated("PD", PROFILE) as launch:
+    with contextlib.ExitStack() as stack:
+        launch = stack.enter_context(simulated("PD", PROFILE))
         stage = launch.stage_url("PD")
         assert stage is not None, "the layout has a PD"
+        targets = {"stage": stage, "relay": stack.enter_context(bare_relay(stage)).url, "proxy": launch.url}
         kinds = {
             "text": ([text_body(launch.model, stream=True)], RATE),
             "picture": ([picture_body(launch.model, seed) for seed in range(4)], PICTURE_RATE),
         }
         for bodies, _ in kinds.values():  # connections, first-time imports
-            for url in (stage, launch.url):
+            for url in targets.values():
                 generator.run(url, Load(bodies, 1.0, per_second=PICTURE_RATE))
         for turn in range(rounds):
             for kind, (bodies, rate) in kinds.items():
-                for name, url in (("stage", stage), ("proxy", launch.url)):
+                for name, url in targets.items():
                     found = generator.run(url, Load(bodies, seconds, per_second=rate, seed=turn))
                     rows.append({"kind": kind, "to": name, "round": turn, **found})
     return rows
@@ -167,14 +170,14 @@ def _ratio(rows: list[Row], kind: str, name: str, base: str, field: str = "rps")
 
 
 def _added(rows: list[Row]) -> dict[str, float]:
-    """Milliseconds by which the proxy's percentiles lie above the stage's: the median over rounds."""
+    """Milliseconds by which the percentiles of proxy and relay lie above the stage's: the median over rounds."""
 
-    def above(kind: str, field: str) -> float:
+    def above(kind: str, field: str, name: str = "proxy") -> float:
         by_round: dict[int, dict[str, float]] = {}
         for row in rows:
             if row["kind"] == kind:
                 by_round.setdefault(row["round"], {})[row["to"]] = row[field]
-        return round(statistics.median(found["proxy"] - found["stage"] for found in by_round.values()), 4)
+        return round(statistics.median(found[name] - found["stage"] for found in by_round.values()), 4)
 
     return {
         "added_p50_ms": above("text", "first_p50_ms"),
@@ -183,6 +186,9 @@ def _added(rows: list[Row]) -> dict[str, float]:
         "added_whole_p99_ms": above("text", "whole_p99_ms"),
         "added_picture_p50_ms": above("picture", "first_p50_ms"),
         "added_picture_p99_ms": above("picture", "first_p99_ms"),
+        "relay_added_p50_ms": above("text", "first_p50_ms", "relay"),
+        "relay_added_p99_ms": above("text", "first_p99_ms", "relay"),
+        "relay_added_picture_p50_ms": above("picture", "first_p50_ms", "relay"),
     }
 
 
@@ -211,7 +217,7 @@ def _latency_table(rows: list[Row]) -> str:
     fields = ("first_p50_ms", "first_p99_ms", "whole_p50_ms", "whole_p99_ms")
     lines: list[tuple[str, ...]] = [("request", "through", *(name.replace("_", " ") for name in fields), "errors")]
     for kind in ("text", "picture"):
-        for name in ("stage", "proxy"):
+        for name in ("stage", "relay", "proxy"):
             these = [row for row in rows if (row["kind"], row["to"]) == (kind, name)]
             found = [f"{statistics.median(row[field] for row in these):.2f}" for field in fields]
             lines.append((kind, name, *found, str(sum(row["errors"] for row in these))))

@@ -21,6 +21,8 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from msgspec import Struct
+
 from proxy.pace import Pace
 from proxy.settings import Admission
 
@@ -59,8 +61,7 @@ class Capacity:
     prefill_tokens: float
 
 
-@dataclass(eq=False)
-class Ticket:
+class Ticket(Struct, eq=False):
     """One admitted request.
 
     Attributes:

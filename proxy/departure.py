@@ -7,8 +7,7 @@ ASGI lets an application learn of it only by waiting for messages, which takes a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from starlette.types import Receive, Scope
 
@@ -51,22 +50,26 @@ class Departure:
             self._left()
 
 
-@contextmanager
-def watching(scope: Scope, receive: Receive, left: Left) -> Iterator[None]:
-    """For the time of the context, call `left` when the client leaves. After the whole body has been received."""
-    departure: Departure | None = scope.get("extensions", {}).get(EXTENSION)
-    if departure is not None:
-        departure.watch(left)
-        try:
-            yield
-        finally:
-            departure.unwatch()
-        return
-    listening = asyncio.get_running_loop().create_task(_listen(receive, left))
-    try:
-        yield
-    finally:
-        listening.cancel()
+class Watching:
+    """For the time of the context, `left` is called when the client leaves. After the whole body has been received."""
+
+    def __init__(self, scope: Scope, receive: Receive, left: Left) -> None:
+        self._departure: Departure | None = scope.get("extensions", {}).get(EXTENSION)
+        self._receive = receive
+        self._left = left
+        self._listening: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> None:
+        if self._departure is not None:
+            self._departure.watch(self._left)
+        else:
+            self._listening = asyncio.get_running_loop().create_task(_listen(self._receive, self._left))
+
+    def __exit__(self, *_: object) -> None:
+        if self._departure is not None:
+            self._departure.unwatch()
+        if self._listening is not None:
+            self._listening.cancel()
 
 
 async def _listen(receive: Receive, left: Left) -> None:

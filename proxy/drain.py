@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from proxy.errors import DrainingError
 
 
 class Drain:
-    """Counts the exchanges of one proxy, and knows whether it is coming to an end. In the event loop."""
+    """Counts the exchanges of one proxy, each of which enters it, and knows whether it is coming to an end."""
 
     def __init__(self) -> None:
         self.began = False
@@ -26,9 +24,8 @@ class Drain:
         """Accept nothing more. Any number of times; there is no way back."""
         self.began = True
 
-    @contextmanager
-    def exchange(self) -> Iterator[None]:
-        """For the time of one exchange with a client.
+    def __enter__(self) -> None:
+        """An exchange with a client begins.
 
         Raises:
             DrainingError: this proxy is coming to an end.
@@ -37,12 +34,11 @@ class Drain:
             raise DrainingError("this server is coming to an end; try again, or elsewhere")
         self._running += 1
         self._idle.clear()
-        try:
-            yield
-        finally:
-            self._running -= 1
-            if not self._running:
-                self._idle.set()
+
+    def __exit__(self, *_: object) -> None:
+        self._running -= 1
+        if not self._running:
+            self._idle.set()
 
     async def idle(self) -> None:
         """Wait until no exchange is under way; whoever waits sets the deadline."""

@@ -15,6 +15,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from epd_serve.errors import DeadlineError
 from epd_serve.instances import Instance
 from proxy.directory import FeatureDirectory
@@ -141,7 +143,7 @@ class EncodeStep:
     def _with_features(self, job: Job, missing: Sequence[str]) -> Job:
         known = {item.key: self._directory.metadata(item.key) for item in job.items}
         metadata = {key: fields for key, fields in known.items() if fields is not None}
-        return replace(job, features=Features(tuple(missing), metadata, self._directory.has_had_metadata))
+        return structs.replace(job, features=Features(tuple(missing), metadata, self._directory.has_had_metadata))
 
 
 def _distinct(job: Job) -> list[LoadedItem]:

@@ -15,8 +15,10 @@ import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from msgspec import structs
 
 from epd_serve.errors import DeadlineError, EpdError, StageError
 from epd_serve.instances import Instance
@@ -145,7 +147,7 @@ class Encoders:
 
     def _with_speed(self, encoder: Candidate) -> Candidate:
         """What it reports of its speed, or what was learnt."""
-        return encoder if encoder.rate > 0 else replace(encoder, rate=self._speeds.rate(encoder.life))
+        return encoder if encoder.rate > 0 else structs.replace(encoder, rate=self._speeds.rate(encoder.life))
 
     async def _encode_at(
         self, lease: Lease, weight: float, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[Life]

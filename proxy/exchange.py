@@ -23,9 +23,10 @@ from proxy.auth import caller_of
 from proxy.body_budget import HeldBody
 from proxy.client_deadline import DeadlineLapsed, deadline_s
 from proxy.cut import Cut
-from proxy.departure import watching
+from proxy.departure import Watching
 from proxy.errors import DrainingError, error_body, error_event, error_headers, response_error_event
-from proxy.explain import Explanation, is_asked_for
+from proxy.explain import UNASKED, Explanation, is_asked_for
+from proxy.heads import Heads
 from proxy.metrics import CANCELLED
 from proxy.pipeline import Pipeline
 from proxy.request import Endpoint
@@ -68,14 +69,15 @@ class Exchange:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pipeline = self._pipeline
-        headers = Headers(scope=scope)
-        explanation = Explanation(self._id, wanted=self._settings.explain and is_asked_for(headers))
+        headers = Heads(scope)
+        explained = self._settings.explain and is_asked_for(headers)
+        explanation = Explanation(self._id, wanted=True) if explained else UNASKED
         named = client_request_id(headers)
         sink = ClientSink(send, {"x-request-id": named or self._id}, explanation.headers)
         outcome = "500"
         pipeline.trace.stamp(self._id, "arrived", **({"client_id": named} if named else {}))
         try:
-            with pipeline.drain.exchange():
+            with pipeline.drain:
                 try:
                     outcome = await self._serve(scope, headers, receive, sink, explanation)
                 except EpdError as error:
@@ -121,7 +123,7 @@ class Exchange:
                     cut.now(_Why.LEFT)
 
             until = begun + limit.s if limit.clients else None
-            with watching(scope, receive, left):
+            with Watching(scope, receive, left):
                 try:
                     await self._pipeline.run(
                         self._id, self._endpoint, raw, caller.tenant, sink, explanation, until=until

@@ -12,6 +12,8 @@ import random
 import time
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from epd_serve.errors import EpdError, StageError
 from epd_serve.wire import FeatureMissing
 from proxy.attempt import Attempt
@@ -192,4 +194,5 @@ def _life_of(failure: StageError, route: Route) -> Life:
 def _given_up(job: Job, keys: list[str]) -> Job:
     """`job` whose prefilling stage need not wait for these any more."""
     assert job.features is not None, "only requests with features lose one"
-    return replace(job, features=replace(job.features, missing=tuple(dict.fromkeys((*job.features.missing, *keys)))))
+    missing = tuple(dict.fromkeys((*job.features.missing, *keys)))
+    return structs.replace(job, features=replace(job.features, missing=missing))

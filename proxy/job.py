@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Struct
+
 from proxy import strict_json
 from proxy.directory import Metadata
 from proxy.explain import UNASKED, Explanation
@@ -29,8 +31,7 @@ class Features:
     metadata_in_use: bool = False
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(Struct, frozen=True):
     """
     Attributes:
         id: sent to every stage as `X-Request-Id`.

@@ -8,8 +8,9 @@ items of one request are spread over encoders is `proxy/spread.py`'s business, s
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
+
+from msgspec import Struct
 
 from proxy.rendezvous import owners
 
@@ -17,8 +18,7 @@ SLACK = 1.25
 """By how much the owner of a key may be above the mean load before the key goes elsewhere."""
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(Struct, frozen=True):
     """An instance as a policy sees it.
 
     Attributes:
@@ -42,8 +42,7 @@ class Candidate:
         return (self.id, self.incarnation)
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(Struct, frozen=True):
     """The piece of work that is to be placed.
 
     Attributes:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+from msgspec import Struct
 
 from epd_serve.errors import NotFoundError, RequestError
 from proxy import strict_json
@@ -39,8 +40,7 @@ class Endpoint(StrEnum):
         return self not in (Endpoint.TOKENIZE, Endpoint.DETOKENIZE)
 
 
-@dataclass(frozen=True)
-class ParsedRequest:
+class ParsedRequest(Struct, frozen=True):
     """A checked client request.
 
     Attributes:

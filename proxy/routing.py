@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from epd_serve.errors import NoInstanceError, RequestError
 from epd_serve.roles import Role
@@ -27,8 +29,7 @@ from proxy.table import InstanceTable
 Life = tuple[str, str]  # (instance id, incarnation)
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(Struct, frozen=True):
     """The instances of one attempt, already counted as busy. Whoever holds it releases it."""
 
     path: Path
@@ -41,8 +42,7 @@ class Route:
             self.prefill.release()
 
 
-@dataclass(frozen=True)
-class _Way:
+class _Way(Struct, frozen=True):
     """One head that a request can go to, and what comes with it.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from proxy.departure import EXTENSION, Departure, watching
+from proxy.departure import EXTENSION, Departure, Watching
 from tests.waiting import PATIENCE_S
 
 
@@ -28,14 +28,14 @@ async def soon(event: asyncio.Event) -> None:
 
 async def test_without_our_server_it_is_heard_by_listening() -> None:
     client = Client()
-    with watching({"type": "http"}, client.receive, client.heard.set):
+    with Watching({"type": "http"}, client.receive, client.heard.set):
         client.left.set()
         await soon(client.heard)
 
 
 async def test_after_the_request_nobody_listens_any_more() -> None:
     client = Client()
-    with watching({"type": "http"}, client.receive, client.heard.set):
+    with Watching({"type": "http"}, client.receive, client.heard.set):
         await asyncio.sleep(0)
     client.left.set()
     for _ in range(5):
@@ -46,7 +46,7 @@ async def test_after_the_request_nobody_listens_any_more() -> None:
 async def test_our_server_says_so_itself_and_reads_on_for_it() -> None:
     client, reading = Client(), asyncio.Event()
     departure = Departure(reading.set)
-    with watching({"type": "http", "extensions": {EXTENSION: departure}}, client.receive, client.heard.set):
+    with Watching({"type": "http", "extensions": {EXTENSION: departure}}, client.receive, client.heard.set):
         assert reading.is_set() and not client.heard.is_set()
         departure.lost()
         assert client.heard.is_set()
@@ -56,14 +56,14 @@ async def test_who_had_left_before_is_heard_of_too() -> None:
     client = Client()
     departure = Departure(lambda: None)
     departure.lost()
-    with watching({"type": "http", "extensions": {EXTENSION: departure}}, client.receive, client.heard.set):
+    with Watching({"type": "http", "extensions": {EXTENSION: departure}}, client.receive, client.heard.set):
         await soon(client.heard)
 
 
 async def test_a_connection_that_is_lost_between_two_requests_concerns_neither() -> None:
     client = Client()
     departure = Departure(lambda: None)
-    with watching({"type": "http", "extensions": {EXTENSION: departure}}, client.receive, client.heard.set):
+    with Watching({"type": "http", "extensions": {EXTENSION: departure}}, client.receive, client.heard.set):
         pass
     departure.lost()
     await asyncio.sleep(0)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from epd_serve.errors import DeadlineError, StageError
 from epd_serve.instances import Instance
@@ -233,7 +234,7 @@ def test_the_load_of_every_call_is_there_before_the_next_choice() -> None:
         orders = [job([300]) for _ in range(8)]
         for index, one in enumerate(orders):
             [item] = one.items
-            orders[index] = replace(one, items=(replace(item, key=f"key {index}"),))
+            orders[index] = structs.replace(one, items=(replace(item, key=f"key {index}"),))
         tasks = [asyncio.create_task(made.encode(EncodeOrder(one, lambda *_: None), one.items)) for one in orders]
         for _ in range(20):
             await asyncio.sleep(0)
