@@ -168,15 +168,16 @@ class AdmissionQueue:
         asked_s = max(-limit, min(limit, priority)) * self._settings.priority_step_s
         return arrived + asked_s + (self._settings.media_yields_s if kind is Kind.MEDIA else 0.0)
 
-    def predicted_wait_s(self, kind: Kind, due: float, now: float) -> float | None:
-        """How long a newcomer would wait; 0 where nobody is ahead, None while nobody can tell."""
+    def predicted_wait_s(self, kind: Kind, due: float, now: float, *, at_least: bool = False) -> float | None:
+        """How long a newcomer would wait, or would at least (`Pace.wait_s`); 0 where nobody is ahead, None while nobody
+        can tell."""
         if not self.somebody_waits():
             return 0.0
         newest = (due, 1 << 62)
         ahead = sum(line.ahead_of(newest) for line in self._to_serve.values())
-        waits = [self._serve_pace.wait_s(ahead, now)]
+        waits = [self._serve_pace.wait_s(ahead, now, at_least=at_least)]
         if kind is Kind.MEDIA:
-            waits.append(self._encode_pace.wait_s(self._to_encode.ahead_of(newest), now))
+            waits.append(self._encode_pace.wait_s(self._to_encode.ahead_of(newest), now, at_least=at_least))
         known = [wait for wait in waits if wait is not None]
         return sum(known) if len(known) == len(waits) else None
 

@@ -79,7 +79,7 @@ class Gate:
         self._pump()
 
     def _refuse_hopeless(self, kind: Kind, due: float, now: float, until: float | None) -> None:
-        wait_s = self.queue.predicted_wait_s(kind, due, now) or 0.0
+        wait_s = self.queue.predicted_wait_s(kind, due, now, at_least=True) or 0.0
         best_s = min(self._begin_s[kind], default=0.0)
         if until is not None and now + wait_s + best_s > until:
             self._metrics.refused.labels("deadline").inc()
@@ -88,8 +88,9 @@ class Gate:
             )
         if wait_s > self._settings.max_wait_s:
             self._metrics.refused.labels("wait").inc()
-            message = f"a request with {_what(kind)} would wait about {wait_s:.0f} s now; try again later"
-            raise self._overloaded(message, wait_s)
+            likely_s = self.queue.predicted_wait_s(kind, due, now)
+            message = f"a request with {_what(kind)} would wait about {likely_s or wait_s:.0f} s now; try again later"
+            raise self._overloaded(message, likely_s)
 
     def _overloaded(self, message: str, retry_after_s: float | None) -> OverloadedError:
         # Spread: clients that are refused together must not come back together.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 HALF_LIFE_S = 10.0
 LEAST_GRANTS = 3.0
 """So many have to have been let through, lately, before anything is predicted."""
@@ -29,11 +31,17 @@ class Pace:
         """One that had to stand in the line has gone."""
         self._grants += 1.0
 
-    def wait_s(self, ahead: int, now: float) -> float | None:
-        """How long it takes until `ahead` have gone; None while nobody can tell."""
+    def wait_s(self, ahead: int, now: float, *, at_least: bool = False) -> float | None:
+        """How long it takes until `ahead` have gone; None while nobody can tell.
+
+        Args:
+            at_least: at the fastest pace at which it may well be no more than chance that so few have gone: twice the
+                standard deviation of their count above it. At the beginning of a backlog there are few.
+        """
         if not ahead:
             return 0.0
         self.tick(now, backlog=self._backlog)
         if self._grants < LEAST_GRANTS or self._backlog_s <= 0:
             return None
-        return ahead * self._backlog_s / self._grants
+        grants = self._grants + (2 * math.sqrt(self._grants) + 1 if at_least else 0.0)
+        return ahead * self._backlog_s / grants

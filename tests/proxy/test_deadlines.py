@@ -63,7 +63,7 @@ async def test_a_deadline_that_lapses_while_waiting_gives_the_place_up() -> None
 
 async def test_one_that_cannot_be_kept_is_refused_before_anything_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster("PD0") as c:
-        monkeypatch.setattr(c.pipeline.gate.queue, "predicted_wait_s", lambda kind, due, now: 3.0)
+        monkeypatch.setattr(c.pipeline.gate.queue, "predicted_wait_s", lambda *_, **__: 3.0)
         refused = await c.client.post(CHAT, json=text_body(), headers={"x-epd-deadline-ms": "2000"})
         assert refused.status_code == 504 and refused.json()["error"]["code"] == "deadline_unreachable"
         assert (await c.client.post(CHAT, json=text_body(), headers={"x-epd-deadline-ms": "9000"})).status_code == 200
@@ -73,7 +73,7 @@ async def test_one_that_cannot_be_kept_is_refused_before_anything_is_done(monkey
 
 async def test_a_wait_that_is_longer_than_anybody_may_wait_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster("PD0", config=narrow(max_wait_s=10.0)) as c:
-        monkeypatch.setattr(c.pipeline.gate.queue, "predicted_wait_s", lambda kind, due, now: 20.0)
+        monkeypatch.setattr(c.pipeline.gate.queue, "predicted_wait_s", lambda *_, **__: 20.0)
         refused = await c.client.post(CHAT, json=text_body())
         assert refused.status_code == 429 and 20 <= int(refused.headers["retry-after"]) <= 25
         assert not c["PD0"].calls
