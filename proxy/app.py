@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from epd_serve.errors import EpdError, NotFoundError, RequestError
 from proxy import status
 from proxy.auth import tenant_of
-from proxy.errors import error_body, error_headers
+from proxy.errors import error_body, error_headers, internal_error
 from proxy.exchange import Exchange
 from proxy.fetch import Resolver, resolve
 from proxy.openapi import document as openapi_document
@@ -151,6 +151,5 @@ def _add_error_seam(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def unexpected(_: Request, __: Exception) -> Response:
         # Starlette raises it again after this answer, and the server logs the traceback once.
-        # It closes the connection then, which the next request on it should not find out.
-        error = EpdError("Internal error of the proxy; its log has the details.", code="internal_error")
+        error = internal_error()
         return JSONResponse(error_body(error), error.status, {"connection": "close"})

@@ -52,6 +52,12 @@ class KvNotDelivered(StageError):
     code = "kv_not_delivered"
 
 
+def internal_error() -> EpdError:
+    """What a client is told of a defect of ours. Goes out with `connection: close`: the server closes the connection
+    when it sees the exception, which the next request on it should not find out."""
+    return EpdError("Internal error of the proxy; its log has the details.", code="internal_error")
+
+
 def error_body(error: EpdError) -> dict[str, Any]:
     """The OpenAI error object of `error`."""
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}

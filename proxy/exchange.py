@@ -24,7 +24,7 @@ from proxy.body_budget import HeldBody
 from proxy.client_deadline import DeadlineLapsed, deadline_s
 from proxy.cut import Cut
 from proxy.departure import Watching
-from proxy.errors import DrainingError, error_body, error_event, error_headers, response_error_event
+from proxy.errors import DrainingError, error_body, error_event, error_headers, internal_error, response_error_event
 from proxy.explain import UNASKED, Explanation, is_asked_for
 from proxy.heads import Heads
 from proxy.metrics import CANCELLED
@@ -90,8 +90,7 @@ class Exchange:
             raise
         except Exception:
             if not sink.committed:
-                # The server closes the connection when it sees the exception, which the next request should know.
-                answer = EpdError("Internal error of the proxy; its log has the details.", code="internal_error")
+                answer = internal_error()
                 await sink.respond_json(answer.status, error_body(answer), {"connection": "close"})
             raise  # the server logs the traceback
         finally:
