@@ -17,7 +17,7 @@ import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,14 @@ from bench import interference_map
 from bench.interference_process import OperatorProcess
 from bench.interference_windows import Found, alike, latency_s, maps, overlapping, slowdowns, windows
 from bench.record import add_arguments as add_record_arguments
-from bench.record import cpu_model, environment, flatten, write
+from bench.record import environment, flatten, write
 from bench.shares import cores_of_shares, parse_shares
 from deploy.placement_table import table
 from epd_serve.errors import ConfigError, StageError
 from npu_ops.discovery import DeviceInventory, DiscoveryError, discover
 from npu_ops.interference import Operator, default_sizes, needs, operators, shares_of_best
 from npu_ops.interference_profile import InterferenceMap, InterferenceProfile, ProfiledOperator, Shares
+from npu_ops.properties import read_properties
 
 LEAD_S = 0.1
 """Both run for so long before anything counts."""
@@ -56,12 +57,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Target:
-    """The device that is measured, as it is shown, and how many of its kind there are."""
+    """The device that is measured, and how many of its kind there are.
+
+    Attributes:
+        cores: as `npu_ops.properties` knows them. users: processes of others that hold memory of it now.
+    """
 
     kind: str
     index: int
     name: str
     devices: int
+    cores: Mapping[str, int] = field(default_factory=dict)
+    users: int = 0
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -78,6 +85,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     divisions: list[Shares | None] = [None]
     if arguments.core_share:
         divisions.append(parse_shares(arguments.core_share))
+    if target.users:
+        print(f"{target.users} process(es) hold memory of {target.name}: what they run is in every latency", flush=True)
     env = environment(argv) | {"device": f"{target.kind}: {target.name}"}
     found = measure(target, list(every), divisions, rounds, seconds)
     profile = profile_of(target, every, found, env)
@@ -99,12 +108,11 @@ def target_of(kind: str) -> Target:
         inventory: DeviceInventory = discover(kind)
     except DiscoveryError as error:
         raise ConfigError(str(error), param="--device") from error
-    if inventory.kind == "cpu":
-        return Target("cpu", 0, cpu_model(), 1)
-    if not inventory.ids:
+    if inventory.kind != "cpu" and not inventory.ids:
         raise ConfigError(f"--device {kind}: {inventory.note}", param="--device")
+    first = read_properties(inventory)[0]
     # Frameworks count the visible devices from 0, whatever the operator's list of ids.
-    return Target(inventory.kind, 0, inventory.names[0], len(inventory.ids))
+    return Target(inventory.kind, 0, first.name, max(1, len(inventory.ids)), first.cores, len(first.users))
 
 
 def chosen(names: str | None, target: Target) -> dict[str, Operator]:
@@ -210,9 +218,7 @@ def profile_of(
     listed = tuple(
         ProfiledOperator(one.name, one.stages, one.flops, one.moved_bytes, bound[name]) for name, one in every.items()
     )
-    device = {"kind": target.kind, "name": target.name, "devices": target.devices}
-    if target.kind == "cpu":
-        device["cores"] = env["machine"]["cores"]
+    device = {"kind": target.kind, "name": target.name, "devices": target.devices, "cores": dict(target.cores)}
     keep = ("date", "commit", "command", "machine", "versions")
     return InterferenceProfile(device, listed, measured, "real", {name: env[name] for name in keep})
 

@@ -18,7 +18,7 @@ from epd_serve.errors import ConfigError, StageError
 from npu_ops.interference import BENCH, operators
 from npu_ops.interference_profile import InterferenceMap, load_profile
 
-CPU = Target("cpu", 0, "a CPU", 1)
+CPU = Target("cpu", 0, "a CPU", 1, {"cpu": 2})
 ENV = {"date": "2025-01-01", "commit": "abc", "command": "c", "machine": {"cores": 2}, "versions": {}}
 TINY = dataclasses.replace(
     BENCH, encoder_tokens=8, prompt_tokens=8, context=16, decode_layers=2, copy_bytes=4096, reduce_bytes=4096
@@ -143,7 +143,12 @@ def test_the_profile_says_what_was_measured_on_what_and_can_be_loaded(tmp_path):
     profile.save(tmp_path / "p.json")
 
     assert load_profile(tmp_path / "p.json") == profile
-    assert profile.kind == "real" and profile.device == {"kind": "cpu", "name": "a CPU", "devices": 1, "cores": 2}
+    assert profile.kind == "real" and profile.device == {
+        "kind": "cpu",
+        "name": "a CPU",
+        "devices": 1,
+        "cores": {"cpu": 2},
+    }
     assert {one.name: one.needs for one in profile.operators} == {"norm": "memory", "encoder_matmul": "compute"}
 
 
