@@ -28,7 +28,7 @@ reference/ascend.md, T: torch_npu 2.10 `torch_npu.npu.__all__`):
     event.record, query, elapsed_time (ms)     T
     event.synchronize                          T; A "Mooncake on Ascend" (may hang before CANN 8.5.RC1)
     2 MB alignment, 256 regions                A "Mooncake on Ascend"
-    Tensor.pin_memory                          T; vllm-ascend's `simple_kv_offload` pins its host blocks so
+    pin_memory, is_pinned                      T; vllm-ascend's `simple_kv_offload` pins its host blocks so
     index_select(out=), index_copy_            CANN `aclnnIndexSelect`, `aclnnInplaceIndexCopy`: int64 to uint8
 
 All else is torch (`empty`, `copy_`, `data_ptr`, views, `sum`). `total` is trusted only after `proves_total`, moves of
@@ -54,6 +54,7 @@ from npu_ops.blocks import (
     scatter_by_copies,
     scatter_by_index,
 )
+from npu_ops.buffers import PAGE, Bounce, nothing_registered, pinned, register_with_cuda
 from npu_ops.fences import EventFence, ReachedFence, TimedFence, fence
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,18 @@ class DeviceMemory(Protocol):
         Either may be strided.
         """
 
+    def to_device(self, source: torch.Tensor) -> torch.Tensor:
+        """Queues a copy into new memory of the device's allocator. The host memory is the device's from now on."""
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        """Flat host memory that starts a page, page-locked where there is a bus. Freed with its last reference."""
+
+    def register_host(self, memory: torch.Tensor) -> Callable[[], None]:
+        """Page-locks flat host memory that exists, where that is possible; else warns or does nothing.
+
+        The returned function undoes it: before the memory is unmapped, and when no copy of it is under way.
+        """
+
     def gather(self, target: torch.Tensor, rows: Sequence[Blocks], runs: Sequence[BlockRun]) -> None:
         """Queues the gathering of blocks into flat bytes of this device: per row, per run, per block.
 
@@ -178,6 +191,16 @@ class _TorchMemory:
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
+    def to_device(self, source: torch.Tensor) -> torch.Tensor:
+        return source
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        raw = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+        return raw[-raw.data_ptr() % PAGE :][:nbytes]
+
+    def register_host(self, memory: torch.Tensor) -> Callable[[], None]:
+        return nothing_registered
+
     def gather(self, target: torch.Tensor, rows: Sequence[Blocks], runs: Sequence[BlockRun]) -> None:
         gather_by_copies(self.copy, target, rows, runs)
 
@@ -234,16 +257,24 @@ class _StreamMemory(_TorchMemory):
 
     def gather_indexed(self, target: torch.Tensor, rows: Sequence[Blocks], runs: Sequence[BlockRun]) -> None:
         """`gather`, on trust."""
-        gather_by_index(target, rows, runs, self._index)
+        gather_by_index(target, rows, runs, self.to_device)
 
     def scatter_indexed(self, rows: Sequence[Blocks], runs: Sequence[BlockRun], source: torch.Tensor) -> None:
         """`scatter`, on trust."""
-        scatter_by_index(rows, runs, source, self._index)
+        scatter_by_index(rows, runs, source, self.to_device)
 
-    def _index(self, host: torch.Tensor) -> torch.Tensor:
+    def download(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        # Not the blocking copy: it would spin on its stream, on a core that launches kernels.
+        target.copy_(source, non_blocking=True)
+        self.timed_fence().wait()
+
+    def to_device(self, source: torch.Tensor) -> torch.Tensor:
         # From page-locked memory, or the copy would wait for all that the stream has queued. torch's allocator of such
         # memory notes the copy and gives the memory out again only when it is over: nobody has to keep it.
-        return host.pin_memory().to(self.device, non_blocking=True)
+        return source.pin_memory().to(self.device, non_blocking=True)
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        return pinned(nbytes)
 
     def _moves_by_index(self) -> bool:
         with self._proving:
@@ -261,6 +292,9 @@ class CudaMemory(_StreamMemory):
     def __init__(self, index: int) -> None:
         super().__init__(torch.cuda, torch.device("cuda", index))
 
+    def register_host(self, memory: torch.Tensor) -> Callable[[], None]:
+        return register_with_cuda(memory, self.device)
+
 
 class NpuMemory(_StreamMemory):
     """An Ascend NPU. See the contract in the module docstring."""
@@ -269,6 +303,32 @@ class NpuMemory(_StreamMemory):
         import torch_npu  # noqa: F401  (makes torch.npu; imported late: it needs CANN's shared libraries)
 
         super().__init__(torch.npu, torch.device("npu", index))
+
+    def download(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if self._bounces(target, source):
+            self._bounce().download(target, source)
+        else:
+            super().download(target, source)
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if self._bounces(source, target):
+            self._bounce().upload(target, source)
+        else:
+            super().upload(target, source)
+
+    def _bounces(self, host: torch.Tensor, other: torch.Tensor) -> bool:
+        return host.is_contiguous() and other.is_contiguous() and host.dim() == 1 and not host.is_pinned()
+
+    def _bounce(self) -> Bounce:
+        """This thread's: its stream reads and writes the halves."""
+        if not hasattr(self._streams, "bounce"):
+            self._streams.bounce = Bounce(self.host_buffer, _queued, lambda: self.timed_fence().wait)
+        bounce: Bounce = self._streams.bounce
+        return bounce
+
+
+def _queued(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
 
 
 def open_memory(kind: str, index: int = 0) -> DeviceMemory:
