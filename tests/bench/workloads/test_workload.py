@@ -14,19 +14,20 @@ from bench.cli import main
 from bench.workloads import exported
 from bench.workloads.arrivals import ClosedLoop, Poisson
 from bench.workloads.profiles import PROFILES
-from bench.workloads.workload import add_arguments, workload
+from bench.workloads.workload import add_arguments, arrivals_of, workload
 from epd_serve.errors import ConfigError
 from tests.bench.workloads.exports import rows
 
 
-def flags(*words):
+def build(name, *words):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return parser.parse_args(words)
+    arguments = parser.parse_args(words)
+    return workload(name, arguments, arrivals_of(arguments))
 
 
 def test_a_workload_can_be_read_twice_and_moved_to_another_rate():
-    found = workload("sharegpt4o-like", flags("--n", "20", "--rate", "4"))
+    found = build("sharegpt4o-like", "--n", "20", "--rate", "4")
 
     assert list(found.requests()) == list(found.requests())
     slow, fast = list(found.requests()), list(found.at(Poisson(8)).requests())
@@ -34,9 +35,16 @@ def test_a_workload_can_be_read_twice_and_moved_to_another_rate():
     assert fast[-1].arrival_s == pytest.approx(slow[-1].arrival_s / 2, abs=1e-5)
 
 
+def test_another_seed_gives_other_requests_of_the_same_kind():
+    found = build("mme-like", "--n", "5")
+
+    assert list(found.seeded(9).requests()) == list(build("mme-like", "--n", "5", "--seed", "9").requests())
+    assert {one.text for one in found.seeded(9).requests()}.isdisjoint(one.text for one in found.requests())
+
+
 def test_a_run_has_the_profile_s_number_of_requests():
-    assert workload("multi-image-4k", flags()).count == 100
-    assert workload("azure-bursty", flags("--arrivals", "closed:3")).arrivals == ClosedLoop(3)
+    assert build("multi-image-4k").count == 100
+    assert build("azure-bursty", "--arrivals", "closed:3").arrivals == ClosedLoop(3)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +61,7 @@ def test_a_run_has_the_profile_s_number_of_requests():
 )
 def test_flags_that_do_not_go_together_are_told(name, words, says):
     with pytest.raises(ConfigError, match=says):
-        workload(name, flags(*words))
+        build(name, *words)
 
 
 def test_the_list_has_every_workload_with_its_statistics(capsys):
