@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tarfile
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -42,13 +43,22 @@ def collected(tree: Path, *arguments: str) -> str:
     return done.stdout
 
 
+def test_folders_called_npu_are_entered_only_where_they_are_named(pytestconfig):
+    patterns = pytestconfig.getini("norecursedirs")
+
+    assert any(fnmatch("npu", pattern) for pattern in patterns)
+    assert not any(fnmatch("npu_ops", pattern) for pattern in patterns)
+
+
+@pytest.mark.slow
 def test_tests_that_need_a_card_are_collected_only_where_they_are_named(tmp_path):
     for folder in ("npu/stages", "npu_ops"):
         (tmp_path / "tests" / folder).mkdir(parents=True)
         (tmp_path / "tests" / folder / f"test_{folder[:3]}_{folder[-3:]}.py").write_text("def test_it(): ...\n")
 
-    assert "test_npu_ops.py" in collected(tmp_path, "tests")
-    assert "test_npu_ges.py" not in collected(tmp_path, "tests")
+    everything = collected(tmp_path, "tests")
+    assert "test_npu_ops.py" in everything
+    assert "test_npu_ges.py" not in everything
     assert "test_npu_ges.py" in collected(tmp_path, "tests/npu")
 
 
@@ -95,7 +105,11 @@ def test_layouts_that_do_not_fit_are_skipped_by_name(monkeypatch):
     two = read_card()
 
     assert [name for name in PLANNED if not why_not(name, one)] == ["(E-PD)", "(E-PD), core shares", "(E-P-D)"]
-    assert [name for name in PLANNED if not why_not(name, two)] == ["(E-PD)", "(E-PD), core shares", "(E-P)-D"]
+    assert [name for name in PLANNED if not why_not(name, two)] == [
+        "(E-PD)",
+        "(E-PD), core shares",
+        "(E-P)-D, core shares",
+    ]
     assert why_not("E-P-D", two) == "E-P-D takes 3 devices, there are 2"
 
 

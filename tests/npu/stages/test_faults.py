@@ -16,7 +16,7 @@ from tests.npu.stages.conftest import Reference
 from tests.npu.stages.launches import CardServing, over
 from tests.npu.stages.test_core_shares import granted
 
-PAIR = "(E-P)-D", "(E-P-D)"
+PAIR = "(E-P-D)", "(E-P)-D, core shares"
 KNOWN_S = 10.0
 MOST_LOST_BYTES = 1 << 30  # what a device may show less of free memory after a restart: its driver's own
 
