@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from npu_ops.blocks import BlockRun, Blocks, BlocksError, proves_blocks, scatter_by_index
 from npu_ops.fake import FakeDevice, RuleBrokenError
-from npu_ops.memory import CudaMemory, DeviceMemory, HostMemory, NpuMemory, open_memory
+from npu_ops.memory import DeviceMemory, open_memory
+from npu_ops.torch_memory import CudaMemory, HostMemory, NpuMemory
 
 FEW = settings(max_examples=40, deadline=None)
 

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npu_ops import memory as memory_module
+from npu_ops import torch_memory as memory_module
 from npu_ops.fake import FakeDevice
-from npu_ops.memory import DeviceMemory, DeviceMemoryError, HostMemory, open_memory, proves_total
+from npu_ops.memory import DeviceMemory, DeviceMemoryError, open_memory, proves_total
+from npu_ops.torch_memory import HostMemory
 
 
 @pytest.fixture(params=["cpu", "fake"])

@@ -20,7 +20,8 @@ import torch
 from epd_serve.engine.ec.feature_exit import DirectExit, NoDirectExit
 from epd_serve.engine.ec.publishing import SecondTierPublisher
 from epd_serve.trace import Trace
-from npu_ops.memory import DeviceMemory, HostMemory
+from npu_ops.memory import DeviceMemory
+from npu_ops.torch_memory import HostMemory
 from store.errors import StoreError, StoreFullError
 from store.feature_pool import FeaturePool
 
