@@ -107,8 +107,7 @@ class Runner:
         async def pace(group: asyncio.TaskGroup) -> None:
             for n, due in enumerate(dues):
                 at = self.run.begun_s + due
-                while (wait_s := at - time.perf_counter()) > 0:  # again: a loop's timers may be early by a millisecond
-                    await asyncio.sleep(wait_s)
+                await _until(at)
                 if self.run.stopped:
                     return
                 self.run.issued_s = at
@@ -152,8 +151,8 @@ class Runner:
         run, ready_s, ask = self.run, time.perf_counter(), self._asks(n)
         run.sent += 1
         answer = Answer()
-        if run.stopped:
-            verdict = Verdict(Outcome.CANCELLED, "run ended", run.stopped)
+        if (ended := self._ended()) is not None:
+            verdict = ended
         elif run.under_way >= self._bounds.at_once:
             verdict = Verdict(Outcome.ERROR, CROWDED, f"{run.under_way} requests were under way")
         else:
@@ -175,9 +174,9 @@ class Runner:
             connection = await self._pool.take()
         except StageError as error:
             return Answer(), Verdict(Outcome.ERROR, UNREACHABLE, error.message)
-        if self.run.stopped:
+        if (ended := self._ended()) is not None:
             connection.close()
-            return Answer(), Verdict(Outcome.CANCELLED, "run ended", self.run.stopped)
+            return Answer(), ended
         self._open.add(connection)
         leaves_s, limit_s = ask.cancel_after_s, self._bounds.limit_s
         leaves = leaves_s is not None and leaves_s < limit_s
@@ -194,9 +193,11 @@ class Runner:
             late = Verdict(Outcome.TIMEOUT, "timeout", f"no whole answer within {limit_s:g} s")
             return answer, Verdict(Outcome.CANCELLED, "left") if leaves else late
         self._pool.put_back(connection)
-        if self.run.stopped and not answer.ended:
-            return answer, Verdict(Outcome.CANCELLED, "run ended", self.run.stopped)
-        return answer, None
+        return answer, None if answer.ended else self._ended()
+
+    def _ended(self) -> Verdict | None:
+        """On requests that the end of the run cuts short; None while it goes on."""
+        return Verdict(Outcome.CANCELLED, "run ended", self.run.stopped) if self.run.stopped else None
 
     def _watch(self, answer: Answer, verdict: Verdict) -> None:
         """Ends the run when nobody has answered for a while."""
@@ -206,7 +207,9 @@ class Runner:
         self._missed += 1
         for_s = time.perf_counter() - self._reached_s
         if self._missed >= self._bounds.gone_after and for_s >= self._bounds.gone_s:
-            self.stop(f"the endpoint is gone: {self._missed} requests in a row had no answer, the last: {verdict.error}")
+            self.stop(
+                f"the endpoint is gone: {self._missed} requests in a row had no answer, the last: {verdict.error}"
+            )
 
     def _note(
         self, n: int, due_s: float, ready_s: float, ask: Ask, answer: Answer, reading: Reading, verdict: Verdict
@@ -252,3 +255,10 @@ class Runner:
 def _read(answer: Answer) -> Reading:
     """The stream in the answer; nothing where it is none."""
     return read_stream(answer.kept.pieces) if answer.status == 200 and answer.kept is not None else Reading()
+
+
+async def _until(at_s: float) -> None:
+    """Not before `at_s`: a loop's timers may be early by a millisecond, which would flatter the server."""
+    await asyncio.sleep(at_s - time.perf_counter())
+    if (rest_s := at_s - time.perf_counter()) > 0:
+        await asyncio.sleep(rest_s + 0.001)
