@@ -75,18 +75,6 @@ class Sample:
         return found
 
 
-async def _answer(pool: Pool, request: bytes, limit_s: float = LIMIT_S) -> Answer | None:
-    """The answer, or None after `limit_s`."""
-    connection = await pool.take()
-    waiter = connection.ask(request)
-    done, _ = await asyncio.wait([waiter], timeout=limit_s)
-    if not done:
-        connection.close()
-        return None
-    pool.put_back(connection)
-    return waiter.result()
-
-
 async def closed_loop(
     url: str, requests: Requests, *, at_once: int, seconds: float, stream: bool, warm_up_s: float = 0.0
 ) -> Sample:
@@ -103,7 +91,7 @@ async def closed_loop(
         nonlocal turn
         while (now := time.perf_counter()) < until:
             turn += 1
-            answer = await _answer(pool, requests(turn))
+            answer = await pool.ask(requests(turn), LIMIT_S)
             if now >= counted_from and (answer is None or not answer.ended or answer.ended <= until):
                 sample.note(answer, now, stream=stream)
 
@@ -138,7 +126,7 @@ async def open_loop(
     cpu, begun = time.process_time(), time.perf_counter()
 
     async def send(turn: int, at: float) -> None:
-        sample.note(await _answer(pool, requests(turn)), at, stream=stream)
+        sample.note(await pool.ask(requests(turn), LIMIT_S), at, stream=stream)
 
     try:
         async with asyncio.TaskGroup() as group:

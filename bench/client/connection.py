@@ -215,6 +215,17 @@ class Pool:
             connection.close()
         return await connect(self._url)
 
+    async def ask(self, request: bytes, limit_s: float) -> Answer | None:
+        """The answer, or None after `limit_s`. Raises StageError where the server cannot be reached."""
+        connection = await self.take()
+        waiter = connection.ask(request)
+        done, _ = await asyncio.wait([waiter], timeout=limit_s)
+        if not done:
+            connection.close()
+            return None
+        self.put_back(connection)
+        return waiter.result()
+
     def put_back(self, connection: Connection) -> None:
         if connection.usable:
             self._idle.append((time.perf_counter(), connection))
