@@ -6,7 +6,6 @@ was written just now is served from the page cache.
 
 from __future__ import annotations
 
-import base64
 import json
 import mmap
 import tempfile
@@ -16,19 +15,18 @@ from pathlib import Path
 from typing import IO, Any
 
 from bench.client.target import Ask
-from bench.workloads.spec import MIME, PictureRef, RequestSpec
+from bench.workloads.spec import PictureRef, RequestSpec
 from epd_serve.errors import ConfigError
 
-Bytes = Callable[[PictureRef], bytes]
-"""Of an encoded picture."""
+DataUrl = Callable[[PictureRef], str]
+"""Of a picture, as `image_url` takes it."""
 
 
-def chat_body(spec: RequestSpec, model: str, picture_bytes: Bytes) -> dict[str, Any]:
+def chat_body(spec: RequestSpec, model: str, data_url: DataUrl) -> dict[str, Any]:
     """The request as OpenAI's chat completions have it; the answer is streamed, counted, and of exactly that length."""
     content: list[dict[str, Any]] = []
     for picture in spec.pictures:
-        encoded = base64.b64encode(picture_bytes(picture)).decode()
-        content.append({"type": "image_url", "image_url": {"url": f"data:{MIME[picture.format]};base64,{encoded}"}})
+        content.append({"type": "image_url", "image_url": {"url": data_url(picture)}})
     content.append({"type": "text", "text": spec.text})
     return streamed(
         {
@@ -46,10 +44,10 @@ def streamed(body: Mapping[str, Any]) -> dict[str, Any]:
     return {**body, "stream": True, "stream_options": {"include_usage": True}}
 
 
-def spec_bodies(specs: Iterable[RequestSpec], model: str, picture_bytes: Bytes) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, body) of each request of a workload. Raises what `picture_bytes` does of a picture that it cannot read."""
+def spec_bodies(specs: Iterable[RequestSpec], model: str, data_url: DataUrl) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, body) of each request of a workload. Raises what `data_url` does of a picture that it cannot read."""
     for spec in specs:
-        yield spec.id, chat_body(spec, model, picture_bytes)
+        yield spec.id, chat_body(spec, model, data_url)
 
 
 def file_bodies(path: Path, model: str | None) -> list[tuple[str, dict[str, Any]]]:

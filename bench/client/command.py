@@ -13,7 +13,8 @@ import ipaddress
 import os
 import resource
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bench.client.bodies import file_bodies
@@ -22,13 +23,17 @@ from bench.client.measure import Plan
 from bench.client.rows_file import RowsFile
 from bench.client.run import Bounds
 from bench.client.slo import PAPER, parse_slos
-from bench.client.source import FileSource, Source
+from bench.client.source import FileSource, Source, WorkloadSource
 from bench.client.sweep import Found, Sweep
 from bench.client.target import Target
 from bench.client.validity import Rules
 from bench.record import add_arguments as add_record_arguments
 from bench.record import environment
-from bench.workloads.arrivals import Arrivals, ClosedLoop, parse_arrivals
+from bench.workloads.arrivals import Arrivals, ClosedLoop, Trace, parse_arrivals
+from bench.workloads.own import NAME as OWN
+from bench.workloads.pictures import Pictures
+from bench.workloads.spec import RequestSpec
+from bench.workloads.workload import Workload, add_request_arguments, workload
 from deploy import event_loop
 from epd_serve.errors import ConfigError
 
@@ -40,7 +45,10 @@ SPARE_FILES = 256
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="http://HOST:PORT of an OpenAI server")
     what = parser.add_argument_group("what is sent")
-    what.add_argument("--bodies", type=Path, metavar="FILE", help="request bodies, one JSON object per line")
+    what.add_argument("--workload", metavar="NAME", help=f"one of `epd-bench workload --list`, or {OWN!r}")
+    add_request_arguments(what)
+    what.add_argument("--same", action="store_true", help="every run of a sweep has the requests of the first")
+    what.add_argument("--bodies", type=Path, metavar="FILE", help="instead: request bodies, one JSON object per line")
     what.add_argument("--model", help="default: the one that the endpoint serves")
     what.add_argument("--header", action="append", default=[], metavar="NAME:VALUE", help="with every request")
     what.add_argument("--no-explain", action="store_true", help="do not ask our proxy for each request's path")
@@ -48,9 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     when.add_argument("--rate", metavar="R", help="requests a second: R, R,R,… or FROM-TO[:STEP], a run of each")
     when.add_argument("--arrivals", default="poisson", metavar="FORM", help="poisson, gamma:CV, trace:FILE")
     when.add_argument("--concurrency", type=int, metavar="C", help="a closed loop of so many instead")
-    when.add_argument("--duration", type=float, metavar="S", help=f"of a run (default {DURATION_S:g} s)")
-    when.add_argument("--n", type=int, help="requests of a run, instead of or beside --duration")
-    when.add_argument("--seed", type=int, default=0, help="of arrivals and requests (default 0)")
+    when.add_argument("--duration", type=float, metavar="S", help=f"of a run (default {DURATION_S:g} s; none with --n)")
     when.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one request (default 600 s)")
     when.add_argument("--cancel", metavar="SHARE:S", help="so many clients leave, each within S seconds")
     judged = parser.add_argument_group("how it is judged")
@@ -71,15 +77,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure, print, keep. Returns 0, 1 where a run is not valid, 128 + signal where one ended it."""
-    plan, rates = plan_of(arguments), rates_of(arguments)
+    plan, wanted = plan_of(arguments), _workload(arguments)
+    rates = rates_of(arguments, wanted.own if wanted else ())
     headers = dict(_header(word) for word in arguments.header)
     target = Target(arguments.url, headers if arguments.no_explain else {"x-epd-explain": "1", **headers})
     model = event_loop.run(_model(target, arguments.model))
-    source = _source(arguments, model)
+    source = _source(arguments, wanted, model)
     env = environment(argv, kind=arguments.kind)
     env["load"] = {
         "url": str(target.endpoint),
         "model": model,
+        "workload": arguments.workload or f"bodies of {arguments.bodies.name}",
         "seed": plan.seed,
         "devices": plan.devices,
         "slos": [str(slo) for slo in plan.slos],
@@ -164,8 +172,15 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     )
 
 
-def rates_of(arguments: argparse.Namespace) -> list[Arrivals]:
-    """The arrivals of each run. Raises ConfigError naming the flag at fault."""
+def rates_of(arguments: argparse.Namespace, own: Sequence[RequestSpec] = ()) -> list[Arrivals]:
+    """The arrivals of each run.
+
+    Args:
+        own: the user's requests, whose times hold where no flag says another rate.
+
+    Raises:
+        ConfigError: naming the flag at fault.
+    """
     if arguments.concurrency is not None:
         if arguments.rate is not None or arguments.find_goodput is not None:
             raise ConfigError("--concurrency is a closed loop: it has no --rate and no goodput", param="--concurrency")
@@ -174,6 +189,8 @@ def rates_of(arguments: argparse.Namespace) -> list[Arrivals]:
     if arguments.rate is None:
         if arguments.arrivals.startswith("trace:") and arguments.find_goodput is None:
             return [parse_arrivals(arguments.arrivals)]
+        if (times := [one.arrival_s for one in own if one.arrival_s is not None]) and arguments.find_goodput is None:
+            return [Trace(times)]
         raise ConfigError("say how fast: --rate R, or --concurrency C", param="--rate")
     rates = _rates(arguments.rate)
     if arguments.find_goodput is not None and len(rates) > 1:
@@ -245,10 +262,24 @@ async def _model(target: Target, named: str | None) -> str:
     return named or served[0]
 
 
-def _source(arguments: argparse.Namespace, model: str) -> Source:
-    if arguments.bodies is None:
-        raise ConfigError("say what to send: --bodies FILE", param="--bodies")
-    return FileSource(file_bodies(arguments.bodies, model))
+def _workload(arguments: argparse.Namespace) -> Workload | None:
+    """The workload, without arrivals; None where bodies are given. Raises ConfigError naming the flag at fault."""
+    if (arguments.workload is None) == (arguments.bodies is None):
+        raise ConfigError("say what to send: --workload NAME, or --bodies FILE", param="--workload")
+    if arguments.workload is None:
+        return None
+    return workload(arguments.workload, argparse.Namespace(**{**vars(arguments), "rate": None, "arrivals": None}))
+
+
+def _source(arguments: argparse.Namespace, wanted: Workload | None, model: str) -> Source:
+    if wanted is None:
+        return FileSource(file_bodies(arguments.bodies, model))
+
+    def specs(seed: int) -> Iterator[RequestSpec]:
+        return replace(wanted, knobs=replace(wanted.knobs, seed=seed)).endless()
+
+    same = arguments.same or bool(wanted.own)
+    return WorkloadSource(specs, Pictures(arguments.cache).data_url, model, arguments.seed, repeats=same)
 
 
 def _connections() -> int:

@@ -57,7 +57,8 @@ class KnownServer:
 
     Attributes:
         usual: how requests are answered that do not say. written: by request, when each content was written.
-        seen: requests. under_way: requests whose connection is open and whose answer has not ended.
+        seen: requests. longest_body: bytes of the longest.
+        under_way: requests whose connection is open and whose answer has not ended.
         left: requests whose client closed its connection before their end.
     """
 
@@ -66,6 +67,7 @@ class KnownServer:
         self.url = ""
         self.written: dict[str, list[float]] = {}
         self.seen = 0
+        self.longest_body = 0
         self.left = 0
         self.under_way = 0
         self._connections: set[_Connection] = set()
@@ -134,6 +136,7 @@ class _Connection(asyncio.Protocol):
             return
         server = self._server
         server.seen += 1
+        server.longest_body = max(server.longest_body, len(body))
         known = _decode(body).known or server.usual
         if known.fault == "status":
             self._whole(known.status, {"error": {"message": "too much to do", "type": "rate_limit_error"}})

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from bench.client.bodies import Bytes, spec_bodies
+from bench.client.bodies import DataUrl, spec_bodies
 from bench.client.measure import Plan
 from bench.workloads.arrivals import ClosedLoop, with_arrivals
 from bench.workloads.spec import RequestSpec
@@ -56,20 +56,20 @@ class WorkloadSource:
     def __init__(
         self,
         specs: Callable[[int], Iterable[RequestSpec]],
-        picture_bytes: Bytes,
+        data_url: DataUrl,
         model: str,
         seed: int,
         *,
         repeats: bool = False,
     ) -> None:
-        self._specs, self._picture_bytes = specs, picture_bytes
+        self._specs, self._data_url = specs, data_url
         self._model, self._seed, self._repeats = model, seed, repeats
 
     def of_run(self, plan: Plan, number: int) -> Requests:
         seed = self._seed if self._repeats else self._seed + number
         dated = with_arrivals(self._specs(seed), plan.arrivals, plan.seed)
         specs = list(_until_the_end(dated, plan))
-        bodies = spec_bodies(specs, self._model, self._picture_bytes)
+        bodies = spec_bodies(specs, self._model, self._data_url)
         dues = [spec.arrival_s for spec in specs if spec.arrival_s is not None]
         return Requests(bodies, dues or None, repeats=self._repeats and number > 0)
 

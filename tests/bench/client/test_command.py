@@ -253,10 +253,42 @@ def test_clients_leave_when_they_are_told_to(served, sent, tmp_path):
         (["--rate", "1", "--slo", "2"], "TTFT:TPOT"),
         (["--rate", "1", "--cancel", "2:1"], "--cancel 2:1"),
         (["--rate", "1", "--header", "x"], "--header 'x'"),
-        (["--rate", "1"], "--bodies FILE"),
+        (["--rate", "1", "--workload", "pope-like"], "--workload NAME, or --bodies FILE"),
     ],
 )
 def test_a_wrong_flag_is_named_with_what_it_should_be(served, capsys, flags, said):
-    assert load(served, *flags) == 1
+    assert load(served, "--bodies", "none.jsonl", *flags) == 1
     assert said in capsys.readouterr().err
+    assert served.server.seen == 0
+
+
+def test_a_workload_is_sent_with_its_pictures_and_other_ones_at_the_next_rate(served, tmp_path):
+    flags = ["--workload", "pope-like", "--output-tokens", "4", "--rate", "200,300", "--n", "12", "--warm-up", "0"]
+    flags += ["--cache", str(tmp_path / "cache"), "--json", str(tmp_path / "r.json")]
+
+    assert load(served, *flags) == 0
+    rows = read_rows(tmp_path / "r.rows.jsonl")
+    assert {row.spec.rsplit("-", 1)[0] for row in rows} == {"pope-like-0", "pope-like-1"}
+    assert result(tmp_path / "r.json")["env"]["load"]["workload"] == "pope-like"
+    assert not any(row["repeated_requests"] for row in result(tmp_path / "r.json")["rows"])
+    assert served.server.longest_body > 10_000, "a picture was in it"
+
+
+def test_own_requests_are_sent_at_their_own_times(served, tmp_path):
+    lines = [{"question": f"q{n}", "max_out_len": 4, "timestamp": 10 * n} for n in range(12)]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    flags = ["--workload", "own", "--pictures", str(tmp_path), "--prompts", str(tmp_path / "own.jsonl"), "--n", "12"]
+
+    assert load(served, *flags, "--warm-up", "0", "--json", str(tmp_path / "r.json")) == 0
+    rows = sorted(read_rows(tmp_path / "r.rows.jsonl"), key=lambda row: row.n)
+    assert [later.due_s - rows[0].due_s for later in rows] == pytest.approx([0.01 * n for n in range(12)], abs=1e-5)
+
+
+def test_an_unreadable_picture_is_named_before_anything_is_sent(served, tmp_path, capsys):
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    (tmp_path / "own.jsonl").write_text('{"question": "q", "path": ["broken.png"]}\n')
+    flags = ["--workload", "own", "--pictures", str(tmp_path), "--prompts", str(tmp_path / "own.jsonl")]
+
+    assert load(served, *flags, "--rate", "10") == 1
+    assert "broken.png is not a picture" in capsys.readouterr().err
     assert served.server.seen == 0

@@ -19,7 +19,7 @@ def specs(seed: int) -> Iterator[RequestSpec]:
 
 
 def workload(**more: bool) -> WorkloadSource:
-    return WorkloadSource(specs, lambda ref: b"", "m", 7, **more)
+    return WorkloadSource(specs, lambda ref: "", "m", 7, **more)
 
 
 def names(source: WorkloadSource, plan: Plan, number: int) -> list[str]:
