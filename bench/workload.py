@@ -17,7 +17,7 @@ from bench.workloads.pictures import Pictures
 from bench.workloads.profiles import PROFILES, Profile
 from bench.workloads.summary import Summary, summarise
 from bench.workloads.text import PlainWords
-from bench.workloads.workload import Workload, workload
+from bench.workloads.workload import Workload, arrivals_of, workload
 from bench.workloads.workload import add_arguments as add_workload_arguments
 from deploy.placement_table import table
 from epd_serve.errors import ConfigError
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         return 0
     if arguments.name is None:
         raise ConfigError("which workload? NAME is missing (--list shows all)", param="NAME")
-    wanted = workload(arguments.name, arguments)
+    wanted = workload(arguments.name, arguments, arrivals_of(arguments))
     if arguments.export is None:
         print(described(wanted))
         return 0

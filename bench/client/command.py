@@ -33,7 +33,7 @@ from bench.workloads.arrivals import Arrivals, ClosedLoop, Trace, parse_arrivals
 from bench.workloads.own import NAME as OWN
 from bench.workloads.pictures import Pictures
 from bench.workloads.spec import RequestSpec
-from bench.workloads.workload import Workload, add_request_arguments, workload
+from bench.workloads.workload import Workload, add_content_arguments, workload
 from deploy import event_loop
 from epd_serve.errors import ConfigError
 
@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="http://HOST:PORT of an OpenAI server")
     what = parser.add_argument_group("what is sent")
     what.add_argument("--workload", metavar="NAME", help=f"one of `epd-bench workload --list`, or {OWN!r}")
-    add_request_arguments(what)
+    add_content_arguments(what)
+    what.add_argument("--seed", type=int, default=0, help="another seed, other texts, pictures and arrivals")
     what.add_argument("--same", action="store_true", help="every run of a sweep has the requests of the first")
     what.add_argument("--bodies", type=Path, metavar="FILE", help="instead: request bodies, one JSON object per line")
     what.add_argument("--model", help="default: the one that the endpoint serves")
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     when.add_argument("--arrivals", default="poisson", metavar="FORM", help="poisson, gamma:CV, trace:FILE")
     when.add_argument("--concurrency", type=int, metavar="C", help="a closed loop of so many instead")
     when.add_argument("--duration", type=float, metavar="S", help=f"of a run (default {DURATION_S:g} s; none with --n)")
+    when.add_argument("--n", type=int, help="requests of a run, instead of or beside --duration")
     when.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one request (default 600 s)")
     when.add_argument("--cancel", metavar="SHARE:S", help="so many clients leave, each within S seconds")
     judged = parser.add_argument_group("how it is judged")
@@ -268,7 +270,7 @@ def _workload(arguments: argparse.Namespace) -> Workload | None:
         raise ConfigError("say what to send: --workload NAME, or --bodies FILE", param="--workload")
     if arguments.workload is None:
         return None
-    return workload(arguments.workload, argparse.Namespace(**{**vars(arguments), "rate": None, "arrivals": None}))
+    return workload(arguments.workload, arguments)
 
 
 def _source(arguments: argparse.Namespace, wanted: Workload | None, model: str) -> Source:
