@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
 
 def _doctor(report: Report, card: Card) -> None:
     """Its findings do not decide: a card that passes the tests is a card that works."""
-    command = [sys.executable, "-m", "deploy.cli", "doctor", "--device", card.kind, "--json"]
+    command = [sys.executable, "-m", "deploy.cli", "doctor", "--device", card.kind, "--imports", "--json"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DOCTOR_S)
     except subprocess.TimeoutExpired:
