@@ -53,5 +53,5 @@ def _row(request: RequestSpec, pictures: Pictures) -> dict[str, Any]:
     if request.pictures:
         row["images"] = [pictures.data_url(picture) for picture in request.pictures]
     if request.arrival_s is not None:
-        row["timestamp"] = request.arrival_s * 1000
+        row["timestamp"] = round(request.arrival_s * 1000, 3)
     return {**row, "output_length": request.max_tokens, "extra": {"ignore_eos": True}}
