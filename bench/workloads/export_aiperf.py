@@ -1,7 +1,7 @@
 """A workload for aiperf's `--custom-dataset-type single_turn` (read from aiperf 0.13).
 
 Pictures are data URLs: aiperf sends those byte for byte, and would encode a file anew. `timestamp` is in milliseconds
-and acts with `--fixed-schedule`; `output_length` and `extra` are per request.
+and acts with `--fixed-schedule`; `output_length` and `extra` are per request. aiperf puts a text before its pictures.
 """
 
 from __future__ import annotations
