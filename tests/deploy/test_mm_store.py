@@ -7,6 +7,7 @@ import pytest
 from deploy import mm_store
 from deploy.config import DeployConfig
 from deploy.mm_store import choose_pool, feature_path, what_is_missing
+from deploy.mooncake_package import PACKAGES
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
 from epd_serve.placement import lower
@@ -61,12 +62,12 @@ def test_a_layout_without_encoders_needs_no_second_tier() -> None:
     assert not pooled and "no encode-only instance" in warning
 
 
-@pytest.mark.parametrize(("device", "package"), list(mm_store.PACKAGES.items()))
+@pytest.mark.parametrize(("device", "package"), list(PACKAGES.items()))
 def test_the_package_to_install_depends_on_the_device(
     device: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert what_is_missing(device, master=True) == f"Mooncake is not installed; pip install {package}"
+    assert what_is_missing(device, master=True) == f"Mooncake is not installed; pip install {package}==0.3.13.post1"
 
 
 @pytest.mark.mooncake
