@@ -5,14 +5,16 @@ All that can be wrong with the operator's input is found here, in one line, in a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.config import DeployConfig
 from deploy.engines import checked_profile
-from deploy.mm_store import choose_pool, feature_path
+from deploy.mm_store import choose_pool
+from deploy.mooncake_package import client_warnings
 from deploy.proxy_settings import proxy_overrides
 from deploy.stage_args import StageArgs, parse_stage_args
+from deploy.ways import Ways, draw_ways
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
@@ -34,7 +36,8 @@ class Blueprint:
         facts: of the model directory; None for a hub name.
         plans: instances in layout order.
         cores: per virtual device, on CPU; else None.
-        pooled: the MM Store has its second tier, Mooncake. feature_path: `host` or `device`, see StageWiring.
+        pooled: the MM Store has its second tier, Mooncake.
+        ways: which way features and KV go between the instances.
         sim_profile: of simulated stages, an absolute path or "".
         warnings: one line each, to be shown.
     """
@@ -49,7 +52,7 @@ class Blueprint:
     cores: CoreSets | None
     stage_args: StageArgs
     pooled: bool = False
-    feature_path: str = "host"
+    ways: Ways = field(default_factory=Ways)
     sim_profile: str = ""
     warnings: tuple[str, ...] = ()
 
@@ -96,6 +99,8 @@ def draw(config: DeployConfig) -> Blueprint:
         raise ConfigError("simulated stages keep features in the arena: drop mooncake", param="mm_store")
     pooled, pool_warnings = choose_pool(config, inventory.kind, features_travel=features_travel)
     warnings = [*([doubt] if doubt is not None else []), *pool_warnings]
+    if config.kv_transport == "mooncake" and inventory.kind != "npu":
+        warnings += client_warnings(pooled=False, kv_over_tcp=config.mooncake_protocol == "tcp")
     if cores is not None and cores.oversubscribed:
         count = len({core for one in cores.sets for core in one})
         warnings.append(f"{layout.device_count} virtual devices share {count} CPU cores: expect it to be slow")
@@ -110,7 +115,7 @@ def draw(config: DeployConfig) -> Blueprint:
         cores=cores,
         stage_args=parse_stage_args(config.stage_args, plans),
         pooled=pooled,
-        feature_path=feature_path(config, inventory.kind, plans, pooled=pooled),
+        ways=draw_ways(config, inventory.kind, plans, pooled=pooled),
         sim_profile=checked_profile(config.engine, config.sim_profile),
         warnings=tuple(warnings),
     )

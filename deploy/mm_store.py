@@ -6,13 +6,11 @@ import ctypes
 import importlib.util
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.config import DeployConfig
 from deploy.mooncake_package import client_warnings, install_command, too_old_for_a_master
 from epd_serve.errors import ConfigError
-from epd_serve.placement import InstancePlan
 
 MASTER_PROGRAM = "mooncake_master"
 
@@ -62,23 +60,3 @@ def master_program() -> Path | None:
         return beside
     found = shutil.which(MASTER_PROGRAM)
     return Path(found) if found else None
-
-
-_DIRECT_KINDS = ("npu", "cpu")  # on CPU device memory is host memory: for tests of the path
-
-
-def feature_path(config: DeployConfig, device: str, plans: Sequence[InstancePlan], *, pooled: bool) -> str:
-    """`device` where features go from one NPU to another without the host in between, else `host`.
-
-    Mooncake cannot connect two processes on the same NPU before CANN 9.1, so one encoder beside a taker of features
-    means the host for all of them.
-    """
-    if config.feature_path != "auto":
-        if config.feature_path == "device" and not pooled:
-            raise ConfigError("feature_path device needs --mm-store mooncake", param="feature_path")
-        if config.feature_path == "device" and device not in _DIRECT_KINDS:
-            raise ConfigError(f"feature_path device is for NPUs, not for {device}", param="feature_path")
-        return config.feature_path
-    takers = {one for plan in plans if plan.role.takes_features for one in plan.devices}
-    together = any(takers & set(plan.devices) for plan in plans if plan.role.sends_features)
-    return "device" if pooled and device == "npu" and not together else "host"
