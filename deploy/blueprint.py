@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.config import DeployConfig
+from deploy.doctor.preflight import preflight
+from deploy.doctor.versions import numbers
 from deploy.engines import checked_profile
+from deploy.environment import environment
 from deploy.mm_store import choose_pool
 from deploy.mooncake_package import client_warnings
 from deploy.proxy_settings import proxy_overrides
@@ -93,12 +96,13 @@ def draw(config: DeployConfig) -> Blueprint:
     if inventory.kind != "cpu" and not inventory.ids:
         raise ConfigError(f"no {inventory.kind} device found: {inventory.note}; use --device cpu", param="--device")
     plans = lower(layout, inventory.allot(layout.device_count))
+    ascend, doubts = preflight(inventory.kind, plans, environment(), refuse=config.start_checks == "refuse")
     cores = core_sets(layout.device_count) if inventory.kind == "cpu" and not simulated else None
     features_travel = any(role.sends_features for role in layout.roles)
     if simulated and (config.mm_store == "mooncake" or config.mooncake_master):
         raise ConfigError("simulated stages keep features in the arena: drop mooncake", param="mm_store")
     pooled, pool_warnings = choose_pool(config, inventory.kind, features_travel=features_travel)
-    warnings = [*([doubt] if doubt is not None else []), *pool_warnings]
+    warnings = [*([doubt] if doubt is not None else []), *pool_warnings, *doubts]
     if config.kv_transport == "mooncake" and inventory.kind != "npu":
         warnings += client_warnings(pooled=False, kv_over_tcp=config.mooncake_protocol == "tcp")
     if cores is not None and cores.oversubscribed:
@@ -115,7 +119,7 @@ def draw(config: DeployConfig) -> Blueprint:
         cores=cores,
         stage_args=parse_stage_args(config.stage_args, plans),
         pooled=pooled,
-        ways=draw_ways(config, inventory.kind, plans, pooled=pooled),
+        ways=draw_ways(config, inventory.kind, plans, pooled=pooled, cann=numbers(ascend.cann)),
         sim_profile=checked_profile(config.engine, config.sim_profile),
         warnings=tuple(warnings),
     )

@@ -15,7 +15,7 @@ VARIABLES = {
     "vllm": re.compile(r"VLLM_(?!ASCEND_)[A-Z0-9_]+"),
     "vllm_ascend": re.compile(r"VLLM_ASCEND_[A-Z0-9_]+"),
     "mooncake": re.compile(r"MC_[A-Z0-9_]+"),
-    "torch_npu": re.compile(r"ASCEND_[A-Z0-9_]+"),
+    "torch_npu": re.compile(r"ASCEND_(?!BUFFER_POOL|TOOLKIT_HOME)[A-Z0-9_]+"),  # Mooncake's, CANN's
 }
 _FLAG = re.compile(r"--?[a-z][a-z0-9_-]*")
 _WORD = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
