@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 import epd_serve
-from bench import arena, duplicates, proxy, startup, transfer, transfer_pd, ttft
+from bench import arena, colocation, duplicates, interference, proxy, startup, transfer, transfer_pd, ttft, workload
 from epd_serve.errors import EpdError
 
 
@@ -41,6 +41,25 @@ def _parser() -> argparse.ArgumentParser:
             description=proxy.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+    )
+    interference.add_arguments(
+        commands.add_parser(
+            "interference",
+            help="how much the operators of the stages slow each other down on one device",
+            description=interference.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
+    colocation.add_arguments(
+        commands.add_parser(
+            "colocation",
+            help="stages on one device against a monolith: throughput, time per output token",
+            description=colocation.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
+    workload.add_arguments(
+        commands.add_parser("workload", help="the workloads: what they consist of, and as files of other clients")
     )
     transfers = commands.add_parser("transfer", help="what of a transfer between stages a request sees")
     ways = transfers.add_subparsers(required=True, metavar="WAY")
