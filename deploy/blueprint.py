@@ -5,6 +5,7 @@ All that can be wrong with the operator's input is found here, in one line, in a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from deploy.doctor.preflight import preflight
 from deploy.doctor.versions import numbers
 from deploy.engines import checked_profile
 from deploy.environment import environment
+from deploy.memory_check import NO_MEMORY, OneStage, share_memory
+from deploy.memory_plan import MemoryPlan
 from deploy.mm_store import choose_pool
 from deploy.mooncake_package import client_warnings
 from deploy.proxy_settings import proxy_overrides
@@ -43,6 +46,7 @@ class Blueprint:
         ways: which way features and KV go between the instances.
         sim_profile: of simulated stages, an absolute path or "".
         warnings: one line each, to be shown.
+        memory: what each instance gets of its devices, or None where that is unknown or no stage is started.
     """
 
     config: DeployConfig
@@ -58,6 +62,7 @@ class Blueprint:
     ways: Ways = field(default_factory=Ways)
     sim_profile: str = ""
     warnings: tuple[str, ...] = ()
+    memory: MemoryPlan | None = None
 
     @property
     def device(self) -> str:
@@ -79,8 +84,12 @@ class Blueprint:
         return self.cores.of(plan.devices) if self.cores is not None else ()
 
 
-def draw(config: DeployConfig) -> Blueprint:
+def draw(config: DeployConfig, *, stage: OneStage | None = None, starts_stages: bool = True) -> Blueprint:
     """Check the configuration and place its instances.
+
+    Args:
+        stage: what the one instance of the layout stands for, where it is not the monolith that the layout says.
+        starts_stages: False for a head, whose stages are on other machines.
 
     Raises:
         ConfigError, LayoutError: what is wrong and how to fix it.
@@ -108,6 +117,19 @@ def draw(config: DeployConfig) -> Blueprint:
     if cores is not None and cores.oversubscribed:
         count = len({core for one in cores.sets for core in one})
         warnings.append(f"{layout.device_count} virtual devices share {count} CPU cores: expect it to be slow")
+    stage_args = parse_stage_args(config.stage_args, plans)
+    ways = draw_ways(config, inventory.kind, plans, pooled=pooled, cann=numbers(ascend.cann))
+    memory = NO_MEMORY
+    if starts_stages and not simulated:
+        memory = share_memory(
+            plans,
+            facts,
+            inventory,
+            stage or stage_args,
+            feature_path=ways.widest_feature_path,
+            shm_mib=_shm(config, plans),
+        )
+    warnings += memory.warnings
     return Blueprint(
         config=config,
         model=model,
@@ -115,14 +137,22 @@ def draw(config: DeployConfig) -> Blueprint:
         facts=facts,
         layout=layout,
         inventory=inventory,
-        plans=plans,
+        plans=memory.shared(plans),
         cores=cores,
-        stage_args=parse_stage_args(config.stage_args, plans),
+        stage_args=stage_args,
         pooled=pooled,
-        ways=draw_ways(config, inventory.kind, plans, pooled=pooled, cann=numbers(ascend.cann)),
+        ways=ways,
         sim_profile=checked_profile(config.engine, config.sim_profile),
         warnings=tuple(warnings),
+        memory=memory.plan,
     )
+
+
+def _shm(config: DeployConfig, plans: Sequence[InstancePlan]) -> int:
+    """MiB of shared memory that a launch wants, at most."""
+    links = sum(one.role.sends_kv for one in plans) * sum(one.role.takes_kv for one in plans)
+    arena = config.arena_mib if any(one.role.sends_features for one in plans) else 0
+    return arena + links * config.kv_staging_mib
 
 
 def _model(config: DeployConfig) -> tuple[str, ModelFacts | None, str]:

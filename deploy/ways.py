@@ -52,6 +52,11 @@ class Ways:
     def feature_path(self, instance: str) -> str:
         return self.features.get(instance, "host")
 
+    @property
+    def widest_feature_path(self) -> str:
+        """`device` where any instance keeps device memory for features."""
+        return "device" if "device" in self.features.values() else "host"
+
     def beside(self, sender: str) -> frozenset[str]:
         """Those that it sends KV to on its own device."""
         return frozenset(way.taker for way in self.kv if way.sender == sender and way.beside)
