@@ -13,10 +13,10 @@ import torch
 import zmq
 
 from epd_serve import wire
-from epd_serve.engine.ec import feature_writer as writer_module
 from epd_serve.engine.ec.producer import FeatureProducer
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
+from npu_ops.torch_memory import HostMemory
 from store.arena import Arena
 from store.errors import StoreError
 from tests.epd_serve.engine.ec.stages import CAPACITY, Stages, feature, needed, settled
@@ -144,13 +144,13 @@ def test_the_writer_waits_until_the_device_has_written(stages: Stages, monkeypat
     """A fake device: the feature's bytes are there only after its fence."""
     made, written = torch.zeros(4), threading.Event()
 
-    def fence(device: torch.device) -> Callable[[], None]:
+    def fence(memory: HostMemory) -> Callable[[], None]:
         def wait() -> None:
             assert written.wait(PATIENCE_S)
 
         return wait
 
-    monkeypatch.setattr(writer_module, "fence", fence)
+    monkeypatch.setattr(HostMemory, "fence", fence)
     e, p = stages.producer(), stages.consumer(hears=False)
     e.save({"k": made}, "k")
     assert not p.settled("r", ["k"])
