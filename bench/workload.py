@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from bench.workloads.export_aiperf import export_aiperf
@@ -15,14 +17,16 @@ from bench.workloads.generate import Knobs, requests
 from bench.workloads.own import NAME as OWN
 from bench.workloads.pictures import Pictures
 from bench.workloads.profiles import PROFILES, Profile
+from bench.workloads.spec import RequestSpec
 from bench.workloads.summary import Summary, summarise
 from bench.workloads.text import PlainWords
-from bench.workloads.workload import Workload, workload
+from bench.workloads.workload import Workload, arrivals_of, workload
 from bench.workloads.workload import add_arguments as add_workload_arguments
 from deploy.placement_table import table
 from epd_serve.errors import ConfigError
 
 CLIENTS = ("aisbench", "vllm", "aiperf")
+TELL_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +45,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         return 0
     if arguments.name is None:
         raise ConfigError("which workload? NAME is missing (--list shows all)", param="NAME")
-    wanted = workload(arguments.name, arguments)
+    wanted = workload(arguments.name, arguments, arrivals_of(arguments))
     if arguments.export is None:
         print(described(wanted))
         return 0
@@ -49,7 +53,8 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     if client not in CLIENTS:
         raise ConfigError(f"no client is called {client!r}: one of {', '.join(CLIENTS)}", param="--export")
     done = export(wanted, client, Path(directory), Pictures(arguments.cache))
-    print(f"{done.requests} requests of {wanted.name}: {', '.join(map(str, done.files))}")
+    files = ", ".join(f"{path} ({path.stat().st_size / 1e6:.1f} MB)" for path in done.files)
+    print(f"{done.requests} requests of {wanted.name}: {files}")
     for note in done.notes:
         print(f"note: {note}")
     print(f"run:  {done.command}")
@@ -65,11 +70,22 @@ def export(wanted: Workload, client: str, directory: Path, pictures: Pictures) -
     Raises:
         ConfigError: the directory or the picture cache cannot be written.
     """
+    told = _told(wanted.requests(), wanted.count)
     if client == "aisbench":
-        return export_aisbench(wanted.requests(), pictures, directory, wanted.arrivals)
+        return export_aisbench(told, pictures, directory, wanted.arrivals)
     if client == "vllm":
-        return export_vllm(wanted.requests(), pictures, directory, wanted.arrivals, wanted.knobs.seed)
-    return export_aiperf(wanted.requests(), pictures, directory, wanted.arrivals)
+        return export_vllm(told, pictures, directory, wanted.arrivals, wanted.knobs.seed)
+    return export_aiperf(told, pictures, directory, wanted.arrivals)
+
+
+def _told(requests: Iterable[RequestSpec], count: int) -> Iterator[RequestSpec]:
+    """The same requests; how far they are is told now and then, since drawing large pictures takes minutes."""
+    told = time.monotonic()
+    for number, request in enumerate(requests):
+        if time.monotonic() - told > TELL_S:
+            told = time.monotonic()
+            print(f"{number} of {count} requests …", file=sys.stderr)
+        yield request
 
 
 def overview() -> str:

@@ -99,10 +99,21 @@ def _serve(arguments: dict[str, Any]) -> int:
 
 
 def _add_layout(commands: Any) -> Parser:
-    parser = subparser(commands, "layout", "show what a layout means: canonical form, instances, devices")
+    parser = subparser(commands, "layout", "show what a layout means: canonical form, instances, devices, memory")
     parser.set_defaults(command=_layout)
     parser.add_argument("spec", metavar="SPEC", help="for example (E-P)-D")
     parser.add_argument("--devices", type=int, metavar="N", help="devices there are (default: as many as needed)")
+    parser.add_argument(
+        "--model", default="", metavar="DIR", help="a model: what each stage gets of its device's memory"
+    )
+    parser.add_argument("--device", default="auto", choices=("auto", "npu", "cuda", "cpu"), help="device kind")
+    parser.add_argument(
+        "--device-memory",
+        type=float,
+        metavar="GIB",
+        help="plan for devices of this size, not for those of this machine",
+    )
+    parser.add_argument("--stage-args", action="append", default=[], metavar="TEXT", help="as for serve")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -117,6 +128,19 @@ def _layout(arguments: dict[str, Any]) -> int:
     if devices is not None and devices < 0:
         raise ConfigError(f"--devices {devices} is negative", param="--devices")
     plans = lower(layout, range(layout.device_count if devices is None else devices))
+    if arguments["model"]:
+        from deploy.memory_preview import preview
+
+        check_servable(layout)
+        text, shown = preview(
+            layout,
+            arguments["model"],
+            arguments["device"],
+            arguments["device_memory"],
+            arguments["stage_args"],
+        )
+        print(json.dumps(shown, indent=2) if arguments["json"] else text)
+        return 0
     if arguments["json"]:
         shown = {"layout": str(layout), "devices": layout.device_count, "instances": placement_json(plans)}
         print(json.dumps(shown, indent=2))

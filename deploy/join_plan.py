@@ -99,6 +99,7 @@ class JoinPlan:
             host=self.host,
             wiring=self.wiring(answer, run, incarnation),
             extra_args=self.passed,
+            memory_share=plan.memory_share,
             guarded=True,
             engine=blueprint.config.engine,
             sim_profile=blueprint.sim_profile,

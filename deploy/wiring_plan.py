@@ -73,6 +73,7 @@ class WiringPlan:
             extra_args=blueprint.stage_args.of(plan),
             colocated=1 + len(plan.colocated_with),
             memory_share=plan.memory_share,
+            kv_cache_bytes=plan.kv_cache_bytes,
             engine=blueprint.config.engine,
             sim_profile=blueprint.sim_profile,
         )

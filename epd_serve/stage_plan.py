@@ -21,6 +21,7 @@ class StagePlan:
         model: directory or hub name; served_model_name: the name clients use.
         colocated: how many instances share the device, itself included.
         memory_share: fraction of device memory, or None for the default share.
+        kv_cache_bytes: of KV cache on each device, or None where vLLM finds out itself.
         extra_args: vLLM flags of the operator, appended last.
         guarded: other machines reach it, so its server wants a key (`stage_guard`); whoever spawns it puts the key
             into its environment.
@@ -42,6 +43,7 @@ class StagePlan:
     extra_args: tuple[str, ...] = ()
     colocated: int = 1
     memory_share: float | None = None
+    kv_cache_bytes: int | None = None
     guarded: bool = False
     engine: str = "vllm"
     sim_profile: str = ""

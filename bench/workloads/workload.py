@@ -54,6 +54,10 @@ class Workload:
         """The same requests at other times."""
         return replace(self, arrivals=arrivals)
 
+    def seeded(self, seed: int) -> Workload:
+        """Other requests of the same kind. A user's file stays as it is."""
+        return replace(self, knobs=replace(self.knobs, seed=seed))
+
     @cached_property
     def _words(self) -> Words:
         return words(self.tokenizer)
@@ -65,9 +69,16 @@ class Workload:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """All flags of a workload but its name."""
+    """All flags of a workload but its name: what it consists of, how many requests, and when they arrive."""
     parser.add_argument("--n", type=int, metavar="N", help="requests (default: the workload's own number)")
     parser.add_argument("--seed", type=int, default=0, help="another seed, other texts, pictures and arrivals")
+    parser.add_argument("--rate", type=float, metavar="R", help="requests a second: short for --arrivals poisson:R")
+    parser.add_argument("--arrivals", metavar="HOW", help=f"{FORMS} (seconds from the start, a line each, in FILE)")
+    add_content_arguments(parser)
+
+
+def add_content_arguments(parser: argparse._ActionsContainer) -> None:
+    """The flags of what a workload consists of, for commands with an `--n`, a `--seed` and arrivals of their own."""
     parser.add_argument(
         "--reuse", type=float, default=0.0, metavar="R", help="share of pictures that were seen before (0 to below 1)"
     )
@@ -76,8 +87,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--pictures-each", type=int, metavar="N", help="pictures of each request that has any")
     parser.add_argument("--output-tokens", type=int, metavar="N", help="tokens of each answer (default: 64, mostly)")
-    parser.add_argument("--rate", type=float, metavar="R", help="requests a second: short for --arrivals poisson:R")
-    parser.add_argument("--arrivals", metavar="HOW", help=f"{FORMS} (seconds from the start, a line each, in FILE)")
     parser.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="model directory that counts tokens (default: a word is a token)"
     )
@@ -88,8 +97,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def workload(name: str, arguments: argparse.Namespace) -> Workload:
-    """The workload that the flags of `add_arguments` describe.
+def arrivals_of(arguments: argparse.Namespace) -> Arrivals | None:
+    """What `--rate` or `--arrivals` of `add_arguments` say; None without them.
+
+    Raises:
+        ConfigError: both are given, or one is out of range.
+    """
+    if arguments.rate is not None and arguments.arrivals is not None:
+        raise ConfigError("--rate and --arrivals both say when requests arrive: give one", param="--rate")
+    if arguments.rate is not None:
+        return Poisson(arguments.rate)
+    return None if arguments.arrivals is None else parse_arrivals(arguments.arrivals)
+
+
+def workload(name: str, arguments: argparse.Namespace, arrivals: Arrivals | None = None) -> Workload:
+    """The workload that `--n`, `--seed` and the flags of `add_content_arguments` describe.
 
     Raises:
         ConfigError: no such workload, a value out of range, flags that do not go together, an unreadable file.
@@ -97,13 +119,6 @@ def workload(name: str, arguments: argparse.Namespace) -> Workload:
     knobs = Knobs(arguments.seed, arguments.reuse, arguments.zipf, arguments.pictures_each, arguments.output_tokens)
     if arguments.n is not None and arguments.n < 1:
         raise ConfigError(f"--n is {arguments.n}: 1 or more", param="--n")
-    if arguments.rate is not None and arguments.arrivals is not None:
-        raise ConfigError("--rate and --arrivals both say when requests arrive: give one", param="--rate")
-    arrivals: Arrivals | None = None
-    if arguments.rate is not None:
-        arrivals = Poisson(arguments.rate)
-    elif arguments.arrivals is not None:
-        arrivals = parse_arrivals(arguments.arrivals)
     if name == OWN:
         return _own(arguments, knobs, arrivals)
     if arguments.pictures is not None or arguments.prompts is not None:
