@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 import epd_serve
-from bench import arena, duplicates, proxy, startup, transfer, transfer_pd, ttft
+from bench import arena, colocation, duplicates, interference, proxy, startup, transfer, transfer_pd, ttft
 from epd_serve.errors import EpdError
 
 
@@ -39,6 +39,22 @@ def _parser() -> argparse.ArgumentParser:
             "proxy",
             help="what the proxy costs, and how it keeps its promises, over simulated stages",
             description=proxy.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
+    interference.add_arguments(
+        commands.add_parser(
+            "interference",
+            help="how much the operators of the stages slow each other down on one device",
+            description=interference.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
+    colocation.add_arguments(
+        commands.add_parser(
+            "colocation",
+            help="stages on one device against a monolith: throughput, time per output token",
+            description=colocation.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     )

@@ -7,13 +7,13 @@ waiting. Every wait is bounded; a request without a good answer is an error and 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bench.load_http import Answer, Connection, connect
 from bench.statistic import percentile
+from bench.workloads.arrivals import Poisson, arrivals_within
 
 LIMIT_S = 60.0
 """How long one request may take."""
@@ -152,7 +152,7 @@ async def open_loop(
         StageError: nobody listens at `url`.
     """
     pool, sample = Pool(url), Sample()
-    due = arrivals(per_second, seconds, seed)
+    due = arrivals_within(Poisson(per_second), seconds, seed)
     cpu, begun = time.process_time(), time.perf_counter()
 
     async def send(turn: int, at: float) -> None:
@@ -170,11 +170,3 @@ async def open_loop(
     sample.cpu_s = time.process_time() - cpu
     sample.begun_s, sample.ended_s = begun, time.perf_counter()
     return sample
-
-
-def arrivals(per_second: float, seconds: float, seed: int) -> Sequence[float]:
-    """Times of a Poisson process within `seconds`, ascending."""
-    chance, at, found = random.Random(seed), 0.0, []
-    while (at := at + chance.expovariate(per_second)) < seconds:
-        found.append(at)
-    return found

@@ -14,12 +14,12 @@ from typing import Any
 from bench.flow_process import FlowGenerator
 from bench.flows import GOOD, Flow, Outcome
 from bench.goals import Goal
-from bench.load import arrivals
 from bench.proxy_part import Found, Options, Part
 from bench.proxy_speed import simulated
 from bench.scenario_bodies import picture, text
 from bench.served import Served
 from bench.statistic import percentile
+from bench.workloads.arrivals import Poisson, arrivals_within
 from deploy.placement_table import table
 
 LAYOUT = "2E-2P-2D"
@@ -100,14 +100,14 @@ def over_idle(rows: Sequence[Row], line: str) -> float:
 
 def _flows(launch: Served, before_s: float, burst_s: float) -> list[Flow]:
     calm_s, end_s = SETTLE_S + before_s, SETTLE_S + before_s + burst_s
-    shown = list(arrivals(PICTURES_PER_S, calm_s, seed=2))
-    shown += [calm_s + due for due in arrivals(PICTURES_PER_S * BURST, burst_s, seed=3)]
+    shown = list(arrivals_within(Poisson(PICTURES_PER_S), calm_s, seed=2))
+    shown += [calm_s + due for due in arrivals_within(Poisson(PICTURES_PER_S * BURST), burst_s, seed=3)]
     words = [text(launch.model, tokens=TEXT_TOKENS, answer=ANSWER, stream=True, seed=turn) for turn in range(16)]
     pictures = [
         picture(launch.model, side=PICTURE_SIDE, answer=ANSWER, stream=True, seed=turn) for turn in range(len(shown))
     ]
     return [
-        Flow("text", words, arrivals(TEXT_PER_S, end_s, seed=1)),
+        Flow("text", words, arrivals_within(Poisson(TEXT_PER_S), end_s, seed=1)),
         Flow("picture", pictures, shown),
     ]
 

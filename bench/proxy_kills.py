@@ -20,12 +20,12 @@ from bench.flow_process import FlowGenerator
 from bench.flows import CUT, GOOD, Flow, Outcome
 from bench.front_door import counters, held, instances, total, until
 from bench.goals import Goal
-from bench.load import arrivals
 from bench.proxy_part import Found, Options, Part
 from bench.proxy_speed import simulated
 from bench.scenario_bodies import picture, text
 from bench.served import Served, groups, served
 from bench.statistic import percentile
+from bench.workloads.arrivals import Poisson, arrivals_within
 from deploy.placement_table import table
 from epd_serve.errors import StageError
 
@@ -185,12 +185,15 @@ def _next_victim(launch: Served, after: str, within_s: float) -> str:
 
 def _flows(model: str, how: Plan) -> list[Flow]:
     seconds = SETTLE_S + how.seconds + how.every_s
-    shown = arrivals(how.pictures_per_s, seconds, seed=2)
+    shown = arrivals_within(Poisson(how.pictures_per_s), seconds, seed=2)
     words = [text(model, tokens=how.tokens, answer=how.answer, stream=bool(turn % 2), seed=turn) for turn in range(32)]
     pictures = [
         picture(model, side=how.side, answer=how.answer, stream=bool(turn % 2), seed=turn) for turn in range(len(shown))
     ]
-    return [Flow("text", words, arrivals(how.text_per_s, seconds, seed=1)), Flow("picture", pictures, shown)]
+    return [
+        Flow("text", words, arrivals_within(Poisson(how.text_per_s), seconds, seed=1)),
+        Flow("picture", pictures, shown),
+    ]
 
 
 def _table(figures: Mapping[str, float], kills: Sequence[Kill], bad: Sequence[Outcome], real: bool) -> str:

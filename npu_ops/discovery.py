@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import signal
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from npu_ops.npu_smi import parse_mapping
+from npu_ops.vendor_tool import ask
+
 Kind = Literal["npu", "cuda", "cpu"]
-
-TOOL_TIMEOUT_S = 15.0
-"""nvidia-smi takes seconds without persistence mode; a hung driver must not hang the launcher."""
-
-_COLUMNS = re.compile(r"\s{2,}|\t")
 
 
 class DiscoveryError(ValueError):
@@ -74,30 +69,19 @@ def discover(kind: str = "auto") -> DeviceInventory:
 
 
 def _npu() -> DeviceInventory:
-    table, note = _ask("npu-smi", "info", "-m")
-    names = parse_npu_mapping(table) if table is not None else _numbered_files("/dev", "davinci", "Ascend NPU")
+    table, note = ask("npu-smi", "info", "-m")
+    if table is None:
+        return _visible("npu", _numbered_files("/dev", "davinci", "Ascend NPU"), {}, "ASCEND_RT_VISIBLE_DEVICES", note)
+    names = {logic: chip.name for logic, chip in parse_mapping(table).items()}
     return _visible("npu", names, {}, "ASCEND_RT_VISIBLE_DEVICES", note)
 
 
 def _cuda() -> DeviceInventory:
-    table, note = _ask("nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader")
+    table, note = ask("nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader")
     if table is None:
         return _visible("cuda", _numbered_files("/dev", "nvidia", "NVIDIA GPU"), {}, "CUDA_VISIBLE_DEVICES", note)
     names, uuids = parse_nvidia_query(table)
     return _visible("cuda", names, uuids, "CUDA_VISIBLE_DEVICES", note)
-
-
-def parse_npu_mapping(table: str) -> dict[int, str]:
-    """Logic id → chip name from `npu-smi info -m`. Rows without a logic id (the Mcu) are no devices.
-
-    An A3 board shows two chips per NPU, each with its own logic id; that id is what the runtime takes.
-    """
-    rows = [_COLUMNS.split(line.strip()) for line in table.splitlines() if line.strip()]
-    if not rows or "Chip Logic ID" not in rows[0]:
-        return {}
-    header = rows[0]
-    logic, name = header.index("Chip Logic ID"), header.index("Chip Name")
-    return {int(row[logic]): row[name] for row in rows[1:] if len(row) == len(header) and row[logic].isdecimal()}
 
 
 def parse_nvidia_query(table: str) -> tuple[dict[int, str], dict[str, int]]:
@@ -131,35 +115,6 @@ def _resolve(entry: str, names: dict[int, str], uuids: dict[str, int], variable:
         return matches[0]
     present = ", ".join(map(str, sorted(names)))
     raise DiscoveryError(f"{variable} names device {entry!r}, but this machine has {present}; correct or unset it")
-
-
-def _ask(tool: str, *arguments: str) -> tuple[str | None, str]:
-    """A tool's output, or None and why there is none."""
-    path = shutil.which(tool)
-    if path is None:
-        return None, f"{tool} is not on PATH"
-    try:
-        process = subprocess.Popen(
-            [path, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-    except OSError as error:
-        return None, f"{tool} could not be run: {error.strerror}"
-    try:
-        output, errors = process.communicate(timeout=TOOL_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        # Killed but not waited for: a process that hangs inside a driver does not die before the driver answers.
-        os.killpg(process.pid, signal.SIGKILL)
-        return None, f"{tool} did not answer within {TOOL_TIMEOUT_S:g} s"
-    if process.returncode != 0:
-        last = (errors.strip() or output.strip()).splitlines()[-1:]
-        return None, f"{tool} failed: {last[0] if last else f'exit code {process.returncode}'}"
-    return output, f"{tool} lists no device"
 
 
 def _numbered_files(folder: str, prefix: str, name: str) -> dict[int, str]:

@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
-from bench.load import Sample, arrivals, closed_loop, open_loop
+from bench.load import Sample, closed_loop, open_loop
 from bench.load_http import Answer, post
 from bench.load_process import Generator, Load
+from bench.workloads.arrivals import Poisson, arrivals_within
 from epd_serve.errors import StageError
 from epd_serve.roles import Role
 from proxy import strict_json
@@ -40,19 +41,13 @@ async def test_bad_answers_are_errors_by_kind() -> None:
         made = request(url, stream=True)
         sample = await open_loop(url, lambda _: made, per_second=40, seconds=0.5, stream=True)
         assert sample.errors == {"status 400": 1, "broken": 2}
-        assert sample.good == len(arrivals(40, 0.5, 0)) - 3
+        assert sample.good == len(arrivals_within(Poisson(40), 0.5, 0)) - 3
 
 
 async def test_nobody_there_is_said_at_once() -> None:
     with pytest.raises(BaseExceptionGroup) as failed:
         await closed_loop("http://127.0.0.1:1", lambda _: b"", at_once=2, seconds=0.1, stream=False)
     assert failed.group_contains(StageError)
-
-
-def test_arrivals_are_drawn_from_the_seed_and_ascend() -> None:
-    found = arrivals(1000, 2.0, seed=1)
-    assert list(found) == sorted(found) == list(arrivals(1000, 2.0, seed=1)) != list(arrivals(1000, 2.0, seed=2))
-    assert 1800 < len(found) < 2200 and found[-1] < 2.0
 
 
 def test_an_open_loops_times_count_from_when_a_request_was_due() -> None:

@@ -8,24 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from npu_ops import discovery
+from npu_ops import discovery, vendor_tool
 from npu_ops.discovery import DiscoveryError, discover
+from tests.npu_ops.smi_outputs import A2_MAPPING, A3_MAPPING
 
-A2_MAPPING = """\
-        NPU ID                         Chip ID                        Chip Logic ID                  Chip Name
-        0                              0                              0                              Ascend 910B3
-        0                              1                              -                              Mcu
-        1                              0                              1                              Ascend 910B3
-        1                              1                              -                              Mcu
-"""
-A3_MAPPING = """\
-        NPU ID          Chip ID         Chip Logic ID   Chip Phy-ID     Chip Name
-        0               0               0               0               Ascend910
-        0               1               1               1               Ascend910
-        0               2               -               -               Mcu
-        1               0               2               2               Ascend910
-        1               1               3               3               Ascend910
-"""
 TWO_GPUS = """\
 0, GPU-8f3a1c52-0000-1111-2222-333344445555, NVIDIA A100
 1, GPU-8f3a1c99-0000-1111-2222-333344445555, NVIDIA A100
@@ -51,7 +37,7 @@ def tool(folder: Path, name: str, output: str = "", exit_code: int = 0, before: 
 def test_npus_are_the_rows_with_a_logic_id(bare_machine: Path) -> None:
     tool(bare_machine, "npu-smi", A2_MAPPING)
     found = discover("npu")
-    assert (found.kind, found.ids, found.names) == ("npu", (0, 1), ("Ascend 910B3", "Ascend 910B3"))
+    assert (found.kind, found.ids, found.names) == ("npu", (0, 1), ("Ascend 910B1", "Ascend 910B1"))
 
 
 def test_each_chip_of_an_a3_board_is_a_device(bare_machine: Path) -> None:
@@ -114,7 +100,7 @@ def test_a_missing_or_failing_tool_is_named(bare_machine: Path) -> None:
 
 
 def test_a_hung_tool_is_given_up(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "TOOL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(vendor_tool, "TOOL_TIMEOUT_S", 0.2)
     tool(bare_machine, "npu-smi", A2_MAPPING, before="/bin/sleep 5")
     assert discover("npu").note == "npu-smi did not answer within 0.2 s"
 
@@ -137,7 +123,8 @@ def test_an_unknown_kind_is_an_error() -> None:
 
 def test_discovery_imports_no_framework() -> None:
     code = (
-        "import sys, npu_ops.discovery, npu_ops.core_sets, epd_serve.layout_parser, epd_serve.model_facts\n"
+        "import sys, npu_ops.discovery, npu_ops.properties, npu_ops.core_sets\n"
+        "import epd_serve.layout_parser, epd_serve.model_facts\n"
         "bad = {'torch', 'torch_npu', 'vllm', 'transformers', 'mooncake'} & set(sys.modules)\n"
         "assert not bad, bad"
     )

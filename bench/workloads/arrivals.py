@@ -1,0 +1,201 @@
+"""When requests arrive: Poisson, gamma, a trace, or a closed loop. Pure and seeded; whoever sends waits, not this.
+
+`with_arrivals` puts times on requests. Open arrivals are endless: a run is cut by its number of requests or by time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench.workloads.chance import Chance
+from bench.workloads.spec import RequestSpec
+from epd_serve.errors import ConfigError
+
+FORMS = "poisson:RATE, gamma:RATE:CV, trace:FILE, trace:FILE:RATE or closed:CONCURRENCY"
+DIGITS = 6
+"""Arrivals are rounded to microseconds: whatever the last bit of a machine's logarithm is, they are equal."""
+
+
+@dataclass(frozen=True)
+class Poisson:
+    """Independent arrivals, `rate_rps` requests a second on average."""
+
+    rate_rps: float
+
+    def __post_init__(self) -> None:
+        _positive(self.rate_rps, "rate")
+
+    def gaps(self, seed: int) -> Iterator[float]:
+        """Seconds before each request."""
+        chance = Chance("arrivals", "poisson", seed)
+        while True:
+            yield chance.exponential() / self.rate_rps
+
+
+@dataclass(frozen=True)
+class Gamma:
+    """Gamma-distributed gaps of mean 1 / `rate_rps`.
+
+    Attributes:
+        cv: deviation over mean of the gaps: 1 is Poisson, above 1 bursty, below 1 even. vLLM bench and AISBench name
+            the shape instead: burstiness = 1 / cv².
+    """
+
+    rate_rps: float
+    cv: float
+
+    def __post_init__(self) -> None:
+        _positive(self.rate_rps, "rate")
+        _positive(self.cv, "cv")
+
+    @property
+    def burstiness(self) -> float:
+        return 1 / self.cv**2
+
+    def gaps(self, seed: int) -> Iterator[float]:
+        """Seconds before each request."""
+        chance = Chance("arrivals", "gamma", seed)
+        while True:
+            yield chance.gamma(self.burstiness) / (self.burstiness * self.rate_rps)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The gaps between recorded arrivals, over and over where a run is longer than the trace.
+
+    Attributes:
+        times_s: ascending, at least two, the last one later than the first.
+        rate_rps: scale the gaps to this rate (as HydraInfer v2 §5.1 does with its trace); None keeps them.
+    """
+
+    times_s: Sequence[float]
+    rate_rps: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.rate_rps is not None:
+            _positive(self.rate_rps, "rate")
+        if len(self.times_s) < 2 or self.times_s[-1] <= self.times_s[0]:
+            raise ConfigError("a trace needs two arrivals or more, at different times", param="--arrivals")
+        if any(later < earlier for earlier, later in itertools.pairwise(self.times_s)):
+            raise ConfigError("the arrivals of a trace are not in ascending order", param="--arrivals")
+
+    def gaps(self, seed: int) -> Iterator[float]:
+        """Seconds before each request; the first comes at once. `seed` changes nothing."""
+        own = [later - earlier for earlier, later in itertools.pairwise(self.times_s)]
+        mean = sum(own) / len(own)
+        scale = 1.0 if self.rate_rps is None else 1 / (mean * self.rate_rps)
+        yield 0.0
+        for gap in itertools.cycle(own):
+            yield gap * scale
+
+
+@dataclass(frozen=True)
+class ClosedLoop:
+    """So many requests under way at any time: the next is sent when one has ended. No arrival times."""
+
+    concurrency: int
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1:
+            raise ConfigError(f"concurrency is {self.concurrency}: 1 or more", param="--arrivals")
+
+
+OpenArrivals = Poisson | Gamma | Trace
+Arrivals = OpenArrivals | ClosedLoop
+
+
+def arrival_times(arrivals: OpenArrivals, seed: int, paces: Iterable[float] | None = None) -> Iterator[float]:
+    """Seconds from the start, ascending; endless, or as long as `paces`.
+
+    Args:
+        paces: `RequestSpec.pace` of each request.
+    """
+    gaps, at = arrivals.gaps(seed), 0.0
+    for pace in itertools.repeat(1.0) if paces is None else paces:
+        at += next(gaps) / pace
+        yield round(at, DIGITS)
+
+
+def arrivals_within(arrivals: OpenArrivals, seconds: float, seed: int) -> list[float]:
+    """All times before `seconds`."""
+    return list(itertools.takewhile(lambda at: at < seconds, arrival_times(arrivals, seed)))
+
+
+def with_arrivals(requests: Iterable[RequestSpec], arrivals: Arrivals, seed: int) -> Iterator[RequestSpec]:
+    """The requests, each with its time; without times in a closed loop. Lazy. Bursts follow each request's `pace`."""
+    if isinstance(arrivals, ClosedLoop):
+        for request in requests:
+            yield replace(request, arrival_s=None)
+        return
+    gaps, at = arrivals.gaps(seed), 0.0
+    for request in requests:
+        at += next(gaps) / request.pace
+        yield replace(request, arrival_s=round(at, DIGITS))
+
+
+def parse_arrivals(text: str) -> Arrivals:
+    """Arrivals as a flag writes them (`FORMS`).
+
+    Raises:
+        ConfigError: not of that form, a number out of range, or a trace that cannot be read.
+    """
+    kind, _, rest = text.partition(":")
+    words = rest.split(":") if rest else []
+    if kind == "poisson" and len(words) == 1:
+        return Poisson(_number(words[0], text))
+    if kind == "gamma" and len(words) == 2:
+        return Gamma(_number(words[0], text), _number(words[1].removeprefix("cv="), text))
+    if kind == "trace" and len(words) in (1, 2):
+        return Trace(read_trace(Path(words[0])), _number(words[1], text) if len(words) == 2 else None)
+    if kind == "closed" and len(words) == 1 and words[0].isdecimal():
+        return ClosedLoop(int(words[0]))
+    raise ConfigError(f"arrivals {text!r}: write {FORMS}", param="--arrivals")
+
+
+def read_trace(path: Path) -> tuple[float, ...]:
+    """Arrival times in seconds: one number per line, ascending; empty lines and lines with `#` in front are left out.
+
+    Raises:
+        ConfigError: unreadable, or a line that is no such number; with file and line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"trace {path} cannot be read: {error}", param="--arrivals") from error
+    found: list[float] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            at = float(line)
+        except ValueError:
+            at = math.nan
+        if not math.isfinite(at) or at < 0:
+            raise ConfigError(
+                f"{path}:{number}: {line.strip()!r} is not a time in seconds, 0 or more", param="--arrivals"
+            )
+        if found and at < found[-1]:
+            raise ConfigError(
+                f"{path}:{number}: {at:g} s is before the {found[-1]:g} s of the line above: sort the trace",
+                param="--arrivals",
+            )
+        found.append(at)
+    if len(found) < 2 or found[-1] <= found[0]:
+        raise ConfigError(f"trace {path} needs two arrivals or more, at different times", param="--arrivals")
+    return tuple(found)
+
+
+def _number(word: str, text: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise ConfigError(f"arrivals {text!r}: {word!r} is not a number; write {FORMS}", param="--arrivals") from None
+
+
+def _positive(value: float, name: str) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name} is {value:g}: it has to be above 0", param="--arrivals")

@@ -1,0 +1,91 @@
+"""Runs operators of `npu_ops/interference.py` on one device, over and over, and says when each sample began and ended.
+
+Owns the process's device, its threads and its share of the cores. Who runs beside it is the measurement's business.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+import torch
+
+from npu_ops.interference import Sizes
+from npu_ops.interference_calls import Call, call_of
+from npu_ops.interference_ring import Ring
+from npu_ops.memory import DeviceMemory, open_memory
+
+Span = tuple[float, float]
+"""When a sample began and ended: seconds of CLOCK_MONOTONIC, which the processes of a machine share."""
+
+SAMPLE_S = 0.002
+"""A sample is as many calls as take about so long: to wait for a device takes some tens of microseconds itself."""
+
+MOST_REPEATS = 1000
+
+
+class Prepared:
+    """A call, warmed up. `repeats`: calls in one sample."""
+
+    def __init__(self, memory: DeviceMemory, call: Call) -> None:
+        self._memory, self._call = memory, call
+        for _ in range(2):  # the first one chooses, compiles and loads the kernel
+            self._sample(1)
+        begun, ended = self._sample(1)
+        self.repeats = min(MOST_REPEATS, max(1, round(SAMPLE_S / max(ended - begun, 1e-6))))
+
+    def run(self, begin: float, end: float) -> list[Span]:
+        """Samples back to back from `begin` until one ends after `end`."""
+        if (wait_s := begin - time.monotonic()) > 0:
+            time.sleep(wait_s)
+        spans = [self._sample(self.repeats)]
+        while spans[-1][1] < end:
+            spans.append(self._sample(self.repeats))
+        return spans
+
+    def _sample(self, repeats: int) -> Span:
+        begun = time.monotonic()
+        for _ in range(repeats):
+            self._call()
+        self._memory.fence()()
+        return begun, time.monotonic()
+
+
+class Runner:
+    """The operators on one device, in this process. Made before anything else touches the device.
+
+    Args:
+        kind, index: of the device. cores: on CPU, the cores of this process, with a thread for each.
+    """
+
+    def __init__(self, kind: str, index: int, sizes: Sizes, cores: Sequence[int] = ()) -> None:
+        self._kind, self._index, self._sizes = kind, index, sizes
+        if cores:
+            os.sched_setaffinity(0, cores)
+            torch.set_num_threads(len(cores))
+        self._memory = open_memory(kind, index)
+        self._memory.enter_thread()
+        self._device = torch.device(kind) if kind == "cpu" else torch.device(kind, index)
+        self._prepared: dict[str, Prepared] = {}
+        self._ring: Ring | None = None
+
+    def prepare(self, name: str) -> Prepared:
+        """The operator, made and warmed up when it is first asked for. Raises RuntimeError where torch cannot."""
+        if name not in self._prepared:
+            if name == "all_reduce":
+                self._ring = Ring(self._kind, self._index, self._sizes.reduce_bytes)
+            with torch.inference_mode():
+                call = call_of(name, self._sizes, self._device, self._ring)
+                self._prepared[name] = Prepared(self._memory, call)
+        return self._prepared[name]
+
+    def run(self, name: str, begin: float, end: float) -> list[Span]:
+        """See `Prepared.run`. The operator was prepared."""
+        with torch.inference_mode():
+            return self._prepared[name].run(begin, end)
+
+    def close(self) -> None:
+        """End the peer of the all-reduce."""
+        if self._ring is not None:
+            self._ring.close()

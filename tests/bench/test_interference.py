@@ -1,0 +1,217 @@
+"""`epd-bench interference`: from samples to slowdowns, the picture, and two real processes on a small scale."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+
+from bench import interference
+from bench.cli import main
+from bench.interference import Target, chosen, figures_of, profile_of, report, rows_of, target_of
+from bench.interference_map import draw, title
+from bench.interference_process import OperatorProcess
+from bench.interference_windows import Found, alike, latency_s, maps, overlapping, slowdowns, windows
+from bench.shares import cores_of_shares, parse_shares
+from epd_serve.errors import ConfigError, StageError
+from npu_ops.interference import BENCH, operators
+from npu_ops.interference_profile import InterferenceMap, load_profile
+
+CPU = Target("cpu", 0, "a CPU", 1, {"cpu": 2})
+ENV = {"date": "2025-01-01", "commit": "abc", "command": "c", "machine": {"cores": 2}, "versions": {}}
+TINY = dataclasses.replace(
+    BENCH, encoder_tokens=8, prompt_tokens=8, context=16, decode_layers=2, copy_bytes=4096, reduce_bytes=4096
+)
+
+
+def calls(first: float, last: float, each: float) -> list[tuple[float, float]]:
+    count = round((last - first) / each)
+    return [(first + each * place, first + each * (place + 1)) for place in range(count)]
+
+
+def test_only_calls_within_the_time_of_both_count():
+    slow, fast = calls(0.0, 10.0, 2.0), calls(0.5, 9.5, 0.5)
+
+    kept = overlapping([slow, fast], 1.0, 9.0)
+
+    assert kept[0] == [(2.0, 4.0), (4.0, 6.0), (6.0, 8.0)]
+    assert kept[1][0] == (1.0, 1.5) and kept[1][-1] == (8.5, 9.0)
+
+
+@pytest.mark.parametrize(("first", "last"), [(1.5, 10.0), (0.0, 8.0)])
+def test_a_process_that_comes_late_or_ends_early_spoils_the_window(first, last):
+    with pytest.raises(StageError, match="late to its window"):
+        overlapping([calls(0.0, 10.0, 1.0), calls(first, last, 0.5)], 1.0, 9.0)
+
+
+def test_a_process_that_finishes_too_little_spoils_the_window():
+    with pytest.raises(StageError, match="fewer than 3 calls in 8 s: raise --seconds"):
+        overlapping([calls(0.0, 10.0, 1.0), calls(0.0, 12.0, 4.0)], 1.0, 9.0)
+
+
+def test_the_latency_of_a_call_is_the_mean_of_its_samples():
+    assert latency_s([(0.0, 2.0), (2.0, 6.0)], repeats=10) == pytest.approx(0.3)
+
+
+def test_equal_shares_need_every_pair_once_and_unequal_ones_in_both_orders():
+    assert windows(["a", "b"], None) == [("a",), ("b",), ("a", "a"), ("a", "b"), ("b", "b")]
+    assert windows(["a", "b"], (0.5, 0.5)) == windows(["a", "b"], None)
+    assert [one for one in windows(["a", "b"], (0.3, 0.7)) if len(one) == 2] == [
+        ("a", "a"), ("a", "b"), ("b", "a"), ("b", "b"),
+    ]  # fmt: skip
+
+
+def of_round(turn: int, slow: float, shares: tuple[float | None, float | None] = (None, None)) -> list[Found]:
+    """`slow`: of the machine in this round. `a` takes 1 s, `b` 2 s; beside each other 3 and 1.5 of it."""
+    found = [
+        Found(turn, seat, name, shares[seat], None, slow * (1.0 if name == "a" else 2.0), 5)
+        for seat in (0, 1)
+        for name in "ab"
+    ]
+    for first, second in ("aa", "ab", "bb", "ba"):
+        for seat, own, other in ((0, first, second), (1, second, first)):
+            ratio = {"ab": 3.0, "ba": 1.5}.get(own + other, 2.0)
+            alone = 1.0 if own == "a" else 2.0
+            found.append(Found(turn, seat, own, shares[seat], (other, shares[1 - seat]), slow * alone * ratio, 5))
+    return found
+
+
+def test_a_slow_machine_slows_both_and_changes_no_slowdown():
+    found = [*of_round(0, 1.0), *of_round(1, 7.0), *of_round(2, 1.1)]
+
+    (one,) = maps(found, ["a", "b"])
+
+    assert one.core_shares is None
+    assert one.of("a", "b").slowdown == 3.0 and one.of("b", "a").slowdown == 1.5
+    assert one.of("a", "b").rounds == 3
+    assert one.alone_s == {"a": 1.1, "b": pytest.approx(2.2)}
+    assert {round(ratio, 6) for _, ratio in slowdowns(found)} == {1.5, 2.0, 3.0}
+
+
+def test_unequal_shares_make_a_map_for_each_side_after_the_one_without():
+    found = [*of_round(0, 1.0, (0.3, 0.7)), *of_round(0, 1.0)]
+
+    assert [one.core_shares for one in maps(found, ["a", "b"])] == [None, (0.3, 0.7), (0.7, 0.3)]
+
+
+def test_pairs_with_the_same_need_are_set_against_those_with_different_ones():
+    (one,) = maps(of_round(0, 1.0), ["a", "b"])
+
+    assert alike(one, {"a": "compute", "b": "memory"}) == {"alike": 2.0, "unlike": 2.25}
+    assert alike(one, {"a": "memory", "b": "memory"}) == {"alike": 2.125}
+
+
+# --- shares
+
+
+def test_shares_are_two_numbers_that_fit_on_a_device():
+    assert parse_shares("0.3,0.7") == (0.3, 0.7)
+    for wrong in ("0.5", "a,b", "0.5,0.5,0.1"):
+        with pytest.raises(ConfigError, match="two numbers"):
+            parse_shares(wrong)
+    for wrong in ("0.6,0.6", "0,1", "-0.1,0.5"):
+        with pytest.raises(ConfigError, match="their sum at most 1"):
+            parse_shares(wrong)
+
+
+def test_shares_of_a_cpu_are_cores_of_its_own():
+    assert cores_of_shares((0.25, 0.75), (0, 1, 2, 3)) == ((0,), (1, 2, 3))
+    assert cores_of_shares(None, (0, 1)) == ((0, 1), (0, 1))
+    with pytest.raises(ConfigError, match="leaves one side without any"):
+        cores_of_shares((0.3, 0.7), (0, 1))
+
+
+# --- command
+
+
+def profiled() -> tuple:
+    every = {name: one for name, one in operators("cpu", 1, BENCH).items() if name in ("norm", "encoder_matmul")}
+    found = [
+        dataclasses.replace(
+            one,
+            operator={"a": "norm", "b": "encoder_matmul"}[one.operator],
+            beside=one.beside and ({"a": "norm", "b": "encoder_matmul"}[one.beside[0]], one.beside[1]),
+        )
+        for one in [*of_round(0, 1.0), *of_round(0, 1.0, (0.5, 0.5))]
+    ]
+    return profile_of(CPU, every, found, ENV), every, found
+
+
+def test_the_profile_says_what_was_measured_on_what_and_can_be_loaded(tmp_path):
+    profile, _, _ = profiled()
+    profile.save(tmp_path / "p.json")
+
+    assert load_profile(tmp_path / "p.json") == profile
+    assert profile.kind == "real" and profile.device == {
+        "kind": "cpu",
+        "name": "a CPU",
+        "devices": 1,
+        "cores": {"cpu": 2},
+    }
+    assert {one.name: one.needs for one in profile.operators} == {"norm": "memory", "encoder_matmul": "compute"}
+
+
+def test_figures_rows_and_tables_name_both_divisions():
+    profile, every, found = profiled()
+
+    figures = figures_of(profile)
+    assert figures["all cores/slowdown/norm/encoder_matmul"] == 3.0
+    assert figures["share 0.5 beside 0.5/mean_slowdown_of_needs/alike"] == 2.0
+    assert len(rows_of(found)) == len(found)
+    assert {row["slowdown"] for row in rows_of(found) if row["beside"]} == {1.5, 2.0, 3.0}
+    shown = report(profile, every)
+    assert "a CPU (cpu), real" in shown and "all cores: times slower, beside" in shown and "compute" in shown
+
+
+def test_the_picture_is_a_png(tmp_path):
+    pytest.importorskip("matplotlib", reason="epd-serve[bench] is not installed")
+    profile, _, _ = profiled()
+    best = {one.name: (1.0, 0.5) for one in profile.operators}
+
+    draw(tmp_path / "deep" / "map.png", profile, best, "a CPU, real")
+
+    assert (tmp_path / "deep" / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_heat_map_says_who_has_which_share():
+    assert title(InterferenceMap((0.3, 0.7), {}, ())) == "0.3 of the cores, the neighbour 0.7"
+
+
+def test_an_operator_that_the_device_lacks_is_refused():
+    with pytest.raises(ConfigError, match=r"--operators sort: cpu with 1 device\(s\) has encoder_matmul"):
+        chosen("norm,sort", CPU)
+    assert list(chosen("norm,encoder_matmul,norm", CPU)) == ["norm", "encoder_matmul"]
+
+
+def test_a_device_that_is_not_here_is_refused_with_the_reason(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+
+    with pytest.raises(ConfigError, match="--device npu: npu-smi is not on PATH"):
+        target_of("npu")
+
+
+@pytest.mark.parametrize("wrong", [["--rounds", "0"], ["--seconds", "0"], ["--core-share", "0.5"]])
+def test_bad_numbers_are_refused_before_anything_starts(monkeypatch, capsys, wrong):
+    monkeypatch.setattr(interference, "measure", lambda *_: pytest.fail("started"))
+
+    assert main(["interference", "--device", "cpu", *wrong]) == 1
+    assert wrong[0] in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_processes_run_at_the_same_time():
+    seats = [OperatorProcess("cpu", 0, TINY, (), None) for _ in range(2)]
+    try:
+        for seat in seats:
+            seat.ready()
+            assert seat.prepare("norm") >= 1
+        assert seats[0].prepare("all_reduce") >= 1  # with a peer of its own
+        at = time.monotonic() + 0.1
+        seats[0].begin("all_reduce", at, at + 0.2)
+        seats[1].begin("norm", at, at + 0.2)
+        for spans in (seat.spans(60.0) for seat in seats):
+            assert at <= spans[0][0] and spans[-1][1] >= at + 0.2
+    finally:
+        for seat in seats:
+            seat.stop()
