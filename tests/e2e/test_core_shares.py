@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -28,29 +29,21 @@ def fresh(index: int) -> Body:
 
 
 def cores(launch: Serving, name: str) -> set[int]:
-    """As `/instances` says, compared with where the stage's computing threads may really run."""
+    """As `/instances` says, compared with where the threads of the stage that are pinned may really run."""
     (grant,) = launch.instances()[name]["cores"]
     assert grant["enforced"] and grant["cores"] == {"cpu": len(grant["ids"])}
-    pinned = computing_threads(launch, name)
-    assert set().union(*pinned) == set(grant["ids"])
+    assert set().union(*pinned_threads(launch.stage_pid(name))) == set(grant["ids"])
     return set(grant["ids"])
 
 
-def computing_threads(launch: Serving, name: str) -> list[set[int]]:
-    """Affinity of the busiest process of a stage's group, thread by thread, where it is not all cores."""
-    everywhere = os.sched_getaffinity(0)
-    worker = max(processes.group_members(launch.stage_pid(name)), key=lambda one: _resident_kib(one.pid))
+def pinned_threads(group: int) -> list[set[int]]:
+    """Affinity of each thread of a stage that may not run everywhere. API server and EngineCore float."""
     found = []
-    for thread in Path(f"/proc/{worker.pid}/task").iterdir():
-        affinity = os.sched_getaffinity(int(thread.name))
-        if affinity != everywhere:
-            found.append(affinity)
-    return found
-
-
-def _resident_kib(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")), 0)
+    for process in processes.group_members(group):
+        for thread in Path(f"/proc/{process.pid}/task").glob("*"):
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                found.append(os.sched_getaffinity(int(thread.name)))
+    return [affinity for affinity in found if affinity != os.sched_getaffinity(0)]
 
 
 @halves
