@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 import epd_serve
-from bench import arena, colocation, duplicates, interference, proxy, startup, transfer, transfer_pd, ttft
+from bench import arena, colocation, duplicates, interference, proxy, startup, transfer, transfer_pd, ttft, workload
 from epd_serve.errors import EpdError
 
 
@@ -57,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
             description=colocation.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+    )
+    workload.add_arguments(
+        commands.add_parser("workload", help="the workloads: what they consist of, and as files of other clients")
     )
     transfers = commands.add_parser("transfer", help="what of a transfer between stages a request sees")
     ways = transfers.add_subparsers(required=True, metavar="WAY")
