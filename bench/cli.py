@@ -9,7 +9,20 @@ from collections.abc import Sequence
 from types import FrameType
 
 import epd_serve
-from bench import arena, colocation, duplicates, interference, proxy, startup, transfer, transfer_pd, ttft, workload
+from bench import (
+    arena,
+    colocation,
+    duplicates,
+    interference,
+    proxy,
+    selfcheck,
+    startup,
+    transfer,
+    transfer_pd,
+    ttft,
+    workload,
+)
+from bench.client import command as load
 from epd_serve.errors import EpdError
 
 
@@ -33,6 +46,22 @@ def _parser() -> argparse.ArgumentParser:
     arena.add_arguments(commands.add_parser("arena", help="the arena's put and get against a plain copy"))
     duplicates.add_arguments(
         commands.add_parser("duplicates", help="encodes of one picture that many clients send at once")
+    )
+    load.add_arguments(
+        commands.add_parser(
+            "load",
+            help="requests to any OpenAI endpoint: TTFT, TPOT, attainment of objectives, goodput",
+            description=load.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
+    selfcheck.add_arguments(
+        commands.add_parser(
+            "selfcheck",
+            help="how far the load generator can be trusted",
+            description=selfcheck.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
     )
     proxy.add_arguments(
         commands.add_parser(
