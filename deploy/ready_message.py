@@ -35,6 +35,8 @@ def ready_message(wired: WiringPlan, seconds: float) -> str:
             "",
             table(rows),
             "",
+            *(f"  {line}" for line in blueprint.ways.lines()),
+            *([""] if blueprint.ways.kv else []),
             "Try it" + (" with a picture (a red circle):" if _sees(blueprint) else ":"),
             "",
             curl(blueprint, endpoint),

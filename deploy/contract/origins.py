@@ -34,7 +34,7 @@ ORIGINS = (
     Origin("epd_serve/engine/status/watch.py", "LoadWatch.__init__", "scheduler", _ANY_SCHEDULER),
     Origin("npu_ops/fences.py", "EventFence.__init__", "module", "module torch_npu.npu"),
     Origin("npu_ops/fences.py", "fence", "module", "module torch_npu.npu"),
-    Origin("npu_ops/memory.py", "_StreamMemory.__init__", "module", "module torch_npu.npu"),
+    Origin("npu_ops/torch_memory.py", "_StreamMemory.__init__", "module", "module torch_npu.npu"),
     Origin("store/mooncake_client.py", "MooncakeClient.__init__", "module", "module mooncake.store"),
 )  # fmt: skip
 
@@ -60,6 +60,12 @@ FLAGS = {
     "deploy/join_plan.py": "vllm",
     "store/mooncake_master.py": "mooncake",
     "deploy/pool_master.py": "mooncake",
+}
+
+# Functions and tables whose strings are words of a package (attributes, keys): which one. A dot joins two of them.
+WORDS = {
+    ("deploy/ascend_schedulers.py", "SCHEDULERS"): "vllm_ascend",
+    ("epd_serve/engine/compat.py", "schedule_as_vllm_does"): "vllm_ascend",
 }
 
 # Functions that may only be called where what they import exists, and why that holds.
