@@ -11,7 +11,8 @@ most two groups of five stages are started, one group after the other:
 In between a text stream decodes on (E-PD) alone, and while pictures storm E past the proxy, so that nothing of them
 has to be prefilled. Before all that, every layout of a group answers the same requests one at a time, token for token.
 
---engine sim runs the same flow on simulated stages, to try it: its figures mean nothing.
+--engine sim runs the same flow on simulated stages, which compute on no cores and so have no shares: to try it, its
+figures mean nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="epd-bench-", dir="/tmp") as scratch, FlowGenerator() as generator:
         flags = engine_flags(arguments, Path(scratch))
         for name, group in groups.items():
+            if arguments.engine == "sim":
+                group = tuple(replace(entry, flags=()) for entry in group)
             _group(found, generator, group, flags, plan, storms=name == "pd")
             found.figures |= figures([one for one in found.rounds if one.name in _names(group)], AGAINST[name])
     found.figures |= storm_figures(found.storms, E_PD, E_PD_SHARES)
