@@ -5,10 +5,12 @@ All that can be wrong with the operator's input is found here, in one line, in a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.config import DeployConfig
+from deploy.core_plan import plan_cores
 from deploy.engines import checked_profile
 from deploy.mm_store import choose_pool, feature_path
 from deploy.proxy_settings import proxy_overrides
@@ -19,6 +21,7 @@ from epd_serve.layout_parser import parse
 from epd_serve.model_facts import ModelFacts, check_model_fits, read_model_facts
 from epd_serve.model_support import check_encoders_fit
 from epd_serve.placement import InstancePlan, check_servable, lower
+from npu_ops.core_grants import CoreOrder
 from npu_ops.core_sets import CoreSets, core_sets
 from npu_ops.discovery import DeviceInventory, DiscoveryError, discover
 
@@ -34,6 +37,7 @@ class Blueprint:
         facts: of the model directory; None for a hub name.
         plans: instances in layout order.
         cores: per virtual device, on CPU; else None.
+        core_orders: what the workers of an instance have to do about cores, where it has a share.
         pooled: the MM Store has its second tier, Mooncake. feature_path: `host` or `device`, see StageWiring.
         sim_profile: of simulated stages, an absolute path or "".
         warnings: one line each, to be shown.
@@ -52,6 +56,7 @@ class Blueprint:
     feature_path: str = "host"
     sim_profile: str = ""
     warnings: tuple[str, ...] = ()
+    core_orders: Mapping[str, CoreOrder] = field(default_factory=dict)
 
     @property
     def device(self) -> str:
@@ -70,6 +75,8 @@ class Blueprint:
         return self.facts.directory.name if self.facts is not None else self.model
 
     def cores_of(self, plan: InstancePlan) -> tuple[int, ...]:
+        if plan.id in self.core_orders:
+            return self.core_orders[plan.id].cores
         return self.cores.of(plan.devices) if self.cores is not None else ()
 
 
@@ -91,11 +98,12 @@ def draw(config: DeployConfig) -> Blueprint:
         raise ConfigError(f"no {inventory.kind} device found: {inventory.note}; use --device cpu", param="--device")
     plans = lower(layout, inventory.allot(layout.device_count))
     cores = core_sets(layout.device_count) if inventory.kind == "cpu" and not simulated else None
+    divided = plan_cores(config.core_share, plans, inventory.kind, cores, facts)
     features_travel = any(role.sends_features for role in layout.roles)
     if simulated and (config.mm_store == "mooncake" or config.mooncake_master):
         raise ConfigError("simulated stages keep features in the arena: drop mooncake", param="mm_store")
     pooled, pool_warnings = choose_pool(config, inventory.kind, features_travel=features_travel)
-    warnings = [*([doubt] if doubt is not None else []), *pool_warnings]
+    warnings = [*([doubt] if doubt is not None else []), *pool_warnings, *divided.warnings]
     if cores is not None and cores.oversubscribed:
         count = len({core for one in cores.sets for core in one})
         warnings.append(f"{layout.device_count} virtual devices share {count} CPU cores: expect it to be slow")
@@ -106,13 +114,14 @@ def draw(config: DeployConfig) -> Blueprint:
         facts=facts,
         layout=layout,
         inventory=inventory,
-        plans=plans,
+        plans=divided.plans,
         cores=cores,
         stage_args=parse_stage_args(config.stage_args, plans),
         pooled=pooled,
         feature_path=feature_path(config, inventory.kind, plans, pooled=pooled),
         sim_profile=checked_profile(config.engine, config.sim_profile),
         warnings=tuple(warnings),
+        core_orders=divided.orders,
     )
 
 

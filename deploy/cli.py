@@ -102,6 +102,9 @@ def _add_layout(commands: Any) -> Parser:
     parser = subparser(commands, "layout", "show what a layout means: canonical form, instances, devices")
     parser.set_defaults(command=_layout)
     parser.add_argument("spec", metavar="SPEC", help="for example (E-P)-D")
+    parser.add_argument(
+        "--core-share", default="", metavar="TEXT", help="as for serve; auto knows no model here, and takes equal work"
+    )
     parser.add_argument("--devices", type=int, metavar="N", help="devices there are (default: as many as needed)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -109,6 +112,7 @@ def _add_layout(commands: Any) -> Parser:
 
 def _layout(arguments: dict[str, Any]) -> int:
     from deploy.placement_table import placement_json, placement_rows, table
+    from epd_serve.core_shares import share_cores
     from epd_serve.layout_parser import parse
     from epd_serve.placement import check_servable, lower
 
@@ -117,6 +121,7 @@ def _layout(arguments: dict[str, Any]) -> int:
     if devices is not None and devices < 0:
         raise ConfigError(f"--devices {devices} is negative", param="--devices")
     plans = lower(layout, range(layout.device_count if devices is None else devices))
+    plans = share_cores(arguments["core_share"], plans)
     if arguments["json"]:
         shown = {"layout": str(layout), "devices": layout.device_count, "instances": placement_json(plans)}
         print(json.dumps(shown, indent=2))

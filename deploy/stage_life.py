@@ -47,7 +47,8 @@ class StageLife:
             OSError: the executable cannot be run.
         """
         with log_path.open("ab") as log:
-            return cls(_popen(command.argv, command.env, log), log_path, log.tell())
+            start = log.tell()  # before it runs: the child writes at the same file position
+            return cls(_popen(command.argv, command.env, log), log_path, start)
 
     @property
     def exit_code(self) -> int | None:

@@ -32,6 +32,7 @@ class InstancePlan:
         devices: device ids in rank order.
         colocated_with: ids of the other instances on the same devices.
         memory_share: share of each device's memory, or None when it has the device to itself (engine default).
+        core_share: share of each device's compute cores, or None for no limit (`epd_serve.core_shares`).
     """
 
     id: str
@@ -40,6 +41,7 @@ class InstancePlan:
     devices: tuple[int, ...]
     colocated_with: tuple[str, ...] = ()
     memory_share: float | None = None
+    core_share: float | None = None
 
 
 def check_servable(layout: Layout) -> None:

@@ -17,10 +17,11 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from npu_ops.blocks import BlockRun, Blocks, check_blocks, gather_by_index, scatter_by_index
 from npu_ops.fences import TimedFence
 from npu_ops.memory import NPU_ALIGNMENT, DeviceBlock, DeviceMemoryError, whole_words
 
@@ -182,6 +183,19 @@ class FakeDevice:
         self._check_host(source, "upload from")
         self._queue(stream, lambda: target.copy_(source), target.numel())
 
+    def gather(self, target: torch.Tensor, rows: Sequence[Blocks], runs: Sequence[BlockRun]) -> None:
+        stream = self._stream("gather")
+        self._check_blocks(rows, runs, target, "gather")
+        self._queue(stream, lambda: gather_by_index(target, rows, runs, torch.clone), target.numel())
+
+    def scatter(self, rows: Sequence[Blocks], runs: Sequence[BlockRun], source: torch.Tensor) -> None:
+        stream = self._stream("scatter")
+        self._check_blocks(rows, runs, source, "scatter")
+        wanted = [block for run in runs if run.wanted for block in range(run.first, run.first + run.count)]
+        if len(wanted) != len(set(wanted)):
+            raise self.breaks("scatter to one block twice")
+        self._queue(stream, lambda: scatter_by_index(rows, runs, source, torch.clone), source.numel())
+
     def total(self, source: torch.Tensor) -> int:
         if not self._sums:
             raise RuntimeError("no kernel for int32 into int64")
@@ -229,6 +243,11 @@ class FakeDevice:
             return True  # it has no address
         reach = 1 + sum((size - 1) * stride for size, stride in zip(data.shape, data.stride(), strict=True))
         return self.owns(data.data_ptr(), reach * data.element_size())
+
+    def _check_blocks(self, rows: Sequence[Blocks], runs: Sequence[BlockRun], flat: torch.Tensor, what: str) -> None:
+        check_blocks(rows, runs, flat)
+        for data in (flat, *(row.data for row in rows)):
+            self._check_mine(data, what)
 
     def _check_mine(self, data: torch.Tensor, what: str) -> None:
         if not self._is_mine(data):

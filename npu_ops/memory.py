@@ -28,20 +28,35 @@ reference/ascend.md, T: torch_npu 2.10 `torch_npu.npu.__all__`):
     event.record, query, elapsed_time (ms)     T
     event.synchronize                          T; A "Mooncake on Ascend" (may hang before CANN 8.5.RC1)
     2 MB alignment, 256 regions                A "Mooncake on Ascend"
+    Tensor.pin_memory                          T; vllm-ascend's `simple_kv_offload` pins its host blocks so
+    index_select(out=), index_copy_            CANN `aclnnIndexSelect`, `aclnnInplaceIndexCopy`: int64 to uint8
 
-All else is torch (`empty`, `copy_`, `data_ptr`, views, `sum`). `total` is trusted only after `proves_total`.
+All else is torch (`empty`, `copy_`, `data_ptr`, views, `sum`). `total` is trusted only after `proves_total`, moves of
+blocks by index only after `proves_blocks`.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from npu_ops.blocks import (
+    BlockRun,
+    Blocks,
+    gather_by_copies,
+    gather_by_index,
+    proves_blocks,
+    scatter_by_copies,
+    scatter_by_index,
+)
 from npu_ops.fences import EventFence, ReachedFence, TimedFence, fence
+
+logger = logging.getLogger(__name__)
 
 NPU_ALIGNMENT = 2 << 20
 MAX_REGIONS = 256
@@ -103,6 +118,18 @@ class DeviceMemory(Protocol):
         Either may be strided.
         """
 
+    def gather(self, target: torch.Tensor, rows: Sequence[Blocks], runs: Sequence[BlockRun]) -> None:
+        """Queues the gathering of blocks into flat bytes of this device: per row, per run, per block.
+
+        All memory is this device's, and rows are not `target`. Raises BlocksError before anything is queued.
+        """
+
+    def scatter(self, rows: Sequence[Blocks], runs: Sequence[BlockRun], source: torch.Tensor) -> None:
+        """Queues the way back: what `gather` would put into `source` goes to the blocks, unless it is not `wanted`.
+
+        No block may be wanted twice. Raises BlocksError before anything is queued.
+        """
+
     def total(self, source: torch.Tensor) -> int:
         """The sum of flat bytes read as little-endian int32 words, modulo 2^64, computed on the device."""
 
@@ -151,6 +178,12 @@ class _TorchMemory:
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
+    def gather(self, target: torch.Tensor, rows: Sequence[Blocks], runs: Sequence[BlockRun]) -> None:
+        gather_by_copies(self.copy, target, rows, runs)
+
+    def scatter(self, rows: Sequence[Blocks], runs: Sequence[BlockRun], source: torch.Tensor) -> None:
+        scatter_by_copies(self.copy, rows, runs, source)
+
     def total(self, source: torch.Tensor) -> int:
         return whole_words(source).sum(dtype=torch.int64).item() % (1 << 64)
 
@@ -175,6 +208,8 @@ class _StreamMemory(_TorchMemory):
         super().__init__(device, NPU_ALIGNMENT)
         self._module = module
         self._streams = threading.local()
+        self._proving = threading.Lock()
+        self._by_index: bool | None = None  # not tried yet
 
     def enter_thread(self) -> None:
         self._module.set_device(self.device)
@@ -184,6 +219,40 @@ class _StreamMemory(_TorchMemory):
 
     def timed_fence(self) -> TimedFence:
         return EventFence(self._module)
+
+    def gather(self, target: torch.Tensor, rows: Sequence[Blocks], runs: Sequence[BlockRun]) -> None:
+        if self._moves_by_index():
+            self.gather_indexed(target, rows, runs)
+        else:
+            super().gather(target, rows, runs)
+
+    def scatter(self, rows: Sequence[Blocks], runs: Sequence[BlockRun], source: torch.Tensor) -> None:
+        if self._moves_by_index():
+            self.scatter_indexed(rows, runs, source)
+        else:
+            super().scatter(rows, runs, source)
+
+    def gather_indexed(self, target: torch.Tensor, rows: Sequence[Blocks], runs: Sequence[BlockRun]) -> None:
+        """`gather`, on trust."""
+        gather_by_index(target, rows, runs, self._index)
+
+    def scatter_indexed(self, rows: Sequence[Blocks], runs: Sequence[BlockRun], source: torch.Tensor) -> None:
+        """`scatter`, on trust."""
+        scatter_by_index(rows, runs, source, self._index)
+
+    def _index(self, host: torch.Tensor) -> torch.Tensor:
+        # From page-locked memory, or the copy would wait for all that the stream has queued. torch's allocator of such
+        # memory notes the copy and gives the memory out again only when it is over: nobody has to keep it.
+        return host.pin_memory().to(self.device, non_blocking=True)
+
+    def _moves_by_index(self) -> bool:
+        with self._proving:
+            if self._by_index is None:
+                doubt = proves_blocks(self, self.device)
+                self._by_index = doubt is None
+                if doubt is not None:
+                    logger.warning("%s; each run of blocks is copied by itself", doubt)
+            return self._by_index
 
 
 class CudaMemory(_StreamMemory):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from epd_serve.kv.heads import Piece, heads_of, link_of, piece_of
+from npu_ops.blocks import Blocks
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,11 @@ class Region:
 
     def part(self, first: int, count: int, piece: Piece) -> torch.Tensor:
         """The bytes of a piece of adjacent blocks, a view of [count, rows, row_bytes]."""
-        return torch.as_strided(
-            self.data,
-            (count, piece.rows, piece.row_bytes),
-            (self.block_bytes, piece.stride, 1),
-            self.data.storage_offset() + first * self.block_bytes + piece.offset,
-        )
+        return self.cut(piece).part(first, count)
+
+    def cut(self, piece: Piece) -> Blocks:
+        """A piece of every block, as devices gather and scatter it."""
+        return Blocks(self.data, self.block_bytes, piece.offset, piece.rows, piece.row_bytes, piece.stride)
 
 
 Layers = tuple[tuple[Region, ...], ...]
@@ -55,6 +55,15 @@ class LinkPieces:
 
     mine: Pieces
     theirs: Pieces
+
+
+def cut_layers(layers: Layers, pieces: Pieces, first: int, last: int) -> list[Blocks]:
+    """The pieces of the regions of layers [first, last), in the order of a packet's bytes."""
+    return [
+        region.cut(piece)
+        for regions, cut in zip(layers[first:last], pieces[first:last], strict=True)
+        for region, piece in zip(regions, cut, strict=True)
+    ]
 
 
 class ShapesDifferError(ValueError):

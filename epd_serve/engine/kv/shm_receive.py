@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from epd_serve import wire
-from epd_serve.engine.kv.regions import Layers, LinkPieces, Pieces, Region, whole_blocks
+from epd_serve.engine.kv.regions import Layers, LinkPieces, Pieces, Region, cut_layers, whole_blocks
 from epd_serve.engine.kv.transport import LinkError
 from epd_serve.kv.heads import Piece
+from npu_ops.blocks import BlockRun
 from npu_ops.memory import DeviceMemory
 
 _LANDING_BYTES = 8 << 20  # at least; senders cut their packets so
@@ -52,6 +53,11 @@ class ShmReceiveSide:
 
     def attach(self, peer: bytes, hello: wire.Hello, pieces: LinkPieces | None) -> None:
         staging = _map(hello.staging, hello.staging_bytes)
+        if not self._device.host_visible:  # a device's first gathering is slow: not that of a packet
+            region = self._layers[0][0]
+            self._device.gather(
+                self._landing_memory(region.block_bytes), [region.cut(self._whole[0][0])], [BlockRun(0, 1)]
+            )
         # The sender starts anew in this memory: packets of its former connection must not be read from it any more.
         for former in [former for former, sender in self._senders.items() if sender.path == hello.staging]:
             del self._senders[former]
@@ -61,21 +67,13 @@ class ShmReceiveSide:
         sender = self._sender(peer)
         size = self._check(packet, sender)
         staged = sender.staging[packet.offset : packet.offset + size]
-        copy = self._device.upload
         if not self._device.host_visible:  # one copy over the bus instead of one per run of blocks
             landed = self._landing_memory(size)
             self._device.upload(landed, staged)
-            staged, copy = landed, self._device.copy
-        at = 0
+            staged = landed
+        runs = [BlockRun(first, count, key not in dropped) for key, runs in packet.parts for first, count in runs]
         try:
-            for region, piece in self._walk(packet, sender.pieces):
-                for key, runs in packet.parts:
-                    for first, count in runs:
-                        end = at + count * piece.nbytes
-                        if key not in dropped:
-                            target = region.part(first, count, piece)
-                            copy(target, staged[at:end].view(target.shape))
-                        at = end
+            self._device.scatter(cut_layers(self._layers, sender.pieces, *packet.layers), runs, staged)
         finally:  # also where a copy was refused: those before it must not land in blocks that are given back
             self._device.timed_fence().wait()
 

@@ -10,16 +10,18 @@ import contextlib
 import mmap
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from epd_serve import wire
-from epd_serve.engine.kv.regions import Layers, LinkPieces
+from epd_serve.engine.kv.regions import Layers, LinkPieces, Pieces, Region, cut_layers, whole_blocks
 from epd_serve.engine.kv.staging_ring import ALIGN, StagingRing
 from epd_serve.engine.kv.transport import AwaitMessage, LinkError, SendMessage
+from epd_serve.kv.heads import Piece
 from epd_serve.kv.plan import LayerPacket
 from epd_serve.wire import TransferKey
+from npu_ops.blocks import BlockRun, Blocks
 from npu_ops.memory import DeviceMemory
 
 _LARGEST_MOVE = 8 << 20  # of device memory that each link gathers in
@@ -43,7 +45,7 @@ class ShmSendSide:
         self.largest_move = min(capacity // 2, _LARGEST_MOVE)
         self.largest_probe = min(capacity // 2, _LARGEST_PROBE)
         self._layers = layers
-        self._pieces: LinkPieces | None = None
+        self._pieces: Pieces | None = None
         self._path = path
         self._device = device
         self._ring = StagingRing(capacity)
@@ -59,15 +61,13 @@ class ShmSendSide:
 
     def opened(self, ack: wire.HelloAck, pieces: LinkPieces | None) -> None:
         """A new peer holds no packets of ours."""
-        self._pieces = pieces
+        self._pieces = whole_blocks(self._layers) if pieces is None else pieces.mine
         self._ring = StagingRing(self._ring.capacity)
         self._staged.clear()
 
     def probe(self, nbytes: int, send: SendMessage, receive: AwaitMessage) -> None:
-        kv = self._layers[0][0].data  # any bytes will do, but they are to be read the way KV is
-        whole, rest = divmod(nbytes, kv.numel())
         start = self._take(nbytes, receive)
-        self._stage(start, nbytes, [*(kv for _ in range(whole)), kv[:rest]])
+        self._stage(start, nbytes, _any_blocks(self._layers[0][0], nbytes))
         send(wire.Probe(self._seq, start, nbytes))
         while (answer := receive()) != wire.Credit(self._seq):
             self._heed(answer)
@@ -80,10 +80,12 @@ class ShmSendSide:
             self._heed(receive())
 
     def move(self, packet: LayerPacket, send: SendMessage, receive: AwaitMessage) -> int:
-        sources = list(self._sources(packet))
-        size = sum(source.numel() for source in sources)
+        assert self._pieces is not None, "the link is open"
+        rows = cut_layers(self._layers, self._pieces, packet.first, packet.last)
+        runs = [BlockRun(run.src, run.count) for _, runs in packet.parts for run in runs]
+        size = packet.blocks * sum(row.nbytes for row in rows)
         start = self._take(size, receive)
-        self._stage(start, size, sources)
+        self._stage(start, size, [(rows, runs)])
         parts = [(key, [(run.dst, run.count) for run in runs]) for key, runs in packet.parts]
         send(wire.Packet(self._seq, start, (packet.first, packet.last), parts))
         self._staged.update(key for key, _ in packet.parts)
@@ -117,27 +119,19 @@ class ShmSendSide:
         assert start is not None
         return start
 
-    def _sources(self, packet: LayerPacket) -> Iterator[torch.Tensor]:
-        """Views of P's blocks in the order of `wire.Packet`: per layer, per region, per part, per run."""
-        for index in range(packet.first, packet.last):
-            for place, region in enumerate(self._layers[index]):
-                piece = None if self._pieces is None else self._pieces.mine[index][place]
-                for _, runs in packet.parts:
-                    for run in runs:
-                        if piece is None:
-                            yield region.blocks(run.src, run.count)
-                        else:
-                            yield region.part(run.src, run.count, piece)
-
-    def _stage(self, start: int, nbytes: int, sources: Sequence[torch.Tensor]) -> None:
-        """Copy to the staging memory; done on return."""
+    def _stage(self, start: int, nbytes: int, blocks: Iterable[tuple[Sequence[Blocks], Sequence[BlockRun]]]) -> None:
+        """Gather to the staging memory; done on return."""
         assert self._staging is not None
         target = self._staging[start : start + nbytes]
-        if self._device.host_visible:
-            _lay(target, sources, self._device.download)
-        else:  # one copy over the bus instead of one per run of blocks, each of which would be waited for
-            gathered = self._gather_memory(nbytes)
-            _lay(gathered, sources, self._device.copy)
+        # Over a bus one copy, instead of one per run of blocks, each of which would be waited for.
+        gathered = target if self._device.host_visible else self._gather_memory(nbytes)
+        at = 0
+        for rows, runs in blocks:
+            end = at + sum(row.nbytes for row in rows) * sum(run.count for run in runs)
+            self._device.gather(gathered[at:end], rows, runs)
+            at = end
+        assert at == nbytes
+        if not self._device.host_visible:
             self._device.download(target, gathered)
 
     def _gather_memory(self, nbytes: int) -> torch.Tensor:
@@ -161,13 +155,12 @@ class ShmSendSide:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _lay(
-    target: torch.Tensor, sources: Sequence[torch.Tensor], copy: Callable[[torch.Tensor, torch.Tensor], None]
-) -> None:
-    """Copy views one behind the other into flat memory."""
-    at = 0
-    for source in sources:
-        end = at + source.numel()
-        copy(target[at:end].view(source.shape), source)
-        at = end
-    assert at == target.numel()
+def _any_blocks(region: Region, nbytes: int) -> Iterator[tuple[list[Blocks], list[BlockRun]]]:
+    """So many bytes of blocks, whichever, to be read the way KV is."""
+    count, rest = divmod(nbytes, region.block_bytes)
+    rounds, left = divmod(count, region.data.numel() // region.block_bytes)
+    runs = [BlockRun(0, (count - left) // rounds)] * rounds if rounds else []
+    runs += [BlockRun(0, left)] if left else []
+    for row_bytes, some in ((region.block_bytes, runs), (rest, [BlockRun(0, 1)])):
+        if row_bytes and some:
+            yield [region.cut(Piece(0, 1, row_bytes, row_bytes))], some

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from npu_ops.blocks import BlockRun, Blocks
 from npu_ops.fake import FakeDevice
 from tests.waiting import PATIENCE_S
 
@@ -58,7 +59,7 @@ class Turnstile:
 
 
 class SlowDevice(FakeDevice):
-    """Computations wait at the turnstile, and where `copies_late` uploads and copies do."""
+    """Computations wait at the turnstile, and where `copies_late` uploads, copies and scatters do."""
 
     copies_late = False
 
@@ -77,6 +78,10 @@ class SlowDevice(FakeDevice):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._hold_copy()
         super().copy(target, source)
+
+    def scatter(self, rows: Sequence[Blocks], runs: Sequence[BlockRun], source: torch.Tensor) -> None:
+        self._hold_copy()
+        super().scatter(rows, runs, source)
 
     def _hold_copy(self) -> None:
         if self.copies_late:

@@ -308,7 +308,7 @@ def test_a_packet_outside_of_what_is_ours_fails_its_transfer_and_no_other(
     assert d.wait_ended(B) == {A: False, B: True}
 
 
-def test_a_device_that_refuses_a_copy_fails_the_transfer_and_not_the_listener(
+def test_a_device_that_refuses_to_write_fails_the_transfer_and_not_the_listener(
     start: Start, link: Link, caplog: pytest.LogCaptureFixture
 ) -> None:
     device = HostMemory()
@@ -316,14 +316,14 @@ def test_a_device_that_refuses_a_copy_fails_the_transfer_and_not_the_listener(
     p = link(d)
     d.expect(A, B)
 
-    def lost(target: torch.Tensor, source: torch.Tensor) -> None:
+    def lost(rows: object, runs: object, source: object) -> None:
         raise RuntimeError("device lost")
 
-    device.upload = lost  # type: ignore[method-assign]
+    device.scatter = lost  # type: ignore[method-assign]
     p.packet([(A, [(1, 1)])])
     assert d.wait_ended(A) == {A: False}
     assert "RuntimeError: device lost" in caplog.text
-    del device.upload  # type: ignore[method-assign]
+    del device.scatter  # type: ignore[method-assign]
     p.packet([(B, [(2, 1)])])
     p.say(wire.Done(B, True, packets=1))
     assert d.wait_ended(B)[B]
