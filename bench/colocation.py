@@ -29,7 +29,7 @@ from bench.colocation_group import Entry, Found, Plan, measure
 from bench.colocation_mix import Mix
 from bench.flow_process import FlowGenerator
 from bench.record import add_arguments as add_record_arguments
-from bench.record import environment, write
+from bench.record import busy, environment, write
 from epd_serve.demo.presets import write_preset
 from epd_serve.errors import ConfigError
 from npu_ops.discovery import DeviceInventory
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     print(
         f"\n{env['kind']}, {PRESET} preset, {mix.requests} requests a round ({mix.pictures} with a picture of "
         f"{mix.side} x {mix.side}), {mix.at_once} at once, {mix.answer} tokens each\n\n"
-        f"{layouts_table(found.rounds)}\n\n{ratio_table(found.figures)}\n\n{CANNOT}"
+        f"{layouts_table(found.rounds)}\n\n{ratio_table(found.figures)}\n\n{CANNOT}\n{busy(env)}"
     )
     rows = [*(one.row() for one in found.rounds), *(one.row() for one in found.storms)]
     write(arguments.json, found.figures, env, rows)

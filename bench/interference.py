@@ -25,7 +25,7 @@ from bench.interference_process import OperatorProcess
 from bench.interference_report import figures_of, report, rows_of, shares_of
 from bench.interference_windows import Found, latency_s, maps, overlapping, windows
 from bench.record import add_arguments as add_record_arguments
-from bench.record import environment, write
+from bench.record import busy, environment, write
 from bench.shares import orders_of, parse_shares
 from epd_serve.errors import ConfigError, StageError
 from npu_ops.discovery import DeviceInventory, DiscoveryError, discover
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     env = environment(argv) | {"device": f"{target.kind}: {target.name}"}
     found = measure(target, list(every), divisions, rounds, seconds)
     profile = profile_of(target, every, found, env)
-    print(report(profile, every), flush=True)
+    print("\n\n".join(filter(None, (report(profile, every), busy(env)))), flush=True)
     if arguments.plot is not None:
         heading = (
             f"{target.name} ({target.kind}), real; medians of {rounds} x {seconds:g} s per pair, {env['date'][:10]}"
