@@ -7,16 +7,19 @@ DEVICE ?= auto
 LAYOUT ?= (E-P)-D
 MODEL  ?=
 PORT   ?= 8000
+# Of test-npu: the kind of device, and 1 for stages without graphs. More in tests/npu/card.py.
+EPD_TEST_DEVICE ?= npu
+EAGER  ?=
 # Passed through untouched: SERVE_ARGS to `epd-serve serve` (e.g. --host), TEST_ARGS to pytest, PIP_ARGS to pip.
 SERVE_ARGS ?=
 TEST_ARGS  ?=
 PIP_ARGS   ?=
-export VENV VENV_VLLM023 PYTHON DEVICE LAYOUT MODEL PORT PIP_ARGS
+export VENV VENV_VLLM023 PYTHON DEVICE LAYOUT MODEL PORT PIP_ARGS EPD_TEST_DEVICE EAGER
 
 SHELL := /bin/bash
 CODE  := bench deploy proxy epd_serve store npu_ops setup.py
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-vllm023 check check-npu-contract npu-contract format environment-serve environment-test clean
+.PHONY: help serve test test-all test-npu test-vllm023 check check-npu-contract npu-contract format environment-serve environment-test clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -37,6 +40,10 @@ test: environment-test ## unit tests and the short end-to-end tests
 
 test-all: environment-test ## all tests, the long ones too
 	@exec "$$VENV/bin/python" -m pytest --hypothesis-profile=explore $(TEST_ARGS)
+
+test-npu: ## on a machine with an NPU: layouts, transfers, core shares, faults; leaves one file to send (docs/ascend.md)
+	@DEVICE="$$EPD_TEST_DEVICE" deploy/install/environment.sh card
+	@exec "$$VENV/bin/python" -m tests.npu.run $(TEST_ARGS)
 
 test-vllm023: ## tests of the engine, and the short end-to-end ones, on vLLM 0.23, Ascend's generation (CPU; 6 GB of disk)
 	@VENV="$$VENV_VLLM023" deploy/install/environment.sh vllm023

@@ -9,7 +9,20 @@ from collections.abc import Sequence
 from types import FrameType
 
 import epd_serve
-from bench import arena, colocation, duplicates, interference, proxy, startup, transfer, transfer_pd, ttft
+from bench import (
+    arena,
+    colocation,
+    duplicates,
+    interference,
+    proxy,
+    selfcheck,
+    startup,
+    transfer,
+    transfer_pd,
+    ttft,
+    workload,
+)
+from bench.client import command as load
 from epd_serve.errors import EpdError
 
 
@@ -34,6 +47,22 @@ def _parser() -> argparse.ArgumentParser:
     duplicates.add_arguments(
         commands.add_parser("duplicates", help="encodes of one picture that many clients send at once")
     )
+    load.add_arguments(
+        commands.add_parser(
+            "load",
+            help="requests to any OpenAI endpoint: TTFT, TPOT, attainment of objectives, goodput",
+            description=load.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
+    selfcheck.add_arguments(
+        commands.add_parser(
+            "selfcheck",
+            help="how far the load generator can be trusted",
+            description=selfcheck.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
     proxy.add_arguments(
         commands.add_parser(
             "proxy",
@@ -57,6 +86,9 @@ def _parser() -> argparse.ArgumentParser:
             description=colocation.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+    )
+    workload.add_arguments(
+        commands.add_parser("workload", help="the workloads: what they consist of, and as files of other clients")
     )
     transfers = commands.add_parser("transfer", help="what of a transfer between stages a request sees")
     ways = transfers.add_subparsers(required=True, metavar="WAY")

@@ -14,13 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.client.connection import Answer, Pool, post
 from bench.load import LIMIT_S
-from bench.load_http import Answer, Connection, connect, post
 from epd_serve.errors import StageError
 
 PATH = "/v1/chat/completions"
-IDLE_S = 2.0
-"""A connection that lay unused for longer is not used again: the server may be about to close it."""
 LEFT_S = 1.0
 """For the loop to notice that a connection was closed by us."""
 
@@ -95,7 +93,7 @@ async def run_flows(url: str, flows: Sequence[Flow], limit_s: float = LIMIT_S) -
     Args:
         limit_s: how long one request may take.
     """
-    run, pool = Run(time.perf_counter()), _Pool(url)
+    run, pool = Run(time.perf_counter()), Pool(url)
     try:
         async with asyncio.TaskGroup() as group:
             for flow in flows:
@@ -109,7 +107,7 @@ async def run_flows(url: str, flows: Sequence[Flow], limit_s: float = LIMIT_S) -
 class _Sender:
     """Sends one flow."""
 
-    def __init__(self, flow: Flow, url: str, pool: _Pool, run: Run, limit_s: float) -> None:
+    def __init__(self, flow: Flow, url: str, pool: Pool, run: Run, limit_s: float) -> None:
         self._flow, self._pool, self._run, self._limit_s = flow, pool, run, limit_s
         self._made = [post(url, PATH, json.dumps(body).encode()) for body in flow.bodies]
         self._stream = [bool(body.get("stream")) for body in flow.bodies]
@@ -171,28 +169,3 @@ def verdict(answer: Answer, *, stream: bool) -> str:
     if answer.status not in (0, 200):
         return f"status {answer.status}"
     return CUT if stream and b'"error"' in answer.tail and b"[DONE]" not in answer.tail else BROKEN
-
-
-class _Pool:
-    """Connections to one server, the one used last first; old ones are dropped."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._idle: list[tuple[float, Connection]] = []
-
-    async def take(self) -> Connection:
-        while self._idle:
-            since, connection = self._idle.pop()
-            if connection.usable and time.perf_counter() - since < IDLE_S:
-                return connection
-            connection.close()
-        return await connect(self._url)
-
-    def put_back(self, connection: Connection) -> None:
-        if connection.usable:
-            self._idle.append((time.perf_counter(), connection))
-
-    def close(self) -> None:
-        for _, connection in self._idle:
-            connection.close()
-        self._idle.clear()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from bench.load_http import Answer, Connection, connect
+from bench.client.connection import Answer, Pool
 from bench.statistic import percentile
 from bench.workloads.arrivals import Poisson, arrivals_within
 
@@ -75,36 +75,6 @@ class Sample:
         return found
 
 
-class Pool:
-    """Connections to one server, the one used last first."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._idle: list[Connection] = []
-
-    async def ask(self, request: bytes, limit_s: float = LIMIT_S) -> Answer | None:
-        """The answer, or None after `limit_s`."""
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.usable:
-                break
-        else:
-            connection = await connect(self._url)
-        waiter = connection.ask(request)
-        done, _ = await asyncio.wait([waiter], timeout=limit_s)
-        if not done:
-            connection.close()
-            return None
-        if connection.usable:
-            self._idle.append(connection)
-        return waiter.result()
-
-    def close(self) -> None:
-        for connection in self._idle:
-            connection.close()
-        self._idle.clear()
-
-
 async def closed_loop(
     url: str, requests: Requests, *, at_once: int, seconds: float, stream: bool, warm_up_s: float = 0.0
 ) -> Sample:
@@ -121,7 +91,7 @@ async def closed_loop(
         nonlocal turn
         while (now := time.perf_counter()) < until:
             turn += 1
-            answer = await pool.ask(requests(turn))
+            answer = await pool.ask(requests(turn), LIMIT_S)
             if now >= counted_from and (answer is None or not answer.ended or answer.ended <= until):
                 sample.note(answer, now, stream=stream)
 
@@ -156,7 +126,7 @@ async def open_loop(
     cpu, begun = time.process_time(), time.perf_counter()
 
     async def send(turn: int, at: float) -> None:
-        sample.note(await pool.ask(requests(turn)), at, stream=stream)
+        sample.note(await pool.ask(requests(turn), LIMIT_S), at, stream=stream)
 
     try:
         async with asyncio.TaskGroup() as group:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.children import Child, answering, commands
+from bench.client.connection import post
 from bench.load import Sample, closed_loop, open_loop
-from bench.load_http import post
 from deploy import event_loop
 from epd_serve.errors import StageError
 

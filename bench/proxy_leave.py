@@ -19,9 +19,9 @@ from typing import Any
 
 import yaml
 
+from bench.client.connection import Connection, connect, post
 from bench.goals import Goal
 from bench.holding_stages import HoldingStages
-from bench.load_http import Connection, connect, post
 from bench.proxy_part import Found, Options, Part
 from bench.proxy_rivals import running
 from bench.proxy_speed import picture_body, text_body

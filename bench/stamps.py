@@ -42,8 +42,15 @@ class Timeline:
 
     def __init__(self, stamps: Iterable[Stamp]) -> None:
         self._by_subject: dict[str, list[Stamp]] = defaultdict(list)
+        self._named: dict[str, str] = {}
         for stamp in stamps:
             self._by_subject[stamp.subject].append(stamp)
+            if "client_id" in stamp.more:
+                self._named[stamp.more["client_id"]] = stamp.subject
+
+    def named(self, client_id: str) -> dict[str, float]:
+        """As `of`, by the `x-request-id` that the client gave; of several of that name, the last."""
+        return self.of(self._named[client_id]) if client_id in self._named else {}
 
     def of(self, request_id: str) -> dict[str, float]:
         """Time of each event of the request. Of several stamps the one that completes the phase counts: the first

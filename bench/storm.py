@@ -15,10 +15,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from bench.client.connection import Pool, post
 from bench.colocation_mix import numbered_picture
 from bench.flows import GOOD, verdict
-from bench.load import Pool
-from bench.load_http import post
 from epd_serve.errors import StageError
 
 PATH = "/v1/chat/completions"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from statistics import NormalDist
 
 _WORD_BYTES = 7  # 56 bits, of which a double keeps 53
@@ -84,5 +85,9 @@ def spread_quantile(index: int, *names: str | int) -> float:
     distributed as before, only a run of nothing but large ones is less likely.
     """
     block, place = divmod(index, BLOCK)
-    stratum = Chance(*names, "strata", block).shuffled(BLOCK)[place]
-    return (stratum + Chance(*names, "within", index).uniform()) / BLOCK
+    return (_strata(block, *names)[place] + Chance(*names, "within", index).uniform()) / BLOCK
+
+
+@lru_cache(maxsize=64)
+def _strata(block: int, *names: str | int) -> Sequence[int]:
+    return Chance(*names, "strata", block).shuffled(BLOCK)

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Makes the virtual environment that the goals of the Makefile run in. Usage: environment.sh serve|test|vllm023
+# Makes the virtual environment that the goals of the Makefile run in. Usage: environment.sh serve|test|card|vllm023
 #
 # It writes into $VENV only. `test` adds the development tools, Mooncake, and (where it may) the system library that
-# Mooncake needs. `vllm023` is `test` for CPU with vLLM 0.23 instead of the vLLM that is served with, and wants a $VENV of
-# its own. A second call with nothing changed installs nothing: stamps hold a digest of all that goes in.
+# Mooncake needs. `card` is for `make test-npu`: on a machine with a card what serves and pytest, on CPU `test`.
+# `vllm023` is `test` for CPU with vLLM 0.23 instead of the vLLM that is served with, and wants a $VENV of its own. A
+# second call with nothing changed installs nothing: stamps hold a digest of all that goes in.
 #
 # Reads: VENV (.venv), PYTHON (python3.11), DEVICE (auto|cpu|npu|cuda), PIP_ARGS (passed to every pip install).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-goal=${1:?usage: environment.sh serve|test|vllm023}
+goal=${1:?usage: environment.sh serve|test|card|vllm023}
 VENV=${VENV:-.venv}
 DEVICE=${DEVICE:-auto}
 read -r -a pip_args <<<"${PIP_ARGS:-}"
@@ -21,15 +22,21 @@ die() {
 }
 
 # --- which device, which Python ---------------------------------------------------------------------------------
+npu_answers() { command -v npu-smi >/dev/null && npu-smi info >/dev/null 2>&1; }
+
 if [[ $DEVICE == auto ]]; then
     DEVICE=cpu
-    if command -v npu-smi >/dev/null && npu-smi info >/dev/null 2>&1; then
+    if npu_answers; then
         DEVICE=npu
     elif command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
         DEVICE=cuda
     fi
 fi
 [[ $goal == vllm023 ]] && DEVICE=cpu
+if [[ $goal == card && $DEVICE == npu ]] && ! npu_answers && ! compgen -G '/dev/davinci[0-9]*' >/dev/null; then
+    die "no NPU here (npu-smi info does not answer): run this on the machine with the card, or rehearse it: make test-npu EPD_TEST_DEVICE=cpu"
+fi
+[[ $goal == card && $DEVICE == cpu ]] && goal=test
 [[ $DEVICE =~ ^(cpu|npu|cuda)$ ]] || die "DEVICE=$DEVICE is unknown: one of auto, cpu, npu, cuda"
 
 python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
@@ -57,7 +64,7 @@ else
 fi
 
 # --- is everything there already? -------------------------------------------------------------------------------
-[[ $goal =~ ^(serve|test|vllm023)$ ]] || die "unknown goal $goal: serve, test or vllm023"
+[[ $goal =~ ^(serve|test|card|vllm023)$ ]] || die "unknown goal $goal: serve, test, card or vllm023"
 lock=requirements/cpu.txt download="0.6 GB" installed_mb=4000
 [[ $goal == vllm023 ]] && lock=requirements/vllm023.txt download="2 GB" installed_mb=7000
 base="$DEVICE $python $version $PWD"
@@ -66,7 +73,8 @@ marker=$VENV/.epd-serve
 digest_of() { cat "$@" | sha256sum | cut -d' ' -f1; }
 wants() { # digest of all that goes into an environment for goal $1
     local inputs=(setup.py deploy/install/environment.sh "$lock")
-    [[ $1 != serve ]] && inputs+=(requirements/dev.txt requirements/mooncake.txt)
+    [[ $1 != serve ]] && inputs+=(requirements/pytest.txt)
+    [[ $1 != serve && $1 != card ]] && inputs+=(requirements/dev.txt requirements/mooncake.txt)
     digest_of "${inputs[@]}"
 }
 stamp() { echo "$VENV/.epd-serve-$1"; }
@@ -121,12 +129,14 @@ install() {
         pip_install -e .
     fi
     if [[ $goal != serve ]]; then
-        say "[3/3] development tools"
+        local tools=requirements/dev.txt
+        [[ $goal == card ]] && tools=requirements/pytest.txt
+        say "[3/3] tools of $tools"
         if [[ $DEVICE == cpu ]]; then
-            pip_install --no-deps -r requirements/dev.txt -r requirements/mooncake.txt
+            pip_install --no-deps -r "$tools" -r requirements/mooncake.txt
         else
             # --ignore-installed: into our environment even where the one below has them, or their commands are missing.
-            pip_install --no-deps --ignore-installed -r requirements/dev.txt
+            pip_install --no-deps --ignore-installed -r "$tools"
             say "Mooncake: left as installed (extras mooncake-cuda and mooncake-npu name the builds)"
         fi
     fi
@@ -154,5 +164,5 @@ system_library() {
 }
 
 ready || install
-[[ $goal != serve ]] && system_library
+[[ $goal == test || $goal == vllm023 ]] && system_library
 exit 0

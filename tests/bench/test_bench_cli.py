@@ -18,7 +18,8 @@ from bench.turns import Target, summarise, text
 
 
 @pytest.mark.parametrize(
-    "name", ["startup", "ttft", "arena", "duplicates", "transfer ep", "transfer pd", "interference"]
+    "name",
+    ["startup", "ttft", "arena", "duplicates", "load", "selfcheck", "transfer ep", "transfer pd", "interference"],
 )
 def test_each_measurement_is_quick_on_demand_and_writes_json(capsys, name):
     with pytest.raises(SystemExit) as ended:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from bench.client.connection import Answer
 from bench.flow_process import FlowGenerator
 from bench.flows import BROKEN, CUT, GOOD, LEFT, TIMEOUT, UNREACHABLE, Flow, Outcome, run_flows, verdict
 from bench.load import LIMIT_S
-from bench.load_http import Answer
 from epd_serve.errors import StageError
 from epd_serve.roles import Role
 from tests.proxy.fakes import DONE, FakeStage, chunk, hangs, refuses, served, streams, text_body

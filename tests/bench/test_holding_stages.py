@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from bench.client.connection import connect, post
 from bench.holding_stages import HoldingStages
-from bench.load_http import connect, post
 from epd_serve.roles import Role
 from tests.waiting import PATIENCE_S
 

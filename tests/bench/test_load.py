@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from bench.client.connection import Answer, post
 from bench.load import Sample, closed_loop, open_loop
-from bench.load_http import Answer, post
 from bench.load_process import Generator, Load
 from bench.workloads.arrivals import Poisson, arrivals_within
 from epd_serve.errors import StageError

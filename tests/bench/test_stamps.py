@@ -81,3 +81,17 @@ def test_a_line_cut_short_is_skipped(tmp_path):
 
 def test_an_unknown_request_has_no_events():
     assert Timeline([]).of("nobody") == {}
+
+
+def test_a_request_is_found_by_the_name_its_client_gave(tmp_path):
+    write(
+        tmp_path / "proxy.jsonl",
+        line(1.0, "proxy", "r1", "arrived", client_id="mine"),
+        line(1.5, "proxy", "r1", "first_byte"),
+        line(1.2, "proxy", "r2", "arrived", client_id="yours"),
+    )
+    timeline = Timeline(read_stamps(tmp_path))
+
+    assert timeline.named("mine") == {"arrived": 1.0, "first_byte": 1.5}
+    assert timeline.named("yours") == {"arrived": 1.2}
+    assert timeline.named("r1") == {}

@@ -86,13 +86,13 @@ class Serving(Endpoint):
                 argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
 
-    def wait_ready(self) -> Serving:
+    def wait_ready(self, start_s: float = START_S) -> Serving:
         def ready() -> bool:
             if self.process.poll() is not None:
                 raise AssertionError(f"launch {self.layout} ended:\n{self.log.read_text()[-3000:]}")
             return self.healthy()
 
-        wait_until(ready, START_S, f"{self.layout} to be ready")
+        wait_until(ready, start_s, f"{self.layout} to be ready")
         return self
 
     @property

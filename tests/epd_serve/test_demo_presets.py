@@ -82,9 +82,9 @@ def test_a_file_in_the_way_is_a_config_error(tmp_path):
 def generated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The random presets, written once: each takes a process that imports torch."""
     folder = tmp_path_factory.mktemp("presets")
-    for preset in ("tiny", "bench"):
+    for preset in ("tiny", "bench", "npu"):
         write_preset(folder / preset, preset)
-    return {preset: folder / preset for preset in ("tiny", "bench")}
+    return {preset: folder / preset for preset in ("tiny", "bench", "npu")}
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_weights_are_fixed_by_the_seed(generated, tmp_path):
 
 @pytest.mark.slow
 @needs_transformers
-@pytest.mark.parametrize(("preset", "millions"), [("tiny", 7.1), ("bench", 41.7)])
+@pytest.mark.parametrize(("preset", "millions"), [("tiny", 7.1), ("bench", 41.7), ("npu", 11.3)])
 def test_a_random_preset_has_its_size_and_the_demo_models_parameter_names(generated, preset, millions):
     shapes = tensor_shapes(generated[preset])
     count = sum(math.prod(shape) for shape in shapes.values())
@@ -120,13 +120,13 @@ def test_naming_presets_imports_no_torch():
     script = "import sys, epd_serve.demo.presets; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2]).returncode == 0
-    assert PRESETS[:3] == ("demo", "tiny", "bench")
-    assert set(PRESETS[3:]) == {"internvl-tiny", "llava-onevision-tiny", "qwen2-audio-tiny", "qwen2.5-vl-tiny"}
+    assert PRESETS[:4] == ("demo", "tiny", "bench", "npu")
+    assert set(PRESETS[4:]) == {"internvl-tiny", "llava-onevision-tiny", "qwen2-audio-tiny", "qwen2.5-vl-tiny"}
 
 
 @pytest.mark.slow
 @needs_transformers
-@pytest.mark.parametrize("preset", PRESETS[3:])
+@pytest.mark.parametrize("preset", PRESETS[4:])
 def test_a_preset_of_another_architecture_is_tiny_complete_and_of_one_vocabulary(preset, tmp_path):
     write_preset(tmp_path / "model", preset)
 
@@ -140,7 +140,7 @@ def test_a_preset_of_another_architecture_is_tiny_complete_and_of_one_vocabulary
     assert config["text_config"]["eos_token_id"] == ids["<|im_end|>"]
 
 
-@pytest.mark.parametrize("preset", PRESETS[3:])
+@pytest.mark.parametrize("preset", PRESETS[4:])
 def test_a_preset_of_another_architecture_shows_every_item_to_the_model(preset, tmp_path):
     """The template is what puts an item's placeholder into the prompt; one without it is a 500 in vLLM."""
     shutil.copytree(builtin_model_dir(), tmp_path, dirs_exist_ok=True)

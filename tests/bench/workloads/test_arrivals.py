@@ -21,7 +21,7 @@ from bench.workloads.spec import RequestSpec
 from epd_serve.errors import ConfigError
 
 
-def gaps(arrivals, count=20_000, seed=0):
+def gaps(arrivals, count=6_000, seed=0):
     return list(itertools.islice(arrivals.gaps(seed), count))
 
 
@@ -33,8 +33,8 @@ def requests(paces):
 def test_gaps_have_the_rate_and_the_burstiness_that_were_asked_for(arrivals, cv):
     found = gaps(arrivals)
 
-    assert statistics.fmean(found) == pytest.approx(1 / 5, rel=0.06)
-    assert statistics.stdev(found) / statistics.fmean(found) == pytest.approx(cv, rel=0.06)
+    assert statistics.fmean(found) == pytest.approx(1 / 5, rel=0.1)
+    assert statistics.stdev(found) / statistics.fmean(found) == pytest.approx(cv, rel=0.1)
 
 
 def test_a_seed_fixes_the_times():

@@ -1,0 +1,205 @@
+"""Runs one after another, at given rates or in search of the goodput; each is told and written down as it ends.
+
+Whatever ends a sweep (a signal, an endpoint that is gone, a full disk), what was measured until then is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bench.client import report
+from bench.client.bodies import prepared
+from bench.client.goodput import Search
+from bench.client.joined import joined, mean_phases
+from bench.client.measure import Measured, Plan, measure
+from bench.client.metrics import attainment
+from bench.client.row import Row
+from bench.client.run import Runner
+from bench.client.slo import Slo
+from bench.client.source import Source
+from bench.client.target import Ask, Target
+from bench.record import flatten, write
+from bench.stamps import Timeline, read_stamps
+from bench.workloads.arrivals import Arrivals, ClosedLoop
+from deploy import event_loop
+from epd_serve.errors import ConfigError
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SEARCH_REQUESTS = 100
+"""Of a probe, at least: of fewer an attainment of 90 % cannot be told from one of 80."""
+
+
+@dataclass
+class Found:
+    """What a sweep has found so far.
+
+    Attributes:
+        signal: that ended it, or 0. over: why no more runs make sense; "" while they do.
+    """
+
+    figures: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    valid: bool = True
+    signal: int = 0
+    over: str = ""
+
+
+class Sweep:
+    """Measures `target`.
+
+    Args:
+        keep: is given every row. traces: folder of the endpoint's phase stamps. phases: file for each request's.
+        json_path, env: of the result (`bench/record.py`), written after every run.
+        say: prints.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        source: Source,
+        plan: Plan,
+        *,
+        keep: Callable[[Row], None] | None = None,
+        traces: Path | None = None,
+        phases: Path | None = None,
+        json_path: Path | None = None,
+        env: Mapping[str, Any] | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._target, self._source, self._plan = target, source, plan
+        self._keep, self._traces, self._phases = keep, traces, phases
+        self._json, self._env, self._say = json_path, dict(env or {}), say
+        self._runs = 0
+        self.found = Found()
+
+    def rates(self, arrivals: Sequence[Arrivals]) -> Found:
+        """A run of each."""
+        for one in arrivals:
+            measured = self._one(replace(self._plan, arrivals=one, seed=self._plan.seed + self._runs))
+            self.found.valid = self.found.valid and measured.valid
+            if self.found.signal or self.found.over:
+                break
+        return self.found
+
+    def goodput(self, arrivals: Callable[[float], Arrivals], search: Search, target: float, slo: Slo) -> Found:
+        """Probes until `search` has found the goodput. A probe that is too bad to be measured is a miss."""
+        while (rate := search.next()) is not None:
+            seconds = max(self._plan.seconds or 0.0, SEARCH_REQUESTS / rate)
+            plan = replace(
+                self._plan, arrivals=arrivals(rate), seed=self._plan.seed + self._runs, count=None, seconds=seconds
+            )
+            measured = self._one(plan)
+            if any(one.whose != "answers" for one in measured.objections):
+                self.found.valid = False
+                break
+            attained, about = attainment(measured.window.due(measured.run.rows), slo)
+            search.told(rate, attained, about, steady=not measured.grows)
+        result = search.found()
+        self._say(report.goodput(result, search.probed, target, slo, self._plan.devices))
+        self.found.figures["goodput_rps"] = result.rate_rps
+        if self._plan.devices:
+            self.found.figures["goodput_rps_per_device"] = result.rate_rps / self._plan.devices
+        if not result.rate_rps:
+            self.found.valid = False
+        self._write()
+        return self.found
+
+    def _one(self, plan: Plan) -> Measured:
+        requests = self._source.of_run(plan, self._runs)
+        label = self._label(plan.arrivals)
+        self._runs += 1
+        with prepared(requests.bodies) as asks:
+            measured = event_loop.run(self._sent(asks, plan, label, requests.dues))
+        row = {**measured.row(), "repeated_requests": requests.repeats}
+        figures = dict(measured.figures)
+        if self._traces is not None:
+            figures["phases"] = self._joined(measured)
+        self._say("\n" + report.one_run(measured, plan.slos))
+        self.found.rows.append(row)
+        self.found.figures |= flatten({label: figures})
+        self.found.over = next((one.text for one in measured.objections if one.whose == "end"), "")
+        self._write()
+        return measured
+
+    def _label(self, arrivals: Arrivals) -> str:
+        """Of a run in tables, rows and figures. A rate that is measured again says so."""
+        label = label_of(arrivals)
+        again = sum(row["run"].split(" (")[0] == label for row in self.found.rows)
+        return f"{label} ({again + 1})" if again else label
+
+    async def _sent(self, asks: Sequence[Ask], plan: Plan, label: str, dues: Sequence[float] | None) -> Measured:
+        runners: list[Runner] = []
+        with self._stopped_by_signals(runners):
+            return await measure(
+                self._target,
+                asks,
+                plan,
+                label=label,
+                dues=dues,
+                keep=self._keep,
+                started=runners.append,
+                progress=sys.stderr,
+            )
+
+    @contextmanager
+    def _stopped_by_signals(self, runners: Sequence[Runner]) -> Iterator[None]:
+        """The first signal ends the run in good order, a second one at once."""
+        loop = asyncio.get_running_loop()
+
+        def stop(number: int) -> None:
+            self.found.signal = number
+            for runner in runners:
+                runner.stop("interrupted")
+            for one in SIGNALS:
+                loop.remove_signal_handler(one)
+
+        before = [signal.getsignal(number) for number in SIGNALS]
+        for number in SIGNALS:
+            loop.add_signal_handler(number, stop, number)
+        try:
+            yield
+        finally:
+            for number, handler in zip(SIGNALS, before, strict=True):
+                loop.remove_signal_handler(number)
+                signal.signal(number, handler)
+
+    def _joined(self, measured: Measured) -> dict[str, Any]:
+        """Mean phases of the window's whole answers; each request's to its file."""
+        assert self._traces is not None
+        timeline = Timeline(read_stamps(self._traces))
+        rows = [joined(row, timeline) for row in measured.window.due(measured.run.rows) if row.ok]
+        known = [row for row in rows if row is not None]
+        if len(known) < len(rows):
+            self._say(f"{len(rows) - len(known)} of {len(rows)} requests are not in the stamps of {self._traces}")
+        if self._phases is not None:
+            lines = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in known)
+            try:
+                with self._phases.open("a", encoding="utf-8") as file:
+                    file.write(lines)
+            except OSError as error:
+                raise ConfigError(f"{self._phases}: {error.strerror}", param="--rows") from error
+        return mean_phases(known)
+
+    def _write(self) -> None:
+        try:
+            write(self._json, self.found.figures, self._env, self.found.rows)
+        except OSError as error:
+            raise ConfigError(
+                f"--json {self._json}: {error.strerror}; what is printed above and --rows is what there is",
+                param="--json",
+            ) from error
+
+
+def label_of(arrivals: Arrivals) -> str:
+    """What a run is called."""
+    if isinstance(arrivals, ClosedLoop):
+        return f"{arrivals.concurrency} at once"
+    return "trace" if arrivals.rate_rps is None else f"{arrivals.rate_rps:g} rps"

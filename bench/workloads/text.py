@@ -1,0 +1,143 @@
+"""Text of an exact number of tokens: by a model's own tokenizer, or by the rule that a common word is a token.
+
+Without a tokenizer n tokens are n common English words: the large byte-pair vocabularies (Qwen's, Llama's, GPT's) have
+each of them as one token. Chat templates and picture placeholders come on top in either case: papers leave them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from bench.workloads.chance import Chance
+from epd_serve.errors import ConfigError
+
+OPENERS: Sequence[str] = (
+    "What Where When Which Who Why How Is Are Does Can Could Please Tell Show Find Read Count Name Describe"
+).split()
+WORDS: Sequence[str] = (
+    "the of and to in is that it for on with as at by from this have not are but what all were when your can said "
+    "there use each which she how their will other about out many then them these so some her would make like him "
+    "into time has look two more write go see number no way could people my than first water been call who oil its "
+    "now find long down day did get come made may part over new sound take only little work know place year live me "
+    "back give most very after thing our just name good sentence man think say great where help through much before "
+    "line right too mean old any same tell boy follow came want show also around form three small set put end does "
+    "another well large must big even such because turn here why ask went men read need land different home us move "
+    "try kind hand picture again change off play spell air away animal house point page letter mother answer found "
+    "study still learn should world high every near add food between own below country plant last school father keep "
+    "tree never start city earth eye light thought head under story saw left few while along might close something "
+    "seem next hard open example begin life always those both paper together got group often run important until "
+    "children side feet car mile night walk white sea began grow took river four carry state once book hear stop "
+    "without second later miss idea enough eat face watch far really almost let above girl sometimes mountain cut "
+    "young talk soon list song being leave family body music color stand sun question fish area mark dog horse birds "
+    "problem complete room knew since ever piece told usually friends easy heard order red door sure become top ship "
+    "across today during short better best however low hours black products happened whole measure remember early "
+    "waves reached"
+).split()
+
+FILLERS: Sequence[str] = ("a", "I", "x", "1", "?", ".", "!")
+"""Short pieces, most of them one token anywhere, to end on the exact count."""
+
+TRIES = 400
+
+
+class Words(Protocol):
+    """Makes texts of a length."""
+
+    def exactly(self, tokens: int, chance: Chance) -> str:
+        """A text of that many tokens (1 or more)."""
+        ...
+
+    def count(self, text: str) -> int:
+        """How many tokens a text has."""
+        ...
+
+
+class PlainWords:
+    """A word is a token."""
+
+    def exactly(self, tokens: int, chance: Chance) -> str:
+        return " ".join([_pick(OPENERS, chance), *(_pick(WORDS, chance) for _ in range(tokens - 1))])
+
+    def count(self, text: str) -> int:
+        return len(text.split())
+
+
+class TokenizedWords:
+    """Counted by the tokenizer of a model directory (`tokenizer.json`), without special tokens."""
+
+    def __init__(self, directory: Path) -> None:
+        """
+        Raises:
+            ConfigError: there is no tokenizer that can be read.
+        """
+        self._where = directory
+        self._tokenizer = _tokenizer(directory)
+        self._lengths = lru_cache(maxsize=4096)(self.count)
+
+    def count(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def exactly(self, tokens: int, chance: Chance) -> str:
+        """
+        Raises:
+            ConfigError: the tokenizer cannot make that length from our words.
+        """
+        pieces: list[str] = []
+        for _ in range(TRIES):
+            self._fill(pieces, tokens, chance)
+            found = self.count("".join(pieces))
+            if found == tokens:
+                return "".join(pieces)
+            # Words that do not merge with their neighbours add up; where some do, the last ones are drawn again.
+            del pieces[-1 - chance.below(3) :]
+        raise ConfigError(
+            f"the tokenizer in {self._where} makes no text of exactly {tokens} tokens from common words: "
+            "leave --tokenizer out, a word counts as a token then",
+            param="--tokenizer",
+        )
+
+    def _fill(self, pieces: list[str], tokens: int, chance: Chance) -> None:
+        """Add words until their lengths add up to `tokens`, or as near below it as they go."""
+        left = tokens - sum(self._lengths(piece) for piece in pieces)
+        for _ in range(TRIES + tokens):
+            if left <= 0:
+                return
+            drawn = _pick(OPENERS if not pieces else WORDS, chance)
+            for word in (drawn, _pick(FILLERS, chance)):
+                piece = f" {word}" if pieces else word
+                if self._lengths(piece) <= left:
+                    pieces.append(piece)
+                    left -= self._lengths(piece)
+                    break
+
+
+def words(tokenizer: Path | None) -> Words:
+    """By the tokenizer of that directory, or by the rule without one."""
+    return PlainWords() if tokenizer is None else TokenizedWords(tokenizer)
+
+
+def _pick(words: Sequence[str], chance: Chance) -> str:
+    return words[chance.below(len(words))]
+
+
+def _tokenizer(directory: Path) -> Any:
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"{directory} has no tokenizer.json: name a model directory that has, or leave --tokenizer out",
+            param="--tokenizer",
+        )
+    try:
+        from tokenizers import Tokenizer  # with vLLM; only who names a tokenizer needs it
+    except ImportError as error:
+        raise ConfigError(
+            "counting tokens needs the package tokenizers: pip install tokenizers, or leave --tokenizer out",
+            param="--tokenizer",
+        ) from error
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing more exact
+        raise ConfigError(f"{file} is not a tokenizer: {error}", param="--tokenizer") from error

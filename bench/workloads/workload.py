@@ -1,0 +1,139 @@
+"""A workload that a command can run: a profile or the user's own file, with its knobs and its arrivals.
+
+The flags are here, so that every command that loads a server takes the same ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from bench.workloads.arrivals import FORMS, Arrivals, Poisson, parse_arrivals, with_arrivals
+from bench.workloads.generate import Knobs, requests
+from bench.workloads.own import NAME as OWN
+from bench.workloads.own import read_own, repeated
+from bench.workloads.pictures import default_cache
+from bench.workloads.profiles import PROFILES, profile
+from bench.workloads.spec import RequestSpec
+from bench.workloads.text import Words, words
+from epd_serve.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that can be asked for as often as one likes: they are the same each time.
+
+    Attributes:
+        name: of a profile, or `own`.
+        count: requests of a run.
+        arrivals: None leaves requests as they are: without times, or with those of the user's file.
+        own: what the user's file says; empty for a profile.
+    """
+
+    name: str
+    count: int
+    knobs: Knobs
+    arrivals: Arrivals | None = None
+    tokenizer: Path | None = None
+    own: Sequence[RequestSpec] = ()
+
+    def requests(self) -> Iterator[RequestSpec]:
+        """`count` of them. Lazy."""
+        return itertools.islice(self.endless(), self.count)
+
+    def endless(self) -> Iterator[RequestSpec]:
+        """For runs that end by time. Lazy."""
+        found = self._own() if self.own else requests(profile(self.name), self.knobs, self._words)
+        return found if self.arrivals is None else with_arrivals(found, self.arrivals, self.knobs.seed)
+
+    def at(self, arrivals: Arrivals) -> Workload:
+        """The same requests at other times."""
+        return replace(self, arrivals=arrivals)
+
+    def seeded(self, seed: int) -> Workload:
+        """Other requests of the same kind. A user's file stays as it is."""
+        return replace(self, knobs=replace(self.knobs, seed=seed))
+
+    @cached_property
+    def _words(self) -> Words:
+        return words(self.tokenizer)
+
+    def _own(self) -> Iterator[RequestSpec]:
+        tokens = self.knobs.output_tokens
+        for request in repeated(self.own):
+            yield request if tokens is None else replace(request, max_tokens=tokens)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """All flags of a workload but its name: what it consists of, how many requests, and when they arrive."""
+    parser.add_argument("--n", type=int, metavar="N", help="requests (default: the workload's own number)")
+    parser.add_argument("--seed", type=int, default=0, help="another seed, other texts, pictures and arrivals")
+    parser.add_argument("--rate", type=float, metavar="R", help="requests a second: short for --arrivals poisson:R")
+    parser.add_argument("--arrivals", metavar="HOW", help=f"{FORMS} (seconds from the start, a line each, in FILE)")
+    add_content_arguments(parser)
+
+
+def add_content_arguments(parser: argparse._ActionsContainer) -> None:
+    """The flags of what a workload consists of, for commands with an `--n`, a `--seed` and arrivals of their own."""
+    parser.add_argument(
+        "--reuse", type=float, default=0.0, metavar="R", help="share of pictures that were seen before (0 to below 1)"
+    )
+    parser.add_argument(
+        "--zipf", type=float, default=1.0, metavar="A", help="how unevenly repeats fall on pictures (0: evenly)"
+    )
+    parser.add_argument("--pictures-each", type=int, metavar="N", help="pictures of each request that has any")
+    parser.add_argument("--output-tokens", type=int, metavar="N", help="tokens of each answer (default: 64, mostly)")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="model directory that counts tokens (default: a word is a token)"
+    )
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help=f"of the workload {OWN!r}: where pictures lie")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help=f"of the workload {OWN!r}: JSON lines (mm_custom)")
+    parser.add_argument(
+        "--cache", type=Path, metavar="DIR", help=f"where drawn pictures are kept (default: {default_cache()})"
+    )
+
+
+def arrivals_of(arguments: argparse.Namespace) -> Arrivals | None:
+    """What `--rate` or `--arrivals` of `add_arguments` say; None without them.
+
+    Raises:
+        ConfigError: both are given, or one is out of range.
+    """
+    if arguments.rate is not None and arguments.arrivals is not None:
+        raise ConfigError("--rate and --arrivals both say when requests arrive: give one", param="--rate")
+    if arguments.rate is not None:
+        return Poisson(arguments.rate)
+    return None if arguments.arrivals is None else parse_arrivals(arguments.arrivals)
+
+
+def workload(name: str, arguments: argparse.Namespace, arrivals: Arrivals | None = None) -> Workload:
+    """The workload that `--n`, `--seed` and the flags of `add_content_arguments` describe.
+
+    Raises:
+        ConfigError: no such workload, a value out of range, flags that do not go together, an unreadable file.
+    """
+    knobs = Knobs(arguments.seed, arguments.reuse, arguments.zipf, arguments.pictures_each, arguments.output_tokens)
+    if arguments.n is not None and arguments.n < 1:
+        raise ConfigError(f"--n is {arguments.n}: 1 or more", param="--n")
+    if name == OWN:
+        return _own(arguments, knobs, arrivals)
+    if arguments.pictures is not None or arguments.prompts is not None:
+        raise ConfigError(f"--pictures and --prompts belong to the workload {OWN!r}, not to {name!r}", param="NAME")
+    return Workload(name, arguments.n or profile(name).count, knobs, arrivals, arguments.tokenizer)
+
+
+def _own(arguments: argparse.Namespace, knobs: Knobs, arrivals: Arrivals | None) -> Workload:
+    if arguments.pictures is None or arguments.prompts is None:
+        raise ConfigError(f"the workload {OWN!r} needs --pictures DIR and --prompts FILE", param="--prompts")
+    if knobs.reuse or knobs.pictures:
+        raise ConfigError(
+            f"--reuse and --pictures-each are for generated workloads ({', '.join(PROFILES)}): the file says which "
+            "pictures come",
+            param="--reuse",
+        )
+    found = read_own(arguments.pictures, arguments.prompts, words(arguments.tokenizer))
+    return Workload(OWN, arguments.n or len(found), knobs, arrivals, arguments.tokenizer, found)

@@ -1,0 +1,59 @@
+"""When a run says nothing about the server."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.client.row import Outcome
+from bench.client.run import Run
+from bench.client.validity import Rules, objections
+from bench.client.verdict import CROWDED
+from bench.client.window import Window
+from tests.bench.client.rows import failed, row
+
+WINDOW = Window(0.0, 100.0)
+
+
+def found(rows, *, stopped="", rules=None):
+    return objections(Run("r", 0.0, 100.0, 101.0, rows=rows, stopped=stopped), WINDOW, rules or Rules())
+
+
+GOOD = [row(n, float(n)) for n in range(20)]
+
+
+def test_a_run_with_enough_good_answers_is_valid():
+    assert found(GOOD) == []
+
+
+def test_refusals_are_misses_and_no_objection():
+    assert found([*GOOD, *(failed(n, 1.0) for n in range(50))]) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "whose", "text"),
+    [
+        ([failed(n, 1.0) for n in range(9)], "answers", "not one good answer among 9 requests: 9 × status 429"),
+        ([], "answers", "not one good answer among 0 requests"),
+        ([row()], "answers", "1 good answers in the window of 100.0 s, 10 are needed"),
+        ([*GOOD, *(failed(n, 1.0, "cut", Outcome.TRUNCATED) for n in range(5))], "answers", "5 of 25 requests failed"),
+        ([row(n, 1.0, ready_s=1.1) for n in range(20)], "generator", "came 100 ms late"),
+        ([*GOOD, failed(0, 1.0, CROWDED)], "generator", "1 requests were not sent"),
+    ],
+)
+def test_each_way_to_measure_nothing_is_said(rows, whose, text):
+    (one,) = found(rows)
+
+    assert one.whose == whose
+    assert text in one.text
+
+
+def test_an_early_end_is_an_objection_whatever_came_before():
+    assert [one.whose for one in found(GOOD, stopped="interrupted")] == ["end"]
+
+
+def test_what_was_said_goes_with_what_went_wrong():
+    assert "said status 429" in found([failed()])[0].text
+
+
+def test_rules_can_be_told():
+    assert found([row()], rules=Rules(min_samples=1)) == []

@@ -1,0 +1,43 @@
+"""The check of the generator against known delays. Speed is not asserted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench import selfcheck
+from bench.cli import main
+from bench.client.known_server import Known
+from tests.bench.client.rows import row
+
+
+def test_errors_are_the_distance_to_the_truth_on_either_side():
+    known = Known(first_s=0.1, gap_s=0.02, tokens=3)
+    early, late = row(ttft=0.098, gap=0.02), row(ttft=0.105, gap=0.021)
+    written = [0.101, 0.121, 0.141]
+
+    assert selfcheck.errors_of(early, known, written).ttft_ms == pytest.approx(2.0)
+    assert selfcheck.errors_of(late, known, written).ttft_ms == pytest.approx(5.0)
+    assert selfcheck.errors_of(late, known, written).tpot_ms == pytest.approx(1.0)
+    assert selfcheck.errors_of(late, known, written).ttft_to_written_ms == pytest.approx(4.0)
+    assert selfcheck.errors_of(late, known, written).tpot_to_written_ms == pytest.approx(1.0)
+
+
+def test_figures_are_means_and_percentiles():
+    errors = [selfcheck.Errors(1.0, 0.1, 0.5, 0.0), selfcheck.Errors(3.0, 0.3, 0.5, 0.0)]
+    figures = selfcheck.error_figures(errors)
+
+    assert (figures["ttft_error_ms"], figures["ttft_error_p50_ms"], figures["ttft_error_p99_ms"]) == (2.0, 1.0, 3.0)
+    assert (figures["tpot_error_ms"], figures["ttft_error_to_written_ms"]) == (0.2, 0.5)
+
+
+def test_the_check_runs_and_writes_its_figures(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(selfcheck, "KNOWN", (Known(first_s=0.02, gap_s=0.001, tokens=4, role_first=True),))
+    monkeypatch.setattr(selfcheck, "QUICK_S", 0.3)
+
+    code = main(["selfcheck", "--quick", "--json", str(tmp_path / "r.json")])
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert {goal.figure for goal in selfcheck.GOALS} <= set(found["figures"])
+    assert len(found["rows"]) == found["figures"]["requests"] > 0
+    assert code == int("MISSED" in capsys.readouterr().out)

@@ -1,0 +1,83 @@
+"""The card under test: its kind, its devices, the model. All that `make test-npu` can be told is read here, once.
+
+EPD_TEST_DEVICE   npu (default), cuda, or cpu to rehearse the tests without a card
+EPD_TEST_DEVICES  use so many devices at most; on cpu, where devices are virtual, so many there are (default 3)
+MODEL             a checkpoint to serve instead of a small model with random weights
+EAGER             1: without graphs (--enforce-eager), to tell whether these are what fails
+EPD_TEST_START_S  deadline for a launch to become ready (default 900)
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from epd_serve.demo.presets import builtin_model_dir, write_preset
+from npu_ops.discovery import DeviceInventory, discover
+
+KINDS = ("npu", "cuda", "cpu")
+VIRTUAL_DEVICES = 3
+PRESET = {"npu": "npu", "cuda": "demo", "cpu": "demo"}
+"""What is served without MODEL: the trained demo model, but for the NPU, whose kernels do not take its small heads."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What there is to test on.
+
+    Attributes:
+        ids: devices that may be used, as `discover` numbers them. names: their products.
+        note: why there is none, else "".
+        given_model: a checkpoint's path or hub name, or "" for the small model of `PRESET`.
+    """
+
+    kind: str
+    ids: tuple[int, ...]
+    names: tuple[str, ...]
+    note: str
+    given_model: str
+    eager: bool
+    start_s: float
+
+    @property
+    def answers_are_known(self) -> bool:
+        """The trained demo model is served: a wrong picture's feature shows as a wrong word."""
+        return not self.given_model and PRESET[self.kind] == "demo"
+
+    def model(self, scratch: Path) -> str:
+        """The model to serve; a preset is written under `scratch` when it is not there yet."""
+        if self.given_model:
+            return self.given_model
+        preset = PRESET[self.kind]
+        if preset == "demo":
+            return str(builtin_model_dir())
+        if not (folder := scratch / f"model-{preset}").exists():
+            write_preset(folder, preset)
+        return str(folder)
+
+
+def read_card() -> Card:
+    """From the environment and the machine.
+
+    Raises:
+        ValueError: EPD_TEST_DEVICE is no kind of device; or as `discover`, for a device that is not there.
+    """
+    kind = os.environ.get("EPD_TEST_DEVICE") or "npu"
+    if kind not in KINDS:
+        raise ValueError(f"EPD_TEST_DEVICE={kind} is unknown: one of {', '.join(KINDS)}")
+    most = int(os.environ.get("EPD_TEST_DEVICES") or 0)
+    found = discover(kind)
+    if kind == "cpu":
+        count = most or VIRTUAL_DEVICES
+        found = DeviceInventory("cpu", tuple(range(count)), ("virtual",) * count)
+    count = most or len(found.ids)
+    return Card(
+        kind=kind,
+        ids=found.ids[:count],
+        names=found.names[:count],
+        note=found.note,
+        given_model=os.environ.get("MODEL", ""),
+        eager=os.environ.get("EAGER", "") == "1",
+        start_s=float(os.environ.get("EPD_TEST_START_S") or 900),
+    )
