@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from bench.colocation_figures import StormRound
-from bench.colocation_mix import Contestant, Mix, Round, play, round_of, tokens_of
+from bench.colocation_mix import EVERY_TOKEN, Contestant, Mix, Round, play, round_of, tokens_of
 from bench.flow_process import FlowGenerator
 from bench.flows import Flow
 from bench.scenario_bodies import text
@@ -137,7 +137,7 @@ def _stream(generator: FlowGenerator, who: Contestant, plan: Plan, seed: int) ->
     """Mean TPOT of a few text answers, one after the other."""
     bodies: list[dict[str, Any]] = [
         text(who.launch.model, tokens=plan.mix.prompt, answer=plan.stream_answer, stream=True, seed=-1 - number)
-        | {"ignore_eos": True}
+        | EVERY_TOKEN
         for number in range(seed * STREAMS, (seed + 1) * STREAMS)
     ]
     run = generator.run(who.launch.url, [Flow("stream", bodies, at_once=1, count=STREAMS)], limit_s=120.0)

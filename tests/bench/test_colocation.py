@@ -58,6 +58,7 @@ def test_no_picture_and_no_text_is_sent_twice():
 def test_answers_are_exactly_so_long_and_greedy():
     for body in MIX.bodies("m", 0):
         assert (body["max_tokens"], body["ignore_eos"], body["temperature"], body["stream"]) == (3, True, 0, True)
+        assert body["return_token_ids"], "a token without text would be no event"
 
 
 def test_pictures_differ_in_their_corner_pixels():
