@@ -10,7 +10,8 @@ most two groups of five stages are started, one group after the other:
 
 A text stream also decodes on (E-PD) alone, and while pictures storm E past the proxy, so that nothing of them has to be
 prefilled. Before all that, the layouts of a group answer the same requests one at a time; tokens that differ fail the
-measurement.
+measurement, but for shares: fewer threads add bfloat16 numbers up in another order, and random weights leave close
+calls (against E-PD, which has as many threads, they are the same).
 
 --engine sim runs the same flow on simulated stages, which compute on no cores and so have no shares: to try it, its
 figures mean nothing.
@@ -104,7 +105,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     )
     rows = [*(one.row() for one in found.rounds), *(one.row() for one in found.storms)]
     write(arguments.json, found.figures, env, rows)
-    differ = [name for name, value in found.figures.items() if name.startswith("same_tokens/") and value < 1.0]
+    differ = [name for name in (E_PD, E_P_D) if found.figures.get(f"same_tokens/{name}", 1.0) < 1.0]
     if differ:
         print(f"\nNOT the same answers: {', '.join(differ)}", flush=True)
     return 1 if differ else 0
