@@ -55,6 +55,7 @@ def run_stage(
     from deploy.blueprint import draw
     from deploy.config import DeployConfig
     from deploy.engines import command_of
+    from deploy.memory_check import OneStage
     from epd_serve.stage_plan import StagePlan
 
     connected = _wiring(wiring, role, instance, alone=engine == "sim")
@@ -69,7 +70,8 @@ def run_stage(
             served_model_name=served_model_name,
             engine=engine,
             sim_profile=sim_profile,
-        )
+        ),
+        stage=OneStage(connected.role, ids, tuple(passed)),
     )
     (plan,) = blueprint.plans
     command = command_of(
@@ -86,6 +88,7 @@ def run_stage(
             host=host,
             wiring=connected,
             extra_args=tuple(passed),
+            memory_share=plan.memory_share,
             engine=engine,
             sim_profile=blueprint.sim_profile,
         )

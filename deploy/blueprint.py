@@ -5,13 +5,15 @@ All that can be wrong with the operator's input is found here, in one line, in a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.config import DeployConfig
 from deploy.core_plan import plan_cores
 from deploy.engines import checked_profile
+from deploy.memory_check import NO_MEMORY, OneStage, share_memory
+from deploy.memory_plan import MemoryPlan
 from deploy.mm_store import choose_pool, feature_path
 from deploy.proxy_settings import proxy_overrides
 from deploy.stage_args import StageArgs, parse_stage_args
@@ -41,6 +43,7 @@ class Blueprint:
         pooled: the MM Store has its second tier, Mooncake. feature_path: `host` or `device`, see StageWiring.
         sim_profile: of simulated stages, an absolute path or "".
         warnings: one line each, to be shown.
+        memory: what each instance gets of its devices, or None where that is unknown or no stage is started.
     """
 
     config: DeployConfig
@@ -57,6 +60,7 @@ class Blueprint:
     sim_profile: str = ""
     warnings: tuple[str, ...] = ()
     core_orders: Mapping[str, CoreOrder] = field(default_factory=dict)
+    memory: MemoryPlan | None = None
 
     @property
     def device(self) -> str:
@@ -80,8 +84,12 @@ class Blueprint:
         return self.cores.of(plan.devices) if self.cores is not None else ()
 
 
-def draw(config: DeployConfig) -> Blueprint:
+def draw(config: DeployConfig, *, stage: OneStage | None = None, starts_stages: bool = True) -> Blueprint:
     """Check the configuration and place its instances.
+
+    Args:
+        stage: what the one instance of the layout stands for, where it is not the monolith that the layout says.
+        starts_stages: False for a head, whose stages are on other machines.
 
     Raises:
         ConfigError, LayoutError: what is wrong and how to fix it.
@@ -99,6 +107,7 @@ def draw(config: DeployConfig) -> Blueprint:
     plans = lower(layout, inventory.allot(layout.device_count))
     cores = core_sets(layout.device_count) if inventory.kind == "cpu" and not simulated else None
     divided = plan_cores(config.core_share, plans, inventory.kind, cores, facts)
+    plans = divided.plans
     features_travel = any(role.sends_features for role in layout.roles)
     if simulated and (config.mm_store == "mooncake" or config.mooncake_master):
         raise ConfigError("simulated stages keep features in the arena: drop mooncake", param="mm_store")
@@ -107,6 +116,14 @@ def draw(config: DeployConfig) -> Blueprint:
     if cores is not None and cores.oversubscribed:
         count = len({core for one in cores.sets for core in one})
         warnings.append(f"{layout.device_count} virtual devices share {count} CPU cores: expect it to be slow")
+    stage_args = parse_stage_args(config.stage_args, plans)
+    path = feature_path(config, inventory.kind, plans, pooled=pooled)
+    memory = NO_MEMORY
+    if starts_stages and not simulated:
+        memory = share_memory(
+            plans, facts, inventory, stage or stage_args, feature_path=path, shm_mib=_shm(config, plans)
+        )
+    warnings += memory.warnings
     return Blueprint(
         config=config,
         model=model,
@@ -114,15 +131,23 @@ def draw(config: DeployConfig) -> Blueprint:
         facts=facts,
         layout=layout,
         inventory=inventory,
-        plans=divided.plans,
+        plans=memory.shared(plans),
         cores=cores,
-        stage_args=parse_stage_args(config.stage_args, plans),
+        stage_args=stage_args,
         pooled=pooled,
-        feature_path=feature_path(config, inventory.kind, plans, pooled=pooled),
+        feature_path=path,
         sim_profile=checked_profile(config.engine, config.sim_profile),
         warnings=tuple(warnings),
         core_orders=divided.orders,
+        memory=memory.plan,
     )
+
+
+def _shm(config: DeployConfig, plans: Sequence[InstancePlan]) -> int:
+    """MiB of shared memory that a launch wants, at most."""
+    links = sum(one.role.sends_kv for one in plans) * sum(one.role.takes_kv for one in plans)
+    arena = config.arena_mib if any(one.role.sends_features for one in plans) else 0
+    return arena + links * config.kv_staging_mib
 
 
 def _model(config: DeployConfig) -> tuple[str, ModelFacts | None, str]:

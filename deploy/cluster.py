@@ -148,7 +148,7 @@ def run_head(
     key = read_cluster_key(cluster_key_file)
     first = cluster_port or port + 10
     _check_ports(first, port)
-    head = Head(draw(config), key, address, first, mooncake_master, tuple(passed))
+    head = Head(draw(config, starts_stages=False), key, address, first, mooncake_master, tuple(passed))
     root = Path(config.run_root) if config.run_root else None
     settings = head.proxy_settings  # what is wrong with `--proxy` is said before anything starts
     screen = Screen(sys.stderr, terminal=is_terminal())

@@ -27,6 +27,7 @@ from deploy.environment import is_terminal, shm_root, stage_environment
 from deploy.join_client import HeadClient, check_head_url
 from deploy.join_member import Member
 from deploy.join_plan import JoinPlan, address_of, check_passed
+from deploy.memory_check import OneStage
 from deploy.mm_store import what_is_missing
 from deploy.ports import listen
 from deploy.reaper import reap_dead
@@ -90,7 +91,7 @@ def run_joined(
         engine=engine,
         sim_profile=sim_profile,
     )
-    blueprint = draw(config)
+    blueprint = draw(config, stage=OneStage(Role(role), ids, tuple(passed)))
     if ids and blueprint.device != "cpu":  # virtual devices have no numbers of their own
         placed = replace(blueprint.plans[0], devices=ids)
         blueprint = replace(blueprint, plans=(placed,))

@@ -103,6 +103,7 @@ class JoinPlan:
             host=self.host,
             wiring=self.wiring(answer, run, incarnation),
             extra_args=self.passed,
+            memory_share=plan.memory_share,
             guarded=True,
             core_order=named_order(self.core_order, answer.id, run.grant_template(answer.id)),
             engine=blueprint.config.engine,

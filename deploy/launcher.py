@@ -26,6 +26,7 @@ from deploy.engines import command_of
 from deploy.environment import is_terminal, shm_root, stage_environment
 from deploy.front import Front
 from deploy.listeners import exposure_warnings
+from deploy.memory_table import show_memory
 from deploy.pool_master import mooncake_command
 from deploy.ports import free_ports, listen
 from deploy.proxy_settings import build_proxy_settings
@@ -123,6 +124,8 @@ class _Session:
 
     async def serve(self) -> int:
         self.ending.listen()
+        if self.blueprint.memory is not None:
+            show_memory(self.blueprint.memory, self.run.path, self.screen.line)
         for warning in self.blueprint.warnings:
             self.screen.line(f"warning: {warning}")
         async with self._arena(), self.tier.running(self.screen.line) as master:

@@ -76,6 +76,7 @@ class WiringPlan:
             colocated=1 + len(plan.colocated_with),
             memory_share=plan.memory_share,
             core_order=order_for(blueprint.core_orders, plan.id, self.run.grant_template(plan.id)),
+            kv_cache_bytes=plan.kv_cache_bytes,
             engine=blueprint.config.engine,
             sim_profile=blueprint.sim_profile,
         )

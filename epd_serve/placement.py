@@ -1,7 +1,7 @@
 """From a layout to instances on devices: what can serve, and who runs where. Pure.
 
-Owns the refusals that need meaning rather than grammar, and `InstancePlan`. Ports, addresses and core sets are
-the launcher's; vLLM flags are `epd_serve/engine/argv.py`'s.
+Owns the refusals that need meaning rather than grammar, and `InstancePlan`. Ports, addresses, core sets and shares of
+memory are the launcher's; vLLM flags are `epd_serve/engine/argv.py`'s.
 """
 
 from __future__ import annotations
@@ -15,12 +15,6 @@ from epd_serve.layout import Group, Layout, Member
 from epd_serve.layout_parser import parse
 from epd_serve.roles import Role
 
-DEVICE_MEMORY_BUDGET = 0.9
-"""Share of a device's memory that co-located instances divide; utilizations have to sum below 1 (vllm-ascend)."""
-
-ENCODER_MEMORY_SHARE = 0.1
-"""An encode-only instance holds the tower and activations, no KV cache."""
-
 
 @dataclass(frozen=True)
 class InstancePlan:
@@ -31,7 +25,8 @@ class InstancePlan:
         tp: tensor-parallel width, `len(devices)`.
         devices: device ids in rank order.
         colocated_with: ids of the other instances on the same devices.
-        memory_share: share of each device's memory, or None when it has the device to itself (engine default).
+        memory_share: share of each device's memory, or None for the engine's default (`epd_serve.memory_shares`).
+        kv_cache_bytes: of each device's memory for its KV cache, or None where the engine finds out itself.
         core_share: share of each device's compute cores, or None for no limit (`epd_serve.core_shares`).
     """
 
@@ -42,6 +37,7 @@ class InstancePlan:
     colocated_with: tuple[str, ...] = ()
     memory_share: float | None = None
     core_share: float | None = None
+    kv_cache_bytes: int | None = None
 
 
 def check_servable(layout: Layout) -> None:
@@ -104,7 +100,6 @@ def _place(group: Group, devices: tuple[int, ...], numbers: Counter[Role]) -> li
         for _ in range(member.count):
             named.append((f"{member.role.value}{numbers[member.role]}", member))
             numbers[member.role] += 1
-    shares = _memory_shares([member.role for _, member in named])
     return [
         InstancePlan(
             id=name,
@@ -112,21 +107,9 @@ def _place(group: Group, devices: tuple[int, ...], numbers: Counter[Role]) -> li
             tp=member.tp,
             devices=devices,
             colocated_with=tuple(other for other, _ in named if other != name),
-            memory_share=share,
         )
-        for (name, member), share in zip(named, shares, strict=True)
+        for name, member in named
     ]
-
-
-def _memory_shares(roles: list[Role]) -> list[float | None]:
-    """Shares of one device: encoders a fixed tenth (less when crowded), the rest split among language models."""
-    if len(roles) == 1:
-        return [None]
-    encoders = sum(role is Role.E for role in roles)
-    models = len(roles) - encoders
-    encoder = min(ENCODER_MEMORY_SHARE, DEVICE_MEMORY_BUDGET / (2 * len(roles)))
-    model = (DEVICE_MEMORY_BUDGET - encoders * encoder) / models if models else 0.0
-    return [round(encoder if role is Role.E else model, 4) for role in roles]
 
 
 def _devices(count: int) -> str:

@@ -23,6 +23,7 @@ class StagePlan:
         colocated: how many instances share the device, itself included.
         memory_share: fraction of device memory, or None for the default share.
         core_order: what its workers have to do about cores, or None for no limit.
+        kv_cache_bytes: of KV cache on each device, or None where vLLM finds out itself.
         extra_args: vLLM flags of the operator, appended last.
         guarded: other machines reach it, so its server wants a key (`stage_guard`); whoever spawns it puts the key
             into its environment.
@@ -45,6 +46,7 @@ class StagePlan:
     colocated: int = 1
     memory_share: float | None = None
     core_order: CoreOrder | None = None
+    kv_cache_bytes: int | None = None
     guarded: bool = False
     engine: str = "vllm"
     sim_profile: str = ""

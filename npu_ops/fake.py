@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from npu_ops.blocks import BlockRun, Blocks, check_blocks, gather_by_index, scatter_by_index
+from npu_ops.buffers import PAGE, nothing_registered
 from npu_ops.fences import TimedFence
 from npu_ops.memory import NPU_ALIGNMENT, DeviceBlock, DeviceMemoryError, whole_words
 
@@ -105,6 +106,7 @@ class FakeDevice:
         broken: every rule that was broken, in order.
         engine: the Transfer Engine of this process, once it has one (`fake_engine.py`).
         waits: fences that threads wait for.
+        registered: host memory that is page-locked now, from address to end.
     """
 
     host_visible = False
@@ -117,6 +119,7 @@ class FakeDevice:
         latency_s: float = 0.0,
         bytes_per_s: float = math.inf,
         sums: bool = True,
+        registers: bool = True,
     ) -> None:
         self.name = f"fake:{place}"
         self.place = place
@@ -125,7 +128,8 @@ class FakeDevice:
         self.broken: list[str] = []
         self.engine: object | None = None
         self.waits: list[FakeEvent] = []
-        self._sums = sums
+        self.registered: list[tuple[int, int]] = []
+        self._sums, self._registers = sums, registers
         self._bound = threading.local()
         self._blocks: list[DeviceBlock] = []
 
@@ -182,6 +186,34 @@ class FakeDevice:
         self._check_mine(target, "upload to")
         self._check_host(source, "upload from")
         self._queue(stream, lambda: target.copy_(source), target.numel())
+
+    def to_device(self, source: torch.Tensor) -> torch.Tensor:
+        block = self.allocate(source.numel())
+        self.upload(block.data, source)
+        return block.data
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        self._stream("host_buffer")
+        raw = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+        return raw[-raw.data_ptr() % PAGE :][:nbytes].fill_(_POISON)
+
+    def register_host(self, memory: torch.Tensor) -> Callable[[], None]:
+        self._stream("register_host")
+        self._check_host(memory, "register")
+        if not self._registers:
+            logger.warning("%s registers no memory: copies are slower", self.name)
+            return nothing_registered
+        span = (memory.data_ptr(), memory.data_ptr() + memory.numel())
+        if any(start < span[1] and span[0] < end for start, end in self.registered):
+            raise self.breaks("register memory that is registered")
+        self.registered.append(span)
+
+        def undo() -> None:
+            if span not in self.registered:
+                raise self.breaks("undo a registration twice")
+            self.registered.remove(span)
+
+        return undo
 
     def gather(self, target: torch.Tensor, rows: Sequence[Blocks], runs: Sequence[BlockRun]) -> None:
         stream = self._stream("gather")

@@ -23,6 +23,18 @@ CORE_SHARE_ENV = "EPD_SERVE_CORE_SHARE"
 
 SHARED_CORES_ENV = "EPD_SERVE_SHARED_CORES"  # set where the cores a stage waits on are those another computes on
 
+CPU_KV_GIB = 1  # of each worker's KV cache
+CPU_KV_BYTES = CPU_KV_GIB << 30
+
+# Video off: profiling a worst-case clip takes minutes on CPU. `--stage-args` can switch it on.
+CPU_ARGS = (
+    *("--limit-mm-per-prompt", json.dumps({"image": 8, "video": 0})),
+    *("--enforce-eager", "--block-size", "32", "--max-num-seqs", "32"),
+)
+
+# No KV cache and no language model. vLLM 0.28 derives that from the sole role ec_producer, 0.23 has to be told.
+ENCODER_ARGS = ("--mm-encoder-only", "--no-enable-prefix-caching", "--enforce-eager")
+
 _VISIBLE_DEVICES = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 _SITE = Path(__file__).with_name("site")
 
@@ -63,8 +75,7 @@ def _role(plan: StagePlan) -> list[str]:
     role, extra = plan.role, {"epd": plan.wiring.to_json()}
     args: list[str] = []
     if role.sends_features:
-        # No KV cache and no language model. vLLM 0.28 derives that from the sole role ec_producer, 0.23 has to be told.
-        args += ["--mm-encoder-only", "--no-enable-prefix-caching", "--enforce-eager"]
+        args += ENCODER_ARGS
     if (role.sends_features or role.takes_features) and plan.wiring.arena:
         config = {
             "ec_connector": "FeatureConnector",
@@ -90,10 +101,7 @@ def _role(plan: StagePlan) -> list[str]:
 
 def _device(plan: StagePlan) -> list[str]:
     if plan.device == "cpu":
-        # Video off: profiling a worst-case clip takes minutes on CPU. `--stage-args` can switch it on.
-        args = ["--limit-mm-per-prompt", json.dumps({"image": 8, "video": 0})]
-        args += ["--enforce-eager", "--block-size", "32", "--max-num-seqs", "32"]
-        return args
+        return list(CPU_ARGS)
     args = []
     share = plan.memory_share
     if share is None and plan.role.sends_features:
@@ -102,6 +110,9 @@ def _device(plan: StagePlan) -> list[str]:
         share = round(0.85 / plan.colocated, 3)
     if share is not None:
         args += ["--gpu-memory-utilization", str(share)]
+    if plan.kv_cache_bytes is not None:
+        # Neighbours allocate and free while this one is profiled; told its KV cache, it does not look at them.
+        args += ["--kv-cache-memory-bytes", str(plan.kv_cache_bytes)]
     return args
 
 
@@ -119,7 +130,7 @@ def _environment(plan: StagePlan) -> dict[str, str]:
     if plan.device == "cpu":
         env["PYTHONPATH"] = str(_SITE)
         env[SHARED_CORES_ENV] = "1"
-        env["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(CPU_KV_GIB)
         cores = ",".join(map(str, plan.cores))
         env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join([cores] * plan.tp) if cores else "auto"
         if plan.colocated > 1:

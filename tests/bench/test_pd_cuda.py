@@ -12,7 +12,7 @@ from bench.pd_copy_side import CopySendSide
 from bench.transfer_pd_figures import cells, figures
 from epd_serve.demo.decoder_layers import EIGHT_B, DecoderLayers, DecoderShape, kv_caches
 from epd_serve.errors import StageError
-from npu_ops.memory import HostMemory
+from npu_ops.torch_memory import HostMemory
 
 SMALL = DecoderShape(layers=4, hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=8)
 

@@ -42,7 +42,7 @@ def test_layout_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["layout", "ED-P"], "(E-D)-P"),
         (["layout", "E-P-D", "--devices", "2"], "layout E-P-D needs 3 devices, found 2: 0, 1"),
-        (["layout", "E-P-D", "--device", "2"], "unknown flag '--device'; did you mean '--devices'?"),
+        (["layout", "E-P-D", "--devces", "2"], "unknown flag '--devces'; did you mean '--devices'?"),
         (["layuot", "E-P-D"], "unknown COMMAND 'layuot'; did you mean 'layout'?"),
         ([], "COMMAND"),
         (["serve", "--layuot", "E-PD"], "unknown flag '--layuot'; did you mean '--layout'?"),

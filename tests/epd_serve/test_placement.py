@@ -88,16 +88,6 @@ def test_tensor_parallel_instances_take_their_devices_in_rank_order() -> None:
     ]  # fmt: skip
 
 
-def test_memory_shares_of_one_device_stay_below_the_budget() -> None:
-    alone = lower(parse("EPD"), [0])
-    assert alone[0].memory_share is None
-    for spec in ("(E-P)-D", "(E-P-D)", "(5E-PD)", "(20E-P)-D"):
-        shared = [plan.memory_share for plan in lower(parse(spec), [0, 1]) if plan.memory_share is not None]
-        assert len(shared) >= 2
-        assert all(share > 0 for share in shared)
-        assert sum(shared) <= 0.9 + 1e-3
-
-
 def test_too_few_devices_says_how_many_are_needed_and_found() -> None:
     with pytest.raises(ConfigError, match=r"layout E-P-D needs 3 devices, found 2: 0, 1"):
         lower(parse("E-P-D"), [0, 1])

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from npu_ops.blocks import BlockRun, Blocks, BlocksError, proves_blocks, scatter_by_index
 from npu_ops.fake import FakeDevice, RuleBrokenError
-from npu_ops.memory import CudaMemory, DeviceMemory, HostMemory, NpuMemory, open_memory
+from npu_ops.memory import DeviceMemory, open_memory
+from npu_ops.torch_memory import CudaMemory, HostMemory, NpuMemory
 
 FEW = settings(max_examples=40, deadline=None)
 
@@ -25,8 +26,8 @@ class IndexedHost(CudaMemory):
         super().__init__(0)
         self.device = torch.device("cpu")
 
-    def _index(self, host: torch.Tensor) -> torch.Tensor:
-        return host
+    def to_device(self, source: torch.Tensor) -> torch.Tensor:
+        return source
 
 
 class Copying(IndexedHost):
@@ -173,9 +174,9 @@ def test_one_kernel_moves_all_runs_of_a_row_and_rows_of_one_geometry_share_their
     uploads: list[torch.Tensor] = []
 
     class Counting(IndexedHost):
-        def _index(self, host: torch.Tensor) -> torch.Tensor:
-            uploads.append(host)
-            return host
+        def to_device(self, source: torch.Tensor) -> torch.Tensor:
+            uploads.append(source)
+            return source
 
     device = Counting()
     device._by_index = True
@@ -235,7 +236,7 @@ def test_a_way_that_moves_bytes_wrongly_fails_its_proof(monkeypatch: pytest.Monk
     class Narrow(IndexedHost):
         def scatter_indexed(self, rows: Sequence[Blocks], runs: Sequence[BlockRun], source: torch.Tensor) -> None:
             whole = [replace(run, wanted=True) for run in runs]
-            scatter_by_index(rows, whole, source, self._index)
+            scatter_by_index(rows, whole, source, self.to_device)
 
     class Without(IndexedHost):
         def gather_indexed(self, target: torch.Tensor, rows: Sequence[Blocks], runs: Sequence[BlockRun]) -> None:

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npu_ops import memory as memory_module
+from npu_ops import torch_memory as memory_module
 from npu_ops.fake import FakeDevice
-from npu_ops.memory import DeviceMemory, DeviceMemoryError, HostMemory, open_memory, proves_total
+from npu_ops.memory import DeviceMemory, DeviceMemoryError, open_memory, proves_total
+from npu_ops.torch_memory import HostMemory
 
 
 @pytest.fixture(params=["cpu", "fake"])
@@ -181,3 +182,25 @@ def test_a_fence_of_an_npu_is_an_event_with_a_time(npu: Recorded) -> None:
     npu.reached = True
     assert second.seconds_since(first) == 2.5
     assert npu.calls == ["record", "record", "synchronize"]
+
+
+def test_pageable_memory_bounces_to_an_npu_and_back_and_page_locked_memory_does_not(
+    npu: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, locked = open_memory("npu"), set[int]()
+
+    def buffer(nbytes: int) -> torch.Tensor:
+        made = torch.zeros(nbytes, dtype=torch.uint8)
+        locked.add(made.data_ptr())
+        return made
+
+    monkeypatch.setattr(memory, "host_buffer", buffer)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda data: data.data_ptr() in locked)
+    there, block, back = (torch.full((5000,), value, dtype=torch.uint8) for value in (3, 0, 0))
+    memory.upload(block, there)
+    memory.download(back, block)
+    assert torch.equal(back, there) and len(locked) == 2, "two halves, made once"
+    assert npu.calls == ["record", "record", "synchronize", "synchronize"]
+    memory.upload(block, buffer(5000))
+    memory.download(there, block.view(50, 100).view(-1))
+    assert len(locked) == 3 and not there.any()

@@ -20,7 +20,8 @@ import torch
 from epd_serve.engine.ec.feature_exit import DirectExit, NoDirectExit
 from epd_serve.engine.ec.publishing import SecondTierPublisher
 from epd_serve.trace import Trace
-from npu_ops.fences import fence
+from npu_ops.memory import DeviceMemory
+from npu_ops.torch_memory import HostMemory
 from store.errors import StoreError, StoreFullError
 from store.feature_pool import FeaturePool
 
@@ -53,7 +54,7 @@ class _Job:
 
 
 class FeatureWriter:
-    """Owns the writer thread and the publisher of the second tier."""
+    """Owns the writer thread and the publisher of the second tier. `memory`: of the device that features lie on."""
 
     def __init__(
         self,
@@ -62,10 +63,12 @@ class FeatureWriter:
         trace: Trace,
         direct: DirectExit | None = None,
         *,
+        memory: DeviceMemory | None = None,
         put_timeout_s: float = PUT_TIMEOUT_S,
     ) -> None:
         self._pool, self._tell, self._trace = pool, tell, trace
         self._direct = direct if direct is not None else NoDirectExit()
+        self._memory = memory if memory is not None else HostMemory()
         self._put_timeout_s = put_timeout_s
         self._queue: queue.Queue[_Job | None] = queue.Queue(maxsize=_MAX_QUEUED)
         self._underway: list[str] = []  # keys in the queue or in the writer's hands; guarded by the next
@@ -91,7 +94,7 @@ class FeatureWriter:
 
     def put(self, key: str, feature: torch.Tensor, *, again: bool = False) -> None:
         """Store this and announce it. `again`: even if the store says that it has it."""
-        self._submit(_Job(key, feature, fence(feature.device), again))
+        self._submit(_Job(key, feature, self._memory.fence(), again))
 
     def announce(self, key: str) -> None:
         """Announce what the store has; as failed if it has not."""
@@ -111,6 +114,7 @@ class FeatureWriter:
         self._queue.put(job)
 
     def _write(self) -> None:
+        self._memory.enter_thread()  # a stream of its own: copies do not queue behind the next step
         while (job := self._queue.get()) is not None:
             try:
                 self._leave(job)
@@ -156,8 +160,8 @@ class FeatureWriter:
     def _store(self, job: _Job) -> int:
         # A row may be wider than the hidden size (DeepStack): everything is sized by the tensor itself.
         assert job.feature is not None
-        host = job.feature.detach().to("cpu").contiguous()
-        data = host.view(torch.uint8).reshape(-1).numpy()
+        feature = job.feature.detach().contiguous()
+        data = self._on_host(feature.view(torch.uint8).reshape(-1)).numpy()
         if job.again:
             self._forget(job.key)
         begun = time.monotonic()
@@ -165,7 +169,7 @@ class FeatureWriter:
         while True:
             try:
                 stored = self._pool.put_local(
-                    job.key, data, shape=tuple(host.shape), dtype=str(host.dtype).removeprefix("torch.")
+                    job.key, data, shape=tuple(feature.shape), dtype=str(feature.dtype).removeprefix("torch.")
                 )
                 if not stored and not self._pool.contains_local(job.key):  # another process is writing it, and may fail
                     if time.monotonic() >= begun + _OTHER_WRITER_S or self._closing.wait(_RETRY_TAKEN_S):
@@ -181,6 +185,13 @@ class FeatureWriter:
             else:
                 self._trace.stamp(job.key, "feature_put", nbytes=data.nbytes)
                 return int(data.nbytes)
+
+    def _on_host(self, data: torch.Tensor) -> torch.Tensor:
+        if self._memory.host_visible:
+            return data
+        host = self._memory.host_buffer(data.numel())
+        self._memory.download(host, data)
+        return host
 
     def _forget(self, key: str) -> None:
         try:

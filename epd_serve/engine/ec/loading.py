@@ -11,6 +11,7 @@ import torch
 from epd_serve.engine.ec.device_fetch import FeatureAgent
 from epd_serve.engine.ec.device_trailer import FeatureShape
 from epd_serve.engine.ec.step import FeatureSlot
+from npu_ops.memory import DeviceMemory
 from store.arena import Arena
 from store.mooncake_store import MooncakeStore
 
@@ -27,12 +28,13 @@ class FeatureReader(Protocol):
 class ArenaReader:
     """Reads from the arena, through the host. Whoever made the arena closes it, unless `owned`."""
 
-    def __init__(self, arena: Arena, device: torch.device | str, *, owned: bool = False) -> None:
-        self._arena, self._device, self._owned = arena, device, owned
+    def __init__(self, arena: Arena, memory: DeviceMemory, *, owned: bool = False) -> None:
+        self._arena, self._memory, self._owned = arena, memory, owned
 
     def read(self, slot: FeatureSlot) -> torch.Tensor:
-        raw = torch.from_numpy(np.frombuffer(self._arena.view(slot.offset, slot.nbytes), np.uint8).copy())
-        return raw.view(getattr(torch, slot.dtype)).view(slot.shape).to(self._device)
+        host = self._memory.host_buffer(slot.nbytes)
+        host.numpy()[:] = np.frombuffer(self._arena.view(slot.offset, slot.nbytes), np.uint8)
+        return self._memory.to_device(host).view(getattr(torch, slot.dtype)).view(slot.shape)
 
     def close(self) -> None:
         if self._owned:

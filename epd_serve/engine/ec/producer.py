@@ -24,6 +24,7 @@ from epd_serve.engine.ec.step import FeatureStep
 from epd_serve.engine.ec.store_access import open_exit, open_store
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring
+from npu_ops.memory import memory_here
 from store.errors import StoreError
 from store.feature_pool import FeaturePool
 
@@ -38,9 +39,10 @@ class FeatureProducer:
     def __init__(
         self, wiring: StageWiring, device: torch.device | str = "cpu", pool: FeaturePool | None = None
     ) -> None:
-        self._wiring = wiring
+        self._wiring = wiring  # and this is the model's thread, which has set its device
         self._pool = pool if pool is not None else open_store(wiring)
-        self._reader = ArenaReader(self._pool.arena, device)
+        memory = memory_here(torch.device(device).type)
+        self._reader = ArenaReader(self._pool.arena, memory)
         self._trace = Trace(wiring.trace_path, wiring.instance)
         self._cache: dict[str, torch.Tensor] = {}
         self._awaited: set[str] = set()  # needed, and neither encoded, loaded nor found in vLLM's cache yet
@@ -53,7 +55,7 @@ class FeatureProducer:
         # Bound here: an encoder nobody hears must not start.
         self._announcer = Announcer(wiring, self._report, self._pending)
         self._direct = open_exit(wiring, device, self._announcer.changed)
-        self._writer = FeatureWriter(self._pool, self._tell, self._trace, self._direct)
+        self._writer = FeatureWriter(self._pool, self._tell, self._trace, self._direct, memory=memory)
         self._announcer.start()
 
     def step(self, step: FeatureStep, cache: dict[str, torch.Tensor] | None = None) -> None:

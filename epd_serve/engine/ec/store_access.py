@@ -48,10 +48,10 @@ def open_source(
 
 def open_reader(wiring: StageWiring, device: torch.device | str, rank: int) -> FeatureReader:
     """What a worker of a consumer loads features with. Called by the model's thread."""
-    arena = ArenaReader(Arena.attach(wiring.arena), device, owned=True)
+    memory = memory_here(torch.device(device).type)
+    arena = ArenaReader(Arena.attach(wiring.arena), memory, owned=True)
     if wiring.feature_path == "host":
         return arena
-    memory = memory_here(torch.device(device).type)
     tier = _open_tier(wiring, memory)
     agent = FeatureAgent(
         memory,

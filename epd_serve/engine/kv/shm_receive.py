@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +25,12 @@ _LANDING_BYTES = 8 << 20  # at least; senders cut their packets so
 
 @dataclass(frozen=True)
 class _Sender:
-    """A link: the staging memory of P's worker, and what of D's blocks comes through it."""
+    """A link: the staging memory of P's worker, registered with the device, and what of D's blocks comes through it."""
 
     path: str
     staging: torch.Tensor
     pieces: Pieces
+    unregister: Callable[[], None]
 
 
 class ShmReceiveSide:
@@ -60,8 +61,13 @@ class ShmReceiveSide:
             )
         # The sender starts anew in this memory: packets of its former connection must not be read from it any more.
         for former in [former for former, sender in self._senders.items() if sender.path == hello.staging]:
-            del self._senders[former]
-        self._senders[peer] = _Sender(hello.staging, staging, self._whole if pieces is None else pieces.mine)
+            self._senders.pop(former).unregister()
+        self._senders[peer] = _Sender(
+            hello.staging,
+            staging,
+            self._whole if pieces is None else pieces.mine,
+            self._device.register_host(staging),
+        )
 
     def packet(self, peer: bytes, packet: wire.Packet, dropped: Set[wire.TransferKey]) -> None:
         sender = self._sender(peer)
@@ -85,7 +91,8 @@ class ShmReceiveSide:
         self._device.timed_fence().wait()
 
     def close(self) -> None:
-        self._senders.clear()
+        while self._senders:
+            self._senders.popitem()[1].unregister()
 
     def _sender(self, peer: bytes) -> _Sender:
         if peer not in self._senders:

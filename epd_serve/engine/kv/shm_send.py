@@ -10,7 +10,7 @@ import contextlib
 import mmap
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -22,6 +22,7 @@ from epd_serve.kv.heads import Piece
 from epd_serve.kv.plan import LayerPacket
 from epd_serve.wire import TransferKey
 from npu_ops.blocks import BlockRun, Blocks
+from npu_ops.buffers import nothing_registered
 from npu_ops.memory import DeviceMemory
 
 _LARGEST_MOVE = 8 << 20  # of device memory that each link gathers in
@@ -53,10 +54,12 @@ class ShmSendSide:
         self._staged: Counter[TransferKey] = Counter()
         self._staging: torch.Tensor | None = None
         self._gathered: torch.Tensor | None = None
+        self._unregister: Callable[[], None] = nothing_registered
 
     def hello(self) -> tuple[str, int]:
         if self._staging is None:
             self._staging = self._make()
+            self._unregister = self._device.register_host(self._staging)
         return self._path, self._ring.capacity
 
     def opened(self, ack: wire.HelloAck, pieces: LinkPieces | None) -> None:
@@ -103,6 +106,8 @@ class ShmSendSide:
         return False
 
     def close(self) -> None:
+        self._unregister()
+        self._unregister = nothing_registered
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
 

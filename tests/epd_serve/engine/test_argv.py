@@ -151,6 +151,13 @@ def test_device_memory_is_shared_between_colocated_stages(role: Role, more: dict
     assert flag(command(role, "cpu", **more), "--gpu-memory-utilization") is None
 
 
+def test_a_colocated_stage_is_told_its_kv_cache() -> None:
+    assert flag(command(Role.P, "npu", memory_share=0.4, kv_cache_bytes=1 << 30), "--kv-cache-memory-bytes") == str(
+        1 << 30
+    )
+    assert flag(command(Role.P, "npu"), "--kv-cache-memory-bytes") is None
+
+
 def test_a_model_on_disk_is_not_looked_up_on_the_network(tmp_path: Path) -> None:
     assert command(Role.P, "cpu", model=str(tmp_path)).env["HF_HUB_OFFLINE"] == "1"
     assert "HF_HUB_OFFLINE" not in command(Role.P, "cpu").env

@@ -16,7 +16,7 @@ from epd_serve.engine.ec.device_outbox import DeviceOutbox
 from epd_serve.engine.ec.device_probe import Path as FeaturePath
 from epd_serve.engine.ec.device_tier import MooncakeTier
 from epd_serve.engine.ec.device_trailer import FeatureShape
-from npu_ops.memory import HostMemory
+from npu_ops.torch_memory import HostMemory
 from store.mooncake_store import MooncakeConfig, MooncakeStore
 from tests.waiting import wait_for
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from epd_serve.engine.ec.device_trailer import TRAILER_BYTES, FeatureShape, Integrity, sampled
 from npu_ops.fake import FakeDevice
-from npu_ops.memory import DeviceMemory, HostMemory
+from npu_ops.memory import DeviceMemory
+from npu_ops.torch_memory import HostMemory
 from store.errors import CorruptFeatureError, StoreError
 
 ROWS, WIDTH = 100, 3584

@@ -24,7 +24,8 @@ from epd_serve.kv.grouping import FixedGrouping, Grouping
 from epd_serve.kv.plan import LayerPacket, Run
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
-from npu_ops.memory import DeviceMemory, HostMemory
+from npu_ops.memory import DeviceMemory
+from npu_ops.torch_memory import HostMemory
 from tests.waiting import PATIENCE_S, wait_for
 
 NO_TRACE = Trace("", "test")

@@ -63,8 +63,8 @@ class SlowDevice(FakeDevice):
 
     copies_late = False
 
-    def __init__(self, place: str) -> None:
-        super().__init__(place)
+    def __init__(self, place: str, *, registers: bool = True) -> None:
+        super().__init__(place, registers=registers)
         self.turnstile = Turnstile()
 
     def compute(self, operation: Callable[[], object]) -> None:

@@ -14,7 +14,7 @@ from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
 from epd_serve.engine.kv.regions import Layers, layers_of
 from epd_serve.engine.kv.transport import LinkError
 from npu_ops.fake import FakeDevice
-from npu_ops.memory import HostMemory
+from npu_ops.torch_memory import HostMemory
 
 MB = 1 << 20
 

@@ -11,7 +11,7 @@ import pytest
 
 from npu_ops.fake_engine import FakeNetwork
 from tests.epd_serve.engine.kv.device_ends import P_NPU, Pair, Setting
-from tests.epd_serve.engine.kv.slow_devices import STALE, Prompt, ascend_caches, neighbouring_caches
+from tests.epd_serve.engine.kv.slow_devices import STALE, Prompt, SlowDevice, ascend_caches, neighbouring_caches
 from tests.waiting import wait_for
 
 Start = Callable[..., Pair]
@@ -158,3 +158,21 @@ def test_a_transfer_is_not_over_while_a_write_of_it_may_still_land(start: Start)
     written = pair.at_d()
     assert not written.eq(STALE).all()
     assert pair.link().failed == 1
+
+
+def test_staging_memory_is_registered_at_both_ends_while_the_link_lives(start: Start) -> None:
+    pair = start()
+    assert len(pair.p_device.registered) == len(pair.d_device.registered) == 1
+    pair.close()
+    assert not pair.p_device.registered and not pair.d_device.registered
+    assert not pair.p_device.broken and not pair.d_device.broken
+
+
+@pytest.mark.parametrize("end", ["p_device", "d_device"])
+def test_kv_arrives_through_memory_that_a_device_cannot_register(start: Start, end: str) -> None:
+    pair = start(**{end: lambda place: SlowDevice(place, registers=False)})
+    a = Prompt.make("a", [3, 2, 1], [7, 8, 9])
+    pair.expect(a)
+    pair.step(a.chunk())
+    pair.run()
+    assert pair.wrong(a) == []
