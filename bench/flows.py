@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.client.connection import Answer, Pool, post
+from bench.client.connection import Answer, post
+from bench.client.pool import Pool
 from bench.load import LIMIT_S
 from epd_serve.errors import StageError
 

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from bench.client.connection import Answer, Pool
+from bench.client.connection import Answer
+from bench.client.pool import Pool
 from bench.statistic import percentile
 from bench.workloads.arrivals import Poisson, arrivals_within
 

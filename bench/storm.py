@@ -15,7 +15,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from bench.client.connection import Pool, post
+from bench.client.connection import post
+from bench.client.pool import Pool
 from bench.colocation_mix import numbered_picture
 from bench.flows import GOOD, verdict
 from epd_serve.errors import StageError

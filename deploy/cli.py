@@ -1,4 +1,4 @@
-"""`epd-serve`: serve, layout, stage, proxy, store, demo-model. Reads flags, calls the part, says failures in one line.
+"""`epd-serve`: serve, layout, stage, proxy, store, doctor, demo-model. Reads flags, calls the part, says what failed.
 
 Imports are late: `epd-serve layout` answers in a blink.
 """
@@ -55,6 +55,7 @@ def _parse(argv: list[str]) -> dict[str, Any]:
         "stage": add_stage(commands),
         "proxy": add_proxy(commands),
         "store": _add_store(commands),
+        "doctor": _add_doctor(commands),
         "demo-model": _add_demo_model(commands),
     }
     own, passed = split(argv)
@@ -174,6 +175,23 @@ def _store(arguments: dict[str, Any]) -> int:
     from deploy.store_command import run_store
 
     return run_store(**arguments)
+
+
+def _add_doctor(commands: Any) -> Parser:
+    parser = subparser(commands, "doctor", "say what would keep this machine from serving, and what to do about it")
+    parser.set_defaults(command=_doctor)
+    parser.add_argument("model", nargs="?", default="", help="model directory that is to be served")
+    parser.add_argument("--device", default="auto", choices=("auto", "npu", "cuda", "cpu"))
+    parser.add_argument("--layout", default="", metavar="SPEC", help="layout that is to be served, for example (E-P)-D")
+    parser.add_argument("--imports", action="store_true", help="import torch and vLLM, too (may take a minute)")
+    parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON, for a bug report")
+    return parser
+
+
+def _doctor(arguments: dict[str, Any]) -> int:
+    from deploy.doctor.command import run_doctor
+
+    return run_doctor(**arguments)
 
 
 def _add_demo_model(commands: Any) -> Parser:

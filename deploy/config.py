@@ -94,6 +94,11 @@ class DeployConfig:
     kv_grouping: str = _option("adaptive", "layers per KV packet: adaptive, fixed:N, layerwise or bulk")
     kv_packet_floor_kib: int = _option(1024, "KV packets smaller than this are joined where that is possible")
     kv_staging_mib: int = _option(64, "shared memory per KV link (sending worker and receiver)")
+    start_checks: str = _option(
+        "refuse",
+        "what a machine that cannot serve gets (missing CANN, a driver that does not fit, wrong packages)",
+        choices=("refuse", "warn"),
+    )
     startup_timeout_s: float = _option(900.0, "deadline for one stage to become ready")
     drain_s: float = _option(30.0, "how long requests in flight may go on after SIGTERM")
     parallel_starts: int = _option(CPU_PARALLEL_STARTS, "stages that start at once on CPU (0 = all)")

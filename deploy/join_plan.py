@@ -15,7 +15,7 @@ from deploy.blueprint import Blueprint
 from deploy.core_plan import named_order
 from deploy.identity import processing_flags
 from deploy.rundir import RunDir
-from deploy.stage_args import OURS, flag_of
+from deploy.stage_args import OURS, flag_of, refuse_other_schedulers
 from epd_serve import __version__
 from epd_serve.cluster import JoinAnswer, JoinRequest
 from epd_serve.errors import ConfigError
@@ -181,6 +181,7 @@ def check_passed(passed: Sequence[str]) -> None:
         flag = flag_of(word)
         if flag in (*OURS, *_HEADS):
             raise ConfigError(f"{flag} after -- is decided by the cluster; remove it", param=flag)
+    refuse_other_schedulers(passed, "after --")
 
 
 def processing_text(passed: Sequence[str]) -> str:

@@ -38,6 +38,8 @@ def ready_message(wired: WiringPlan, seconds: float, grants: Mapping[str, Sequen
             table(rows),
             *_core_lines(grants or {}),
             "",
+            *(f"  {line}" for line in blueprint.ways.lines()),
+            *([""] if blueprint.ways.kv else []),
             "Try it" + (" with a picture (a red circle):" if _sees(blueprint) else ":"),
             "",
             curl(blueprint, endpoint),

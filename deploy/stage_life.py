@@ -47,7 +47,7 @@ class StageLife:
             OSError: the executable cannot be run.
         """
         with log_path.open("ab") as log:
-            start = log.tell()  # before it runs: the child writes at the same file position
+            start = log.tell()  # first: the process shares the position, and may fail before it is asked for
             return cls(_popen(command.argv, command.env, log), log_path, start)
 
     @property

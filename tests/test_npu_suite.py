@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -154,3 +155,36 @@ def test_the_report_is_one_archive_of_results_figures_machine_and_the_ends_of_lo
     assert machine["model"] == "m"
     assert machine["packages"]["torch"]
     assert len(kept) == 300_000 and kept.endswith(b"the end")
+
+
+ENDED_MIDWAY = """
+import sys
+from pathlib import Path
+from tests.npu import run
+
+folder = Path(sys.argv[1])
+run.FOLDER, run.ARCHIVE, run.PYTEST = folder / "npu-report", folder / "archive", (sys.executable, folder / "waits.py")
+run._doctor = lambda *_: None
+sys.exit(run.main([]))
+"""
+WAITS = """
+import os, signal, time
+from pathlib import Path
+
+try:
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(100)
+except KeyboardInterrupt:
+    Path(__file__).with_name("ended").touch()
+"""
+
+
+def test_a_run_that_is_ended_ends_its_tests_and_leaves_its_report_all_the_same(tmp_path):
+    """In place of pytest runs what has it ended, and waits to be interrupted."""
+    (tmp_path / "waits.py").write_text(WAITS)
+    environment = {**os.environ, "EPD_TEST_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", ENDED_MIDWAY, tmp_path], env=environment, cwd=ROOT, timeout=120)
+
+    assert done.returncode == 130
+    assert (tmp_path / "ended").exists()
+    assert tarfile.is_tarfile(tmp_path / "archive")

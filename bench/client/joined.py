@@ -10,11 +10,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.client.row import Row
-from bench.phases import DISAGGREGATED, MONOLITH, Milestone, groups, phases
+from bench.phases import DISAGGREGATED, Milestone, groups, phases
 from bench.stamps import Timeline
 
 SENT = Milestone("sent", "generator: late, connecting", "generator")
 OF_STAGES = frozenset({"encode_start", "prefill_start", "decode_start"})
+SEEN_BY_PROXY = (
+    Milestone("arrived", "client to proxy", "proxy"),
+    Milestone("media_loaded", "parse, load and check the media", "proxy"),
+    Milestone("encode_sent", "make E's requests", "proxy"),
+    Milestone("encode_done", "E, with its queue", "encode"),
+    Milestone("dispatched", "make the requests of the other stages", "proxy"),
+    Milestone("first_byte", "prefill and first decode, with their queues", "prefill"),
+    Milestone("first_content", "proxy to client", "proxy"),
+)
+"""Where only the proxy stamps: before a monolith, and before simulated stages."""
 
 
 def joined(row: Row, timeline: Timeline) -> dict[str, Any] | None:
@@ -25,7 +35,7 @@ def joined(row: Row, timeline: Timeline) -> dict[str, Any] | None:
     events = timeline.named(row.id)
     if not events or row.first_s is None or row.sent_s is None or row.ttft_s is None:
         return None
-    path = (SENT, *(DISAGGREGATED if OF_STAGES & events.keys() else MONOLITH))
+    path = (SENT, *(DISAGGREGATED if OF_STAGES & events.keys() else SEEN_BY_PROXY))
     taken = phases(path, {**events, "sent": row.sent_s, "first_content": row.first_s}, row.due_s)
     return {
         "id": row.id,

@@ -11,7 +11,8 @@ from typing import Any, TextIO
 from bench.client.metrics import faults, summary
 from bench.client.progress import shown
 from bench.client.row import Row
-from bench.client.run import Bounds, Run, Runner
+from bench.client.run import Bounds, Run
+from bench.client.runner import Runner
 from bench.client.slo import PAPER, Slo
 from bench.client.target import Ask, Target
 from bench.client.validity import Objection, Rules, objections

@@ -22,7 +22,7 @@ from bench.client.joined import joined, mean_phases
 from bench.client.measure import Measured, Plan, measure
 from bench.client.metrics import attainment
 from bench.client.row import Row
-from bench.client.run import Runner
+from bench.client.runner import Runner
 from bench.client.slo import Slo
 from bench.client.source import Source
 from bench.client.target import Ask, Target

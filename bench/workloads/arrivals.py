@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -112,11 +113,11 @@ def arrival_times(arrivals: OpenArrivals, seed: int, paces: Iterable[float] | No
     """Seconds from the start, ascending; endless, or as long as `paces`.
 
     Args:
-        paces: `RequestSpec.pace` of each request.
+        paces: `RequestSpec.pace` of each request. A trace has its own bursts and keeps its times.
     """
-    gaps, at = arrivals.gaps(seed), 0.0
+    gaps, at, recorded = arrivals.gaps(seed), 0.0, isinstance(arrivals, Trace)
     for pace in itertools.repeat(1.0) if paces is None else paces:
-        at += next(gaps) / pace
+        at += next(gaps) / (1.0 if recorded else pace)
         yield round(at, DIGITS)
 
 
@@ -126,14 +127,17 @@ def arrivals_within(arrivals: OpenArrivals, seconds: float, seed: int) -> list[f
 
 
 def with_arrivals(requests: Iterable[RequestSpec], arrivals: Arrivals, seed: int) -> Iterator[RequestSpec]:
-    """The requests, each with its time; without times in a closed loop. Lazy. Bursts follow each request's `pace`."""
+    """The requests, each with its time; without times in a closed loop. Lazy.
+
+    Bursts follow each request's `pace`; a trace has its own and keeps its times.
+    """
     if isinstance(arrivals, ClosedLoop):
         for request in requests:
             yield replace(request, arrival_s=None)
         return
-    gaps, at = arrivals.gaps(seed), 0.0
+    gaps, at, recorded = arrivals.gaps(seed), 0.0, isinstance(arrivals, Trace)
     for request in requests:
-        at += next(gaps) / request.pace
+        at += next(gaps) / (1.0 if recorded else request.pace)
         yield replace(request, arrival_s=round(at, DIGITS))
 
 
@@ -157,7 +161,10 @@ def parse_arrivals(text: str) -> Arrivals:
 
 
 def read_trace(path: Path) -> tuple[float, ...]:
-    """Arrival times in seconds: one number per line, ascending; empty lines and lines with `#` in front are left out.
+    """Arrival times in seconds, ascending, one per line; empty lines and lines with `#` in front are left out.
+
+    A line is a number of seconds, or a JSON object with a `timestamp` in milliseconds as in Mooncake's published traces
+    (from which HydraInfer v2 §5.1 takes its arrivals).
 
     Raises:
         ConfigError: unreadable, or a line that is no such number; with file and line.
@@ -170,13 +177,11 @@ def read_trace(path: Path) -> tuple[float, ...]:
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        try:
-            at = float(line)
-        except ValueError:
-            at = math.nan
-        if not math.isfinite(at) or at < 0:
+        at = _recorded(line)
+        if at is None:
             raise ConfigError(
-                f"{path}:{number}: {line.strip()!r} is not a time in seconds, 0 or more", param="--arrivals"
+                f"{path}:{number}: {line.strip()[:80]!r} is neither seconds, 0 or more, nor JSON with a timestamp",
+                param="--arrivals",
             )
         if found and at < found[-1]:
             raise ConfigError(
@@ -187,6 +192,15 @@ def read_trace(path: Path) -> tuple[float, ...]:
     if len(found) < 2 or found[-1] <= found[0]:
         raise ConfigError(f"trace {path} needs two arrivals or more, at different times", param="--arrivals")
     return tuple(found)
+
+
+def _recorded(line: str) -> float | None:
+    """Seconds; None where the line says none."""
+    try:
+        at = json.loads(line)["timestamp"] / 1000 if line.lstrip().startswith("{") else float(line)
+    except (ValueError, KeyError, TypeError):
+        return None
+    return at if math.isfinite(at) and at >= 0 else None
 
 
 def _number(word: str, text: str) -> float:

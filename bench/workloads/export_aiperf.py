@@ -1,7 +1,7 @@
 """A workload for aiperf's `--custom-dataset-type single_turn` (read from aiperf 0.13).
 
 Pictures are data URLs: aiperf sends those byte for byte, and would encode a file anew. `timestamp` is in milliseconds
-and acts with `--fixed-schedule`; `output_length` and `extra` are per request.
+and acts with `--fixed-schedule`; `output_length` and `extra` are per request. aiperf puts a text before its pictures.
 """
 
 from __future__ import annotations
@@ -53,5 +53,5 @@ def _row(request: RequestSpec, pictures: Pictures) -> dict[str, Any]:
     if request.pictures:
         row["images"] = [pictures.data_url(picture) for picture in request.pictures]
     if request.arrival_s is not None:
-        row["timestamp"] = request.arrival_s * 1000
+        row["timestamp"] = round(request.arrival_s * 1000, 3)
     return {**row, "output_length": request.max_tokens, "extra": {"ignore_eos": True}}

@@ -65,6 +65,12 @@ FLAGS = {
     "deploy/pool_master.py": "mooncake",
 }
 
+# Functions and tables whose strings are words of a package (attributes, keys): which one. A dot joins two of them.
+WORDS = {
+    ("deploy/ascend_schedulers.py", "SCHEDULERS"): "vllm_ascend",
+    ("epd_serve/engine/compat.py", "schedule_as_vllm_does"): "vllm_ascend",
+}
+
 # Functions that may only be called where what they import exists, and why that holds.
 GUARDED = {
     ("epd_serve/engine/compat.py", "_metadata_resolver"): "both callers take its ImportError as: no metadata",

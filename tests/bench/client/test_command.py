@@ -274,6 +274,28 @@ def test_a_workload_is_sent_with_its_pictures_and_other_ones_at_the_next_rate(se
     assert served.server.longest_body > 10_000, "a picture was in it"
 
 
+def test_requests_that_the_stamps_do_not_know_are_counted_aloud(served, sent, tmp_path, capsys):
+    traces = tmp_path / "traces"
+    traces.mkdir()
+    flags = [
+        *sent(Known()),
+        "--rate",
+        "200",
+        "--n",
+        "12",
+        "--warm-up",
+        "0",
+        "--traces",
+        str(traces),
+        "--json",
+        str(tmp_path / "r.json"),
+    ]
+
+    assert load(served, *flags) == 0
+    assert "12 of 12 requests are not in the stamps" in capsys.readouterr().out
+    assert (tmp_path / "r.rows.phases.jsonl").read_text() == ""
+
+
 def test_own_requests_are_sent_at_their_own_times(served, tmp_path):
     lines = [{"question": f"q{n}", "max_out_len": 4, "timestamp": 10 * n} for n in range(12)]
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))

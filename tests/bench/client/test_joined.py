@@ -28,6 +28,28 @@ def test_phases_from_the_scheduled_arrival_add_up_to_the_ttft():
     assert sum(found["groups_ms"].values()) == pytest.approx(100.0)
 
 
+def test_where_stages_do_not_stamp_the_proxy_says_what_it_saw_of_them():
+    more = [Stamp(10.035, "proxy", "ours", "encode_sent", {}), Stamp(10.045, "proxy", "ours", "encode_done", {})]
+    found = joined(
+        row(3, 10.0, ttft=0.1, sent_s=10.01), Timeline(sorted([*stamps("x-3", 10.0), *more], key=lambda s: s.t))
+    )
+
+    assert found is not None
+    assert found["phases_ms"]["E, with its queue"] == pytest.approx(10.0)
+    assert found["phases_ms"]["prefill and first decode, with their queues"] == pytest.approx(40.0)
+    assert found["residual_ms"] == pytest.approx(0.0)
+
+
+def test_where_they_do_each_of_their_phases_is_there():
+    more = [Stamp(10.06, "P0", "ours", "prefill_start", {}), Stamp(10.08, "P0", "ours", "prefill_end", {})]
+    found = joined(
+        row(3, 10.0, ttft=0.1, sent_s=10.01), Timeline(sorted([*stamps("x-3", 10.0), *more], key=lambda s: s.t))
+    )
+
+    assert found is not None
+    assert found["phases_ms"]["P: forward pass"] == pytest.approx(20.0)
+
+
 def test_requests_that_the_stamps_do_not_know_are_left_out():
     timeline = Timeline(stamps("x-3", 10.0))
 

@@ -10,7 +10,8 @@ import pytest
 
 from bench.client.known_server import Known, KnownServer
 from bench.client.row import Outcome, Row
-from bench.client.run import Bounds, Run, Runner
+from bench.client.run import Bounds, Run
+from bench.client.runner import Runner
 from bench.client.target import Ask, Target
 from bench.client.verdict import CROWDED
 from deploy.ports import free_ports

@@ -63,6 +63,13 @@ def test_requests_of_a_burst_come_closer_together_and_the_mean_rate_stays():
     assert paced[10] == pytest.approx(plain[10] * 2, abs=1e-5)
 
 
+def test_a_trace_keeps_its_times_whatever_the_bursts_of_a_workload():
+    dated = with_arrivals(requests([0.5, 4.0, 1.0]), Trace([0.0, 1.0, 4.0]), 0)
+
+    assert [request.arrival_s for request in dated] == [0.0, 1.0, 4.0]
+    assert list(arrival_times(Trace([0.0, 1.0, 4.0]), 0, [0.5, 4.0, 1.0])) == [0.0, 1.0, 4.0]
+
+
 def test_a_closed_loop_has_no_times():
     assert [request.arrival_s for request in with_arrivals(requests([1.0] * 3), ClosedLoop(2), 0)] == [None] * 3
 
@@ -95,6 +102,13 @@ def test_a_trace_file_is_read(tmp_path):
     assert parse_arrivals(f"trace:{file}:3") == Trace((0.0, 0.5, 2.0), 3)
 
 
+def test_a_trace_of_mooncake_s_is_read(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    file.write_text('{"timestamp": 0, "input_length": 6955, "hash_ids": [1]}\n{"timestamp": 3052}\n')
+
+    assert parse_arrivals(f"trace:{file}") == Trace((0.0, 3.052))
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -116,7 +130,14 @@ def test_a_wrong_word_is_told_what_is_right(text, says):
 
 @pytest.mark.parametrize(
     ("lines", "says"),
-    [("0\nsoon\n", r":2: 'soon'"), ("0\n-1\n", ":2: '-1'"), ("3\n1\n", ":2: 1 s is before"), ("1\n", "two arrivals")],
+    [
+        ("0\nsoon\n", r":2: 'soon'"),
+        ('{"timestamp": 0}\n{"time": 1}\n', ":2: .*neither seconds"),
+        ('{"timestamp": "1"}\n', ":1: "),
+        ("0\n-1\n", ":2: '-1'"),
+        ("3\n1\n", ":2: 1 s is before"),
+        ("1\n", "two arrivals"),
+    ],
 )
 def test_a_bad_line_of_a_trace_is_named(tmp_path, lines, says):
     file = tmp_path / "trace.txt"

@@ -8,21 +8,12 @@ import time
 import pytest
 import torch
 
-from npu_ops.memory import DeviceMemory, open_memory, proves_total
-from tests.npu.card import Card
+from npu_ops.memory import DeviceMemory, proves_total
 from tests.npu.report import Report
 
 MIB = 1 << 20
 COPIES = 8
 FENCE_S = 10.0
-
-
-@pytest.fixture(scope="module")
-def memory(card: Card) -> DeviceMemory:
-    """The first device that this process sees, entered by this thread."""
-    opened = open_memory(card.kind)
-    opened.enter_thread()
-    return opened
 
 
 def pattern(nbytes: int, seed: int = 0) -> torch.Tensor:

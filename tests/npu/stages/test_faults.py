@@ -18,6 +18,7 @@ from tests.npu.stages.test_core_shares import granted
 
 PAIR = "(E-P-D)", "(E-P)-D, core shares"
 KNOWN_S = 10.0
+KV_NOISE = 0.02  # where the KV cache is what profiling leaves, it is not the same to the block
 MOST_LOST_BYTES = 1 << 30  # what a device may show less of free memory after a restart: its driver's own
 
 
@@ -35,7 +36,8 @@ def kill(launch: CardServing, killed: str, card: Card, reference: Reference, rep
     for name in set(before) - {killed}:
         assert after[name]["incarnation"] == before[name]["incarnation"], f"{name} was restarted too"
     wait_until(lambda: launch.instances()[killed]["stage"] is not None, KNOWN_S, f"{killed} to report")
-    assert launch.instances()[killed]["stage"]["kv_tokens"] == before[killed]["stage"]["kv_tokens"]
+    had, has = (told[killed]["stage"]["kv_tokens"] for told in (before, launch.instances()))
+    assert abs(has - had) <= KV_NOISE * had, f"{has} tokens of KV cache, {had} before"
     assert granted(launch) == shares
     if card.kind != "cpu" and free is not None and (now := free_bytes(card)) is not None:
         report.figure("free_bytes_before_and_after", [free, now], launch=f"{launch.name}, {killed} killed")

@@ -47,6 +47,7 @@ def expected_transport(launch: CardServing, card: Card) -> str:
 @over("(E-PD)", "(E-PD), core shares", *SPLIT)
 def test_features_come_from_the_encoder_and_are_not_recomputed(launch: CardServing, report: Report) -> None:
     head = "P0" if "P0" in launch.instances() else "PD0"
+    wait_until(lambda: all(launch.instances()[name]["store"] for name in ("E0", head)), REPORT_S, "the first reports")
     encoded, recomputed = launch.counters("E0").get("encoded", 0), launch.recomputed(head)
     ways = {answered(launch, fresh(number), EXPLAIN)[1].headers["x-epd-path"] for number in range(ROUNDS)}
     assert ways == {"E-P-D" if head == "P0" else "E-PD"}
