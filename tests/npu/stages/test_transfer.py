@@ -63,6 +63,7 @@ def test_a_feature_is_at_hand_before_its_prompt_is_computed(launch: CardServing,
     timeline = Timeline(read_stamps(launch.traces))
     events = [timeline.of(request) for request in asked]
     assert all("feature_pinned" in of for of in events), [sorted(of) for of in events]
+    assert all(of["feature_pinned"] <= of["prefill_start"] for of in events if "prefill_start" in of)
     for name, begin, end in (
         ("encode_ms", "encode_start", "encoded"),
         ("feature_put_ms", "encoded", "feature_put"),
