@@ -133,6 +133,8 @@ def _environment(plan: StagePlan) -> dict[str, str]:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(CPU_KV_GIB)
         cores = ",".join(map(str, plan.cores))
         env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join([cores] * plan.tp) if cores else "auto"
+        if plan.colocated > 1:
+            env["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin for work take the neighbour's cores from it
     else:
         env[_VISIBLE_DEVICES[plan.device]] = ",".join(map(str, plan.device_ids))
     return env

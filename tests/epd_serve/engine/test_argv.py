@@ -107,6 +107,12 @@ def test_openmp_threads_are_bound_per_rank(cores: tuple[int, ...], tp: int, boun
     assert command(Role.P, "cpu", cores=cores, tp=tp).env["VLLM_CPU_OMP_THREADS_BIND"] == bound
 
 
+def test_threads_that_wait_for_work_leave_the_cores_to_a_neighbour() -> None:
+    assert command(Role.P, "cpu", colocated=2).env["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert "OMP_WAIT_POLICY" not in command(Role.P, "cpu").env
+    assert "OMP_WAIT_POLICY" not in command(Role.P, "npu", colocated=2).env
+
+
 @pytest.mark.parametrize(
     ("device", "variable"), [("cuda", "CUDA_VISIBLE_DEVICES"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")]
 )
