@@ -46,7 +46,7 @@ EXTRAS = {
     # One of three builds of the same Mooncake; all import as `mooncake`, so never install two.
     "mooncake": ["mooncake-transfer-engine-non-cuda==0.3.13.post1"],
     "mooncake-cuda": ["mooncake-transfer-engine==0.3.13.post1"],
-    "mooncake-npu": ["mooncake-transfer-engine-npu>=0.3.11.post1"],
+    "mooncake-npu": ["mooncake-transfer-engine-npu==0.3.13.post1"],
     "bench": ["matplotlib>=3.8"],
     "dev": [
         "hypothesis>=6.100",

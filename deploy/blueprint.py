@@ -5,23 +5,30 @@ All that can be wrong with the operator's input is found here, in one line, in a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.config import DeployConfig
+from deploy.core_plan import plan_cores
+from deploy.doctor.preflight import preflight
+from deploy.doctor.versions import numbers
 from deploy.engines import checked_profile
+from deploy.environment import environment
 from deploy.memory_check import NO_MEMORY, OneStage, share_memory
 from deploy.memory_plan import MemoryPlan
-from deploy.mm_store import choose_pool, feature_path
+from deploy.mm_store import choose_pool
+from deploy.mooncake_package import client_warnings
 from deploy.proxy_settings import proxy_overrides
 from deploy.stage_args import StageArgs, parse_stage_args
+from deploy.ways import Ways, draw_ways
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
 from epd_serve.model_facts import ModelFacts, check_model_fits, read_model_facts
 from epd_serve.model_support import check_encoders_fit
 from epd_serve.placement import InstancePlan, check_servable, lower
+from npu_ops.core_grants import CoreOrder
 from npu_ops.core_sets import CoreSets, core_sets
 from npu_ops.discovery import DeviceInventory, DiscoveryError, discover
 
@@ -37,7 +44,9 @@ class Blueprint:
         facts: of the model directory; None for a hub name.
         plans: instances in layout order.
         cores: per virtual device, on CPU; else None.
-        pooled: the MM Store has its second tier, Mooncake. feature_path: `host` or `device`, see StageWiring.
+        core_orders: what the workers of an instance have to do about cores, where it has a share.
+        pooled: the MM Store has its second tier, Mooncake.
+        ways: which way features and KV go between the instances.
         sim_profile: of simulated stages, an absolute path or "".
         warnings: one line each, to be shown.
         memory: what each instance gets of its devices, or None where that is unknown or no stage is started.
@@ -53,9 +62,10 @@ class Blueprint:
     cores: CoreSets | None
     stage_args: StageArgs
     pooled: bool = False
-    feature_path: str = "host"
+    ways: Ways = field(default_factory=Ways)
     sim_profile: str = ""
     warnings: tuple[str, ...] = ()
+    core_orders: Mapping[str, CoreOrder] = field(default_factory=dict)
     memory: MemoryPlan | None = None
 
     @property
@@ -75,6 +85,8 @@ class Blueprint:
         return self.facts.directory.name if self.facts is not None else self.model
 
     def cores_of(self, plan: InstancePlan) -> tuple[int, ...]:
+        if plan.id in self.core_orders:
+            return self.core_orders[plan.id].cores
         return self.cores.of(plan.devices) if self.cores is not None else ()
 
 
@@ -99,21 +111,31 @@ def draw(config: DeployConfig, *, stage: OneStage | None = None, starts_stages: 
     if inventory.kind != "cpu" and not inventory.ids:
         raise ConfigError(f"no {inventory.kind} device found: {inventory.note}; use --device cpu", param="--device")
     plans = lower(layout, inventory.allot(layout.device_count))
+    ascend, doubts = preflight(inventory.kind, plans, environment(), refuse=config.start_checks == "refuse")
     cores = core_sets(layout.device_count) if inventory.kind == "cpu" and not simulated else None
+    divided = plan_cores(config.core_share, plans, inventory.kind, cores, facts)
+    plans = divided.plans
     features_travel = any(role.sends_features for role in layout.roles)
     if simulated and (config.mm_store == "mooncake" or config.mooncake_master):
         raise ConfigError("simulated stages keep features in the arena: drop mooncake", param="mm_store")
     pooled, pool_warnings = choose_pool(config, inventory.kind, features_travel=features_travel)
-    warnings = [*([doubt] if doubt is not None else []), *pool_warnings]
+    warnings = [*([doubt] if doubt is not None else []), *pool_warnings, *doubts, *divided.warnings]
+    if config.kv_transport == "mooncake" and inventory.kind != "npu":
+        warnings += client_warnings(pooled=False, kv_over_tcp=config.mooncake_protocol == "tcp")
     if cores is not None and cores.oversubscribed:
         count = len({core for one in cores.sets for core in one})
         warnings.append(f"{layout.device_count} virtual devices share {count} CPU cores: expect it to be slow")
     stage_args = parse_stage_args(config.stage_args, plans)
-    path = feature_path(config, inventory.kind, plans, pooled=pooled)
+    ways = draw_ways(config, inventory.kind, plans, pooled=pooled, cann=numbers(ascend.cann))
     memory = NO_MEMORY
     if starts_stages and not simulated:
         memory = share_memory(
-            plans, facts, inventory, stage or stage_args, feature_path=path, shm_mib=_shm(config, plans)
+            plans,
+            facts,
+            inventory,
+            stage or stage_args,
+            feature_path=ways.widest_feature_path,
+            shm_mib=_shm(config, plans),
         )
     warnings += memory.warnings
     return Blueprint(
@@ -127,9 +149,10 @@ def draw(config: DeployConfig, *, stage: OneStage | None = None, starts_stages: 
         cores=cores,
         stage_args=stage_args,
         pooled=pooled,
-        feature_path=path,
+        ways=ways,
         sim_profile=checked_profile(config.engine, config.sim_profile),
         warnings=tuple(warnings),
+        core_orders=divided.orders,
         memory=memory.plan,
     )
 

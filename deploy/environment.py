@@ -58,5 +58,10 @@ def stage_environment(added: Mapping[str, str], run_path: Path, device: str) -> 
     return env
 
 
+def environment() -> Mapping[str, str]:
+    """What this process was started with, for those who judge it."""
+    return os.environ
+
+
 def is_terminal() -> bool:
     return sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"

@@ -6,19 +6,11 @@ import ctypes
 import importlib.util
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.config import DeployConfig
+from deploy.mooncake_package import client_warnings, install_command, too_old_for_a_master
 from epd_serve.errors import ConfigError
-from epd_serve.placement import InstancePlan
-
-PACKAGES = {
-    "cpu": "mooncake-transfer-engine-non-cuda",
-    "cuda": "mooncake-transfer-engine",
-    "npu": "mooncake-transfer-engine-npu",
-}
-"""One build per kind of device; all import as `mooncake`."""
 
 MASTER_PROGRAM = "mooncake_master"
 
@@ -27,10 +19,10 @@ def choose_pool(config: DeployConfig, device: str, *, features_travel: bool) -> 
     """Does the launch use Mooncake as second tier? And the warnings to show.
 
     `auto` means the arena alone on one CPU or CUDA host, and Mooncake beside it on NPU machines or where a master is
-    given; without an installed Mooncake `auto` stays with the arena and says so.
+    given; without a Mooncake that can do it `auto` stays with the arena and says so.
 
     Raises:
-        ConfigError: Mooncake is asked for and is not installed; says how to install it.
+        ConfigError: Mooncake is asked for and is not installed, or too old for a master of ours; says what to install.
     """
     asked = config.mm_store == "mooncake" or bool(config.mooncake_master)
     if not features_travel:
@@ -39,7 +31,7 @@ def choose_pool(config: DeployConfig, device: str, *, features_travel: bool) -> 
         return False, ()
     missing = what_is_missing(device, master=not config.mooncake_master)
     if not missing:
-        return True, ()
+        return True, client_warnings(pooled=True, kv_over_tcp=False)
     if asked:
         raise ConfigError(f"--mm-store mooncake: {missing}", param="--mm-store")
     return False, (f"features go through host memory alone: {missing}",)
@@ -48,17 +40,17 @@ def choose_pool(config: DeployConfig, device: str, *, features_travel: bool) -> 
 def what_is_missing(device: str, *, master: bool) -> str:
     """What Mooncake lacks here, and the command that brings it; "" when it is complete. Imports nothing of it."""
     if importlib.util.find_spec("mooncake") is None:
-        return f"Mooncake is not installed; pip install {PACKAGES[device]}"
+        return f"Mooncake is not installed; {install_command(device)}"
     try:
         ctypes.CDLL("libibverbs.so.1")
     except OSError:
         return "Mooncake needs libibverbs; apt-get install libibverbs1"
     if master and master_program() is None:
         return (
-            f"the program {MASTER_PROGRAM} is not on PATH; pip install {PACKAGES[device]}, or run it elsewhere and "
+            f"the program {MASTER_PROGRAM} is not on PATH; {install_command(device)}, or run it elsewhere and "
             "give --mooncake-master HOST:PORT"
         )
-    return ""
+    return too_old_for_a_master(device) if master else ""
 
 
 def master_program() -> Path | None:
@@ -68,23 +60,3 @@ def master_program() -> Path | None:
         return beside
     found = shutil.which(MASTER_PROGRAM)
     return Path(found) if found else None
-
-
-_DIRECT_KINDS = ("npu", "cpu")  # on CPU device memory is host memory: for tests of the path
-
-
-def feature_path(config: DeployConfig, device: str, plans: Sequence[InstancePlan], *, pooled: bool) -> str:
-    """`device` where features go from one NPU to another without the host in between, else `host`.
-
-    Mooncake cannot connect two processes on the same NPU before CANN 9.1, so one encoder beside a taker of features
-    means the host for all of them.
-    """
-    if config.feature_path != "auto":
-        if config.feature_path == "device" and not pooled:
-            raise ConfigError("feature_path device needs --mm-store mooncake", param="feature_path")
-        if config.feature_path == "device" and device not in _DIRECT_KINDS:
-            raise ConfigError(f"feature_path device is for NPUs, not for {device}", param="feature_path")
-        return config.feature_path
-    takers = {one for plan in plans if plan.role.takes_features for one in plan.devices}
-    together = any(takers & set(plan.devices) for plan in plans if plan.role.sends_features)
-    return "device" if pooled and device == "npu" and not together else "host"

@@ -31,15 +31,9 @@ def fit_shared_memory(
     Raises:
         ConfigError: not even the smallest fit.
     """
-    links = sum(
-        _links(sender.tp, receiver.tp)
-        for sender in plans
-        for receiver in plans
-        if sender.role.sends_kv and receiver.role.takes_kv
-    )
 
     def needed(memory: SharedMemory) -> int:
-        return (memory.arena_mib if features_travel else 0) + memory.staging_mib * links
+        return wanted_mib(memory, plans, features_travel=features_travel)
 
     memory = wanted
     while needed(memory) and needed(memory) + RESERVE_MIB > free:
@@ -53,6 +47,17 @@ def fit_shared_memory(
             staging_mib=max(SMALLEST.staging_mib, memory.staging_mib // 2),
         )
     return memory
+
+
+def wanted_mib(memory: SharedMemory, plans: Sequence[InstancePlan], *, features_travel: bool) -> int:
+    """MiB that arena and staging of all links take together."""
+    links = sum(
+        _links(sender.tp, receiver.tp)
+        for sender in plans
+        for receiver in plans
+        if sender.role.sends_kv and receiver.role.takes_kv
+    )
+    return (memory.arena_mib if features_travel else 0) + memory.staging_mib * links
 
 
 def _links(senders: int, receivers: int) -> int:

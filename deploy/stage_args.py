@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from deploy.ascend_schedulers import schedulers_in
 from deploy.nearest import unknown
 from epd_serve.errors import ConfigError
 from epd_serve.placement import InstancePlan
 
 OURS = (
     *("--host", "--port", "--model", "--ec-transfer-config", "--kv-transfer-config"),
+    "--scheduler-cls",
     *("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp"),
 )
 """Flags the launcher decides: another value would cut the stage off from the rest, or want devices it does not get."""
@@ -21,6 +23,16 @@ def flag_of(word: str) -> str:
     """The flag that vLLM takes this word for: underscores are dashes to it, `--flag.key` sets a part of `--flag`."""
     name = word.split("=")[0]
     return name.split(".")[0].replace("_", "-") if name.startswith("--") else name
+
+
+def refuse_other_schedulers(words: Sequence[str], where: str) -> None:
+    """Refuse flags that put a scheduler of vllm-ascend in the place of ours. Raises ConfigError, with `where` first."""
+    for key, what in schedulers_in(words):
+        raise ConfigError(
+            f"{where}: {key} starts vllm-ascend's {what} in place of ours, which reports the load and waits for "
+            f"features; remove {key} from --additional-config",
+            param="--stage-args",
+        )
 
 
 @dataclass(frozen=True)
@@ -60,4 +72,5 @@ def _entry(text: str, targets: set[str]) -> tuple[str, tuple[str, ...]]:
     for word in words:
         if flag_of(word) in OURS:
             raise ConfigError(f"stage_args {text!r}: {word} is set by the launcher; remove it", param="--stage-args")
+    refuse_other_schedulers(words, f"stage_args {text!r}")
     return target, words

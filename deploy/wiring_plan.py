@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.blueprint import Blueprint
+from deploy.core_plan import order_for
 from deploy.rundir import RunDir
 from epd_serve.instances import Instance
 from epd_serve.placement import InstancePlan
@@ -53,6 +54,7 @@ class WiringPlan:
             kv_news=worker_endpoints(self._kv_news(plan), plan.tp),
             kv_workers=worker_endpoints(self._kv_workers(plan), plan.tp),
             load_news=self._load_news(plan),
+            core_share=plan.core_share,
         )
 
     def stage(self, plan: InstancePlan, incarnation: str) -> StagePlan:
@@ -73,6 +75,7 @@ class WiringPlan:
             extra_args=blueprint.stage_args.of(plan),
             colocated=1 + len(plan.colocated_with),
             memory_share=plan.memory_share,
+            core_order=order_for(blueprint.core_orders, plan.id, self.run.grant_template(plan.id)),
             kv_cache_bytes=plan.kv_cache_bytes,
             engine=blueprint.config.engine,
             sim_profile=blueprint.sim_profile,
@@ -94,7 +97,7 @@ class WiringPlan:
             load_publish=self._load_news(plan),
             mooncake_master=self.mooncake_master if featured else "",
             mooncake_segment_bytes=config.mooncake_segment_mib << 20 if pooled and role.sends_features else 0,
-            feature_path=self.blueprint.feature_path if featured else "host",
+            feature_path=self.blueprint.ways.feature_path(plan.id) if featured else "host",
             feature_worker_endpoint=self._feature_agents(plan) if featured and role.takes_features else "",
             feature_prefetch=config.feature_prefetch,
             recompute_limit=config.recompute_limit,
@@ -103,7 +106,8 @@ class WiringPlan:
             kv_peers=tuple(worker_endpoints(self._kv_workers(taker), taker.tp) for taker in self._takers())
             if role.sends_kv
             else (),
-            kv_transport=config.kv_transport,
+            kv_beside=self._beside(plan),
+            kv_transport=self._kv_transport(plan),
             mooncake_protocol="ascend" if self.blueprint.device == "npu" else config.mooncake_protocol,
             kv_grouping=config.kv_grouping,
             kv_packet_floor_bytes=config.kv_packet_floor_kib << 10,
@@ -121,12 +125,13 @@ class WiringPlan:
         plans = self.blueprint.plans
         if plan.role.takes_features:
             return {one.id: self._announces(one) for one in plans if one.role.sends_features}
-        if self.blueprint.feature_path == "device":
+        if self.blueprint.ways.feature_path(plan.id) == "device":
             return {one.id: self._announces(one) for one in plans if one.role.takes_features}
         return {}
 
     def _feature_agents(self, plan: InstancePlan) -> str:
-        return self.run.ipc(f"{plan.id}.features{{rank}}") if self.blueprint.feature_path == "device" else ""
+        direct = self.blueprint.ways.feature_path(plan.id) == "device"
+        return self.run.ipc(f"{plan.id}.features{{rank}}") if direct else ""
 
     def _announces(self, plan: InstancePlan) -> str:
         concerned = self.blueprint.features_travel and (plan.role.sends_features or plan.role.takes_features)
@@ -137,6 +142,17 @@ class WiringPlan:
 
     def _takers(self) -> list[InstancePlan]:
         return [plan for plan in self.blueprint.plans if plan.role.takes_kv]
+
+    def _beside(self, plan: InstancePlan) -> tuple[str, ...]:
+        """Workers of takers on the sender's own devices."""
+        names = self.blueprint.ways.beside(plan.id)
+        takers = [taker for taker in self._takers() if taker.id in names]
+        return tuple(one for taker in takers for one in worker_endpoints(self._kv_workers(taker), taker.tp))
+
+    def _kv_transport(self, plan: InstancePlan) -> str:
+        """A taker that is reached one way alone offers nothing else, and so keeps no blocks for what never comes."""
+        offered = self.blueprint.ways.offered_by(plan.id)
+        return offered[0] if len(offered) == 1 else self.blueprint.config.kv_transport
 
     def _kv_workers(self, plan: InstancePlan) -> str:
         return self.run.ipc(f"{plan.id}.kvw{{rank}}") if plan.role.takes_kv else ""

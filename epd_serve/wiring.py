@@ -57,6 +57,7 @@ class StageWiring:
         kv_worker_endpoint: template of its workers' data channel for `worker_endpoint` (roles that take KV), else "".
         kv_peers: data channels of the instances this one sends KV to, to warm the links at start: per instance the
             addresses of its workers, by rank.
+        kv_beside: those of these addresses whose instance shares a device with this one: shared memory alone.
         kv_transport: `auto`, `shm` or `mooncake`.
         mooncake_protocol: `tcp`, `rdma` or `ascend`.
         kv_grouping: how layers are grouped into packets (`epd_serve.engine.kv.grouping_file.open_grouping`).
@@ -92,6 +93,7 @@ class StageWiring:
     kv_endpoint: str = ""
     kv_worker_endpoint: str = ""
     kv_peers: tuple[tuple[str, ...], ...] = ()
+    kv_beside: tuple[str, ...] = ()
     kv_transport: str = "auto"
     mooncake_protocol: str = "tcp"
     kv_grouping: str = "adaptive"
@@ -116,4 +118,5 @@ class StageWiring:
         unknown = set(raw) - {f.name for f in fields(cls)}
         if unknown:
             raise ConfigError(f"stage wiring has unknown keys {sorted(unknown)}: launcher and stage differ in version")
-        return cls(**{**raw, "role": Role(raw["role"]), "kv_peers": tuple(map(tuple, raw.get("kv_peers", ())))})
+        peers, beside = tuple(map(tuple, raw.get("kv_peers", ()))), tuple(raw.get("kv_beside", ()))
+        return cls(**{**raw, "role": Role(raw["role"]), "kv_peers": peers, "kv_beside": beside})

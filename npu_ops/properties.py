@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from npu_ops.container_memory import container_memory
 from npu_ops.discovery import DeviceInventory
 from npu_ops.npu_smi import NpuChip, NpuUsage, parse_mapping, parse_platform, parse_usage, soc_of
 from npu_ops.vendor_tool import ask
@@ -38,7 +39,7 @@ class DeviceProperties:
         name: the product's: "910B3", "NVIDIA H200".
         soc: as CANN calls it, "Ascend910B3"; "" where unknown, and on cuda and cpu.
         cores: {"cube": 24, "vector": 48}, {"cpu": 16}; empty where only a framework can tell, as for CUDA.
-        total_bytes, free_bytes: device memory; on cpu the host's MemTotal and MemAvailable.
+        total_bytes, free_bytes: device memory; on cpu the host's MemTotal and MemAvailable, or its container's part.
         users: processes of anyone on the device; empty on cpu.
         note: why something above is unknown, or "".
     """
@@ -198,13 +199,17 @@ def _host() -> DeviceProperties:
     meminfo, note = _read("/proc/meminfo")
     cpuinfo, _ = _read("/proc/cpuinfo")
     sizes = parse_meminfo(meminfo)
+    total, free = sizes.get("MemTotal"), sizes.get("MemAvailable")
+    limited = container_memory()
+    if limited is not None and total is not None and free is not None:
+        total, free = min(total, limited[0]), min(free, limited[1])
     name = next((line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")), "")
     return DeviceProperties(
         0,
         name or platform.machine(),
         cores={"cpu": len(os.sched_getaffinity(0))},
-        total_bytes=sizes.get("MemTotal"),
-        free_bytes=sizes.get("MemAvailable"),
+        total_bytes=total,
+        free_bytes=free,
         note=note,
     )
 

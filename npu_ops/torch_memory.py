@@ -145,8 +145,9 @@ class _StreamMemory(_TorchMemory):
         scatter_by_index(rows, runs, source, self.to_device)
 
     def download(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        # Not the blocking copy: it would spin on its stream, on a core that launches kernels.
-        target.copy_(source, non_blocking=True)
+        # Not the blocking copy: it would spin on its stream, on a core that launches kernels. But a strided target is
+        # filled from a flat one on the host, for which only the blocking copy waits.
+        target.copy_(source, non_blocking=target.is_contiguous())
         self.timed_fence().wait()
 
     def to_device(self, source: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from deploy.contract.facts import Facts
 from deploy.contract.findings import Examined, Finding
 from deploy.contract.hooks import check_other_callers
 from deploy.contract.known import KNOWN
-from deploy.contract.origins import FLAGS, ORIGINS, STAND_INS
+from deploy.contract.origins import FLAGS, ORIGINS, STAND_INS, WORDS
 from deploy.contract.reading import read
 from deploy.contract.wheels import Wheel
 from deploy.contract.words import VARIABLES
@@ -46,7 +46,8 @@ def mentions(path: str, text: str, package: str) -> bool:
     if package in text or (package in VARIABLES and VARIABLES[package].search(text)):
         return True
     rows = [row for row in (*ORIGINS, *STAND_INS) if row.path == path]
-    return FLAGS.get(path) == package or any(package in row.type for row in rows)
+    worded = any((path, package) == (file, named) for (file, _), named in WORDS.items())
+    return worded or FLAGS.get(path) == package or any(package in row.type for row in rows)
 
 
 def examine(files: Mapping[str, str], facts: Mapping[Wheel, Facts]) -> list[Examined]:

@@ -22,10 +22,14 @@ class Known:
 
 _NPU = "mooncake-transfer-engine-npu 0.3.11.post1"
 _CALLS = (
-    "It keeps limits of its own. Our deadline and breaker (`store/breaker.py`) end the call for whoever waits; "
-    "the memory that it was given may stay taken for up to 30 s."
+    "Matters only with a master that the operator runs (`--mooncake-master`), and is warned of there: it keeps limits "
+    "of its own. Our deadline and breaker (`store/breaker.py`) end the call for whoever waits; the memory that it was "
+    "given may stay taken for up to 30 s."
 )
-_QUEUES = "TCP only, and Ascend's protocol is another one. Over TCP a write of 200 MB may fail with this release."
+_QUEUES = (
+    "TCP only, and Ascend's protocol is another one. Over TCP a write of 200 MB may fail with this release: warned of "
+    "at the start."
+)
 
 KNOWN: tuple[Known, ...] = (
     Known(_NPU, "store/mooncake_client.py", "MC_RPC_TIMEOUT_MS", _CALLS),
@@ -38,7 +42,8 @@ KNOWN: tuple[Known, ...] = (
         _NPU,
         "store/mooncake_master.py",
         "--metrics_host",
-        "Its `mooncake_master` ends at once with `unknown command line flag`: no second tier with this release. "
-        "Install 0.3.13.post1, or use `--mm-store arena`.",
+        "Its `mooncake_master` ends at once with `unknown command line flag`, so it is never started: a second tier "
+        "of our own wants 0.3.13.post1 (`deploy/mooncake_package.py`). `--mm-store auto` stays with the arena and says "
+        "so, `mooncake` is refused.",
     ),
 )

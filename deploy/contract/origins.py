@@ -32,6 +32,9 @@ ORIGINS = (
     Origin("epd_serve/engine/status/scheduler.py", "_vllms_choice", "vllm_config", "vllm.config.vllm.VllmConfig"),
     Origin("epd_serve/engine/status/scheduler.py", "reporting", "base", f"type[{_ANY_SCHEDULER}]"),
     Origin("epd_serve/engine/status/watch.py", "LoadWatch.__init__", "scheduler", _ANY_SCHEDULER),
+    Origin("npu_ops/core_limits.py", "_npu_limit", "npu", "module torch_npu.npu"),
+    Origin("npu_ops/core_limits.py", "limit_at_set_device", "npu", "module torch_npu.npu"),
+    Origin("npu_ops/core_limits.py", "limit_npu", "npu", "module torch_npu.npu"),
     Origin("npu_ops/fences.py", "EventFence.__init__", "module", "module torch_npu.npu"),
     Origin("npu_ops/fences.py", "fence", "module", "module torch_npu.npu"),
     Origin("npu_ops/torch_memory.py", "_StreamMemory.__init__", "module", "module torch_npu.npu"),
@@ -60,6 +63,12 @@ FLAGS = {
     "deploy/join_plan.py": "vllm",
     "store/mooncake_master.py": "mooncake",
     "deploy/pool_master.py": "mooncake",
+}
+
+# Functions and tables whose strings are words of a package (attributes, keys): which one. A dot joins two of them.
+WORDS = {
+    ("deploy/ascend_schedulers.py", "SCHEDULERS"): "vllm_ascend",
+    ("epd_serve/engine/compat.py", "schedule_as_vllm_does"): "vllm_ascend",
 }
 
 # Functions that may only be called where what they import exists, and why that holds.

@@ -8,15 +8,17 @@ import re
 from collections.abc import Iterator
 
 from deploy.contract.asking import Asker
-from deploy.contract.origins import FLAGS
+from deploy.contract.origins import FLAGS, WORDS
 from deploy.contract.things import Thing, literals, of_type
 
 VARIABLES = {
-    "vllm": re.compile(r"VLLM_[A-Z0-9_]+"),
+    "vllm": re.compile(r"VLLM_(?!ASCEND_)[A-Z0-9_]+"),
+    "vllm_ascend": re.compile(r"VLLM_ASCEND_[A-Z0-9_]+"),
     "mooncake": re.compile(r"MC_[A-Z0-9_]+"),
-    "torch_npu": re.compile(r"ASCEND_[A-Z0-9_]+"),
+    "torch_npu": re.compile(r"ASCEND_(?!BUFFER_POOL|TOOLKIT_HOME)[A-Z0-9_]+"),  # Mooncake's, CANN's
 }
 _FLAG = re.compile(r"--?[a-z][a-z0-9_-]*")
+_WORD = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 _OURS_TOO = {"vllm.": "vllm.plugins"}  # an entry-point group is no module: who reads the groups must name it
 
 
@@ -33,10 +35,33 @@ def check_words(tree: ast.Module, asker: Asker) -> None:
                 asker.find(node.lineno, f"{word} is no environment variable of it: what is set here has no effect")
         elif re.fullmatch(rf"{asker.package}(\.\w+)+", word):
             _check_dotted(word, node.lineno, asker)
+    for (path, scope), package in WORDS.items():
+        if (path, package) == (asker.path, asker.package):
+            _check_named(tree, scope, documentation, asker)
     if FLAGS.get(asker.path) == asker.package:
         for function in ast.walk(tree):
             if isinstance(function, ast.Module | ast.FunctionDef):
                 _check_flags(function, asker)
+
+
+def _check_named(tree: ast.Module, scope: str, documentation: set[int], asker: Asker) -> None:
+    """Every word in a string of the function or table `scope` occurs in the wheel: in a table, its keys."""
+    for part in tree.body:
+        if isinstance(part, ast.FunctionDef) and part.name == scope:
+            nodes = list(ast.walk(part))
+        elif (
+            isinstance(part, ast.Assign) and ast.unparse(part.targets[0]) == scope and isinstance(part.value, ast.Dict)
+        ):
+            nodes = [key for key in part.value.keys if key is not None]
+        else:
+            continue
+        for node in nodes:
+            if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in documentation:
+                continue
+            for word in node.value.split(".") if _WORD.fullmatch(node.value) else ():
+                asker.use(node.lineno, "name", word)
+                if asker.ask(node.lineno, "names", word)["is"] is False:
+                    asker.find(node.lineno, f"{word} does not occur in it")
 
 
 def _check_dotted(word: str, line: int, asker: Asker) -> None:

@@ -96,6 +96,26 @@ def steps_in_flight_at_reuse(vllm_config: VllmConfig) -> int:
     return int(vllm_config.max_concurrent_batches) - 1
 
 
+def schedule_as_vllm_does(scheduler: Any) -> None:
+    """See to it that vLLM's own `schedule` runs where vllm-ascend 0.23 has put a copy of it in front.
+
+    `patch_balance_schedule.BalanceScheduler` takes the place of `Scheduler`, and its copy runs for every instance that
+    sends KV (`_disable_preemption`) or with balance scheduling on. It never asks `ensure_cache_available`: P would not
+    wait for its features, and a request that came as metadata alone would fail. Preemption of P is provided for here.
+
+    Raises:
+        ConfigError: balance scheduling is on.
+    """
+    if getattr(scheduler, "_balance_enabled", False):
+        raise ConfigError(
+            "vllm-ascend's balance scheduling is on: features would not be waited for; unset "
+            "VLLM_ASCEND_BALANCE_SCHEDULING, and remove enable_balance_scheduling from --additional-config"
+        )
+    if getattr(scheduler, "_disable_preemption", False):
+        scheduler._disable_preemption = False
+        logger.info("vLLM's own schedule() runs, not vllm-ascend's copy of it, which does not wait for features")
+
+
 def sleep_between_steps() -> None:
     """Let idle workers sleep instead of spin, where stages share cores (CPU).
 

@@ -40,3 +40,34 @@ def test_an_entry_that_cannot_work_is_refused(raw: str, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_stage_args([raw], PLANS.values())
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        ("""--additional-config '{"recompute_scheduler_enable": true}'""", "recompute scheduler"),
+        ("""--additional_config='{"SLO_limits_for_dynamic_batch": 50}'""", "dynamic batch scheduler"),
+        ("""--additional-config '{"profiling_chunk_config": {"enabled": true}}'""", "profiling chunk scheduler"),
+        ("--additional-config.profiling_chunk_config.enabled true", "profiling chunk scheduler"),
+        ("--additional-config.enable_balance_scheduling=1", "balance scheduler"),
+        ("--additional-config.enable_balance_scheduling", "balance scheduler"),
+        ("--scheduler-cls some.Scheduler", "set by the launcher"),
+    ],
+)
+def test_a_scheduler_that_would_take_the_place_of_ours_is_refused(flags: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        parse_stage_args([f"all:{flags}"], PLANS.values())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        """--additional-config '{"recompute_scheduler_enable": false, "SLO_limits_for_dynamic_batch": -1}'""",
+        """--additional-config '{"profiling_chunk_config": {"min_chunk": 4096}, "enable_cpu_binding": true}'""",
+        "--additional-config.enable_balance_scheduling false",
+        "--additional-config",
+        "--additional-config {not-json",
+    ],
+)
+def test_what_else_vllm_ascend_is_configured_with_passes(flags: str) -> None:
+    assert parse_stage_args([f"all:{flags}"], PLANS.values()).of(PLANS["P0"])[0].startswith("--additional-config")

@@ -13,8 +13,10 @@ from deploy.proxy_settings import build_proxy_settings, proxy_overrides
 from deploy.ready_message import curl, endpoint_url, ready_message
 from deploy.rundir import RunDir
 from deploy.shared_memory import fit_shared_memory
+from deploy.ways import Ways, draw_ways
 from deploy.wiring_plan import SharedMemory, WiringPlan
 from epd_serve.engine.argv import stage_command
+from epd_serve.engine.kv.transports import offered, quarantine_s
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
 from epd_serve.placement import InstancePlan, lower
@@ -161,7 +163,8 @@ def test_encoders_give_memory_to_the_second_tier_and_the_others_only_use_it() ->
 
 def test_on_the_device_path_consumers_have_agents_and_encoders_hear_which_way_they_are_reached() -> None:
     plan = wired("E-P-D")
-    plan = replace(plan, blueprint=replace(plan.blueprint, feature_path="device"), mooncake_master="127.0.0.1:5")
+    direct = Ways(dict.fromkeys(("E0", "P0", "D0"), "device"))
+    plan = replace(plan, blueprint=replace(plan.blueprint, ways=direct), mooncake_master="127.0.0.1:5")
     e, p, d = (plan.wiring(plan_of(plan, name), "i") for name in ("E0", "P0", "D0"))
     assert (e.feature_path, p.feature_path, d.feature_path) == ("device", "device", "device")
     assert e.events == {"P0": p.publish, "D0": d.publish}
@@ -171,6 +174,34 @@ def test_on_the_device_path_consumers_have_agents_and_encoders_hear_which_way_th
         plan.run.ipc("P0.features{rank}"),
         plan.run.ipc("D0.features{rank}"),
     ]
+
+
+def on_npus(layout: str, **options: object) -> WiringPlan:
+    """As if the plans' devices were NPUs, with a second tier."""
+    plan = wired(layout, **options)
+    ways = draw_ways(plan.blueprint.config, "npu", plan.blueprint.plans, pooled=True)
+    inventory = replace(plan.blueprint.inventory, kind="npu")
+    return replace(
+        plan, blueprint=replace(plan.blueprint, ways=ways, inventory=inventory), mooncake_master="127.0.0.1:5"
+    )
+
+
+def test_pairs_on_one_npu_are_wired_to_shared_memory_and_others_are_not() -> None:
+    plan = on_npus("(E-P-D)-D")
+    p, beside, away = (plan.wiring(plan_of(plan, name), "i") for name in ("P0", "D0", "D1"))
+    assert p.kv_beside == ("ipc:///run/x/D0.kvw0",)
+    assert [one.kv_transport for one in (p, beside, away)] == ["auto", "shm", "auto"]
+    ends = ("ipc:///run/x/D0.kvw0", "ipc:///run/x/D1.kvw0")
+    assert [offered(p, "npu", end) for end in ends] == [("shm",), ("mooncake", "shm")]
+    assert [quarantine_s(one, "npu") for one in (beside, away)] == [0.0, 30.0]
+    assert offered(beside, "npu") == ("shm",) and offered(away, "npu") == ("mooncake", "shm")
+
+
+def test_an_encoder_beside_one_taker_serves_all_of_them_through_the_arena() -> None:
+    plan = on_npus("(E-P)-P-D")
+    wirings = {name: plan.wiring(plan_of(plan, name), "i") for name in ("E0", "P0", "P1", "D0")}
+    assert {one.feature_path for one in wirings.values()} == {"host"}
+    assert wirings["E0"].events == {} and not any(one.feature_worker_endpoint for one in wirings.values())
 
 
 def test_without_encoders_the_proxy_has_no_arena_to_ask() -> None:

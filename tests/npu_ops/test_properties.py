@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from npu_ops import vendor_tool
+from npu_ops import properties, vendor_tool
 from npu_ops.discovery import DeviceInventory
 from npu_ops.properties import DeviceUser, parse_gpu_users, parse_gpus, parse_meminfo, read_properties
 from tests.npu_ops.smi_outputs import A2_24_1, A2_MAPPING, A3_25_2, A3_BOARD, A3_MAPPING, PLATFORM_910B4
@@ -130,6 +130,12 @@ def test_the_host_stands_for_all_virtual_devices() -> None:
     assert host.index == 0 and host.name and not host.users and not host.note
     assert host.cores == {"cpu": len(os.sched_getaffinity(0))}
     assert host.total_bytes is not None and host.free_bytes is not None and 0 < host.free_bytes < host.total_bytes
+
+
+def test_a_container_has_no_more_memory_than_it_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(properties, "container_memory", lambda: (64 * MIB, 3 * MIB))
+    (host,) = read_properties(DeviceInventory("cpu"))
+    assert (host.total_bytes, host.free_bytes) == (64 * MIB, 3 * MIB)
 
 
 def test_meminfo_is_in_kilobytes() -> None:

@@ -102,8 +102,8 @@ class Connection:
                 reasons.append(f"{side.label}: {error}")
                 continue
             self.target, self.side = target, side
-            if reasons:
-                logger.info("KV link to %s uses %s (%s)", self._endpoint, side.label, "; ".join(reasons))
+            tried = f" ({'; '.join(reasons)})" if reasons else ""
+            logger.info("KV link to %s uses %s%s", self._endpoint, side.label, tried)
             return
         self.close()
         raise LinkError("; ".join(reasons))

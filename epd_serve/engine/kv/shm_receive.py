@@ -60,7 +60,8 @@ class ShmReceiveSide:
                 self._landing_memory(region.block_bytes), [region.cut(self._whole[0][0])], [BlockRun(0, 1)]
             )
         # The sender starts anew in this memory: packets of its former connection must not be read from it any more.
-        for former in [former for former, sender in self._senders.items() if sender.path == hello.staging]:
+        replaced = [it for it, sender in self._senders.items() if it == peer or sender.path == hello.staging]
+        for former in replaced:
             self._senders.pop(former).unregister()
         self._senders[peer] = _Sender(
             hello.staging,

@@ -1,7 +1,8 @@
 """Which transports an instance offers for KV, in order of preference, and the engine behind one of them.
 
 P tries them in this order on each link, by handshake and probe (`link_connection.py`); D accepts those that it offers.
-Both ends have one wiring and one kind of device, so they agree on what is offered.
+Which they are is `epd_serve.kv.ways`' decision. P knows of each link whether it leads to an instance on its own device;
+D, whose links come to it, is told `shm` where all of them do.
 """
 
 from __future__ import annotations
@@ -13,22 +14,13 @@ from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
 from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
 from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from epd_serve.engine.kv.transport import LinkError
+from epd_serve.kv.ways import MOONCAKE, transports_between
 from epd_serve.wiring import StageWiring
 
-SHM, MOONCAKE = ShmReceiveSide.name, MooncakeReceiveSide.name
 
-
-def offered(wiring: StageWiring, device: str) -> tuple[str, ...]:
-    """By name. `device`: `npu`, `cuda` or `cpu`.
-
-    `auto` is for instances of one host (who wires several says `mooncake`). There NPUs write into each other directly,
-    but for two instances on one NPU, which the engine refuses to connect before CANN 9.1: they meet in shared memory.
-    CPU and CUDA meet there at once: nothing that Mooncake does over TCP is better on one host, and as a mere fallback
-    it would make D keep the blocks of every P that dies for `quarantine_s`.
-    """
-    if wiring.kv_transport != "auto":
-        return (wiring.kv_transport,)
-    return (MOONCAKE, SHM) if device == "npu" else (SHM,)
+def offered(wiring: StageWiring, device: str, endpoint: str = "") -> tuple[str, ...]:
+    """By name. `device`: `npu`, `cuda` or `cpu`; `endpoint`: the worker of D that P's link leads to."""
+    return transports_between(wiring.kv_transport, device, beside=endpoint in wiring.kv_beside)
 
 
 def quarantine_s(wiring: StageWiring, device: str) -> float:

@@ -24,9 +24,10 @@ from epd_serve.engine.kv.sender import Sender
 from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from epd_serve.engine.kv.shm_send import ShmSendSide
 from epd_serve.engine.kv.transport import ReceiveSide, SendSide
-from epd_serve.engine.kv.transports import MOONCAKE, OnDemand, offered
+from epd_serve.engine.kv.transports import OnDemand, offered
 from epd_serve.engine.traffic import TrafficBoard
 from epd_serve.kv.faults import faults_of
+from epd_serve.kv.ways import MOONCAKE
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring, worker_endpoint
 from npu_ops.memory import memory_here
@@ -63,20 +64,20 @@ class _KVCache:
         )
         kind = self.layers[0][0].data.device.type
         self.device = memory_here(kind)
-        self.transports = offered(wiring, kind)
+        self._kind = kind
         self._mooncake = OnDemand(
             lambda: MooncakeEndpoint(self.layers, wiring.host, wiring.mooncake_protocol, self.device)
         )
 
     def send_sides(self, endpoint: str) -> list[SendSide]:
         """P's ends of one link, in order of preference."""
-        return [self._send_side(name, endpoint) for name in self.transports]
+        return [self._send_side(name, endpoint) for name in offered(self.wiring, self._kind, endpoint)]
 
     def receive_sides(self) -> list[ReceiveSide]:
         """D's ends of all its links."""
         return [
             MooncakeReceiveSide(self._mooncake) if name == MOONCAKE else ShmReceiveSide(self.layers, self.device)
-            for name in self.transports
+            for name in offered(self.wiring, self._kind)
         ]
 
     def _send_side(self, name: str, endpoint: str) -> SendSide:

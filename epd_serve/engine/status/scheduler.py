@@ -13,6 +13,7 @@ import os
 from typing import Any
 
 from epd_serve.engine.argv import WIRING_ENV
+from epd_serve.engine.compat import schedule_as_vllm_does
 from epd_serve.engine.status.publisher import LoadPublisher
 from epd_serve.engine.status.watch import LoadWatch
 from epd_serve.wiring import StageWiring
@@ -23,11 +24,13 @@ class ReportingScheduler:
 
     Raises:
         KeyError: the process was not started as one of our stages.
+        ConfigError: vllm-ascend schedules in vLLM's place, and cannot be kept from it.
         zmq.ZMQError: the address for reports cannot be bound.
     """
 
     def __new__(cls, *args: Any, vllm_config: Any, **more: Any) -> Any:
         made = reporting(_vllms_choice(vllm_config))(*args, vllm_config=vllm_config, **more)
+        schedule_as_vllm_does(made)
         made.watch_load(StageWiring.from_json(json.loads(os.environ[WIRING_ENV])))
         return made
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_ops.blocks import BlockRun, Blocks, gather_by_copies, proves_blocks
-from npu_ops.memory import CudaMemory, DeviceMemory, NpuMemory
+from npu_ops.memory import DeviceMemory
+from npu_ops.torch_memory import CudaMemory, NpuMemory
 from tests.npu.report import Report
 from tests.npu_ops.test_blocks import Case, cases
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from epd_serve.kv.ways import transports_between
 from npu_ops.fake_engine import FakeNetwork
 from tests.epd_serve.engine.kv.device_ends import P_NPU, Pair, Setting
 from tests.epd_serve.engine.kv.slow_devices import STALE, Prompt, SlowDevice, ascend_caches, neighbouring_caches
@@ -100,6 +101,17 @@ def test_a_slow_network_brings_the_same_bytes(start: Start) -> None:
 
 
 # --- pairs on one device --------------------------------------------------------------------------------------------
+
+
+def test_a_pair_known_to_share_a_device_tries_nothing_but_shared_memory(start: Start) -> None:
+    pair = start(transports=transports_between("auto", "npu", beside=True), d_place=P_NPU)
+    a = Prompt.make("a", [3, 2, 1], [7, 8, 9])
+    pair.expect(a)
+    pair.step(a.chunk())
+    pair.run()
+    assert pair.wrong(a) == []
+    assert pair.link().transport == "shm"
+    assert pair.p_device.engine is None and pair.d_device.engine is None  # not even started: no region is registered
 
 
 def test_a_pair_on_one_device_falls_back_to_shared_memory(start: Start) -> None:

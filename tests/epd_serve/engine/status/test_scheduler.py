@@ -15,6 +15,7 @@ import zmq
 from epd_serve import wire
 from epd_serve.engine.argv import WIRING_ENV
 from epd_serve.engine.status.scheduler import ReportingScheduler, reporting
+from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
 from epd_serve.sockets import Socket, open_socket, readable
 from epd_serve.wire import StageReport
@@ -98,4 +99,40 @@ def test_a_class_is_extended_once() -> None:
 def test_outside_of_a_stage_it_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(WIRING_ENV, raising=False)
     with pytest.raises(KeyError, match=WIRING_ENV):
+        made()
+
+
+class AscendScheduler(FakeScheduler):
+    """vllm-ascend 0.23's `BalanceScheduler`, in outline: its own `schedule` where an instance sends KV."""
+
+    balance = False
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+        self._balance_enabled = self.balance
+        self._disable_preemption = True
+
+    def schedule(self, throttle_prefills: bool = False) -> FakeStep:
+        if self._balance_enabled or self._disable_preemption:
+            raise AssertionError("a copy of schedule that does not ask whether features are there")
+        return super().schedule(throttle_prefills)
+
+
+def test_vllms_own_schedule_runs_where_vllm_ascend_puts_a_copy_before_it(
+    ear: Socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.FakeScheduler", AscendScheduler)
+    scheduler = made()
+    scheduler.add_request(("r", FakeRequest(100)))
+    scheduler.plan = [FakeStep({"r": 100})]
+    assert scheduler.schedule().num_scheduled_tokens == {"r": 100}
+    scheduler.shutdown()
+
+
+def test_vllm_ascends_balance_scheduling_ends_the_stage_with_the_reason(
+    ear: Socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.FakeScheduler", AscendScheduler)
+    monkeypatch.setattr(AscendScheduler, "balance", True)
+    with pytest.raises(ConfigError, match="VLLM_ASCEND_BALANCE_SCHEDULING"):
         made()

@@ -1,0 +1,62 @@
+"""`epd-serve doctor`: what would keep this machine from serving, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from deploy.doctor.checks import examine
+from deploy.doctor.facts import Wanted
+from deploy.doctor.gather import gather
+from deploy.doctor.report import document, failed, text
+from deploy.environment import environment, is_terminal
+from deploy.shared_memory import wanted_mib
+from deploy.wiring_plan import SharedMemory
+from epd_serve.errors import ConfigError, EpdError
+from epd_serve.layout_parser import parse
+from epd_serve.model_facts import check_model_fits, read_model_facts
+from epd_serve.placement import check_servable, lower
+from npu_ops.discovery import DeviceInventory, DiscoveryError, discover
+
+_ARENA_MIB, _STAGING_MIB = 256, 64  # of `epd-serve serve`
+
+
+def run_doctor(*, device: str, layout: str, model: str, as_json: bool, imports: bool) -> int:
+    """Print the report.
+
+    Returns:
+        0, or 1 when there is an error among the findings.
+    """
+    note = ""
+    try:
+        inventory = discover(device)
+    except DiscoveryError as error:
+        note = str(error)
+        inventory = DeviceInventory("cpu" if device == "auto" else device, note=note)  # type: ignore[arg-type]
+    wanted = _wanted(inventory, layout, model, note)
+    facts = gather(wanted, inventory, environment(), imports=imports)
+    findings = examine(facts)
+    if as_json:
+        print(json.dumps(document(facts, findings), indent=2, ensure_ascii=False))
+    else:
+        print(text(facts, findings, colour=is_terminal() and sys.stdout.isatty()))
+    return 1 if failed(findings) else 0
+
+
+def _wanted(inventory: DeviceInventory, layout: str, model: str, note: str) -> Wanted:
+    """What is to be served, as far as it can be: what is wrong with it becomes a finding."""
+    if note:
+        return Wanted(inventory.kind, layout=layout, refusal=note)
+    if not layout and not model:
+        return Wanted(inventory.kind)
+    try:
+        parsed = parse(layout or "(E-P)-D")
+        check_servable(parsed)
+        if model:
+            check_model_fits(read_model_facts(model), parsed)
+        plans = lower(parsed, inventory.allot(parsed.device_count))
+    except (ConfigError, EpdError) as error:
+        return Wanted(inventory.kind, layout=layout, refusal=str(error))
+    travel = any(role.sends_features for role in parsed.roles)
+    shm = wanted_mib(SharedMemory(_ARENA_MIB, _STAGING_MIB), plans, features_travel=travel)
+    return Wanted(inventory.kind, plans, str(parsed), shm_mib=shm)

