@@ -27,6 +27,10 @@ from epd_serve.demo.pictures import draw, scene
 from epd_serve.errors import StageError
 
 QUESTION = "What is in the picture?"
+EVERY_TOKEN = {"ignore_eos": True, "return_token_ids": True}
+"""Answers as long as asked for, and an event for each token: random weights also say tokens that have no text, and of
+those vLLM sends nothing before the answer ends unless the client wants their ids."""
+
 ROUND_S = 300.0
 DRAWN = 4
 
@@ -61,7 +65,7 @@ class Mix:
             image = {"type": "image_url", "image_url": {"url": numbered_picture(number, self.side)}}
             parts = [image, {"type": "text", "text": QUESTION}]
             body["messages"] = [{"role": "user", "content": parts}]
-        return body | {"ignore_eos": True}
+        return body | EVERY_TOKEN
 
 
 @dataclass(frozen=True)
@@ -179,7 +183,7 @@ def _cpu_s(one: Contestant) -> float:
 
 def tokens_of(client: httpx.Client, who: Contestant, body: dict[str, Any], answer: int) -> list[int]:
     """The token ids of one answer, asked for alone. Raises StageError unless there are exactly `answer`."""
-    asked = {**body, "stream": False, "return_token_ids": True}
+    asked = {**body, "stream": False}
     reply = client.post(f"{who.launch.url}/v1/chat/completions", json=asked)
     if reply.status_code != 200:
         raise StageError(f"{who.name} answers {reply.status_code}: {reply.text[:500]}", stage=who.name)

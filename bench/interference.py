@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,21 +22,21 @@ from typing import Any
 
 from bench import interference_map
 from bench.interference_process import OperatorProcess
-from bench.interference_windows import Found, alike, latency_s, maps, overlapping, slowdowns, windows
+from bench.interference_report import figures_of, report, rows_of, shares_of
+from bench.interference_windows import Found, latency_s, maps, overlapping, windows
 from bench.record import add_arguments as add_record_arguments
-from bench.record import environment, flatten, write
-from bench.shares import cores_of_shares, parse_shares
-from deploy.placement_table import table
+from bench.record import busy, environment, write
+from bench.shares import orders_of, parse_shares
 from epd_serve.errors import ConfigError, StageError
 from npu_ops.discovery import DeviceInventory, DiscoveryError, discover
-from npu_ops.interference import Operator, default_sizes, needs, operators, shares_of_best
-from npu_ops.interference_profile import InterferenceMap, InterferenceProfile, ProfiledOperator, Shares
+from npu_ops.interference import Operator, default_sizes, needs, operators
+from npu_ops.interference_profile import InterferenceProfile, ProfiledOperator, Shares
 from npu_ops.properties import read_properties
 
 LEAD_S = 0.1
 """Both run for so long before anything counts."""
 
-TRIES = 4
+TRIES = 6
 """A window to which a process came late, or in which it finished too little, is repeated at twice the length."""
 
 
@@ -90,7 +89,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     env = environment(argv) | {"device": f"{target.kind}: {target.name}"}
     found = measure(target, list(every), divisions, rounds, seconds)
     profile = profile_of(target, every, found, env)
-    print(report(profile, every), flush=True)
+    print("\n\n".join(filter(None, (report(profile, every), busy(env)))), flush=True)
     if arguments.plot is not None:
         heading = (
             f"{target.name} ({target.kind}), real; medians of {rounds} x {seconds:g} s per pair, {env['date'][:10]}"
@@ -151,22 +150,23 @@ class _Pair:
 
     def __init__(self, target: Target, shares: Shares | None, names: Sequence[str]) -> None:
         self._shares: tuple[float | None, float | None] = shares or (None, None)
-        cores = cores_of_shares(shares) if target.kind == "cpu" else ((), ())
+        orders = orders_of(target.kind, shares) if shares else (None, None)
         sizes = default_sizes(target.kind)
         self._seats: list[OperatorProcess] = []
         self._repeats: list[dict[str, int]] = []
         self._names = names
         with contextlib.ExitStack() as stack:
-            for own, share in zip(cores, self._shares, strict=True):
-                seat = OperatorProcess(target.kind, target.index, sizes, own, share)
+            for order in orders:
+                seat = OperatorProcess(target.kind, target.index, sizes, order)
                 stack.callback(seat.stop)
                 self._seats.append(seat)
             self._ends = stack.pop_all()
 
     def __enter__(self) -> _Pair:
         try:
-            for seat in self._seats:
-                seat.ready()
+            granted = [seat.ready() for seat in self._seats]
+            if any(granted):
+                print(f"with core shares the processes have: {'; '.join(granted)}", flush=True)
             for seat in self._seats:  # one after the other: each is to find out alone how long its calls take
                 self._repeats.append({name: seat.prepare(name) for name in self._names})
         except BaseException:
@@ -221,96 +221,3 @@ def profile_of(
     device = {"kind": target.kind, "name": target.name, "devices": target.devices, "cores": dict(target.cores)}
     keep = ("date", "commit", "command", "machine", "versions")
     return InterferenceProfile(device, listed, measured, "real", {name: env[name] for name in keep})
-
-
-def shares_of(profile: InterferenceProfile, every: Mapping[str, Operator]) -> dict[str, tuple[float, float]]:
-    return shares_of_best(every, profile.maps[0].alone_s)
-
-
-def label(division: Shares | None) -> str:
-    return "all cores" if division is None else f"share {division[0]:g} beside {division[1]:g}"
-
-
-def figures_of(profile: InterferenceProfile) -> dict[str, float]:
-    """Per division: time alone, every slowdown, and the means of pairs with the same and with different needs."""
-    bound = {one.name: one.needs for one in profile.operators}
-    nested: dict[str, Any] = {}
-    for one in profile.maps:
-        pairs: dict[str, dict[str, float]] = {}
-        for pair in one.slowdowns:
-            pairs.setdefault(pair.operator, {})[pair.beside] = pair.slowdown
-        nested[label(one.core_shares)] = {
-            "mean_slowdown": statistics.fmean(pair.slowdown for pair in one.slowdowns),
-            "mean_slowdown_of_needs": alike(one, bound),
-            "alone_ms": {name: round(seconds * 1e3, 5) for name, seconds in one.alone_s.items()},
-            "slowdown": pairs,
-        }
-    return flatten(nested)
-
-
-def rows_of(found: Sequence[Found]) -> list[dict[str, Any]]:
-    """Every process of every window."""
-    ratios = {id(one): ratio for one, ratio in slowdowns(found)}
-    return [
-        {
-            "round": one.turn,
-            "process": one.seat,
-            "operator": one.operator,
-            "share": one.share,
-            "beside": one.beside[0] if one.beside else None,
-            "latency_ms": round(one.latency_s * 1e3, 5),
-            "samples": one.samples,
-            **({"slowdown": round(ratios[id(one)], 4)} if one.beside else {}),
-        }
-        for one in found
-    ]
-
-
-def report(profile: InterferenceProfile, every: Mapping[str, Operator]) -> str:
-    """The operators, then one table of slowdowns per division, then stages beside stages."""
-    best = shares_of(profile, every)
-    bound = {one.name: one.needs for one in profile.operators}
-    head = [
-        ("operator", "of", "FLOP/byte", "share of best FLOP/s", "of best bytes/s", "needs", *_alone_titles(profile))
-    ]
-    lines = [
-        (
-            name,
-            one.stages,
-            f"{one.intensity:.2g}",
-            *(f"{share:.0%}" for share in best[name]),
-            bound[name],
-            *(f"{each.alone_s[name] * 1e3:.3f}" for each in profile.maps),
-        )
-        for name, one in every.items()
-    ]
-    parts = [f"{profile.device['name']} ({profile.device['kind']}), {profile.kind}", table([*head, *lines])]
-    for one in profile.maps:
-        parts += [_map_table(one), _stages(profile, one), _needs_line(one, bound)]
-    return "\n\n".join(parts)
-
-
-def _alone_titles(profile: InterferenceProfile) -> tuple[str, ...]:
-    return tuple(f"ms alone, {label(one.core_shares)}" for one in profile.maps)
-
-
-def _map_table(found: InterferenceMap) -> str:
-    names = list(found.alone_s)
-    rows = [(f"{label(found.core_shares)}: times slower, beside", *names)]
-    rows += [(own, *(f"{found.of(own, beside).slowdown:.2f}" for beside in names)) for own in names]
-    return table(rows)
-
-
-def _stages(profile: InterferenceProfile, found: InterferenceMap) -> str:
-    """Means over the operators typical of each stage."""
-    rows: list[tuple[str, ...]] = [("stage, beside", "E", "P", "D")]
-    for stage in "EPD":
-        means = (profile.between(stage, beside, found.core_shares) for beside in "EPD")
-        rows.append((stage, *("-" if mean is None else f"{mean:.2f}" for mean in means)))
-    return table(rows)
-
-
-def _needs_line(found: InterferenceMap, bound: Mapping[str, str]) -> str:
-    means = alike(found, bound)
-    words = {"alike": "that need the same resource", "unlike": "that need different ones"}
-    return "  " + ", ".join(f"pairs {words[name]}: {mean:.2f}" for name, mean in means.items())

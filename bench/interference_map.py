@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["check_plot", "draw"]
 
 BAR = 0.38
+MOST = 4.0  # where the colours end: one bad pair must not make all others look alike
 
 
 def draw(
@@ -36,14 +37,20 @@ def draw(
     canvas = FigureCanvasAgg(figure)
     axes = figure.subplots(1, 1 + len(maps), squeeze=False, width_ratios=[4.0, *[1.9 + 0.62 * count] * len(maps)])[0]
     _bars(axes[0], profile, shares_of_best)
-    top = max([2.0, *(one.slowdown for each in maps for one in each.slowdowns)])  # one scale: maps are to be compared
+    worst = max(one.slowdown for each in maps for one in each.slowdowns)
+    top = min(MOST, max(2.0, worst))  # one scale: maps are to be compared
     for ax, one in zip(axes[1:], maps, strict=True):
         image = _heat(ax, one, top)
-    bar = figure.colorbar(image, ax=axes[-1], shrink=0.8)
+    bar = figure.colorbar(image, ax=axes[-1], shrink=0.8, extend="max" if worst > top else "neither")
     bar.set_label("latency together / alone (times)")
     figure.suptitle(heading, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     canvas.print_png(str(path))
+
+
+def intensity(flops_per_byte: float) -> str:
+    digits = 0 if flops_per_byte >= 10 or not flops_per_byte else 2
+    return f"{flops_per_byte:.{digits}f} FLOP/B"
 
 
 def title(found: InterferenceMap) -> str:
@@ -67,7 +74,7 @@ def _bars(ax: Axes, profile: InterferenceProfile, best: Mapping[str, tuple[float
             linewidth=0.0,
             label=words,
         )
-    rows = [f"{one.name}\n{one.flops / one.moved_bytes:.2g} FLOP/B, {one.needs}" for one in profile.operators]
+    rows = [f"{one.name}\n{intensity(one.flops / one.moved_bytes)}, {one.needs}" for one in profile.operators]
     ax.set_yticks(list(places), rows, fontsize=7)
     ax.invert_yaxis()
     ax.set_xlabel("alone, of the best of all operators (%)", fontsize=8)

@@ -8,24 +8,32 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from bench.children import Child, Message, answering, commands
+from bench.children import Child, answering, commands
+from npu_ops.core_grants import CoreOrder
 from npu_ops.interference import Sizes
 from npu_ops.interference_run import Runner, Span
+from npu_ops.mps import PERCENTAGE_ENV, percentage
 
 PREPARE_S = 180.0
 """Loading a framework, joining a ring and compiling a kernel may take minutes on a busy machine."""
 
 
 class OperatorProcess:
-    """The measurement's end. `share`: of the device's cores, or None for all of them; `cores`: those, on CPU."""
+    """The measurement's end. `order`: its share of the device's cores, or None for all of them."""
 
-    def __init__(self, kind: str, index: int, sizes: Sizes, cores: tuple[int, ...], share: float | None) -> None:
-        config = {"kind": kind, "index": index, "sizes": asdict(sizes), "cores": cores, "share": share}
-        self._child = Child("bench.interference_process", config)
+    def __init__(self, kind: str, index: int, sizes: Sizes, order: CoreOrder | None = None) -> None:
+        config = {"kind": kind, "index": index, "sizes": asdict(sizes), "order": order and order.to_json()}
+        # MPS reads a process's share when it starts.
+        mps = {PERCENTAGE_ENV: percentage(order.share)} if order is not None and kind == "cuda" else {}
+        self._child = Child("bench.interference_process", config, mps)
 
-    def ready(self) -> Message:
-        """Wait until it has the device; what it found there."""
-        return self._child.hear(PREPARE_S)
+    def ready(self) -> str:
+        """Wait until it has the device; what of the cores it has, in words, "" without a share.
+
+        Raises:
+            StageError: it cannot have the device, or not its share.
+        """
+        return str(self._child.hear(PREPARE_S)["granted"])
 
     def prepare(self, name: str) -> int:
         """How many calls a sample of it has. Raises StageError where the device cannot run it."""
@@ -48,14 +56,15 @@ def main() -> None:
     answer = answering()
     lines = commands()
     config: dict[str, Any] = next(lines)
-    runner = Runner(config["kind"], config["index"], Sizes(**config["sizes"]), config["cores"])
-    answer(ready=True)
+    order = CoreOrder.from_json(config["order"]) if config["order"] else None
+    runner = Runner(config["kind"], config["index"], Sizes(**config["sizes"]), order)
+    answer(granted=runner.grant.words() if runner.grant is not None else "")
     try:
-        for order in lines:
-            if "prepare" in order:
-                answer(repeats=runner.prepare(order["prepare"]).repeats)
+        for told in lines:
+            if "prepare" in told:
+                answer(repeats=runner.prepare(told["prepare"]).repeats)
             else:
-                answer(spans=runner.run(order["run"], order["begin"], order["end"]))
+                answer(spans=runner.run(told["run"], told["begin"], told["end"]))
     finally:
         runner.close()
 

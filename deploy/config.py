@@ -16,6 +16,7 @@ from typing import Any
 from deploy.ending import MAX_DRAIN_S
 from deploy.engines import ENGINES
 from deploy.nearest import unknown
+from epd_serve.core_shares import parse_core_shares
 from epd_serve.engine.kv.grouping_file import PREFIX, open_grouping
 from epd_serve.errors import ConfigError
 from epd_serve.kv.faults import Faults
@@ -45,6 +46,10 @@ class DeployConfig:
     engine: str = _option("vllm", "what runs the stages: vLLM, or a simulation of it", choices=ENGINES)
     sim_profile: str = _option("", "latencies and capacity of simulated stages (JSON, docs/simulation.md)")
     device: str = _option("auto", "device kind", choices=("auto", "npu", "cuda", "cpu"))
+    core_share: str = _option(
+        "",
+        "parts of a device's cores for stages that share it, as E=0.3,P=0.7, or E0=…, or auto (default: no limit)",
+    )
     host: str = _option("127.0.0.1", "address of the OpenAI endpoint")
     port: int = _option(8000, "port of the OpenAI endpoint")
     workers: int = _option(1, "proxy processes; several share one port and one view of the stages")
@@ -113,6 +118,7 @@ class DeployConfig:
         for name in (*positive, "recompute_limit"):
             if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it has to be positive", param=name)
+        parse_core_shares(self.core_share)
         _check_grouping(self.kv_grouping, self.kv_packet_floor_kib)
         Faults(self.kv_faults)
         check_segment(self.mooncake_segment_mib)
@@ -216,6 +222,8 @@ def _typed(path: str, name: str, value: Any, default: Any) -> Any:
             return tuple(f"{key}{joiner}{item}" for key, item in value.items())
         entries = value if isinstance(value, list) else [value]
         return tuple(str(entry) for entry in entries)
+    if name == "core_share" and isinstance(value, dict):
+        return ",".join(f"{key}={share}" for key, share in value.items())  # {E: 0.3, P: 0.7}
     if isinstance(default, bool):
         fits = isinstance(value, bool)
     elif isinstance(default, float):

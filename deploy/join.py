@@ -21,6 +21,7 @@ from deploy.alone import device_list
 from deploy.blueprint import draw
 from deploy.cluster_key import read_cluster_key
 from deploy.config import DeployConfig, check_segment
+from deploy.core_plan import joined_order
 from deploy.engines import command_of
 from deploy.environment import is_terminal, shm_root, stage_environment
 from deploy.join_client import HeadClient, check_head_url
@@ -41,6 +42,7 @@ from epd_serve.engine.stage_guard import KEY_ENV
 from epd_serve.errors import ConfigError, EpdError, StageError
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StageCommand, StagePlan
+from npu_ops.core_grants import read_grants
 
 
 def run_joined(
@@ -60,6 +62,7 @@ def run_joined(
     run_root: str,
     kv_faults: str,
     startup_timeout_s: float,
+    core_share: str,
     passed: Sequence[str],
     engine: str = "vllm",
     sim_profile: str = "",
@@ -95,6 +98,9 @@ def run_joined(
     crosses = Role(role) is not Role.EPD and engine != "sim"
     if crosses and (missing := what_is_missing(blueprint.device, master=False)):
         raise ConfigError(f"features and KV cross hosts by Mooncake: {missing}", param="--join")
+    core_order, warnings = joined_order(core_share, blueprint.device, simulated=engine == "sim")
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     plan = JoinPlan(
         blueprint,
         Role(role),
@@ -104,6 +110,7 @@ def run_joined(
         arena_mib,
         mooncake_segment_mib,
         tuple(passed),
+        core_order,
     )
     return serve_joined(plan, join, key, drain_s=drain_s, root=Path(run_root) if run_root else None)
 
@@ -267,6 +274,10 @@ class _JoinedStage:
     def up(self, stage: str, incarnation: str, seconds: float) -> None:
         self._member.tell(incarnation, True, "")
         self._screen.up(stage, seconds)
+        if self._plan.core_order is not None:
+            grants = read_grants(self._run.grant_template(self._member.answer.id), self._plan.tp)
+            got = "; ".join(dict.fromkeys(grant.words() for grant in grants)) or "its workers do not say what they got"
+            self._screen.line(f"[{stage}] core share {self._plan.core_order.share:g}: {got}")
 
     def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float) -> None:
         self._member.tell(incarnation, False, reason)

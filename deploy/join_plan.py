@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from deploy.blueprint import Blueprint
+from deploy.core_plan import named_order
 from deploy.identity import processing_flags
 from deploy.rundir import RunDir
 from deploy.stage_args import OURS, flag_of, refuse_other_schedulers
@@ -21,6 +22,7 @@ from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StagePlan
 from epd_serve.wiring import StageWiring
+from npu_ops.core_grants import CoreOrder
 
 _HEADS = ("--served-model-name", "--api-key", "--scheduling-policy")  # the head's proxy sends priorities, or does not
 
@@ -35,6 +37,7 @@ class JoinPlan:
         instance: name that the operator wants, or "".
         arena_mib: shared memory for features here. segment_mib: memory an encoder gives to the second tier.
         passed: vLLM flags of the operator.
+        core_order: a `joined_order`, or None for no limit.
     """
 
     blueprint: Blueprint
@@ -45,6 +48,7 @@ class JoinPlan:
     arena_mib: int
     segment_mib: int
     passed: tuple[str, ...]
+    core_order: CoreOrder | None = None
 
     @property
     def featured(self) -> bool:
@@ -101,6 +105,7 @@ class JoinPlan:
             extra_args=self.passed,
             memory_share=plan.memory_share,
             guarded=True,
+            core_order=named_order(self.core_order, answer.id, run.grant_template(answer.id)),
             engine=blueprint.config.engine,
             sim_profile=blueprint.sim_profile,
         )

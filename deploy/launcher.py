@@ -131,9 +131,10 @@ class _Session:
         async with self._arena(), self.tier.running(self.screen.line) as master:
             front_door = self._front()
             table = front_door.table
+            self.news = StageNews(self.wired, table, self.screen)
             supervisor = Supervisor(
                 [self._spec(plan) for plan in self.blueprint.plans],
-                StageNews(self.wired, table, self.screen),
+                self.news,
                 replace(self.launch.patience, start_s=self.blueprint.config.startup_timeout_s),
                 parallel_starts=self.blueprint.config.parallel_starts if self.blueprint.device == "cpu" else 0,
             )
@@ -179,7 +180,8 @@ class _Session:
                 if ready.done() and ready in waiting:
                     waiting.discard(ready)
                     self.screen.close()
-                    print(ready_message(self.wired, time.monotonic() - self.started), flush=True)
+                    seconds = time.monotonic() - self.started
+                    print(ready_message(self.wired, seconds, self.news.grants), flush=True)
                     checking = asyncio.create_task(self._check_ports())
                 elif not ready.done():
                     self.screen.tick()

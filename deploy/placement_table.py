@@ -16,10 +16,14 @@ def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
 
 
 def placement_rows(plans: Sequence[InstancePlan], kind: str = "device") -> list[tuple[str, ...]]:
-    """Header and one row per instance: id, stages, devices, neighbours on them."""
-    rows: list[tuple[str, ...]] = [("instance", "stages", kind, "shares it with")]
+    """Header and one row per instance: id, stages, devices, neighbours on them, and its part of the cores where any
+    instance has only a part."""
+    shared = any(plan.core_share is not None for plan in plans)
+    rows: list[tuple[str, ...]] = [("instance", "stages", kind, "shares it with", *(("cores",) if shared else ()))]
     for plan in plans:
-        rows.append((plan.id, plan.role.value, ",".join(map(str, plan.devices)), ", ".join(plan.colocated_with) or "-"))
+        neighbours = ", ".join(plan.colocated_with) or "-"
+        part = ("all" if plan.core_share is None else f"{plan.core_share:.3g}",) if shared else ()
+        rows.append((plan.id, plan.role.value, ",".join(map(str, plan.devices)), neighbours, *part))
     return rows
 
 
@@ -32,6 +36,7 @@ def placement_json(plans: Sequence[InstancePlan]) -> list[dict[str, Any]]:
             "devices": list(plan.devices),
             "colocated_with": list(plan.colocated_with),
             "memory_share": plan.memory_share,
+            "core_share": plan.core_share,
         }
         for plan in plans
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import epd_serve.demo
 from deploy.blueprint import Blueprint
 from deploy.placement_table import placement_rows, table
 from deploy.wiring_plan import WiringPlan
+from npu_ops.core_grants import CoreGrant
 
 SAMPLE = Path(epd_serve.demo.__path__[0]) / "samples" / "red_circle.png"
 
 
-def ready_message(wired: WiringPlan, seconds: float) -> str:
-    """The whole message, without a final newline."""
+def ready_message(wired: WiringPlan, seconds: float, grants: Mapping[str, Sequence[CoreGrant]] | None = None) -> str:
+    """The whole message, without a final newline. `grants`: what the workers of each instance with a core share got."""
     blueprint = wired.blueprint
     endpoint = endpoint_url(blueprint)
     rows = [
@@ -34,6 +36,7 @@ def ready_message(wired: WiringPlan, seconds: float) -> str:
             f"  endpoint  {endpoint}/v1   logs  {wired.run.path}",
             "",
             table(rows),
+            *_core_lines(grants or {}),
             "",
             *(f"  {line}" for line in blueprint.ways.lines()),
             *([""] if blueprint.ways.kv else []),
@@ -44,6 +47,14 @@ def ready_message(wired: WiringPlan, seconds: float) -> str:
             "Ctrl-C stops everything.",
         )
     )
+
+
+def _core_lines(grants: Mapping[str, Sequence[CoreGrant]]) -> list[str]:
+    """What each worker read back, `E0: 7 of 24 cube, 14 of 48 vector`."""
+    if not grants:
+        return []
+    told = {name: "; ".join(dict.fromkeys(one.words() for one in some)) or "unknown" for name, some in grants.items()}
+    return ["", "  cores     " + "   ".join(f"{name}: {words}" for name, words in told.items())]
 
 
 def endpoint_url(blueprint: Blueprint) -> str:

@@ -6,6 +6,7 @@
                            <instance>.log, and its sockets (.events, .load, .kv, .kvw<rank>, .kvnews<rank>,
                            .features<rank>)
                            <instance>.traffic, see epd_serve/engine/traffic.py
+                           <instance>.cores<rank>.json, what a worker says of its share (npu_ops/core_grants.py)
     /dev/shm/epd-<launch id>-*              arena and staging files
 
 A launch removes its own directory when it ends. `reap_dead` does it for launches whose launcher has gone.
@@ -70,6 +71,10 @@ class RunDir:
         """ZMQ address of a socket in the directory; `name` may hold `{rank}`."""
         return f"ipc://{self.socket(name)}"
 
+    def grant_template(self, instance: str) -> str:
+        """Where each worker of an instance leaves its `CoreGrant`; holds `{rank}`."""
+        return f"{self.path / instance}.cores{{rank}}.json"
+
     @property
     def arena(self) -> Path:
         return self.shm / f"epd-{self.launch_id}-arena"
@@ -89,7 +94,7 @@ class RunDir:
 
     def clear_instance(self, instance: str) -> None:
         """Remove what a dead life of an instance left: sockets, traffic board, staging memory. Logs stay."""
-        for pattern in ("events", "features*", "kv*", "load", "traffic"):
+        for pattern in ("cores*", "events", "features*", "kv*", "load", "traffic"):
             for path in self.path.glob(f"{instance}.{pattern}"):
                 path.unlink(missing_ok=True)
         for path in self.shm.glob(f"epd-{self.launch_id}-kv-{instance}-*"):

@@ -47,7 +47,8 @@ class StageLife:
             OSError: the executable cannot be run.
         """
         with log_path.open("ab") as log:
-            return cls(_popen(command.argv, command.env, log), log_path, log.tell())
+            start = log.tell()  # first: the process shares the position, and may fail before it is asked for
+            return cls(_popen(command.argv, command.env, log), log_path, start)
 
     @property
     def exit_code(self) -> int | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from deploy.screen import Screen
 from deploy.wiring_plan import WiringPlan
+from npu_ops.core_grants import CoreGrant, read_grants
 
 if TYPE_CHECKING:
     from proxy.table import InstanceTable
@@ -19,6 +21,7 @@ class StageNews:
         self._plans = {plan.id: plan for plan in wired.blueprint.plans}
         self._table = table
         self._screen = screen
+        self.grants: dict[str, tuple[CoreGrant, ...]] = {}  # of instances with a core share, those that are up
 
     def before_spawn(self, stage: str, incarnation: str) -> None:
         self._wired.run.clear_instance(stage)
@@ -32,8 +35,19 @@ class StageNews:
         self._screen.phase(stage, phase)
 
     def up(self, stage: str, incarnation: str, seconds: float) -> None:
+        self._hear_cores(stage, incarnation)
         self._table.mark_up(stage)
         self._screen.up(stage, seconds)
+
+    def _hear_cores(self, stage: str, incarnation: str) -> None:
+        """Whoever has a share has said by now what its workers got."""
+        plan = self._plans[stage]
+        if plan.core_share is None:
+            return
+        grants = self.grants[stage] = read_grants(self._wired.run.grant_template(stage), plan.tp)
+        if len(grants) < plan.tp:
+            self._screen.line(f"warning: {stage} does not say how many cores it got: its share may not be enforced")
+        self._table.apply(replace(self._wired.instance(plan, incarnation), cores=grants), up=False)
 
     def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float) -> None:
         self._table.mark_down(stage, reason, incarnation=incarnation)

@@ -39,7 +39,7 @@ class Ways:
     Attributes:
         features: `host` (through the arena) or `device` (straight into device memory), by instance id. `host` where
             nothing is said.
-        reasons: why an instance that takes features takes them through the host, where others do not.
+        reasons: why an instance that takes features takes them through the host.
         kv: every pair of instances that exchange KV.
         encoders: ids of those that only encode.
     """
@@ -130,11 +130,11 @@ def _check_same_npu(beside: Sequence[KvWay], cann: tuple[int, ...]) -> None:
 def _feature_ways(
     config: DeployConfig, device: str, plans: Sequence[InstancePlan], *, pooled: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """By instance id: the paths, and why some go through the host.
+    """By instance id: the paths, and why they go through the host where they do not have to.
 
-    Per taker, not per pair: a taker hears of one feature from whichever encoder made it, and one encoder on its own
-    device means that it reads the arena. Its encoders then put features there for it, and into device memory for the
-    others. Only takers that prefill make that worth while: D needs features again at most after a preemption.
+    One path for all: an encoder beside one taker has to put every feature into the arena for it, and the other takers
+    of this host find it there, before or after a second copy reaches their device memory. Writing both would cost the
+    encoder and be used by chance.
     """
     senders = [plan for plan in plans if plan.role.sends_features]
     takers = [plan for plan in plans if plan.role.takes_features]
@@ -145,16 +145,13 @@ def _feature_ways(
         raise ConfigError(f"feature_path device is for NPUs, not for {device}", param="feature_path")
     if asked != "auto" or not pooled or device != "npu":
         return {plan.id: asked if asked == "device" else "host" for plan in (*senders, *takers)}, {}
+    concerned = [plan.id for plan in (*senders, *takers)]
     encoding = {one for plan in senders for one in plan.devices}
-    beside = {plan.id for plan in takers if encoding & set(plan.devices)}
-    if all(plan.id in beside for plan in takers if plan.role.prefills):
-        beside = {plan.id for plan in takers}
-        reason = "the host's arena (no instance that prefills has a device without an encoder)"
-    else:
-        reason = "the host's arena (an encoder shares its device)"
-    direct = [plan.id for plan in takers if plan.id not in beside]
-    paths = {plan.id: "device" for plan in (*senders, *takers) if direct and plan.id not in beside}
-    return paths, dict.fromkeys([plan.id for plan in takers if plan.id in beside], reason)
+    beside = [plan.id for plan in takers if encoding & set(plan.devices)]
+    if beside:
+        reason = f"the host's arena ({_few(beside)} {'share' if len(beside) > 1 else 'shares'} an NPU with an encoder)"
+        return {}, dict.fromkeys([plan.id for plan in takers], reason)
+    return dict.fromkeys(concerned, "device"), {}
 
 
 def _few(names: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.blueprint import Blueprint
+from deploy.core_plan import order_for
 from deploy.rundir import RunDir
 from epd_serve.instances import Instance
 from epd_serve.placement import InstancePlan
@@ -53,6 +54,7 @@ class WiringPlan:
             kv_news=worker_endpoints(self._kv_news(plan), plan.tp),
             kv_workers=worker_endpoints(self._kv_workers(plan), plan.tp),
             load_news=self._load_news(plan),
+            core_share=plan.core_share,
         )
 
     def stage(self, plan: InstancePlan, incarnation: str) -> StagePlan:
@@ -73,6 +75,7 @@ class WiringPlan:
             extra_args=blueprint.stage_args.of(plan),
             colocated=1 + len(plan.colocated_with),
             memory_share=plan.memory_share,
+            core_order=order_for(blueprint.core_orders, plan.id, self.run.grant_template(plan.id)),
             kv_cache_bytes=plan.kv_cache_bytes,
             engine=blueprint.config.engine,
             sim_profile=blueprint.sim_profile,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from epd_serve.roles import Role
+from npu_ops.core_grants import CoreGrant
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Instance:
         kv_news: ZMQ addresses on which its workers report their KV links, by rank (only roles that send KV). Workers on
             a bus have one address several times.
         load_news: ZMQ address on which its scheduler reports how busy it is, else None.
+        core_share: its part of its devices' cores, or None for no limit.
+        cores: what its workers got, by rank, once they have said so.
         kv_workers: ZMQ addresses on which its workers take KV, by rank (only roles that take KV).
     """
 
@@ -36,3 +39,5 @@ class Instance:
     kv_news: tuple[str, ...] = ()
     kv_workers: tuple[str, ...] = ()
     load_news: str | None = None
+    core_share: float | None = None
+    cores: tuple[CoreGrant, ...] = ()

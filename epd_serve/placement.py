@@ -27,6 +27,7 @@ class InstancePlan:
         colocated_with: ids of the other instances on the same devices.
         memory_share: share of each device's memory, or None for the engine's default (`epd_serve.memory_shares`).
         kv_cache_bytes: of each device's memory for its KV cache, or None where the engine finds out itself.
+        core_share: share of each device's compute cores, or None for no limit (`epd_serve.core_shares`).
     """
 
     id: str
@@ -35,6 +36,7 @@ class InstancePlan:
     devices: tuple[int, ...]
     colocated_with: tuple[str, ...] = ()
     memory_share: float | None = None
+    core_share: float | None = None
     kv_cache_bytes: int | None = None
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
+from npu_ops.core_grants import CoreOrder
 
 LAUNCHER_ENV = "EPD_SERVE_LAUNCHER_PID"  # a stage whose launcher has this pid dies with it
 
@@ -21,6 +22,7 @@ class StagePlan:
         model: directory or hub name; served_model_name: the name clients use.
         colocated: how many instances share the device, itself included.
         memory_share: fraction of device memory, or None for the default share.
+        core_order: what its workers have to do about cores, or None for no limit.
         kv_cache_bytes: of KV cache on each device, or None where vLLM finds out itself.
         extra_args: vLLM flags of the operator, appended last.
         guarded: other machines reach it, so its server wants a key (`stage_guard`); whoever spawns it puts the key
@@ -43,6 +45,7 @@ class StagePlan:
     extra_args: tuple[str, ...] = ()
     colocated: int = 1
     memory_share: float | None = None
+    core_order: CoreOrder | None = None
     kv_cache_bytes: int | None = None
     guarded: bool = False
     engine: str = "vllm"

@@ -1,11 +1,21 @@
-"""Which CPU cores a virtual device is. Only the OpenMP workers of its stages are pinned there; servers float."""
+"""Which CPU cores a virtual device is, and how a device's cores are divided by shares. Pure arithmetic.
+
+Only the OpenMP workers of a device's stages are pinned to its cores; servers float.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+_ROUNDING = 1e-9  # 0.7 of 10 cores is 7, whatever 0.7 is in binary
+
+
+class TooFewCoresError(ValueError):
+    """There are fewer cores than shares of them."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +28,12 @@ class CoreSets:
     def of(self, devices: Iterable[int]) -> tuple[int, ...]:
         """Cores of the given virtual devices together, ascending, each once."""
         return tuple(sorted({core for device in devices for core in self.sets[device]}))
+
+    def divided(self, devices: Iterable[int], shares: Sequence[float]) -> list[tuple[int, ...]]:
+        """The cores of the devices as disjoint runs of neighbours, one per share. Raises TooFewCoresError."""
+        cores = self.of(devices)
+        ends = list(itertools.accumulate(apportion(len(cores), shares), initial=0))
+        return [cores[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def core_sets(devices: int, cores: Iterable[int] | None = None) -> CoreSets:
@@ -37,3 +53,28 @@ def core_sets(devices: int, cores: Iterable[int] | None = None) -> CoreSets:
         return CoreSets(tuple((usable[device % len(usable)],) for device in range(devices)), oversubscribed=True)
     bounds = [len(usable) * device // devices for device in range(devices + 1)]
     return CoreSets(tuple(tuple(usable[start:end]) for start, end in itertools.pairwise(bounds)), oversubscribed=False)
+
+
+def apportion(total: int, shares: Sequence[float]) -> list[int]:
+    """Whole cores for shares of `total` cores: at least one each, together no more than the shares' sum says.
+
+    Rounded down; what that leaves goes to those that lost most by it. Every process that is given the same shares in
+    the same order finds the same numbers, so neighbours agree without talking.
+
+    Args:
+        shares: each above 0, together at most 1.
+
+    Raises:
+        TooFewCoresError: fewer cores than shares.
+    """
+    assert shares and all(share > 0 for share in shares) and sum(shares) <= 1 + len(shares) * _ROUNDING
+    if total < len(shares):
+        raise TooFewCoresError(f"{total} core{'s' if total != 1 else ''} for {len(shares)} shares")
+    given = max(len(shares), math.floor(total * min(1.0, sum(shares)) + _ROUNDING))
+    counts = [max(1, math.floor(total * share + _ROUNDING)) for share in shares]
+    while sum(counts) > given:  # small shares were rounded up to one core: the largest pays
+        counts[counts.index(max(counts))] -= 1
+    lost_most = sorted(range(len(shares)), key=lambda at: (counts[at] - total * shares[at], at))
+    for at in lost_most[: given - sum(counts)]:
+        counts[at] += 1
+    return counts

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 
 import torch
 
+from npu_ops.core_grants import CoreGrant, CoreOrder
+from npu_ops.core_limits import cpu_grant, cuda_grant, limit_npu
 from npu_ops.interference import Sizes
 from npu_ops.interference_calls import Call, call_of
 from npu_ops.interference_ring import Ring
@@ -56,16 +57,29 @@ class Runner:
     """The operators on one device, in this process. Made before anything else touches the device.
 
     Args:
-        kind, index: of the device. cores: on CPU, the cores of this process, with a thread for each.
+        kind, index: of the device. order: its share of the cores; None: all of them.
+
+    Attributes:
+        grant: what of the cores it really has; None where no share was ordered.
+
+    Raises:
+        CoreLimitError: it does not have the cores that it should have.
     """
 
-    def __init__(self, kind: str, index: int, sizes: Sizes, cores: Sequence[int] = ()) -> None:
+    def __init__(self, kind: str, index: int, sizes: Sizes, order: CoreOrder | None = None) -> None:
         self._kind, self._index, self._sizes = kind, index, sizes
-        if cores:
-            os.sched_setaffinity(0, cores)
-            torch.set_num_threads(len(cores))
+        if order is not None and kind == "cpu":
+            os.sched_setaffinity(0, order.cores)
+            torch.set_num_threads(len(order.cores))
         self._memory = open_memory(kind, index)
+        if order is not None and kind == "npu":
+            torch.npu.set_device(index)
+            self.grant: CoreGrant | None = limit_npu(torch.npu, index, order)  # before anything runs on it
         self._memory.enter_thread()
+        if order is None:
+            self.grant = None
+        elif kind != "npu":
+            self.grant = cpu_grant(0, order) if kind == "cpu" else cuda_grant(0, order)
         self._device = torch.device(kind) if kind == "cpu" else torch.device(kind, index)
         self._prepared: dict[str, Prepared] = {}
         self._ring: Ring | None = None

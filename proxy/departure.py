@@ -30,15 +30,21 @@ class Departure:
         self._lost = False
 
     def watch(self, left: Left) -> None:
-        """Call `left` from the event loop when the connection is lost, until `unwatch`. Soon where it is already."""
+        """Call `left` from the event loop when the connection is lost, until `unwatch`. Soon where it is already.
+
+        The request watched before it has been answered: whether its client leaves is of no interest any more.
+        """
         self._left = left
         if self._lost:
             asyncio.get_running_loop().call_soon(self._say)
         else:
             self._listen()
 
-    def unwatch(self) -> None:
-        self._left = None
+    def unwatch(self, left: Left) -> None:
+        """No more calls of `left`. The next request on the connection may be watched already, since this one's stages
+        are waited for after its client has the answer."""
+        if self._left is left:
+            self._left = None
 
     def lost(self) -> None:
         """The connection is lost. The server's to call."""
@@ -67,7 +73,7 @@ class Watching:
 
     def __exit__(self, *_: object) -> None:
         if self._departure is not None:
-            self._departure.unwatch()
+            self._departure.unwatch(self._left)
         if self._listening is not None:
             self._listening.cancel()
 

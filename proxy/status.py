@@ -11,6 +11,7 @@ from msgspec import structs
 from epd_serve.errors import NotFoundError
 from epd_serve.instances import Instance
 from epd_serve.wire import StoreReport
+from npu_ops.core_grants import CoreGrant
 from proxy.circuit import State
 from proxy.circuits import Circuits
 from proxy.kv_links import link_views, shown
@@ -63,6 +64,8 @@ def instances(table: InstanceTable, circuits: Circuits | None = None) -> dict[st
                 "role": view.instance.role.value,
                 "incarnation": view.instance.incarnation,
                 "devices": list(view.instance.devices),
+                "core_share": view.instance.core_share,
+                "cores": [_cores(grant) for grant in view.instance.cores],
                 "up": view.up,
                 "reason": view.reason,
                 "in_flight": {work.value: count for work, count in view.in_flight.items()},
@@ -74,6 +77,17 @@ def instances(table: InstanceTable, circuits: Circuits | None = None) -> dict[st
             }
             for view in views
         ]
+    }
+
+
+def _cores(grant: CoreGrant) -> dict[str, Any]:
+    """What one worker has of its device's cores, and whether anything holds it to that."""
+    return {
+        "rank": grant.rank,
+        "cores": dict(grant.cores),
+        "of": dict(grant.total),
+        "ids": list(grant.core_ids),
+        "enforced": grant.enforced,
     }
 
 

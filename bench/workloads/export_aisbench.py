@@ -21,8 +21,8 @@ from bench.workloads.pictures import Pictures
 from bench.workloads.spec import MIME, PictureFormat, PictureRef, RequestSpec
 from epd_serve.errors import ConfigError
 
-DATASET = "mm_custom_datasets.py"
-"""Beside the rows; `ais_bench --datasets` finds a variable whose name ends in `_datasets`."""
+DATASET = Path("datasets") / "mm_custom_datasets.py"
+"""In the export, which is a `--config-dir` then; `--datasets` finds a variable whose name ends in `_datasets`."""
 
 SACRIFICE = "A request before the first: it warms the server up and is not counted."
 SACRIFICE_SEED = 0
@@ -59,6 +59,7 @@ def export_aisbench(
     common = formats.most_common(1)[0][0] if formats else "jpeg"
     entry = directory / DATASET
     try:
+        entry.parent.mkdir(exist_ok=True)
         entry.write_text(dataset_entry(path, MIME[common], timed=timed), encoding="utf-8")
     except OSError as error:
         raise unwritable(directory, error) from error
@@ -72,9 +73,10 @@ def export_aisbench(
         notes.append("the model entry needs use_timestamp=True")
     elif isinstance(arrivals, ClosedLoop):
         notes.append(f"closed loop: the model entry needs request_rate=0, batch_size={arrivals.concurrency}")
-    return Exported(
-        count, (path, entry), f"ais_bench --config-dir DIR --models NAME --datasets {entry.stem} -m perf", tuple(notes)
+    words = (
+        f"ais_bench --config-dir {directory} --models NAME --datasets {entry.stem} -m perf --num-prompts {count + 1}"
     )
+    return Exported(count, (path, entry), words, (f"put your model entry in {directory}/models/NAME.py", *notes))
 
 
 def dataset_entry(rows: Path, mime: str, *, timed: bool) -> str:

@@ -11,12 +11,16 @@ import sys
 from pathlib import Path
 
 from epd_serve.stage_plan import StageCommand, StagePlan
+from npu_ops import mps
 
 WIRING_ENV = "EPD_SERVE_WIRING"
 """The stage's wiring as JSON. By the environment because a monolith has no connector whose config could carry it, and
 because vLLM's `additional_config` is part of what names its compile cache, in which an incarnation has no business."""
 
 STAGE_ENV = "EPD_SERVE_STAGE"  # set in every process of a stage; our vLLM plugin is inert without it
+CORE_SHARE_ENV = "EPD_SERVE_CORE_SHARE"
+"""The stage's `CoreOrder` as JSON, where it has a share: its workers carry it out (`core_share.py`)."""
+
 SHARED_CORES_ENV = "EPD_SERVE_SHARED_CORES"  # set where the cores a stage waits on are those another computes on
 
 CPU_KV_GIB = 1  # of each worker's KV cache
@@ -117,6 +121,10 @@ def _environment(plan: StagePlan) -> dict[str, str]:
     env["VLLM_HOST_IP"] = plan.host  # vLLM's own queues bind where the stage does, not on the first interface found
     if plan.wiring.load_publish:
         env[WIRING_ENV] = json.dumps(plan.wiring.to_json())
+    if plan.core_order is not None:
+        env[CORE_SHARE_ENV] = plan.core_order.to_json()
+        if plan.device == "cuda" and plan.core_order.enforced:
+            env[mps.PERCENTAGE_ENV] = mps.percentage(plan.core_order.share)
     if Path(plan.model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     if plan.device == "cpu":
@@ -125,6 +133,8 @@ def _environment(plan: StagePlan) -> dict[str, str]:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(CPU_KV_GIB)
         cores = ",".join(map(str, plan.cores))
         env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join([cores] * plan.tp) if cores else "auto"
+        if plan.colocated > 1:
+            env["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin for work take the neighbour's cores from it
     else:
         env[_VISIBLE_DEVICES[plan.device]] = ",".join(map(str, plan.device_ids))
     return env

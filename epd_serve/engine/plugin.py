@@ -11,11 +11,13 @@ import os
 
 from epd_serve.engine.argv import SHARED_CORES_ENV, STAGE_ENV
 from epd_serve.engine.compat import sleep_between_steps
+from epd_serve.engine.core_share import obey
 from epd_serve.lifeline import die_with_parent
 
 
 def register() -> None:
-    """Tie EngineCore and workers to the process that made them. Idempotent, as vLLM asks of plugins."""
+    """Tie EngineCore and workers to the process that made them, workers to their share of cores. vLLM calls it once per
+    process."""
     if STAGE_ENV not in os.environ:
         return
     for ours in ("epd_serve", "store"):  # our log lines look like vLLM's and carry the process's prefix
@@ -24,6 +26,7 @@ def register() -> None:
         logging.getLogger(ours).propagate = False
     if SHARED_CORES_ENV in os.environ:
         sleep_between_steps()
+    obey()
     parent = multiprocessing.parent_process()
     if parent is not None:
         die_with_parent(parent.pid)

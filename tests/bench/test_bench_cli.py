@@ -11,7 +11,7 @@ from bench.cli import main
 from bench.mechanism import paired_ratio
 from bench.phases import DIRECT
 from bench.processes import cpu_seconds, parts, since
-from bench.record import ROOT, environment, flatten, write
+from bench.record import ROOT, busy, environment, flatten, write
 from bench.served import Served
 from bench.statistic import Spread, percentile
 from bench.turns import Target, summarise, text
@@ -71,6 +71,13 @@ def test_committed_results_have_the_same_shape(path):
     assert saved["figures"] and all(isinstance(value, int | float) for value in saved["figures"].values())
     assert {"kind", "command", "commit", "machine", "versions"} <= set(saved["env"])
     assert saved["rows"]
+
+
+def test_a_busy_machine_is_said_to_be_busy():
+    machine = {"cores": 4, "load_average_1min": 1.2}
+
+    assert busy({"machine": machine}) == ""
+    assert busy({"machine": machine | {"load_average_1min": 3.5}}).startswith("A busy machine: load 3.5 on 4 cores")
 
 
 def test_nested_figures_get_joined_names():

@@ -12,7 +12,7 @@ from PIL import Image
 
 from bench import colocation
 from bench.cli import main
-from bench.colocation import Plan, check_memory, plan_of
+from bench.colocation import check_memory, plan_of
 from bench.colocation_figures import (
     StormRound,
     Versus,
@@ -22,6 +22,7 @@ from bench.colocation_figures import (
     ratios,
     storm_figures,
 )
+from bench.colocation_group import Plan
 from bench.colocation_mix import Mix, Round, numbered_picture, round_of, tpot_s
 from bench.flows import BROKEN, GOOD, Outcome
 from bench.proxy_speed import simulated
@@ -57,6 +58,7 @@ def test_no_picture_and_no_text_is_sent_twice():
 def test_answers_are_exactly_so_long_and_greedy():
     for body in MIX.bodies("m", 0):
         assert (body["max_tokens"], body["ignore_eos"], body["temperature"], body["stream"]) == (3, True, 0, True)
+        assert body["return_token_ids"], "a token without text would be no event"
 
 
 def test_pictures_differ_in_their_corner_pixels():
@@ -225,4 +227,5 @@ def test_the_whole_flow_runs_on_simulated_stages(tmp_path, capsys):
     assert saved["figures"]["tpot_under_encode_storm_over_solo_with_core_share"] > 0
     assert saved["env"]["kind"].startswith("simulated")
     shown = capsys.readouterr().out
-    assert "the same tokens" in shown and "What they cannot" in shown
+    assert saved["figures"]["same_tokens/(E-P)-D"] == 1.0
+    assert "token for token" in shown and "What they cannot" in shown

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 
 import pytest
 
 from bench import interference
 from bench.cli import main
-from bench.interference import Target, chosen, figures_of, profile_of, report, rows_of, target_of
+from bench.interference import Target, chosen, profile_of, target_of
 from bench.interference_map import draw, title
 from bench.interference_process import OperatorProcess
+from bench.interference_report import figures_of, report, rows_of
 from bench.interference_windows import Found, alike, latency_s, maps, overlapping, slowdowns, windows
-from bench.shares import cores_of_shares, parse_shares
+from bench.shares import orders_of, parse_shares
 from epd_serve.errors import ConfigError, StageError
+from npu_ops.core_grants import CoreOrder
 from npu_ops.interference import BENCH, operators
 from npu_ops.interference_profile import InterferenceMap, load_profile
 
@@ -116,10 +119,19 @@ def test_shares_are_two_numbers_that_fit_on_a_device():
 
 
 def test_shares_of_a_cpu_are_cores_of_its_own():
-    assert cores_of_shares((0.25, 0.75), (0, 1, 2, 3)) == ((0,), (1, 2, 3))
-    assert cores_of_shares(None, (0, 1)) == ((0, 1), (0, 1))
-    with pytest.raises(ConfigError, match="leaves one side without any"):
-        cores_of_shares((0.3, 0.7), (0, 1))
+    first, second = orders_of("cpu", (0.25, 0.75), (0, 1, 2, 3))
+    assert (first.cores, second.cores) == ((0,), (1, 2, 3))
+    assert (first.share, second.share) == (0.25, 0.75)
+    with pytest.raises(ConfigError, match=r"--core-share 0\.3,0\.7: 1 core for 2 shares"):
+        orders_of("cpu", (0.3, 0.7), (4,))
+
+
+def test_on_a_gpu_shares_need_mps(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+
+    with pytest.raises(ConfigError, match="without MPS the processes of a GPU take turns"):
+        orders_of("cuda", (0.5, 0.5))
 
 
 # --- command
@@ -201,10 +213,10 @@ def test_bad_numbers_are_refused_before_anything_starts(monkeypatch, capsys, wro
 
 @pytest.mark.slow
 def test_two_processes_run_at_the_same_time():
-    seats = [OperatorProcess("cpu", 0, TINY, (), None) for _ in range(2)]
+    seats = [OperatorProcess("cpu", 0, TINY) for _ in range(2)]
     try:
         for seat in seats:
-            seat.ready()
+            assert seat.ready() == ""
             assert seat.prepare("norm") >= 1
         assert seats[0].prepare("all_reduce") >= 1  # with a peer of its own
         at = time.monotonic() + 0.1
@@ -215,3 +227,13 @@ def test_two_processes_run_at_the_same_time():
     finally:
         for seat in seats:
             seat.stop()
+
+
+@pytest.mark.slow
+def test_a_process_with_a_share_has_cores_of_its_own():
+    core = min(os.sched_getaffinity(0))
+    seat = OperatorProcess("cpu", 0, TINY, CoreOrder("cpu", "first", {"first": 0.5, "second": 0.5}, (core,)))
+    try:
+        assert seat.ready() == f"core {core}"
+    finally:
+        seat.stop()

@@ -3,7 +3,8 @@
 argv: PORT [--host ADDRESS] [--fail TEXT] [--delay S] [--child] [--ignore-term] [--unhealthy-file PATH]
            [--links STATE] [--wiring JSON]
 
-With the wiring of a stage that sends KV it reports links to its peers, all of them in STATE.
+With the wiring of a stage that sends KV it reports links to its peers, all of them in STATE. With a core order in its
+environment it pins itself to its cores and says so, as a worker on CPU does.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if args.child:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "epd_serve child"])
+    if "EPD_SERVE_CORE_SHARE" in os.environ:
+        obey_core_order(os.environ["EPD_SERVE_CORE_SHARE"])
     if args.wiring:
         threading.Thread(target=report_links, args=(json.loads(args.wiring), args.links), daemon=True).start()
     time.sleep(args.delay)
@@ -60,6 +63,15 @@ def main() -> None:
     server = ThreadingHTTPServer((args.host, args.port), Health)
     print("INFO:     Application startup complete.", flush=True)
     server.serve_forever()
+
+
+def obey_core_order(text: str) -> None:
+    from npu_ops.core_grants import CoreGrant, CoreOrder, write_grant
+
+    order = CoreOrder.from_json(text)
+    os.sched_setaffinity(0, order.cores)
+    found = tuple(sorted(os.sched_getaffinity(0)))
+    write_grant(order.report, CoreGrant(0, order.share, {"cpu": len(found)}, core_ids=found))
 
 
 def report_links(raw: dict[str, Any], state: str) -> None:

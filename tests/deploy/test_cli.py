@@ -19,6 +19,17 @@ def test_layout_prints_canonical_form_and_placement(capsys: pytest.CaptureFixtur
     assert "EPD1      EPD     1" in out
 
 
+def test_layout_shows_core_shares_and_refuses_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["layout", "(E-P)-D", "--core-share", "E=0.25"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [(row[0], row[-1]) for row in rows] == [("instance", "cores"), ("E0", "0.25"), ("P0", "0.75"), ("D0", "all")]
+    assert main(["layout", "(E-P)-D", "--core-share", "E=0.5", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["instances"]
+    assert [row["core_share"] for row in shown] == [0.5, 0.5, None]
+    assert main(["layout", "E-P-D", "--core-share", "E=0.5"]) == 2
+    assert "--core-share: E shares its device with nobody" in capsys.readouterr().err
+
+
 def test_layout_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["layout", "(E-P)-D", "--devices", "3", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

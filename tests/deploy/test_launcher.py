@@ -92,6 +92,31 @@ def test_a_killed_stage_comes_back_with_a_new_incarnation_on_the_same_port(launc
     assert one.instances()["D0"]["up"]
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_neighbour_that_dies_frees_its_cores_and_comes_back_to_them(launch: Callable[..., FakeLaunch]) -> None:
+    one = launch("(E-PD)", "+core_share=E=0.5,PD=0.5")
+    one.wait_ready()
+
+    def ids(name: str) -> list[int]:
+        (grant,) = one.instances()[name]["cores"]
+        assert grant["enforced"] and sorted(os.sched_getaffinity(one.stage_pid(name))) == grant["ids"]
+        return list(grant["ids"])
+
+    mine, neighbours = ids("E0"), ids("PD0")
+    assert mine and neighbours and not set(mine) & set(neighbours)
+    before = one.instances()
+    assert (before["E0"]["core_share"], before["PD0"]["core_share"]) == (0.5, 0.5)
+    pid = one.stage_pid("E0")
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: one.instances()["E0"]["incarnation"] != before["E0"]["incarnation"], "another life of E0")
+    wait_until(lambda: one.instances()["E0"]["up"], "E0 is back")
+    assert ids("E0") == mine and one.stage_pid("E0") != pid
+    assert one.instances()["PD0"]["incarnation"] == before["PD0"]["incarnation"], "PD0 lives on"
+    assert ids("PD0") == neighbours
+    out, _ = one.end(signal.SIGINT)
+    assert "E0: core" in out and "PD0: core" in out
+
+
 def test_a_stage_that_fails_its_first_start_ends_the_launch_with_its_reason(launch: Callable[..., FakeLaunch]) -> None:
     one = launch("E-P-D", "P0=--fail=no such dtype", "--child")
     _, err = one.process.communicate(timeout=DEADLINE_S)

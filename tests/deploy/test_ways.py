@@ -60,9 +60,9 @@ def test_mooncake_over_tcp_joins_processes_that_share_a_device() -> None:
     ("layout", "device", "pooled", "asked", "direct"),
     [
         ("E-P-D", "npu", True, "auto", "E0 P0 D0"),
-        ("(E-P)-D", "npu", True, "auto", ""),  # D alone, after preemptions, is not worth a second copy of each feature
-        ("(E-P)-P-D", "npu", True, "auto", "E0 P1 D0"),
-        ("(E-D)-P", "npu", True, "auto", "E0 P0"),
+        ("(E-P)-D", "npu", True, "auto", ""),
+        ("(E-P)-P-D", "npu", True, "auto", ""),  # the arena has every feature for P0: P1 finds it there
+        ("(E-D)-P", "npu", True, "auto", ""),
         ("(E-P)-D", "npu", True, "device", "E0 P0 D0"),
         ("E-P-D", "npu", False, "auto", ""),
         ("E-P-D", "cpu", True, "auto", ""),
@@ -90,8 +90,8 @@ def test_people_are_told_each_way_with_its_pairs_and_why() -> None:
     assert ways("(E-P-D)-P-D").lines() == [
         "KV P0→D0: shared memory (one device)",
         "KV P0→D1, P1→D0, P1→D1: Mooncake, and shared memory where a probe fails",
-        "features to P1, D1: straight into device memory, once a probe came through",
-        "features to P0, D0: the host's arena (an encoder shares its device)",
+        "features to P0, D0, P1, D1: the host's arena (P0, D0 share an NPU with an encoder)",
     ]
+    assert ways("E-PD").lines() == ["features to PD0: straight into device memory, once a probe came through"]
     assert ways("6P-D", "cpu").lines() == ["KV P0→D0, P1→D0, P2→D0, P3→D0 and 2 more: shared memory"]
     assert ways("TP1", "cpu").lines() == []

@@ -197,13 +197,11 @@ def test_pairs_on_one_npu_are_wired_to_shared_memory_and_others_are_not() -> Non
     assert offered(beside, "npu") == ("shm",) and offered(away, "npu") == ("mooncake", "shm")
 
 
-def test_an_encoder_beside_one_taker_serves_the_others_from_device_memory() -> None:
+def test_an_encoder_beside_one_taker_serves_all_of_them_through_the_arena() -> None:
     plan = on_npus("(E-P)-P-D")
     wirings = {name: plan.wiring(plan_of(plan, name), "i") for name in ("E0", "P0", "P1", "D0")}
-    paths = {name: one.feature_path for name, one in wirings.items()}
-    assert paths == {"E0": "device", "P0": "host", "P1": "device", "D0": "device"}
-    assert set(wirings["E0"].events) == {"P0", "P1", "D0"}  # P0 never says that it is reached: the arena stays needed
-    assert wirings["P0"].feature_worker_endpoint == ""
+    assert {one.feature_path for one in wirings.values()} == {"host"}
+    assert wirings["E0"].events == {} and not any(one.feature_worker_endpoint for one in wirings.values())
 
 
 def test_without_encoders_the_proxy_has_no_arena_to_ask() -> None:

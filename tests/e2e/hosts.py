@@ -1,4 +1,7 @@
-"""A head and three joined stages, as an operator starts them on four machines; here each has a loopback address."""
+"""A head and three joined stages, as an operator starts them on four machines; here each has a loopback address.
+
+The head has two proxy processes: what either is told of the stages, the other has to know.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ class Hosts(Endpoint):
 
     def start(self, name: str) -> None:
         """`head`, `E`, `P` or `D`. Ports are the same on every machine."""
-        head = ["proxy", "--host", ADDRESSES["head"], "--port", str(self.port)]
+        head = ["proxy", "--host", ADDRESSES["head"], "--port", str(self.port), "--workers", "2"]
         stage = ["stage", "--join", self.url, "--role", name, "--host", ADDRESSES[name], "--port", str(self.port + 5)]
         stage += ["--device", "cpu", "--arena-mib", "64", "--mooncake-segment-mib", "128"]
         argv = [sys.executable, "-m", "deploy.cli", *(head if name == "head" else stage)]

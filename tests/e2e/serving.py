@@ -90,7 +90,8 @@ class Serving(Endpoint):
         def ready() -> bool:
             if self.process.poll() is not None:
                 raise AssertionError(f"launch {self.layout} ended:\n{self.log.read_text()[-3000:]}")
-            return self.healthy()
+            # Healthy is a layout with one live instance of each kind; tests count on all of them.
+            return self.healthy() and all(entry["up"] for entry in self.instances().values())
 
         wait_until(ready, start_s, f"{self.layout} to be ready")
         return self

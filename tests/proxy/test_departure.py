@@ -68,3 +68,14 @@ async def test_a_connection_that_is_lost_between_two_requests_concerns_neither()
     departure.lost()
     await asyncio.sleep(0)
     assert not client.heard.is_set()
+
+
+async def test_a_request_that_ends_after_the_next_one_has_begun_does_not_silence_it() -> None:
+    client, departure, of_the_first = Client(), Departure(lambda: None), asyncio.Event()
+    scope = {"type": "http", "extensions": {EXTENSION: departure}}
+    first, second = (Watching(scope, client.receive, heard.set) for heard in (of_the_first, client.heard))
+    first.__enter__()
+    with second:
+        first.__exit__(None, None, None)
+        departure.lost()
+    assert client.heard.is_set() and not of_the_first.is_set()

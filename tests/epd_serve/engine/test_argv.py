@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from epd_serve.engine.argv import STAGE_ENV, WIRING_ENV, stage_command
+from epd_serve.engine.argv import CORE_SHARE_ENV, STAGE_ENV, WIRING_ENV, stage_command
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StageCommand, StagePlan
 from epd_serve.wiring import StageWiring
+from npu_ops.core_grants import CoreOrder
 
 
 def command(role: Role, device: str, *, arena: str = "/dev/shm/a", **changes: Any) -> StageCommand:
@@ -106,6 +107,12 @@ def test_openmp_threads_are_bound_per_rank(cores: tuple[int, ...], tp: int, boun
     assert command(Role.P, "cpu", cores=cores, tp=tp).env["VLLM_CPU_OMP_THREADS_BIND"] == bound
 
 
+def test_threads_that_wait_for_work_leave_the_cores_to_a_neighbour() -> None:
+    assert command(Role.P, "cpu", colocated=2).env["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert "OMP_WAIT_POLICY" not in command(Role.P, "cpu").env
+    assert "OMP_WAIT_POLICY" not in command(Role.P, "npu", colocated=2).env
+
+
 @pytest.mark.parametrize(
     ("device", "variable"), [("cuda", "CUDA_VISIBLE_DEVICES"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")]
 )
@@ -154,3 +161,17 @@ def test_a_colocated_stage_is_told_its_kv_cache() -> None:
 def test_a_model_on_disk_is_not_looked_up_on_the_network(tmp_path: Path) -> None:
     assert command(Role.P, "cpu", model=str(tmp_path)).env["HF_HUB_OFFLINE"] == "1"
     assert "HF_HUB_OFFLINE" not in command(Role.P, "cpu").env
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
+def test_a_core_order_reaches_the_workers_by_the_environment(device: str) -> None:
+    order = CoreOrder(device, "P0", {"E0": 0.3, "P0": 0.7}, (0, 1), report="/run/P0.cores{rank}.json")
+    env = command(Role.P, device, core_order=order).env
+    assert CoreOrder.from_json(env[CORE_SHARE_ENV]) == order
+    assert env.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") == ("70" if device == "cuda" else None)
+    assert CORE_SHARE_ENV not in command(Role.P, device).env
+
+
+def test_without_mps_no_percentage_is_pretended() -> None:
+    order = CoreOrder("cuda", "P0", {"E0": 0.3, "P0": 0.7}, enforced=False)
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in command(Role.P, "cuda", core_order=order).env

@@ -47,6 +47,7 @@ def expected_transport(launch: CardServing, card: Card) -> str:
 @over("(E-PD)", "(E-PD), core shares", *SPLIT)
 def test_features_come_from_the_encoder_and_are_not_recomputed(launch: CardServing, report: Report) -> None:
     head = "P0" if "P0" in launch.instances() else "PD0"
+    wait_until(lambda: all(launch.instances()[name]["store"] for name in ("E0", head)), REPORT_S, "the first reports")
     encoded, recomputed = launch.counters("E0").get("encoded", 0), launch.recomputed(head)
     ways = {answered(launch, fresh(number), EXPLAIN)[1].headers["x-epd-path"] for number in range(ROUNDS)}
     assert ways == {"E-P-D" if head == "P0" else "E-PD"}
@@ -62,6 +63,7 @@ def test_a_feature_is_at_hand_before_its_prompt_is_computed(launch: CardServing,
     timeline = Timeline(read_stamps(launch.traces))
     events = [timeline.of(request) for request in asked]
     assert all("feature_pinned" in of for of in events), [sorted(of) for of in events]
+    assert all(of["feature_pinned"] <= of["prefill_start"] for of in events if "prefill_start" in of)
     for name, begin, end in (
         ("encode_ms", "encode_start", "encoded"),
         ("feature_put_ms", "encoded", "feature_put"),
