@@ -6,13 +6,15 @@ Owns the words between measurement and process; the operators are `npu_ops`'s.
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.children import Child, answering, commands
 from npu_ops.core_grants import CoreOrder
 from npu_ops.interference import Sizes
-from npu_ops.interference_run import Runner, Span
 from npu_ops.mps import PERCENTAGE_ENV, percentage
+
+if TYPE_CHECKING:
+    from npu_ops.interference_run import Span
 
 PREPARE_S = 180.0
 """Loading a framework, joining a ring and compiling a kernel may take minutes on a busy machine."""
@@ -53,6 +55,8 @@ class OperatorProcess:
 
 
 def main() -> None:
+    from npu_ops.interference_run import Runner  # brings torch, which only this process needs
+
     answer = answering()
     lines = commands()
     config: dict[str, Any] = next(lines)
