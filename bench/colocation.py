@@ -43,10 +43,10 @@ STAGE_BYTES = 2_500_000_000
 """Free memory per stage of the preset: its three processes, KV cache and share of the arena."""
 
 CANNOT = """\
-What cores of a CPU can show: the outputs are the same; how much the split itself costs (more processes, an HTTP call
-and a copy of features and KV per request); that decode steps no longer wait for a whole picture to be encoded in
-front of them, because the kernel takes turns in milliseconds where a monolith's step takes as long as its picture; and
-that cores of its own keep a decode stream as it was, at the price of the other half.
+What cores of a CPU can show: that the outputs are the same (with shares up to rounding: fewer threads add bfloat16
+numbers up in another order); what the split itself costs (more processes, an HTTP call and a copy of features and KV
+per request); what two teams of threads take from each other on the same cores; and what is left of that when each has
+cores of its own.
 What they cannot: the gain from spatial multiplexing. An NPU has matrix and vector units, copy engines and links that
 idle while another stage uses their neighbours; a CPU core is all of that at once, so stages on the same cores take
 turns, and the work that a split adds is taken from both. The paper's throughput gains come from units that stood idle;
