@@ -61,7 +61,7 @@ def test_a_neighbour_that_dies_comes_back_to_its_cores_and_takes_nobody_down(
 ) -> None:
     text, picture = chat("Hello", max_tokens=8), fresh(1)
     before, mine, neighbours = launch.instances(), cores(launch, "E0"), cores(launch, "PD0")
-    os.killpg(launch.stage_pid("E0"), signal.SIGKILL)
+    launch.signal_stage("E0", signal.SIGKILL)
     wait_until(lambda: not launch.instances()["E0"]["up"], 30, "the death to be noticed")
     answered = 0
     while not launch.instances()["E0"]["up"]:
