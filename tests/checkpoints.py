@@ -9,6 +9,35 @@ from typing import Any
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+QWEN25_VL_7B: Mapping[str, Any] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128000,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_config": {
+        "depth": 32,
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_chans": 3,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}
+"""config.json of Qwen2.5-VL-7B-Instruct, as published, as far as sizes follow from it."""
+
 _BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "I32": 4}
 
 
@@ -32,33 +61,7 @@ def write_safetensors(path: Path, shapes: Shapes, dtype: str = "BF16") -> int:
 def qwen25_vl_7b(directory: Path, **config: Any) -> Path:
     """Qwen2.5-VL-7B-Instruct: config and shapes as published, in one file."""
     directory.mkdir(parents=True, exist_ok=True)
-    made = {
-        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-        "model_type": "qwen2_5_vl",
-        "torch_dtype": "bfloat16",
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 128000,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-        "image_token_id": 151655,
-        "video_token_id": 151656,
-        "vision_config": {
-            "depth": 32,
-            "hidden_act": "silu",
-            "hidden_size": 1280,
-            "intermediate_size": 3420,
-            "num_heads": 16,
-            "in_chans": 3,
-            "out_hidden_size": 3584,
-            "patch_size": 14,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-        },
-    } | config
+    made = {**QWEN25_VL_7B, **config}
     (directory / "config.json").write_text(json.dumps(made))
     processor = {"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "merge_size": 2}
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))

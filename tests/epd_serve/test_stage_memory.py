@@ -19,29 +19,12 @@ from epd_serve.model_weights import ModelWeights
 from epd_serve.roles import Role
 from epd_serve.stage_flags import read_stage_flags
 from epd_serve.stage_memory import COMMUNICATOR_BYTES, Model, Place, stage_need
+from tests.checkpoints import QWEN25_VL_7B
 
 GIB = 1 << 30
 MIB = 1 << 20
 
-QWEN25: dict[str, Any] = {
-    "model_type": "qwen2_5_vl",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 128000,
-    "vocab_size": 152064,
-    "vision_config": {
-        "hidden_size": 1280,
-        "intermediate_size": 3420,
-        "hidden_act": "silu",
-        "out_hidden_size": 3584,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-    },
-}
+QWEN25: dict[str, Any] = dict(QWEN25_VL_7B)
 QWEN2: dict[str, Any] = QWEN25 | {
     "model_type": "qwen2_vl",
     "vision_config": {
