@@ -161,6 +161,8 @@ class _Chunks:
         try:
             row = connection.execute("SELECT arr_blob FROM numpy_store WHERE id = ?", (number,)).fetchone()
         except sqlite3.Error as error:
+            if not (self._folder / "db_data" / details.db_name).is_file():  # left open by a process that was killed
+                return ()
             raise _wrong(where, f"{details.db_name} cannot be read ({error})") from error
         if row is None:
             return ()

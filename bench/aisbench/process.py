@@ -61,8 +61,9 @@ def run(
     host: str = "127.0.0.1",
     label: str = "",
     progress: TextIO | None = None,
+    log: str = "ais_bench.log",
 ) -> Ended:
-    """Run `command` in `folder` to its end; what it prints is in `folder/ais_bench.log`.
+    """Run `command` in `folder` to its end; what it prints is in the file `log` there.
 
     Args:
         limit_s: after which it is ended. host: of the endpoint. progress: where the live line goes, on a terminal.
@@ -71,22 +72,10 @@ def run(
         ConfigError: it cannot be started.
     """
     caught: list[int] = []
-    try:
-        with (folder / "ais_bench.log").open("wb") as log:
-            process = subprocess.Popen(
-                list(command),
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=variables(host),
-                start_new_session=True,
-            )
-    except OSError as error:
-        raise ConfigError(f"{command[0]} cannot be started: {error.strerror}", param="--venv") from error
-    begun, late = time.monotonic(), False
-    try:
-        with _caught(caught), _Line(progress, label, folder) as line:
+    late = False
+    with _caught(caught), _Line(progress, label, folder) as line:  # first: a signal that we ignore it would ignore too
+        process, begun = _started(command, folder, host, log), time.monotonic()
+        try:
             while process.poll() is None and not caught:
                 late = time.monotonic() - begun > limit_s
                 if late:
@@ -96,9 +85,25 @@ def run(
             if process.returncode is None:
                 line.end("ending AISBench, which writes what it has …")
                 _ask_to_end(process, caught)
-    finally:
-        _end(process)
+        finally:
+            _end(process)
     return Ended(process.returncode, caught[0] if caught else 0, late)
+
+
+def _started(command: Sequence[str], folder: Path, host: str, log: str) -> subprocess.Popen[bytes]:
+    try:
+        with (folder / log).open("wb") as file:
+            return subprocess.Popen(
+                list(command),
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=variables(host),
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise ConfigError(f"{command[0]} cannot be started: {error.strerror}", param="--venv") from error
 
 
 def _ask_to_end(process: subprocess.Popen[bytes], caught: Sequence[int]) -> None:

@@ -93,8 +93,8 @@ def measure_rate(
             raise StageError("AISBench did not come to send anything", stage="AISBench")
         sent, own = read_requests(left), own_figures(left)
     except StageError as error:
-        why = f": {log}" if log else f" (exit code {ended.code})"
-        return Outcome(None, ended.signal, f"{label}: {stopped or error.message}{why}")
+        why = stopped or log or f"{error.message} (exit code {ended.code})"
+        return Outcome(None, ended.signal, f"{label}: {why}")
     run = run_of(label, sent, specs, fixed.shape)
     run.stopped = stopped
     return Outcome(Rated(rate_rps, judged(run, asked, entry.at_once), own), ended.signal)

@@ -55,12 +55,14 @@ async def look(target: Target, model: str) -> Shape:
         raise StageError(f"{what} but with garbage: {answer.garbage}", stage=str(target.endpoint))
     if answer.status and answer.status != 200:
         raise StageError(f"{what}: status {answer.status}: {said(answer.tail)}", stage=str(target.endpoint))
-    if not answer.ended or answer.kept is None:
+    if answer.kept is None:
         raise StageError(f"{what} within {ANSWER_S:g} s", stage=str(target.endpoint))
+    if not answer.status:
+        raise StageError(f"{what}: it closes the connection", stage=str(target.endpoint))
     reading = read_stream(answer.kept.pieces)
     wrong = reading.error or reading.garbage
     if not wrong and not reading.done:
-        wrong = "the stream ended without [DONE]"
+        wrong = f"the stream {'ended without [DONE]' if answer.ended else 'was cut off'}"
     if not wrong and not reading.content_s:
         wrong = "the stream has no content"
     if not wrong and reading.completion_tokens is None:

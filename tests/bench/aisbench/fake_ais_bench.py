@@ -26,6 +26,13 @@ MODEL_FIELDS = set(
     "attr type abbr path model stream request_rate use_timestamp traffic_cfg retry api_key url max_out_len batch_size "
     "trust_remote_code generation_kwargs".split()
 )
+AIOHTTPS = {
+    "IncompleteRead": "ClientPayloadError",
+    "RemoteDisconnected": "ServerDisconnectedError",
+    "ConnectionRefusedError": "ClientConnectorError",
+    "ConnectionResetError": "ClientOSError",
+}
+"""What the real client calls these."""
 CLASSES = {
     "ais_bench.benchmark.models": "VLLMCustomAPIChat",
     "ais_bench.benchmark.datasets": "MMCustomDataset MMCustomEvaluator",
@@ -79,8 +86,8 @@ def sent(model: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
                 kept["output_tokens"] = usage.get("completion_tokens", kept["output_tokens"])
         return {**kept, "success": True, "times": times}
     except (OSError, ValueError, http.client.HTTPException) as error:
-        said = f"After 1 retries, request failed with exception: {type(error).__name__}: {error}"
-        return {**kept, "error_info": said.replace("IncompleteRead", "ClientPayloadError"), "times": []}
+        name = AIOHTTPS.get(type(error).__name__, type(error).__name__)
+        return {**kept, "error_info": f"After 1 retries, request failed with exception: {name}: {error}", "times": []}
     finally:
         connection.close()
 

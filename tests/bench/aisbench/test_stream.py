@@ -52,9 +52,9 @@ async def test_an_endpoint_is_asked_for_a_few_tokens(role_first):
         (Known(fault="not http"), "220 mail.example"),
         (Known(fault="error event"), "D0 died"),
         (Known(fault="no done"), "without \\[DONE\\]"),
-        (Known(fault="cut"), "within"),
+        (Known(fault="cut"), "was cut off"),
         (Known(fault="empty"), "no content"),
-        (Known(fault="drop"), "within"),
+        (Known(fault="drop"), "closes the connection"),
     ],
 )
 async def test_an_endpoint_that_fails_a_small_request_is_not_loaded(known, said):
