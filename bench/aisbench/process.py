@@ -62,11 +62,13 @@ def run(
     label: str = "",
     progress: TextIO | None = None,
     log: str = "ais_bench.log",
+    more: Mapping[str, str] | None = None,
 ) -> Ended:
     """Run `command` in `folder` to its end; what it prints is in the file `log` there.
 
     Args:
         limit_s: after which it is ended. host: of the endpoint. progress: where the live line goes, on a terminal.
+        more: variables beside the usual.
 
     Raises:
         ConfigError: it cannot be started.
@@ -74,7 +76,7 @@ def run(
     caught: list[int] = []
     late = False
     with _caught(caught), _Line(progress, label, folder) as line:  # first: a signal that we ignore it would ignore too
-        process, begun = _started(command, folder, host, log), time.monotonic()
+        process, begun = _started(command, folder, {**variables(host), **(more or {})}, log), time.monotonic()
         try:
             while process.poll() is None and not caught:
                 late = time.monotonic() - begun > limit_s
@@ -90,7 +92,7 @@ def run(
     return Ended(process.returncode, caught[0] if caught else 0, late)
 
 
-def _started(command: Sequence[str], folder: Path, host: str, log: str) -> subprocess.Popen[bytes]:
+def _started(command: Sequence[str], folder: Path, env: Mapping[str, str], log: str) -> subprocess.Popen[bytes]:
     try:
         with (folder / log).open("wb") as file:
             return subprocess.Popen(
@@ -99,7 +101,7 @@ def _started(command: Sequence[str], folder: Path, host: str, log: str) -> subpr
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=variables(host),
+                env=env,
                 start_new_session=True,
             )
     except OSError as error:
