@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     target = Target(arguments.url, headers if arguments.no_explain else {"x-epd-explain": "1", **headers})
     model = event_loop.run(_model(target, arguments.model))
     source = _source(arguments, wanted, model)
-    env = environment(argv, kind=arguments.kind)
+    env = environment(argv, kind=arguments.kind, asked=arguments)
     env["load"] = {
         "url": str(target.endpoint),
         "model": model,
