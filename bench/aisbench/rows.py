@@ -22,23 +22,23 @@ _LOST = ("ClientConnectorError", "ServerDisconnectedError", "ClientOSError", "Co
 
 
 def run_of(label: str, sent: Sequence[Sent], specs: Sequence[RequestSpec], shape: Shape) -> Run:
-    """The run of a rate: a row for each request of the workload, none for the warm-up's.
+    """The run of a rate: a row for each request of the workload that AISBench recorded, none for the warm-up's.
 
     Args:
         sent: by row of the export, of which 0 is the warm-up's.
         specs: the requests of the workload, in order; with arrivals where those were given to AISBench.
     """
     by_row = {one.row: one for one in sent}
-    counted = [(n, spec, by_row.get(n + 1)) for n, spec in enumerate(specs)]
-    starts = [one.chunks_s[0] for _, _, one in counted if one is not None and one.chunks_s]
+    counted = [(n, spec, by_row[n + 1]) for n, spec in enumerate(specs) if n + 1 in by_row]
+    starts = [one.chunks_s[0] for _, _, one in counted if one.chunks_s]
     begun_s = min(starts, default=0.0)
     timed = [(spec.arrival_s, one.chunks_s[0]) for _, spec, one in counted
-             if one is not None and one.chunks_s and spec.arrival_s is not None]  # fmt: skip
+             if one.chunks_s and spec.arrival_s is not None]  # fmt: skip
     origin_s = min((at - arrival for arrival, at in timed), default=begun_s)
     rows: list[Row] = []
     before_s = begun_s
     for n, spec, one in counted:
-        sent_s = one.chunks_s[0] if one is not None and one.chunks_s else None
+        sent_s = one.chunks_s[0] if one.chunks_s else None
         before_s = before_s if sent_s is None else sent_s
         due_s = before_s if spec.arrival_s is None else origin_s + spec.arrival_s
         rows.append(_row(label, n, spec, one, shape, due_s))
@@ -59,17 +59,16 @@ def most_under_way(rows: Sequence[Row]) -> int:
     return most
 
 
-def _row(label: str, n: int, spec: RequestSpec, one: Sent | None, shape: Shape, due_s: float) -> Row:
+def _row(label: str, n: int, spec: RequestSpec, one: Sent, shape: Shape, due_s: float) -> Row:
     """`due_s` stands for times that AISBench does not tell of a request that broke."""
-    chunks = () if one is None else one.chunks_s
+    chunks = one.chunks_s
     sent_s = chunks[0] if chunks else None
     outcome, fault, error = _judged(one, spec.max_tokens)
     tokens = chunks[1 + shape.before : len(chunks) - shape.after]
-    counted = one is not None and one.output_tokens > 0
     return Row(
         run=label,
         n=n,
-        id=one.uuid if one is not None and one.uuid else f"{label}-{n}",
+        id=one.uuid or f"{label}-{n}",
         spec=spec.id,
         due_s=due_s,
         ready_s=due_s if sent_s is None else sent_s,
@@ -79,17 +78,15 @@ def _row(label: str, n: int, spec: RequestSpec, one: Sent | None, shape: Shape, 
         ended_s=max(due_s, chunks[-1]) if chunks else due_s,
         outcome=outcome,
         status=_STATUS.get(error, 200 if len(chunks) > 1 else 0),
-        usage_tokens=one.output_tokens if one is not None and counted else None,
-        prompt_tokens=one.input_tokens if one is not None and counted else None,
+        usage_tokens=one.output_tokens or None,
+        prompt_tokens=one.input_tokens or None,
         fault=fault,
         error=error,
     )
 
 
-def _judged(one: Sent | None, asked: int) -> tuple[Outcome, str, str]:
+def _judged(one: Sent, asked: int) -> tuple[Outcome, str, str]:
     """(how it ended, what went wrong in a word, what was said)."""
-    if one is None:
-        return Outcome.CANCELLED, "", "AISBench was ended before this request"
     if not one.success:
         if one.error in _STATUS:
             return Outcome.ERROR, f"status {_STATUS[one.error]}", one.error

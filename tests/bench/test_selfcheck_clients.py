@@ -53,7 +53,7 @@ def test_clients_that_are_not_there_are_said_and_ours_is_measured(tmp_path, monk
     usual = Known(first_s=0.01, gap_s=0.001, tokens=4)
     monkeypatch.setattr(selfcheck_clients, "USUAL", usual)
     monkeypatch.setattr(selfcheck_clients, "RATE_RPS", 200.0)
-    monkeypatch.setattr(selfcheck_clients, "find_spec", lambda name: None)
+    monkeypatch.setattr(selfcheck_clients, "VLLM_COMMAND", tmp_path / "vllm")
     served = Served()
     served.server.usual = usual
     served.start()

@@ -7,10 +7,17 @@ from dataclasses import replace
 import pytest
 
 from bench.aisbench.details import Sent
+from bench.aisbench.flags import Asked
+from bench.aisbench.rate import judged
+from bench.aisbench.report import Rated, one_rate
 from bench.aisbench.rows import most_under_way, run_of
 from bench.aisbench.stream import Shape
 from bench.client.row import Outcome
+from bench.client.slo import PAPER
+from bench.client.validity import Rules
+from bench.workloads.generate import Knobs
 from bench.workloads.spec import RequestSpec
+from bench.workloads.workload import Workload
 
 
 def spec(n: int, arrival_s: float | None) -> RequestSpec:
@@ -55,10 +62,12 @@ def test_a_role_only_chunk_is_no_token():
     assert len(ours.token_s) == 2
 
 
-def test_a_request_that_aisbench_never_came_to_is_none_that_failed():
-    run = run_of("r", [sent(1, 10.0, 10.2, 10.3, 10.3)], [spec(0, 0.0), spec(1, 1.0)], Shape())
+def test_a_run_that_was_ended_is_as_long_as_what_it_sent():
+    left = sent(2, success=False, error="Request cancelled by user")
+    run = run_of("r", [sent(1, 10.0, 10.2, 10.3, 10.3), left], [spec(n, float(n)) for n in range(9)], Shape())
 
     assert [row.outcome for row in run.rows] == [Outcome.OK, Outcome.CANCELLED]
+    assert run.issued_s - run.begun_s == 1.0
 
 
 def test_requests_under_way_are_counted_at_the_worst_moment():
@@ -70,3 +79,14 @@ def test_requests_under_way_are_counted_at_the_worst_moment():
     ).rows
 
     assert most_under_way(rows) == 2
+
+
+def test_a_run_of_which_only_the_warm_up_is_there_says_so():
+    run = run_of("r", [sent(0, 1.0, 2.0, 3.0)], [spec(0, 0.0)], Shape())
+    run.stopped = "interrupted"
+    asked = Asked((1.0,), Workload("own", 1, Knobs()), True, PAPER, Rules(), 1.0, None, "")
+    measured = judged(run, asked, at_once=2)
+
+    assert [one.text for one in measured.objections] == ["interrupted", "not one good answer among 0 requests"]
+    assert "0 of 0 requests" in one_rate(Rated(1.0, measured, {}), PAPER, timed=True)
+    assert measured.row()["valid"] is False
