@@ -13,6 +13,7 @@ Everything is emulated in virtual time with the constants of one device file: no
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -122,7 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser, quick="one seed, no sensitivity")
     arguments = parser.parse_args(words)
     device, others = DEVICES[arguments.emulate]
-    env = environment(words, kind_of(device)) | {"constants": asdict(device)}
+    env = environment(words, kind_of(device))
+    env |= {"command": shlex.join(["python", "-m", "bench.emulation", *words]), "constants": asdict(device)}
     figures, rows = check(device, others, quick=arguments.quick)
     write(arguments.json, figures, env, rows)
     return 0
