@@ -6,7 +6,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from operator import mul
 
 
 def ranks(values: Sequence[float]) -> list[float]:
@@ -41,9 +40,9 @@ def by_chance(one: Sequence[float], other: Sequence[float]) -> float:
     so for few values only."""
     assert len(one) <= 7, "too many orders"
     left, right = ranks(one), ranks(other)  # of equal ranks the correlation grows with the sum of their products
-    found = sum(map(mul, left, right))
+    found = _product(left, right)
     orders = list(itertools.permutations(left))
-    return sum(sum(map(mul, order, right)) >= found - 1e-9 for order in orders) / len(orders)
+    return sum(_product(order, right) >= found - 1e-9 for order in orders) / len(orders)
 
 
 def flipped(before: Mapping[str, float], after: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -53,6 +52,10 @@ def flipped(before: Mapping[str, float], after: Mapping[str, float]) -> list[tup
         for one, other in itertools.combinations(sorted(before, key=lambda name: before[name]), 2)
         if _sign(before[one] - before[other]) * _sign(after[one] - after[other]) < 0
     ]
+
+
+def _product(one: Sequence[float], other: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(one, other, strict=True))
 
 
 def _sign(value: float) -> int:
