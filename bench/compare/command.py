@@ -75,9 +75,8 @@ def _compared(a: Result, b: Result, drawing: Drawing) -> list[Compared]:
     if a.devices is None or b.devices is None or a.devices == b.devices:
         return found
     names = {(one.run, one.name) for one in found}
-    return [
-        one if (one.run, f"{one.name}_per_device") in names else per_device(one, a.devices, b.devices) for one in found
-    ]
+    alone = [one for one in found if (one.run, f"{one.name}_per_device") not in names]
+    return [per_device(one, a.devices, b.devices) for one in alone]
 
 
 def _pairs(a: Sequence[Result], b: Sequence[Result]) -> list[tuple[Result, Result]]:
