@@ -23,6 +23,8 @@ from bench import (
     ttft,
     workload,
 )
+from bench.ablations import command as ablations
+from bench.ablations import memory_command
 from bench.client import command as load
 from bench.compare import command as compare
 from epd_serve.errors import EpdError
@@ -38,6 +40,8 @@ MEASUREMENTS: tuple[tuple[str, ModuleType, str], ...] = (
     ("proxy", proxy, "what the proxy costs, and how it keeps its promises, over simulated stages"),
     ("interference", interference, "how much the operators of the stages slow each other down on one device"),
     ("colocation", colocation, "stages on one device against a monolith: throughput, time per output token"),
+    ("ablations", ablations, "E-P-D with and without its transfer optimisations (EPD-Serve, Table 2)"),
+    ("memory-tables", memory_command, "what fits on a device with and without the encoder (EPD, tables 2 to 4)"),
     ("workload", workload, "the workloads: what they consist of, and as files of other clients"),
 )
 TRANSFERS: tuple[tuple[str, ModuleType, str], ...] = (
