@@ -27,6 +27,7 @@ from bench.ablations import command as ablations
 from bench.ablations import memory_command
 from bench.client import command as load
 from bench.compare import command as compare
+from bench.report import command as report
 from epd_serve.errors import EpdError
 
 MEASUREMENTS: tuple[tuple[str, ModuleType, str], ...] = (
@@ -42,6 +43,7 @@ MEASUREMENTS: tuple[tuple[str, ModuleType, str], ...] = (
     ("colocation", colocation, "stages on one device against a monolith: throughput, time per output token"),
     ("ablations", ablations, "E-P-D with and without its transfer optimisations (EPD-Serve, Table 2)"),
     ("memory-tables", memory_command, "what fits on a device with and without the encoder (EPD, tables 2 to 4)"),
+    ("report", report, "draw a comparison of layouts: charts, tables, one HTML page"),
     ("workload", workload, "the workloads: what they consist of, and as files of other clients"),
 )
 TRANSFERS: tuple[tuple[str, ModuleType, str], ...] = (
