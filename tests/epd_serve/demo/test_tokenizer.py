@@ -6,12 +6,12 @@ import jinja2
 import numpy as np
 import pytest
 
-from epd_serve.demo.training.architecture import picture_grid
-from epd_serve.demo.training.dialogue import Turn, conversation, questions
-from epd_serve.demo.training.tokenizer import SPECIAL, TEMPLATE, Encoder, build
-from epd_serve.demo.training.wordings import SEEN, UNSEEN
-
 pytest.importorskip("tokenizers")
+
+from epd_serve.demo.training.architecture import picture_grid  # noqa: E402
+from epd_serve.demo.training.dialogue import Turn, conversation, questions  # noqa: E402
+from epd_serve.demo.training.tokenizer import SPECIAL, TEMPLATE, Encoder, build  # noqa: E402
+from epd_serve.demo.training.wordings import SEEN, UNSEEN  # noqa: E402
 
 
 @pytest.fixture(scope="module")
