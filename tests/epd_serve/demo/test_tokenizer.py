@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-from epd_serve.demo.training.architecture import picture_grid  # noqa: E402
-from epd_serve.demo.training.dialogue import Turn, conversation, questions  # noqa: E402
-from epd_serve.demo.training.tokenizer import SPECIAL, TEMPLATE, Encoder, build  # noqa: E402
-from epd_serve.demo.training.wordings import SEEN, UNSEEN  # noqa: E402
+from epd_serve.demo.training.architecture import picture_grid
+from epd_serve.demo.training.dialogue import Turn, conversation, questions
+from epd_serve.demo.training.tokenizer import SPECIAL, TEMPLATE, Encoder, build
+from epd_serve.demo.training.wordings import SEEN, UNSEEN
 
 
 @pytest.fixture(scope="module")
