@@ -29,7 +29,7 @@ class Heads(nn.Module):
 
     def forward(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, share of tokens read right per label) of [pictures, tokens, hidden] features."""
-        read = self.read(features).flatten(0, 1).split(_CLASSES, dim=-1)
+        read = self.read(features).float().flatten(0, 1).split(_CLASSES, dim=-1)
         truth = labels.flatten(0, 1).unbind(-1)
         loss = torch.stack([F.cross_entropy(it, right) for it, right in zip(read, truth, strict=True)]).sum()
         with torch.no_grad():
@@ -68,7 +68,7 @@ def dialogue_loss(network: Network, heads: Heads, batch: Batch) -> Said:
     features = torch.cat([it[0].flatten(0, 1) for it in encoded] or [empty])
     deep = torch.cat([it[1].flatten(0, 1) for it in encoded] or [empty])
     hidden = network.model.language_model(batch.ids, batch.positions, batch.at, features, deep, batch.mask)
-    logits = network.lm_head(hidden.flatten(0, 1)[batch.predicting])
+    logits = network.lm_head(hidden.flatten(0, 1)[batch.predicting]).float()
     auxiliary = [heads(it[0], pictures.labels)[0] for it, pictures in zip(encoded, batch.pictures, strict=True)]
     with torch.no_grad():
         wrong = torch.zeros(int(batch.answer_of.max()) + 1)

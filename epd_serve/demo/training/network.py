@@ -17,10 +17,31 @@ from torch.nn import functional as F
 
 from epd_serve.demo.training.architecture import MERGE, PATCH, Architecture
 
+_NEVER = -1e9  # a score after which softmax gives nothing
+
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, unseen: Tensor | None = None) -> Tensor:
+    """Attention by plain products: under bfloat16 autocast two to four times as fast on CPUs as torch's fused one.
+
+    Args:
+        q: [batch, heads, length, head_dim].
+        k, v: [batch, kv heads, length, head_dim]; heads share them in groups.
+        unseen: added to the scores: a large negative number where a token may not look.
+
+    Returns:
+        [batch, heads, length, head_dim].
+    """
+    batch, heads, length, width = q.shape
+    groups = k.shape[1]
+    scores = (q * width**-0.5).reshape(batch, groups, -1, width) @ k.mT
+    scores = scores.view(batch, heads, length, length)
+    shares = (scores if unseen is None else scores + unseen).softmax(dim=-1)
+    return (shares.view(batch, groups, -1, length) @ v).view(q.shape)
 
 
 @functools.lru_cache(maxsize=64)
@@ -65,7 +86,7 @@ class VisionAttention(nn.Module):
         pictures, patches, _ = x.shape
         qkv = self.qkv(x).view(pictures, patches, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         q, k = _rotated(qkv[:2], cos, sin).unbind(0)
-        mixed = F.scaled_dot_product_attention(q, k, qkv[2])
+        mixed = attend(q, k, qkv[2])
         return self.proj(mixed.transpose(1, 2).reshape(x.shape))
 
 
@@ -140,13 +161,14 @@ class Vision(nn.Module):
         Returns:
             Features and DeepStack features, each [pictures, tokens, hidden].
         """
-        x = self.patch_embed(patches) + _position_mix(*grid, self.sizes.positions_per_side) @ self.pos_embed.weight
+        x = self.patch_embed(patches).float()
+        x = x + (_position_mix(*grid, self.sizes.positions_per_side) @ self.pos_embed.weight).float()
         cos, sin = _vision_angles(*grid, self.sizes.hidden // self.sizes.vision_heads)
         for index, block in enumerate(self.blocks):
             x = block(x, cos, sin)
             if index == self.sizes.deepstack:
                 deep = self.deepstack_merger_list[0](x)
-        return self.merger(x), deep
+        return self.merger(x).float(), deep.float()
 
 
 class TextAttention(nn.Module):
@@ -161,15 +183,13 @@ class TextAttention(nn.Module):
         self.q_norm = nn.RMSNorm(width, eps=sizes.epsilon)
         self.k_norm = nn.RMSNorm(width, eps=sizes.epsilon)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, unseen: Tensor) -> Tensor:
         batch, length, _ = x.shape
         split = (batch, length, -1, self.sizes.head_dim)
-        q = _rotated(self.q_norm(self.q_proj(x).view(split)).transpose(1, 2), cos, sin)
-        k = _rotated(self.k_norm(self.k_proj(x).view(split)).transpose(1, 2), cos, sin)
+        q = _rotated(self.q_norm(self.q_proj(x).float().view(split)).transpose(1, 2), cos, sin)
+        k = _rotated(self.k_norm(self.k_proj(x).float().view(split)).transpose(1, 2), cos, sin)
         v = self.v_proj(x).view(split).transpose(1, 2)
-        groups = self.sizes.text_heads // self.sizes.text_kv_heads
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        mixed = attend(q, k, v, unseen)
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -192,8 +212,8 @@ class TextLayer(nn.Module):
         self.self_attn = TextAttention(sizes)
         self.mlp = TextMLP(sizes)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, unseen: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, unseen)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -232,8 +252,10 @@ class Text(nn.Module):
         x = self.embed_tokens(ids)
         x = x.flatten(0, 1).index_copy(0, at, features).view(x.shape)
         cos, sin = self.angles(positions)
+        seen = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril() if mask is None else mask
+        unseen = torch.zeros(seen.shape).masked_fill(~seen, _NEVER)
         for index, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, mask)
+            x = layer(x, cos, sin, unseen)
             if index == 0:
                 x = x.flatten(0, 1).index_add(0, at, deep).view(x.shape)
         return self.norm(x)

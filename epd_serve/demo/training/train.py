@@ -98,6 +98,11 @@ class Progress:
     looked: dict[str, float] | None = None
 
 
+def _products() -> Any:
+    """Products in bfloat16, as they will be when the model is served; on CPUs with AVX512-BF16 four times as fast."""
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
 class Training:
     """One run in a folder: goes on where the folder's checkpoint ends."""
 
@@ -162,7 +167,8 @@ class Training:
     def _vision_step(self) -> Progress:
         chance = np.random.default_rng([self.plan.seed, _VISION, self.step])
         pictures = picture_batch(chance, self.plan.vision_pictures)
-        loss, right = pictures_loss(self.network, self.heads, pictures)
+        with _products():
+            loss, right = pictures_loss(self.network, self.heads, pictures)
         loss.backward()
         self._update()
         return Progress(self.step, 0.0, loss.item(), right.min().item(), self.cpu_s)
@@ -173,7 +179,8 @@ class Training:
         shown = sum(bool(it.pictures) for it in batches)
         loss = auxiliary = right = total = 0.0
         for batch in batches:
-            said = dialogue_loss(self.network, self.heads, batch)
+            with _products():
+                said = dialogue_loss(self.network, self.heads, batch)
             (said.answers / answers + self.plan.auxiliary * said.auxiliary / shown).backward()
             loss += said.answers.item() / float(answers)
             auxiliary += said.auxiliary.item() / shown
