@@ -25,6 +25,7 @@ from bench import (
 )
 from bench.ablations import command as ablations
 from bench.ablations import memory_command
+from bench.aisbench import command as aisbench
 from bench.client import command as load
 from bench.compare import command as compare
 from bench.report import command as report
@@ -36,6 +37,7 @@ MEASUREMENTS: tuple[tuple[str, ModuleType, str], ...] = (
     ("arena", arena, "the arena's put and get against a plain copy"),
     ("duplicates", duplicates, "encodes of one picture that many clients send at once"),
     ("load", load, "requests to any OpenAI endpoint: TTFT, TPOT, attainment of objectives, goodput"),
+    ("aisbench", aisbench, "AISBench loads an endpoint; its rows judged by the definitions of `load`"),
     ("compare", compare, "two results: the ratio of every figure, with intervals"),
     ("selfcheck", selfcheck, "how far the load generator can be trusted"),
     ("proxy", proxy, "what the proxy costs, and how it keeps its promises, over simulated stages"),
