@@ -253,6 +253,7 @@ def test_the_tokenizer_is_where_the_endpoint_says_its_model_lies(tmp_path):
 
     assert command._model(target, served, "b", None) == ("b", tmp_path)
     assert command._model(target, served, None, tmp_path) == ("a", tmp_path)
+    assert command._model(target, [("epd-demo", "epd-demo")], None, None)[1] == builtin_model_dir().absolute()
     with pytest.raises(ConfigError, match="say --tokenizer DIR"):
         command._model(target, served, None, None)
     with pytest.raises(ConfigError, match="say --model"):
