@@ -45,8 +45,12 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     target = Target(arguments.url, headers)
     model, tokenizer = _model(target, asyncio.run(target.served()), arguments.model, arguments.tokenizer)
     shape = asyncio.run(look(target, model))
-    bench = environment(arguments.venv)
-    check_tokenizer(bench, tokenizer)
+    try:
+        bench = environment(arguments.venv)
+        check_tokenizer(bench, tokenizer)
+    except KeyboardInterrupt:  # an environment that is half made is made again
+        print("epd-bench: interrupted; nothing was sent", file=sys.stderr)
+        return 130
     env = record_environment(argv, kind=arguments.kind, asked=arguments)
     env["load"] = {
         "client": f"AISBench {bench.version}",
