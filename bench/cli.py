@@ -12,6 +12,7 @@ from typing import Any
 import epd_serve
 from bench import (
     arena,
+    batches,
     colocation,
     duplicates,
     interference,
@@ -37,6 +38,7 @@ MEASUREMENTS: tuple[tuple[str, ModuleType, str], ...] = (
     ("proxy", proxy, "what the proxy costs, and how it keeps its promises, over simulated stages"),
     ("interference", interference, "how much the operators of the stages slow each other down on one device"),
     ("colocation", colocation, "stages on one device against a monolith: throughput, time per output token"),
+    ("batches", batches, "throughput and latency of each stage against its batch size"),
     ("report", report, "draw a comparison of layouts: charts, tables, one HTML page"),
     ("workload", workload, "the workloads: what they consist of, and as files of other clients"),
 )
