@@ -12,6 +12,7 @@ from bench.report.batch_sizes import Sampled, batches_of
 from bench.report.breakdown import Breakdown, Found, Part, Phase, comparable
 from bench.report.experiment import Entry, Experiment
 from bench.report.measures import TPOT, TTFT, Measure, ranked
+from bench.report.ratios import is_monolith
 from bench.report.sheet import shown
 
 
@@ -22,7 +23,7 @@ def reasons(
     phases: Found,
     sampled: Sampled,
 ) -> list[str]:
-    """Sentences on the leaders in TTFT and TPOT, each beside the monolith and beside the next best.
+    """Sentences on the leaders in TTFT and TPOT, each beside monoliths and beside the next best.
 
     Args:
         leaders: (measure, best entry, the highest rate at which it is that).
@@ -31,7 +32,7 @@ def reasons(
     for measure, entry, rate in leaders:
         order = [one[0] for one in ranked(experiment, measure, rate) if one[0].devices == entry.devices]
         others = [one for one in order if one is not entry]
-        beside = list(dict.fromkeys([*(one for one in others if one is against), *others[:1]]))
+        beside = list(dict.fromkeys([*(one for one in others if one is against or is_monolith(one)), *others[:1]]))
         for other in beside:
             if measure == TTFT:
                 found.append(_of_ttft(entry, other, rate, phases))
