@@ -197,6 +197,20 @@ def test_folders_are_compared_entry_by_entry(tmp_path, capsys):
     assert main(["compare", *alone, "--quick"]) == 0, "two entries of different names"
 
 
+def test_folders_of_other_experiments_are_refused(tmp_path, capsys):
+    for side, seconds in (("a", 60), ("b", 30)):
+        result(tmp_path / side / "slug", requests(), env={"entry": {"name": "TP1"}})
+        (tmp_path / side / "experiment.json").write_text(
+            json.dumps({"seconds": seconds, "seed": 0, "rates": [seconds]})
+        )
+
+    assert compared(tmp_path)[0] == 1
+    assert "seconds: A has 60, B has 30" in capsys.readouterr().err
+    (tmp_path / "b" / "experiment.json").write_text("[")
+    assert compared(tmp_path)[0] == 1
+    assert "experiment.json cannot be read" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
