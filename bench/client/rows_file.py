@@ -13,19 +13,23 @@ from epd_serve.errors import ConfigError
 
 
 class RowsFile:
-    """Appends rows to a new file. Use as a context manager.
+    """Appends rows to a new file, or to one that is there. Use as a context manager.
+
+    Args:
+        fresh: what the file held is lost.
 
     Raises:
         ConfigError: it cannot be made.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, fresh: bool = True) -> None:
         self._path = path
         self._kept = 0
-        self._nbytes = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if fresh else os.O_APPEND)
+            self._fd = os.open(path, flags, 0o644)
+            self._nbytes = os.fstat(self._fd).st_size
         except OSError as error:
             raise ConfigError(f"--rows {path} cannot be written: {error.strerror}", param="--rows") from error
 
