@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure, print, write. 1 where a goal is missed, or the machine was too busy to tell."""
-    env = environment(argv, kind="real client, simulated server")
+    env = environment(argv, kind="real client, simulated server", asked=arguments)
     seconds = QUICK_S if arguments.quick else PART_S
     server = Child("bench.client.known_server", {})
     try:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.client.resume import keep_runs
 from bench.layouts.entry import Entry
 from bench.layouts.experiment import Planned
 from bench.record import write
@@ -54,11 +55,11 @@ class Book:
     def began(self, env: Mapping[str, Any]) -> None:
         """A session of measuring begins: what unfinished runs left goes, and why the last one failed."""
         for name in (ROWS, PHASES, BATCHES):
-            self._keep_finished(self.folder / name)
+            keep_runs(self.folder / name, self.finished, "--out")
         sessions = [*self.env.get("sessions", ()), _session(env)]
         self.env = {**env, "sessions": sessions}
-        with self._writing(FAILED):
-            (self.folder / FAILED).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            (self.folder / FAILED).unlink()
 
     def keep(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
         """A run is finished. Raises ConfigError where the disk is full or gone; the result is then as it was."""
@@ -89,28 +90,6 @@ class Book:
 
     def keep_answers(self, tokens: Sequence[Sequence[int]]) -> None:
         write_json(self.folder / ANSWERS, {"tokens": [list(one) for one in tokens]})
-
-    def _keep_finished(self, path: Path) -> None:
-        """Rewrite a file of lines without those of runs that are not finished, nor half a line."""
-        if not path.exists():
-            return
-        finished = self.finished
-        with self._writing(path.name):
-            kept = path.with_suffix(".new")
-            with path.open("rb") as lines, kept.open("wb") as file:
-                file.writelines(line for line in lines if line.endswith(b"\n") and json.loads(line)["run"] in finished)
-            kept.replace(path)
-
-    @contextlib.contextmanager
-    def _writing(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ConfigError(f"--out: {self.folder / name}: {error.strerror}", param="--out") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{self.folder / name} has a line that is none of ours ({error!r})", param="--out"
-            ) from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure what is missing, keep it, draw it. Returns 0, 1 where something is missing or not valid, 128 + signal."""
     experiment = experiment_of(arguments)
-    env = environment(argv, experiment.kind)
+    env = environment(argv, experiment.kind, arguments)
     if warning := busy(env):
         print(warning, file=sys.stderr)
     number = 0
@@ -84,7 +84,7 @@ def _way(arguments: argparse.Namespace, argv: Sequence[str]) -> Iterator[Way]:
     requests = Requests(workload(arguments.workload, arguments), Pictures(arguments.cache), arguments.seed)
     with tempfile.TemporaryDirectory(prefix="epd-bench-", dir="/tmp") as scratch:
         words = _words(arguments, Path(scratch))
-        yield Serving(requests, words, judged_of(arguments), scripts_of(arguments), argv)
+        yield Serving(requests, words, judged_of(arguments), scripts_of(arguments), argv, arguments)
 
 
 def _words(arguments: argparse.Namespace, scratch: Path) -> tuple[str, ...]:

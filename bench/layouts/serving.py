@@ -6,6 +6,7 @@ rate is measured ends the entry: that rate is not kept, and the next call measur
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
@@ -52,7 +53,7 @@ class Serving:
 
     Attributes:
         words: of every `epd-serve serve`: model, engine, device.
-        scripts: of the example proxies. argv: of this command, for the record.
+        scripts: of the example proxies. argv, asked: of this command, for the record.
     """
 
     requests: Requests
@@ -60,6 +61,7 @@ class Serving:
     judged: Judged = field(default_factory=Judged)
     scripts: Mapping[How, Path] = field(default_factory=dict)
     argv: Sequence[str] = ()
+    asked: argparse.Namespace | None = None
 
     def check(self, experiment: Experiment) -> None:
         """Each entry as its launch would check it. Raises ConfigError, LayoutError."""
@@ -68,7 +70,7 @@ class Serving:
 
     def measure(self, experiment: Experiment, book: Book) -> None:
         entry = book.entry
-        env = environment(self.argv, experiment.kind)
+        env = environment(self.argv, experiment.kind, self.asked)
         with self._up(entry) as up:
             print(f"{entry.name}: ready in {up.ready_s:.0f} s", flush=True)
             if up.shared_cores:
@@ -84,7 +86,7 @@ class Serving:
         """One rate, kept where it came to its end with every stage alive."""
         load = round(os.getloadavg()[0], 2)
         with (
-            RowsFile(book.folder / ROWS, fresh=False) as rows,
+            RowsFile(book.folder / ROWS, append=True) as rows,
             Sampler(up.look, book.folder / BATCHES, run.label) as sampler,
         ):
             keeping = _Keeping(rows)
@@ -111,7 +113,7 @@ class Serving:
     def _keep(self, book: Book, run: Planned, found: Found, load: float) -> None:
         (row,) = found.rows
         said = {"rate": run.rate, "rate_rps": run.rate_rps, "devices": book.entry.devices, "load_average_1min": load}
-        book.keep({**row, **said, "repeated_requests": self.requests.repeat(run)}, found.figures)
+        book.keep({**row, **said, "number": run.number, "repeated_requests": self.requests.repeat(run)}, found.figures)
 
     def _plan(self, experiment: Experiment, entry: Entry, run: Planned) -> Plan:
         return Plan(

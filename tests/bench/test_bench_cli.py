@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 
@@ -42,11 +43,30 @@ def test_a_result_is_figures_environment_and_rows(tmp_path):
     write(tmp_path / "deep" / "r.json", {"a": 1.5, "b": 2}, env, [{"turn": 0}])
 
     saved = json.loads((tmp_path / "deep" / "r.json").read_text())
+    assert saved["env"]["machine"].pop("load_average_1min_after") >= 0
     assert saved == {"figures": {"a": 1.5, "b": 2}, "env": env, "rows": [{"turn": 0}]}
     assert env["kind"] == "real"
     assert env["command"] == "epd-bench ttft --layouts 'TP1,(E-P)-D'"
     assert env["machine"]["cores"] >= 1
     assert {"cpu", "arch"} <= set(env["machine"])
+
+
+def test_a_result_has_every_flag_also_those_that_nobody_gave_and_no_secret(tmp_path):
+    asked = argparse.Namespace(
+        seed=0, layout="E-P-D", json=tmp_path, header=["Authorization: Bearer k3y", "x-a:1"], run=main
+    )
+    env = environment(
+        ["load", "--header", "Authorization: Bearer k3y", "--header=api-key:k3y", "--seed", "0"], asked=asked
+    )
+
+    assert env["asked"] == {
+        "header": ["Authorization: ...", "x-a:1"],
+        "json": str(tmp_path),
+        "layout": "E-P-D",
+        "seed": 0,
+    }
+    assert "k3y" not in json.dumps(env)
+    assert {"cores", "load_average_1min"} <= set(env["machine"])
 
 
 @pytest.mark.parametrize("wrong", ["1.0", True, None, [1]])

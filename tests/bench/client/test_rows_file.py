@@ -51,7 +51,7 @@ def test_a_place_that_cannot_be_written_is_known_before_the_run(tmp_path, name):
 
 def test_rows_of_a_resumed_measurement_follow_those_that_are_there(tmp_path):
     for number in range(2):
-        with RowsFile(tmp_path / "r.jsonl", fresh=False) as file:
+        with RowsFile(tmp_path / "r.jsonl", append=True) as file:
             file.keep(row(number))
 
     assert [one.n for one in read_rows(tmp_path / "r.jsonl")] == [0, 1]

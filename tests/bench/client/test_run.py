@@ -72,10 +72,13 @@ async def test_a_closed_loop_keeps_so_many_under_way_and_sends_so_many():
 
 async def test_a_closed_loop_ends_with_its_time():
     async with KnownServer().serving() as server:
-        run = await runner(server.url, ask()).closed_loop(2, seconds=0.05)
+        for seconds in (0.05, 1.0, 10.0):  # a busy machine may need more than a moment to begin
+            run = await runner(server.url, ask()).closed_loop(2, seconds=seconds)
+            assert run.issued_s <= run.begun_s + seconds <= run.ended_s
+            if run.rows:
+                break
 
     assert run.rows
-    assert run.issued_s <= run.begun_s + 0.05 <= run.ended_s
 
 
 @pytest.mark.parametrize(
