@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bench.layouts.book import RESULT, Book, write_result
 from bench.layouts.experiment import Experiment
-from bench.layouts.flags import add_flags, experiment_of, judged_of, scripts_of
+from bench.layouts.flags import add_flags, experiment_of, judged_of, kind_of, scripts_of
 from bench.layouts.folder import Folder, opened
 from bench.layouts.requests import Requests
 from bench.layouts.serving import Serving
@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure what is missing, keep it, draw it. Returns 0, 1 where something is missing or not valid, 128 + signal."""
-    experiment = experiment_of(arguments)
-    env = environment(argv, experiment.kind, arguments)
+    env = environment(argv, kind_of(arguments), arguments)
+    experiment = experiment_of(arguments, env)
     if warning := busy(env):
         print(warning, file=sys.stderr)
     number = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from bench.layouts.entry import How, entries
 from bench.layouts.experiment import Experiment
 from bench.layouts.serving import Judged
 from bench.record import add_arguments as add_record_arguments
-from bench.record import environment
 from bench.workloads.workload import add_content_arguments
+from deploy.engines import checked_profile
 from epd_serve.demo.presets import PRESETS
 from epd_serve.errors import ConfigError
 
@@ -70,8 +71,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_record_arguments(parser, quick=quick)
 
 
-def experiment_of(arguments: argparse.Namespace) -> Experiment:
-    """What is asked. Raises ConfigError naming the flag at fault, LayoutError with a caret."""
+def kind_of(arguments: argparse.Namespace) -> str:
+    """What figures are (design §6)."""
+    return "real" if arguments.engine == "vllm" else "simulated"
+
+
+def experiment_of(arguments: argparse.Namespace, env: Mapping[str, Any]) -> Experiment:
+    """What is asked, on the machine of `env`. Raises ConfigError naming the flag at fault, LayoutError with a caret."""
     quick, seconds = arguments.quick, arguments.duration
     for flag in ("duration", "n", "timeout", "min_samples", "late_ms"):
         value = getattr(arguments, flag)
@@ -86,10 +92,9 @@ def experiment_of(arguments: argparse.Namespace) -> Experiment:
         raise ConfigError(f"--rates names a rate twice: {arguments.rates}", param="--rates")
     at = arrivals_at(arguments.arrivals)
     at(rates[0])  # what is wrong with the form is said now
-    env = environment((), "")
     judged = judged_of(arguments)
     return Experiment(
-        kind="real" if arguments.engine == "vllm" else "simulated",
+        kind=kind_of(arguments),
         workload=arguments.workload,
         rates=tuple(rates),
         per_device=arguments.rates_per_device,
@@ -168,7 +173,12 @@ def _knobs(arguments: argparse.Namespace) -> dict[str, Any]:
 def _served(arguments: argparse.Namespace) -> dict[str, Any]:
     """Engine, device, model; a profile by its content."""
     if arguments.engine == "sim":
-        profile = Path(arguments.sim_profile).read_bytes() if arguments.sim_profile else b""
-        return {"engine": "sim", "sim_profile": hashlib.sha256(profile).hexdigest()[:16] if profile else ""}
+        profile = checked_profile("sim", arguments.sim_profile)
+        return {"engine": "sim", "sim_profile": _digest(Path(profile)) if profile else ""}
     model = str(Path(arguments.model).resolve()) if arguments.model else f"preset {arguments.preset}"
+    checked_profile("vllm", arguments.sim_profile)
     return {"engine": "vllm", "device": arguments.device, "model": model}
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
