@@ -25,6 +25,7 @@ from bench import (
 )
 from bench.client import command as load
 from bench.layouts import command as layouts
+from bench.report import command as report
 from epd_serve.errors import EpdError
 
 MEASUREMENTS: tuple[tuple[str, ModuleType, str], ...] = (
@@ -38,6 +39,7 @@ MEASUREMENTS: tuple[tuple[str, ModuleType, str], ...] = (
     ("proxy", proxy, "what the proxy costs, and how it keeps its promises, over simulated stages"),
     ("interference", interference, "how much the operators of the stages slow each other down on one device"),
     ("colocation", colocation, "stages on one device against a monolith: throughput, time per output token"),
+    ("report", report, "draw a comparison of layouts: charts, tables, one HTML page"),
     ("workload", workload, "the workloads: what they consist of, and as files of other clients"),
 )
 TRANSFERS: tuple[tuple[str, ModuleType, str], ...] = (

@@ -25,6 +25,8 @@ from bench.layouts.table import table_of
 from bench.layouts.way import Way
 from bench.layouts.whole import unfinished, whole
 from bench.record import busy, environment
+from bench.report.folder import read
+from bench.report.whole import PAGE, report
 from bench.workloads.pictures import Pictures
 from bench.workloads.workload import workload
 from epd_serve.demo.presets import builtin_model_dir, write_preset
@@ -59,6 +61,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         if arguments.json is not None:
             write_result(arguments.json, figures, said, rows)
         print(f"\n{table_of(experiment, folder.books)}")
+        if not number and rows:
+            _draw(folder.path)
         return _ended(experiment, folder, number)
 
 
@@ -99,6 +103,12 @@ def _words(arguments: argparse.Namespace, scratch: Path) -> tuple[str, ...]:
         model = str(scratch / arguments.preset)
         write_preset(Path(model), arguments.preset)
     return (model, "--device", arguments.device)
+
+
+def _draw(path: Path) -> None:
+    """Charts, tables and the page. Raises ConfigError where they cannot be written; figures are kept by then."""
+    made = report(path, read(path))
+    print(f"\n{made.verdict.text()}\n\n{len(made.paths)} files in {path}; {PAGE} has all of it", flush=True)
 
 
 def _ended(experiment: Experiment, folder: Folder, number: int) -> int:

@@ -1,7 +1,7 @@
 """What an experiment of `epd-bench layouts` found, as types: entries (layouts and baselines), and their runs. Pure.
 
 Owns the words that a report needs of it: which kind of measurement, which rate a run stands for, what is missing.
-Reading it from a folder is `bench/report/folder.py`.
+Reading it from a folder is `bench/report/folder.py`. Entries and runs are equal to themselves alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SAME_RATE = 1e-6
 """Relative difference below which two rates are one: a rate per device went through a division."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     """One run of an entry: a rate (or a concurrency), what it gave, and whether that counts.
 
@@ -65,7 +65,7 @@ class Run:
         return self.figure("output_tokens_per_s")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Entry:
     """A layout or a baseline that was served, or was to be.
 

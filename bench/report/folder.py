@@ -2,6 +2,7 @@
 
     experiment.json       what was asked, and of which entries
     <slug>/result.json    an entry's figures, environment and runs (`bench/record.py`); named by `env["entry"]["name"]`
+    <slug>/failed.json    why an entry was not measured to its end, where it was not
     <slug>/rows.jsonl     every request; <slug>/phases.jsonl where its time went; <slug>/batches.jsonl what stages ran
 
 The large files are read by functions of their own, since a table needs none of them.
@@ -21,7 +22,8 @@ from bench.client.slo import PAPER, parse_slos
 from bench.report.experiment import Entry, Experiment, Run, rate_of
 from epd_serve.errors import ConfigError
 
-ASKED, RESULT, ROWS, PHASES, BATCHES = "experiment.json", "result.json", "rows.jsonl", "phases.jsonl", "batches.jsonl"
+ASKED, RESULT, FAILED = "experiment.json", "result.json", "failed.json"
+ROWS, PHASES, BATCHES = "rows.jsonl", "phases.jsonl", "batches.jsonl"
 PARTS = frozenset({"figures", "env", "rows"})
 """Of a result."""
 _Line = TypeVar("_Line")
@@ -145,12 +147,22 @@ def _result(path: Path) -> tuple[Path, str, Mapping[str, Any]]:
         raise ConfigError(f"{path} is no result of an entry: {_fault(error)}") from None
 
 
+def _failure(path: Path) -> tuple[str, str]:
+    """(entry's name, why it was not measured to its end)."""
+    found = _object(path)
+    return str(found.get("entry", "")), " ".join(str(found.get("reason", "no reason given")).split())
+
+
 def _with_problems(experiment: Experiment, results: Mapping[str, Any]) -> Experiment:
     """The experiment, with what is missing of it in words."""
     problems = []
+    failures = dict(_failure(path) for path in sorted(experiment.folder.glob(f"*/{FAILED}")))
     for entry in experiment.entries:
         done = {experiment.rate(entry, run) for run in entry.runs}
         absent = [rate for rate in experiment.rates if rate not in done]
+        reason = failures.get(entry.name, "")
+        if reason:
+            problems.append(f"{entry.name}: ended early: {reason}")
         if entry.folder is None:
             problems.append(f"{entry.name}: was not measured")
         elif absent and len(absent) < len(experiment.rates):

@@ -19,6 +19,8 @@ TWO = ["--layouts", "TP1x2,(E-P)-D", "--rates", "1,2", "--engine", "sim"]
 def layouts(tmp_path, monkeypatch):
     """Runs the command with a way that starts nothing; returns its exit code."""
 
+    monkeypatch.setattr(command, "_draw", lambda path: None)  # takes seconds, and has tests of its own
+
     def run(way: Scripted, *flags: str) -> int:
         monkeypatch.setattr(command, "_way", lambda *_: contextlib.nullcontext(way))
         return main(["layouts", *TWO, "--out", str(tmp_path / "out"), *flags])

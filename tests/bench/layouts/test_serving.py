@@ -71,6 +71,7 @@ def test_layouts_plain_servers_and_an_example_proxy_are_measured_alike(tmp_path)
     asked = ["--layouts", "TP1x2,(E-PD)", "--rates", "20,40", "--n", "6", "--rates-per-device"]
     assert main(flags(out, *asked, "--baselines", "vllm", "--peer-vllm", str(script))) == 0
 
+    assert (out / "report.html").stat().st_size > 0
     figures = read(out / "result.json")["figures"]
     labels = {"TP1x2": (40, 80), "(E-PD)": (20, 40), "plain vLLM": (20, 40), "plain vLLM x2": (40, 80)}
     for name, rates in {**labels, "vLLM's example proxy over (E-PD)": (20, 40)}.items():
