@@ -12,6 +12,7 @@ from typing import Any
 import epd_serve
 from bench import (
     arena,
+    batches,
     colocation,
     duplicates,
     interference,
@@ -45,6 +46,7 @@ MEASUREMENTS: tuple[tuple[str, ModuleType, str], ...] = (
     ("proxy", proxy, "what the proxy costs, and how it keeps its promises, over simulated stages"),
     ("interference", interference, "how much the operators of the stages slow each other down on one device"),
     ("colocation", colocation, "stages on one device against a monolith: throughput, time per output token"),
+    ("batches", batches, "throughput and latency of each stage against its batch size"),
     ("ablations", ablations, "E-P-D with and without its transfer optimisations (EPD-Serve, Table 2)"),
     ("memory-tables", memory_command, "what fits on a device with and without the encoder (EPD, tables 2 to 4)"),
     ("report", report, "draw a comparison of layouts: charts, tables, one HTML page"),

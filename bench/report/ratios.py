@@ -63,14 +63,15 @@ def measures(slo: Slo) -> tuple[Measure, ...]:
 def monolith(experiment: Experiment) -> Entry | None:
     """What the others are compared to: a baseline of whole instances, else any entry of such; of several the one whose
     device count the most entries have. None where there is none that was measured."""
-    whole = [entry for entry in experiment.entries if entry.runs and _is_monolith(entry.layout)]
+    whole = [entry for entry in experiment.entries if entry.runs and is_monolith(entry)]
     counts = [entry.devices for entry in experiment.entries]
     return max(whole, key=lambda entry: (entry.baseline, counts.count(entry.devices)), default=None)
 
 
-def _is_monolith(layout: str) -> bool:
+def is_monolith(entry: Entry) -> bool:
+    """Each of its instances runs all stages."""
     try:
-        return parse(layout).roles == {Role.EPD}
+        return parse(entry.layout).roles == {Role.EPD}
     except LayoutError:  # a baseline of somebody else's
         return False
 
@@ -127,7 +128,7 @@ def sample(measure: Measure, experiment: Experiment, rows: Sequence[Row]) -> Sam
     if not rows:
         return Sample({}, names)
     dues = [row.due_s for row in rows]
-    warm_up = experiment.asked.get("judged", {}).get("warm_up")
+    warm_up = experiment.asked.get("judged", {}).get("warm_up_s")
     window = steady_window(min(dues), max(dues), float(warm_up) if warm_up is not None else None)
     if measure in (TTFT, TPOT):
         times = {row.n: row.ttft_s if measure == TTFT else row.tpot_s for row in window.due(rows) if row.ok}
