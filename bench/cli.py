@@ -24,6 +24,7 @@ from bench import (
     workload,
 )
 from bench.client import command as load
+from bench.layouts import command as layouts
 from bench.report import command as report
 from epd_serve.errors import EpdError
 
@@ -33,6 +34,7 @@ MEASUREMENTS: tuple[tuple[str, ModuleType, str], ...] = (
     ("arena", arena, "the arena's put and get against a plain copy"),
     ("duplicates", duplicates, "encodes of one picture that many clients send at once"),
     ("load", load, "requests to any OpenAI endpoint: TTFT, TPOT, attainment of objectives, goodput"),
+    ("layouts", layouts, "layouts and baselines against each other: each started, loaded at each rate, and drawn"),
     ("selfcheck", selfcheck, "how far the load generator can be trusted"),
     ("proxy", proxy, "what the proxy costs, and how it keeps its promises, over simulated stages"),
     ("interference", interference, "how much the operators of the stages slow each other down on one device"),

@@ -106,7 +106,7 @@ def rates_of(arguments: argparse.Namespace, own: Sequence[RequestSpec] = ()) -> 
         if (times := [one.arrival_s for one in own if one.arrival_s is not None]) and arguments.find_goodput is None:
             return [Trace(times)]
         raise ConfigError("say how fast: --rate R, or --concurrency C", param="--rate")
-    rates = _rates(arguments.rate)
+    rates = parse_rates(arguments.rate)
     if arguments.find_goodput is not None and len(rates) > 1:
         raise ConfigError("--find-goodput begins at one --rate", param="--rate")
     return [make(rate) for rate in rates]
@@ -128,9 +128,9 @@ def arrivals_at(form: str) -> Callable[[float], Arrivals]:
     return at
 
 
-def _rates(text: str) -> list[float]:
-    """`R`, `R,R,…` or `FROM-TO[:STEP]`."""
-    wrong = ConfigError(f"--rate {text}: a number above 0, several with commas, or FROM-TO[:STEP]", param="--rate")
+def parse_rates(text: str, flag: str = "--rate") -> list[float]:
+    """`R`, `R,R,…` or `FROM-TO[:STEP]`. Raises ConfigError naming `flag`."""
+    wrong = ConfigError(f"{flag} {text}: a number above 0, several with commas, or FROM-TO[:STEP]", param=flag)
     try:
         if "-" not in text:
             found = [float(word) for word in text.split(",")]
