@@ -22,7 +22,7 @@ def tethered(argv: Sequence[str], by: signal.Signals) -> list[str]:
 def main() -> None:
     parent, by, program, *arguments = sys.argv[1:]
     die_with_parent(int(parent), signal.Signals[by])
-    os.execv(program, [program, *arguments])
+    os.execvp(program, [program, *arguments])
 
 
 if __name__ == "__main__":
