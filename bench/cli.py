@@ -29,6 +29,7 @@ from bench.ablations import memory_command
 from bench.aisbench import command as aisbench
 from bench.client import command as load
 from bench.compare import command as compare
+from bench.layouts import command as layouts
 from bench.report import command as report
 from epd_serve.errors import EpdError
 
@@ -38,6 +39,7 @@ MEASUREMENTS: tuple[tuple[str, ModuleType, str], ...] = (
     ("arena", arena, "the arena's put and get against a plain copy"),
     ("duplicates", duplicates, "encodes of one picture that many clients send at once"),
     ("load", load, "requests to any OpenAI endpoint: TTFT, TPOT, attainment of objectives, goodput"),
+    ("layouts", layouts, "layouts and baselines against each other: each started, loaded at each rate, and drawn"),
     ("aisbench", aisbench, "AISBench loads an endpoint; its rows judged by the definitions of `load`"),
     ("compare", compare, "two results: the ratio of every figure, with intervals"),
     ("selfcheck", selfcheck, "how far the load generator can be trusted"),

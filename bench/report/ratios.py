@@ -17,6 +17,8 @@ from epd_serve.errors import LayoutError
 from epd_serve.layout_parser import parse
 from epd_serve.roles import Role
 
+NEGLIGIBLE = 0.02
+"""Difference of a ratio from 1: with the same requests on both sides an interval may exclude 1 by nothing at all."""
 Rows = Mapping[str, Sequence[Row]]
 """Requests by entry's name."""
 
@@ -43,8 +45,9 @@ class Ratio:
 
     @property
     def sure(self) -> bool:
-        """Its interval excludes 1."""
-        return self.low is not None and self.high is not None and not self.low <= 1.0 <= self.high
+        """Its interval excludes 1, and it is not so near to 1 that nobody would choose by it."""
+        beyond_chance = self.low is not None and self.high is not None and not self.low <= 1.0 <= self.high
+        return beyond_chance and abs(self.ratio - 1.0) >= NEGLIGIBLE
 
     @property
     def better(self) -> bool:
@@ -166,7 +169,8 @@ def sheet(experiment: Experiment, against: Entry | None, found: Sequence[Ratio])
     )
     note = (
         "Intervals are by bootstrap over blocks of the requests of these runs, the same requests of both sides where "
-        "both were asked the same. They know nothing of other days and machines. None: too few requests."
+        f"both were asked the same. They know nothing of other days and machines. A ratio within "
+        f"{NEGLIGIBLE:.0%} of 1 is not told apart either."
     )
     name = against.known_as if against else "none was measured"
     return Sheet("ratios", f"Ratios to the monolith ({name})", columns, rows, note=note)

@@ -103,6 +103,13 @@ def test_of_no_good_answer_nothing_is_said(tmp_path):
     assert text == "Result\n  No run is valid: there is nothing to compare."
 
 
+def test_a_difference_that_nobody_would_choose_by_is_no_win(tmp_path):
+    text = said(tmp_path, [entry("TP1x2", baseline=True), entry("EP-D")], {"TP1x2": 0.2, "EP-D": 0.198}).text()
+
+    assert "no deployment differs from the best in mean TTFT beyond chance" in text
+    assert "Wins" not in text
+
+
 def test_without_a_monolith_there_are_no_ratios(tmp_path):
     text = said(tmp_path, [entry("EP-D"), entry("(E-P)-D")], {"EP-D": 0.4, "(E-P)-D": 0.2}).text()
 
