@@ -74,7 +74,7 @@ setup(
         exclude=["deploy.contract"],  # reads our sources, for those who change them
     ),
     package_data={
-        "epd_serve.demo": ["weights/*", "families/*.json", "samples/*.png"],
+        "epd_serve.demo": ["weights/*", "blank/*", "families/*.json", "samples/*.png"],
         "epd_serve.engine": ["site/*.py"],
     },
     install_requires=RUNTIME,

@@ -127,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure every size, print the table, write the result."""
-    env = environment(argv)
+    env = environment(argv, asked=arguments)
     rounds = arguments.rounds or (100 if arguments.quick else 400)
     figures: dict[str, float] = {}
     rows: list[dict[str, Any]] = []

@@ -86,7 +86,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     groups = {arguments.only: GROUPS[arguments.only]} if arguments.only else GROUPS
     if arguments.engine == "vllm":
         check_memory(max(sum(entry.stages for entry in group) for group in groups.values()))
-    env = environment(argv, "real" if arguments.engine == "vllm" else "simulated stages: to try the flow")
+    kind = "real" if arguments.engine == "vllm" else "simulated stages: to try the flow"
+    env = environment(argv, kind, asked=arguments)
     found = Found()
     with tempfile.TemporaryDirectory(prefix="epd-bench-", dir="/tmp") as scratch, FlowGenerator() as generator:
         flags = engine_flags(arguments, Path(scratch))

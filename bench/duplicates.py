@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure, print the table, write the result. The figure is the worst round's."""
-    env = environment(argv)
+    env = environment(argv, asked=arguments)
     with served(LAYOUT) as launch, second_proxy(launch) as other:
         with httpx.Client(timeout=120, trust_env=False) as client:
             for seed, url in enumerate((launch.url, other)):

@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         divisions.append(parse_shares(arguments.core_share))
     if target.users:
         print(f"{target.users} process(es) hold memory of {target.name}: what they run is in every latency", flush=True)
-    env = environment(argv) | {"device": f"{target.kind}: {target.name}"}
+    env = environment(argv, asked=arguments) | {"device": f"{target.kind}: {target.name}"}
     found = measure(target, list(every), divisions, rounds, seconds)
     profile = profile_of(target, every, found, env)
     print("\n\n".join(filter(None, (report(profile, every), busy(env)))), flush=True)

@@ -45,7 +45,7 @@ VARIANTS = {
 
 def run(arguments: argparse.Namespace, argv: Sequence[str], model: tuple[str, ...]) -> int:
     """One variant after the other beside the whole mechanism; print the tables, write the result."""
-    env = environment(argv)
+    env = environment(argv, asked=arguments)
     figures: dict[str, float] = {}
     rows: list[dict[str, Any]] = []
     lines: list[tuple[str, ...]] = [("without", "TTFT ms", "whole mechanism ms", "ratio of pairs")]

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure part by part; print and write what has been found so far."""
     also = ", real ones where a figure's name says so" if arguments.real else ""
-    env = environment(argv, kind="real proxy, clients and sockets; simulated stages" + also)
+    env = environment(argv, kind="real proxy, clients and sockets; simulated stages" + also, asked=arguments)
     options = Options(arguments.quick, arguments.peer_vllm, arguments.peer_ascend, arguments.real)
     parts = [part for part in PARTS if not arguments.only or part.name in arguments.only]
     figures: dict[str, float] = {}

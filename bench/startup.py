@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Start each role once alone, each layout once, print the table, write the record."""
-    env = environment(argv)
+    env = environment(argv, asked=arguments)
     rounds = arguments.rounds or (1 if arguments.quick else 3)
     names = arguments.layouts or (QUICK_LAYOUTS if arguments.quick else LAYOUTS)
     blueprints = {layout: draw(DeployConfig(layout=layout, device="cpu")) for layout in names.split(",")}

@@ -76,7 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure, print the tables, write the result."""
-    env = environment(argv, kind="real processes, bytes, sockets and stores; emulated prefill (scheduling latency)")
+    kind = "real processes, bytes, sockets and stores; emulated prefill (scheduling latency)"
+    env = environment(argv, kind, asked=arguments)
     quick = arguments.quick
     modes, pictures = (arguments.modes or ",".join(_modes())).split(","), arguments.pictures.split(",")
     for word, known in [*((mode, MODES) for mode in modes), *((picture, tuple(PICTURES)) for picture in pictures)]:

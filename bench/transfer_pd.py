@@ -73,7 +73,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     turns = _turns(arguments, modes)
     if arguments.device == "cuda":
         return _run_on_gpu(arguments, argv, turns)
-    env = environment(argv, kind="rows say which: real (two vLLM processes on CPU) or emulated (virtual clock)")
+    kind = "rows say which: real (two vLLM processes on CPU) or emulated (virtual clock)"
+    env = environment(argv, kind, asked=arguments)
     transports = _transports(arguments.transports)
     samples: list[Sample] = []
     for transport in transports:
@@ -100,7 +101,7 @@ def _run_on_gpu(arguments: argparse.Namespace, argv: Sequence[str], turns: stage
         if getattr(arguments, flag) is not None:
             raise ConfigError(f"--{flag} is for stages: leave it away with --device cuda", param=f"--{flag}")
     name = pd_cuda.gpu()
-    env = environment(argv, kind=f"real: compute and copies of {name}, no vLLM")
+    env = environment(argv, kind=f"real: compute and copies of {name}, no vLLM", asked=arguments)
     samples = pd_cuda.measure_gpu(turns.lengths, turns.modes, turns.rounds[1])
     found = pd.cells(samples, turns.modes)
     for path, cells in groupby(found, key=lambda cell: cell.case.transport):

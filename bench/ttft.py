@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _layouts(arguments: argparse.Namespace, argv: Sequence[str], model: tuple[str, ...]) -> int:
-    env = environment(argv)
+    env = environment(argv, asked=arguments)
     modes = arguments.modes.split(",")
     with contextlib.ExitStack() as stack:
         launches = [stack.enter_context(served(layout, model)) for layout in arguments.layouts.split(",")]

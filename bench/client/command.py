@@ -15,15 +15,18 @@ import resource
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from bench.client.bodies import file_bodies
+from bench.client.experiment import experiment
 from bench.client.flags import add_flags, arrivals_at, plan_of, rates_of
 from bench.client.goodput import Search
+from bench.client.resume import Earlier, keep_runs, read_earlier
 from bench.client.rows_file import RowsFile
 from bench.client.run import Bounds
 from bench.client.slo import PAPER, parse_slos
 from bench.client.source import FileSource, Source, WorkloadSource
-from bench.client.sweep import Found, Sweep
+from bench.client.sweep import Found, Sweep, labels
 from bench.client.target import Target
 from bench.record import environment
 from bench.workloads.arrivals import Arrivals
@@ -51,7 +54,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     target = Target(arguments.url, headers if arguments.no_explain else {"x-epd-explain": "1", **headers})
     model = event_loop.run(_model(target, arguments.model))
     source = _source(arguments, wanted, model)
-    env = environment(argv, kind=arguments.kind)
+    env = environment(argv, kind=arguments.kind, asked=arguments)
     env["load"] = {
         "url": str(target.endpoint),
         "model": model,
@@ -60,13 +63,18 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         "devices": plan.devices,
         "slos": [str(slo) for slo in plan.slos],
         "client_on_the_servers_host": _is_here(target.endpoint.host),
+        "experiment": experiment(arguments, plan, model),
     }
+    earlier = _earlier(arguments, env, labels(rates)) if arguments.resume else None
     rows_path = arguments.rows or (arguments.json and arguments.json.with_suffix(".rows.jsonl"))
     phases = rows_path.with_suffix(".phases.jsonl") if rows_path and arguments.traces else None
-    if phases is not None:
+    if earlier is not None:
+        for path in filter(None, (rows_path, phases)):
+            keep_runs(path, earlier.runs)
+    elif phases is not None:
         phases.unlink(missing_ok=True)
     with contextlib.ExitStack() as stack:
-        rows = stack.enter_context(RowsFile(rows_path)) if rows_path else None
+        rows = stack.enter_context(RowsFile(rows_path, append=earlier is not None)) if rows_path else None
         sweep = Sweep(
             target,
             source,
@@ -76,6 +84,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             phases=phases,
             json_path=arguments.json,
             env=env,
+            earlier=earlier,
         )
         try:
             found = _measured(arguments, sweep, rates)
@@ -83,6 +92,23 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             found = sweep.found
             found.signal = 2
     return _exit_code(found)
+
+
+def _earlier(arguments: argparse.Namespace, env: dict[str, Any], named: Sequence[str]) -> Earlier:
+    """The runs that are there; `env` gets to know under what they were measured."""
+    found = read_earlier(arguments.json, env["load"]["experiment"], named)
+    if not found.rows:
+        print(f"{arguments.json}: nothing there to go on with", flush=True)
+        return found
+    keys = ("date", "commit", "uncommitted_changes", "machine", "versions")
+    env["resumed"] = [
+        *found.env.get("resumed", ()),
+        {"runs": sorted(found.runs)} | {key: found.env[key] for key in keys},
+    ]
+    for key in ("commit", "uncommitted_changes", "versions"):
+        if found.env[key] != env[key]:
+            print(f"another {key.replace('_', ' ')} than before: {found.env[key]}, now {env[key]}", flush=True)
+    return found
 
 
 def _measured(arguments: argparse.Namespace, sweep: Sweep, rates: Sequence[Arrivals]) -> Found:

@@ -49,6 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     judged.add_argument("--tolerance", type=float, default=0.1, help="of that rate (default 0.1)")
     kept = parser.add_argument_group("what is kept")
     kept.add_argument("--rows", type=Path, metavar="FILE", help="every request as a JSON line (default beside --json)")
+    kept.add_argument("--resume", action="store_true", help="go on with the sweep of --json: rates it lacks")
     kept.add_argument("--traces", type=Path, metavar="DIR", help="phase stamps of an `epd-serve serve` on this host")
     kept.add_argument("--kind", choices=("real", "emulated", "simulated"), default="real", help="what serves")
     add_record_arguments(parser, quick=f"runs of {QUICK_S:g} s")
@@ -64,6 +65,8 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         raise ConfigError("--warm-up is below 0", param="--warm-up")
     if arguments.find_goodput is not None and not 0 < arguments.find_goodput < 1:
         raise ConfigError(f"--find-goodput is {arguments.find_goodput:g}: a share, as 0.9", param="--find-goodput")
+    if arguments.resume and (arguments.json is None or arguments.find_goodput is not None):
+        raise ConfigError("--resume goes on with a sweep of --rate: name its --json FILE", param="--resume")
     share, within_s = _cancel(arguments.cancel)
     seconds = arguments.duration
     if seconds is None and arguments.n is None:
@@ -103,7 +106,7 @@ def rates_of(arguments: argparse.Namespace, own: Sequence[RequestSpec] = ()) -> 
         if (times := [one.arrival_s for one in own if one.arrival_s is not None]) and arguments.find_goodput is None:
             return [Trace(times)]
         raise ConfigError("say how fast: --rate R, or --concurrency C", param="--rate")
-    rates = _rates(arguments.rate)
+    rates = parse_rates(arguments.rate)
     if arguments.find_goodput is not None and len(rates) > 1:
         raise ConfigError("--find-goodput begins at one --rate", param="--rate")
     return [make(rate) for rate in rates]
@@ -125,9 +128,9 @@ def arrivals_at(form: str) -> Callable[[float], Arrivals]:
     return at
 
 
-def _rates(text: str) -> list[float]:
-    """`R`, `R,R,…` or `FROM-TO[:STEP]`."""
-    wrong = ConfigError(f"--rate {text}: a number above 0, several with commas, or FROM-TO[:STEP]", param="--rate")
+def parse_rates(text: str, flag: str = "--rate") -> list[float]:
+    """`R`, `R,R,…` or `FROM-TO[:STEP]`. Raises ConfigError naming `flag`."""
+    wrong = ConfigError(f"{flag} {text}: a number above 0, several with commas, or FROM-TO[:STEP]", param=flag)
     try:
         if "-" not in text:
             found = [float(word) for word in text.split(",")]

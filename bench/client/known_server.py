@@ -2,7 +2,7 @@
 
 A request says in its field `known` how it is to be answered (`Known`); without one `usual` holds. Nothing is computed.
 When each event was really written is kept by the request's `x-request-id`. `python -m bench.client.known_server` serves
-until its input ends (`bench/children.py`).
+until its input ends (`bench/children.py`); its configuration may say what is `usual`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from typing import Any, cast
 
 import httptools
@@ -197,7 +198,10 @@ class _Connection(asyncio.Protocol):
 
     def _whole(self, status: int, body: dict[str, Any]) -> None:
         raw = json.dumps(body).encode()
-        head = b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\nretry-after: 1\r\n" % status
+        head = b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\nretry-after: 1\r\n" % (
+            status,
+            HTTPStatus(status).phrase.encode(),
+        )
         self._transport.write(head + b"content-length: %d\r\n\r\n" % len(raw) + raw)
 
 
@@ -218,8 +222,8 @@ def main() -> None:
 async def _serve() -> None:
     answer = answering()
     lines = commands()
-    next(lines)  # no configuration
-    async with KnownServer().serving() as server:
+    usual = Known(**next(lines).get("usual", {}))
+    async with KnownServer(usual).serving() as server:
         answer(url=server.url)
         while (order := await asyncio.to_thread(next, lines, None)) is not None:
             server.written.clear() if order.get("forget") else answer(written=server.written)

@@ -76,6 +76,7 @@ class Measured:
         return {
             "run": self.run.label,
             "valid": self.valid,
+            "stopped": self.run.stopped,
             "objections": [one.text for one in self.objections],
             "grows": self.grows,
             "faults": faults(self.run.rows),

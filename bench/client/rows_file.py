@@ -13,19 +13,20 @@ from epd_serve.errors import ConfigError
 
 
 class RowsFile:
-    """Appends rows to a new file. Use as a context manager.
+    """Appends rows to a new file, or to what is there. Use as a context manager.
 
     Raises:
         ConfigError: it cannot be made.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, append: bool = False) -> None:
         self._path = path
         self._kept = 0
-        self._nbytes = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            begin = os.O_APPEND if append else os.O_TRUNC
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | begin | os.O_CLOEXEC, 0o644)
+            self._nbytes = os.lseek(self._fd, 0, os.SEEK_END) if append else 0
         except OSError as error:
             raise ConfigError(f"--rows {path} cannot be written: {error.strerror}", param="--rows") from error
 

@@ -84,7 +84,7 @@ def read_stream(pieces: Iterable[tuple[float, bytes]]) -> Reading:
     def reading(**ended: Any) -> Reading:
         return Reading(tuple(content), last, finish, usage.completion_tokens, usage.prompt_tokens, **ended)
 
-    for at, data in _events(pieces):
+    for at, data in events(pieces):
         if data == b"[DONE]":
             return reading(done=True)
         try:
@@ -105,7 +105,7 @@ def read_stream(pieces: Iterable[tuple[float, bytes]]) -> Reading:
     return reading()
 
 
-def _events(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+def events(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
     """The data of each complete event with the time of the read that completed it. Comments are left out."""
     rest = b""
     for at, piece in pieces:

@@ -21,6 +21,7 @@ from bench.client.goodput import Search
 from bench.client.joined import joined, mean_phases
 from bench.client.measure import Measured, Plan, measure
 from bench.client.metrics import attainment
+from bench.client.resume import Earlier
 from bench.client.row import Row
 from bench.client.runner import Runner
 from bench.client.slo import Slo
@@ -58,6 +59,7 @@ class Sweep:
     Args:
         keep: is given every row. traces: folder of the endpoint's phase stamps. phases: file for each request's.
         json_path, env: of the result (`bench/record.py`), written after every run.
+        earlier: what an earlier sweep has measured of the same experiment; it is not measured again.
         say: prints.
     """
 
@@ -72,18 +74,25 @@ class Sweep:
         phases: Path | None = None,
         json_path: Path | None = None,
         env: Mapping[str, Any] | None = None,
+        earlier: Earlier | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
         self._target, self._source, self._plan = target, source, plan
         self._keep, self._traces, self._phases = keep, traces, phases
         self._json, self._env, self._say = json_path, dict(env or {}), say
-        self._runs = 0
-        self.found = Found()
+        earlier = earlier or Earlier()
+        rows = [dict(row) for row in earlier.rows]
+        self.found = Found(dict(earlier.figures), rows, valid=all(row["valid"] for row in rows))
 
     def rates(self, arrivals: Sequence[Arrivals]) -> Found:
-        """A run of each."""
-        for one in arrivals:
-            measured = self._one(replace(self._plan, arrivals=one, seed=self._plan.seed + self._runs))
+        """A run of each that is not there yet. Which requests one has depends on its place alone."""
+        there = {row["run"] for row in self.found.rows}
+        for number, (label, one) in enumerate(zip(labels(arrivals), arrivals, strict=True)):
+            if label in there:
+                self._say(f"\n{label}: measured before")
+                continue
+            plan = replace(self._plan, arrivals=one, seed=self._plan.seed + number)
+            measured = self._one(plan, number, label)
             self.found.valid = self.found.valid and measured.valid
             if self.found.signal or self.found.over:
                 break
@@ -91,12 +100,13 @@ class Sweep:
 
     def goodput(self, arrivals: Callable[[float], Arrivals], search: Search, target: float, slo: Slo) -> Found:
         """Probes until `search` has found the goodput. A probe that is too bad to be measured is a miss."""
+        tried: list[Arrivals] = []
         while (rate := search.next()) is not None:
             seconds = max(self._plan.seconds or 0.0, SEARCH_REQUESTS / rate)
-            plan = replace(
-                self._plan, arrivals=arrivals(rate), seed=self._plan.seed + self._runs, count=None, seconds=seconds
-            )
-            measured = self._one(plan)
+            number = len(tried)
+            tried.append(arrivals(rate))
+            plan = replace(self._plan, arrivals=tried[-1], seed=self._plan.seed + number, count=None, seconds=seconds)
+            measured = self._one(plan, number, labels(tried)[-1])
             if any(one.whose != "answers" for one in measured.objections):
                 self.found.valid = False
                 break
@@ -112,13 +122,11 @@ class Sweep:
         self._write()
         return self.found
 
-    def _one(self, plan: Plan) -> Measured:
-        requests = self._source.of_run(plan, self._runs)
-        label = self._label(plan.arrivals)
-        self._runs += 1
+    def _one(self, plan: Plan, number: int, label: str) -> Measured:
+        requests = self._source.of_run(plan, number)
         with prepared(requests.bodies) as asks:
             measured = event_loop.run(self._sent(asks, plan, label, requests.dues))
-        row = {**measured.row(), "repeated_requests": requests.repeats}
+        row = {**measured.row(), "number": number, "repeated_requests": requests.repeats}
         figures = dict(measured.figures)
         if self._traces is not None:
             figures["phases"] = self._joined(measured)
@@ -128,12 +136,6 @@ class Sweep:
         self.found.over = next((one.text for one in measured.objections if one.whose == "end"), "")
         self._write()
         return measured
-
-    def _label(self, arrivals: Arrivals) -> str:
-        """Of a run in tables, rows and figures. A rate that is measured again says so."""
-        label = label_of(arrivals)
-        again = sum(row["run"].split(" (")[0] == label for row in self.found.rows)
-        return f"{label} ({again + 1})" if again else label
 
     async def _sent(self, asks: Sequence[Ask], plan: Plan, label: str, dues: Sequence[float] | None) -> Measured:
         runners: list[Runner] = []
@@ -189,13 +191,16 @@ class Sweep:
         return mean_phases(known)
 
     def _write(self) -> None:
-        try:
-            write(self._json, self.found.figures, self._env, self.found.rows)
-        except OSError as error:
-            raise ConfigError(
-                f"--json {self._json}: {error.strerror}; what is printed above and --rows is what there is",
-                param="--json",
-            ) from error
+        write(self._json, self.found.figures, self._env, self.found.rows)
+
+
+def labels(arrivals: Sequence[Arrivals]) -> list[str]:
+    """Of runs in tables, rows and figures, in order. A rate that is measured again says so."""
+    found: list[str] = []
+    for one in map(label_of, arrivals):
+        again = sum(label.split(" (")[0] == one for label in found)
+        found.append(f"{one} ({again + 1})" if again else one)
+    return found
 
 
 def label_of(arrivals: Arrivals) -> str:

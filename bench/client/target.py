@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.client.connection import Answer, connect, head
@@ -49,6 +49,11 @@ class Target:
         self._headers = dict(headers or {})
         self._head = head(self.endpoint, "POST", path, self._headers)
 
+    @property
+    def servers(self) -> Sequence[Target]:
+        """Those that requests go to, in turn."""
+        return (self,)
+
     def head(self, request_id: str, nbytes: int) -> bytes:
         return b"%sx-request-id: %s\r\ncontent-length: %d\r\n\r\n" % (self._head, request_id.encode(), nbytes)
 
@@ -58,14 +63,11 @@ class Target:
         Raises:
             StageError: nobody answers, or not with a list of models.
         """
-        request = head(self.endpoint, "GET", "/v1/models", self._headers) + b"\r\n"
-        connection = await connect(self.endpoint)
-        try:
-            waiter = connection.ask(request)
-            await asyncio.wait([waiter], timeout=LOOK_S)
-            answer = waiter.result() if waiter.done() else Answer()
-        finally:
-            connection.close()
+        return [name for name, _ in await self.served()]
+
+    async def served(self) -> list[tuple[str, str]]:
+        """(name, where the model lies) of what it serves; "" where it does not say that. Raises as `models`."""
+        answer = await self._asked(head(self.endpoint, "GET", "/v1/models", self._headers) + b"\r\n", LOOK_S)
         what = f"{self.endpoint}/v1/models"
         if answer.garbage:
             raise StageError(f"{what} answers with garbage: {answer.garbage}", stage=str(self.endpoint))
@@ -74,6 +76,32 @@ class Target:
         if answer.status != 200:
             raise StageError(f"{what} answers {answer.status}: {said(answer.tail)}", stage=str(self.endpoint))
         try:
-            return [str(entry["id"]) for entry in json.loads(answer.tail)["data"]]
-        except (ValueError, KeyError, TypeError):
+            entries = json.loads(b"".join(piece for _, piece in answer.kept.pieces) if answer.kept else b"")["data"]
+            return [(str(entry["id"]), str(entry.get("root") or "")) for entry in entries]
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise StageError(f"{what} is no list of models: {said(answer.tail)}", stage=str(self.endpoint)) from None
+
+    async def ask(self, body: bytes, request_id: str, limit_s: float) -> Answer:
+        """One request outside of any load, its answer kept whole. Raises StageError where nobody is there."""
+        return await self._asked(self.head(request_id, len(body)) + body, limit_s)
+
+    async def _asked(self, request: bytes, limit_s: float) -> Answer:
+        connection = await connect(self.endpoint)
+        try:
+            waiter = connection.ask(request, keep=True)
+            await asyncio.wait([waiter], timeout=limit_s)
+            return waiter.result() if waiter.done() else Answer()
+        finally:
+            connection.close()
+
+
+class InTurn(Target):
+    """Several servers of one model, asked in turn: the client balances their load, which costs the servers nothing."""
+
+    def __init__(self, urls: Sequence[str], headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(urls[0], headers)
+        self._servers = tuple(Target(url, headers) for url in urls)
+
+    @property
+    def servers(self) -> Sequence[Target]:
+        return self._servers

@@ -1,8 +1,8 @@
 """Tiny random-weight models of other architectures: one JSON file each in `families/`, turned into a model folder.
 
 Owns the reading of those files and what follows from them: token ids, the chat template, the tokenizer with the
-family's own special tokens. The vocabulary is the demo model's. Leaves to others: the names in the command line
-(`presets`), drawing the weights (`random_weights`).
+family's own special tokens. The vocabulary is that of `blank/`, as of every random model. Leaves to others: the names
+in the command line (`presets`), drawing the weights (`random_weights`).
 
 A family file holds
     about         one line for `--help`
@@ -42,7 +42,7 @@ def read_family(name: str) -> dict[str, Any]:
 
 
 def write_family(model: Path, name: str) -> dict[str, str]:
-    """Write everything but the weights into `model`, which holds the demo model's tokenizer files.
+    """Write everything but the weights into `model`, which holds the tokenizer files of `blank/`.
 
     Returns:
         How prefixes of weight names have to change, for `random_weights`.

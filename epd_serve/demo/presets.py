@@ -23,6 +23,9 @@ from epd_serve.demo.families import family_names, write_family
 from epd_serve.errors import ConfigError
 
 _WEIGHTS = Path(__file__).parent / "weights"
+# What random models are made from: configs, tokenizer and template of their own, so that a newly trained demo model
+# leaves them, and everything that was measured and tested with them, as they are.
+_BLANK = Path(__file__).parent / "blank"
 _SITE = Path(epd_serve.__file__).parent / "engine" / "site"
 _BUILD_TIMEOUT_S = 300.0
 _MOST_FRAMES = 8  # of a video
@@ -30,7 +33,7 @@ _MOST_FRAMES = 8  # of a video
 
 @dataclass(frozen=True)
 class RandomPreset:
-    """Sizes of a random-weight model, as changes to the demo model's own config (same tokenizer and processor).
+    """Sizes of a random-weight model, as changes to the configs in `blank/` (whose tokenizer it has, too).
 
     Attributes:
         text, vision: keys of `text_config` and `vision_config` that differ.
@@ -109,7 +112,7 @@ def write_preset(directory: Path, preset: str, seed: int = 0) -> None:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as scratch:
             built = Path(scratch) / "model"
-            shutil.copytree(_WEIGHTS, built)
+            shutil.copytree(_WEIGHTS if preset == "demo" else _BLANK, built)
             if preset in RANDOM_PRESETS:
                 _write_configs(built, RANDOM_PRESETS[preset])
                 _draw_weights(built, seed)
@@ -136,7 +139,6 @@ def _write_configs(model: Path, preset: RandomPreset) -> None:
 
 def _draw_weights(model: Path, seed: int, renames: dict[str, str] | None = None) -> None:
     """Run `epd_serve.demo.random_weights` on `model`, with the torchvision repair that CPU machines need."""
-    (model / "model.safetensors").unlink()
     ours = [str(_SITE), str(Path(epd_serve.__file__).parents[1])]
     path = os.pathsep.join([*ours, *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "epd_serve.demo.random_weights", str(model), str(seed)]

@@ -108,11 +108,8 @@ class Engine:
             self.changed()
 
     def _seconds(self, step: Step) -> float:
-        """The encoder runs first, then one batch of prompts and decodes."""
-        profile = self.profile
-        seconds = profile.encode.seconds(step.item_tokens) + profile.prefill.seconds(step.prompt_tokens)
-        seconds += profile.decode_s(len(step.decodes))
-        return seconds * self._factor() * self.slowness
+        parts_s = self.profile.step_parts_s(step.item_tokens, step.prompt_tokens, len(step.decodes))
+        return sum(parts_s) * self._factor() * self.slowness
 
     def _ring(self) -> None:
         self._work.set()

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from epd_serve.sim.engine import Engine
+from typing import Protocol
+
+from epd_serve.sim.engine import Rates
+from epd_serve.sim.scheduler import Scheduler
 from epd_serve.wire import StageReport
 from epd_serve.wiring import StageWiring
 
 
-def stage_report(wiring: StageWiring, engine: Engine, seq: int) -> StageReport:
+class Busy(Protocol):
+    """What a report is made of: an engine, in whatever time it runs."""
+
+    scheduler: Scheduler
+    rates: Rates
+
+
+def stage_report(wiring: StageWiring, engine: Busy, seq: int) -> StageReport:
     """How busy the engine is now."""
     scheduler, rates = engine.scheduler, engine.rates
     waiting = [*scheduler.waiting, *scheduler.held]

@@ -88,6 +88,10 @@ class Profile:
         (x0, y0), (x1, y1) = points[at - 1 : at + 1] if at < len(points) else points[-2:]
         return max(0.0, y0 + (y1 - y0) * (batch - x0) / (x1 - x0))
 
+    def step_parts_s(self, item_tokens: int, prompt_tokens: int, decodes: int) -> tuple[float, float, float]:
+        """Seconds of encode, prefill and decode in one step: the encoder runs first, then one batch of the rest."""
+        return self.encode.seconds(item_tokens), self.prefill.seconds(prompt_tokens), self.decode_s(decodes)
+
     def factors(self, instance: str) -> Callable[[], float]:
         """The draws of `instance`: the same ones in every run."""
         chance = random.Random(f"{self.seed}/{instance}")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +18,7 @@ from bench.record import ROOT, busy, environment, flatten, write
 from bench.served import Served
 from bench.statistic import Spread, percentile
 from bench.turns import Target, summarise, text
+from epd_serve.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -42,11 +46,53 @@ def test_a_result_is_figures_environment_and_rows(tmp_path):
     write(tmp_path / "deep" / "r.json", {"a": 1.5, "b": 2}, env, [{"turn": 0}])
 
     saved = json.loads((tmp_path / "deep" / "r.json").read_text())
+    assert saved["env"]["machine"].pop("load_average_1min_after") >= 0
     assert saved == {"figures": {"a": 1.5, "b": 2}, "env": env, "rows": [{"turn": 0}]}
     assert env["kind"] == "real"
     assert env["command"] == "epd-bench ttft --layouts 'TP1,(E-P)-D'"
     assert env["machine"]["cores"] >= 1
     assert {"cpu", "arch"} <= set(env["machine"])
+
+
+def test_a_result_has_every_flag_also_those_that_nobody_gave_and_no_secret(tmp_path):
+    asked = argparse.Namespace(
+        seed=0, layout="E-P-D", json=tmp_path, header=["Authorization: Bearer k3y", "x-a:1"], run=main
+    )
+    env = environment(
+        ["load", "--header", "Authorization: Bearer k3y", "--header=api-key:k3y", "--seed", "0"], asked=asked
+    )
+
+    assert env["asked"] == {
+        "header": ["Authorization: ...", "x-a:1"],
+        "json": str(tmp_path),
+        "layout": "E-P-D",
+        "seed": 0,
+    }
+    assert "k3y" not in json.dumps(env)
+    assert {"cores", "load_average_1min"} <= set(env["machine"])
+
+
+def test_a_result_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    path = tmp_path / "r.json"
+    write(path, {"a": 1.0}, {}, [])
+    kept = path.read_text()
+
+    def full(self: Path, text: str, **_: object) -> None:
+        with self.open("w") as file:
+            file.write(text[:10])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        write(path, {"a": 2.0}, {}, [])
+    assert path.read_text() == kept
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_device_is_written_to_and_stays_what_it_is(tmp_path):
+    with pytest.raises(ConfigError, match=r"--json /dev/full: No space left on device"):
+        write(Path("/dev/full"), {"a": 1.0}, {}, [])
+    assert Path("/dev/full").is_char_device()
 
 
 @pytest.mark.parametrize("wrong", ["1.0", True, None, [1]])

@@ -22,13 +22,22 @@ def request(url: str, *, stream: bool) -> bytes:
     return post(url, CHAT, strict_json.encode(text_body(stream=stream)))
 
 
+async def good_answers(url: str, made: bytes, *, stream: bool) -> Sample:
+    """A closed loop with good answers in its window, which on a busy machine has to be longer."""
+    for seconds in (0.1, 1.0, 10.0):
+        sample = await closed_loop(url, lambda _: made, at_once=3, seconds=seconds, stream=stream)
+        if sample.good:
+            return sample
+    raise AssertionError(f"no good answer within {seconds:g} s: {sample.errors}")
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_closed_loop_counts_good_answers_and_their_events(stream: bool) -> None:
     fake = FakeStage("PD0", Role.PD)
     async with served(fake) as url:
         made = request(url, stream=stream)
-        sample = await closed_loop(url, lambda _: made, at_once=3, seconds=0.2, stream=stream)
-        assert sample.good and not sample.errors
+        sample = await good_answers(url, made, stream=stream)
+        assert not sample.errors
         assert sample.events == (3 * sample.good if stream else 0)
         assert all(0 < first <= whole for first, whole in zip(sample.first_s, sample.whole_s, strict=True))
         assert {"rps", "first_p99_ms", "generator_us_per_request"} <= set(sample.summary())
@@ -60,8 +69,10 @@ def test_an_open_loops_times_count_from_when_a_request_was_due() -> None:
 async def test_a_generator_of_its_own_process_says_what_it_saw_or_why_not() -> None:
     async with served(FakeStage("PD0", Role.PD)) as url:
         with Generator() as generator:
-            load = Load([text_body(stream=True)], 0.2, at_once=2, warm_up_s=0.0)
+            load = Load([text_body(stream=True)], 0.5, per_second=20.0)
             found = await asyncio.to_thread(generator.run, url, load)
-            assert found["requests"] and not found["kinds"]
+            assert found["requests"] == len(arrivals_within(Poisson(20), 0.5, 0))
+            assert not found["kinds"]
+            load = Load([text_body(stream=True)], 0.1, at_once=2, warm_up_s=0.0)
             with pytest.raises(StageError, match="cannot be reached"):
                 await asyncio.to_thread(generator.run, "http://127.0.0.1:1", load)

@@ -36,7 +36,7 @@ def test_the_check_runs_and_writes_its_figures(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(selfcheck, "KNOWN", (Known(first_s=0.02, gap_s=0.001, tokens=4, role_first=True),))
     monkeypatch.setattr(selfcheck, "QUICK_S", 0.3)
 
-    code = main(["selfcheck", "--quick", "--json", str(tmp_path / "r.json")])
+    code = main(["selfcheck", "--quick", "--no-clients", "--json", str(tmp_path / "r.json")])
     found = json.loads((tmp_path / "r.json").read_text())
     assert {goal.figure for goal in selfcheck.GOALS} <= set(found["figures"])
     assert len(found["rows"]) == found["figures"]["requests"] > 0

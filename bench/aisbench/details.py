@@ -1,0 +1,217 @@
+"""What a run of AISBench left on disk, as it stands there: each request, and the figures that it computed itself.
+
+A request is a line of `*_details.jsonl`; the times of its chunks are a `.npy` blob in an SQLite file that the line
+names. Blobs are read as plain arrays, never unpickled. A run that was ended early has its files under `tmp/` instead,
+and what is there is read too. Exit code and files of AISBench look alike whether requests failed or not: rows decide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import re
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from bench.aisbench.config import DATASET_NAME, NAME
+from epd_serve.errors import StageError
+
+LONGEST_SAID = 500
+_ERROR = re.compile(r"^(?:\S+\.)?(\w*(?:Error|Exception)): (.+)$", re.MULTILINE)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+
+
+class Details(msgspec.Struct):
+    """A line, but for what is sent and answered, which is long.
+
+    Attributes:
+        id: the row of the export. times: reference to its chunks. db_name: file that has them.
+    """
+
+    id: int
+    success: bool
+    error_info: str | None = ""
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    uuid: str = ""
+    db_name: str = ""
+    time_points: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One request as AISBench saw it.
+
+    Attributes:
+        row: of the export; 0 is the warm-up's. uuid: AISBench's name for it.
+        chunks_s: when it was sent and when each chunk of the answer came, seconds of CLOCK_MONOTONIC; empty where the
+            request broke.
+        success: as AISBench sees it. error: what it says went wrong.
+    """
+
+    row: int
+    uuid: str
+    success: bool
+    error: str
+    input_tokens: int
+    output_tokens: int
+    chunks_s: tuple[float, ...]
+
+    @property
+    def ttft_s(self) -> float | None:
+        """As AISBench defines it: from sending to the first chunk, whatever is in that."""
+        return self.chunks_s[1] - self.chunks_s[0] if len(self.chunks_s) > 1 else None
+
+
+_decode = msgspec.json.Decoder(Details).decode
+
+
+def results_folder(work_dir: Path) -> Path | None:
+    """`performances/NAME` of the newest run in AISBench's work directory; None where it never came to one."""
+    runs = sorted(work_dir.glob(f"*/performances/{NAME}"))
+    return runs[-1] if runs else None
+
+
+def read_requests(folder: Path) -> list[Sent]:
+    """The requests of a run, by row.
+
+    Raises:
+        StageError: there are none, or a file is not as AISBench writes it; with its name.
+    """
+    lines = sorted(folder.glob(f"{DATASET_NAME}_details.jsonl")) or sorted(folder.glob("tmp/*.jsonl"))
+    chunks = _Chunks(folder)
+    found: dict[int, Sent] = {}
+    with contextlib.closing(chunks):
+        for path in lines:
+            for where, details in _lines(path):
+                found[details.id] = Sent(
+                    row=details.id,
+                    uuid=details.uuid,
+                    success=details.success,
+                    error=_COLOUR.sub("", details.error_info or "")[:LONGEST_SAID],
+                    input_tokens=details.input_tokens or 0,
+                    output_tokens=details.output_tokens or 0,
+                    chunks_s=chunks.of(details, where),
+                )
+    if not found:
+        raise StageError(f"AISBench left no request in {folder}", stage="AISBench")
+    return [found[row] for row in sorted(found)]
+
+
+def own_figures(folder: Path) -> dict[str, float]:
+    """What AISBench computed of the whole run: `TTFT/Average` in its units (milliseconds, tokens per second), by name.
+
+    Empty where it did not come to that. Its figures count the warm-up's row too, and successes as it sees them.
+
+    Raises:
+        StageError: its files are not as it writes them.
+    """
+    table, totals = folder / f"{DATASET_NAME}.csv", folder / f"{DATASET_NAME}.json"
+    found: dict[str, float] = {}
+    try:
+        if table.is_file():
+            with table.open(encoding="utf-8", newline="") as file:
+                for row in csv.DictReader(file):
+                    name = row.pop("Performance Parameters")
+                    found |= {f"{name}/{column}": number for column, number in _numbers(row)}
+        if totals.is_file():
+            for name, stages in json.loads(totals.read_text(encoding="utf-8")).items():
+                found.update((name, number) for _, number in _numbers(stages))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StageError(f"{folder}: AISBench's figures cannot be read: {error!r}", stage="AISBench") from error
+    return found
+
+
+def said(*logs: Path) -> str:
+    """The last error that AISBench's logs tell, without its colours and links; "" where they tell none."""
+    found = ""
+    for path in logs:
+        if not path.is_file():
+            continue
+        text = _COLOUR.sub("", path.read_text(encoding="utf-8", errors="replace"))
+        for _, message in _ERROR.findall(text):
+            found = message.split(" | Visit ")[0]
+    return found[:LONGEST_SAID]
+
+
+class _Chunks:
+    """The times of chunks, by file and number. Files are opened when a line first names them, and read only."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, sqlite3.Connection | None] = {}
+
+    def of(self, details: Details, where: str) -> tuple[float, ...]:
+        """Empty where the run ended before they were written. Raises StageError where they are no times."""
+        number = (details.time_points or {}).get("__db_ref__")
+        if number is None or not details.db_name:
+            return ()
+        connection = self._connection(details.db_name, where)
+        if connection is None:
+            return ()
+        try:
+            row = connection.execute("SELECT arr_blob FROM numpy_store WHERE id = ?", (number,)).fetchone()
+        except sqlite3.Error as error:
+            if not (self._folder / "db_data" / details.db_name).is_file():  # left open by a process that was killed
+                return ()
+            raise _wrong(where, f"{details.db_name} cannot be read ({error})") from error
+        if row is None:
+            return ()
+        try:
+            times = np.load(io.BytesIO(row[0]), allow_pickle=False)
+        except (ValueError, OSError, EOFError, TypeError) as error:
+            raise _wrong(where, f"its times are no array ({error})") from error
+        if times.ndim != 1 or times.dtype.kind != "f" or not np.isfinite(times).all() or (np.diff(times) < 0).any():
+            raise _wrong(where, f"its times are an array of {times.dtype} that is no sequence of times")
+        return tuple(float(at) for at in times)
+
+    def close(self) -> None:
+        for connection in self._open.values():
+            if connection is not None:
+                connection.close()
+
+    def _connection(self, name: str, where: str) -> sqlite3.Connection | None:
+        if name not in self._open:
+            if name != Path(name).name:
+                raise _wrong(where, f"{name!r} is no name of a file")
+            places = (self._folder / "db_data" / name, self._folder / "tmp" / f"tmp_{name}")
+            path = next((one for one in places if one.is_file()), None)
+            self._open[name] = (
+                None if path is None else sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+            )
+        return self._open[name]
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Details]]:
+    """(where it stands, the line). Half a line at the end, of a run that was killed, is left out."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    return
+                try:
+                    yield f"{path}:{number}", _decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    raise _wrong(f"{path}:{number}", f"{error}") from None
+    except OSError as error:
+        raise _wrong(str(path), error.strerror or str(error)) from error
+
+
+def _numbers(columns: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    """Of values as `56.8 ms`; words are none."""
+    for name, value in columns.items():
+        if (match := _NUMBER.match(str(value))) is not None:
+            yield name, float(match[0])
+
+
+def _wrong(where: str, what: str) -> StageError:
+    return StageError(f"{where} is not as AISBench writes it: {what}", stage="AISBench")

@@ -1,0 +1,121 @@
+"""The flags of `epd-bench aisbench`, and what they ask for. Pure but for reading a key's file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench.aisbench.environment import default_folder
+from bench.client.flags import parse_rates
+from bench.client.slo import PAPER, Slo, parse_slos
+from bench.client.validity import Rules
+from bench.record import add_arguments as add_record_arguments
+from bench.workloads.arrivals import Poisson
+from bench.workloads.own import NAME as OWN
+from bench.workloads.spec import RequestSpec
+from bench.workloads.workload import Workload, add_content_arguments, workload
+from epd_serve.errors import ConfigError
+
+QUICK_REQUESTS = 24
+ARRIVALS = ("timestamps", "aisbench")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be measured.
+
+    Attributes:
+        timed: our seeded arrivals, as timestamps of the rows; else AISBench draws its own.
+        timeout_s: of one request; a run is ended when its last one may be over.
+        devices: that serve the endpoint; None: not known. api_key: "" for none.
+    """
+
+    rates: Sequence[float]
+    workload: Workload
+    timed: bool
+    slos: Sequence[Slo]
+    rules: Rules
+    timeout_s: float
+    devices: int | None
+    api_key: str
+
+    def specs(self, rate_rps: float, number: int) -> list[RequestSpec]:
+        """The requests of the run with that number: new ones each time, at times where they are ours to say."""
+        wanted = self.workload.seeded(self.workload.knobs.seed + number)
+        if self.timed:
+            return list(wanted.at(Poisson(rate_rps)).requests())
+        return [replace(spec, arrival_s=None) for spec in wanted.requests()]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="http://HOST:PORT of an OpenAI server")
+    what = parser.add_argument_group("what is sent")
+    what.add_argument("--workload", required=True, metavar="NAME", help=f"of `epd-bench workload --list`, or {OWN!r}")
+    what.add_argument("--rates", required=True, metavar="R", help="requests a second: R, R,R,… or FROM-TO[:STEP]")
+    what.add_argument("--n", type=int, metavar="N", help="requests at each rate (default: the workload's own number)")
+    what.add_argument("--seed", type=int, default=0, help="another seed, other texts, pictures and arrivals")
+    add_content_arguments(what)
+    what.add_argument("--model", help="default: the one that the endpoint serves")
+    what.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the endpoint's key")
+    what.add_argument(
+        "--arrivals",
+        choices=ARRIVALS,
+        default=ARRIVALS[0],
+        help="timestamps: Poisson by our seed, the same each time; aisbench: those that AISBench draws",
+    )
+    judged = parser.add_argument_group("how it is judged")
+    judged.add_argument("--slo", help="TTFT:TPOT in ms, several with commas (default the papers' three)")
+    judged.add_argument("--devices", type=int, help="that serve the endpoint; gives figures per device")
+    judged.add_argument("--min-samples", type=int, default=Rules().min_samples, help="good answers that a run needs")
+    judged.add_argument("--late-ms", type=float, default=100.0, help="by which AISBench may be late (default 100)")
+    judged.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one request (default 600 s)")
+    where = parser.add_argument_group("where it runs")
+    where.add_argument(
+        "--venv",
+        type=Path,
+        default=default_folder(),
+        metavar="DIR",
+        help="environment with AISBench, made where there is none (default %(default)s)",
+    )
+    kept = parser.add_argument_group("what is kept")
+    kept.add_argument("--out", type=Path, metavar="DIR", help="keep AISBench's own files there, a folder for each rate")
+    kept.add_argument("--rows", type=Path, metavar="FILE", help="every request as a JSON line (default beside --json)")
+    kept.add_argument("--kind", choices=("real", "emulated", "simulated"), default="real", help="what serves")
+    add_record_arguments(parser, quick=f"{QUICK_REQUESTS} requests at each rate")
+
+
+def asked(arguments: argparse.Namespace) -> Asked:
+    """What the flags say. Raises ConfigError naming the flag at fault."""
+    for flag in ("timeout", "devices", "min_samples", "late_ms"):
+        value = getattr(arguments, flag)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"--{flag.replace('_', '-')} is {value:g}: above 0", param=f"--{flag}")
+    if arguments.quick and arguments.n is None:
+        arguments.n = QUICK_REQUESTS
+    rates = parse_rates(arguments.rates, "--rates")
+    if len(set(rates)) < len(rates):
+        raise ConfigError(f"--rates {arguments.rates}: each rate once", param="--rates")
+    return Asked(
+        rates=rates,
+        workload=workload(arguments.workload, arguments),
+        timed=arguments.arrivals == "timestamps",
+        slos=parse_slos(arguments.slo) if arguments.slo else PAPER,
+        rules=Rules(arguments.min_samples, arguments.late_ms),
+        timeout_s=arguments.timeout,
+        devices=arguments.devices,
+        api_key=_key(arguments.api_key_file),
+    )
+
+
+def _key(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {path} cannot be read: {error}", param="--api-key-file") from error
+    if not key or not key.isprintable() or " " in key:
+        raise ConfigError(f"--api-key-file {path}: one key on one line", param="--api-key-file")
+    return key

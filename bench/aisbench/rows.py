@@ -1,0 +1,106 @@
+"""From what AISBench recorded of requests to the rows of our own load generator, so that one set of definitions holds.
+
+AISBench counts TTFT from sending, and everything it received is a token to it. Here a request is due when the schedule
+said so (its own arrivals are not told: then it was due when it was sent), the chunks that `Shape` says are none are no
+tokens, and an answer counts as whole when it has as many tokens as were asked for, by the server's own count: an error
+event that is followed by `[DONE]` is a success to AISBench, and has none. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+
+from bench.aisbench.details import Sent
+from bench.aisbench.stream import Shape
+from bench.client.row import Outcome, Row
+from bench.client.run import Run
+from bench.workloads.spec import RequestSpec
+
+_STATUS = {status.phrase: status.value for status in HTTPStatus}
+_LOST = ("ClientConnectorError", "ServerDisconnectedError", "ClientOSError", "ConnectionResetError", "Cannot connect")
+
+
+def run_of(label: str, sent: Sequence[Sent], specs: Sequence[RequestSpec], shape: Shape) -> Run:
+    """The run of a rate: a row for each request of the workload that AISBench recorded, none for the warm-up's.
+
+    Args:
+        sent: by row of the export, of which 0 is the warm-up's.
+        specs: the requests of the workload, in order; with arrivals where those were given to AISBench.
+    """
+    by_row = {one.row: one for one in sent}
+    counted = [(n, spec, by_row[n + 1]) for n, spec in enumerate(specs) if n + 1 in by_row]
+    starts = [one.chunks_s[0] for _, _, one in counted if one.chunks_s]
+    begun_s = min(starts, default=0.0)
+    timed = [(spec.arrival_s, one.chunks_s[0]) for _, spec, one in counted
+             if one.chunks_s and spec.arrival_s is not None]  # fmt: skip
+    origin_s = min((at - arrival for arrival, at in timed), default=begun_s)
+    rows: list[Row] = []
+    before_s = begun_s
+    for n, spec, one in counted:
+        sent_s = one.chunks_s[0] if one.chunks_s else None
+        before_s = before_s if sent_s is None else sent_s
+        due_s = before_s if spec.arrival_s is None else origin_s + spec.arrival_s
+        rows.append(_row(label, n, spec, one, shape, due_s))
+    run = Run(label, begun_s=min((row.due_s for row in rows), default=begun_s), rows=rows, sent=len(rows))
+    run.issued_s = max((row.due_s for row in rows), default=begun_s)
+    run.ended_s = max((row.ended_s for row in rows), default=begun_s)
+    return run
+
+
+def most_under_way(rows: Sequence[Row]) -> int:
+    """Requests that were sent and had not ended, at the worst moment."""
+    changes = sorted((at, change) for row in rows if row.sent_s is not None
+                     for at, change in ((row.sent_s, 1), (row.ended_s, -1)))  # fmt: skip
+    most = now = 0
+    for _, change in changes:
+        now += change
+        most = max(most, now)
+    return most
+
+
+def _row(label: str, n: int, spec: RequestSpec, one: Sent, shape: Shape, due_s: float) -> Row:
+    """`due_s` stands for times that AISBench does not tell of a request that broke."""
+    chunks = one.chunks_s
+    sent_s = chunks[0] if chunks else None
+    outcome, fault, error = _judged(one, spec.max_tokens)
+    tokens = chunks[1 + shape.before : len(chunks) - shape.after]
+    return Row(
+        run=label,
+        n=n,
+        id=one.uuid or f"{label}-{n}",
+        spec=spec.id,
+        due_s=due_s,
+        ready_s=due_s if sent_s is None else sent_s,
+        sent_s=sent_s,
+        token_s=tokens,
+        last_s=tokens[-1] if tokens else None,
+        ended_s=max(due_s, chunks[-1]) if chunks else due_s,
+        outcome=outcome,
+        status=_STATUS.get(error, 200 if len(chunks) > 1 else 0),
+        usage_tokens=one.output_tokens or None,
+        prompt_tokens=one.input_tokens or None,
+        fault=fault,
+        error=error,
+    )
+
+
+def _judged(one: Sent, asked: int) -> tuple[Outcome, str, str]:
+    """(how it ended, what went wrong in a word, what was said)."""
+    if not one.success:
+        if one.error in _STATUS:
+            return Outcome.ERROR, f"status {_STATUS[one.error]}", one.error
+        if "cancelled by user" in one.error:
+            return Outcome.CANCELLED, "", one.error
+        if any(name in one.error for name in _LOST):
+            return Outcome.ERROR, "unreachable", one.error
+        if "ClientPayloadError" in one.error:
+            return Outcome.TRUNCATED, "cut", one.error
+        return Outcome.ERROR, "failed", one.error or "AISBench does not say what"
+    if not one.chunks_s:
+        return Outcome.ERROR, "no times", "AISBench was ended before it wrote the times of this request"
+    if not one.output_tokens:
+        return Outcome.ERROR, "no usage", "a success to AISBench, yet the server counted no token"
+    if one.output_tokens < asked:
+        return Outcome.TRUNCATED, "short", f"{one.output_tokens} tokens of {asked}"
+    return Outcome.OK, "", ""

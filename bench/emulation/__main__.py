@@ -1,0 +1,7 @@
+"""`python -m bench.emulation`."""
+
+import sys
+
+from bench.emulation.check import main
+
+sys.exit(main())

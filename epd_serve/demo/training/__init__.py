@@ -1,0 +1,1 @@
+"""How the built-in demo model is made: data, tokenizer, network, training, evaluation, model card."""

@@ -1,0 +1,191 @@
+"""`python -m epd_serve.demo.training COMMAND`: train, export, look, evaluate, card.
+
+Owns the command line and the progress bars.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from epd_serve.errors import EpdError
+
+EVALUATION_SEED = 2026
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point: 0, 1 when a part failed, 2 when the input is wrong, 130 when interrupted."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.command(arguments))
+    except EpdError as error:
+        print(f"{error}", file=sys.stderr)
+        return 2 if error.param else 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m epd_serve.demo.training", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    made = commands.add_parser("train", help="train, or go on where the folder's checkpoint ends; then write the model")
+    made.add_argument("--out", type=Path, required=True, metavar="DIR", help="checkpoint, training.json, model/")
+    made.add_argument("--threads", type=int, default=1, metavar="N", help="of torch; one is best beside other work")
+    made.add_argument("--seed", type=int, help="another model; the built-in one has the default")
+    made.add_argument("--quick", action="store_true", help="a few steps: the whole path, and no useful model")
+    made.set_defaults(command=_train)
+
+    made = commands.add_parser("export", help="write the model folder of a checkpoint, finished or not")
+    made.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the training")
+    made.add_argument("--model", type=Path, required=True, metavar="DIR", help="a new folder")
+    made.set_defaults(command=_export)
+
+    made = commands.add_parser("look", help="accuracy of a checkpoint in this process: fast, float32, no server")
+    made.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the training")
+    made.add_argument("--number", type=int, default=100, metavar="N", help="questions per task")
+    made.set_defaults(command=_look)
+
+    made = commands.add_parser("evaluate", help="accuracy of a served model, which is what the model card states")
+    made.add_argument("--url", required=True, help="an OpenAI endpoint over the model")
+    made.add_argument("--served-as", required=True, metavar="TEXT", help="how, for the card: TP1, (E-P)-D")
+    made.add_argument("--json", type=Path, required=True, metavar="FILE", help="the result, with every answer")
+    made.add_argument("--number", type=int, default=500, metavar="N", help="questions per task")
+    made.add_argument("--at-once", type=int, default=4, metavar="N", help="requests in flight")
+    made.add_argument("--task", action="append", default=[], help="this one only; may be repeated")
+    made.set_defaults(command=_evaluate)
+
+    made = commands.add_parser("card", help="write the model card from results of evaluate")
+    made.add_argument("model", type=Path, metavar="MODEL")
+    made.add_argument("results", type=Path, nargs="+", metavar="RESULT", help="of evaluate; all have to agree")
+    made.set_defaults(command=_card)
+    return parser
+
+
+def _bar(text: str) -> Progress:
+    columns = (
+        TextColumn(text),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    return Progress(*columns, console=Console(stderr=True), refresh_per_second=2)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from epd_serve.demo.training import train
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an end like Ctrl-C: what was done is saved
+    torch.set_num_threads(arguments.threads)
+    plan = train.QUICK if arguments.quick else train.Plan()
+    if arguments.seed is not None:
+        plan = dataclasses.replace(plan, seed=arguments.seed)
+    with _bar("training") as bar:
+        shown = bar.add_task("", total=plan.steps, note="")
+
+        def tell(progress: train.Progress) -> None:
+            note = f"loss {progress.loss:.3f}, vision {progress.auxiliary:.3f}, right {progress.right:.0%}"
+            bar.update(shown, completed=progress.step, note=note)
+            if progress.looked or (progress.step % 25 == 0 and not bar.console.is_terminal):
+                shares = "; " + ", ".join(f"{task} {share:.0%}" for task, share in (progress.looked or {}).items())
+                bar.console.print(f"step {progress.step}, {progress.cpu_s:.0f} CPU s: {note}{shares}", soft_wrap=True)
+
+        done = train.train(plan, arguments.out, tell=tell)
+    _write_model(done, arguments.out, arguments.out / "model")
+    print(f"{arguments.out / 'model'}: {plan.steps} steps, {done.cpu_s:.0f} CPU seconds")
+    return 0
+
+
+def _write_model(training: Any, out: Path, model: Path) -> None:
+    from epd_serve.demo.training.export import export
+
+    if model == out / "model":
+        shutil.rmtree(model, ignore_errors=True)
+    export(training.network, training.encoder, model)
+    about = {"plan": dataclasses.asdict(training.plan), "step": training.step, "cpu_s": round(training.cpu_s, 1)}
+    (model / "training.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+
+
+def _loaded(out: Path) -> Any:
+    from epd_serve.demo.training.train import Training, kept_plan
+    from epd_serve.errors import ConfigError
+
+    plan = kept_plan(out)
+    if plan is None:
+        raise ConfigError(f"{out} has no checkpoint: train first", param="--out")
+    return Training(plan, out)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    training = _loaded(arguments.out)
+    _write_model(training, arguments.out, arguments.model)
+    print(f"{arguments.model}: after {training.step} of {training.plan.steps} steps")
+    return 0
+
+
+def _look(arguments: argparse.Namespace) -> int:
+    import torch
+
+    torch.set_num_threads(1)
+    training = _loaded(arguments.out)
+    print(f"after {training.step} of {training.plan.steps} steps, {training.cpu_s:.0f} CPU seconds")
+    for task, share in training.look(arguments.number).items():
+        print(f"{task:12} {share:.1%}")
+    return 0
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from epd_serve.demo.training import evaluation
+    from epd_serve.demo.training.examination import TASKS, examination
+    from epd_serve.errors import ConfigError
+
+    if unknown := set(arguments.task) - set(TASKS):
+        raise ConfigError(f"unknown task {sorted(unknown)[0]!r}: one of {', '.join(TASKS)}", param="--task")
+    for name in ("number", "at_once"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError("has to be 1 or more", param=f"--{name.replace('_', '-')}")
+    questions = examination(arguments.number, EVALUATION_SEED, tuple(arguments.task) or TASKS)
+    with _bar("evaluating") as bar:
+        shown = bar.add_task("", total=len(questions), note="")
+        answers = evaluation.ask_all(
+            arguments.url,
+            questions,
+            at_once=arguments.at_once,
+            tell=lambda number: bar.update(shown, completed=number),
+        )
+    about = {"served_as": arguments.served_as, "per_task": arguments.number, "seed": EVALUATION_SEED}
+    evaluation.write(arguments.json, answers, about)
+    for task, share in evaluation.accuracy(answers).items():
+        print(f"{task:12} {share:.1%}")
+    return 0
+
+
+def _card(arguments: argparse.Namespace) -> int:
+    from epd_serve.demo.training.card import NAME, card, read_result
+    from epd_serve.errors import ConfigError
+
+    results = [read_result(path) for path in arguments.results]
+    for path, result in zip(arguments.results, results, strict=True):
+        if result["accuracy"] != results[0]["accuracy"]:
+            raise ConfigError(f"{path} differs from {arguments.results[0]}: all ways have to agree", param="RESULT")
+    training = json.loads((arguments.model / "training.json").read_text(encoding="utf-8"))
+    (arguments.model / NAME).write_text(card(arguments.model, results, training), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""The evaluation: exact match of an endpoint's greedy answers, 500 questions per task, over HTTP.
+
+Owns asking and the result's shape, which the model card is made of (`card`). Leaves to others: the questions
+(`examination`), serving: any OpenAI endpoint over the model will do, a monolith and (E-P)-D have to agree.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from epd_serve.demo import pictures
+from epd_serve.demo.training.examination import Question
+from epd_serve.demo.training.scenes import Scene
+from epd_serve.errors import StageError
+
+MAX_TOKENS = 96  # four pictures of three shapes, described in order, are 60
+_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One answered item; `right` is exact match but for white space around the answer."""
+
+    task: str
+    question: str
+    expected: str
+    answer: str
+
+    @property
+    def right(self) -> bool:
+        return self.answer.strip() == self.expected
+
+
+def picture_url(scene: Scene) -> str:
+    """The scene as a PNG in a data URL."""
+    data = io.BytesIO()
+    pictures.draw(scene.shapes, scene.size, scene.background).save(data, "PNG", compress_level=1)
+    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+
+
+def ask(client: httpx.Client, url: str, model: str, question: Question) -> Asked:
+    """Ask turn by turn; later turns see the endpoint's own earlier answers, right or wrong.
+
+    Raises:
+        StageError: no answer.
+    """
+    messages: list[dict[str, Any]] = []
+    said = ""
+    for turn in question.turns:
+        shown = [{"type": "image_url", "image_url": {"url": picture_url(scene)}} for scene in turn.scenes]
+        messages.append({"role": "user", "content": [*shown, {"type": "text", "text": turn.question}]})
+        body = {"model": model, "messages": messages, "max_tokens": MAX_TOKENS, "temperature": 0}
+        try:
+            response = client.post(f"{url}/v1/chat/completions", json=body)
+        except httpx.HTTPError as error:
+            raise StageError(f"{url} does not answer: {error!r}", stage=url) from error
+        if response.status_code != 200:
+            raise StageError(f"{url} answers {response.status_code}: {response.text[:300]}", stage=url)
+        said = response.json()["choices"][0]["message"]["content"] or ""
+        messages.append({"role": "assistant", "content": said})
+    return Asked(question.task, question.turns[-1].question, question.answer, said)
+
+
+def ask_all(url: str, questions: Sequence[Question], *, at_once: int, tell: Callable[[int], None]) -> list[Asked]:
+    """Ask everything, `at_once` at a time, in the order of `questions`; `tell` gets the number answered so far.
+
+    Raises:
+        StageError: the endpoint fails; nothing more is asked then.
+    """
+    url = url.rstrip("/")
+    limits = httpx.Limits(max_connections=at_once)
+    with httpx.Client(timeout=_TIMEOUT_S, limits=limits, trust_env=False) as client:
+        model = _model(client, url)
+        with ThreadPoolExecutor(at_once) as pool:
+            try:
+                answers: list[Asked] = []
+                for asked in _in_order(pool, client, url, model, questions, at_once):
+                    answers.append(asked)
+                    tell(len(answers))
+                return answers
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+
+def _in_order(
+    pool: ThreadPoolExecutor, client: httpx.Client, url: str, model: str, questions: Sequence[Question], at_once: int
+) -> Iterator[Asked]:
+    waiting = [pool.submit(ask, client, url, model, it) for it in questions[: 2 * at_once]]
+    for number in range(len(questions)):
+        yield waiting.pop(0).result()
+        if number + 2 * at_once < len(questions):
+            waiting.append(pool.submit(ask, client, url, model, questions[number + 2 * at_once]))
+
+
+def _model(client: httpx.Client, url: str) -> str:
+    try:
+        return str(client.get(f"{url}/v1/models").raise_for_status().json()["data"][0]["id"])
+    except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
+        raise StageError(f"{url}/v1/models names no model: {error!r}", stage=url) from error
+
+
+def accuracy(answers: Sequence[Asked]) -> dict[str, float]:
+    """Share of right answers per task, in the order in which tasks appear."""
+    tasks = dict.fromkeys(it.task for it in answers)
+    by_task = {task: [it.right for it in answers if it.task == task] for task in tasks}
+    return {task: sum(right) / len(right) for task, right in by_task.items()}
+
+
+def write(path: Path, answers: Sequence[Asked], about: dict[str, Any]) -> None:
+    """Write accuracy, what was asked of whom, and every answer."""
+    content = {"accuracy": accuracy(answers), "about": about, "answers": [asdict(it) for it in answers]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,43 @@
+"""Accuracy of the network in this process, while it trains: the evaluation's questions, drawn as `pictures.draw` draws.
+
+A look, not the evaluation: float32, pictures resized by PIL, and a second turn sees the right first answer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from epd_serve.demo import pictures
+from epd_serve.demo.training.architecture import picture_grid
+from epd_serve.demo.training.batches import batch_of
+from epd_serve.demo.training.examination import Question
+from epd_serve.demo.training.losses import Heads, dialogue_loss
+from epd_serve.demo.training.network import Network
+from epd_serve.demo.training.raster import Raster, from_picture
+from epd_serve.demo.training.scenes import Scene
+from epd_serve.demo.training.tokenizer import Encoder
+
+
+def drawn(scene: Scene) -> Raster:
+    return from_picture(pictures.draw(scene.shapes, scene.size, scene.background))
+
+
+@torch.no_grad()
+def accuracy(network: Network, encoder: Encoder, questions: Sequence[Question]) -> dict[str, float]:
+    """Share of right last answers, per task."""
+    heads = Heads(network.lm_head.in_features)  # their loss is of no interest here
+    groups: dict[tuple[object, ...], list[Question]] = defaultdict(list)
+    for it in questions:
+        grids = [picture_grid(*scene.size) for turn in it.turns for scene in turn.scenes]
+        groups[(len(it.turns), *grids)].append(it)
+    right: dict[str, list[bool]] = defaultdict(list)
+    for group in groups.values():
+        rasters = [[drawn(scene) for turn in it.turns for scene in turn.scenes] for it in group]
+        batch = batch_of([it.turns for it in group], encoder, rasters=rasters)
+        said = dialogue_loss(network, heads, batch).right.view(len(group), -1)[:, -1]
+        for it, correct in zip(group, said.tolist(), strict=True):
+            right[it.task].append(correct)
+    return {task: sum(answers) / len(answers) for task, answers in right.items()}

@@ -1,0 +1,216 @@
+"""Training: first the vision tower alone, then everything on questions and answers.
+
+Owns the stages, the schedule, the loop and what it prints. Leaves to others: data (`batches`), what is minimised
+(`losses`), the update (`muon`), files (`checkpoints`, `export`).
+
+The schedule counts steps, never time: a run may be stopped for hours, or killed and continued, and gives the same
+weights. The learning rate stays level until the last part of the second stage, then falls to zero in a line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from epd_serve.demo.training import checkpoints
+from epd_serve.demo.training.architecture import DEMO, Architecture
+from epd_serve.demo.training.batches import Batch, dialogue_batch, picture_batch
+from epd_serve.demo.training.examination import examination
+from epd_serve.demo.training.losses import Heads, dialogue_loss, pictures_loss
+from epd_serve.demo.training.muon import optimizers
+from epd_serve.demo.training.network import Network
+from epd_serve.demo.training.quick_look import accuracy
+from epd_serve.demo.training.tokenizer import Encoder, build
+from epd_serve.errors import ConfigError
+
+_VISION, _DIALOGUE, _LOOK = 1, 2, 3  # which numbers a seed is split into
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What decides the weights, and nothing else.
+
+    Attributes:
+        vision_steps: of the first stage, `vision_pictures` pictures each.
+        dialogue_steps: of the second stage.
+        singles_steps: the first of them show one picture per row only.
+        falling: share of the second stage in which the learning rate falls.
+        rows: rows of a step with one picture (later, and `singles` before that), with two to four, and without.
+        auxiliary: weight of the vision tower's own loss in the second stage.
+    """
+
+    seed: int = 8
+    vision_steps: int = 300
+    vision_pictures: int = 32
+    dialogue_steps: int = 1600
+    singles_steps: int = 200
+    falling: float = 0.4
+    singles: int = 32
+    rows: tuple[int, int, int] = (24, 6, 4)
+    auxiliary: float = 0.5
+    muon_lr: float = 5e-3
+    adam_lr: float = 2e-3
+    warm_up: int = 30
+    clip: float = 1.0
+
+    @property
+    def steps(self) -> int:
+        return self.vision_steps + self.dialogue_steps
+
+    @property
+    def level_steps(self) -> int:
+        """Steps before the learning rate falls."""
+        return self.steps - math.ceil(self.falling * self.dialogue_steps)
+
+    def pace(self, step: int) -> float:
+        """Share of the full learning rate at a step, 0 … 1."""
+        stage_step = step if step < self.vision_steps else step - self.vision_steps
+        left = (self.steps - step) / max(1, self.steps - self.level_steps)
+        return min(1.0, (stage_step + 1) / self.warm_up, left)
+
+
+QUICK = Plan(vision_steps=2, vision_pictures=4, dialogue_steps=3, singles_steps=1, singles=2, rows=(2, 1, 1))
+
+
+def kept_plan(folder: Path) -> Plan | None:
+    """The plan of the folder's checkpoint, None where there is none."""
+    kept = checkpoints.load(folder)
+    return Plan(**kept["plan"] | {"rows": tuple(kept["plan"]["rows"])}) if kept else None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What one step tells: its number (from 1), losses, the share of right labels or answers, CPU seconds so far."""
+
+    step: int
+    loss: float
+    auxiliary: float
+    right: float
+    cpu_s: float
+    looked: dict[str, float] | None = None
+
+
+class Training:
+    """One run in a folder: goes on where the folder's checkpoint ends."""
+
+    def __init__(self, plan: Plan, folder: Path, sizes: Architecture = DEMO) -> None:
+        self.plan, self.folder = plan, folder
+        self.encoder = Encoder(build())
+        self.network = Network(sizes, self.encoder.vocabulary, plan.seed)
+        self.heads = Heads(sizes.hidden)
+        self._modules = torch.nn.ModuleDict({"network": self.network, "heads": self.heads})
+        self._optimizers = optimizers(self._modules, plan.muon_lr, plan.adam_lr)
+        self.step = 0
+        self._cpu_before_s = 0.0
+        if kept := checkpoints.load(folder):
+            self._check(kept["plan"], kept["step"])
+            self._modules.load_state_dict(kept["modules"])
+            for optimizer, state in zip(self._optimizers, kept["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
+            self.step, self._cpu_before_s = kept["step"], kept["cpu_s"]
+        self._cpu_began_s = time.process_time()
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of this run, those before it was continued included."""
+        return self._cpu_before_s + time.process_time() - self._cpu_began_s
+
+    def _check(self, written: dict[str, Any], step: int) -> None:
+        """A run may be made longer or shorter while its learning rate is level; all else has to stay."""
+        asked = dataclasses.asdict(self.plan)
+        then = Plan(**written | {"rows": tuple(written["rows"])})
+        level = step <= min(then.level_steps, self.plan.level_steps)
+        for key, value in dataclasses.asdict(then).items():
+            if value != asked[key] and not (level and key in ("dialogue_steps", "falling")):
+                raise ConfigError(
+                    f"{self.folder} was begun with {key} = {value}, asked is {asked[key]}: name another folder to "
+                    "start anew, or ask for the same to go on",
+                    param="--out",
+                )
+
+    def save(self) -> None:
+        content = {
+            "plan": dataclasses.asdict(self.plan) | {"rows": list(self.plan.rows)},
+            "step": self.step,
+            "cpu_s": self.cpu_s,
+            "modules": self._modules.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+        }
+        checkpoints.save(self.folder, content)
+
+    def run(self, look_every: int = 0, looks: int = 40, until: int | None = None) -> Iterator[Progress]:
+        """Train up to the plan's end, or to step `until`; yields after every step, in which nothing is saved."""
+        last = min(self.plan.steps, until or self.plan.steps)
+        while self.step < last:
+            progress = self._vision_step() if self.step < self.plan.vision_steps else self._dialogue_step()
+            if look_every and progress.step > self.plan.vision_steps and progress.step % look_every == 0:
+                progress = dataclasses.replace(progress, looked=self.look(looks))
+            yield progress
+
+    def look(self, number: int) -> dict[str, float]:
+        """Accuracy in this process, `number` questions per task."""
+        return accuracy(self.network, self.encoder, examination(number, seed=self.plan.seed + _LOOK))
+
+    def _vision_step(self) -> Progress:
+        chance = np.random.default_rng([self.plan.seed, _VISION, self.step])
+        pictures = picture_batch(chance, self.plan.vision_pictures)
+        loss, right = pictures_loss(self.network, self.heads, pictures)
+        loss.backward()
+        self._update()
+        return Progress(self.step, 0.0, loss.item(), right.min().item(), self.cpu_s)
+
+    def _dialogue_step(self) -> Progress:
+        batches = self._batches()
+        answers = sum(it.weights.sum() for it in batches)
+        shown = sum(bool(it.pictures) for it in batches)
+        loss = auxiliary = right = total = 0.0
+        for batch in batches:
+            said = dialogue_loss(self.network, self.heads, batch)
+            (said.answers / answers + self.plan.auxiliary * said.auxiliary / shown).backward()
+            loss += said.answers.item() / float(answers)
+            auxiliary += said.auxiliary.item() / shown
+            right, total = right + said.right.sum().item(), total + len(said.right)
+        self._update()
+        return Progress(self.step, loss, auxiliary, right / total, self.cpu_s)
+
+    def _batches(self) -> list[Batch]:
+        chance = np.random.default_rng([self.plan.seed, _DIALOGUE, self.step])
+        several = int(chance.integers(2, 5))
+        one, many, none = self.plan.rows
+        if self.step - self.plan.vision_steps < self.plan.singles_steps:
+            one, many = self.plan.singles, 0
+        wanted = [(one, 1), (many, several), (none, 0)]
+        return [dialogue_batch(chance, self.encoder, rows, pictures) for rows, pictures in wanted if rows]
+
+    def _update(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self._modules.parameters(), self.plan.clip)
+        pace = self.plan.pace(self.step)
+        for optimizer, full in zip(self._optimizers, (self.plan.muon_lr, self.plan.adam_lr), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = full * pace
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+
+
+def train(
+    plan: Plan, folder: Path, *, tell: Callable[[Progress], None], save_every: int = 50, look_every: int = 200
+) -> Training:
+    """Train to the plan's end, saving as it goes and when it is interrupted."""
+    training = Training(plan, folder)
+    try:
+        for progress in training.run(look_every):
+            tell(progress)
+            if training.step % save_every == 0:
+                training.save()
+    finally:
+        training.save()
+    return training

@@ -1,0 +1,332 @@
+"""The questions that the demo model knows, in many wordings; some are kept for evaluation and never trained on.
+
+Owns the sentences. `SEEN` are trained on, `UNSEEN` are evaluated with; a test holds them apart. Unseen wordings are new
+sentences, most of them out of words that occur in seen ones. Leaves to others: what is asked about which scene, and the
+answers (`dialogue`).
+
+Fields: {kind} circle, {colour} red, {name} red circle, {a} "a red circle", "a circle" or "anything red", {p} "the
+second picture", "image 2" and the like.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+SEEN: dict[str, tuple[str, ...]] = {
+    "describe": (
+        "What is in the picture?",
+        "What do you see?",
+        "Describe the picture.",
+        "What can you see in the picture?",
+        "What does the picture show?",
+        "Tell me what is in the picture.",
+        "What is shown here?",
+        "Which shapes are in the picture?",
+        "List the shapes.",
+        "Name the shapes in the picture.",
+        "What is this?",
+        "What are the shapes in this image?",
+        "Describe this image.",
+        "What is in this image?",
+        "Describe what you see.",
+        "Say what the image shows.",
+        "Name everything you can see.",
+        "What's in the image?",
+        "What is there in the photo?",
+        "Describe the shapes.",
+        "Which things does this picture show?",
+        "List everything in the picture.",
+    ),
+    "count": (
+        "How many shapes are there?",
+        "How many shapes are in the picture?",
+        "Count the shapes.",
+        "How many shapes do you see?",
+        "How many things are in the image?",
+        "What is the number of shapes?",
+        "How many objects are there?",
+        "Can you count the shapes in the picture?",
+        "Count the objects in the image.",
+        "Tell me how many shapes there are.",
+        "How many figures can you see?",
+        "Give me the number of shapes in the picture.",
+        "How many things does the picture show?",
+    ),
+    "colour": (
+        "What colour is the {kind}?",
+        "Which colour is the {kind}?",
+        "What is the colour of the {kind}?",
+        "Tell me the colour of the {kind}.",
+        "What color is the {kind}?",
+        "The {kind} is which colour?",
+        "Which colour does the {kind} have?",
+        "Name the colour of the {kind}.",
+        "What color does the {kind} have?",
+        "In what colour is the {kind} drawn?",
+        "The {kind}: what colour is it?",
+        "Say what colour the {kind} is.",
+        "Tell me the color of the {kind}.",
+    ),
+    "shape": (
+        "What shape is {colour}?",
+        "Which shape is {colour}?",
+        "What is {colour}?",
+        "What is the {colour} shape?",
+        "What kind of shape is the {colour} one?",
+        "Name the {colour} shape.",
+        "Which shape has the colour {colour}?",
+        "The {colour} thing: what is it?",
+        "What {colour} shape is there?",
+        "Tell me which shape is {colour}.",
+        "What is the shape of the {colour} object?",
+        "What shape does the {colour} thing have?",
+    ),
+    "where": (
+        "Where is the {name}?",
+        "Where is the {name} in the picture?",
+        "In which place is the {name}?",
+        "Tell me where the {name} is.",
+        "Where do you see the {name}?",
+        "What is the position of the {name}?",
+        "Find the {name}.",
+        "The {name}: where is it?",
+        "Can you find the {name}?",
+        "Where in the image is the {name}?",
+        "Which part of the picture has the {name}?",
+        "Say where the {name} is.",
+    ),
+    "yes or no": (
+        "Is there {a}?",
+        "Is there {a} in the picture?",
+        "Do you see {a}?",
+        "Can you see {a}?",
+        "Does the picture show {a}?",
+        "Is {a} in the picture?",
+        "Does the image have {a}?",
+        "Is there {a} here?",
+        "Tell me if there is {a}.",
+        "Do you see {a} anywhere?",
+        "Is {a} shown?",
+        "Do you see {a} in the image?",
+    ),
+    "background": (
+        "What colour is the background?",
+        "What is the background colour?",
+        "Which colour is the background?",
+        "What is the colour of the background?",
+        "Tell me the background colour.",
+        "What color is the background?",
+        "What is behind the shapes?",
+        "Name the colour of the background.",
+        "The background is which colour?",
+        "What color does the background have?",
+    ),
+    "nth": (
+        "What is in {p}?",
+        "Describe {p}.",
+        "What does {p} show?",
+        "What do you see in {p}?",
+        "Tell me what is in {p}.",
+        "Which shapes are in {p}?",
+        "List the shapes in {p}.",
+        "What is shown in {p}?",
+        "And {p}?",
+        "What is there in {p}?",
+        "Say what {p} shows.",
+    ),
+    "nth count": (
+        "How many shapes are in {p}?",
+        "Count the shapes in {p}.",
+        "How many shapes do you see in {p}?",
+        "How many things are in {p}?",
+        "What is the number of shapes in {p}?",
+        "Tell me how many shapes {p} has.",
+        "How many shapes does {p} show?",
+    ),
+    "each": (
+        "Describe each picture.",
+        "What is in each picture?",
+        "Describe all pictures.",
+        "What is in the pictures?",
+        "Describe the pictures in order.",
+        "Describe the pictures one by one.",
+        "List what is in each picture.",
+        "Tell me what each picture shows.",
+        "What do the pictures show?",
+        "What do you see in each picture?",
+        "Describe the pictures.",
+        "Describe the images.",
+        "What does each image show?",
+        "Describe each of the images in order.",
+    ),
+    "which": (
+        "Which picture shows {a}?",
+        "Which picture has {a}?",
+        "In which picture is {a}?",
+        "In which picture do you see {a}?",
+        "Which image has {a}?",
+        "Where is {a}: in which picture?",
+    ),
+}
+
+UNSEEN: dict[str, tuple[str, ...]] = {
+    "describe": (
+        "What do you see in the picture?",
+        "Which shapes can you see?",
+        "Tell me what the image shows.",
+        "Describe the shapes in this picture.",
+        "What's in the picture?",
+        "List everything you see in the image.",
+    ),
+    "count": (
+        "How many shapes can you see?",
+        "How many objects are in the picture?",
+        "Count the things in the picture.",
+        "Tell me the number of shapes.",
+        "How many shapes does the image show?",
+    ),
+    "colour": (
+        "Which color is the {kind}?",
+        "What colour does the {kind} have?",
+        "Tell me what colour the {kind} is.",
+        "What is the color of the {kind}?",
+        "Name the color of the {kind}.",
+    ),
+    "shape": (
+        "Tell me what shape is {colour}.",
+        "What is the {colour} thing?",
+        "Which shape is the {colour} one?",
+        "What kind of shape is {colour}?",
+        "What shape is the {colour} object?",
+    ),
+    "where": (
+        "Where can you see the {name}?",
+        "Where is the {name} in the image?",
+        "Tell me the position of the {name}.",
+        "In which part of the picture is the {name}?",
+        "Where in the picture is the {name}?",
+    ),
+    "yes or no": (
+        "Is there {a} in the image?",
+        "Can you see {a} in the picture?",
+        "Does the image show {a}?",
+        "Do you see {a} here?",
+        "Tell me if you see {a}.",
+    ),
+    "background": (
+        "Which color is the background?",
+        "What colour does the background have?",
+        "Tell me the colour of the background.",
+        "What is the background color?",
+    ),
+    "nth": (
+        "What can you see in {p}?",
+        "Name the shapes in {p}.",
+        "Tell me what {p} shows.",
+        "Describe what is in {p}.",
+    ),
+    "nth count": (
+        "How many shapes can you see in {p}?",
+        "How many objects are in {p}?",
+        "Tell me the number of shapes in {p}.",
+    ),
+    "each": (
+        "Tell me what is in each picture.",
+        "What does each picture show?",
+        "Describe each image.",
+        "What is in each image?",
+        "Describe all images in order.",
+    ),
+    "which": ("Which image shows {a}?", "In which image is {a}?", "Which of the pictures has {a}?"),
+}
+
+# Questions and answers that need no picture: (answer, seen wordings, unseen wordings).
+SMALL_TALK: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    (
+        "Hello! Send me a picture of coloured shapes.",
+        ("Hello", "Hello!", "Hi", "Hi!", "Hey", "Good morning", "Hi there", "Hello there!", "Good evening!"),
+        ("Hey there!", "Hello, good morning!", "Hi, hello!"),
+    ),
+    (
+        "I am a tiny demo model. I can see coloured shapes.",
+        ("Who are you?", "What are you?", "Hello, who are you?", "Tell me who you are.", "Are you a model?"),
+        ("Hi, who are you?", "Tell me what you are.", "Hello, what are you?"),
+    ),
+    (
+        "I can name shapes, colours and places, and count shapes.",
+        ("What can you do?", "Help", "How can you help me?", "What do you know?", "Help me!", "What can I ask you?"),
+        ("Tell me what you can do.", "What can I ask?", "Can you help me?"),
+    ),
+    (
+        "You are welcome!",
+        ("Thanks", "Thank you", "Thanks!", "Thank you!", "Thank you very much.", "Thanks a lot", "Great, thanks!"),
+        ("Thanks very much!", "Great, thank you!", "Thank you a lot."),
+    ),
+    (
+        "Goodbye!",
+        ("Bye", "Goodbye", "Bye!", "See you!", "Good night", "Goodbye!", "Bye, see you!"),
+        ("Goodbye, see you!", "Bye bye!", "Good night, bye!"),
+    ),
+    (
+        "I am fine, thank you.",
+        ("How are you?", "Hello, how are you?", "How are you doing?", "Are you well?", "How do you do?"),
+        ("Hi, how are you?", "Hello, how are you doing?"),
+    ),
+    (
+        "I only know coloured shapes.",
+        (
+            "What is the capital of France?",
+            "Write a poem.",
+            "Tell me a joke.",
+            "What time is it?",
+            "What is two plus two?",
+            "Who wrote this book?",
+            "Write some code.",
+            "What is the weather today?",
+            "Tell me about cats.",
+            "Where is Paris?",
+            "How old are you?",
+            "Sing a song.",
+        ),
+        ("Tell me a poem.", "What is the weather in Paris?", "Write a joke.", "Tell me about France."),
+    ),
+)
+
+ORDINALS = ("first", "second", "third", "fourth")
+NUMBERS = ("one", "two", "three", "four")
+_OPENINGS = ("Please: ", "Hi! ", "Tell me: ", "Now: ", "And now: ", "Next question: ")
+
+
+def picture_names(number: int, of: int) -> tuple[str, ...]:
+    """How picture `number` (from 1) of `of` may be called."""
+    ordinal = ORDINALS[number - 1]
+    names = (f"the {ordinal} picture", f"picture {number}", f"the {ordinal} image", f"image {number}")
+    return (*names, "the last picture") if number == of > 1 else names
+
+
+def wording(chance: np.random.Generator, task: str, *, unseen: bool) -> str:
+    """A sentence for `task`, with its fields still open; small talk is not among them."""
+    sentences = (UNSEEN if unseen else SEEN)[task]
+    return sentences[int(chance.integers(len(sentences)))]
+
+
+def varied(chance: np.random.Generator, sentence: str) -> str:
+    """The sentence as people type it: now and then with an opening, in lower case or without its last mark."""
+    if chance.random() < 0.12:
+        sentence = _OPENINGS[int(chance.integers(len(_OPENINGS)))] + sentence
+    if chance.random() < 0.12:
+        sentence = sentence.lower()
+    if chance.random() < 0.12:
+        sentence = sentence.rstrip("?.!")
+    return sentence
+
+
+def corpus() -> list[str]:
+    """Every sentence of training once: what the tokenizer learns its words from."""
+    sentences = [sentence for group in SEEN.values() for sentence in group]
+    sentences += [sentence for _, seen, _ in SMALL_TALK for sentence in seen]
+    sentences += [answer for answer, _, _ in SMALL_TALK] + [opening + "." for opening in _OPENINGS]
+    sentences += [name + "." for number in (1, 2, 3, 4) for name in picture_names(number, number)]
+    return [re.sub(r"\{\w+\}", "", sentence) for sentence in sentences]

@@ -1,0 +1,175 @@
+"""Table 2's rows by switches: what is switched, what is asked of whom, and what the table says."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from bench.ablations import command
+from bench.ablations.command import variants_of
+from bench.ablations.rounds import Rounds, in_turns, warm_up
+from bench.ablations.table2 import BASELINE, VARIANTS, Asked, figures, shown
+from bench.cli import main
+from bench.client.known_server import Known
+from bench.client.measure import Plan
+from bench.client.run import Bounds
+from bench.client.source import Requests
+from bench.served import Served as Launch
+from bench.workloads.arrivals import Poisson
+from deploy.config import DeployConfig
+from epd_serve.errors import ConfigError, StageError
+from tests.bench.client.test_command import Served
+from tests.waiting import wait_for
+
+
+class Bodies:
+    """Answers whose time to first token says which server gave it and which run it was of."""
+
+    def __init__(self) -> None:
+        self.runs: list[int] = []
+
+    def of_run(self, plan: Plan, number: int) -> Requests:
+        self.runs.append(number)
+        known = msgspec.to_builtins(Known(tokens=3))
+        return Requests([("s", {"known": known, "max_tokens": 3, "ignore_eos": True})], plan.dues())
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[Served, Served]]:
+    servers = Served(), Served()
+    for one in servers:
+        one.start()
+        wait_for(lambda one=one: one.server.url)
+    yield servers
+    for one in servers:
+        one.stop()
+
+
+def asked(variant: str = "both", *, count: int = 40, factor: float = 0.8, rate: float = 0.5) -> list[Asked]:
+    return [
+        Asked(variant, rate, n // 10, n, (100.0 + n, (100.0 + n) * factor), (20.0, 20.0 + (n % 2) * 0.2 - 0.1))
+        for n in range(count)
+    ]
+
+
+def test_each_row_switches_what_its_name_says_by_flags_that_serve_knows() -> None:
+    flags = {one.name: one.flags("layerwise") for one in (BASELINE, *VARIANTS)}
+
+    assert flags == {
+        "baseline": ("--feature-prefetch", "demand", "--kv-grouping", "layerwise"),
+        "prefetch": ("--feature-prefetch", "event", "--kv-grouping", "layerwise"),
+        "grouped": ("--feature-prefetch", "demand", "--kv-grouping", "adaptive"),
+        "both": ("--feature-prefetch", "event", "--kv-grouping", "adaptive"),
+    }
+    for _, prefetch, _, grouping in flags.values():
+        DeployConfig(feature_prefetch=prefetch, kv_grouping=grouping)
+
+
+def test_the_papers_numbers_give_the_papers_percentages() -> None:
+    change = [
+        [round(100 * (of / base - 1), 1) for of, base in zip(one.paper_ttft, BASELINE.paper_ttft, strict=True)]
+        for one in VARIANTS
+    ]
+    assert change == [[-16.6, -21.7], [-16.0, -11.9], [-31.6, -26.1]]
+
+
+def test_both_get_the_same_requests_in_every_round_and_new_ones_in_the_next(two: tuple[Served, Served]) -> None:
+    source, urls = Bodies(), (two[0].server.url, two[1].server.url)
+    plan = Plan(Poisson(1.0), count=4, seconds=None, warm_up_s=0.0)
+
+    warm_up(urls, source, plan, count=1)
+    found = list(in_turns(urls, "both", source, Rounds(plan, (300.0, 400.0), 2)))
+
+    assert source.runs[2:] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [(one.round, one.rate_rps, one.n) for one in found[::4]] == [
+        (0, 300.0, 0),
+        (0, 400.0, 0),
+        (1, 300.0, 0),
+        (1, 400.0, 0),
+    ]
+    assert len(found) == 16 and all(None not in (*one.ttft_ms, *one.tpot_ms) for one in found)
+    assert two[0].server.seen == two[1].server.seen == 17
+
+
+def test_a_side_that_goes_away_ends_it(two: tuple[Served, Served]) -> None:
+    urls = two[0].server.url, two[1].server.url
+    two[1].stop()
+    plan = Plan(Poisson(1.0), count=4, warm_up_s=0.0, bounds=Bounds(gone_after=2, gone_s=0.0))
+
+    with pytest.raises(StageError, match="gone"):
+        list(in_turns(urls, "both", Bodies(), Rounds(plan, (300.0,), 1)))
+
+
+def test_figures_are_of_what_both_answered_and_ratios_have_intervals() -> None:
+    lost = Asked("both", 0.5, 0, 99, (None, 1.0), (None, 1.0))
+
+    found = figures([*asked(), lost])
+
+    assert found["0.5 rps/both/requests"] == 41 and found["0.5 rps/both/not_whole"] == 1
+    assert found["0.5 rps/both/ttft_over_baseline"] == 0.8
+    assert found["0.5 rps/both/ttft_over_baseline_low"] == found["0.5 rps/both/ttft_over_baseline_high"] == 0.8
+    assert found["0.5 rps/both/tpot_over_baseline_low"] < 1 < found["0.5 rps/both/tpot_over_baseline_high"]
+    assert "0.5 rps/both/ttft_over_baseline_low" not in figures(asked(count=5))
+    assert figures([]) == {}
+
+
+def test_the_table_has_the_paper_beside_it_and_says_where_nothing_shows() -> None:
+    text = shown(figures([*asked("prefetch"), *asked("both", factor=1.1)]), "real stages")
+
+    assert "w/ E-P asynchronous prefetching  40        95.6" in text
+    assert "-20.0% (-20.0 to -20.0)" in text and "+10.0% (+10.0 to +10.0)" in text
+    assert "no difference shown" in text
+    assert "-16.6%, -21.7%" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--rates", "1,x"], "--rates 1,x"),
+        (["--rates", "0"], "--rates 0"),
+        (["--rounds", "0"], "--rounds is 0"),
+        (["--seconds", "-1"], "--seconds is -1"),
+        (["--output-tokens", "1"], "--output-tokens is 1"),
+        (["--only", "grouping"], "--only 'grouping': of prefetch, grouped, both"),
+    ],
+)
+def test_a_wrong_flag_is_named_before_anything_starts(capsys: Any, flags: list[str], said: str) -> None:
+    assert main(["ablations", *flags]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_what_was_measured_is_kept_when_a_later_part_fails(
+    two: tuple[Served, Served], tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    launches = iter((two[0].server.url, two[1].server.url))
+
+    @contextlib.contextmanager
+    def fake(layout: str, flags: Any, *, name: str, traced: bool) -> Iterator[Launch]:
+        url = next(launches, None)
+        if url is None:
+            raise StageError("E-P-D did not become ready", stage=layout)
+        yield Launch(name, url, "known", {}, 1.0, 1.0, (), tmp_path)
+
+    monkeypatch.setattr(command, "served", fake)
+    monkeypatch.setattr(command, "WorkloadSource", lambda *_: Bodies())
+    flags = ["--engine", "sim", "--rates", "400", "--rounds", "1", "--seconds", "0.1", "--only", "prefetch,both"]
+
+    assert main(["ablations", *flags, "--json", str(tmp_path / "r.json")]) == 1
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["figures"]["400 rps/prefetch/requests"] > 10
+    assert found["env"]["kind"] == "simulated stages: to try the flow"
+    assert found["env"]["flags"]["both"] == list(VARIANTS[2].flags("layerwise"))
+    shown_text = capsys.readouterr()
+    assert "did not become ready" in shown_text.err
+    assert "a net gain from overlap" in shown_text.out
+
+
+def test_variants_are_taken_once() -> None:
+    assert [one.name for one in variants_of("both,prefetch,both")] == ["both", "prefetch"]
+    with pytest.raises(ConfigError):
+        variants_of("")

@@ -1,0 +1,75 @@
+"""What the look at an endpoint tells of its streams."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench.aisbench.stream import Shape, look, shape_of
+from bench.client.known_server import Known, KnownServer
+from bench.client.target import Target
+from deploy.ports import free_ports
+from epd_serve.errors import StageError
+
+
+def event(delta: dict[str, str] | None, **more: object) -> bytes:
+    choices = [] if delta is None else [{"index": 0, "delta": delta}]
+    return b"data: " + json.dumps({"choices": choices, **more}).encode() + b"\n\n"
+
+
+ROLE, TEXT, USAGE = event({"role": "assistant", "content": ""}), event({"content": "a"}), event(None, usage={})
+
+
+@pytest.mark.parametrize(
+    ("events", "shape"),
+    [
+        ([TEXT, TEXT, USAGE], Shape(0, 1)),
+        ([ROLE, TEXT, USAGE], Shape(1, 1)),
+        ([ROLE, TEXT, event({}), USAGE], Shape(1, 2)),
+        ([TEXT], Shape(0, 0)),
+    ],
+)
+def test_chunks_that_are_no_tokens_are_counted_at_both_ends(events, shape):
+    pieces = [(float(n), one) for n, one in enumerate([*events, b"data: [DONE]\n\n"])]
+
+    assert shape_of(pieces) == shape
+    assert shape_of([(0.0, b"".join(part for _, part in pieces))]) == shape, "however it was read"
+
+
+@pytest.mark.parametrize("role_first", [False, True])
+async def test_an_endpoint_is_asked_for_a_few_tokens(role_first):
+    async with KnownServer(Known(role_first=role_first)).serving() as server:
+        assert await look(Target(server.url), "known") == Shape(int(role_first), 1)
+        assert server.seen == 1
+
+
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [
+        (Known(fault="status"), "status 429: {"),
+        (Known(fault="garbage"), "It works!"),
+        (Known(fault="not http"), "220 mail.example"),
+        (Known(fault="error event"), "D0 died"),
+        (Known(fault="no done"), "without \\[DONE\\]"),
+        (Known(fault="cut"), "was cut off"),
+        (Known(fault="empty"), "no content"),
+        (Known(fault="drop"), "closes the connection"),
+    ],
+)
+async def test_an_endpoint_that_fails_a_small_request_is_not_loaded(known, said):
+    async with KnownServer(known).serving() as server:
+        with pytest.raises(StageError, match=said):
+            await look(Target(server.url), "known")
+
+
+async def test_an_endpoint_that_says_nothing_is_given_up(monkeypatch):
+    monkeypatch.setattr("bench.aisbench.stream.ANSWER_S", 0.05)
+    async with KnownServer(Known(fault="hang")).serving() as server:
+        with pytest.raises(StageError, match=r"within 0.05 s"):
+            await look(Target(server.url), "known")
+
+
+async def test_an_endpoint_that_is_down_is_said():
+    with pytest.raises(StageError, match="cannot be reached"):
+        await look(Target(f"http://127.0.0.1:{free_ports(1)[0]}"), "known")

@@ -1,0 +1,162 @@
+"""Questions, answers and wordings of the demo model."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from epd_serve.demo.pictures import Shape
+from epd_serve.demo.training.dialogue import (
+    NO_PICTURE,
+    ONE_PICTURE,
+    about_one,
+    about_several,
+    conversation,
+    questions,
+)
+from epd_serve.demo.training.examination import SEVERAL, TASKS, examination, question
+from epd_serve.demo.training.scenes import Scene, held_out
+from epd_serve.demo.training.wordings import SEEN, SMALL_TALK, UNSEEN, picture_names, varied
+from tests.e2e.demo_prompts import OTHER_QUESTIONS, PAIRWISE_DIFFERENT, TEXT_ONLY
+
+SCENE = Scene((Shape("red", "circle", 0, 0), Shape("blue", "square", 2, 1)), "grey", (224, 224))
+EMPTY = Scene((), "white", (64, 64))
+
+
+def asked(task: str, scene: Scene = SCENE, tries: int = 60) -> dict[str, str]:
+    """Questions of a task with their answers, over many chances."""
+    made = [about_one(np.random.default_rng(seed), task, scene, unseen=False) for seed in range(tries)]
+    return dict(it for it in made if it)
+
+
+def test_no_wording_is_both_trained_and_evaluated():
+    def core(sentence: str) -> str:
+        return re.sub(r"[^a-z{} ]", "", sentence.lower()).strip()
+
+    seen = {core(it) for group in SEEN.values() for it in group}
+    unseen = {core(it) for group in UNSEEN.values() for it in group}
+    assert SEEN.keys() == UNSEEN.keys()
+    assert not seen & unseen
+    for _, trained, kept in SMALL_TALK:
+        assert not {core(it) for it in trained} & {core(it) for it in kept}
+
+
+def test_every_wording_keeps_the_fields_of_its_task():
+    for task, group in SEEN.items():
+        fields = {frozenset(re.findall(r"\{(\w+)\}", sentence)) for sentence in group + UNSEEN[task]}
+        assert len(fields) == 1, task
+
+
+def test_answers_about_one_picture():
+    assert set(asked("describe").values()) == {"a red circle and a blue square"}
+    assert set(asked("count").values()) == {"two"}
+    assert set(asked("background").values()) == {"grey"}
+    assert set(asked("colour").values()) == {"red", "blue"}
+    assert set(asked("shape").values()) == {"a circle", "a square"}
+    assert set(asked("where").values()) == {"at the top left", "at the bottom"}
+
+
+@pytest.mark.parametrize(("name", "place"), [("red circle", "at the top left"), ("blue square", "at the bottom")])
+def test_where_answers_for_the_shape_that_was_named(name, place):
+    assert {answer for question, answer in asked("where").items() if name in question} == {place}
+
+
+def test_yes_or_no_is_true_and_balanced():
+    answers = asked("yes or no", tries=400)
+    present = ("red circle", "blue square", "a circle", "a square", "anything red", "anything blue")
+
+    for text, answer in answers.items():
+        assert answer == ("yes" if any(it in text for it in present) else "no"), text
+    made = [about_one(np.random.default_rng(seed), "yes or no", SCENE, unseen=True) for seed in range(400)]
+    assert 0.4 < sum(it[1] == "yes" for it in made if it) / 400 < 0.65
+
+
+def test_the_empty_picture_allows_only_what_has_an_answer():
+    assert set(asked("describe", EMPTY).values()) == {"nothing"}
+    assert set(asked("count", EMPTY).values()) == {"none"}
+    assert not asked("where", EMPTY) and not asked("colour", EMPTY)
+    assert set(asked("yes or no", EMPTY).values()) == {"no"}
+
+
+def test_a_colour_that_two_shapes_have_is_not_asked_for():
+    twins = Scene((Shape("red", "circle", 0, 0), Shape("red", "square", 0, 1)), "white", (224, 224))
+
+    assert not asked("shape", twins)
+    assert set(asked("colour", twins).values()) == {"red"}
+
+
+def test_answers_about_several_pictures():
+    scenes = (SCENE, EMPTY, Scene((Shape("orange", "triangle"),), "black", (128, 128)))
+    made = {task: {} for task in SEVERAL}
+    for task in SEVERAL:
+        for seed in range(80):
+            if it := about_several(np.random.default_rng(seed), task, scenes, unseen=False):
+                made[task][it[0]] = it[1]
+
+    each = "first: a red circle and a blue square; second: nothing; third: an orange triangle"
+    assert set(made["each"].values()) == {each}
+    assert {a for q, a in made["nth"].items() if "second" in q or "2" in q} == {"nothing"}
+    assert {a for q, a in made["nth"].items() if "last" in q or "third" in q} == {"an orange triangle"}
+    assert {a for q, a in made["nth count"].items() if "first" in q} == {"two"}
+    assert {a for q, a in made["which"].items() if "triangle" in q or "orange" in q} == {"the third"}
+
+
+def test_only_the_last_of_several_is_called_the_last():
+    assert "the last picture" in picture_names(3, 3)
+    assert not any("last" in name for name in (*picture_names(2, 3), *picture_names(1, 1)))
+
+
+@pytest.mark.parametrize("pictures", [0, 1, 3])
+def test_training_dialogues_show_each_picture_once_and_never_a_held_out_one(pictures):
+    for seed in range(40):
+        sizes = ((224, 224),) * pictures
+        for turns in (
+            questions(np.random.default_rng(seed), sizes, 5),
+            conversation(np.random.default_rng(seed), sizes, 4),
+        ):
+            shown = [scene for turn in turns for scene in turn.scenes]
+            assert len(shown) == pictures
+            assert not any(held_out(scene.shapes) for scene in shown)
+            assert len(turns) in (4, 5)
+            assert pictures or all(turn.answer == NO_PICTURE or "picture" not in turn.question for turn in turns)
+
+
+def test_varied_sentences_keep_their_words():
+    chance = np.random.default_rng(0)
+    for _ in range(200):
+        assert "what is in the picture" in varied(chance, "What is in the picture?").lower()
+
+
+def test_the_examination_is_fixed_by_its_seed_unseen_and_complete():
+    items = examination(6, seed=1)
+
+    assert items == examination(6, seed=1) != examination(6, seed=2)
+    assert [it.task for it in items] == [task for task in TASKS for _ in range(6)]
+    for it in items:
+        scenes = [scene for turn in it.turns for scene in turn.scenes]
+        assert all(held_out(scene.shapes) for scene in scenes if scene.shapes)
+        if it.task in ONE_PICTURE:
+            assert len(scenes) == 1 and len(it.turns) == 1
+        if it.task in SEVERAL:
+            assert 2 <= len(scenes) <= 4
+        if it.task == "second turn":
+            assert len(it.turns) == 2 and not it.turns[1].scenes
+
+
+def test_an_item_does_not_depend_on_how_many_are_asked():
+    assert examination(3, 1, ("where",)) == [question("where", number, 1) for number in range(3)]
+
+
+def test_the_prompts_of_the_end_to_end_tests_are_trained_on():
+    sentences = {sentence for group in SEEN.values() for sentence in group}
+    sentences |= {
+        sentence.format(kind="circle", colour="green", name="red circle")
+        for task in ("colour", "shape", "where")
+        for sentence in SEEN[task]
+    }
+    talk = {sentence: answer for answer, seen, _ in SMALL_TALK for sentence in seen}
+
+    assert all(prompt.question in sentences for prompt in PAIRWISE_DIFFERENT + OTHER_QUESTIONS)
+    assert all(talk[text] == answer for text, answer in TEXT_ONLY)

@@ -1,0 +1,210 @@
+"""The evaluation over HTTP, against a server whose answers are known, and the card that is made of its results."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from epd_serve.demo.presets import builtin_model_dir
+from epd_serve.demo.training import __main__ as command
+from epd_serve.demo.training.card import NAME, parameters
+from epd_serve.demo.training.evaluation import accuracy, ask_all
+from epd_serve.demo.training.examination import TASKS, Question, examination
+from epd_serve.errors import StageError
+
+QUESTIONS = examination(2, command.EVALUATION_SEED)
+
+
+class Known:
+    """An endpoint that answers every question rightly but those of `wrong`, or fails with `status`."""
+
+    def __init__(self) -> None:
+        self.right = {
+            self.key(it.turns[: turn + 1]): it.turns[turn].answer for it in QUESTIONS for turn in range(len(it.turns))
+        }
+        self.wrong: set[str] = set()
+        self.status = 200
+        self.asked: list[dict[str, Any]] = []
+
+    @staticmethod
+    def key(turns: Any) -> str:
+        return json.dumps([[turn.question, [scene.size for scene in turn.scenes]] for turn in turns])
+
+    def answer(self, body: dict[str, Any]) -> str:
+        self.asked.append(body)
+        turns = []
+        for message in body["messages"]:
+            if message["role"] == "user":
+                sizes, text = [], ""
+                for part in message["content"]:
+                    if part["type"] == "image_url":
+                        data = base64.b64decode(part["image_url"]["url"].split(",")[1])
+                        sizes.append(list(Image.open(io.BytesIO(data)).size))
+                    else:
+                        text = part["text"]
+                turns.append([text, sizes])
+        right = self.right[json.dumps(turns)]
+        return "no idea" if turns[-1][0] in self.wrong else f" {right}\n"
+
+
+@pytest.fixture
+def known() -> Known:
+    return Known()
+
+
+@pytest.fixture
+def url(known: Known) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.reply(200, {"data": [{"id": "epd-demo"}]})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            said = known.answer(body)
+            self.reply(known.status, {"choices": [{"message": {"content": said}}]})
+
+        def reply(self, status: int, content: Any) -> None:
+            data = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join(10)
+
+
+def of(*tasks: str) -> list[Question]:
+    return [it for it in QUESTIONS if it.task in tasks]
+
+
+def test_right_answers_count_exactly(url: str, known: Known) -> None:
+    items = of("count", "second turn", "no picture")
+    known.wrong = {items[0].turns[-1].question}
+    numbers: list[int] = []
+
+    answers = ask_all(url, items, at_once=3, tell=numbers.append)
+
+    assert [it.question for it in answers] == [it.turns[-1].question for it in items]
+    assert numbers == [1, 2, 3, 4, 5, 6]
+    wrong = [it for it in answers if not it.right]
+    assert {it.question for it in wrong} == known.wrong and all(it.answer == "no idea" for it in wrong)
+    assert accuracy(answers)["second turn"] == accuracy(answers)["no picture"] == 1.0
+
+
+def test_a_second_turn_sees_the_first_answer_and_everything_is_greedy(url: str, known: Known) -> None:
+    ask_all(url, of("second turn")[:1], at_once=1, tell=lambda _: None)
+
+    first, second = known.asked
+    assert [message["role"] for message in second["messages"]] == ["user", "assistant", "user"]
+    assert second["messages"][1]["content"].strip() == of("second turn")[0].turns[0].answer
+    assert first["temperature"] == second["temperature"] == 0
+
+
+def test_an_endpoint_that_fails_ends_the_evaluation(url: str, known: Known) -> None:
+    known.status = 500
+
+    with pytest.raises(StageError, match="answers 500"):
+        ask_all(url, of("small talk"), at_once=2, tell=lambda _: None)
+
+
+def test_an_endpoint_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["evaluate", "--url", "http://127.0.0.1:1", "--served-as", "TP1", "--json", str(tmp_path / "r.json")]
+
+    assert command.main(words) == 1
+    assert "http://127.0.0.1:1/v1/models names no model" in capsys.readouterr().err
+    assert not (tmp_path / "r.json").exists()
+
+
+def evaluated(url: str, path: Path, served_as: str) -> Path:
+    words = ["evaluate", "--url", url, "--served-as", served_as, "--json", str(path), "--number", "1"]
+    assert command.main([*words, "--task", "count", "--task", "small talk"]) == 0
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(builtin_model_dir() / "model.safetensors")
+    plan = {"seed": 8, "vision_steps": 10, "vision_pictures": 32, "dialogue_steps": 20}
+    (folder / "training.json").write_text(json.dumps({"plan": plan, "cpu_s": 120.0}))
+    return folder
+
+
+def test_the_card_is_made_of_the_results(url: str, model: Path, tmp_path: Path, known: Known) -> None:
+    known.wrong = {it.turns[-1].question for it in of("count")}
+    results = [evaluated(url, tmp_path / f"{name}.json", name) for name in ("TP1", "(E-P)-D")]
+
+    assert command.main(["card", str(model), *map(str, results)]) == 0
+
+    text = (model / NAME).read_text()
+    assert "| task | for example | TP1 | (E-P)-D |" in text
+    assert "| count | How many shapes are there? | 0.0 % | 0.0 % |" in text
+    assert "| small talk | Hello; Who are you?; Thanks | 100.0 % | 100.0 % |" in text
+    assert "Often wrong: count." in text
+    assert f"{parameters(builtin_model_dir()) / 1e6:.1f} million parameters" in text
+    assert "(320 pictures)" in text and "2 CPU minutes" in text
+
+
+def test_results_that_differ_make_no_card(
+    url: str, model: Path, tmp_path: Path, known: Known, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = evaluated(url, tmp_path / "one.json", "TP1")
+    known.wrong = {it.turns[-1].question for it in of("count")}
+    other = evaluated(url, tmp_path / "other.json", "(E-P)-D")
+
+    assert command.main(["card", str(model), str(one), str(other)]) == 2
+    assert "all ways have to agree" in capsys.readouterr().err
+    assert not (model / NAME).exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["evaluate", "--url", "x", "--served-as", "x", "--json", "x", "--task", "dance"], "unknown task 'dance'"),
+        (["evaluate", "--url", "x", "--served-as", "x", "--json", "x", "--number", "0"], "has to be 1 or more"),
+        (["look", "--out", "/nonexistent"], "has no checkpoint: train first"),
+        (["card", "x", "/nonexistent.json"], "is no result of evaluate"),
+    ],
+)
+def test_bad_input_is_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_every_task_has_an_example_on_the_card() -> None:
+    from epd_serve.demo.training.card import _ABOUT
+
+    assert set(_ABOUT) == set(TASKS)
+
+
+@pytest.mark.slow
+def test_the_whole_path_from_training_to_a_model_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+
+    assert command.main(["train", "--out", str(out), "--quick"]) == 0
+    assert command.main(["export", "--out", str(out), "--model", str(tmp_path / "copy")]) == 0
+    assert command.main(["look", "--out", str(out), "--number", "1"]) == 0
+
+    assert "after 5 of 5 steps" in capsys.readouterr().out
+    files = {path.name for path in (out / "model").iterdir()}
+    assert files >= {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "training.json"}
+    digests = [(folder / "model.safetensors").read_bytes() for folder in (out / "model", tmp_path / "copy")]
+    assert digests[0] == digests[1] and len(digests[0]) < 8_000_000

@@ -1,0 +1,105 @@
+"""Training runs: the same plan gives the same weights, however often the run was interrupted."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from epd_serve.demo.training import checkpoints  # noqa: E402
+from epd_serve.demo.training.architecture import Architecture  # noqa: E402
+from epd_serve.demo.training.train import QUICK, Plan, Training, kept_plan  # noqa: E402
+from epd_serve.errors import ConfigError  # noqa: E402
+
+SMALL = Architecture(hidden=64, intermediate=64, text_layers=2, vision_layers=2, vision_heads=1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def weights(training: Training) -> dict[str, torch.Tensor]:
+    return training.network.state_dict()
+
+
+def test_a_run_interrupted_in_either_stage_ends_with_the_weights_of_one_that_was_not(tmp_path):
+    whole = Training(QUICK, tmp_path / "whole", SMALL)
+    assert [it.step for it in whole.run()] == [1, 2, 3, 4, 5]
+    for until in (1, 3, None):
+        part = Training(QUICK, tmp_path / "parts", SMALL)
+        for _ in part.run(until=until):
+            pass
+        part.save()
+
+    assert part.step == whole.step == QUICK.steps
+    assert all(torch.equal(it, weights(whole)[name]) for name, it in weights(part).items())
+    assert part.cpu_s > 0
+
+
+def test_training_changes_every_part(tmp_path):
+    training = Training(QUICK, tmp_path, SMALL)
+    before = {name: it.clone() for name, it in weights(training).items()}
+    for _ in training.run():
+        pass
+
+    assert [name for name, it in weights(training).items() if torch.equal(it, before[name])] == []
+
+
+def test_a_checkpoint_of_another_plan_is_refused_and_named(tmp_path):
+    Training(QUICK, tmp_path, SMALL).save()
+
+    with pytest.raises(ConfigError, match="seed = 8, asked is 9"):
+        Training(dataclasses.replace(QUICK, seed=9), tmp_path, SMALL)
+
+
+def test_a_run_may_be_made_longer_only_before_its_learning_rate_falls(tmp_path):
+    plan = dataclasses.replace(QUICK, dialogue_steps=4, falling=0.5)
+    longer = dataclasses.replace(plan, dialogue_steps=8)
+    training = Training(plan, tmp_path, SMALL)
+    for _ in training.run(until=plan.level_steps):
+        pass
+    training.save()
+    assert Training(longer, tmp_path, SMALL).step == 4
+
+    for _ in training.run(until=plan.level_steps + 1):
+        pass
+    training.save()
+    with pytest.raises(ConfigError, match="dialogue_steps"):
+        Training(longer, tmp_path, SMALL)
+
+
+def test_a_broken_checkpoint_says_what_to_do(tmp_path):
+    (tmp_path / checkpoints.NAME).write_bytes(b"half a file")
+
+    with pytest.raises(ConfigError, match="remove it to start anew"):
+        kept_plan(tmp_path)
+
+
+def test_a_folder_without_a_checkpoint_starts_anew(tmp_path):
+    assert kept_plan(tmp_path / "nothing") is None
+    assert Training(QUICK, tmp_path / "nothing", SMALL).step == 0
+
+
+def test_a_checkpoint_replaces_the_one_before_and_leaves_nothing_else(tmp_path):
+    training = Training(QUICK, tmp_path, SMALL)
+    training.save()
+    training.save()
+
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoints.NAME]
+    assert kept_plan(tmp_path) == QUICK
+
+
+def test_the_learning_rate_warms_up_stays_level_and_falls_to_zero():
+    plan = Plan(vision_steps=100, dialogue_steps=200, falling=0.5, warm_up=10)
+    paces = [plan.pace(step) for step in range(plan.steps)]
+
+    assert paces[0] == paces[100] == 0.1  # each stage warms up
+    assert set(paces[10:100]) == set(paces[110:200]) == {1.0}
+    assert paces[250] == 0.5 and 0 < paces[-1] == 0.01
+    assert plan.level_steps == 200
