@@ -12,6 +12,7 @@ from typing import Any
 import epd_serve
 from bench import (
     arena,
+    batches,
     colocation,
     duplicates,
     interference,
@@ -28,6 +29,7 @@ from bench.ablations import memory_command
 from bench.aisbench import command as aisbench
 from bench.client import command as load
 from bench.compare import command as compare
+from bench.layouts import command as layouts
 from bench.report import command as report
 from epd_serve.errors import EpdError
 
@@ -37,12 +39,14 @@ MEASUREMENTS: tuple[tuple[str, ModuleType, str], ...] = (
     ("arena", arena, "the arena's put and get against a plain copy"),
     ("duplicates", duplicates, "encodes of one picture that many clients send at once"),
     ("load", load, "requests to any OpenAI endpoint: TTFT, TPOT, attainment of objectives, goodput"),
+    ("layouts", layouts, "layouts and baselines against each other: each started, loaded at each rate, and drawn"),
     ("aisbench", aisbench, "AISBench loads an endpoint; its rows judged by the definitions of `load`"),
     ("compare", compare, "two results: the ratio of every figure, with intervals"),
     ("selfcheck", selfcheck, "how far the load generator can be trusted"),
     ("proxy", proxy, "what the proxy costs, and how it keeps its promises, over simulated stages"),
     ("interference", interference, "how much the operators of the stages slow each other down on one device"),
     ("colocation", colocation, "stages on one device against a monolith: throughput, time per output token"),
+    ("batches", batches, "throughput and latency of each stage against its batch size"),
     ("ablations", ablations, "E-P-D with and without its transfer optimisations (EPD-Serve, Table 2)"),
     ("memory-tables", memory_command, "what fits on a device with and without the encoder (EPD, tables 2 to 4)"),
     ("report", report, "draw a comparison of layouts: charts, tables, one HTML page"),

@@ -44,15 +44,16 @@ class Peer:
     name: str
     url: str
 
-    def argv(self, script: Path, port: int, encoder: str, decoder: str) -> list[str]:
-        """Its command line, in front of one E and one PD."""
-        if self is VLLM:
-            urls = ["--encode-servers-urls", encoder, "--prefill-servers-urls", "disable"]
-            return [sys.executable, str(script), "--host", "127.0.0.1", "--port", str(port), *urls, *_decoder(decoder)]
+    def argv(self, script: Path, port: int, encoders: Sequence[str], decoders: Sequence[str]) -> list[str]:
+        """Its command line, in front of these E and PD (URLs)."""
         flags = ["--host", "127.0.0.1", "--port", str(port)]
-        for name, url in (("encoder", encoder), ("pd", decoder)):
-            parts = urlsplit(url)
-            flags += [f"--{name}-hosts", str(parts.hostname), f"--{name}-ports", str(parts.port)]
+        if self is VLLM:
+            flags += ["--encode-servers-urls", ",".join(encoders), "--prefill-servers-urls", "disable"]
+            return [sys.executable, str(script), *flags, "--decode-servers-urls", ",".join(decoders)]
+        for name, urls in (("encoder", encoders), ("pd", decoders)):
+            parts = [urlsplit(url) for url in urls]
+            flags += [f"--{name}-hosts", *(str(part.hostname) for part in parts)]
+            flags += [f"--{name}-ports", *(str(part.port) for part in parts)]
         return [sys.executable, str(script), *flags]
 
 
@@ -124,7 +125,7 @@ def _started(peer: Peer, script: Path, launch: Served) -> Iterator[Rival]:
     encoder, decoder = launch.stage_url("E"), launch.stage_url("PD")
     assert encoder is not None and decoder is not None, "the layout is E-PD"
     (port,) = free_ports(1)
-    with running(peer.name, port, peer.argv(script, port, encoder, decoder)) as rival:
+    with running(peer.name, port, peer.argv(script, port, [encoder], [decoder])) as rival:
         yield rival
 
 
@@ -167,7 +168,3 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
             rps, cpu = (statistics.median(row[field] for row in these) for field in ("rps", "cpu_us_per_request"))
             lines.append((kind, name, f"{rps:.0f}", f"{cpu:.0f}", str(sum(row["errors"] for row in these))))
     return table(lines)
-
-
-def _decoder(url: str) -> list[str]:
-    return ["--decode-servers-urls", url]

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bench.record import ROOT
+from bench.tethered import tethered
 from deploy.ports import free_ports
 from epd_serve.errors import StageError
 
@@ -48,7 +49,7 @@ def running(name: str, port: int, argv: Sequence[str]) -> Iterator[Rival]:
     with tempfile.TemporaryFile() as log:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         process = subprocess.Popen(
-            argv,
+            tethered(argv, signal.SIGINT),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -7,6 +7,7 @@ commit, machine, versions, and whether the figures are real, emulated or simulat
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -18,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from epd_serve.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 BUSY_SHARE = 0.4  # of the cores, as load average
@@ -93,14 +96,32 @@ def write(
 ) -> None:
     """Write the result to `path`, each row on a line of its own; without a path it was enough to print it.
 
-    The load average of this moment goes beside the one before measuring: what else ran meanwhile shows in both.
+    The load average of this moment goes beside the one before measuring: what else ran meanwhile shows in both. A file
+    that was there is replaced whole, or stays as it was.
+
+    Raises:
+        ConfigError: the disk is full, or the path cannot be written.
     """
     whole = result(figures, _after(env), rows)
-    if path is not None:
-        parts = [f"{json.dumps(name)}: {json.dumps(whole[name], indent=1)}" for name in ("figures", "env")]
-        listed = ",\n".join(json.dumps(row, separators=(",", ":")) for row in whole["rows"])
+    if path is None:
+        return
+    parts = [f"{json.dumps(name)}: {json.dumps(whole[name], indent=1)}" for name in ("figures", "env")]
+    listed = ",\n".join(json.dumps(row, separators=(",", ":")) for row in whole["rows"])
+    text = "{" + ",\n".join([*parts, f'"rows": [\n{listed}\n]']) + "}\n"
+    # A device or a pipe is written to; anything else is made beside its place first.
+    draft = path if path.exists() and not path.is_file() else path.with_name(f".{path.name}.{os.getpid()}")
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("{" + ",\n".join([*parts, f'"rows": [\n{listed}\n]']) + "}\n", encoding="utf-8")
+        draft.write_text(text, encoding="utf-8")
+        if draft != path:
+            draft.replace(path)
+    except OSError as error:
+        if draft != path:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+        raise ConfigError(
+            f"--json {path}: {error.strerror}; what is printed above is what there is", param="--json"
+        ) from error
 
 
 def _without_secret(word: str) -> str:

@@ -1,6 +1,7 @@
 """A layout served for a measurement: `epd-serve serve` in a process of its own, as a user starts it.
 
-Owns the process and its scratch directory; both end with the context. What is asked of it is the caller's.
+Owns the process and its scratch directory; both end with the context, and the process with a measurement that is
+killed. What is asked of it is the caller's.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from bench.processes import Parts, parts
 from bench.record import ROOT
+from bench.tethered import tethered
 from deploy.ports import free_ports
 from epd_serve.errors import StageError
 
@@ -75,7 +77,7 @@ def parse_ready(text: str) -> tuple[float, str, tuple[Stage, ...]] | None:
 
 @contextlib.contextmanager
 def served(layout: str, flags: Sequence[str] = (), *, name: str = "", traced: bool = True) -> Iterator[Served]:
-    """Serve `layout` on CPU until the context ends.
+    """Serve `layout` until the context ends.
 
     Args:
         flags: what follows in `epd-serve serve`, the model's folder too. name: instead of the layout.
@@ -92,7 +94,12 @@ def served(layout: str, flags: Sequence[str] = (), *, name: str = "", traced: bo
         log = stack.enter_context((Path(scratch) / "launcher.log").open("w+b"))
         begun = time.monotonic()
         process = subprocess.Popen(
-            argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+            tethered(argv, signal.SIGINT),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
         )
         stack.callback(_stop, process)
         text = ""

@@ -39,7 +39,7 @@ class Storm:
 
     def __init__(self, url: str, model: str, *, side: int, at_once: int) -> None:
         self._url, self._at_once = url, at_once
-        self._bodies = _bodies(model, numbered_picture(0, side))
+        self._bodies = encoder_bodies(model, numbered_picture(0, side))
         self._over = threading.Event()
         self.failed = ""
         self._thread = threading.Thread(target=lambda: asyncio.run(self._blow()), daemon=True)
@@ -83,8 +83,8 @@ class Storm:
                 self.failed = f"{found} {'' if answer is None else answer.tail.decode(errors='replace')}"
 
 
-def _bodies(model: str, url: str) -> Iterator[dict[str, Any]]:
-    """What the proxy would ask of an encoder (`proxy/bodies.py`)."""
+def encoder_bodies(model: str, url: str) -> Iterator[dict[str, Any]]:
+    """What the proxy would ask of an encoder (`proxy/bodies.py`), without end; each under a key of its own."""
     for number in _NUMBERS:
         key = hashlib.sha256(f"storm {number}".encode()).hexdigest()
         part = {"type": "image_url", "image_url": {"url": url}, "uuid": key}

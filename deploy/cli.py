@@ -86,10 +86,21 @@ def _add_serve(commands: Any) -> Parser:
     return parser
 
 
-def _serve(arguments: dict[str, Any]) -> int:
+def serve_config(words: Sequence[str]) -> DeployConfig:
+    """What `epd-serve serve WORDS…` would serve. Raises ConfigError as it would."""
+    arguments = _parse(["serve", *words])
+    del arguments["command"]
+    return _config(arguments)
+
+
+def _config(arguments: dict[str, Any]) -> DeployConfig:
     config_file = arguments.pop("config", None)
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
-    config = build_config(given, config_file)
+    return build_config(given, config_file)
+
+
+def _serve(arguments: dict[str, Any]) -> int:
+    config = _config(arguments)
     from deploy.blueprint import draw
 
     blueprint = draw(config)

@@ -10,17 +10,18 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(expected_parent: int | None = None) -> None:
-    """Ask the kernel to SIGKILL this process when its parent dies (Linux `prctl(2)`; elsewhere nothing is done).
+def die_with_parent(expected_parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
+    """Ask the kernel to signal this process when its parent dies (Linux `prctl(2)`; elsewhere nothing is done).
 
     Args:
         expected_parent: pid of the parent this process was made for. If it has already gone the process ends at
             once, which closes the race between fork and prctl.
+        by: the signal. A process that has to clean up wants another one than the default.
     """
     if not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if expected_parent is not None and os.getppid() != expected_parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), by)

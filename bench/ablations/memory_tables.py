@@ -118,11 +118,8 @@ def _batches(cases: Sequence[Case]) -> str:
         counts = {place: room.largest_batch(BATCH_PICTURES) for place, room in case.rooms.items()}
         paper = case.paper and case.paper[0].paper_batch[case.paper[1]]
         own = [counts[place] for place in ("together", "encoder", "prefill")]
-        told = paper if paper else (0, 0, 0)
-        cells = [
-            _beside(one, (0 if other is None else other) if paper else None)
-            for one, other in zip(own, told, strict=True)
-        ]
+        told: Sequence[int | str | None] = [one or "OOM" for one in paper] if paper else [None] * len(own)
+        cells = [_beside(one, other) for one, other in zip(own, told, strict=True)]
         rows.append((case.model, case.picture, *cells, str(counts["spare"])))
     return table(rows)
 
@@ -145,5 +142,5 @@ def _kv(cases: Sequence[Case]) -> str:
     return table(rows)
 
 
-def _beside(own: int, paper: int | None) -> str:
+def _beside(own: int, paper: int | str | None) -> str:
     return str(own) if paper is None else f"{own} ({paper})"

@@ -30,6 +30,8 @@ from bench.client.target import Target
 from bench.record import environment as record_environment
 from bench.record import flatten, write
 from bench.workloads.pictures import Pictures
+from deploy.blueprint import DEMO_NAME
+from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.errors import ConfigError, StageError
 
 
@@ -45,8 +47,12 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     target = Target(arguments.url, headers)
     model, tokenizer = _model(target, asyncio.run(target.served()), arguments.model, arguments.tokenizer)
     shape = asyncio.run(look(target, model))
-    bench = environment(arguments.venv)
-    check_tokenizer(bench, tokenizer)
+    try:
+        bench = environment(arguments.venv)
+        check_tokenizer(bench, tokenizer)
+    except KeyboardInterrupt:  # an environment that is half made is made again
+        print("epd-bench: interrupted; nothing was sent", file=sys.stderr)
+        return 130
     env = record_environment(argv, kind=arguments.kind, asked=arguments)
     env["load"] = {
         "client": f"AISBench {bench.version}",
@@ -162,6 +168,8 @@ def _model(
         raise ConfigError(f"{target.endpoint} serves no model: say --model", param="--model")
     model = named or served[0][0]
     root = next((root for name, root in served if name == model), "")
+    if tokenizer is None and model == DEMO_NAME:
+        tokenizer = Path(builtin_model_dir())
     if tokenizer is None:
         if not root or not Path(root).is_dir():
             raise ConfigError(

@@ -77,7 +77,7 @@ def read_earlier(path: Path, now: Mapping[str, Any], labels: Sequence[str]) -> E
     return Earlier(kept, whole, env)
 
 
-def keep_runs(path: Path, runs: Collection[str]) -> None:
+def keep_runs(path: Path, runs: Collection[str], flag: str = "--resume") -> None:
     """Leave those JSON lines of `path` that belong to these runs. It changes as a whole or not at all; none: none made.
 
     Raises:
@@ -86,7 +86,7 @@ def keep_runs(path: Path, runs: Collection[str]) -> None:
     if not path.exists():
         return
     if not path.is_file():
-        raise ConfigError(f"--resume: {path} is no file that could be gone on with", param="--resume")
+        raise ConfigError(f"{flag}: {path} is no file that could be gone on with", param=flag)
     scratch = path.with_name(path.name + ".part")
     try:
         kept = [line for line in path.read_bytes().split(b"\n")[:-1] if _run_of(line) in runs]
@@ -95,7 +95,7 @@ def keep_runs(path: Path, runs: Collection[str]) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             scratch.unlink(missing_ok=True)
-        raise ConfigError(f"--resume: {path}: {error.strerror}", param="--resume") from error
+        raise ConfigError(f"{flag}: {path}: {error.strerror}", param=flag) from error
 
 
 def _run_of(line: bytes) -> str | None:

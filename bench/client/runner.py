@@ -33,6 +33,7 @@ class Runner:
     """Sends one run. Use once.
 
     Args:
+        target: of several servers each gets every so many-th request.
         keep: is given each row as it comes, to write it down. An EpdError of it ends the run.
         name: unique among runs; requests are called `NAME-N`, which the endpoint's stamps carry.
         label: of the run in its rows.
@@ -51,7 +52,7 @@ class Runner:
         self.run = Run(label)
         self._target, self._asks, self._name, self._keep = target, asks, name, keep
         self._bounds = bounds or Bounds()
-        self._pool = Pool(target.endpoint)
+        self._pools = [Pool(server.endpoint) for server in target.servers]
         self._open: set[Connection] = set()
         self._pacing: asyncio.Task[None] | None = None
         self._missed = 0
@@ -110,7 +111,8 @@ class Runner:
             async with asyncio.TaskGroup() as group:
                 yield group
         finally:
-            self._pool.close()
+            for pool in self._pools:
+                pool.close()
             run.cpu_s, run.ended_s = time.process_time() - cpu_s, time.perf_counter()
 
     async def _send(self, n: int, due_s: float) -> None:
@@ -124,7 +126,7 @@ class Runner:
         else:
             run.under_way += 1
             try:
-                answer, cut = await self._exchange(f"{self._name}-{n}", ask)
+                answer, cut = await self._exchange(n, ask)
             finally:
                 run.under_way -= 1
             reading = _read(answer)
@@ -134,10 +136,12 @@ class Runner:
             return
         self._note(n, due_s, ready_s, ask, answer, Reading(), verdict)
 
-    async def _exchange(self, name: str, ask: Ask) -> tuple[Answer, Verdict | None]:
+    async def _exchange(self, n: int, ask: Ask) -> tuple[Answer, Verdict | None]:
         """What came back; with a verdict where it is no answer's fault, or none came."""
+        turn = n % len(self._pools)
+        pool, server = self._pools[turn], self._target.servers[turn]
         try:
-            connection = await self._pool.take()
+            connection = await pool.take()
         except StageError as error:
             return Answer(), Verdict(Outcome.ERROR, UNREACHABLE, error.message)
         if (ended := self._ended()) is not None:
@@ -147,7 +151,7 @@ class Runner:
         leaves_s, limit_s = ask.cancel_after_s, self._bounds.limit_s
         leaves = leaves_s is not None and leaves_s < limit_s
         try:
-            waiter = connection.ask(self._target.head(name, len(ask.body)), ask.body, keep=True)
+            waiter = connection.ask(server.head(f"{self._name}-{n}", len(ask.body)), ask.body, keep=True)
             done, _ = await asyncio.wait([waiter], timeout=leaves_s if leaves else limit_s)
             if not done:
                 connection.close()
@@ -158,7 +162,7 @@ class Runner:
         if not done:
             late = Verdict(Outcome.TIMEOUT, "timeout", f"no whole answer within {limit_s:g} s")
             return answer, Verdict(Outcome.CANCELLED, "left") if leaves else late
-        self._pool.put_back(connection)
+        pool.put_back(connection)
         return answer, None if answer.ended else self._ended()
 
     def _ended(self) -> Verdict | None:

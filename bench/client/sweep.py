@@ -191,13 +191,7 @@ class Sweep:
         return mean_phases(known)
 
     def _write(self) -> None:
-        try:
-            write(self._json, self.found.figures, self._env, self.found.rows)
-        except OSError as error:
-            raise ConfigError(
-                f"--json {self._json}: {error.strerror}; what is printed above and --rows is what there is",
-                param="--json",
-            ) from error
+        write(self._json, self.found.figures, self._env, self.found.rows)
 
 
 def labels(arrivals: Sequence[Arrivals]) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.client.connection import Answer, connect, head
@@ -49,6 +49,11 @@ class Target:
         self._headers = dict(headers or {})
         self._head = head(self.endpoint, "POST", path, self._headers)
 
+    @property
+    def servers(self) -> Sequence[Target]:
+        """Those that requests go to, in turn."""
+        return (self,)
+
     def head(self, request_id: str, nbytes: int) -> bytes:
         return b"%sx-request-id: %s\r\ncontent-length: %d\r\n\r\n" % (self._head, request_id.encode(), nbytes)
 
@@ -88,3 +93,15 @@ class Target:
             return waiter.result() if waiter.done() else Answer()
         finally:
             connection.close()
+
+
+class InTurn(Target):
+    """Several servers of one model, asked in turn: the client balances their load, which costs the servers nothing."""
+
+    def __init__(self, urls: Sequence[str], headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(urls[0], headers)
+        self._servers = tuple(Target(url, headers) for url in urls)
+
+    @property
+    def servers(self) -> Sequence[Target]:
+        return self._servers

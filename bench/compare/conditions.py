@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bench.client.experiment import difference
-from bench.compare.results import Result
+from bench.compare.results import EXPERIMENT, Result
 from bench.record import busy
 
 _WHERE = frozenset({"json", "rows", "out", "plot", "cache", "traces", "resume", "url", "header", "report", "output"})
@@ -99,7 +99,7 @@ def _load(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
         if other := difference(left, right):
             yield f"experiment: {other} (A, B)"
         return
-    for name in ("workload", "seed", "slos", "model", "arrivals", "knobs", "seconds", "n"):
+    for name in (*EXPERIMENT, "model"):
         if a.get(name) != b.get(name) and name in a and name in b:
             yield f"{name}: A has {a[name]}, B has {b[name]}"
 

@@ -16,6 +16,9 @@ from bench.client.row import Row
 from bench.client.rows_file import read_rows
 from epd_serve.errors import ConfigError
 
+EXPERIMENT = ("workload", "knobs", "arrivals", "seconds", "n", "seed", "slos")
+"""Fields of a folder's experiment that have to be equal for its entries to be compared with others."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -89,7 +92,21 @@ def _read(path: Path, name: str) -> Result:
         raise ConfigError(f"{path} is no result of epd-bench: {error}") from None
     entry = env.get("entry")
     named = str(entry["name"]) if name and isinstance(entry, dict) and "name" in entry else name
-    return Result(named, path, figures, env, rows, _requests(path))
+    return Result(named, path, figures, _with_experiment(path, env), rows, _requests(path))
+
+
+def _with_experiment(path: Path, env: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What `epd-bench layouts` was asked of all entries is in the folder's own file: with it, as of a load."""
+    file, load = path.parent.parent / "experiment.json", env.get("load")
+    if path.name != "result.json" or not isinstance(load, Mapping) or not file.is_file():
+        return env
+    try:
+        asked = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    if not isinstance(asked, dict):
+        raise ConfigError(f"{file} holds no JSON object")
+    return {**env, "load": {**load, **{name: asked[name] for name in EXPERIMENT if name in asked}}}
 
 
 def _requests(path: Path) -> Sequence[Row]:

@@ -12,10 +12,10 @@ HEAD = ("figure", "A", "B", "B/A", "95 %", "over", "B is")
 
 
 def shown(found: Sequence[Compared], *, everything: bool = False) -> str:
-    """A table per entry and run. Figures that are neither good nor bad are left out, unless everything is asked for."""
+    """A table per entry and run. Figures that are neither good nor bad, or 0 in both, only where all are wanted."""
     parts = []
     for (entry, run), group in groupby(found, key=lambda one: (one.entry, one.run)):
-        rows = [_line(one) for one in group if one.better or everything]
+        rows = [_line(one) for one in group if everything or (one.better and (one.a or one.b))]
         if rows:
             title = ", ".join(filter(None, (entry, run)))
             parts.append((f"{title}\n" if title else "") + table([HEAD, *rows]))

@@ -32,7 +32,7 @@ def facts(experiment: Experiment) -> list[tuple[str, str]]:
         ("deployments", deployments or "none"),
         ("commit", _each(map(commit, envs))),
         ("machine", _each(map(machine, machines))),
-        ("load average before (1 min)", _span(one.get("load_average_1min") for one in machines)),
+        ("load average (1 min)", _span(_loads(experiment))),
         ("measured", _span(env.get("date") for env in envs)),
         ("versions", _each(_plain(env.get("versions", {})) for env in envs)),
         ("command", _each(str(env.get("command", "")) for env in envs)),
@@ -77,12 +77,21 @@ def deployed(experiment: Experiment) -> Sheet:
 def problems(experiment: Experiment) -> list[str]:
     """What a reader has to know before any figure: what is missing, what is not valid."""
     found = list(experiment.problems)
+    for entry in experiment.entries:
+        if entry.env.get("entry", {}).get("devices_share_cores"):
+            found.append(f"{entry.name}: its {entry.devices} devices share cores, and are no {entry.devices} devices")
     for entry, run in experiment.invalid():
         found.append(f"{entry.name}, {run.label}: not valid: {'; '.join(run.objections) or 'no reason given'}")
     for entry, run in experiment.all_runs():
         if run.valid and run.grows:
             found.append(f"{entry.name}, {run.label}: no steady state: {run.grows}")
     return found
+
+
+def _loads(experiment: Experiment) -> list[Any]:
+    """Whenever it was looked at: before each entry, and where runs say it, before each run."""
+    before = [entry.env.get("machine", {}).get("load_average_1min") for entry in experiment.entries]
+    return [*before, *(run.figure("load_average_1min") for _, run in experiment.all_runs())]
 
 
 def _each(values: Iterable[str]) -> str:

@@ -5,7 +5,8 @@
 They come from the stamps of proxy and stages (`bench/phases.py`): each lasts from the latest stamp so far to its own,
 so what was hidden behind something slower counts nothing, and the phases of the TTFT add up to it. Decode is its first
 step, of the TTFT, and all tokens after it. Beside the eight there is what proxy and client took. An instance that runs
-several stages stamps nothing between them: its time is one piece, and said to be. In EP, prefill includes encode.
+several stages stamps nothing between them, and simulated stages stamp nothing: their time is one piece, and said to be.
+In EP, prefill includes encode.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Phase(StrEnum):
     PREFILL = "prefill"
     PD_TRANSFER = "P→D transfer"
     DECODE_QUEUE = "decode queue"
-    WHOLE = "one instance, not told apart"
+    WHOLE = "stages not told apart"
     FIRST_STEP = "decode, first step"
     DECODE = "decode"
     OTHER = "other"

@@ -63,7 +63,8 @@ def sheet(experiment: Experiment, found: Found) -> Sheet:
     note = (
         "Means over whole answers of the window; a request that does not pass a phase spends nothing in it. A phase "
         "lasts from the latest stamp so far to its own: what hides behind something slower counts nothing. An instance "
-        "that runs several stages stamps nothing between them. In EP, prefill includes encode."
+        "that runs several stages stamps nothing between them, simulated stages stamp nothing, and plain servers are "
+        "not traced. In EP, prefill includes encode."
     )
     return Sheet("phases", "Where the time of a request goes", columns, tuple(rows), note=note)
 

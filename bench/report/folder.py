@@ -131,7 +131,10 @@ def _run(path: Path, row: Mapping[str, Any]) -> Run:
     try:
         label, valid = str(row["run"]), bool(row["valid"])
         objections = tuple(str(text) for text in row.get("objections", ()))
-        return Run(label, rate_of(label), valid, objections, str(row.get("grows", "")), row)
+        rate = row.get("rate_rps")
+        return Run(
+            label, rate_of(label) if rate is None else float(rate), valid, objections, str(row.get("grows", "")), row
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} has a row that is no run of a load: {_fault(error)}") from None
 

@@ -17,6 +17,8 @@ from epd_serve.errors import LayoutError
 from epd_serve.layout_parser import parse
 from epd_serve.roles import Role
 
+NEGLIGIBLE = 0.02
+"""Difference of a ratio from 1: with the same requests on both sides an interval may exclude 1 by nothing at all."""
 Rows = Mapping[str, Sequence[Row]]
 """Requests by entry's name."""
 
@@ -43,8 +45,9 @@ class Ratio:
 
     @property
     def sure(self) -> bool:
-        """Its interval excludes 1."""
-        return self.low is not None and self.high is not None and not self.low <= 1.0 <= self.high
+        """Its interval excludes 1, and it is not so near to 1 that nobody would choose by it."""
+        beyond_chance = self.low is not None and self.high is not None and not self.low <= 1.0 <= self.high
+        return beyond_chance and abs(self.ratio - 1.0) >= NEGLIGIBLE
 
     @property
     def better(self) -> bool:
@@ -63,14 +66,15 @@ def measures(slo: Slo) -> tuple[Measure, ...]:
 def monolith(experiment: Experiment) -> Entry | None:
     """What the others are compared to: a baseline of whole instances, else any entry of such; of several the one whose
     device count the most entries have. None where there is none that was measured."""
-    whole = [entry for entry in experiment.entries if entry.runs and _is_monolith(entry.layout)]
+    whole = [entry for entry in experiment.entries if entry.runs and is_monolith(entry)]
     counts = [entry.devices for entry in experiment.entries]
     return max(whole, key=lambda entry: (entry.baseline, counts.count(entry.devices)), default=None)
 
 
-def _is_monolith(layout: str) -> bool:
+def is_monolith(entry: Entry) -> bool:
+    """Each of its instances runs all stages."""
     try:
-        return parse(layout).roles == {Role.EPD}
+        return parse(entry.layout).roles == {Role.EPD}
     except LayoutError:  # a baseline of somebody else's
         return False
 
@@ -127,7 +131,7 @@ def sample(measure: Measure, experiment: Experiment, rows: Sequence[Row]) -> Sam
     if not rows:
         return Sample({}, names)
     dues = [row.due_s for row in rows]
-    warm_up = experiment.asked.get("judged", {}).get("warm_up")
+    warm_up = experiment.asked.get("judged", {}).get("warm_up_s")
     window = steady_window(min(dues), max(dues), float(warm_up) if warm_up is not None else None)
     if measure in (TTFT, TPOT):
         times = {row.n: row.ttft_s if measure == TTFT else row.tpot_s for row in window.due(rows) if row.ok}
@@ -165,7 +169,8 @@ def sheet(experiment: Experiment, against: Entry | None, found: Sequence[Ratio])
     )
     note = (
         "Intervals are by bootstrap over blocks of the requests of these runs, the same requests of both sides where "
-        "both were asked the same. They know nothing of other days and machines. None: too few requests."
+        f"both were asked the same. They know nothing of other days and machines. A ratio within "
+        f"{NEGLIGIBLE:.0%} of 1 is not told apart either."
     )
     name = against.known_as if against else "none was measured"
     return Sheet("ratios", f"Ratios to the monolith ({name})", columns, rows, note=note)

@@ -7,31 +7,41 @@ spends where.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from bench.report.batch_sizes import Sampled, batches_of
 from bench.report.breakdown import Breakdown, Found, Part, Phase, comparable
 from bench.report.experiment import Entry, Experiment
 from bench.report.measures import TPOT, TTFT, Measure, ranked
+from bench.report.ratios import is_monolith
 from bench.report.sheet import shown
+
+
+@dataclass(frozen=True)
+class Leader:
+    """The best at a measure in a stretch of rates, of which `rate` is the highest; `alone`: by more than chance."""
+
+    measure: Measure
+    entry: Entry
+    rate: float
+    alone: bool
 
 
 def reasons(
     experiment: Experiment,
-    leaders: Sequence[tuple[Measure, Entry, float]],
+    leaders: Sequence[Leader],
     against: Entry | None,
     phases: Found,
     sampled: Sampled,
 ) -> list[str]:
-    """Sentences on the leaders in TTFT and TPOT, each beside the monolith and beside the next best.
-
-    Args:
-        leaders: (measure, best entry, the highest rate at which it is that).
-    """
+    """Sentences on the leaders in TTFT and TPOT, each beside monoliths and, where it leads alone, the next best."""
     found: list[str] = []
-    for measure, entry, rate in leaders:
+    for leader in leaders:
+        measure, entry, rate = leader.measure, leader.entry, leader.rate
         order = [one[0] for one in ranked(experiment, measure, rate) if one[0].devices == entry.devices]
         others = [one for one in order if one is not entry]
-        beside = list(dict.fromkeys([*(one for one in others if one is against), *others[:1]]))
+        monoliths = [one for one in others if one is against or is_monolith(one)]
+        beside = dict.fromkeys([*monoliths, *(others[:1] if leader.alone else [])])
         for other in beside:
             if measure == TTFT:
                 found.append(_of_ttft(entry, other, rate, phases))

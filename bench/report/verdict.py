@@ -16,7 +16,7 @@ from bench.report.breakdown import Found
 from bench.report.experiment import Entry, Experiment
 from bench.report.measures import Measure, ranked
 from bench.report.ratios import Compared, Ratio, measures, monolith
-from bench.report.reasons import reasons
+from bench.report.reasons import Leader, reasons
 from bench.report.sheet import shown
 
 
@@ -38,15 +38,15 @@ class Verdict:
 def verdict(experiment: Experiment, compared: Compared, phases: Found, sampled: Sampled) -> Verdict:
     """Of a whole experiment, or of what there is of it."""
     real, against = experiment.real, monolith(experiment)
-    caution = "" if real else f"{experiment.kind}: ordering only. This was not measured, and nothing of it is a win."
+    caution = "" if real else f"{experiment.kind}: ordering only. No device was measured, and nothing here is a win."
     if not any(run.valid for _, run in experiment.all_runs()):
         return Verdict(caution, (("Result", ("No run is valid: there is nothing to compare.",)),))
     best: list[str] = []
-    leaders: list[tuple[Measure, Entry, float]] = []
+    leaders: list[Leader] = []
     for measure in measures(experiment.slos[0]):
         sentences, top = _best(experiment, measure, against, compared)
         best += sentences
-        leaders += [(measure, entry, rate) for entry, rate in top]
+        leaders += top
     if against is None:
         best.append("No monolith was measured: there are no ratios to one.")
     ratios = compared.to(against)
@@ -63,8 +63,8 @@ def verdict(experiment: Experiment, compared: Compared, phases: Found, sampled: 
 
 def _best(
     experiment: Experiment, measure: Measure, against: Entry | None, compared: Compared
-) -> tuple[list[str], list[tuple[Entry, float]]]:
-    """Sentences, and (best entry, highest of its rates) of each stretch of rates that one entry leads alone."""
+) -> tuple[list[str], list[Leader]]:
+    """Sentences, and who leads each stretch of rates."""
     led: list[tuple[float, tuple[str, ...], Entry]] = []
     for rate in experiment.measured_rates:
         order = [one[0] for one in ranked(experiment, measure, rate) if against is None or _equal(one[0], against)]
@@ -72,7 +72,8 @@ def _best(
             ties = [entry for entry in order[1:] if _tied(compared.ratio(measure, rate, entry, order[0]))]
             names = tuple(entry.name for entry in experiment.entries if entry is order[0] or entry in ties)
             led.append((rate, names if len(names) < len(order) else (), order[0]))
-    sentences, top = [], []
+    sentences: list[str] = []
+    top: list[Leader] = []
     among = f" of those with {against.devices} devices" if against is not None else ""
     superlative = f"the {'lowest' if measure.lower else 'highest'} {measure.name}"
     for names, stretch in itertools.groupby(led, key=lambda one: one[1]):
@@ -86,7 +87,8 @@ def _best(
         else:
             told = _beside(experiment, measure, entry, against, last, compared)
             sentences.append(f"{at}: {entry.name} has {superlative}{among}{told}.")
-            top.append((entry, last))
+        if names:
+            top.append(Leader(measure, entry, last, alone=len(names) == 1))
     return sentences, top
 
 
@@ -118,7 +120,8 @@ def _sides(experiment: Experiment, ratios: Sequence[Ratio], against: Entry | Non
             continue
         most = max(sure, key=lambda one: abs(one.ratio - 1.0))
         devices = "" if _equal(entry, against) else f" ({entry.devices} devices against {against.devices})"
-        where = f"all {len(own)} rates" if len(sure) == len(own) > 1 else listed_rates([one.rate for one in sure])
+        every = "both rates" if len(own) == 2 else f"all {len(own)} rates"
+        where = every if len(sure) == len(own) > 1 else listed_rates([one.rate for one in sure])
         end = f", most at {most.rate:g} req/s: {most}" if len(sure) > 1 else f": {most}"
         found.append(f"{entry.name}{devices}: {measure.name} at {where}{end}.")
     return found

@@ -88,7 +88,7 @@ def report(folder_path: Path, experiment: Experiment, rate: float | None = None)
     ]
     problems = about.problems(experiment)
     if not any(taken.values()):
-        problems.append("no request was traced: there is no breakdown by phase")
+        problems.append("no valid run was traced: there is no breakdown by phase")
     if not any(sampled.values()):
         problems.append("the stages were not sampled: there are no batch sizes")
     if not style.can_draw():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ from bench.record import ROOT, busy, environment, flatten, write
 from bench.served import Served
 from bench.statistic import Spread, percentile
 from bench.turns import Target, summarise, text
+from epd_serve.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -67,6 +70,29 @@ def test_a_result_has_every_flag_also_those_that_nobody_gave_and_no_secret(tmp_p
     }
     assert "k3y" not in json.dumps(env)
     assert {"cores", "load_average_1min"} <= set(env["machine"])
+
+
+def test_a_result_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    path = tmp_path / "r.json"
+    write(path, {"a": 1.0}, {}, [])
+    kept = path.read_text()
+
+    def full(self: Path, text: str, **_: object) -> None:
+        with self.open("w") as file:
+            file.write(text[:10])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        write(path, {"a": 2.0}, {}, [])
+    assert path.read_text() == kept
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_device_is_written_to_and_stays_what_it_is(tmp_path):
+    with pytest.raises(ConfigError, match=r"--json /dev/full: No space left on device"):
+        write(Path("/dev/full"), {"a": 1.0}, {}, [])
+    assert Path("/dev/full").is_char_device()
 
 
 @pytest.mark.parametrize("wrong", ["1.0", True, None, [1]])

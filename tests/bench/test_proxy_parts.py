@@ -102,12 +102,12 @@ def test_the_peers_are_pinned_and_taken_from_a_file_where_one_is_given(tmp_path:
     assert proxy_peers._script(VLLM, copy, tmp_path).read_text() == "print()"
     with pytest.raises(StageError, match="--peer-ascend"):
         proxy_peers._script(ASCEND, tmp_path / "missing.py", tmp_path)
-    argv = VLLM.argv(copy, 8000, "http://127.0.0.1:1", "http://127.0.0.1:2")
+    argv = VLLM.argv(copy, 8000, ["http://127.0.0.1:1"], ["http://127.0.0.1:2"])
     assert argv[2:] == [
         *("--host", "127.0.0.1", "--port", "8000", "--encode-servers-urls", "http://127.0.0.1:1"),
         *("--prefill-servers-urls", "disable", "--decode-servers-urls", "http://127.0.0.1:2"),
     ]
-    argv = ASCEND.argv(copy, 8000, "http://127.0.0.1:1", "http://127.0.0.1:2")
+    argv = ASCEND.argv(copy, 8000, ["http://127.0.0.1:1"], ["http://127.0.0.1:2"])
     assert argv[2:] == [
         *("--host", "127.0.0.1", "--port", "8000", "--encoder-hosts", "127.0.0.1", "--encoder-ports", "1"),
         *("--pd-hosts", "127.0.0.1", "--pd-ports", "2"),

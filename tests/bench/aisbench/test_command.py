@@ -237,12 +237,23 @@ def test_a_disk_without_room_for_rows_is_said(bench, capsys):
     assert "No space left on device" in capsys.readouterr().err
 
 
+def test_an_interrupted_preparation_sends_nothing(bench, served, monkeypatch, capsys):
+    def interrupt(*about: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "check_tokenizer", interrupt)
+    assert bench("--rates", "100") == 130
+    assert "interrupted; nothing was sent" in capsys.readouterr().err
+    assert served.server.seen == 1, "the look alone"
+
+
 def test_the_tokenizer_is_where_the_endpoint_says_its_model_lies(tmp_path):
     target = Target("http://127.0.0.1:1")
     served = [("a", "/nowhere"), ("b", str(tmp_path))]
 
     assert command._model(target, served, "b", None) == ("b", tmp_path)
     assert command._model(target, served, None, tmp_path) == ("a", tmp_path)
+    assert command._model(target, [("epd-demo", "epd-demo")], None, None)[1] == builtin_model_dir().absolute()
     with pytest.raises(ConfigError, match="say --tokenizer DIR"):
         command._model(target, served, None, None)
     with pytest.raises(ConfigError, match="say --model"):

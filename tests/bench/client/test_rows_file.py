@@ -47,3 +47,11 @@ def test_a_place_that_cannot_be_written_is_known_before_the_run(tmp_path, name):
 
     with pytest.raises(ConfigError, match="cannot be written"):
         RowsFile(tmp_path / name)
+
+
+def test_rows_of_a_resumed_measurement_follow_those_that_are_there(tmp_path):
+    for number in range(2):
+        with RowsFile(tmp_path / "r.jsonl", append=True) as file:
+            file.keep(row(number))
+
+    assert [one.n for one in read_rows(tmp_path / "r.jsonl")] == [0, 1]

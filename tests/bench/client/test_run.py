@@ -12,7 +12,7 @@ from bench.client.known_server import Known, KnownServer
 from bench.client.row import Outcome, Row
 from bench.client.run import Bounds, Run
 from bench.client.runner import Runner
-from bench.client.target import Ask, Target
+from bench.client.target import Ask, InTurn, Target
 from bench.client.verdict import CROWDED
 from deploy.ports import free_ports
 from epd_serve.errors import ConfigError, StageError
@@ -224,3 +224,12 @@ async def _until(condition) -> None:
 
 def test_a_run_begins_with_nothing():
     assert Run("r").rows == []
+
+
+async def test_servers_are_asked_in_turn():
+    async with KnownServer().serving() as one, KnownServer().serving() as other:
+        sending = Runner(InTurn([one.url, other.url]), lambda _: ask(), name="t")
+        run = await sending.open_loop([0.0] * 6)
+
+    assert all(row.ok for row in run.rows)
+    assert sorted(one.written) == ["t-0", "t-2", "t-4"] and sorted(other.written) == ["t-1", "t-3", "t-5"]

@@ -39,7 +39,7 @@ def test_a_slower_run_is_worse_by_as_much_as_it_is_slower(tmp_path, capsys):
     assert found["1 rps/requests"]["better"] == ""
     shown = capsys.readouterr().out
     assert "worse" in shown and "(simulated)" in shown
-    assert "requests_of_the_run" not in shown
+    assert "requests_of_the_run" not in shown and "truncated" not in shown
     assert json.loads((tmp_path / "out.json").read_text())["figures"]["1 rps/ttft_ms/mean/low"] == mean["low"]
 
 
@@ -195,6 +195,20 @@ def test_folders_are_compared_entry_by_entry(tmp_path, capsys):
     assert "only in one of them: old" in capsys.readouterr().out
     alone = [str(tmp_path / "a" / "slug-tp1"), str(tmp_path / "b" / "slug-e-p-d")]
     assert main(["compare", *alone, "--quick"]) == 0, "two entries of different names"
+
+
+def test_folders_of_other_experiments_are_refused(tmp_path, capsys):
+    for side, seconds in (("a", 60), ("b", 30)):
+        result(tmp_path / side / "slug", requests(), env={"entry": {"name": "TP1"}})
+        (tmp_path / side / "experiment.json").write_text(
+            json.dumps({"seconds": seconds, "seed": 0, "rates": [seconds]})
+        )
+
+    assert compared(tmp_path)[0] == 1
+    assert "seconds: A has 60, B has 30" in capsys.readouterr().err
+    (tmp_path / "b" / "experiment.json").write_text("[")
+    assert compared(tmp_path)[0] == 1
+    assert "experiment.json cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

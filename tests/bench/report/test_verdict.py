@@ -58,7 +58,7 @@ def test_what_is_not_real_has_an_order_and_no_winner(tmp_path, kind):
     found = said(tmp_path, [entry("TP1x2", baseline=True), entry("(E-P)-D")], TWO, kind=kind)
     told = found.text().removeprefix(found.caution)
 
-    assert found.caution == f"{kind}: ordering only. This was not measured, and nothing of it is a win."
+    assert found.caution == f"{kind}: ordering only. No device was measured, and nothing here is a win."
     assert "Ordered before the monolith" in told
     assert not any(word in told.lower() for word in (" win", "wins", "loss", "loses"))
 
@@ -79,10 +79,35 @@ def test_the_phase_that_differs_most_says_why(tmp_path):
     assert "(of which (E-P)-D has 60 ms in prefill)" in text
 
 
+def test_what_decoding_instances_run_is_said_of_tpot(tmp_path):
+    text = said(tmp_path, [entry("TP1x2", baseline=True), entry("(E-D)-P")], {"TP1x2": 0.4, "(E-D)-P": 0.2}).text()
+    assert "TPOT at" not in text  # nothing differs
+
+    one, two = entry("TP1x2", baseline=True), entry("(E-D)-P")
+    at = asked(tmp_path / "more", [one, two], rates=[4])
+    for which, gap, role in ((one, 0.04, "EPD"), (two, 0.02, "D")):
+        sampled = [{"run": "4 rps", "t_s": 1, "instance": "a", "role": role, "running": 3, "waiting": 0}]
+        measured(at, which, {"4 rps": requests("4 rps", 4, gap=gap)}, batches=sampled)
+    found = folder.read(at)
+    rows = {each.name: folder.rows(each) for each in found.entries}
+    batches = {each.name: folder.batches(each) for each in found.entries}
+    text = verdict(found, Compared(found, rows), {}, batches).text()
+
+    assert "20 ms in (E-D)-P, whose D only decodes on a device that it shares and runs 3 sequences" in text
+    assert "40 ms in TP1x2, whose EPD also has encode and prefill to do and runs 3 sequences" in text
+
+
 def test_of_no_good_answer_nothing_is_said(tmp_path):
     text = said(tmp_path, [entry("TP1x2"), entry("(E-P)-D")], TWO, good=False).text()
 
     assert text == "Result\n  No run is valid: there is nothing to compare."
+
+
+def test_a_difference_that_nobody_would_choose_by_is_no_win(tmp_path):
+    text = said(tmp_path, [entry("TP1x2", baseline=True), entry("EP-D")], {"TP1x2": 0.2, "EP-D": 0.198}).text()
+
+    assert "no deployment differs from the best in mean TTFT beyond chance" in text
+    assert "Wins" not in text
 
 
 def test_without_a_monolith_there_are_no_ratios(tmp_path):

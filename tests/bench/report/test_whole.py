@@ -101,7 +101,7 @@ def test_nothing_of_the_page_comes_from_elsewhere(tmp_path):
 def test_few_entries_and_few_rates_make_a_report(tmp_path, names, rates):
     page = written(experiment(tmp_path, names, rates, more=False))
 
-    assert "no request was traced: there is no breakdown by phase" in words_of(page)
+    assert "no valid run was traced: there is no breakdown by phase" in words_of(page)
 
 
 @pytest.mark.usefixtures("undrawn")

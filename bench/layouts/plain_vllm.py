@@ -1,0 +1,164 @@
+"""The baseline: monolithic vLLM of the installed version as it comes, one server per device, without anything of ours.
+
+Our plugin is inert in it (it is told of no stage), no proxy stands before it: the load generator asks the servers in
+turn, which costs them nothing. It has the devices that the layout `TP1xN` has, on CPU the same core binding, KV cache
+and flags; of a stage's own only the repair of torchvision beside a CPU torch is there. On other devices vLLM's own
+defaults hold; `--vllm-flags` come last.
+
+vLLM's worker queues spin between steps on CPU, for which it has no switch; our stages sleep there (docs/layouts.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from bench.client.target import InTurn
+from bench.layouts.batches import StageNow
+from bench.layouts.entry import Entry
+from bench.layouts.up import Up, server_metrics
+from bench.record import ROOT
+from bench.tethered import tethered
+from deploy.blueprint import Blueprint
+from deploy.memory_check import VISIBLE
+from deploy.ports import free_ports
+from deploy.processes import group_members
+from epd_serve.engine.argv import CPU_ARGS, CPU_KV_GIB
+from epd_serve.errors import StageError
+from epd_serve.placement import InstancePlan
+
+START_S = 600.0
+STOP_S = 30.0
+LOOK_EVERY_S = 0.2
+_SITE = ROOT / "epd_serve" / "engine" / "site"
+
+
+@contextlib.contextmanager
+def plain_vllm(entry: Entry, blueprint: Blueprint) -> Iterator[Up]:
+    """The servers of `entry` until the context ends.
+
+    Args:
+        blueprint: of the layout `TP1xN`, for devices, cores and model.
+
+    Raises:
+        StageError: one ended before it was ready, or took longer than `START_S`; with the end of its log.
+    """
+    with tempfile.TemporaryDirectory(prefix="epd-bench-", dir="/tmp") as scratch, contextlib.ExitStack() as stack:
+        begun = time.monotonic()
+        plans, ports = blueprint.plans, free_ports(len(blueprint.plans))
+        servers = [
+            stack.enter_context(_Server(f"vllm{at}", port, Path(scratch)).running(entry, blueprint, plan))
+            for at, (plan, port) in enumerate(zip(plans, ports, strict=True))
+        ]
+        for server in servers:
+            server.wait_ready(begun + START_S)
+        yield Up(
+            target=InTurn([server.url for server in servers]),
+            model=blueprint.served_model_name,
+            ready_s=time.monotonic() - begun,
+            look=partial(_look, servers),
+            shared_cores=blueprint.cores is not None and blueprint.cores.oversubscribed,
+        )
+
+
+class _Server:
+    def __init__(self, name: str, port: int, scratch: Path) -> None:
+        self.name, self.url = name, f"http://127.0.0.1:{port}"
+        self._port, self._scratch = port, scratch
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @contextlib.contextmanager
+    def running(self, entry: Entry, blueprint: Blueprint, plan: InstancePlan) -> Iterator[_Server]:
+        argv, env = command(entry, blueprint, plan, self._port)
+        log = (self._scratch / f"{self.name}.log").open("wb")
+        with log:
+            self._process = subprocess.Popen(
+                tethered(argv, signal.SIGTERM),
+                cwd=ROOT,
+                env={**env, "TMPDIR": str(self._scratch)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            yield self
+        finally:
+            _end(self._process)
+
+    def wait_ready(self, deadline: float) -> None:
+        assert self._process is not None
+        while not self._healthy():
+            if (code := self._process.poll()) is not None:
+                raise StageError(f"{self.name} ended with {code} before it was ready:\n{self._tail()}", stage=self.name)
+            if time.monotonic() > deadline:
+                raise StageError(f"{self.name} is not ready after {START_S:.0f} s:\n{self._tail()}", stage=self.name)
+            time.sleep(LOOK_EVERY_S)
+
+    def now(self) -> StageNow:
+        assert self._process is not None
+        if (code := self._process.poll()) is not None:
+            return StageNow(self.name, "EPD", "", f"it ended with {code}")
+        return server_metrics(self.url, self.name, str(self._process.pid))
+
+    def _healthy(self) -> bool:
+        asking = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
+        try:
+            asking.request("GET", "/health")
+            return asking.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            asking.close()
+
+    def _tail(self) -> str:
+        return (self._scratch / f"{self.name}.log").read_text(encoding="utf-8", errors="replace")[-2000:]
+
+
+def command(entry: Entry, blueprint: Blueprint, plan: InstancePlan, port: int) -> tuple[list[str], dict[str, str]]:
+    """argv and environment of one server. Pure but for our own environment."""
+    if blueprint.config.engine == "sim":
+        argv = [sys.executable, "-P", "-m", "epd_serve.sim", "--role", "EPD", "--port", str(port)]
+        argv += ["--model", blueprint.model, "--served-model-name", blueprint.served_model_name]
+        argv += [*(["--profile", blueprint.sim_profile] if blueprint.sim_profile else []), *entry.flags]
+        return argv, {**os.environ, "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", blueprint.model]
+    argv += ["--served-model-name", blueprint.served_model_name, "--host", "127.0.0.1", "--port", str(port)]
+    argv += ["--tensor-parallel-size", str(plan.tp), "--disable-uvicorn-access-log"]
+    env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_HOST_IP": "127.0.0.1"}
+    if Path(blueprint.model).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    if blueprint.device == "cpu":
+        cores = ",".join(map(str, blueprint.cores_of(plan)))
+        env |= {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_GIB), "VLLM_CPU_OMP_THREADS_BIND": cores}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_SITE), os.environ.get("PYTHONPATH")]))
+        argv += CPU_ARGS
+    else:
+        env[VISIBLE[blueprint.device]] = ",".join(map(str, plan.devices))
+    return [*argv, *entry.flags], env
+
+
+def _look(servers: Sequence[_Server]) -> list[StageNow]:
+    return [server.now() for server in servers]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, time to end, then SIGKILL to whatever is left of its group."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+    deadline = time.monotonic() + STOP_S
+    while group_members(process.pid) and time.monotonic() < deadline:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        time.sleep(LOOK_EVERY_S)
+    process.wait(STOP_S)
