@@ -1,4 +1,4 @@
-"""Intervals of ratios of means, over requests of two runs. Pure; how samples are drawn is `bench/compare/bootstrap.py`'s.
+"""Intervals of ratios of means, over requests of two runs. Pure. How samples are drawn: `bench/compare/bootstrap.py`.
 
 Where both runs sent the same requests, the same ones are drawn of both: what differs between requests is then no
 difference between deployments. An interval is about these runs; another day, or another machine, is not in it.
