@@ -30,15 +30,30 @@ def reachable_only_at(host: str) -> Iterator[None]:
 
     `host` as name or address; the unspecified address (0.0.0.0, ::) leaves the ports as they are.
     """
-    address = ipaddress.ip_address(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    address = _numeric(host)
     before = {inode for inode, _ in _wildcard_listeners()}
     try:
         yield
     finally:
-        if sys.platform.startswith("linux") and not address.is_unspecified:
+        if not address.is_unspecified:
             for inode, listening in _wildcard_listeners():
                 if inode not in before:
                     narrow(listening, str(address))
+
+
+def narrow_port(host: str, port: int) -> bool:
+    """Have a TCP port that this process listens on at every address answer at `host` (name or address) alone.
+
+    Returns:
+        False where this process has no such listener.
+    """
+    address = _numeric(host)
+    found = False
+    for _, listening in _wildcard_listeners():
+        if listening.getsockname()[1] == port:
+            narrow(listening, str(address))
+            found = True
+    return found
 
 
 def narrow(listening: socket.socket, address: str) -> None:
@@ -68,6 +83,10 @@ def destination_filter(address: str) -> list[tuple[int, int, int, int]]:
         to_drop = total - len(program)  # over the remaining checks and the pass
         program.append((_JUMP_EQUAL, 0, to_drop, wanted))
     return [*program, (_RETURN, 0, 0, _PASS), (_RETURN, 0, 0, _DROP)]
+
+
+def _numeric(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    return ipaddress.ip_address(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def _at(buffer: ctypes.Array[ctypes.c_char]) -> int:

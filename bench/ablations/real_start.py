@@ -89,7 +89,7 @@ def shown(found: Sequence[Started]) -> str:
             f"{one.computed_kv_tokens:,}" if one.computed_kv_tokens else "-",
             f"{one.computed_weights / 1e6:.1f}",
             f"{one.private_bytes / 1e6:.0f}" if one.private_bytes else "-",
-            "yes" if one.agrees else "NO",
+            ("yes" if one.agrees else "NO") if one.computed_kv_tokens else "-",
         )
         for one in found
     ]

@@ -12,12 +12,13 @@ import os
 from epd_serve.engine.argv import SHARED_CORES_ENV, STAGE_ENV
 from epd_serve.engine.compat import sleep_between_steps
 from epd_serve.engine.core_share import obey
+from epd_serve.engine.rendezvous import narrow_rendezvous
 from epd_serve.lifeline import die_with_parent
 
 
 def register() -> None:
-    """Tie EngineCore and workers to the process that made them, workers to their share of cores. vLLM calls it once per
-    process."""
+    """Tie EngineCore and workers to the process that made them, workers to their share of cores and to their address.
+    vLLM calls it in each process, sometimes twice."""
     if STAGE_ENV not in os.environ:
         return
     for ours in ("epd_serve", "store"):  # our log lines look like vLLM's and carry the process's prefix
@@ -27,6 +28,7 @@ def register() -> None:
     if SHARED_CORES_ENV in os.environ:
         sleep_between_steps()
     obey()
+    narrow_rendezvous()
     parent = multiprocessing.parent_process()
     if parent is not None:
         die_with_parent(parent.pid)

@@ -51,12 +51,12 @@ def test_after_kill_9_of_the_launcher_the_next_start_cleans_up() -> None:
 
 
 def test_a_stage_that_cannot_start_ends_the_launch_with_its_reason() -> None:
-    launch = Serving("TP1", "--stage-args", "EPD:--max-model-len 999999999")
+    launch = Serving("TP1", "--stage-args", "EPD:--max-num-batched-tokens 1")
     try:
         assert launch.process.wait(timeout=180) == 1
         said = launch.log.read_text()
         assert "EPD0" in said
-        assert "max_model_len" in said
+        assert "max_num_batched_tokens" in said
         assert "Traceback" not in said
     finally:
         launch.destroy()

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from store.port_filter import destination_filter, narrow, reachable_only_at
+from store.port_filter import destination_filter, narrow, narrow_port, reachable_only_at
 
 SIZE = 3_000_000
 
@@ -43,6 +43,20 @@ def test_a_port_opened_inside_answers_at_the_chosen_address_only(family: socket.
             assert answers("127.0.0.2", port)
             assert not answers("127.0.0.1", port)
             assert answers("127.0.0.1", earlier.getsockname()[1]), "what listened before is left alone"
+
+
+def test_one_port_is_narrowed_and_its_neighbours_are_not() -> None:
+    with listening(socket.AF_INET6) as one, listening() as other:
+        assert narrow_port("127.0.0.2", one.getsockname()[1])
+        assert answers("127.0.0.2", one.getsockname()[1])
+        assert not answers("127.0.0.1", one.getsockname()[1])
+        assert answers("127.0.0.1", other.getsockname()[1])
+
+
+def test_a_port_of_nobody_is_not_narrowed() -> None:
+    with listening() as closed:
+        port = closed.getsockname()[1]
+    assert not narrow_port("127.0.0.1", port)
 
 
 def test_the_unspecified_address_changes_nothing() -> None:

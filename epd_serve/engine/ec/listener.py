@@ -172,7 +172,7 @@ class FeatureListener:
             if key in doubted and key not in self._last_look:
                 self._look_for_the_last_time(key)
             elif self._lookups.local_due(key, now) and not self._look_here(key):
-                self._look_afar(key, announced.get(key, 0), now)
+                self._look_afar(key, announced.get(key), now)
 
     def _look_here(self, key: str) -> bool:
         """Pin it if it is here. True: nothing more to do for it."""
@@ -191,11 +191,13 @@ class FeatureListener:
             self._arrived(key, held)
         return held is not None
 
-    def _look_afar(self, key: str, nbytes: int, now: float) -> None:
+    def _look_afar(self, key: str, announced_bytes: int | None, now: float) -> None:
+        """Have it fetched: for a request, or as a prefetch where it was announced."""
         if self._fetcher is not None and not self._fetcher.busy_with(key) and self._lookups.remote_due(key, now):
             with self._lock:
                 needed = self._table.requested(key)
-            self._fetcher.submit(key, nbytes, needed=needed)
+            if needed or announced_bytes is not None:  # else its request has gone since the look-up began
+                self._fetcher.submit(key, announced_bytes or 0, needed=needed)
 
     def _look_for_the_last_time(self, key: str) -> None:
         with self._lock:

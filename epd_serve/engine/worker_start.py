@@ -1,0 +1,43 @@
+"""The moment at which a worker initialises its device: the one place where our plugin steps into a worker's start.
+
+Workers are those processes of a stage that call `WorkerWrapperBase.init_device` (vLLM 0.23 to 0.32, every platform). It
+runs on the thread on which the model will run, sets the device, joins the ranks, and comes before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+_STEPS = "epd_serve_steps"
+
+
+def _nothing(rank: int) -> None:
+    return
+
+
+def stepped_in(name: str) -> bool:
+    """Whether `around_init_device` was called with this name. vLLM may load a plugin twice in a process."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    return name in getattr(WorkerWrapperBase.init_device, _STEPS, ())
+
+
+def around_init_device(
+    name: str, before: Callable[[int], None] = _nothing, after: Callable[[int], None] = _nothing
+) -> None:
+    """Have each worker call these with its rank; once by that name."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    if stepped_in(name):
+        return
+    real = WorkerWrapperBase.init_device
+
+    @functools.wraps(real)
+    def init_device(self: WorkerWrapperBase) -> None:
+        before(self.rpc_rank)
+        real(self)
+        after(self.rpc_rank)
+
+    setattr(init_device, _STEPS, (*getattr(real, _STEPS, ()), name))
+    WorkerWrapperBase.init_device = init_device
