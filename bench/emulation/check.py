@@ -6,6 +6,7 @@ Everything is emulated in virtual time with the constants of one device file: no
                                           emulated against printed, each at 10 requests a second in all
     rank_correlation_table5_implied_load  the same with each layout at the load that its printed row implies
     rank_correlation_table5_monoliths     the same with the two layouts of monoliths at 10 requests a second and device
+    rank_correlation_table5_seeds_min, _max   least and most of the first one over single seeds
     rank_correlation_table5_min, _max     least and most of the first one over every constant 30 % less and more
     agreement/READING/METRIC/…            Spearman, Kendall, and the share of all orders that would do as well by chance
 """
@@ -30,6 +31,7 @@ from bench.emulation.table5 import METRICS, PRINTED, REQUESTS, readings
 from bench.record import add_arguments, environment, flatten, write
 
 SEEDS, QUICK_SEEDS = (0, 1, 2, 3), (0,)
+SINGLE_SEEDS = range(10)
 NAMED = {"total": "", "implied": "_implied_load", "monoliths": "_monoliths"}
 DEVICES: Mapping[str, tuple[Serving, Mapping[str, Serving]]] = {
     "910b": (openpangu_vl_7b_910b.DEVICE, openpangu_vl_7b_910b.READINGS)
@@ -56,6 +58,9 @@ def check(device: Serving, others: Mapping[str, Serving], *, quick: bool, say: C
             figures[f"other_numbers/{one.name}"] = one.emulated
         rows.append({"part": "other numbers", **asdict(one), "emulated": str(one.emulated)})
     if not quick:
+        more, raw = _single_seeds(device, loads, say)
+        figures |= more
+        rows += raw
         more, raw = _sensitivity(device, others, loads, say)
         figures |= more
         rows += raw
@@ -77,6 +82,22 @@ def _readings(device: Serving, loads: Loads, seeds: Sequence[int], say: Callable
         flips = {metric: [list(pair) for pair in pairs] for metric, pairs in found.flipped.items()}
         rows.append({"part": "reading", "reading": reading, "rates": rates, "table": plain(emulated), "flips": flips})
     figures |= {f"printed/{name}/implied_rps": round(row.implied_rps, 3) for name, row in PRINTED.items()}
+    return figures, rows
+
+
+def _single_seeds(device: Serving, loads: Loads, say: Callable[[str], None]) -> Found:
+    """The first reading by seed: what 512 requests leave to chance."""
+    tables = {seed: emulated_table(device, loads, readings()["total"], (seed,)) for seed in SINGLE_SEEDS}
+    found = {seed: agreement(one).spearman["per_device"] for seed, one in tables.items()}
+    say("by seed: " + ", ".join(f"{one:+.3f}" for one in found.values()) + "\n")
+    figures = {
+        "rank_correlation_table5_seeds_min": round(min(found.values()), 4),
+        "rank_correlation_table5_seeds_max": round(max(found.values()), 4),
+    }
+    rows: list[dict[str, Any]] = [
+        {"part": "seed", "seed": seed, "rank_correlation": round(found[seed], 4), "table": plain(one)}
+        for seed, one in tables.items()
+    ]
     return figures, rows
 
 

@@ -73,6 +73,7 @@ class Deployment:
         self._device, self._clock = device, clock
         self._picks = itertools.count(1)
         self._courses: dict[Sequence, Course] = {}
+        self._answers: set[Sequence] = set()  # at another stage than their prompts
         profile = device.profile()
         devices: dict[int, SharedDevice] = defaultdict(lambda: SharedDevice(clock, device.slows()))
         self.stages = [
@@ -147,17 +148,20 @@ class Deployment:
             self._clock.after(self._device.kv_exposed_s, there)
 
         prompt = Sequence(course.prompt_tokens, 1, prefilled, own_items, keeps_kv=True)
-        self._courses[prompt] = course
+        self._courses[prompt] = self._courses[answer] = course
+        self._answers.add(answer)
         answer.on_reserved = lambda: self._clock.after(0.0, lambda: head.release(prompt))
         self._pick(course, head).submit(prompt, held=True)
         self._pick(course, tail).submit(answer)
 
     def _worked(self, sequence: Sequence, kind: str, begun_s: float, ended_s: float) -> None:
-        course = self._courses.get(sequence)
-        if course is not None:
-            begin, end = {ENCODE: ("encode_start", "encoded"), PREFILL: ("prefill_start", "prefill_end")}[kind]
-            course.stamps.setdefault(begin, begun_s)
-            course.stamps[end] = ended_s
+        course = self._courses[sequence]
+        if sequence in self._answers:  # of its prompt only the last token, with its first step
+            course.stamps.setdefault("decode_start", begun_s)
+            return
+        begin, end = {ENCODE: ("encode_start", "encoded"), PREFILL: ("prefill_start", "prefill_end")}[kind]
+        course.stamps.setdefault(begin, begun_s)
+        course.stamps[end] = ended_s
 
     # --- the proxy's choices --------------------------------------------------------------------------------------
 

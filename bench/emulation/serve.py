@@ -23,15 +23,17 @@ SAMPLE_S = 0.5
 """Between two looks at the batches."""
 
 MILESTONES = (
-    Milestone("dispatched", "client, preprocessing, proxy", "front"),
+    Milestone("dispatched", "proxy and client", "front"),
     Milestone("encode_start", "encode queue", "encode"),
     Milestone("encoded", "encode", "encode"),
     Milestone("feature_ready", "E→P transfer", "E→P"),
     Milestone("prefill_start", "prefill queue", "prefill"),
     Milestone("prefill_end", "prefill", "prefill"),
     Milestone("kv_done", "P→D transfer", "P→D"),
-    Milestone("first_content", "decode queue and first token", "decode"),
+    Milestone("decode_start", "decode queue", "decode"),
+    Milestone("first_content", "decode, first step", "decode"),
 )
+"""Phases are named as `bench/report/breakdown.py` names them."""
 
 
 @dataclass

@@ -14,6 +14,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from bench.emulation.check import DEVICES as EMULATED
+from bench.emulation.check import check
+from bench.emulation.way import Emulation
 from bench.layouts.book import RESULT, Book, write_result
 from bench.layouts.experiment import Experiment
 from bench.layouts.flags import add_flags, experiment_of, judged_of, kind_of, scripts_of
@@ -42,7 +45,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure what is missing, keep it, draw it. Returns 0, 1 where something is missing or not valid, 128 + signal."""
     env = environment(argv, kind_of(arguments), arguments)
     experiment = experiment_of(arguments, env)
-    if warning := busy(env):
+    if not arguments.emulate and (warning := busy(env)):
         print(warning, file=sys.stderr)
     number = 0
     with opened(arguments.out, experiment, fresh=arguments.fresh) as folder:
@@ -57,6 +60,9 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         except SystemExit as ended:  # of a signal: `bench/cli.py`
             number = int(ended.code or 0) - 128
         figures, said, rows = whole(experiment, folder.books, env)
+        if arguments.emulate and not number:
+            against, details = check(*EMULATED[arguments.emulate], quick=arguments.quick)
+            figures, rows = figures | against, rows + details
         write_result(folder.path / RESULT, figures, said, rows)
         if arguments.json is not None:
             write_result(arguments.json, figures, said, rows)
@@ -85,6 +91,10 @@ def _entry(experiment: Experiment, way: Way, book: Book, at: str) -> None:
 @contextlib.contextmanager
 def _way(arguments: argparse.Namespace, argv: Sequence[str]) -> Iterator[Way]:
     """How entries are measured, with the model that they serve, for the time of the context."""
+    if arguments.emulate:
+        device, asked = EMULATED[arguments.emulate][0], workload(arguments.workload, arguments)
+        yield Emulation(device, asked, judged_of(arguments), argv, arguments)
+        return
     requests = Requests(workload(arguments.workload, arguments), Pictures(arguments.cache), arguments.seed)
     with scratch() as folder:
         words = _words(arguments, folder)

@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import shlex
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from bench.client.flags import arrivals_at, parse_rates
 from bench.client.run import Bounds
 from bench.client.slo import PAPER, parse_slos
 from bench.client.validity import Rules
+from bench.emulation.check import DEVICES as EMULATED
+from bench.emulation.check import kind_of as emulated_kind
 from bench.layouts.entry import How, entries
 from bench.layouts.experiment import Experiment
 from bench.layouts.serving import Judged
@@ -29,6 +32,8 @@ MIN_SAMPLES, QUICK_SAMPLES = 10, 3
 LATE_MS = 100.0
 """More than `epd-bench load` allows: here the generator always shares the cores of the stages, on CPU at least."""
 BASELINES = ("vllm",)
+EMULATED_RATES, EMULATED_QUICK_RATES = "2-12:2", "10"
+EMULATED_COUNT = 512  # EPD-Serve §4.1
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +52,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--device", default="auto", choices=("auto", "npu", "cuda", "cpu"))
     where.add_argument("--engine", default="vllm", choices=("vllm", "sim"), help="sim: simulated stages")
     where.add_argument("--sim-profile", default="", metavar="FILE", help="of simulated stages (docs/simulation.md)")
+    where.add_argument(
+        "--emulate", default="", choices=tuple(EMULATED), help="nothing runs: layouts on such devices in virtual time"
+    )
     sent = parser.add_argument_group("what is sent")
     sent.add_argument("--workload", default="sharegpt4o-like", metavar="NAME", help="of `epd-bench workload --list`")
     add_content_arguments(sent)
@@ -73,6 +81,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def kind_of(arguments: argparse.Namespace) -> str:
     """What figures are (design §6)."""
+    if arguments.emulate:
+        return emulated_kind(EMULATED[arguments.emulate][0])
     return "real" if arguments.engine == "vllm" else "simulated"
 
 
@@ -85,9 +95,12 @@ def experiment_of(arguments: argparse.Namespace, env: Mapping[str, Any]) -> Expe
             raise ConfigError(f"--{flag.replace('_', '-')} is {value:g}: above 0", param=f"--{flag}")
     if arguments.warm_up is not None and not 0 <= arguments.warm_up < float("inf"):
         raise ConfigError(f"--warm-up is {arguments.warm_up:g}: 0 or more", param="--warm-up")
-    if seconds is None and arguments.n is None:
-        seconds = QUICK_S if quick else DURATION_S
-    rates = parse_rates(arguments.rates or (QUICK_RATES if quick else RATES), "--rates")
+    count, usual = arguments.n, QUICK_RATES if quick else RATES
+    if arguments.emulate:
+        usual = EMULATED_QUICK_RATES if quick else EMULATED_RATES
+    if seconds is None and count is None:
+        seconds, count = (None, EMULATED_COUNT) if arguments.emulate else (QUICK_S if quick else DURATION_S, None)
+    rates = parse_rates(arguments.rates or usual, "--rates")
     if len(set(rates)) < len(rates):
         raise ConfigError(f"--rates names a rate twice: {arguments.rates}", param="--rates")
     at = arrivals_at(arguments.arrivals)
@@ -108,7 +121,7 @@ def experiment_of(arguments: argparse.Namespace, env: Mapping[str, Any]) -> Expe
         at=at,
         arrivals=arguments.arrivals,
         seconds=seconds,
-        count=arguments.n,
+        count=count,
         seed=arguments.seed,
         slos=parse_slos(arguments.slo) if arguments.slo else PAPER,
         knobs=_knobs(arguments),
@@ -172,6 +185,8 @@ def _knobs(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _served(arguments: argparse.Namespace) -> dict[str, Any]:
     """Engine, device, model; a profile by its content."""
+    if arguments.emulate:
+        return {"emulate": arguments.emulate, "constants": asdict(EMULATED[arguments.emulate][0])}
     if arguments.engine == "sim":
         profile = checked_profile("sim", arguments.sim_profile)
         return {"engine": "sim", "sim_profile": _digest(Path(profile)) if profile else ""}
