@@ -26,7 +26,7 @@ from bench.layouts.serving import Serving
 from bench.layouts.table import table_of
 from bench.layouts.way import Way
 from bench.layouts.whole import unfinished, whole
-from bench.record import busy, environment
+from bench.record import busy, environment, write
 from bench.report.folder import read
 from bench.report.whole import PAGE, report
 from bench.scratch import scratch
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             figures, rows = figures | against, rows + details
         write_result(folder.path / RESULT, figures, said, rows)
         if arguments.json is not None:
-            write_result(arguments.json, figures, said, rows)
+            write(arguments.json, figures, said, rows)
         print(f"\n{table_of(experiment, folder.books)}")
         if not number and rows:
             _draw(folder.path)
