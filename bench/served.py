@@ -14,7 +14,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from bench.processes import Parts, parts
 from bench.record import ROOT
+from bench.scratch import scratch
 from bench.tethered import tethered
 from deploy.ports import free_ports
 from epd_serve.errors import StageError
@@ -86,12 +86,12 @@ def served(layout: str, flags: Sequence[str] = (), *, name: str = "", traced: bo
     Raises:
         StageError: it ended before it was ready, or took longer than `START_S`; with the end of its log.
     """
-    with tempfile.TemporaryDirectory(prefix="epd-bench-", dir="/tmp") as scratch, contextlib.ExitStack() as stack:
+    with scratch() as folder, contextlib.ExitStack() as stack:
         (port,) = free_ports(1)
-        traces = Path(scratch) / "traces"
+        traces = folder / "traces"
         argv = [sys.executable, "-m", "deploy.cli", "serve", "--layout", layout, "--port", str(port)]
-        argv += ["--run-root", f"{scratch}/run", *(["--trace-dir", str(traces)] if traced else []), *flags]
-        log = stack.enter_context((Path(scratch) / "launcher.log").open("w+b"))
+        argv += ["--run-root", f"{folder}/run", *(["--trace-dir", str(traces)] if traced else []), *flags]
+        log = stack.enter_context((folder / "launcher.log").open("w+b"))
         begun = time.monotonic()
         process = subprocess.Popen(
             tethered(argv, signal.SIGINT),
@@ -112,8 +112,8 @@ def served(layout: str, flags: Sequence[str] = (), *, name: str = "", traced: bo
             text += chunk
         ready_s = time.monotonic() - begun
         own_s, model, stages = message
-        processes = parts(process.pid, groups(Path(scratch) / "run"))
-        (run,) = (found.parent for found in (Path(scratch) / "run").glob("*/groups.jsonl"))
+        processes = parts(process.pid, groups(folder / "run"))
+        (run,) = (found.parent for found in (folder / "run").glob("*/groups.jsonl"))
         yield Served(name or layout, f"http://127.0.0.1:{port}", model, processes, ready_s, own_s, stages, traces, run)
 
 

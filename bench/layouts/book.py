@@ -115,8 +115,11 @@ def write_result(
     path: Path, figures: Mapping[str, float], env: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
 ) -> None:
     """A result (`bench/record.py`), whole or not at all. Raises ConfigError."""
-    with _whole(path) as new:
-        write(new, figures, env, rows)
+    try:
+        write(path, figures, env, rows)
+    except ConfigError as error:
+        why = error.__cause__.strerror if isinstance(error.__cause__, OSError) else error.message
+        raise ConfigError(f"--out: {path}: {why}; what was there before is kept", param="--out") from error
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -27,9 +26,10 @@ from bench.layouts.serving import Serving
 from bench.layouts.table import table_of
 from bench.layouts.way import Way
 from bench.layouts.whole import unfinished, whole
-from bench.record import busy, environment
+from bench.record import busy, environment, write
 from bench.report.folder import read
 from bench.report.whole import PAGE, report
+from bench.scratch import scratch
 from bench.workloads.pictures import Pictures
 from bench.workloads.workload import workload
 from epd_serve.demo.presets import builtin_model_dir, write_preset
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             figures, rows = figures | against, rows + details
         write_result(folder.path / RESULT, figures, said, rows)
         if arguments.json is not None:
-            write_result(arguments.json, figures, said, rows)
+            write(arguments.json, figures, said, rows)
         print(f"\n{table_of(experiment, folder.books)}")
         if not number and rows:
             _draw(folder.path)
@@ -96,12 +96,12 @@ def _way(arguments: argparse.Namespace, argv: Sequence[str]) -> Iterator[Way]:
         yield Emulation(device, asked, judged_of(arguments), argv, arguments)
         return
     requests = Requests(workload(arguments.workload, arguments), Pictures(arguments.cache), arguments.seed)
-    with tempfile.TemporaryDirectory(prefix="epd-bench-", dir="/tmp") as scratch:
-        words = _words(arguments, Path(scratch))
+    with scratch() as folder:
+        words = _words(arguments, folder)
         yield Serving(requests, words, judged_of(arguments), scripts_of(arguments), argv, arguments)
 
 
-def _words(arguments: argparse.Namespace, scratch: Path) -> tuple[str, ...]:
+def _words(arguments: argparse.Namespace, folder: Path) -> tuple[str, ...]:
     """What every `epd-serve serve` gets."""
     if arguments.engine == "sim":
         profile = ("--sim-profile", str(Path(arguments.sim_profile).resolve())) if arguments.sim_profile else ()
@@ -110,7 +110,7 @@ def _words(arguments: argparse.Namespace, scratch: Path) -> tuple[str, ...]:
     if not model and arguments.preset == "demo":
         model = str(builtin_model_dir())
     elif not model:
-        model = str(scratch / arguments.preset)
+        model = str(folder / arguments.preset)
         write_preset(Path(model), arguments.preset)
     return (model, "--device", arguments.device)
 

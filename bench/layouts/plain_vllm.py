@@ -16,7 +16,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -27,6 +26,7 @@ from bench.layouts.batches import StageNow
 from bench.layouts.entry import Entry
 from bench.layouts.up import Up, server_metrics
 from bench.record import ROOT
+from bench.scratch import scratch
 from bench.tethered import tethered
 from deploy.blueprint import Blueprint
 from deploy.memory_check import VISIBLE
@@ -52,11 +52,11 @@ def plain_vllm(entry: Entry, blueprint: Blueprint) -> Iterator[Up]:
     Raises:
         StageError: one ended before it was ready, or took longer than `START_S`; with the end of its log.
     """
-    with tempfile.TemporaryDirectory(prefix="epd-bench-", dir="/tmp") as scratch, contextlib.ExitStack() as stack:
+    with scratch() as folder, contextlib.ExitStack() as stack:
         begun = time.monotonic()
         plans, ports = blueprint.plans, free_ports(len(blueprint.plans))
         servers = [
-            stack.enter_context(_Server(f"vllm{at}", port, Path(scratch)).running(entry, blueprint, plan))
+            stack.enter_context(_Server(f"vllm{at}", port, folder).running(entry, blueprint, plan))
             for at, (plan, port) in enumerate(zip(plans, ports, strict=True))
         ]
         for server in servers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -66,7 +67,7 @@ def test_a_result_that_cannot_be_written_is_told_and_the_one_before_it_stays(tmp
     book = Book(tmp_path, ENTRY)
     book.keep(run_row("1 rps"), {})
     before = (tmp_path / RESULT).read_bytes()
-    (tmp_path / f"{RESULT}.new").mkdir()  # a disk that is full says no as well
+    (tmp_path / f".{RESULT}.{os.getpid()}").mkdir()  # a disk that is full says no as well
 
     with pytest.raises(ConfigError, match="what was there before is kept"):
         book.keep(run_row("2 rps"), {})

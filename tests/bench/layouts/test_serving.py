@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from bench.cli import main
 from bench.layouts import serving
 from bench.record import ROOT
+from bench.scratch import ROOT as SCRATCH
 from deploy.processes import group_members
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -129,6 +131,8 @@ def test_a_measurement_that_is_killed_leaves_nothing_running_and_goes_on(tmp_pat
     bench.kill()
     bench.wait(PATIENCE_S)
     wait_for(lambda: not group_members(launcher))
+    for left in SCRATCH.glob(f"epd-bench-{bench.pid}-*"):  # which a later measurement would remove
+        shutil.rmtree(left)
     assert len(read(out / "TP1" / "result.json")["rows"]) == 1
 
     assert main(asked) == 0
