@@ -33,6 +33,7 @@ def export(network: Network, encoder: Encoder, folder: Path, sizes: Architecture
         built = Path(scratch) / "model"
         built.mkdir()
         save_file(checkpoint_tensors(network, torch.bfloat16), built / "model.safetensors", metadata={"format": "pt"})
+        (built / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
         weights = (built / "model.safetensors").stat().st_size
         assert weights <= MOST_BYTES, f"the weights take {weights} bytes"
         write_configs(built, sizes, encoder.vocabulary, encoder.ids)
