@@ -29,16 +29,21 @@ time.sleep(60)
 PLUGIN = f"""
 import os, logging, sys, types
 sys.modules["torch"] = types.ModuleType("torch")  # takes seconds to import, and nothing here is asked of it
+worker = type("WorkerWrapperBase", (), {{"init_device": lambda self: None}})
+sys.modules["vllm.v1.worker.worker_base"] = types.SimpleNamespace(WorkerWrapperBase=worker)
+theirs = worker.init_device
 from epd_serve.engine import plugin
 calls = []
 plugin.die_with_parent = lambda pid: calls.append(pid)
 plugin.multiprocessing.parent_process = lambda: type("P", (), {{"pid": 42}})
 plugin.register(); plugin.register()
 assert calls == [], calls
-assert logging.getLogger("epd_serve").propagate
+assert logging.getLogger("epd_serve").propagate and worker.init_device is theirs
 os.environ[{STAGE_ENV!r}] = "P0"
-plugin.register(); plugin.register()
-assert calls == [42, 42], calls
+plugin.register()
+ours = worker.init_device
+plugin.register()
+assert calls == [42, 42] and worker.init_device is ours is not theirs, calls
 plugin.multiprocessing.parent_process = lambda: None
 plugin.register()
 assert calls == [42, 42], calls
