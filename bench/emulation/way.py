@@ -20,7 +20,7 @@ from bench.emulation.serve import Emulated, emulate
 from bench.layouts.book import BATCHES, PHASES, ROWS, Book
 from bench.layouts.entry import How
 from bench.layouts.experiment import Experiment, Planned
-from bench.layouts.serving import Judged
+from bench.layouts.judged import Judged
 from bench.record import environment, flatten
 from bench.workloads.arrivals import ClosedLoop, with_arrivals
 from bench.workloads.spec import RequestSpec
@@ -72,17 +72,7 @@ class Emulation:
 
     def _run(self, experiment: Experiment, book: Book, run: Planned) -> None:
         entry = book.entry
-        plan = Plan(
-            run.arrivals,
-            count=experiment.count,
-            seconds=experiment.seconds,
-            seed=experiment.seed + run.number,
-            warm_up_s=self.judged.warm_up_s,
-            slos=experiment.slos,
-            devices=entry.devices,
-            rules=self.judged.rules,
-            bounds=self.judged.bounds,
-        )
+        plan = self.judged.plan(experiment, entry, run)
         found = emulate(parse(entry.layout), self.device, self._requests(plan), run.label, details=True)
         with RowsFile(book.folder / ROWS, append=True) as rows:
             for row in found.run.rows:

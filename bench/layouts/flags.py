@@ -18,7 +18,7 @@ from bench.emulation.check import DEVICES as EMULATED
 from bench.emulation.check import kind_of as emulated_kind
 from bench.layouts.entry import How, entries
 from bench.layouts.experiment import Experiment
-from bench.layouts.serving import Judged
+from bench.layouts.judged import Judged
 from bench.record import add_arguments as add_record_arguments
 from bench.workloads.workload import add_content_arguments
 from deploy.engines import checked_profile

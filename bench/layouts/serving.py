@@ -16,17 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.client.measure import Plan
 from bench.client.row import Row
 from bench.client.rows_file import RowsFile
-from bench.client.run import Bounds
 from bench.client.sweep import Found, Sweep
 from bench.client.target import Target
-from bench.client.validity import Rules
 from bench.layouts.batches import Sampler
 from bench.layouts.book import BATCHES, PHASES, ROWS, Book
 from bench.layouts.entry import Entry, How
 from bench.layouts.experiment import Experiment, Planned
+from bench.layouts.judged import Judged
 from bench.layouts.peers import over
 from bench.layouts.plain_vllm import plain_vllm
 from bench.layouts.requests import Requests
@@ -36,15 +34,6 @@ from bench.served import served
 from deploy.blueprint import Blueprint, draw
 from deploy.cli import serve_config
 from epd_serve.errors import ConfigError, StageError
-
-
-@dataclass(frozen=True)
-class Judged:
-    """Limits of a run, as `epd-bench load` has them."""
-
-    rules: Rules = field(default_factory=Rules)
-    bounds: Bounds = field(default_factory=Bounds)
-    warm_up_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +82,7 @@ class Serving:
             sweep = Sweep(
                 up.target,
                 self.requests.of_run(up.model, run),
-                self._plan(experiment, book.entry, run),
+                self.judged.plan(experiment, book.entry, run),
                 keep=keeping.keep,
                 traces=up.traces,
                 phases=book.folder / PHASES if up.traces else None,
@@ -114,19 +103,6 @@ class Serving:
         (row,) = found.rows
         said = {"rate": run.rate, "rate_rps": run.rate_rps, "devices": book.entry.devices, "load_average_1min": load}
         book.keep({**row, **said, "number": run.number, "repeated_requests": self.requests.repeat(run)}, found.figures)
-
-    def _plan(self, experiment: Experiment, entry: Entry, run: Planned) -> Plan:
-        return Plan(
-            run.arrivals,
-            count=experiment.count,
-            seconds=experiment.seconds,
-            seed=experiment.seed + run.number,
-            warm_up_s=self.judged.warm_up_s,
-            slos=experiment.slos,
-            devices=entry.devices,
-            rules=self.judged.rules,
-            bounds=self.judged.bounds,
-        )
 
     @contextlib.contextmanager
     def _up(self, entry: Entry) -> Iterator[Up]:
