@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bench.ablations.table2 import Asked
+from bench.client.ahead import ahead
 from bench.client.bodies import prepared
 from bench.client.measure import Plan, measure
 from bench.client.row import Row
@@ -51,7 +52,7 @@ def in_turns(urls: tuple[str, str], variant: str, source: Source, rounds: Rounds
             number += 1
 
 
-def warm_up(urls: tuple[str, str], source: Source, plan: Plan, count: int = 2) -> None:
+def warm_up(urls: tuple[str, str], source: Source, plan: Plan, count: int = 8) -> None:
     """So many requests to each, which count nothing: kernels, connections, first-time imports."""
     for url in urls:
         _sent(url, source, replace(plan, arrivals=Poisson(1.0), count=count, seconds=None, seed=1_000_000), 1_000_000)
@@ -61,7 +62,7 @@ def _sent(url: str, source: Source, plan: Plan, number: int) -> list[Row]:
     requests = source.of_run(plan, number)
     if not requests.dues:
         return []
-    with prepared(requests.bodies) as asks:
+    with prepared(requests.bodies) as asks, ahead():
         measured = event_loop.run(measure(Target(url), asks, plan, label=str(number), dues=requests.dues))
     if measured.run.stopped:
         raise StageError(measured.run.stopped, stage=url)

@@ -26,11 +26,11 @@ from epd_serve.demo.presets import PRESETS
 from epd_serve.errors import ConfigError
 
 LAYOUTS = "TP1x2,(E-PD)x2,EP-D,(E-P)-D,(E-D)-P,E-P-D"
-RATES, QUICK_RATES = "0.5-2:0.5", "0.5,1"
-DURATION_S, QUICK_S = 40.0, 10.0
+RATES, QUICK_RATES = "0.4,0.8,1.2", "0.5,1"
+DURATION_S, QUICK_S = 60.0, 10.0
 MIN_SAMPLES, QUICK_SAMPLES = 10, 3
 LATE_MS = 100.0
-"""More than `epd-bench load` allows: here the generator always shares the cores of the stages, on CPU at least."""
+"""More than `epd-bench load` allows: here the generator always shares the host of the stages."""
 BASELINES = ("vllm",)
 EMULATED_RATES, EMULATED_QUICK_RATES = "2-12:2", "10"
 EMULATED_COUNT = 512  # EPD-Serve §4.1

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.client.ahead import ahead
 from bench.client.row import Row
 from bench.client.rows_file import RowsFile
 from bench.client.sweep import Found, Sweep
@@ -34,6 +35,9 @@ from bench.served import served
 from deploy.blueprint import Blueprint, draw
 from deploy.cli import serve_config
 from epd_serve.errors import ConfigError, StageError
+
+WARM_UP = 6
+"""Requests for each device before the first run: a stage's first few take up to three times as long as the next."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Serving:
             book.began({**env, "entry": _entry_env(entry, up), "load": self._load_env(experiment, entry, up)})
             if not book.answers:
                 book.keep_answers(self.requests.answers(up))
-            self.requests.warm_up(up, at_once=2 * entry.devices, count=2 * entry.devices + 2)
+            self.requests.warm_up(up, at_once=2 * entry.devices, count=WARM_UP * entry.devices)
             for run in book.missing(experiment.runs(entry)):
                 self._run(experiment, book, up, run)
 
@@ -87,7 +91,8 @@ class Serving:
                 traces=up.traces,
                 phases=book.folder / PHASES if up.traces else None,
             )
-            found = sweep.rates([run.arrivals])
+            with ahead() as first:
+                found = sweep.rates([run.arrivals])
         if keeping.fault is not None:
             raise keeping.fault
         if found.signal:
@@ -97,11 +102,11 @@ class Serving:
             raise StageError(f"lost during {run.label}, which is to be measured again: {who}", stage=book.entry.name)
         if found.over:
             raise StageError(f"{run.label}: {found.over}", stage=book.entry.name)
-        self._keep(book, run, found, load)
+        self._keep(book, run, found, {"load_average_1min": load, "generator_goes_first": first})
 
-    def _keep(self, book: Book, run: Planned, found: Found, load: float) -> None:
+    def _keep(self, book: Book, run: Planned, found: Found, met: Mapping[str, Any]) -> None:
         (row,) = found.rows
-        said = {"rate": run.rate, "rate_rps": run.rate_rps, "devices": book.entry.devices, "load_average_1min": load}
+        said = {"rate": run.rate, "rate_rps": run.rate_rps, "devices": book.entry.devices, **met}
         book.keep({**row, **said, "number": run.number, "repeated_requests": self.requests.repeat(run)}, found.figures)
 
     @contextlib.contextmanager

@@ -1,0 +1,40 @@
+"""Unit tests of the generator's priority: taken where it may be, left where it may not, and given back."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import pytest
+
+from bench.client.ahead import ahead
+
+
+def _policy() -> int:
+    return os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK
+
+
+def test_its_thread_goes_first_and_no_other() -> None:
+    seen: list[int] = []
+    with ahead() as does:
+        assert _policy() == (os.SCHED_RR if does else os.SCHED_OTHER)
+        other = threading.Thread(target=lambda: seen.append(_policy()))
+        other.start()
+        other.join()
+    assert (_policy(), seen) == (os.SCHED_OTHER, [os.SCHED_OTHER])
+
+
+def test_what_fails_meanwhile_leaves_it_as_it_was() -> None:
+    with pytest.raises(RuntimeError, match="of the run"), ahead():
+        raise RuntimeError("of the run")
+    assert _policy() == os.SCHED_OTHER
+
+
+def test_who_may_not_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refused)
+    with ahead() as does:
+        assert not does
