@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from bench.client.ahead import ahead
 from epd_serve.errors import ConfigError
 
 EVERY_S = 0.25
@@ -73,7 +74,8 @@ class Sampler:
 
     def _watch(self) -> None:
         try:
-            with self._path.open("a", encoding="utf-8") as file:
+            # starved while it holds the interpreter, it would keep the generator waiting
+            with ahead(), self._path.open("a", encoding="utf-8") as file:
                 while True:
                     last = self._over.is_set()
                     self._once(file)
