@@ -1,7 +1,8 @@
 """The bodies of a run, made before it: making them meanwhile would take the time that is measured.
 
-They lie in an unlinked file that is mapped into memory, since 100 requests with eight 4K pictures are gigabytes; what
-was written just now is served from the page cache.
+They lie in memory, as far as that goes, and then in an unlinked file that is mapped: 100 requests with eight 4K pictures
+are gigabytes. Not all in the file, since a kernel that reclaims cold pages takes them from the page cache within a
+minute, and a generator that reads a body from the disk is late by the time that it takes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from bench.client.target import Ask
 from bench.workloads.spec import PictureRef, RequestSpec
 from epd_serve.errors import ConfigError
 
+HELD_BYTES = 1 << 30
+"""Bodies held in memory: some 1000 requests with a picture each."""
 DataUrl = Callable[[PictureRef], str]
 """Of a picture, as `image_url` takes it."""
 
@@ -80,15 +83,15 @@ def file_bodies(path: Path, model: str | None) -> list[tuple[str, dict[str, Any]
 
 
 @contextmanager
-def prepared(bodies: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[list[Ask]]:
-    """Asks whose bodies lie ready, for the time of the context.
+def prepared(bodies: Iterable[tuple[str, Mapping[str, Any]]], held_bytes: int = HELD_BYTES) -> Iterator[list[Ask]]:
+    """Asks whose bodies lie ready, for the time of the context; the first `held_bytes` of them in memory.
 
     Raises:
-        ConfigError: the disk has no room for them, or there is none.
+        ConfigError: the disk has no room for the others, or there is none.
     """
     with tempfile.TemporaryFile(prefix="epd-bench-bodies-") as file:
         try:
-            made = _write(file, bodies)
+            made = _made(file, bodies, held_bytes)
         except OSError as error:
             raise ConfigError(
                 f"the bodies of the requests cannot be written to {tempfile.gettempdir()}: {error.strerror}; "
@@ -97,21 +100,28 @@ def prepared(bodies: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[list[A
             ) from error
         if not made:
             raise ConfigError("there is no request to send", param="--workload")
-        whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        at, asks = 0, []
-        for spec, nbytes, expected in made:
-            asks.append(Ask(spec, whole[at : at + nbytes], expected))
-            at += nbytes
-        yield asks  # the mapping ends with its last view
+        filed = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if file.tell() else memoryview(b"")
+        yield [
+            Ask(spec, body if isinstance(body, bytes) else filed[body], expected) for spec, body, expected in made
+        ]  # the mapping ends with its last view
 
 
-def _write(file: IO[bytes], bodies: Iterable[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, int, int | None]]:
-    """(name, bytes, tokens that the answer has to have) of each body, in the order in which they lie in the file."""
-    made = []
+def _made(
+    file: IO[bytes], bodies: Iterable[tuple[str, Mapping[str, Any]]], held_bytes: int
+) -> list[tuple[str, bytes | slice, int | None]]:
+    """(name, body or where in the file it lies, tokens that the answer has to have) of each."""
+    made: list[tuple[str, bytes | slice, int | None]] = []
+    at = 0
     for name, body in bodies:
         raw = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-        file.write(raw)
         asked = body.get("max_tokens") or body.get("max_completion_tokens")
-        made.append((name, len(raw), asked if body.get("ignore_eos") and isinstance(asked, int) else None))
+        expected = asked if body.get("ignore_eos") and isinstance(asked, int) else None
+        held_bytes -= len(raw)
+        if held_bytes >= 0:
+            made.append((name, raw, expected))
+            continue
+        file.write(raw)
+        made.append((name, slice(at, at + len(raw)), expected))
+        at += len(raw)
     file.flush()
     return made

@@ -36,9 +36,10 @@ def test_an_unreadable_picture_is_an_error_before_the_run():
         pass
 
 
-def test_bodies_lie_ready_and_say_how_long_their_answers_have_to_be():
+@pytest.mark.parametrize("held_bytes", [0, 20, 1000])
+def test_bodies_lie_ready_in_memory_or_on_disk_and_say_how_long_their_answers_have_to_be(held_bytes):
     given = [("a", {"x": "é"}), ("b", {"max_tokens": 5, "ignore_eos": True}), ("c", {"max_tokens": 5})]
-    with prepared(given) as asks:
+    with prepared(given, held_bytes) as asks:
         assert [json.loads(bytes(ask.body)) for ask in asks] == [body for _, body in given]
         assert [(ask.spec, ask.expected_tokens) for ask in asks] == [("a", None), ("b", 5), ("c", None)]
 
@@ -46,7 +47,7 @@ def test_bodies_lie_ready_and_say_how_long_their_answers_have_to_be():
 def test_a_disk_without_room_for_bodies_says_what_to_do(monkeypatch):
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: open("/dev/full", "w+b", buffering=0))  # noqa: SIM115
 
-    with pytest.raises(ConfigError, match=r"No space left on device; set TMPDIR"), prepared([("a", {})]):
+    with pytest.raises(ConfigError, match=r"No space left on device; set TMPDIR"), prepared([("a", {})], 0):
         pass
 
 

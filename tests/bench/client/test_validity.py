@@ -36,7 +36,8 @@ def test_refusals_are_misses_and_no_objection():
         ([], "answers", "not one good answer among 0 requests"),
         ([row()], "answers", "1 good answers in the window of 100.0 s, 10 are needed"),
         ([*GOOD, *(failed(n, 1.0, "cut", Outcome.TRUNCATED) for n in range(5))], "answers", "5 of 25 requests failed"),
-        ([row(n, 1.0, ready_s=1.1) for n in range(20)], "generator", "came 100 ms late"),
+        ([row(n, 1.0, ready_s=1.1) for n in range(20)], "generator", "up to 100 ms late to 20 of 20 requests"),
+        ([*GOOD, *(row(n, 1.0, ready_s=1.1) for n in (20, 21))], "generator", "late to 2 of 22 requests"),
         ([*GOOD, failed(0, 1.0, CROWDED)], "generator", "1 requests were not sent"),
     ],
 )
@@ -45,6 +46,12 @@ def test_each_way_to_measure_nothing_is_said(rows, whose, text):
 
     assert one.whose == whose
     assert text in one.text
+
+
+def test_one_hiccup_of_the_generator_is_no_overload():
+    assert found([*GOOD, row(20, 1.0, ready_s=1.1)]) == []
+    assert found([*GOOD * 10, *(row(n, 1.0, ready_s=1.1) for n in range(2))]) == []
+    assert len(found([*GOOD * 10, *(row(n, 1.0, ready_s=1.1) for n in range(3))])) == 1
 
 
 def test_an_early_end_is_an_objection_whatever_came_before():
