@@ -16,11 +16,11 @@ def ahead() -> Iterator[bool]:
     """The calling thread at the lowest real-time priority, for the time of the context; yields whether it is.
 
     Only Linux has it, and only for root or with CAP_SYS_NICE: elsewhere nothing changes, and `Rules.late_ms` says
-    whether it mattered. Threads and processes that are started meanwhile do not have it.
+    whether it mattered. What is started meanwhile has it as well, as the threads that sleep until a request is due.
     """
     try:
         policy, param = os.sched_getscheduler(0), os.sched_getparam(0)
-        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     except (AttributeError, OSError):
         yield False
         return

@@ -1,8 +1,8 @@
 """The bodies of a run, made before it: making them meanwhile would take the time that is measured.
 
-They lie in memory, as far as that goes, and then in an unlinked file that is mapped: 100 requests with eight 4K pictures
-are gigabytes. Not all in the file, since a kernel that reclaims cold pages takes them from the page cache within a
-minute, and a generator that reads a body from the disk is late by the time that it takes.
+They lie in memory, as far as that goes, and then in an unlinked file that is mapped: 100 requests with eight 4K
+pictures are gigabytes. Not all in the file, since a kernel that reclaims cold pages takes them from the page cache
+within a minute, and a generator that reads a body from the disk is late by the time that it takes.
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import itertools
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TextIO
 
@@ -112,24 +110,12 @@ async def measure(
     runner = Runner(target, ask, name=secrets.token_hex(6), label=label, keep=keep, bounds=plan.bounds)
     if started is not None:
         started(runner)
-    with _collected():
-        async with shown(runner.run, progress):
-            if isinstance(plan.arrivals, ClosedLoop):
-                run = await runner.closed_loop(plan.arrivals.concurrency, count=plan.count, seconds=plan.seconds)
-            else:
-                run = await runner.open_loop(plan.dues() if dues is None else dues)
+    async with shown(runner.run, progress):
+        if isinstance(plan.arrivals, ClosedLoop):
+            run = await runner.closed_loop(plan.arrivals.concurrency, count=plan.count, seconds=plan.seconds)
+        else:
+            run = await runner.open_loop(plan.dues() if dues is None else dues)
     return judged(run, plan)
-
-
-@contextlib.contextmanager
-def _collected() -> Iterator[None]:
-    """Garbage is collected now; what is there by now is not searched again before the end."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def judged(run: Run, plan: Plan) -> Measured:
