@@ -31,7 +31,6 @@ _ABOUT = {
     "nth": "What is in the second picture? (of 2 to 4)",
     "nth count": "How many shapes are in picture 3? (of 2 to 4)",
     "each": "Describe each picture. (2 to 4)",
-    "which": "Which picture shows a red circle? (of 2 to 4)",
     "second turn": "a second question about the same picture",
     "small talk": "Hello; Who are you?; Thanks",
     "no picture": "a question about a picture that nobody sent",
@@ -112,6 +111,7 @@ def card(model: Path, results: Sequence[Mapping[str, Any]], training: Mapping[st
         "- It sees nothing but these shapes: photographs, text, other colours and shapes get an answer all the same.",
         "- Questions outside its tasks get one of its own sentences. It knows English only.",
         "- A question about something that is not there (the colour of a circle where none is) gets a made-up answer.",
+        "- It describes pictures one by one or in order; which of them shows something it was not taught to say.",
         '- Four pictures at most; it was never taught videos. Without a number, "the picture" is the newest one.',
         "",
     ]

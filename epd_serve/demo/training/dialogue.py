@@ -36,8 +36,8 @@ PLACES = {
 _COUNTS = ("none", *NUMBERS)
 ONE_PICTURE = ("describe", "count", "colour", "shape", "where", "yes or no", "background")
 _WEIGHTS = (0.22, 0.10, 0.12, 0.12, 0.20, 0.18, 0.06)
-_SEVERAL = ("nth", "nth count", "each", "which")
-_SEVERAL_WEIGHTS = (0.44, 0.12, 0.28, 0.16)
+SEVERAL = ("nth", "nth count", "each")
+_SEVERAL_WEIGHTS = (0.5, 0.15, 0.35)
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def about_one(chance: np.random.Generator, task: str, scene: Scene, *, unseen: b
 
 def about_several(
     chance: np.random.Generator, task: str, scenes: tuple[Scene, ...], *, unseen: bool
-) -> tuple[str, str] | None:
-    """(question, answer) of a task about several pictures; None where the scenes do not allow it."""
+) -> tuple[str, str]:
+    """(question, answer) of a task of `SEVERAL`."""
     number = int(chance.integers(len(scenes)))
     scene = scenes[number]
     fields = {"p": _pick(chance, picture_names(number + 1, len(scenes)))}
@@ -128,15 +128,8 @@ def about_several(
         answer = describe(scene.shapes)
     elif task == "nth count":
         answer = _COUNTS[len(scene.shapes)]
-    elif task == "each":
-        answer = "; ".join(f"{ORDINALS[i]}: {describe(it.shapes)}" for i, it in enumerate(scenes))
     else:
-        if not scene.shapes:
-            return None
-        fields = {"a": _something(chance, _pick(chance, scene.shapes))}
-        if sum(_is_in(fields["a"], it) for it in scenes) != 1:
-            return None
-        answer = f"the {ORDINALS[number]}"
+        answer = "; ".join(f"{ORDINALS[i]}: {describe(it.shapes)}" for i, it in enumerate(scenes))
     return wording(chance, task, unseen=unseen).format(**fields), answer
 
 
@@ -190,7 +183,7 @@ def _training_question(chance: np.random.Generator, scenes: tuple[Scene, ...]) -
     while True:
         asked: tuple[str, str] | None
         if len(scenes) > 1 and chance.random() < 0.75:
-            task = str(chance.choice(_SEVERAL, p=_SEVERAL_WEIGHTS))
+            task = str(chance.choice(SEVERAL, p=_SEVERAL_WEIGHTS))
             asked = about_several(chance, task, scenes, unseen=False)
         else:
             task = str(chance.choice(ONE_PICTURE, p=_WEIGHTS))

@@ -13,6 +13,7 @@ import numpy as np
 from epd_serve.demo.training.dialogue import (
     MOST_PICTURES,
     ONE_PICTURE,
+    SEVERAL,
     Turn,
     about_one,
     about_several,
@@ -21,7 +22,6 @@ from epd_serve.demo.training.dialogue import (
 )
 from epd_serve.demo.training.scenes import random_scene
 
-SEVERAL = ("nth", "nth count", "each", "which")
 TASKS = (*ONE_PICTURE, *SEVERAL, "second turn", "small talk", "no picture")
 
 
@@ -47,9 +47,7 @@ def question(task: str, number: int, seed: int) -> Question:
             return Question(task, (Turn(*without_picture(chance, unseen=True)),))
         if task in SEVERAL:
             scenes = tuple(random_scene(chance, evaluation=True) for _ in range(chance.integers(2, MOST_PICTURES + 1)))
-            if asked := about_several(chance, task, scenes, unseen=True):
-                return Question(task, (Turn(*asked, scenes),))
-            continue
+            return Question(task, (Turn(*about_several(chance, task, scenes, unseen=True), scenes),))
         scene = random_scene(chance, evaluation=True)
         if task != "second turn":
             if asked := about_one(chance, task, scene, unseen=True):

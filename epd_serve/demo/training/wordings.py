@@ -73,6 +73,8 @@ SEEN: dict[str, tuple[str, ...]] = {
         "What shape is {colour}?",
         "Which shape is {colour}?",
         "What is {colour}?",
+        "What is the {colour} one?",
+        "What is that {colour} thing?",
         "What is the {colour} shape?",
         "What kind of shape is the {colour} one?",
         "Name the {colour} shape.",
@@ -161,14 +163,6 @@ SEEN: dict[str, tuple[str, ...]] = {
         "What does each image show?",
         "Describe each of the images in order.",
     ),
-    "which": (
-        "Which picture shows {a}?",
-        "Which picture has {a}?",
-        "In which picture is {a}?",
-        "In which picture do you see {a}?",
-        "Which image has {a}?",
-        "Where is {a}: in which picture?",
-    ),
 }
 
 UNSEEN: dict[str, tuple[str, ...]] = {
@@ -239,7 +233,6 @@ UNSEEN: dict[str, tuple[str, ...]] = {
         "What is in each image?",
         "Describe all images in order.",
     ),
-    "which": ("Which image shows {a}?", "In which image is {a}?", "Which of the pictures has {a}?"),
 }
 
 # Questions and answers that need no picture: (answer, seen wordings, unseen wordings).
