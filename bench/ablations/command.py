@@ -116,13 +116,14 @@ def _measure(
                 base.model,
                 arguments.seed,
             )
-            for variant in variants:
+            for at, variant in enumerate(variants):
                 flags = (*model, *variant.flags(arguments.ungrouped))
                 with served(LAYOUT, flags, name=variant.name, traced=False) as other:
                     urls = base.url, other.url
                     print(f"{variant.title}: ready in {other.ready_s:.0f} s", flush=True)
-                    warm_up(urls, source, rounds.plan)
-                    asked.extend(in_turns(urls, variant.name, source, rounds))
+                    first = at * rounds.count * len(rounds.rates)
+                    warm_up(urls, source, rounds.plan, first=first)
+                    asked.extend(in_turns(urls, variant.name, source, rounds, first=first))
 
 
 def _exit_code(asked: Sequence[Asked], variants: Sequence[Variant]) -> int:

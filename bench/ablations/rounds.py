@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bench.ablations.table2 import Asked
-from bench.client.ahead import ahead
 from bench.client.bodies import prepared
 from bench.client.measure import Plan, measure
 from bench.client.row import Row
@@ -20,6 +19,9 @@ from bench.client.target import Target
 from bench.workloads.arrivals import Poisson
 from deploy import event_loop
 from epd_serve.errors import StageError
+
+_WARM_UP = 1_000_000
+"""Beyond the numbers of runs."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +33,17 @@ class Rounds:
     count: int
 
 
-def in_turns(urls: tuple[str, str], variant: str, source: Source, rounds: Rounds) -> Iterator[Asked]:
+def in_turns(urls: tuple[str, str], variant: str, source: Source, rounds: Rounds, *, first: int = 0) -> Iterator[Asked]:
     """The requests of all rounds, as soon as both have had a rate's.
 
     Args:
         urls: of the baseline and of the variant.
+        first: number of the first run. None may have been another variant's: the baseline has kept what it had then.
 
     Raises:
         StageError: one of them went away.
     """
-    number = 0
+    number = first
     for turn in range(rounds.count):
         for rate in rounds.rates:
             plan = replace(rounds.plan, arrivals=Poisson(rate), seed=rounds.plan.seed + number)
@@ -52,17 +55,18 @@ def in_turns(urls: tuple[str, str], variant: str, source: Source, rounds: Rounds
             number += 1
 
 
-def warm_up(urls: tuple[str, str], source: Source, plan: Plan, count: int = 8) -> None:
+def warm_up(urls: tuple[str, str], source: Source, plan: Plan, count: int = 8, *, first: int = 0) -> None:
     """So many requests to each, which count nothing: kernels, connections, first-time imports."""
     for url in urls:
-        _sent(url, source, replace(plan, arrivals=Poisson(1.0), count=count, seconds=None, seed=1_000_000), 1_000_000)
+        number = _WARM_UP + first
+        _sent(url, source, replace(plan, arrivals=Poisson(1.0), count=count, seconds=None, seed=number), number)
 
 
 def _sent(url: str, source: Source, plan: Plan, number: int) -> list[Row]:
     requests = source.of_run(plan, number)
     if not requests.dues:
         return []
-    with prepared(requests.bodies) as asks, ahead():
+    with prepared(requests.bodies) as asks:
         measured = event_loop.run(measure(Target(url), asks, plan, label=str(number), dues=requests.dues))
     if measured.run.stopped:
         raise StageError(measured.run.stopped, stage=url)

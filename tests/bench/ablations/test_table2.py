@@ -96,6 +96,17 @@ def test_both_get_the_same_requests_in_every_round_and_new_ones_in_the_next(two:
     assert two[0].server.seen == two[1].server.seen == 17
 
 
+def test_another_variant_gets_requests_that_the_baseline_has_not_seen(two: tuple[Served, Served]) -> None:
+    source, urls = Bodies(), (two[0].server.url, two[1].server.url)
+    plan = Plan(Poisson(1.0), count=4, seconds=None, warm_up_s=0.0)
+    for first in (0, 2):
+        warm_up(urls, source, plan, count=1, first=first)
+        list(in_turns(urls, "any", source, Rounds(plan, (300.0,), 2), first=first))
+
+    before, after = source.runs[:6], source.runs[6:]
+    assert not set(before) & set(after)
+
+
 def test_a_side_that_goes_away_ends_it(two: tuple[Served, Served]) -> None:
     urls = two[0].server.url, two[1].server.url
     two[1].stop()
