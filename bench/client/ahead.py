@@ -1,7 +1,7 @@
-"""The generator ahead of the stages that it loads, where they share the cores of one host.
+"""The generator ahead of what it loads, where they share the cores of one host.
 
 A starved generator sends late, and reads tokens later than they came: both look like a slow server. It needs a
-hundredth of a core, so what it takes from the stages by going first is less than what waiting would do to the figures.
+hundredth of a core, so what it takes from them by going first is less than what waiting would do to the figures.
 """
 
 from __future__ import annotations

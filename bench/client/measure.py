@@ -78,6 +78,7 @@ class Measured:
             "valid": self.valid,
             "stopped": self.run.stopped,
             "objections": [one.text for one in self.objections],
+            "generator_goes_first": self.run.goes_first,
             "grows": self.grows,
             "faults": faults(self.run.rows),
             "said": _said(self.run.rows),

@@ -30,7 +30,7 @@ class Run:
     Attributes:
         begun_s: its start (CLOCK_MONOTONIC). issued_s: when the last request was due. ended_s: when the last ended.
         rows: in the order in which they ended. cpu_s: the generator's own CPU time.
-        under_way: requests now. stopped: why it ended early; "" where it did not.
+        under_way: requests now. stopped: why it ended early; "" where it did not. goes_first: `ahead`.
     """
 
     label: str
@@ -41,4 +41,5 @@ class Run:
     sent: int = 0
     under_way: int = 0
     stopped: str = ""
+    goes_first: bool = False
     rows: list[Row] = field(default_factory=list)

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
+from bench.client.ahead import ahead
 from bench.client.connection import Answer, Connection
 from bench.client.pool import Pool
 from bench.client.row import Outcome, Row
@@ -103,17 +104,18 @@ class Runner:
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[asyncio.TaskGroup]:
-        """The tasks of the run, and its clocks."""
+        """The tasks of the run, its clocks and its priority."""
         run = self.run
         cpu_s, run.begun_s = time.process_time(), time.perf_counter()
         run.issued_s = self._reached_s = run.begun_s
-        try:
-            async with asyncio.TaskGroup() as group:
-                yield group
-        finally:
-            for pool in self._pools:
-                pool.close()
-            run.cpu_s, run.ended_s = time.process_time() - cpu_s, time.perf_counter()
+        with ahead() as run.goes_first:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    yield group
+            finally:
+                for pool in self._pools:
+                    pool.close()
+                run.cpu_s, run.ended_s = time.process_time() - cpu_s, time.perf_counter()
 
     async def _send(self, n: int, due_s: float) -> None:
         run, ready_s, ask = self.run, time.perf_counter(), self._asks(n)

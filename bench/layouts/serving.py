@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.client.ahead import ahead
 from bench.client.row import Row
 from bench.client.rows_file import RowsFile
 from bench.client.sweep import Found, Sweep
@@ -91,8 +90,7 @@ class Serving:
                 traces=up.traces,
                 phases=book.folder / PHASES if up.traces else None,
             )
-            with ahead() as first:
-                found = sweep.rates([run.arrivals])
+            found = sweep.rates([run.arrivals])
         if keeping.fault is not None:
             raise keeping.fault
         if found.signal:
@@ -102,11 +100,11 @@ class Serving:
             raise StageError(f"lost during {run.label}, which is to be measured again: {who}", stage=book.entry.name)
         if found.over:
             raise StageError(f"{run.label}: {found.over}", stage=book.entry.name)
-        self._keep(book, run, found, {"load_average_1min": load, "generator_goes_first": first})
+        self._keep(book, run, found, load)
 
-    def _keep(self, book: Book, run: Planned, found: Found, met: Mapping[str, Any]) -> None:
+    def _keep(self, book: Book, run: Planned, found: Found, load: float) -> None:
         (row,) = found.rows
-        said = {"rate": run.rate, "rate_rps": run.rate_rps, "devices": book.entry.devices, **met}
+        said = {"rate": run.rate, "rate_rps": run.rate_rps, "devices": book.entry.devices, "load_average_1min": load}
         book.keep({**row, **said, "number": run.number, "repeated_requests": self.requests.repeat(run)}, found.figures)
 
     @contextlib.contextmanager
