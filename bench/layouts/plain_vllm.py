@@ -38,6 +38,7 @@ from epd_serve.placement import InstancePlan
 
 START_S = 600.0
 STOP_S = 30.0
+TRACKER_S = 10.0
 LOOK_EVERY_S = 0.2
 _SITE = ROOT / "epd_serve" / "engine" / "site"
 
@@ -93,7 +94,7 @@ class _Server:
         try:
             yield self
         finally:
-            _end(self._process)
+            end(self._process)
 
     def wait_ready(self, deadline: float) -> None:
         assert self._process is not None
@@ -151,11 +152,17 @@ def _look(servers: Sequence[_Server]) -> list[StageNow]:
     return [server.now() for server in servers]
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, time to end, then SIGKILL to whatever is left of its group."""
+def end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, time to end, then SIGKILL to whatever is left of its group.
+
+    The last of a group is Python's resource tracker, which takes its shared memory out of /dev/shm.
+    """
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STOP_S)
+    deadline = time.monotonic() + TRACKER_S
+    while group_members(process.pid) and time.monotonic() < deadline:
+        time.sleep(LOOK_EVERY_S)
     deadline = time.monotonic() + STOP_S
     while group_members(process.pid) and time.monotonic() < deadline:
         with contextlib.suppress(ProcessLookupError):
