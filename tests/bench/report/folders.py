@@ -87,7 +87,11 @@ def measured(
     figures: dict[str, float] = {}
     for label, found in zip(runs, rows, strict=True):
         numbers = {name: value for name, value in found.items() if isinstance(value, int | float | Mapping)}
-        kept = {key: value for key, value in numbers.items() if key not in ("valid", "faults", "said")}
+        kept = {
+            key: value
+            for key, value in numbers.items()
+            if key not in ("valid", "faults", "said", "generator_goes_first")
+        }
         figures |= flatten({label: kept})
     about = {name: one[name] for name in ("name", "layout", "devices", "flags")}
     write(own / "result.json", figures, {**ENV, "kind": kind, "entry": {**about, "ready_s": 12.5}}, rows)
