@@ -57,8 +57,8 @@ def in_turns(urls: tuple[str, str], variant: str, source: Source, rounds: Rounds
 
 def warm_up(urls: tuple[str, str], source: Source, plan: Plan, count: int = 8, *, first: int = 0) -> None:
     """So many requests to each, which count nothing: kernels, connections, first-time imports."""
+    number = _WARM_UP + first
     for url in urls:
-        number = _WARM_UP + first
         _sent(url, source, replace(plan, arrivals=Poisson(1.0), count=count, seconds=None, seed=number), number)
 
 
