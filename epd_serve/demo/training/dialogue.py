@@ -3,7 +3,7 @@
 Owns answers and the mixture of training. Leaves to others: scenes, sentences, pixels, tokens.
 
 "The picture" without a number is the newest one. Answers about several pictures name them in the order in which they
-came: "first: a red circle; second: nothing".
+came: "first: a red circle; second: nothing"; of one picture alike.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ ONE_PICTURE = ("describe", "count", "colour", "shape", "where", "yes or no", "ba
 _WEIGHTS = (0.22, 0.10, 0.12, 0.12, 0.20, 0.18, 0.06)
 SEVERAL = ("nth", "nth count", "each")
 _SEVERAL_WEIGHTS = (0.5, 0.15, 0.35)
+_ABOUT_SEVERAL, _AS_IF_SEVERAL = 0.75, 0.05  # share of the tasks of `SEVERAL` with two to four pictures, and with one
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def about_one(chance: np.random.Generator, task: str, scene: Scene, *, unseen: b
 def about_several(
     chance: np.random.Generator, task: str, scenes: tuple[Scene, ...], *, unseen: bool
 ) -> tuple[str, str]:
-    """(question, answer) of a task of `SEVERAL`."""
+    """(question, answer) of a task of `SEVERAL`; there may be only one picture."""
     number = int(chance.integers(len(scenes)))
     scene = scenes[number]
     fields = {"p": _pick(chance, picture_names(number + 1, len(scenes)))}
@@ -140,10 +141,15 @@ def small_talk(chance: np.random.Generator, *, unseen: bool) -> tuple[str, str]:
 
 def without_picture(chance: np.random.Generator, *, unseen: bool) -> tuple[str, str]:
     """A question about a picture that nobody sent."""
-    scene = random_scene(chance, evaluation=unseen, size=(224, 224), count=2)
+    scenes = tuple(random_scene(chance, evaluation=unseen, size=(224, 224), count=2) for _ in range(MOST_PICTURES))
     while True:
-        task = _pick(chance, ("describe", "describe", "count", "colour", "shape", "where", "yes or no", "background"))
-        if asked := about_one(chance, task, scene, unseen=unseen):
+        task = _pick(chance, ("describe", *ONE_PICTURE, *SEVERAL))
+        asked = (
+            about_several(chance, task, scenes, unseen=unseen)
+            if task in SEVERAL
+            else about_one(chance, task, scenes[0], unseen=unseen)
+        )
+        if asked:
             return asked[0], NO_PICTURE
 
 
@@ -158,7 +164,9 @@ def questions(chance: np.random.Generator, sizes: tuple[tuple[int, int], ...], n
 
 
 def conversation(chance: np.random.Generator, sizes: tuple[tuple[int, int], ...], turns: int) -> tuple[Turn, ...]:
-    """A conversation of `turns` questions, none twice; of several pictures the last may come in a later turn."""
+    """A conversation of `turns` questions with different answers, where chance finds them; of several pictures the last
+    may come in a later turn.
+    """
     scenes = tuple(random_scene(chance, size=size) for size in sizes)
     late = int(chance.integers(1, turns)) if len(scenes) > 1 and turns > 1 and chance.random() < 0.5 else 0
     made: list[Turn] = []
@@ -182,7 +190,7 @@ def _training_question(chance: np.random.Generator, scenes: tuple[Scene, ...]) -
         return without_picture(chance, unseen=False)
     while True:
         asked: tuple[str, str] | None
-        if len(scenes) > 1 and chance.random() < 0.75:
+        if chance.random() < (_ABOUT_SEVERAL if len(scenes) > 1 else _AS_IF_SEVERAL):
             task = str(chance.choice(SEVERAL, p=_SEVERAL_WEIGHTS))
             asked = about_several(chance, task, scenes, unseen=False)
         else:

@@ -38,6 +38,12 @@ SEEN: dict[str, tuple[str, ...]] = {
         "Describe the shapes.",
         "Which things does this picture show?",
         "List everything in the picture.",
+        "What do you see in the picture?",
+        "Which shapes can you see?",
+        "Tell me what the image shows.",
+        "Describe the shapes in this picture.",
+        "What's in the picture?",
+        "List everything you see in the image.",
     ),
     "count": (
         "How many shapes are there?",
@@ -53,6 +59,11 @@ SEEN: dict[str, tuple[str, ...]] = {
         "How many figures can you see?",
         "Give me the number of shapes in the picture.",
         "How many things does the picture show?",
+        "How many shapes can you see?",
+        "How many objects are in the picture?",
+        "Count the things in the picture.",
+        "Tell me the number of shapes.",
+        "How many shapes does the image show?",
     ),
     "colour": (
         "What colour is the {kind}?",
@@ -68,6 +79,11 @@ SEEN: dict[str, tuple[str, ...]] = {
         "The {kind}: what colour is it?",
         "Say what colour the {kind} is.",
         "Tell me the color of the {kind}.",
+        "Which color is the {kind}?",
+        "What colour does the {kind} have?",
+        "Tell me what colour the {kind} is.",
+        "What is the color of the {kind}?",
+        "Name the color of the {kind}.",
     ),
     "shape": (
         "What shape is {colour}?",
@@ -84,6 +100,11 @@ SEEN: dict[str, tuple[str, ...]] = {
         "Tell me which shape is {colour}.",
         "What is the shape of the {colour} object?",
         "What shape does the {colour} thing have?",
+        "Tell me what shape is {colour}.",
+        "What is the {colour} thing?",
+        "Which shape is the {colour} one?",
+        "What kind of shape is {colour}?",
+        "What shape is the {colour} object?",
     ),
     "where": (
         "Where is the {name}?",
@@ -98,6 +119,11 @@ SEEN: dict[str, tuple[str, ...]] = {
         "Where in the image is the {name}?",
         "Which part of the picture has the {name}?",
         "Say where the {name} is.",
+        "Where can you see the {name}?",
+        "Where is the {name} in the image?",
+        "Tell me the position of the {name}.",
+        "In which part of the picture is the {name}?",
+        "Where in the picture is the {name}?",
     ),
     "yes or no": (
         "Is there {a}?",
@@ -112,6 +138,11 @@ SEEN: dict[str, tuple[str, ...]] = {
         "Do you see {a} anywhere?",
         "Is {a} shown?",
         "Do you see {a} in the image?",
+        "Is there {a} in the image?",
+        "Can you see {a} in the picture?",
+        "Does the image show {a}?",
+        "Do you see {a} here?",
+        "Tell me if you see {a}.",
     ),
     "background": (
         "What colour is the background?",
@@ -124,6 +155,10 @@ SEEN: dict[str, tuple[str, ...]] = {
         "Name the colour of the background.",
         "The background is which colour?",
         "What color does the background have?",
+        "Which color is the background?",
+        "What colour does the background have?",
+        "Tell me the colour of the background.",
+        "What is the background color?",
     ),
     "nth": (
         "What is in {p}?",
@@ -137,6 +172,10 @@ SEEN: dict[str, tuple[str, ...]] = {
         "And {p}?",
         "What is there in {p}?",
         "Say what {p} shows.",
+        "What can you see in {p}?",
+        "Name the shapes in {p}.",
+        "Tell me what {p} shows.",
+        "Describe what is in {p}.",
     ),
     "nth count": (
         "How many shapes are in {p}?",
@@ -146,6 +185,9 @@ SEEN: dict[str, tuple[str, ...]] = {
         "What is the number of shapes in {p}?",
         "Tell me how many shapes {p} has.",
         "How many shapes does {p} show?",
+        "How many shapes can you see in {p}?",
+        "How many objects are in {p}?",
+        "Tell me the number of shapes in {p}.",
     ),
     "each": (
         "Describe each picture.",
@@ -162,71 +204,6 @@ SEEN: dict[str, tuple[str, ...]] = {
         "Describe the images.",
         "What does each image show?",
         "Describe each of the images in order.",
-    ),
-}
-
-UNSEEN: dict[str, tuple[str, ...]] = {
-    "describe": (
-        "What do you see in the picture?",
-        "Which shapes can you see?",
-        "Tell me what the image shows.",
-        "Describe the shapes in this picture.",
-        "What's in the picture?",
-        "List everything you see in the image.",
-    ),
-    "count": (
-        "How many shapes can you see?",
-        "How many objects are in the picture?",
-        "Count the things in the picture.",
-        "Tell me the number of shapes.",
-        "How many shapes does the image show?",
-    ),
-    "colour": (
-        "Which color is the {kind}?",
-        "What colour does the {kind} have?",
-        "Tell me what colour the {kind} is.",
-        "What is the color of the {kind}?",
-        "Name the color of the {kind}.",
-    ),
-    "shape": (
-        "Tell me what shape is {colour}.",
-        "What is the {colour} thing?",
-        "Which shape is the {colour} one?",
-        "What kind of shape is {colour}?",
-        "What shape is the {colour} object?",
-    ),
-    "where": (
-        "Where can you see the {name}?",
-        "Where is the {name} in the image?",
-        "Tell me the position of the {name}.",
-        "In which part of the picture is the {name}?",
-        "Where in the picture is the {name}?",
-    ),
-    "yes or no": (
-        "Is there {a} in the image?",
-        "Can you see {a} in the picture?",
-        "Does the image show {a}?",
-        "Do you see {a} here?",
-        "Tell me if you see {a}.",
-    ),
-    "background": (
-        "Which color is the background?",
-        "What colour does the background have?",
-        "Tell me the colour of the background.",
-        "What is the background color?",
-    ),
-    "nth": (
-        "What can you see in {p}?",
-        "Name the shapes in {p}.",
-        "Tell me what {p} shows.",
-        "Describe what is in {p}.",
-    ),
-    "nth count": (
-        "How many shapes can you see in {p}?",
-        "How many objects are in {p}?",
-        "Tell me the number of shapes in {p}.",
-    ),
-    "each": (
         "Tell me what is in each picture.",
         "What does each picture show?",
         "Describe each image.",
@@ -235,37 +212,169 @@ UNSEEN: dict[str, tuple[str, ...]] = {
     ),
 }
 
+UNSEEN: dict[str, tuple[str, ...]] = {
+    "describe": (
+        "Tell me what you see.",
+        "Name the shapes you see.",
+        "Which shapes does the picture show?",
+        "What is there in the image?",
+        "Say what you see in the picture.",
+        "What can you see here?",
+    ),
+    "count": (
+        "How many things can you see?",
+        "Tell me how many objects there are.",
+        "What is the number of objects in the picture?",
+        "Count the figures.",
+        "How many figures are there in the image?",
+    ),
+    "colour": (
+        "Tell me which colour the {kind} has.",
+        "In which colour is the {kind} drawn?",
+        "Say the colour of the {kind}.",
+        "The {kind} has which colour?",
+        "Give me the color of the {kind}.",
+    ),
+    "shape": (
+        "The {colour} one: what shape is it?",
+        "Say what shape the {colour} thing is.",
+        "Which shape does the {colour} object have?",
+        "Tell me the shape of the {colour} one.",
+        "What is the {colour} object?",
+    ),
+    "where": (
+        "Where in this picture do you see the {name}?",
+        "Tell me where in the image the {name} is.",
+        "In what place is the {name}?",
+        "What is the place of the {name}?",
+        "Say in which part of the picture the {name} is.",
+    ),
+    "yes or no": (
+        "Is there {a} in this image?",
+        "Does this picture have {a}?",
+        "Can you see {a} anywhere?",
+        "Is {a} in the image?",
+        "Do you see {a} in this picture?",
+    ),
+    "background": (
+        "Say what colour the background is.",
+        "Which background color does the picture have?",
+        "The background: what colour is it?",
+        "What colour is behind the shapes?",
+    ),
+    "nth": (
+        "Say what is in {p}.",
+        "Which shapes do you see in {p}?",
+        "What shapes does {p} show?",
+        "Tell me the shapes in {p}.",
+    ),
+    "nth count": (
+        "How many things does {p} show?",
+        "Count the objects in {p}.",
+        "What is the number of objects in {p}?",
+    ),
+    "each": (
+        "Tell me what all pictures show.",
+        "List the shapes in each picture.",
+        "Say what each image shows.",
+        "What can you see in each picture?",
+        "Describe all the pictures in order.",
+    ),
+}
+
 # Questions and answers that need no picture: (answer, seen wordings, unseen wordings).
 SMALL_TALK: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     (
         "Hello! Send me a picture of coloured shapes.",
-        ("Hello", "Hello!", "Hi", "Hi!", "Hey", "Good morning", "Hi there", "Hello there!", "Good evening!"),
-        ("Hey there!", "Hello, good morning!", "Hi, hello!"),
+        (
+            "Hello",
+            "Hello!",
+            "Hi",
+            "Hi!",
+            "Hey",
+            "Good morning",
+            "Hi there",
+            "Hello there!",
+            "Good evening!",
+            "Hey there!",
+            "Hello, good morning!",
+            "Hi, hello!",
+        ),
+        ("Hey, good evening!", "Hey, hello!", "Good morning, hello there!"),
     ),
     (
         "I am a tiny demo model. I can see coloured shapes.",
-        ("Who are you?", "What are you?", "Hello, who are you?", "Tell me who you are.", "Are you a model?"),
-        ("Hi, who are you?", "Tell me what you are.", "Hello, what are you?"),
+        (
+            "Who are you?",
+            "What are you?",
+            "Hello, who are you?",
+            "Tell me who you are.",
+            "Are you a model?",
+            "Hi, who are you?",
+            "Tell me what you are.",
+            "Hello, what are you?",
+        ),
+        ("Hello, tell me who you are.", "What model are you?", "Hey, who are you?"),
     ),
     (
         "I can name shapes, colours and places, and count shapes.",
-        ("What can you do?", "Help", "How can you help me?", "What do you know?", "Help me!", "What can I ask you?"),
-        ("Tell me what you can do.", "What can I ask?", "Can you help me?"),
+        (
+            "What can you do?",
+            "Help",
+            "How can you help me?",
+            "What do you know?",
+            "Help me!",
+            "What can I ask you?",
+            "Tell me what you can do.",
+            "What can I ask?",
+            "Can you help me?",
+        ),
+        ("Hello, what can you do?", "What can you tell me?", "Tell me what I can ask you."),
     ),
     (
         "You are welcome!",
-        ("Thanks", "Thank you", "Thanks!", "Thank you!", "Thank you very much.", "Thanks a lot", "Great, thanks!"),
-        ("Thanks very much!", "Great, thank you!", "Thank you a lot."),
+        (
+            "Thanks",
+            "Thank you",
+            "Thanks!",
+            "Thank you!",
+            "Thank you very much.",
+            "Thanks a lot",
+            "Great, thanks!",
+            "Thanks very much!",
+            "Great, thank you!",
+            "Thank you a lot.",
+        ),
+        ("Thank you, great!", "Thanks, thank you!", "Great, thanks a lot!"),
     ),
     (
         "Goodbye!",
-        ("Bye", "Goodbye", "Bye!", "See you!", "Good night", "Goodbye!", "Bye, see you!"),
-        ("Goodbye, see you!", "Bye bye!", "Good night, bye!"),
+        (
+            "Bye",
+            "Goodbye",
+            "Bye!",
+            "See you!",
+            "Good night",
+            "Goodbye!",
+            "Bye, see you!",
+            "Goodbye, see you!",
+            "Bye bye!",
+            "Good night, bye!",
+        ),
+        ("Bye, good night!", "See you, bye!", "Goodbye, good night!"),
     ),
     (
         "I am fine, thank you.",
-        ("How are you?", "Hello, how are you?", "How are you doing?", "Are you well?", "How do you do?"),
-        ("Hi, how are you?", "Hello, how are you doing?"),
+        (
+            "How are you?",
+            "Hello, how are you?",
+            "How are you doing?",
+            "Are you well?",
+            "How do you do?",
+            "Hi, how are you?",
+            "Hello, how are you doing?",
+        ),
+        ("Hey, how are you?", "Good morning, how are you?", "Hey there, how are you doing?"),
     ),
     (
         "I only know coloured shapes.",
@@ -282,14 +391,25 @@ SMALL_TALK: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
             "Where is Paris?",
             "How old are you?",
             "Sing a song.",
+            "Tell me a poem.",
+            "What is the weather in Paris?",
+            "Write a joke.",
+            "Tell me about France.",
         ),
-        ("Tell me a poem.", "What is the weather in Paris?", "Write a joke.", "Tell me about France."),
+        (
+            "Tell me the time.",
+            "What is the capital?",
+            "Write me a song.",
+            "Where is France?",
+            "Sing about the weather.",
+            "Tell me about Paris.",
+        ),
     ),
 )
 
 ORDINALS = ("first", "second", "third", "fourth")
 NUMBERS = ("one", "two", "three", "four")
-_OPENINGS = ("Please: ", "Hi! ", "Tell me: ", "Now: ", "And now: ", "Next question: ")
+OPENINGS = ("Please: ", "Hi! ", "Tell me: ", "Now: ", "And now: ", "Next question: ")
 
 
 def picture_names(number: int, of: int) -> tuple[str, ...]:
@@ -308,7 +428,7 @@ def wording(chance: np.random.Generator, task: str, *, unseen: bool) -> str:
 def varied(chance: np.random.Generator, sentence: str) -> str:
     """The sentence as people type it: now and then with an opening, in lower case or without its last mark."""
     if chance.random() < 0.12:
-        sentence = _OPENINGS[int(chance.integers(len(_OPENINGS)))] + sentence
+        sentence = OPENINGS[int(chance.integers(len(OPENINGS)))] + sentence
     if chance.random() < 0.12:
         sentence = sentence.lower()
     if chance.random() < 0.12:
@@ -320,6 +440,6 @@ def corpus() -> list[str]:
     """Every sentence of training once: what the tokenizer learns its words from."""
     sentences = [sentence for group in SEEN.values() for sentence in group]
     sentences += [sentence for _, seen, _ in SMALL_TALK for sentence in seen]
-    sentences += [answer for answer, _, _ in SMALL_TALK] + [opening + "." for opening in _OPENINGS]
+    sentences += [answer for answer, _, _ in SMALL_TALK] + [opening + "." for opening in OPENINGS]
     sentences += [name + "." for number in (1, 2, 3, 4) for name in picture_names(number, number)]
     return [re.sub(r"\{\w+\}", "", sentence) for sentence in sentences]

@@ -16,10 +16,11 @@ from epd_serve.demo.training.dialogue import (
     about_several,
     conversation,
     questions,
+    without_picture,
 )
 from epd_serve.demo.training.examination import TASKS, examination, question
 from epd_serve.demo.training.scenes import Scene, held_out
-from epd_serve.demo.training.wordings import SEEN, SMALL_TALK, UNSEEN, picture_names, varied
+from epd_serve.demo.training.wordings import OPENINGS, SEEN, SMALL_TALK, UNSEEN, picture_names, varied
 from tests.e2e.demo_prompts import OTHER_QUESTIONS, PAIRWISE_DIFFERENT, TEXT_ONLY
 
 SCENE = Scene((Shape("red", "circle", 0, 0), Shape("blue", "square", 2, 1)), "grey", (224, 224))
@@ -32,16 +33,19 @@ def asked(task: str, scene: Scene = SCENE, tries: int = 60) -> dict[str, str]:
     return dict(it for it in made if it)
 
 
-def test_no_wording_is_both_trained_and_evaluated():
-    def core(sentence: str) -> str:
-        return re.sub(r"[^a-z{} ]", "", sentence.lower()).strip()
+def core(sentence: str) -> str:
+    """What is left of a sentence without case, marks and the choice of spelling."""
+    return " ".join(re.sub(r"[^a-z0-9{} ]", " ", sentence.lower()).replace("color", "colour").split())
 
-    seen = {core(it) for group in SEEN.values() for it in group}
-    unseen = {core(it) for group in UNSEEN.values() for it in group}
+
+def test_no_wording_is_both_trained_and_evaluated_whatever_it_opens_with_and_however_it_is_typed():
+    trained = [it for group in SEEN.values() for it in group] + [it for _, seen, _ in SMALL_TALK for it in seen]
+    kept = [it for group in UNSEEN.values() for it in group] + [it for _, _, unseen in SMALL_TALK for it in unseen]
+    seen = {core(opening + it) for it in trained for opening in ("", *OPENINGS)}
+
     assert SEEN.keys() == UNSEEN.keys()
-    assert not seen & unseen
-    for _, trained, kept in SMALL_TALK:
-        assert not {core(it) for it in trained} & {core(it) for it in kept}
+    assert [it for it in kept if core(it) in seen] == []
+    assert len(set(map(core, kept))) == len(kept)
 
 
 def test_every_wording_keeps_the_fields_of_its_task():
@@ -101,6 +105,21 @@ def test_answers_about_several_pictures():
     assert {a for q, a in made["nth"].items() if "second" in q or "2" in q} == {"nothing"}
     assert {a for q, a in made["nth"].items() if "last" in q or "third" in q} == {"an orange triangle"}
     assert {a for q, a in made["nth count"].items() if "first" in q} == {"two"}
+
+
+def test_one_picture_is_described_in_order_too():
+    made = [about_several(np.random.default_rng(seed), "each", (SCENE,), unseen=False) for seed in range(9)]
+
+    assert {answer for _, answer in made} == {"first: a red circle and a blue square"}
+
+
+def test_every_kind_of_question_is_asked_without_a_picture():
+    made = [without_picture(np.random.default_rng(seed), unseen=True) for seed in range(600)]
+    words = {text for text, _ in made}
+    alike = [re.sub(r"\\{\w+\\}", ".+", re.escape(it)) for group in UNSEEN.values() for it in group]
+
+    assert {answer for _, answer in made} == {NO_PICTURE}
+    assert [it for it in alike if not any(re.fullmatch(it, word) for word in words)] == []
 
 
 def test_only_the_last_of_several_is_called_the_last():
