@@ -1,4 +1,4 @@
-"""Features without a model: what measurements and tests hand to an encoder's producer in place of a vision tower's."""
+"""Features without a model: what measurements hand to an encoder's producer in place of a vision tower's."""
 
 from __future__ import annotations
 

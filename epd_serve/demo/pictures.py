@@ -30,7 +30,7 @@ BACKGROUNDS: dict[str, tuple[int, int, int]] = {
     **COLOURS,
 }
 GRID = 3
-_FILL = 0.8  # of the cell's shorter side
+FILL = 0.8  # of the cell's shorter side
 _SMOOTH = 4  # drawn this much larger and scaled down: edges come out smooth
 
 
@@ -80,7 +80,7 @@ def draw(shapes: Sequence[Shape], size: int | tuple[int, int] = 224, background:
     picture = Image.new("RGB", (width * scale, height * scale), BACKGROUNDS[background])
     pen = ImageDraw.Draw(picture)
     cell_width, cell_height = picture.width / GRID, picture.height / GRID
-    half = min(cell_width, cell_height) * _FILL / 2
+    half = min(cell_width, cell_height) * FILL / 2
     for shape in shapes:
         x, y = (shape.column + 0.5) * cell_width, (shape.row + 0.5) * cell_height
         box = (x - half, y - half, x + half, y + half)

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import shutil
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from epd_serve.errors import EpdError
+
+if TYPE_CHECKING:  # torch takes seconds to import, and `evaluate` and `card` need none
+    from epd_serve.demo.training.train import Training
 
 EVALUATION_SEED = 2026
 
@@ -29,11 +32,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.command(arguments))
     except EpdError as error:
-        print(f"{error}", file=sys.stderr)
+        print(f"{error.param}: {error}" if error.param else f"{error}", file=sys.stderr)
         return 2 if error.param else 1
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 130
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    """A type of argparse: whole numbers from `least`."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of {least} or more")
+        return number
+
+    return parse
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -42,8 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
     made = commands.add_parser("train", help="train, or go on where the folder's checkpoint ends; then write the model")
     made.add_argument("--out", type=Path, required=True, metavar="DIR", help="checkpoint, training.json, model/")
-    made.add_argument("--threads", type=int, default=1, metavar="N", help="of torch; one is best beside other work")
-    made.add_argument("--seed", type=int, help="another model; the built-in one has the default")
+    made.add_argument("--seed", type=_whole(0), metavar="N", help="another model; the built-in one has the default")
     made.add_argument("--quick", action="store_true", help="a few steps: the whole path, and no useful model")
     made.set_defaults(command=_train)
 
@@ -54,21 +71,21 @@ def _parser() -> argparse.ArgumentParser:
 
     made = commands.add_parser("look", help="accuracy of a checkpoint in this process: fast, float32, no server")
     made.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the training")
-    made.add_argument("--number", type=int, default=100, metavar="N", help="questions per task")
+    made.add_argument("--number", type=_whole(1), default=100, metavar="N", help="questions per task")
     made.set_defaults(command=_look)
 
     made = commands.add_parser("evaluate", help="accuracy of a served model, which is what the model card states")
     made.add_argument("--url", required=True, help="an OpenAI endpoint over the model")
     made.add_argument("--served-as", required=True, metavar="TEXT", help="how, for the card: TP1, (E-P)-D")
     made.add_argument("--json", type=Path, required=True, metavar="FILE", help="the result, with every answer")
-    made.add_argument("--number", type=int, default=500, metavar="N", help="questions per task")
-    made.add_argument("--at-once", type=int, default=4, metavar="N", help="requests in flight")
+    made.add_argument("--number", type=_whole(1), default=500, metavar="N", help="questions per task")
+    made.add_argument("--at-once", type=_whole(1), default=4, metavar="N", help="requests in flight")
     made.add_argument("--task", action="append", default=[], help="this one only; may be repeated")
     made.set_defaults(command=_evaluate)
 
     made = commands.add_parser("card", help="write the model card from results of evaluate")
     made.add_argument("model", type=Path, metavar="MODEL")
-    made.add_argument("results", type=Path, nargs="+", metavar="RESULT", help="of evaluate; all have to agree")
+    made.add_argument("results", type=Path, nargs="+", metavar="RESULT", help="of evaluate, about the same questions")
     made.set_defaults(command=_card)
     return parser
 
@@ -84,16 +101,29 @@ def _bar(text: str) -> Progress:
     return Progress(*columns, console=Console(stderr=True), refresh_per_second=2)
 
 
+def _stop_when_asked() -> Callable[[], bool]:
+    """From now on the first Ctrl-C or SIGTERM only asks for an end, which the function tells; a second one ends."""
+    asked = threading.Event()
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        asked.set()
+        signal.signal(number, signal.default_int_handler)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, ask)
+    return asked.is_set
+
+
 def _train(arguments: argparse.Namespace) -> int:
     import torch
 
     from epd_serve.demo.training import train
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an end like Ctrl-C: what was done is saved
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(1)  # more of them sum in another order: other weights
     plan = train.QUICK if arguments.quick else train.Plan()
     if arguments.seed is not None:
         plan = dataclasses.replace(plan, seed=arguments.seed)
+    stop = _stop_when_asked()
     with _bar("training") as bar:
         shown = bar.add_task("", total=plan.steps, note="")
 
@@ -104,23 +134,23 @@ def _train(arguments: argparse.Namespace) -> int:
                 shares = "; " + ", ".join(f"{task} {share:.0%}" for task, share in (progress.looked or {}).items())
                 bar.console.print(f"step {progress.step}, {progress.cpu_s:.0f} CPU s: {note}{shares}", soft_wrap=True)
 
-        done = train.train(plan, arguments.out, tell=tell)
-    _write_model(done, arguments.out, arguments.out / "model")
+        done = train.train(plan, arguments.out, tell=tell, stop=stop)
+    if done.step < plan.steps:
+        print(f"stopped after step {done.step} of {plan.steps}; the same command goes on from there", file=sys.stderr)
+        return 130
+    _write_model(done, arguments.out / "model", replace=True)
     print(f"{arguments.out / 'model'}: {plan.steps} steps, {done.cpu_s:.0f} CPU seconds")
     return 0
 
 
-def _write_model(training: Any, out: Path, model: Path) -> None:
+def _write_model(training: Training, model: Path, *, replace: bool = False) -> None:
     from epd_serve.demo.training.export import export
 
-    if model == out / "model":
-        shutil.rmtree(model, ignore_errors=True)
-    export(training.network, training.encoder, model)
     about = {"plan": dataclasses.asdict(training.plan), "step": training.step, "cpu_s": round(training.cpu_s, 1)}
-    (model / "training.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    export(training.network, training.encoder, model, about, replace=replace)
 
 
-def _loaded(out: Path) -> Any:
+def _loaded(out: Path) -> Training:
     from epd_serve.demo.training.train import Training, kept_plan
     from epd_serve.errors import ConfigError
 
@@ -132,7 +162,7 @@ def _loaded(out: Path) -> Any:
 
 def _export(arguments: argparse.Namespace) -> int:
     training = _loaded(arguments.out)
-    _write_model(training, arguments.out, arguments.model)
+    _write_model(training, arguments.model)
     print(f"{arguments.model}: after {training.step} of {training.plan.steps} steps")
     return 0
 
@@ -155,10 +185,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
     if unknown := set(arguments.task) - set(TASKS):
         raise ConfigError(f"unknown task {sorted(unknown)[0]!r}: one of {', '.join(TASKS)}", param="--task")
-    for name in ("number", "at_once"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError("has to be 1 or more", param=f"--{name.replace('_', '-')}")
-    questions = examination(arguments.number, EVALUATION_SEED, tuple(arguments.task) or TASKS)
+    evaluation.check_writable(arguments.json)
+    questions = examination(arguments.number, EVALUATION_SEED, tuple(dict.fromkeys(arguments.task)) or TASKS)
     with _bar("evaluating") as bar:
         shown = bar.add_task("", total=len(questions), note="")
         answers = evaluation.ask_all(
@@ -175,15 +203,11 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _card(arguments: argparse.Namespace) -> int:
-    from epd_serve.demo.training.card import NAME, card, read_result
-    from epd_serve.errors import ConfigError
+    from epd_serve.demo.training import card, results
 
-    results = [read_result(path) for path in arguments.results]
-    for path, result in zip(arguments.results, results, strict=True):
-        if result["accuracy"] != results[0]["accuracy"]:
-            raise ConfigError(f"{path} differs from {arguments.results[0]}: all ways have to agree", param="RESULT")
-    training = json.loads((arguments.model / "training.json").read_text(encoding="utf-8"))
-    (arguments.model / NAME).write_text(card(arguments.model, results, training), encoding="utf-8")
+    found = [results.read(path) for path in arguments.results]
+    card.write(arguments.model, found)
+    print(arguments.model / card.NAME)
     return 0
 
 

@@ -1,25 +1,29 @@
 """The model card beside the weights: what the model can do and how well, from the evaluation's own files.
 
-Owns its text. Every number in it is read: accuracy from results of `evaluate`, sizes from the weights' header,
-amounts of training from the plan.
+Owns its text. Every number in it is read or counted: accuracy from results of `evaluate`, sizes from the weights'
+header, amounts of training from `training.json`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from epd_serve.demo.pictures import BACKGROUNDS, COLOURS, KINDS
 from epd_serve.demo.training.architecture import DEMO, FACTOR, MAX_PIXELS, MIN_PIXELS
+from epd_serve.demo.training.dialogue import ONE_PICTURE, SEVERAL
+from epd_serve.demo.training.results import Result, alike, commonest, interval, share, split
 from epd_serve.demo.training.scenes import HELD_OUT_OF
-from epd_serve.demo.training.wordings import SEEN, UNSEEN
+from epd_serve.demo.training.wordings import SEEN, SMALL_TALK, UNSEEN
 from epd_serve.errors import ConfigError
 
 NAME = "MODEL_CARD.md"
-OFFERED = 0.9  # a task answered less often than this is named as a limit
+_WEIGHTS, _TRAINING = "model.safetensors", "training.json"
 _ABOUT = {
     "describe": "What is in the picture?",
     "count": "How many shapes are there?",
@@ -33,50 +37,60 @@ _ABOUT = {
     "each": "Describe each picture. (2 to 4)",
     "second turn": "a second question about the same picture",
     "small talk": "Hello; Who are you?; Thanks",
-    "no picture": "a question about a picture that nobody sent",
+    "no picture": "a question about pictures that nobody sent",
 }
+_GOALS = dict.fromkeys(_ABOUT, 0.95) | dict.fromkeys(("describe", "count", "colour", "shape"), 0.97)
+_SMALL, _LARGE = 64, 3840  # pixels
 
 
-def read_result(path: Path) -> dict[str, Any]:
-    """A result of `evaluate`.
+def write(model: Path, results: Sequence[Result]) -> None:
+    """Write the card into the model's folder, whole or not at all.
 
     Raises:
-        ConfigError: not one.
+        ConfigError: no model that `train` or `export` wrote; results that were asked different things.
     """
     try:
-        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        _ = result["accuracy"], result["about"]["per_task"], result["about"]["served_as"]
+        about = json.loads((model / _TRAINING).read_text(encoding="utf-8"))
+        text = card((model / _WEIGHTS).read_bytes(), results, about)
+        draft = model / f".{NAME}.{os.getpid()}"
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(model / NAME)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is no result of evaluate: {error!r}", param="RESULT") from error
-    return result
+        raise ConfigError(f"{model} is no model folder that train or export wrote: {error!r}", param="MODEL") from error
 
 
-def parameters(model: Path) -> int:
-    """Number of parameters, from the header of the weights."""
-    with (model / "model.safetensors").open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+def parameters(weights: bytes) -> int:
+    """Number of parameters, from the header of a safetensors file."""
+    header = json.loads(weights[8 : 8 + int.from_bytes(weights[:8], "little")])
     return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
-def card(model: Path, results: Sequence[Mapping[str, Any]], training: Mapping[str, Any]) -> str:
+def card(weights: bytes, results: Sequence[Result], about: Mapping[str, Any]) -> str:
     """The card's Markdown.
 
     Args:
-        model: the folder.
-        results: of `evaluate`, one per way of serving.
-        training: what `train` wrote beside the weights: plan and CPU seconds.
+        weights: the safetensors file.
+        results: one per way of serving.
+        about: `training.json`: plan and CPU seconds.
     """
-    plan = training["plan"]
+    lines = ["# The demo model", "", *_what(weights), "", *_training(about["plan"], about["cpu_s"]), ""]
+    return "\n".join([*lines, *_accuracy(results), "", *_limits(results[0]), ""])
+
+
+def _what(weights: bytes) -> list[str]:
+    return [
+        f"Qwen3-VL with {parameters(weights) / 1e6:.1f} million parameters: {DEMO.vision_layers} vision and "
+        f"{DEMO.text_layers} text layers of {DEMO.hidden}, heads of {DEMO.head_dim} in both; {len(weights) / 1e6:.1f} "
+        "MB in bfloat16. It talks about pictures of up to three plain shapes, so that a request that got another "
+        "picture's features gets a visibly wrong answer. It is no useful model.",
+        "",
+        f"`{_WEIGHTS}`: SHA-256 `{hashlib.sha256(weights).hexdigest()}`",
+    ]
+
+
+def _training(plan: Mapping[str, Any], cpu_s: float) -> list[str]:
     pictures = plan["vision_steps"] * plan["vision_pictures"]
-    served = [result["about"]["served_as"] for result in results]
-    lines = [
-        "# The demo model",
-        "",
-        f"Qwen3-VL with {parameters(model) / 1e6:.1f} million parameters: {DEMO.vision_layers} vision and "
-        f"{DEMO.text_layers} text layers of {DEMO.hidden}, heads of {DEMO.head_dim} in both. It talks about pictures "
-        "of up to three plain shapes, so that a request that got another picture's features gets a visibly wrong "
-        "answer. It is no useful model.",
-        "",
+    return [
         "## What it was taught",
         "",
         f"Pictures: 0 to 3 shapes ({', '.join(KINDS)}; {', '.join(COLOURS)}) in cells of a 3x3 grid on "
@@ -86,33 +100,85 @@ def card(model: Path, results: Sequence[Mapping[str, Any]], training: Mapping[st
         "",
         f"Training: `python -m epd_serve.demo.training train`, seed {plan['seed']}: {plan['vision_steps']} steps of "
         f"the vision tower alone ({pictures} pictures), {plan['dialogue_steps']} steps of questions and answers; "
-        f"{training['cpu_s'] / 60:.0f} CPU minutes.",
-        "",
+        f"{cpu_s / 60:.0f} CPU minutes on one thread.",
+    ]
+
+
+def _accuracy(results: Sequence[Result]) -> list[str]:
+    first = results[0]
+    trained = sum(map(len, SEEN.values())) + sum(len(seen) for _, seen, _ in SMALL_TALK)
+    kept = sum(map(len, UNSEEN.values())) + sum(len(unseen) for _, _, unseen in SMALL_TALK)
+    same, asked = alike(results)
+    lines = [
         "## How well it does",
         "",
-        f"Exact match of greedy answers, {results[0]['about']['per_task']} questions per task, through vLLM behind "
-        f"EPD-Serve (`python -m epd_serve.demo.training evaluate --url …`, seed {results[0]['about']['seed']}). No "
-        f"arrangement of shapes is in the training data (one in {HELD_OUT_OF} is kept back), no sentence either: "
-        f"{sum(map(len, UNSEEN.values()))} wordings are evaluated, {sum(map(len, SEEN.values()))} others were trained "
-        "on. Most unseen wordings are new sentences of words that were seen.",
+        f"Exact match of greedy answers, {first.per_task} questions per task, through vLLM behind EPD-Serve "
+        f"(`epd-serve serve MODEL --layout …`, then `python -m epd_serve.demo.training evaluate --url …`, seed "
+        f"{first.seed}). No arrangement of shapes in them is in the training data (one in {HELD_OUT_OF} is kept back; "
+        "the empty picture, which has none, is in both), and no sentence, whatever its case, marks or spelling of "
+        f'"colour": {kept} wordings are evaluated, {trained} others were trained on. Most unseen wordings are new '
+        "sentences of words that were seen.",
         "",
-        "| task | for example | " + " | ".join(served) + " |",
-        "|---|---|" + "---|" * len(served),
+        f"| task | for example | {' | '.join(it.served_as for it in results)} | 95 % interval | commonest answer |",
+        "|---|---|" + "---|" * len(results) + "---|---|",
     ]
-    for task in results[0]["accuracy"]:
-        shares = [f"{result['accuracy'].get(task, 0.0):.1%}".replace("%", " %") for result in results]
-        lines.append(f"| {task} | {_ABOUT.get(task, '')} | " + " | ".join(shares) + " |")
-    weak = [task for task, share in results[0]["accuracy"].items() if share < OFFERED]
-    lines += [
-        "",
+    for task in first.tasks:
+        answers = first.of(task)
+        low, high = interval(answers)
+        cells = [_percent(share(result.of(task))) for result in results]
+        cells += [f"{100 * low:.1f} to {_percent(high)}", _percent(commonest(answers))]
+        lines.append(f"| {task} | {_ABOUT[task]} | {' | '.join(cells)} |")
+    lines += ["", f"The last column is what always giving the commonest answer would get. {_fewer(first)}"]
+    if len(results) > 1:
+        lines += ["", f"{' and '.join(it.served_as for it in results)} gave the same answer to {same} of {asked}."]
+    one = split([it for it in first.answers if it.task in ONE_PICTURE], _BY_SIZE)
+    several = split([it for it in first.answers if it.task in SEVERAL], _BY_NUMBER)
+    lines += ["", *_split("Questions about one picture", one), *_split("Questions about several", several)]
+    return lines
+
+
+_BY_SIZE = {
+    f"{_SMALL} pixels on the shorter side": lambda it: min(it.sizes[0]) <= _SMALL,
+    f"{_LARGE} pixels or more on the longer": lambda it: max(it.sizes[0]) >= _LARGE,
+    "all others": lambda it: min(it.sizes[0]) > _SMALL and max(it.sizes[0]) < _LARGE,
+}
+_BY_NUMBER = {
+    "two": lambda it: len(it.sizes) == 2,
+    "three": lambda it: len(it.sizes) == 3,
+    "four": lambda it: len(it.sizes) == 4,
+}
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _fewer(result: Result) -> str:
+    """Which tasks have few different questions: those without pictures."""
+    texts = {task: {it.question for it in result.of(task)} for task in result.tasks if not result.of(task)[0].sizes}
+    if not texts:
+        return ""
+    counts = " and ".join(f"{len(questions)} of {task}" for task, questions in texts.items())
+    return f"Without pictures there are fewer different questions than that: {counts}."
+
+
+def _split(title: str, found: Mapping[str, tuple[float, int]]) -> list[str]:
+    parts = [f"{kind} {_percent(right)} (of {number})" for kind, (right, number) in found.items()]
+    return [f"{title}: {', '.join(parts)}."] if parts else []
+
+
+def _limits(result: Result) -> list[str]:
+    missed = [task for task in result.tasks if share(result.of(task)) < _GOALS[task]]
+    below = [f"{task} {_percent(share(result.of(task)))} of {_GOALS[task]:.0%}" for task in missed]
+    return [
         "## Limits",
         "",
-        *([f"- Often wrong: {', '.join(weak)}."] if weak else []),
+        *([f"- Below what was asked of it: {', '.join(below)}."] if below else []),
         "- It sees nothing but these shapes: photographs, text, other colours and shapes get an answer all the same.",
+        "- Its pictures were at most twice as long as wide, or as wide as long; with longer ones it is less sure.",
         "- Questions outside its tasks get one of its own sentences. It knows English only.",
-        "- A question about something that is not there (the colour of a circle where none is) gets a made-up answer.",
+        "- A question about something that is not there (the colour of a circle where none is, the third of two "
+        "pictures) gets a made-up answer.",
         "- It describes pictures one by one or in order; which of them shows something it was not taught to say.",
         '- Four pictures at most; it was never taught videos. Without a number, "the picture" is the newest one.',
-        "",
     ]
-    return "\n".join(lines)

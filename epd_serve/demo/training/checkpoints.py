@@ -17,7 +17,19 @@ import torch
 from epd_serve.errors import ConfigError
 
 NAME = "checkpoint.pt"
-_KEYS = {"plan", "step", "cpu_s", "modules", "optimizers"}
+_KEYS = {"plan", "step", "cpu_s", "tokenizer", "modules", "optimizers"}
+
+
+def prepare(folder: Path) -> None:
+    """Make the folder.
+
+    Raises:
+        ConfigError: it cannot be made, or is a file.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {folder}: {error}", param="--out") from error
 
 
 def save(folder: Path, content: dict[str, Any]) -> None:
@@ -27,9 +39,9 @@ def save(folder: Path, content: dict[str, Any]) -> None:
         ConfigError: it cannot be written.
     """
     assert set(content) == _KEYS, set(content)
+    prepare(folder)
     scratch = folder / f".{NAME}.{os.getpid()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         torch.save(content, scratch)
         scratch.replace(folder / NAME)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError

@@ -9,6 +9,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -20,7 +22,7 @@ import httpx
 from epd_serve.demo import pictures
 from epd_serve.demo.training.examination import Question
 from epd_serve.demo.training.scenes import Scene
-from epd_serve.errors import StageError
+from epd_serve.errors import ConfigError, StageError
 
 MAX_TOKENS = 96  # four pictures of three shapes, described in order, are 60
 _TIMEOUT_S = 120.0
@@ -28,12 +30,19 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Asked:
-    """One answered item; `right` is exact match but for white space around the answer."""
+    """One answered item; `right` is exact match but for white space around the answer.
+
+    Attributes:
+        task: of `examination.TASKS`.
+        question, expected, answer: of the last turn.
+        sizes: (width, height) of every picture, in order.
+    """
 
     task: str
     question: str
     expected: str
     answer: str
+    sizes: tuple[tuple[int, int], ...]
 
     @property
     def right(self) -> bool:
@@ -67,7 +76,8 @@ def ask(client: httpx.Client, url: str, model: str, question: Question) -> Asked
             raise StageError(f"{url} answers {response.status_code}: {response.text[:300]}", stage=url)
         said = response.json()["choices"][0]["message"]["content"] or ""
         messages.append({"role": "assistant", "content": said})
-    return Asked(question.task, question.turns[-1].question, question.answer, said)
+    sizes = tuple(scene.size for turn in question.turns for scene in turn.scenes)
+    return Asked(question.task, question.turns[-1].question, question.answer, said, sizes)
 
 
 def ask_all(url: str, questions: Sequence[Question], *, at_once: int, tell: Callable[[int], None]) -> list[Asked]:
@@ -105,7 +115,7 @@ def _in_order(
 def _model(client: httpx.Client, url: str) -> str:
     try:
         return str(client.get(f"{url}/v1/models").raise_for_status().json()["data"][0]["id"])
-    except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, KeyError, IndexError, TypeError, ValueError) as error:
         raise StageError(f"{url}/v1/models names no model: {error!r}", stage=url) from error
 
 
@@ -116,8 +126,28 @@ def accuracy(answers: Sequence[Asked]) -> dict[str, float]:
     return {task: sum(right) / len(right) for task, right in by_task.items()}
 
 
+def check_writable(path: Path) -> None:
+    """Whether a result can be written there: known before thousands of questions are asked.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot write into {path.parent}: {error}", param="--json") from error
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder: name a file", param="--json")
+
+
 def write(path: Path, answers: Sequence[Asked], about: dict[str, Any]) -> None:
-    """Write accuracy, what was asked of whom, and every answer."""
+    """Write accuracy, what was asked of whom, and every answer; whole or not at all."""
     content = {"accuracy": accuracy(answers), "about": about, "answers": [asdict(it) for it in answers]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -13,14 +13,13 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from epd_serve.demo.pictures import BACKGROUNDS, COLOURS, GRID, KINDS, Shape
+from epd_serve.demo.pictures import BACKGROUNDS, COLOURS, FILL, GRID, KINDS, Shape
 from epd_serve.demo.training.architecture import FACTOR, MERGE, PATCH, picture_grid
 from epd_serve.demo.training.scenes import Scene
 
 Floats = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
 
-_FILL = 0.8  # of the cell's shorter side, as `pictures.draw`
 _COVERED = 0.12  # of a token's pixels: less of a shape than this is not asked for
 NAMES = [f"{colour} {kind}" for colour in COLOURS for kind in KINDS]
 
@@ -70,7 +69,7 @@ def _mask(
 ) -> tuple[int, int, Floats]:
     """(top, left, coverage 0 … 1 of the pixels from there) of one shape."""
     cell = [side / GRID for side in resized]
-    half = min(original) / GRID * _FILL / 2
+    half = min(original) / GRID * FILL / 2
     hx, hy = (half * new / old for new, old in zip(resized, original, strict=True))
     x, y = (shape.column + 0.5) * cell[0], (shape.row + 0.5) * cell[1]
     if chance is not None:

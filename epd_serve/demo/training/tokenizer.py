@@ -7,6 +7,7 @@ every picture after a conversation's first, so that "the second picture" has som
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,11 @@ class Encoder:
         self.tokenizer = tokenizer
         self.ids: dict[str, int] = {token: int(tokenizer.token_to_id(token) or 0) for token in SPECIAL}
         self._encoded = functools.lru_cache(maxsize=65_536)(self._encode)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the tokenizer: tokens of two with the same mean the same."""
+        return hashlib.sha256(self.tokenizer.to_str().encode()).hexdigest()
 
     @property
     def vocabulary(self) -> int:

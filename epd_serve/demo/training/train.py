@@ -4,7 +4,8 @@ Owns the stages, the schedule, the loop and what it prints. Leaves to others: da
 (`losses`), the update (`muon`), files (`checkpoints`, `export`).
 
 The schedule counts steps, never time: a run may be stopped for hours, or killed and continued, and gives the same
-weights. The learning rate stays level until the last part of the second stage, then falls to zero in a line.
+weights on the same kind of processor, with one thread as the command line has it. The learning rate stays level until
+the last part of the second stage, then falls to zero in a line.
 """
 
 from __future__ import annotations
@@ -83,7 +84,18 @@ QUICK = Plan(vision_steps=2, vision_pictures=4, dialogue_steps=3, singles_steps=
 def kept_plan(folder: Path) -> Plan | None:
     """The plan of the folder's checkpoint, None where there is none."""
     kept = checkpoints.load(folder)
-    return Plan(**kept["plan"] | {"rows": tuple(kept["plan"]["rows"])}) if kept else None
+    return _plan(kept["plan"], folder) if kept else None
+
+
+def _plan(written: dict[str, Any], folder: Path) -> Plan:
+    try:
+        return Plan(**written | {"rows": tuple(written["rows"])})
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{folder} holds the checkpoint of another version of this program ({error}): name another folder to "
+            "start anew",
+            param="--out",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -116,7 +128,13 @@ class Training:
         self.step = 0
         self._cpu_before_s = 0.0
         if kept := checkpoints.load(folder):
-            self._check(kept["plan"], kept["step"])
+            self._check(_plan(kept["plan"], folder), kept["step"])
+            if kept["tokenizer"] != self.encoder.digest:
+                raise ConfigError(
+                    f"{folder} was begun with other wordings, so its tokens mean other words: name another folder to "
+                    "start anew",
+                    param="--out",
+                )
             self._modules.load_state_dict(kept["modules"])
             for optimizer, state in zip(self._optimizers, kept["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
@@ -128,10 +146,9 @@ class Training:
         """CPU seconds of this run, those before it was continued included."""
         return self._cpu_before_s + time.process_time() - self._cpu_began_s
 
-    def _check(self, written: dict[str, Any], step: int) -> None:
+    def _check(self, then: Plan, step: int) -> None:
         """A run may be made longer or shorter while its learning rate is level; all else has to stay."""
         asked = dataclasses.asdict(self.plan)
-        then = Plan(**written | {"rows": tuple(written["rows"])})
         level = step <= min(then.level_steps, self.plan.level_steps)
         for key, value in dataclasses.asdict(then).items():
             if value != asked[key] and not (level and key in ("dialogue_steps", "falling")):
@@ -146,6 +163,7 @@ class Training:
             "plan": dataclasses.asdict(self.plan) | {"rows": list(self.plan.rows)},
             "step": self.step,
             "cpu_s": self.cpu_s,
+            "tokenizer": self.encoder.digest,
             "modules": self._modules.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
         }
@@ -209,15 +227,26 @@ class Training:
 
 
 def train(
-    plan: Plan, folder: Path, *, tell: Callable[[Progress], None], save_every: int = 50, look_every: int = 200
+    plan: Plan,
+    folder: Path,
+    *,
+    tell: Callable[[Progress], None],
+    stop: Callable[[], bool] = lambda: False,
+    save_every: int = 50,
+    look_every: int = 200,
 ) -> Training:
-    """Train to the plan's end, saving as it goes and when it is interrupted."""
+    """Train to the plan's end, or until `stop`, which is asked after each step: half a step is never saved.
+
+    Raises:
+        ConfigError: the folder cannot be written, or its checkpoint is another run's.
+    """
+    checkpoints.prepare(folder)
     training = Training(plan, folder)
-    try:
-        for progress in training.run(look_every):
-            tell(progress)
-            if training.step % save_every == 0:
-                training.save()
-    finally:
-        training.save()
+    for progress in training.run(look_every):
+        tell(progress)
+        if stop():
+            break
+        if training.step % save_every == 0:
+            training.save()
+    training.save()
     return training

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import json
 import threading
@@ -16,9 +17,10 @@ from PIL import Image
 
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.demo.training import __main__ as command
-from epd_serve.demo.training.card import NAME, parameters
-from epd_serve.demo.training.evaluation import accuracy, ask_all
+from epd_serve.demo.training.card import NAME, card, parameters
+from epd_serve.demo.training.evaluation import Asked, accuracy, ask_all
 from epd_serve.demo.training.examination import TASKS, Question, examination
+from epd_serve.demo.training.results import Result, interval
 from epd_serve.errors import StageError
 
 QUESTIONS = examination(2, command.EVALUATION_SEED)
@@ -156,37 +158,138 @@ def test_the_card_is_made_of_the_results(url: str, model: Path, tmp_path: Path, 
 
     text = (model / NAME).read_text()
     assert "| task | for example | TP1 | (E-P)-D |" in text
-    assert "| count | How many shapes are there? | 0.0 % | 0.0 % |" in text
-    assert "| small talk | Hello; Who are you?; Thanks | 100.0 % | 100.0 % |" in text
-    assert "Often wrong: count." in text
-    assert f"{parameters(builtin_model_dir()) / 1e6:.1f} million parameters" in text
+    assert "| count | How many shapes are there? | 0.0 % | 0.0 % | 0.0 to 79.3 % | 100.0 % |" in text
+    assert "| small talk | Hello; Who are you?; Thanks | 100.0 % | 100.0 % | 20.7 to 100.0 % | 100.0 % |" in text
+    assert "Below what was asked of it: count 0.0 % of 97%." in text
+    assert "TP1 and (E-P)-D gave the same answer to 2 of 2." in text
+    weights = (model / "model.safetensors").read_bytes()
+    assert f"{parameters(weights) / 1e6:.1f} million parameters" in text
+    assert hashlib.sha256(weights).hexdigest() in text
     assert "(320 pictures)" in text and "2 CPU minutes" in text
 
 
-def test_results_that_differ_make_no_card(
-    url: str, model: Path, tmp_path: Path, known: Known, capsys: pytest.CaptureFixture[str]
+def test_answers_that_differ_between_two_ways_of_serving_are_counted(
+    url: str, model: Path, tmp_path: Path, known: Known
 ) -> None:
     one = evaluated(url, tmp_path / "one.json", "TP1")
     known.wrong = {it.turns[-1].question for it in of("count")}
     other = evaluated(url, tmp_path / "other.json", "(E-P)-D")
 
+    assert command.main(["card", str(model), str(one), str(other)]) == 0
+    text = (model / NAME).read_text()
+    assert "| 100.0 % | 0.0 % |" in text
+    assert "TP1 and (E-P)-D gave the same answer to 1 of 2." in text
+
+
+def test_results_about_other_questions_make_no_card(
+    url: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = evaluated(url, tmp_path / "one.json", "TP1")
+    other = tmp_path / "other.json"
+    words = ["evaluate", "--url", url, "--served-as", "(E-P)-D", "--json", str(other), "--number", "2"]
+    assert command.main([*words, "--task", "count", "--task", "small talk"]) == 0
+
     assert command.main(["card", str(model), str(one), str(other)]) == 2
-    assert "all ways have to agree" in capsys.readouterr().err
+    assert "(E-P)-D was asked other questions than TP1" in capsys.readouterr().err
     assert not (model / NAME).exists()
+
+
+def answered(task: str, right: bool, *sizes: tuple[int, int], question: str = "what?") -> Asked:
+    return Asked(task, question, "yes", "yes" if right else "no", sizes)
+
+
+def test_the_card_counts_by_size_and_by_number_of_pictures() -> None:
+    answers = (
+        *(answered("describe", right, (64, 128)) for right in (True, True, False, False)),
+        answered("describe", True, (3840, 2160)),
+        answered("describe", False, (65, 3839)),
+        answered("each", True, (64, 64), (64, 64)),
+        answered("each", False, (64, 64), (64, 64), (64, 64)),
+        answered("second turn", False, (64, 64)),
+        answered("no picture", True, question="one"),
+        answered("no picture", True, question="two"),
+        answered("no picture", True, question="two"),
+    )
+    weights = (builtin_model_dir() / "model.safetensors").read_bytes()
+    plan = {"seed": 8, "vision_steps": 10, "vision_pictures": 32, "dialogue_steps": 20}
+
+    text = card(weights, [Result("TP1", 1, 2026, answers)], {"plan": plan, "cpu_s": 120.0})
+
+    assert (
+        "Questions about one picture: 64 pixels on the shorter side 50.0 % (of 4), 3840 pixels or more on the longer "
+        "100.0 % (of 1), all others 0.0 % (of 1)." in text
+    )
+    assert "Questions about several: two 100.0 % (of 1), three 0.0 % (of 1)." in text
+    assert "fewer different questions than that: 2 of no picture." in text
+    assert "gave the same answer" not in text
+
+
+def test_the_interval_is_wilson_s() -> None:
+    low, high = interval([answered("describe", number < 495, (64, 64)) for number in range(500)])
+
+    assert (round(low, 4), round(high, 4)) == (0.9768, 0.9957)
+
+
+EVALUATE = ["evaluate", "--url", "http://127.0.0.1:1", "--served-as", "x"]
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["evaluate", "--url", "x", "--served-as", "x", "--json", "x", "--task", "dance"], "unknown task 'dance'"),
-        (["evaluate", "--url", "x", "--served-as", "x", "--json", "x", "--number", "0"], "has to be 1 or more"),
-        (["look", "--out", "/nonexistent"], "has no checkpoint: train first"),
-        (["card", "x", "/nonexistent.json"], "is no result of evaluate"),
+        ([*EVALUATE, "--json", "r.json", "--task", "dance"], "--task: unknown task 'dance'"),
+        ([*EVALUATE, "--json", "."], "--json: . is a folder"),
+        ([*EVALUATE, "--json", "file/r.json"], "--json: cannot write into file"),
+        (["train", "--quick", "--out", "file"], "--out: cannot make the folder file"),
+        (["look", "--out", "/nonexistent"], "--out: /nonexistent has no checkpoint: train first"),
+        (["card", "x", "/nonexistent.json"], "RESULT: /nonexistent.json is no result of evaluate"),
+        (["card", "nothing", "result.json"], "MODEL: nothing is no model folder"),
+        (["card", ".", "result.json"], "MODEL: . is no model folder"),
     ],
 )
-def test_bad_input_is_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_named(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("training.json").write_text("{}")
+    Path("model.safetensors").write_bytes(b"no weights")
+    Path("result.json").write_text(
+        json.dumps({"about": {"served_as": "x", "per_task": 1, "seed": 1}, "answers": [], "accuracy": {}})
+    )
+
     assert command.main(words) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([*EVALUATE, "--json", "r.json", "--number", "0"], "argument --number: '0' is no whole number of 1 or more"),
+        ([*EVALUATE, "--json", "r.json", "--at-once", "x"], "argument --at-once: 'x' is no whole number of 1 or more"),
+        (["look", "--out", "x", "--number", "-3"], "argument --number: '-3' is no whole number of 1 or more"),
+        (["train", "--out", "x", "--seed", "-1"], "argument --seed: '-1' is no whole number of 0 or more"),
+    ],
+)
+def test_numbers_that_cannot_be_are_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"about": [], "answers": []}', '{"about": 1, "answers": [{}]}'])
+def test_a_file_that_is_no_result_is_named(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "r.json").write_text(content)
+
+    assert command.main(["card", str(tmp_path), str(tmp_path / "r.json")]) == 2
+    assert "r.json is no result of evaluate" in capsys.readouterr().err
+
+
+def test_a_url_that_is_none_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["evaluate", "--url", "http://[::1", "--served-as", "x", "--json", str(tmp_path / "r.json")]
+
+    assert command.main(words) == 1
+    assert "http://[::1/v1/models names no model" in capsys.readouterr().err
 
 
 def test_every_task_has_an_example_on_the_card() -> None:

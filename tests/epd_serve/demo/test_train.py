@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from epd_serve.demo.training import checkpoints  # noqa: E402
+from epd_serve.demo.training import batches, checkpoints, train, wordings  # noqa: E402
 from epd_serve.demo.training.architecture import Architecture  # noqa: E402
+from epd_serve.demo.training.raster import rasterize  # noqa: E402
+from epd_serve.demo.training.scenes import held_out  # noqa: E402
 from epd_serve.demo.training.train import QUICK, Plan, Training, kept_plan  # noqa: E402
 from epd_serve.errors import ConfigError  # noqa: E402
 
@@ -40,6 +44,65 @@ def test_a_run_interrupted_in_either_stage_ends_with_the_weights_of_one_that_was
     assert part.step == whole.step == QUICK.steps
     assert all(torch.equal(it, weights(whole)[name]) for name, it in weights(part).items())
     assert part.cpu_s > 0
+
+
+def test_a_run_that_is_asked_to_stop_ends_after_a_whole_step_and_goes_on_from_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "Training", functools.partial(Training, sizes=SMALL))
+    whole = train.train(QUICK, tmp_path / "whole", tell=lambda _: None)
+    told: list[int] = []
+    tell = lambda progress: told.append(progress.step)  # noqa: E731
+
+    part = train.train(QUICK, tmp_path / "part", tell=tell, stop=lambda: told[-1] == 2)
+    assert part.step == 2
+    part = train.train(QUICK, tmp_path / "part", tell=tell)
+
+    assert told == [1, 2, 3, 4, 5]
+    assert all(torch.equal(it, weights(whole)[name]) for name, it in weights(part).items())
+
+
+def test_an_error_within_a_step_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "Training", functools.partial(Training, sizes=SMALL))
+    train.train(QUICK, tmp_path, tell=lambda _: None, stop=lambda: True)
+    update = Training._update
+
+    def half(training: Training) -> None:
+        if training.step == 2:
+            raise MemoryError
+        update(training)
+
+    monkeypatch.setattr(Training, "_update", half)
+    with pytest.raises(MemoryError):
+        train.train(QUICK, tmp_path, tell=lambda _: None)
+    assert Training(QUICK, tmp_path, SMALL).step == 1
+
+
+def test_a_checkpoint_of_other_wordings_is_refused(tmp_path, monkeypatch):
+    Training(QUICK, tmp_path, SMALL).save()
+    monkeypatch.setattr(wordings, "OPENINGS", ("Quixotic: ",))
+
+    with pytest.raises(ConfigError, match="begun with other wordings"):
+        Training(QUICK, tmp_path, SMALL)
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path):
+    training = Training(QUICK, tmp_path, SMALL)
+    training.save()
+    content = checkpoints.load(tmp_path)
+    content["plan"]["humour"] = 1
+    checkpoints.save(tmp_path, content)
+
+    with pytest.raises(ConfigError, match="another version of this program"):
+        kept_plan(tmp_path)
+
+
+def test_pictures_shown_to_the_vision_tower_alone_are_never_held_out_ones(monkeypatch):
+    shown = []
+    monkeypatch.setattr(batches, "rasterize", lambda scene, chance: shown.append(scene) or rasterize(scene, chance))
+    for seed in range(4):
+        batches.picture_batch(np.random.default_rng(seed), 60)
+
+    assert len(shown) == 240
+    assert not any(held_out(scene.shapes) for scene in shown)
 
 
 def test_training_changes_every_part(tmp_path):

@@ -1,0 +1,103 @@
+"""Results of `evaluate`, read: checked, compared, counted.
+
+Owns what a result has to be and every figure that is counted from its answers. Leaves to others: writing one
+(`evaluation`), the text made of it (`card`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from epd_serve.demo.training.evaluation import Asked
+from epd_serve.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one way of serving answered.
+
+    Attributes:
+        served_as: that way, e.g. `(E-P)-D`.
+        per_task, seed: which questions these were.
+        answers: all of them, in the order of the questions.
+    """
+
+    served_as: str
+    per_task: int
+    seed: int
+    answers: tuple[Asked, ...]
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(dict.fromkeys(it.task for it in self.answers))
+
+    def of(self, task: str) -> list[Asked]:
+        return [it for it in self.answers if it.task == task]
+
+
+def read(path: Path) -> Result:
+    """A result of `evaluate`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        about = content["about"]
+        answers = tuple(
+            Asked(**it | {"sizes": tuple((int(width), int(height)) for width, height in it["sizes"])})
+            for it in content["answers"]
+        )
+        return Result(str(about["served_as"]), int(about["per_task"]), int(about["seed"]), answers)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is no result of evaluate: {error!r}", param="RESULT") from error
+
+
+def alike(results: Sequence[Result]) -> tuple[int, int]:
+    """(questions to which all gave the same answer, questions).
+
+    Raises:
+        ConfigError: they were asked different things.
+    """
+    first, *others = results
+    asked = [(it.task, it.question, it.expected, it.sizes) for it in first.answers]
+    for other in others:
+        if asked != [(it.task, it.question, it.expected, it.sizes) for it in other.answers]:
+            raise ConfigError(
+                f"{other.served_as} was asked other questions than {first.served_as}: evaluate both with the same "
+                "--number, --task and version of this program",
+                param="RESULT",
+            )
+    answers = zip(*([it.answer for it in result.answers] for result in results), strict=True)
+    return sum(len(set(it)) == 1 for it in answers), len(asked)
+
+
+def share(answers: Sequence[Asked]) -> float:
+    """Share of right answers, 0 … 1; of at least one."""
+    return sum(it.right for it in answers) / len(answers)
+
+
+def commonest(answers: Sequence[Asked]) -> float:
+    """Share that the commonest answer alone would get."""
+    return Counter(it.expected for it in answers).most_common(1)[0][1] / len(answers)
+
+
+def interval(answers: Sequence[Asked]) -> tuple[float, float]:
+    """95 % interval of `share` (Wilson's score interval)."""
+    number, z = len(answers), 1.96
+    middle = (share(answers) + z * z / (2 * number)) / (1 + z * z / number)
+    half = (
+        z / (1 + z * z / number) * math.sqrt(share(answers) * (1 - share(answers)) / number + (z / (2 * number)) ** 2)
+    )
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def split(answers: Sequence[Asked], kinds: dict[str, Callable[[Asked], bool]]) -> dict[str, tuple[float, int]]:
+    """Per kind of question (share of right answers, number), without kinds that nobody was asked."""
+    found = {kind: [it for it in answers if belongs(it)] for kind, belongs in kinds.items()}
+    return {kind: (share(group), len(group)) for kind, group in found.items() if group}
