@@ -199,7 +199,7 @@ def test_an_encoder_killed_while_it_stores_costs_no_answer(launch: Serving, solo
 
 @small_arena
 def test_more_pictures_than_the_arena_holds_are_all_answered(launch: Serving, solo_answer: Solo) -> None:
-    bodies = [fresh(130 + number) for number in range(48)]
+    bodies = [fresh(200 + number) for number in range(80)]  # 1.5 MB of features
     alone = [solo_answer(body) for body in bodies]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda body: ask(launch, body), bodies)) == alone

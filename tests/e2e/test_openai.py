@@ -34,7 +34,7 @@ SCHEMA: Any = {
     "required": ["colour"],
     "additionalProperties": False,
 }
-TOOL: Any = {"name": "paint", "parameters": SCHEMA}
+TOOL: Any = {"name": "paint", "parameters": SCHEMA, "strict": True}
 
 
 @pytest.fixture
@@ -85,17 +85,24 @@ def test_a_json_schema_is_kept_to(client: openai.OpenAI) -> None:
     assert json.loads(answer.choices[0].message.content or "")["colour"] in ("red", "green", "blue")
 
 
+def no_white_space(launch: Serving) -> dict[str, int]:
+    """A logit bias: a tool's JSON may have white space everywhere, of which so small a model finds no end."""
+    marks = [{"prompt": mark, "add_special_tokens": False} for mark in (" ", "\n", "\r", "\t")]
+    return {str(token): -100 for mark in marks for token in launch.post("/tokenize", mark).json()["tokens"]}
+
+
 @layouts
-def test_a_named_tool_is_called(client: openai.OpenAI) -> None:
+def test_a_named_tool_is_called(client: openai.OpenAI, launch: Serving) -> None:
     answer = client.chat.completions.create(
         messages=TEXT,
         tools=[{"type": "function", "function": TOOL}],
         tool_choice={"type": "function", "function": {"name": "paint"}},
+        logit_bias=no_white_space(launch),
         **{**GREEDY, "max_tokens": 200},
     )
     [call] = answer.choices[0].message.tool_calls or []
     assert call.type == "function" and call.function.name == "paint"
-    assert call.function.arguments  # so small a model writes no better ones
+    assert json.loads(call.function.arguments)["colour"] in ("red", "green", "blue")
 
 
 @layouts
