@@ -41,6 +41,14 @@ _ABOUT = {
 }
 _GOALS = dict.fromkeys(_ABOUT, 0.95) | dict.fromkeys(("describe", "count", "colour", "shape"), 0.97)
 _SMALL, _LARGE = 64, 3840  # pixels
+_COMMANDS = (
+    "```console",
+    "$ python -m epd_serve.demo.training train --out DIR",
+    "$ epd-serve serve DIR/model --layout TP1    # then the same with another layout",
+    "$ python -m epd_serve.demo.training evaluate --url http://127.0.0.1:8000 --served-as TP1 --json TP1.json",
+    "$ python -m epd_serve.demo.training card DIR/model TP1.json OTHER.json",
+    "```",
+)
 
 
 def write(model: Path, results: Sequence[Result]) -> None:
@@ -98,9 +106,11 @@ def _training(plan: Mapping[str, Any], cpu_s: float) -> list[str]:
         f"about {MAX_PIXELS // FACTOR**2} tokens of any. Shapes are listed left to right, then top to bottom. All are "
         "drawn by chance from a seed (`epd_serve/demo/training/`); no other data.",
         "",
-        f"Training: `python -m epd_serve.demo.training train`, seed {plan['seed']}: {plan['vision_steps']} steps of "
-        f"the vision tower alone ({pictures} pictures), {plan['dialogue_steps']} steps of questions and answers; "
-        f"{cpu_s / 60:.0f} CPU minutes on one thread.",
+        f"Training: seed {plan['seed']}, {plan['vision_steps']} steps of the vision tower alone ({pictures} pictures), "
+        f"then {plan['dialogue_steps']} steps of questions and answers; {cpu_s / 60:.0f} CPU minutes on one thread. "
+        "From nothing to this card:",
+        "",
+        *_COMMANDS,
     ]
 
 
@@ -112,9 +122,8 @@ def _accuracy(results: Sequence[Result]) -> list[str]:
     lines = [
         "## How well it does",
         "",
-        f"Exact match of greedy answers, {first.per_task} questions per task, through vLLM behind EPD-Serve "
-        f"(`epd-serve serve MODEL --layout …`, then `python -m epd_serve.demo.training evaluate --url …`, seed "
-        f"{first.seed}). No arrangement of shapes in them is in the training data (one in {HELD_OUT_OF} is kept back; "
+        f"Exact match of greedy answers, {first.per_task} questions per task (seed {first.seed}), through vLLM behind "
+        f"EPD-Serve. No arrangement of shapes in them is in the training data (one in {HELD_OUT_OF} is kept back; "
         "the empty picture, which has none, is in both), and no sentence, whatever its case, marks or spelling of "
         f'"colour": {kept} wordings are evaluated, {trained} others were trained on. Most unseen wordings are new '
         "sentences of words that were seen.",

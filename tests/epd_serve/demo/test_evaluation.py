@@ -292,6 +292,13 @@ def test_a_url_that_is_none_is_named(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "http://[::1/v1/models names no model" in capsys.readouterr().err
 
 
+def test_the_card_that_ships_is_about_the_weights_that_ship() -> None:
+    weights = (builtin_model_dir() / "model.safetensors").read_bytes()
+
+    assert len(weights) <= 8_000_000
+    assert hashlib.sha256(weights).hexdigest() in (builtin_model_dir() / NAME).read_text()
+
+
 def test_every_task_has_an_example_on_the_card() -> None:
     from epd_serve.demo.training.card import _ABOUT
 
