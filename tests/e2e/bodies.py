@@ -36,7 +36,9 @@ def chat(text: str, *pictures: bytes, **more: Any) -> Body:
 def conversation(turns: int, *pictures: bytes) -> Body:
     """A long prompt made of what the demo model was trained on: small talk, then a question about the last picture.
 
-    Text that it has never seen gives near-ties, which rounding decides differently from batch to batch.
+    Text that it has never seen gives near-ties, which rounding decides differently from batch to batch. After more
+    than four turns the demo model answers as it did before, whatever the picture: those are for KV, shorter ones for
+    features.
     """
     said = "Hello! Send me a picture of coloured shapes."
     small_talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": said}] * turns

@@ -119,7 +119,7 @@ def test_a_bit_that_flips_in_memory_never_reaches_an_answer(launch: Serving, sol
         assert lease is not None
         arena.memory()[lease.offset + lease.nbytes // 2] ^= 1
         lease.release()
-        later = conversation(6, png(fresh_prompt(2).picture()))  # no prefix of it is known: P needs the feature again
+        later = conversation(2, png(fresh_prompt(2).picture()))  # no prefix of it is known: P needs the feature again
         assert ask(launch, later) == solo_answer(later)
         assert arena.stats().corrupt == corrupt + 1
     assert ask(launch, body) == solo_answer(body)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from epd_serve.demo.pictures import describe
+from epd_serve.demo.sample_pictures import SAMPLES
 from tests.e2e.demo_prompts import OTHER_QUESTIONS, PAIRWISE_DIFFERENT, TEXT_ONLY
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +23,8 @@ import json, sys
 import torch
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 from epd_serve.demo.presets import builtin_model_dir
-from tests.e2e.demo_prompts import OTHER_QUESTIONS, PAIRWISE_DIFFERENT, TEXT_ONLY
+from epd_serve.demo.sample_pictures import SAMPLES
+from tests.e2e.demo_prompts import OTHER_QUESTIONS, PAIRWISE_DIFFERENT, TEXT_ONLY, WHAT
 
 torch.set_num_threads(1)
 model_dir = builtin_model_dir()
@@ -40,6 +43,7 @@ def ask(question, pictures):
 
 answers = [ask(prompt.question, [prompt.picture()]) for prompt in PAIRWISE_DIFFERENT + OTHER_QUESTIONS]
 answers += [ask(question, []) for question, _ in TEXT_ONLY]
+answers += [ask(WHAT, [sample.draw()]) for sample in SAMPLES.values()]
 json.dump(answers, sys.stdout)
 """
 
@@ -59,4 +63,5 @@ def test_the_built_in_model_answers_every_prompt_rightly():
 
     assert done.returncode == 0, done.stderr[-2000:]
     expected = [prompt.answer for prompt in PAIRWISE_DIFFERENT + OTHER_QUESTIONS] + [answer for _, answer in TEXT_ONLY]
+    expected += [describe(sample.shapes) for sample in SAMPLES.values()]
     assert json.loads(done.stdout) == expected

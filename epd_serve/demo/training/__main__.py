@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and `evaluate` and `card` ne
     from epd_serve.demo.training.train import Training
 
 EVALUATION_SEED = 2026
+_ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,9 +108,10 @@ def _stop_when_asked() -> Callable[[], bool]:
 
     def ask(number: int, frame: FrameType | None) -> None:
         asked.set()
-        signal.signal(number, signal.default_int_handler)
+        for one in _ENDS:
+            signal.signal(one, signal.default_int_handler)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _ENDS:
         signal.signal(number, ask)
     return asked.is_set
 

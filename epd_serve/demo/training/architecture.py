@@ -17,6 +17,7 @@ MERGE = 2
 FACTOR = PATCH * MERGE  # pixels per picture token, each way
 MIN_PIXELS = 24 * FACTOR**2
 MAX_PIXELS = 38 * FACTOR**2  # a square picture is 6x6 tokens: every cell of the 3x3 grid has 2x2 of its own
+TRAINING = "training.json"  # of a model folder: plan, steps and CPU seconds of its training
 _MOST_FRAMES = 8  # of a video
 
 

@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from epd_serve.demo.pictures import BACKGROUNDS, COLOURS, KINDS
-from epd_serve.demo.training.architecture import DEMO, FACTOR, MAX_PIXELS, MIN_PIXELS
+from epd_serve.demo.training.architecture import DEMO, FACTOR, MAX_PIXELS, MIN_PIXELS, TRAINING
 from epd_serve.demo.training.dialogue import ONE_PICTURE, SEVERAL
-from epd_serve.demo.training.results import Result, alike, commonest, interval, share, split
+from epd_serve.demo.training.evaluation import share
+from epd_serve.demo.training.results import Result, alike, commonest, different, interval, split
 from epd_serve.demo.training.scenes import HELD_OUT_OF
 from epd_serve.demo.training.wordings import SEEN, SMALL_TALK, UNSEEN
 from epd_serve.errors import ConfigError
 
 NAME = "MODEL_CARD.md"
-_WEIGHTS, _TRAINING = "model.safetensors", "training.json"
+_WEIGHTS = "model.safetensors"
 _ABOUT = {
     "describe": "What is in the picture?",
     "count": "How many shapes are there?",
@@ -55,16 +56,23 @@ def write(model: Path, results: Sequence[Result]) -> None:
     """Write the card into the model's folder, whole or not at all.
 
     Raises:
-        ConfigError: no model that `train` or `export` wrote; results that were asked different things.
+        ConfigError: no model that `train` or `export` wrote, or no writing there; results that were asked different
+            things.
     """
     try:
-        about = json.loads((model / _TRAINING).read_text(encoding="utf-8"))
-        text = card((model / _WEIGHTS).read_bytes(), results, about)
-        draft = model / f".{NAME}.{os.getpid()}"
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(model / NAME)
+        about = json.loads((model / TRAINING).read_text(encoding="utf-8"))
+        weights = (model / _WEIGHTS).read_bytes()
+        described = [*_what(weights), "", *_training(about["plan"], about["cpu_s"])]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{model} is no model folder that train or export wrote: {error!r}", param="MODEL") from error
+    draft = model / f".{NAME}.{os.getpid()}"
+    try:
+        draft.write_text(_card(described, results), encoding="utf-8")
+        draft.replace(model / NAME)
+    except OSError as error:
+        raise ConfigError(f"cannot write {model / NAME}: {error}", param="MODEL") from error
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def parameters(weights: bytes) -> int:
@@ -73,16 +81,8 @@ def parameters(weights: bytes) -> int:
     return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
-def card(weights: bytes, results: Sequence[Result], about: Mapping[str, Any]) -> str:
-    """The card's Markdown.
-
-    Args:
-        weights: the safetensors file.
-        results: one per way of serving.
-        about: `training.json`: plan and CPU seconds.
-    """
-    lines = ["# The demo model", "", *_what(weights), "", *_training(about["plan"], about["cpu_s"]), ""]
-    return "\n".join([*lines, *_accuracy(results), "", *_limits(results[0]), ""])
+def _card(described: Sequence[str], results: Sequence[Result]) -> str:
+    return "\n".join(["# The demo model", "", *described, "", *_accuracy(results), "", *_limits(results[0]), ""])
 
 
 def _what(weights: bytes) -> list[str]:
@@ -125,7 +125,7 @@ def _accuracy(results: Sequence[Result]) -> list[str]:
         f"Exact match of greedy answers, {first.per_task} questions per task (seed {first.seed}), through vLLM behind "
         f"EPD-Serve. No arrangement of shapes in them is in the training data (one in {HELD_OUT_OF} is kept back; "
         "the empty picture, which has none, is in both), and no sentence, whatever its case, marks or spelling of "
-        f'"colour": {kept} wordings are evaluated, {trained} others were trained on. Most unseen wordings are new '
+        f'"colour": {kept} wordings are evaluated, {trained} others were trained on. Unseen wordings are new '
         "sentences of words that were seen.",
         "",
         f"| task | for example | {' | '.join(it.served_as for it in results)} | 95 % interval | commonest answer |",
@@ -163,12 +163,10 @@ def _percent(share: float) -> str:
 
 
 def _fewer(result: Result) -> str:
-    """Which tasks have few different questions: those without pictures."""
-    texts = {task: {it.question for it in result.of(task)} for task in result.tasks if not result.of(task)[0].sizes}
-    if not texts:
-        return ""
-    counts = " and ".join(f"{len(questions)} of {task}" for task, questions in texts.items())
-    return f"Without pictures there are fewer different questions than that: {counts}."
+    """Which tasks ask the same more than once."""
+    counts = {task: (len(different(result.of(task))), len(result.of(task))) for task in result.tasks}
+    repeated = [f"{task} has {number} different ones" for task, (number, of) in counts.items() if number < of]
+    return f"Some questions repeat, and count once for the interval: {', '.join(repeated)}." if repeated else ""
 
 
 def _split(title: str, found: Mapping[str, tuple[float, int]]) -> list[str]:
@@ -184,8 +182,10 @@ def _limits(result: Result) -> list[str]:
         "",
         *([f"- Below what was asked of it: {', '.join(below)}."] if below else []),
         "- It sees nothing but these shapes: photographs, text, other colours and shapes get an answer all the same.",
-        "- Its pictures were at most twice as long as wide, or as wide as long; with longer ones it is less sure.",
+        "- Its pictures were at most twice as long as wide, or as wide as long; it was not evaluated with longer ones.",
         "- Questions outside its tasks get one of its own sentences. It knows English only.",
+        "- It was taught conversations of four turns. In longer ones it may go on with what was said before; beyond "
+        "some 200 tokens of talk it may say anything.",
         "- A question about something that is not there (the colour of a circle where none is, the third of two "
         "pictures) gets a made-up answer.",
         "- It describes pictures one by one or in order; which of them shows something it was not taught to say.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ def prepare(folder: Path) -> None:
     """Make the folder.
 
     Raises:
-        ConfigError: it cannot be made, or is a file.
+        ConfigError: it cannot be made or written into, or is a file.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        raise ConfigError(f"cannot make the folder {folder}: {error}", param="--out") from error
+        raise ConfigError(f"cannot write into the folder {folder}: {error}", param="--out") from error
 
 
 def save(folder: Path, content: dict[str, Any]) -> None:

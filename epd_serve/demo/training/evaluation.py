@@ -74,7 +74,10 @@ def ask(client: httpx.Client, url: str, model: str, question: Question) -> Asked
             raise StageError(f"{url} does not answer: {error!r}", stage=url) from error
         if response.status_code != 200:
             raise StageError(f"{url} answers {response.status_code}: {response.text[:300]}", stage=url)
-        said = response.json()["choices"][0]["message"]["content"] or ""
+        try:
+            said = response.json()["choices"][0]["message"]["content"] or ""
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise StageError(f"{url} answers no chat completion: {response.text[:300]}", stage=url) from error
         messages.append({"role": "assistant", "content": said})
     sizes = tuple(scene.size for turn in question.turns for scene in turn.scenes)
     return Asked(question.task, question.turns[-1].question, question.answer, said, sizes)
@@ -119,11 +122,15 @@ def _model(client: httpx.Client, url: str) -> str:
         raise StageError(f"{url}/v1/models names no model: {error!r}", stage=url) from error
 
 
+def share(answers: Sequence[Asked]) -> float:
+    """Share of right answers, 0 … 1; of at least one."""
+    return sum(it.right for it in answers) / len(answers)
+
+
 def accuracy(answers: Sequence[Asked]) -> dict[str, float]:
     """Share of right answers per task, in the order in which tasks appear."""
     tasks = dict.fromkeys(it.task for it in answers)
-    by_task = {task: [it.right for it in answers if it.task == task] for task in tasks}
-    return {task: sum(right) / len(right) for task, right in by_task.items()}
+    return {task: share([it for it in answers if it.task == task]) for task in tasks}
 
 
 def check_writable(path: Path) -> None:
@@ -143,11 +150,17 @@ def check_writable(path: Path) -> None:
 
 
 def write(path: Path, answers: Sequence[Asked], about: dict[str, Any]) -> None:
-    """Write accuracy, what was asked of whom, and every answer; whole or not at all."""
+    """Write accuracy, what was asked of whom, and every answer; whole or not at all.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     content = {"accuracy": accuracy(answers), "about": about, "answers": [asdict(it) for it in answers]}
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         draft.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error}", param="--json") from error
     finally:
         draft.unlink(missing_ok=True)

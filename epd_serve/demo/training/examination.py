@@ -22,7 +22,8 @@ from epd_serve.demo.training.dialogue import (
 )
 from epd_serve.demo.training.scenes import random_scene
 
-TASKS = (*ONE_PICTURE, *SEVERAL, "second turn", "small talk", "no picture")
+WITHOUT_PICTURE = ("small talk", "no picture")
+TASKS = (*ONE_PICTURE, *SEVERAL, "second turn", *WITHOUT_PICTURE)
 
 
 @dataclass(frozen=True)

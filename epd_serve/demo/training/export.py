@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from epd_serve.demo.training.architecture import DEMO, Architecture, write_configs
+from epd_serve.demo.training.architecture import DEMO, TRAINING, Architecture, write_configs
 from epd_serve.demo.training.network import Network, checkpoint_tensors
 from epd_serve.demo.training.tokenizer import Encoder, write_tokenizer
 from epd_serve.errors import ConfigError
 
 MOST_BYTES = 8_000_000  # of the weights inside the package
-ABOUT = "training.json"
 
 
 def export(
@@ -37,16 +37,18 @@ def export(
 
     Args:
         network, encoder: what is written.
-        folder: a new or empty one; with `replace` the one that is there is removed when the new one is whole.
+        folder: a new or empty one; with `replace` also one that was written here before, which goes when the new one
+            is whole.
         about: how it was trained: `training.json`, of which `card` reads.
         sizes: those of `network`.
 
     Raises:
         ConfigError: the folder is in use, or cannot be written.
     """
+    flag = "--out" if replace else "--model"
     try:
-        if not replace and folder.exists() and any(folder.iterdir()):
-            raise ConfigError(f"{folder} is not empty: name a new one", param="--model")
+        if folder.exists() and any(folder.iterdir()) and not (replace and (folder / TRAINING).exists()):
+            raise ConfigError(f"{folder} is not empty: move it away, or name another", param=flag)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
             built = Path(scratch) / "model"
@@ -58,9 +60,9 @@ def export(
             assert weights <= MOST_BYTES, f"the weights take {weights} bytes"
             write_configs(built, sizes, encoder.vocabulary, encoder.ids)
             write_tokenizer(built, encoder.tokenizer)
-            (built / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+            (built / TRAINING).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
             if replace and folder.exists():
                 folder.rename(Path(scratch) / "before")
             built.replace(folder)
-    except OSError as error:
-        raise ConfigError(f"cannot write {folder}: {error}", param="--model") from error
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot write {folder}: {error}", param=flag) from error

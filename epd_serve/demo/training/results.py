@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from epd_serve.demo.training.evaluation import Asked
+from epd_serve.demo.training.evaluation import Asked, share
+from epd_serve.demo.training.examination import TASKS, WITHOUT_PICTURE
 from epd_serve.errors import ConfigError
 
 
@@ -49,13 +51,21 @@ def read(path: Path) -> Result:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         about = content["about"]
-        answers = tuple(
-            Asked(**it | {"sizes": tuple((int(width), int(height)) for width, height in it["sizes"])})
-            for it in content["answers"]
-        )
+        answers = tuple(_asked(it) for it in content["answers"])
         return Result(str(about["served_as"]), int(about["per_task"]), int(about["seed"]), answers)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no result of evaluate: {error!r}", param="RESULT") from error
+
+
+def _asked(written: Mapping[str, Any]) -> Asked:
+    sizes = tuple((int(width), int(height)) for width, height in written["sizes"])
+    texts = [written[name] for name in ("task", "question", "expected", "answer")]
+    if not all(isinstance(text, str) for text in texts) or texts[0] not in TASKS:
+        raise ValueError(f"no answer to a task: {written}")
+    if bool(sizes) == (texts[0] in WITHOUT_PICTURE):
+        raise ValueError(f"{len(sizes)} pictures in {texts[0]}")
+    task, question, expected, answer = texts
+    return Asked(task, question, expected, answer, sizes)
 
 
 def alike(results: Sequence[Result]) -> tuple[int, int]:
@@ -77,18 +87,19 @@ def alike(results: Sequence[Result]) -> tuple[int, int]:
     return sum(len(set(it)) == 1 for it in answers), len(asked)
 
 
-def share(answers: Sequence[Asked]) -> float:
-    """Share of right answers, 0 … 1; of at least one."""
-    return sum(it.right for it in answers) / len(answers)
-
-
 def commonest(answers: Sequence[Asked]) -> float:
     """Share that the commonest answer alone would get."""
     return Counter(it.expected for it in answers).most_common(1)[0][1] / len(answers)
 
 
+def different(answers: Sequence[Asked]) -> list[Asked]:
+    """One answer per question of a task, where questions repeat: without pictures. With them each is another."""
+    return list(answers) if answers[0].sizes else list({it.question: it for it in answers}.values())
+
+
 def interval(answers: Sequence[Asked]) -> tuple[float, float]:
-    """95 % interval of `share` (Wilson's score interval)."""
+    """95 % interval of `share` (Wilson's score interval), over different questions of a task."""
+    answers = different(answers)
     number, z = len(answers), 1.96
     middle = (share(answers) + z * z / (2 * number)) / (1 + z * z / number)
     half = (

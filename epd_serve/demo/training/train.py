@@ -1,6 +1,6 @@
 """Training: first the vision tower alone, then everything on questions and answers.
 
-Owns the stages, the schedule, the loop and what it prints. Leaves to others: data (`batches`), what is minimised
+Owns the stages, the schedule and the loop. Leaves to others: data (`batches`), what is minimised
 (`losses`), the update (`muon`), files (`checkpoints`, `export`).
 
 The schedule counts steps, never time: a run may be stopped for hours, or killed and continued, and gives the same

@@ -1,7 +1,7 @@
 """The questions that the demo model knows, in many wordings; some are kept for evaluation and never trained on.
 
 Owns the sentences. `SEEN` are trained on, `UNSEEN` are evaluated with; a test holds them apart. Unseen wordings are new
-sentences, most of them out of words that occur in seen ones. Leaves to others: what is asked about which scene, and the
+sentences of words that occur in seen ones. Leaves to others: what is asked about which scene, and the
 answers (`dialogue`).
 
 Fields: {kind} circle, {colour} red, {name} red circle, {a} "a red circle", "a circle" or "anything red", {p} "the

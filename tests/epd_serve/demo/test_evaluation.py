@@ -17,7 +17,7 @@ from PIL import Image
 
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.demo.training import __main__ as command
-from epd_serve.demo.training.card import NAME, card, parameters
+from epd_serve.demo.training.card import NAME, parameters, write
 from epd_serve.demo.training.evaluation import Asked, accuracy, ask_all
 from epd_serve.demo.training.examination import TASKS, Question, examination
 from epd_serve.demo.training.results import Result, interval
@@ -198,7 +198,7 @@ def answered(task: str, right: bool, *sizes: tuple[int, int], question: str = "w
     return Asked(task, question, "yes", "yes" if right else "no", sizes)
 
 
-def test_the_card_counts_by_size_and_by_number_of_pictures() -> None:
+def test_the_card_counts_by_size_and_by_number_of_pictures(model: Path) -> None:
     answers = (
         *(answered("describe", right, (64, 128)) for right in (True, True, False, False)),
         answered("describe", True, (3840, 2160)),
@@ -210,17 +210,16 @@ def test_the_card_counts_by_size_and_by_number_of_pictures() -> None:
         answered("no picture", True, question="two"),
         answered("no picture", True, question="two"),
     )
-    weights = (builtin_model_dir() / "model.safetensors").read_bytes()
-    plan = {"seed": 8, "vision_steps": 10, "vision_pictures": 32, "dialogue_steps": 20}
+    write(model, [Result("TP1", 1, 2026, answers)])
 
-    text = card(weights, [Result("TP1", 1, 2026, answers)], {"plan": plan, "cpu_s": 120.0})
+    text = (model / NAME).read_text()
 
     assert (
         "Questions about one picture: 64 pixels on the shorter side 50.0 % (of 4), 3840 pixels or more on the longer "
         "100.0 % (of 1), all others 0.0 % (of 1)." in text
     )
     assert "Questions about several: two 100.0 % (of 1), three 0.0 % (of 1)." in text
-    assert "fewer different questions than that: 2 of no picture." in text
+    assert "Some questions repeat, and count once for the interval: no picture has 2 different ones." in text
     assert "gave the same answer" not in text
 
 
@@ -239,7 +238,7 @@ EVALUATE = ["evaluate", "--url", "http://127.0.0.1:1", "--served-as", "x"]
         ([*EVALUATE, "--json", "r.json", "--task", "dance"], "--task: unknown task 'dance'"),
         ([*EVALUATE, "--json", "."], "--json: . is a folder"),
         ([*EVALUATE, "--json", "file/r.json"], "--json: cannot write into file"),
-        (["train", "--quick", "--out", "file"], "--out: cannot make the folder file"),
+        (["train", "--quick", "--out", "file"], "--out: cannot write into the folder file"),
         (["look", "--out", "/nonexistent"], "--out: /nonexistent has no checkpoint: train first"),
         (["card", "x", "/nonexistent.json"], "RESULT: /nonexistent.json is no result of evaluate"),
         (["card", "nothing", "result.json"], "MODEL: nothing is no model folder"),
@@ -277,7 +276,22 @@ def test_numbers_that_cannot_be_are_named(words: list[str], said: str, capsys: p
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"about": [], "answers": []}', '{"about": 1, "answers": [{}]}'])
+HEAD = '{"about": {"served_as": "x", "per_task": 1, "seed": 1}, "answers": ['
+ANSWER = '{"task": "count", "question": "?", "expected": "one", "answer": "one", "sizes": [[64, 64]]}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        "{}",
+        '{"about": [], "answers": []}',
+        HEAD + "{}]}",
+        HEAD + ANSWER.replace("count", "dance") + "]}",
+        HEAD + ANSWER.replace("[[64, 64]]", "[]") + "]}",
+        HEAD + ANSWER.replace('"answer": "one"', '"answer": null') + "]}",
+    ],
+)
 def test_a_file_that_is_no_result_is_named(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "r.json").write_text(content)
 

@@ -47,7 +47,7 @@ torch.set_num_threads(1)
 folder = Path(sys.argv[1])
 encoder = Encoder(build())
 network = Network(DEMO, encoder.vocabulary, 1).to(torch.bfloat16).to(torch.float32)
-export(network, encoder, folder)
+export(network, encoder, folder, about={})
 model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
 processor = AutoProcessor.from_pretrained(folder)
 found = []

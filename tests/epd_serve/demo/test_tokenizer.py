@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import jinja2
 import numpy as np
 import pytest
 
 pytest.importorskip("tokenizers")
 
+from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.demo.training.architecture import picture_grid
 from epd_serve.demo.training.dialogue import Turn, conversation, questions
 from epd_serve.demo.training.tokenizer import SPECIAL, TEMPLATE, Encoder, build
@@ -30,6 +33,13 @@ def rendered(turns: tuple[Turn, ...]) -> str:
         rows, columns = picture_grid(*scene.size)
         text = text.replace("<|image_pad|>", "<PAD>" * (rows * columns // 4), 1)
     return text.replace("<PAD>", "<|image_pad|>")
+
+
+def test_the_model_that_ships_has_this_tokenizer_and_template(encoder):
+    shipped = builtin_model_dir()
+
+    assert json.loads((shipped / "tokenizer.json").read_text()) == json.loads(encoder.tokenizer.to_str())
+    assert (shipped / "chat_template.jinja").read_text() == TEMPLATE
 
 
 @pytest.mark.parametrize("pictures", [0, 1, 4])

@@ -11,7 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from epd_serve.demo.training import batches, checkpoints, train, wordings  # noqa: E402
-from epd_serve.demo.training.architecture import Architecture  # noqa: E402
+from epd_serve.demo.training.architecture import TRAINING, Architecture  # noqa: E402
+from epd_serve.demo.training.export import export  # noqa: E402
 from epd_serve.demo.training.raster import rasterize  # noqa: E402
 from epd_serve.demo.training.scenes import held_out  # noqa: E402
 from epd_serve.demo.training.train import QUICK, Plan, Training, kept_plan  # noqa: E402
@@ -156,6 +157,28 @@ def test_a_checkpoint_replaces_the_one_before_and_leaves_nothing_else(tmp_path):
 
     assert [path.name for path in tmp_path.iterdir()] == [checkpoints.NAME]
     assert kept_plan(tmp_path) == QUICK
+
+
+def test_a_model_folder_is_replaced_only_where_one_was_written_before(tmp_path):
+    training = Training(QUICK, tmp_path / "run", SMALL)
+    model = tmp_path / "model"
+
+    def write(**about: bool) -> None:
+        export(training.network, training.encoder, model, {}, sizes=SMALL, **about)
+
+    write()
+    (model / "MODEL_CARD.md").touch()
+    with pytest.raises(ConfigError, match="is not empty"):
+        write()
+    write(replace=True)
+    assert not (model / "MODEL_CARD.md").exists()
+
+    (model / TRAINING).unlink()
+    before = sorted(model.iterdir())
+    with pytest.raises(ConfigError, match="is not empty"):
+        write(replace=True)
+    assert sorted(model.iterdir()) == before
+    assert sorted(tmp_path.iterdir()) == [model]
 
 
 def test_the_learning_rate_warms_up_stays_level_and_falls_to_zero():
