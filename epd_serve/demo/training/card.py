@@ -20,7 +20,9 @@ from epd_serve.demo.training.dialogue import ONE_PICTURE, SEVERAL
 from epd_serve.demo.training.evaluation import share
 from epd_serve.demo.training.results import Result, alike, commonest, different, interval, split
 from epd_serve.demo.training.scenes import HELD_OUT_OF
-from epd_serve.demo.training.wordings import SEEN, SMALL_TALK, UNSEEN
+from epd_serve.demo.training.seen import SEEN
+from epd_serve.demo.training.unseen import UNSEEN
+from epd_serve.demo.training.wordings import SMALL_TALK
 from epd_serve.errors import ConfigError
 
 NAME = "MODEL_CARD.md"

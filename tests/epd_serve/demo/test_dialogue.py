@@ -20,7 +20,9 @@ from epd_serve.demo.training.dialogue import (
 )
 from epd_serve.demo.training.examination import TASKS, examination, question
 from epd_serve.demo.training.scenes import Scene, held_out
-from epd_serve.demo.training.wordings import OPENINGS, SEEN, SMALL_TALK, UNSEEN, picture_names, varied
+from epd_serve.demo.training.seen import SEEN
+from epd_serve.demo.training.unseen import UNSEEN
+from epd_serve.demo.training.wordings import OPENINGS, SMALL_TALK, picture_names, varied
 from tests.e2e.demo_prompts import OTHER_QUESTIONS, PAIRWISE_DIFFERENT, TEXT_ONLY
 
 SCENE = Scene((Shape("red", "circle", 0, 0), Shape("blue", "square", 2, 1)), "grey", (224, 224))

@@ -13,8 +13,9 @@ pytest.importorskip("tokenizers")
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.demo.training.architecture import picture_grid
 from epd_serve.demo.training.dialogue import Turn, conversation, questions
+from epd_serve.demo.training.seen import SEEN
 from epd_serve.demo.training.tokenizer import SPECIAL, TEMPLATE, Encoder, build
-from epd_serve.demo.training.wordings import SEEN, UNSEEN
+from epd_serve.demo.training.unseen import UNSEEN
 
 
 @pytest.fixture(scope="module")
