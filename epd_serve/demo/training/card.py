@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from epd_serve.demo.pictures import BACKGROUNDS, COLOURS, KINDS
+from epd_serve.demo.training import files
 from epd_serve.demo.training.architecture import DEMO, FACTOR, MAX_PIXELS, MIN_PIXELS, TRAINING
 from epd_serve.demo.training.dialogue import ONE_PICTURE, SEVERAL
 from epd_serve.demo.training.evaluation import share
@@ -67,14 +67,7 @@ def write(model: Path, results: Sequence[Result]) -> None:
         described = [*_what(weights), "", *_training(about["plan"], about["cpu_s"])]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{model} is no model folder that train or export wrote: {error!r}", param="MODEL") from error
-    draft = model / f".{NAME}.{os.getpid()}"
-    try:
-        draft.write_text(_card(described, results), encoding="utf-8")
-        draft.replace(model / NAME)
-    except OSError as error:
-        raise ConfigError(f"cannot write {model / NAME}: {error}", param="MODEL") from error
-    finally:
-        draft.unlink(missing_ok=True)
+    files.write(model / NAME, _card(described, results), "MODEL")
 
 
 def parameters(weights: bytes) -> int:

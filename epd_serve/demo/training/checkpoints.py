@@ -8,31 +8,17 @@ from __future__ import annotations
 
 import os
 import pickle
-import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from epd_serve.demo.training import files
 from epd_serve.errors import ConfigError
 
 NAME = "checkpoint.pt"
 _KEYS = {"plan", "step", "cpu_s", "tokenizer", "modules", "optimizers"}
-
-
-def prepare(folder: Path) -> None:
-    """Make the folder.
-
-    Raises:
-        ConfigError: it cannot be made or written into, or is a file.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(f"cannot write into the folder {folder}: {error}", param="--out") from error
 
 
 def save(folder: Path, content: dict[str, Any]) -> None:
@@ -42,7 +28,7 @@ def save(folder: Path, content: dict[str, Any]) -> None:
         ConfigError: it cannot be written.
     """
     assert set(content) == _KEYS, set(content)
-    prepare(folder)
+    files.prepare(folder, "--out")
     scratch = folder / f".{NAME}.{os.getpid()}"
     try:
         torch.save(content, scratch)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -20,6 +18,7 @@ from typing import Any
 import httpx
 
 from epd_serve.demo import pictures
+from epd_serve.demo.training import files
 from epd_serve.demo.training.examination import Question
 from epd_serve.demo.training.scenes import Scene
 from epd_serve.errors import ConfigError, StageError
@@ -139,12 +138,7 @@ def check_writable(path: Path) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise ConfigError(f"cannot write into {path.parent}: {error}", param="--json") from error
+    files.prepare(path.parent, "--json")
     if path.is_dir():
         raise ConfigError(f"{path} is a folder: name a file", param="--json")
 
@@ -156,11 +150,4 @@ def write(path: Path, answers: Sequence[Asked], about: dict[str, Any]) -> None:
         ConfigError: it cannot be written.
     """
     content = {"accuracy": accuracy(answers), "about": about, "answers": [asdict(it) for it in answers]}
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        draft.replace(path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error}", param="--json") from error
-    finally:
-        draft.unlink(missing_ok=True)
+    files.write(path, json.dumps(content, indent=1) + "\n", "--json")

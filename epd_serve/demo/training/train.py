@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from epd_serve.demo.training import checkpoints
+from epd_serve.demo.training import checkpoints, files
 from epd_serve.demo.training.architecture import DEMO, Architecture
 from epd_serve.demo.training.batches import Batch, dialogue_batch, picture_batch
 from epd_serve.demo.training.examination import examination
@@ -240,7 +240,7 @@ def train(
     Raises:
         ConfigError: the folder cannot be written, or its checkpoint is another run's.
     """
-    checkpoints.prepare(folder)
+    files.prepare(folder, "--out")
     training = Training(plan, folder)
     for progress in training.run(look_every):
         tell(progress)

@@ -238,7 +238,7 @@ EVALUATE = ["evaluate", "--url", "http://127.0.0.1:1", "--served-as", "x"]
         ([*EVALUATE, "--json", "r.json", "--task", "dance"], "--task: unknown task 'dance'"),
         ([*EVALUATE, "--json", "."], "--json: . is a folder"),
         ([*EVALUATE, "--json", "file/r.json"], "--json: cannot write into file"),
-        (["train", "--quick", "--out", "file"], "--out: cannot write into the folder file"),
+        (["train", "--quick", "--out", "file"], "--out: cannot write into file"),
         (["look", "--out", "/nonexistent"], "--out: /nonexistent has no checkpoint: train first"),
         (["card", "x", "/nonexistent.json"], "RESULT: /nonexistent.json is no result of evaluate"),
         (["card", "nothing", "result.json"], "MODEL: nothing is no model folder"),
