@@ -19,6 +19,7 @@ from store.arena_file import make_file, map_file, open_file
 from store.arena_index import FeatureIndex
 from store.arena_layout import H_CORRUPT, H_HITS, H_MISSES, H_PUTS, S_OFFSET, SLOT_WORDS, WORD, Geometry, align_up
 from store.arena_lock import ArenaLock
+from store.arena_owners import OwnerTable
 from store.arena_room import Room
 from store.arena_slots import Name, Record
 from store.arena_stats import read_stats
@@ -43,7 +44,7 @@ class Arena:
             words_end = geometry.words * WORD
             self._words = file[:words_end].cast("Q")
             leases = file[words_end : words_end + geometry.leases_bytes].cast("I")
-            self._index = FeatureIndex(file, self._words, leases, geometry)
+            self._index = FeatureIndex(file, self._words, leases, geometry, OwnerTable(self._words, geometry, fd))
             self._lock = ArenaLock(fd, self._words, self._index.rebuild, lock_timeout_s)
         finally:
             os.close(fd)
@@ -213,7 +214,7 @@ class Arena:
             return lease.meta
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes of a feature that *some* process leases (`Lease.offset`, `Lease.nbytes`), read-only and uncopied.
+        """Bytes of a feature that *this* process leases (`Lease.offset`, `Lease.nbytes`), read-only and uncopied.
 
         Raises:
             StoreError: no such place, or the arena is closed.
@@ -221,6 +222,22 @@ class Arena:
         if offset < 0 or nbytes < 0 or offset + nbytes > len(self._features):
             raise StoreError(f"arena: no {nbytes} bytes at {offset}")
         return self._features[offset : offset + nbytes]
+
+    def copy_pinned(self, key: str, slot: int, offset: int, dest: Buffer) -> None:
+        """Fills `dest` with a feature that *another* process leases (`Lease.slot`, `Lease.offset`), without the lock.
+
+        Whether it is leased is looked up before and after: whoever leased it may die meanwhile, and its room be taken.
+
+        Raises:
+            StoreError: no such place, nobody leases the feature there (any more), or the arena is closed.
+        """
+        target, digest = as_bytes(dest, "dest"), Name.of(key).digest
+        stored = np.frombuffer(self.view(offset, target.nbytes), dtype=np.uint8)
+        leased_before = self._index.is_pinned(slot, digest, offset, target.nbytes)
+        if leased_before:
+            copy(target, stored)
+        if not (leased_before and self._index.is_pinned(slot, digest, offset, target.nbytes)):
+            raise StoreError(f"{key}: nobody leases it at {offset} (any more)")
 
     def memory(self) -> Bytes:
         """All room for features, writable, for a transport to register. While it is referenced it stays mapped.
@@ -256,6 +273,7 @@ class Arena:
                 self._index.leave(self._owner)
                 if not self._writing:  # else another thread still writes there: ours until this process ends
                     self._index.owners.give_back(self._owner)
+            self._index.owners.close()
             self._lock.close()
             self._begin_life()
             self._features = memoryview(b"")
@@ -286,7 +304,7 @@ class Arena:
             return
         with self._lock:
             if not lease._released and lease._life is self._life:
-                self._index.unpin(lease._slot, self._row())
+                self._index.unpin(lease.slot, self._row())
             lease._released = True
 
     def _commit_room(self, room: Room, meta: FeatureMeta) -> Lease:
@@ -343,6 +361,7 @@ _open_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 def _after_fork_in_child() -> None:
     for arena in list(_open_arenas):
         arena._lock.reopen_after_fork()
+        arena._index.owners.reopen_after_fork()
         arena._begin_life()
 
 

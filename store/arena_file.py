@@ -69,6 +69,8 @@ def open_file(path: Path) -> tuple[int, Geometry]:
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError as error:
+        raise StoreError(f"arena {path}: not there; containers that share it need one /dev/shm (--ipc)") from error
     except OSError as error:
         raise StoreError(f"arena {path}: {error.strerror}") from error
     try:

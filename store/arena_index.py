@@ -23,6 +23,9 @@ from store.arena_layout import (
     READY,
     S_CHECKED,
     S_CHECKSUM,
+    S_HASH,
+    S_NBYTES,
+    S_OFFSET,
     S_OWNER,
     S_PINS,
     S_STATE,
@@ -39,15 +42,15 @@ from store.arena_slots import Name, Record, SlotTable
 from store.errors import StoreFullError
 from store.feature import FeatureEntry
 
-_REAP_EVERY_NS = (
-    1_000_000_000  # looking for the dead costs a /proc read per process; before StoreFullError we always do
-)
+_REAP_EVERY_NS = 1_000_000_000  # looking for the dead costs a system call per owner; before StoreFullError we always do
 
 
 class FeatureIndex:
     """All that the processes of one arena share, but for the bytes."""
 
-    def __init__(self, file: memoryview, words: memoryview, leases: memoryview, geometry: Geometry) -> None:
+    def __init__(
+        self, file: memoryview, words: memoryview, leases: memoryview, geometry: Geometry, owners: OwnerTable
+    ) -> None:
         self._words = words
         self._leases = leases  # [owners * (slots + 1)]
         self._geometry = geometry
@@ -56,7 +59,7 @@ class FeatureIndex:
         self._space = Space(words, geometry)
         self._idle = Ring(words, geometry, S_USE_PREV, S_USE_NEXT)  # READY and not leased, least recently used first
         self.slots = SlotTable(file, words, geometry)
-        self.owners = OwnerTable(words, geometry)
+        self.owners = owners
 
     def find_ready(self, name: Name) -> int:
         """The slot of a readable feature, or 0."""
@@ -110,6 +113,16 @@ class FeatureIndex:
             self._idle.take_out(slot)
             words[H_LEASED] += 1
         words[at + S_PINS] += 1
+
+    def is_pinned(self, slot: int, digest: int, offset: int, nbytes: int) -> bool:
+        """Whether a readable feature of this name and size is leased there. Needs no lock: single words are read."""
+        words, at = self._words, self._table + slot * SLOT_WORDS
+        return (
+            0 < slot < self._row_length
+            and words[at + S_STATE] in (READY, DROPPED)
+            and words[at + S_PINS] > 0
+            and (words[at + S_HASH], words[at + S_OFFSET], words[at + S_NBYTES]) == (digest, offset, nbytes)
+        )
 
     def unpin(self, slot: int, owner: int, count: int = 1) -> None:
         """Ends `count` leases; the last one makes the feature evictable, or frees it if it was dropped."""

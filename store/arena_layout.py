@@ -15,13 +15,13 @@ from functools import cached_property
 from store.errors import StoreError
 
 MAGIC = int.from_bytes(b"EPDarena", "little")
-VERSION = 1
+VERSION = 2
 PAGE = 4096
 WORD = 8
 
 # Header words.
 H_MAGIC, H_VERSION, H_CAPACITY, H_SLOTS, H_OWNERS, H_ALIGNMENT = range(6)
-H_HOLDER = 6  # pid inside the critical section, 0 when the index is whole
+H_HOLDER = 6  # pid (in its own PID namespace) inside the critical section, 0 when the index is whole
 H_FREE = 7  # head of the free slots
 H_ROVER = 8  # slot after which the next search for room starts
 H_WIDEST = 9  # no gap is wider than this many bytes
@@ -31,9 +31,9 @@ H_USED, H_FEATURES, H_LEASED = 12, 13, 14
 H_PUTS, H_HITS, H_MISSES, H_EVICTIONS, H_CORRUPT, H_RECLAIMED = range(15, 21)
 HEADER_WORDS = 64
 
-# Owner rows: one per process that has the arena open.
-O_PID, O_START = 0, 1
-OWNER_WORDS = 2
+# Owner rows: one per process that has the arena open and keeps a lock on the row's bytes (`store.arena_owners`).
+O_TAKEN = 0
+OWNER_WORDS = 1
 
 # Slot words. Slot 0 is no feature: it heads both rings and stands for "none".
 S_STATE, S_HASH, S_OFFSET, S_NBYTES, S_SPAN, S_CHECKSUM, S_CHECKED, S_OWNER = range(8)

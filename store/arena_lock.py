@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from store.arena_layout import H_HOLDER
+from store.arena_owners import open_anew
 from store.errors import StoreError
 
 _FIRST_NAP_S = 20e-6
@@ -25,7 +26,7 @@ class ArenaLock:
 
     def __init__(self, fd: int, words: memoryview, repair: Callable[[], None], timeout_s: float) -> None:
         """Opens the file of `fd` anew. `repair` is called, locked, when the last holder did not finish."""
-        self._fd = _open_anew(fd)
+        self._fd = open_anew(fd)
         self._words = words
         self._repair = repair
         self._timeout_s = timeout_s
@@ -89,7 +90,7 @@ class ArenaLock:
         self._threads = threading.Lock()
         self._pid = os.getpid()
         if inherited >= 0:
-            self._fd = _open_anew(inherited)
+            self._fd = open_anew(inherited)
             os.close(inherited)
 
     def close(self) -> None:
@@ -99,11 +100,6 @@ class ArenaLock:
         self._fd = -1
         self._words = memoryview(b"")
         self._repair = _nothing
-
-
-def _open_anew(fd: int) -> int:
-    # Through /proc, because the path may be unlinked by now. A dup would share the lock; mmap keeps one of its own fd.
-    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 
 def _nothing() -> None: ...

@@ -17,17 +17,17 @@ class Lease:
 
     Attributes:
         meta: the feature.
-        offset: where it lies, for `Arena.view` in *another* process that has attached the same arena.
+        slot, offset: where it lies, for `Arena.copy_pinned` in *another* process that has attached the same arena.
         nbytes: its size.
     """
 
-    __slots__ = ("_arena", "_life", "_released", "_slot", "meta", "nbytes", "offset")
+    __slots__ = ("_arena", "_life", "_released", "meta", "nbytes", "offset", "slot")
 
     def __init__(self, arena: Arena, life: object, slot: int, offset: int, meta: FeatureMeta) -> None:
         """For `Arena` only."""
         self._arena = arena
         self._life = life
-        self._slot = slot
+        self.slot = slot
         self._released = False
         self.meta = meta
         self.offset = offset

@@ -50,16 +50,20 @@ def arena(arena_path: Path) -> Iterator[Arena]:
 
 
 Child = subprocess.Popen[str]
+CONTAINED = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 
 
 @pytest.fixture
 def python() -> Iterator[Callable[..., Child]]:
-    """Starts `code` in a new interpreter with pipes; whatever still runs at the end of the test is killed."""
+    """Starts `code` in a new interpreter with pipes; whatever still runs at the end of the test is killed.
+
+    `contained`: as the first process of a PID namespace of its own, which ends with it.
+    """
     children: list[Child] = []
 
-    def start(code: str, *arguments: object) -> Child:
+    def start(code: str, *arguments: object, contained: bool = False) -> Child:
         child = subprocess.Popen(
-            [sys.executable, "-c", code, *map(str, arguments)],
+            [*(CONTAINED if contained else ()), sys.executable, "-c", code, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

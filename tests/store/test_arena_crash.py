@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import xxhash
 
 from store.arena import Arena
 from store.arena_index import FeatureIndex
-from store.arena_layout import H_HOLDER, HEADER_WORDS, O_START, OWNER_WORDS
+from store.arena_layout import H_HOLDER
 from store.feature import FeatureMeta
 
 PAGE = 4096
@@ -83,15 +84,15 @@ def die_during(operation: Callable[[Arena], None], path: Path, stores: int) -> b
     """Runs `operation` in an arena whose process dies after that many stores; False if it lived."""
     doomed = Arena.attach(path)
     with doomed._lock:
-        row = doomed._row()
+        doomed._row()
     words, index, geometry = doomed._words, doomed._index, doomed._index._geometry
     fatal: Any = FatalWords(words, stores)
     doomed._words = doomed._lock._words = fatal
-    doomed._index = FeatureIndex(index.slots._file, fatal, index._leases, geometry)
+    doomed._index = FeatureIndex(index.slots._file, fatal, index._leases, geometry, index.owners)
     try:
         operation(doomed)
     except Died:
-        words[HEADER_WORDS + row * OWNER_WORDS + O_START] += 1  # no such process any more
+        os.close(index.owners._fd)  # as the kernel does
         return True
     finally:
         doomed._lock._words = doomed._words = words

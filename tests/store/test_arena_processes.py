@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from store.arena import Arena
-from store.arena_layout import HEADER_WORDS, O_PID, O_START, OWNER_WORDS
+from store.arena_layout import HEADER_WORDS, O_TAKEN, OWNER_WORDS
 from store.errors import StoreError, StoreFullError
 from tests.waiting import PATIENCE_S
 
@@ -81,8 +81,10 @@ for number in range(200):
 READ_AT = (
     PRELUDE
     + """
-offset, nbytes = map(int, sys.stdin.readline().split())
-say(bytes(arena.view(offset, nbytes)).decode())
+slot, offset, nbytes = map(int, sys.stdin.readline().split())
+dest = bytearray(nbytes)
+arena.copy_pinned("k", slot, offset, dest)
+say(dest.decode())
 """
 )
 CHURN = (
@@ -239,7 +241,9 @@ def test_a_process_killed_inside_the_critical_section_blocks_nobody(
 def test_one_process_pins_and_another_reads_by_offset(arena: Arena, arena_path: Path, python: Start) -> None:
     put(arena, "k", b"feature")
     with arena.lease("k") as lease:  # type: ignore[union-attr]
-        out, _ = python(READ_AT, arena_path).communicate(f"{lease.offset} {lease.nbytes}\n", timeout=WAIT_S)
+        out, _ = python(READ_AT, arena_path).communicate(
+            f"{lease.slot} {lease.offset} {lease.nbytes}\n", timeout=WAIT_S
+        )
     assert out == "feature\n"
 
 
@@ -255,8 +259,7 @@ def test_processes_that_churn_a_small_arena_never_read_wrong_bytes(
 def test_owner_rows_of_dead_processes_are_used_again(arena: Arena, arena_path: Path, python: Start) -> None:
     put(arena, "k")  # takes the first of 8 rows
     for row in range(1, 8):
-        at = HEADER_WORDS + row * OWNER_WORDS
-        arena._words[at + O_START], arena._words[at + O_PID] = 1, 2**22 + 1  # beyond any pid
+        arena._words[HEADER_WORDS + row * OWNER_WORDS + O_TAKEN] = 1  # and nobody has it locked
     child = python(HOLD_LEASE, arena_path)
     until_waiting(child)
     assert arena.stats().leased == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from epd_serve.engine.ec.device_fetch import FeatureAgent
@@ -33,7 +32,7 @@ class ArenaReader:
 
     def read(self, slot: FeatureSlot) -> torch.Tensor:
         host = self._memory.host_buffer(slot.nbytes)
-        host.numpy()[:] = np.frombuffer(self._arena.view(slot.offset, slot.nbytes), np.uint8)
+        self._arena.copy_pinned(slot.key, slot.slot, slot.offset, host.numpy())
         return self._memory.to_device(host).view(getattr(torch, slot.dtype)).view(slot.shape)
 
     def close(self) -> None:

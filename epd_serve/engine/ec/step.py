@@ -11,7 +11,7 @@ from epd_serve.engine.ec.feature_source import Held
 
 @dataclass(frozen=True)
 class FeatureSlot:
-    """Where a pinned feature's bytes lie: in the arena, or (`on_device`) in the slab of every worker."""
+    """Where a pinned feature's bytes lie: in a slot of the arena, or (`on_device`) in the slab of every worker."""
 
     key: str
     offset: int
@@ -19,13 +19,14 @@ class FeatureSlot:
     shape: tuple[int, ...]
     dtype: str
     on_device: bool = False
+    slot: int = 0
 
     @classmethod
     def of(cls, held: Held) -> FeatureSlot:
         if isinstance(held, DevicePin):
             return cls(held.key, held.offset, held.nbytes, held.shape, held.dtype, on_device=True)
         meta = held.meta
-        return cls(meta.key, held.offset, meta.nbytes, meta.shape, meta.dtype)
+        return cls(meta.key, held.offset, meta.nbytes, meta.shape, meta.dtype, slot=held.slot)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def test_a_feature_of_the_arena_is_on_the_device_for_the_next_step(arena: Arena,
     right = feature()
     arena.put("k", right.view(torch.uint8).numpy().reshape(-1), shape=tuple(right.shape), dtype="bfloat16")
     with arena.lease("k") as lease:  # type: ignore[union-attr]
-        slot = FeatureSlot("k", lease.offset, lease.nbytes, tuple(right.shape), "bfloat16")
+        slot = FeatureSlot.of(lease)
         read = ArenaReader(arena, device).read(slot)
     arena.remove("k")  # the reader has taken the bytes: nothing is read from the arena any more
     seen: list[torch.Tensor] = []
