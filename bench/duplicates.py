@@ -139,8 +139,8 @@ def stages_file(launch: Served) -> dict[str, Any]:
             "role": stage.role,
             "url": f"http://127.0.0.1:{stage.port}",
             "incarnation": incarnations[stage.instance],
-            "kv_endpoint": f"ipc://{launch.run}/{stage.instance}.kv" if stage.role == "P" else None,
             "events": f"ipc://{launch.run}/{stage.instance}.events",
+            **({"kv_endpoint": f"ipc://{launch.run}/{stage.instance}.kv"} if stage.role == "P" else {}),
         }
         for stage in launch.stages
     ]

@@ -27,6 +27,7 @@ from bench.goals import goal_table
 from bench.proxy_part import Options, Part
 from bench.record import add_arguments as add_record_arguments
 from bench.record import environment, write
+from epd_serve.errors import EpdError, StageError
 
 PARTS: tuple[Part, ...] = (
     proxy_speed.PART,
@@ -52,18 +53,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Measure part by part; print and write what has been found so far."""
+    """Measure part by part; print and write what has been found so far.
+
+    A part that cannot be measured keeps nobody waiting and costs the others nothing: one that lacks what it needs from
+    elsewhere is left out, or refused at once if it was asked for by name; one that fails is named at the end.
+    """
     also = ", real ones where a figure's name says so" if arguments.real else ""
     env = environment(argv, kind="real proxy, clients and sockets; simulated stages" + also, asked=arguments)
     options = Options(arguments.quick, arguments.peer_vllm, arguments.peer_ascend, arguments.real)
     parts = [part for part in PARTS if not arguments.only or part.name in arguments.only]
     figures: dict[str, float] = {}
     rows: list[dict[str, Any]] = []
+    lacking = _fetched(parts, options, by_name=bool(arguments.only))
+    failed: dict[str, str] = {}
     for part in parts:
-        found = part.measure(options)
+        if part.name in lacking:
+            continue
+        try:
+            found = part.measure(options)
+        except EpdError as error:
+            failed[part.name] = str(error)
+            print(f"\n{part.name}: failed: {error}", flush=True)
+            continue
         figures |= found.figures
         rows += [{**row, "part": part.name} for row in found.rows]
         print(f"\n{part.name}: {part.what}\n\n{found.text}", flush=True)
         write(arguments.json, figures, env, rows)  # after each: all of them take three quarters of an hour
     print(f"\n{goal_table(figures, tuple(goal for part in parts for goal in part.goals))}")
-    return 0
+    for name, why in (lacking | failed).items():
+        print(f"\nnot measured: {name}: {why}")
+    return 1 if failed else 0
+
+
+def _fetched(parts: Sequence[Part], options: Options, *, by_name: bool) -> dict[str, str]:
+    """Parts that lack what they need from elsewhere, and why. Raises StageError for one that was asked for by name."""
+    lacking: dict[str, str] = {}
+    for part in parts:
+        try:
+            part.fetch(options)
+        except StageError as error:
+            if by_name:
+                raise
+            lacking[part.name] = str(error)
+            print(f"{part.name} is left out: {error}", flush=True)
+    return lacking

@@ -35,11 +35,20 @@ class Found:
     text: str = ""
 
 
+def _everything_here(options: Options) -> None:
+    return
+
+
 @dataclass(frozen=True)
 class Part:
-    """`name` is a value of `--only`; `what` one line of its help; `goals` of the figures that `measure` returns."""
+    """`name` is a value of `--only`; `what` one line of its help; `goals` of the figures that `measure` returns.
+
+    `fetch` brings what the part needs from elsewhere, before any part measures; it raises StageError, which says what
+    to give instead.
+    """
 
     name: str
     what: str
     measure: Callable[[Options], Found] = field(compare=False)
     goals: tuple[Goal, ...] = ()
+    fetch: Callable[[Options], None] = field(compare=False, default=_everything_here)

@@ -9,6 +9,7 @@ no table, and drop nothing from answers; ours does all that.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import statistics
 import sys
@@ -72,7 +73,9 @@ ASCEND = Peer(
 def measure(options: Options) -> Found:
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="epd-bench-", dir="/tmp")))
-        scripts = {peer: _script(peer, given, scratch) for peer, given in _given(options)}
+        scripts = {peer: scratch / f"{peer.name}.py" for peer, _ in _given(options)}
+        for peer, given in _given(options):
+            scripts[peer].write_bytes(_source(peer, given))
         generator = stack.enter_context(Generator())
         launch = stack.enter_context(simulated("E-PD"))
         rivals = [Rival("proxy", launch.url, launch.cpu_parts["proxy"][0])]
@@ -85,6 +88,12 @@ def measure(options: Options) -> Found:
     return Found(figures, rows, _table(rows))
 
 
+def fetch(options: Options) -> None:
+    """Reads both, for `measure` to find. Raises StageError."""
+    for peer, given in _given(options):
+        _source(peer, given)
+
+
 PART = Part(
     "peers",
     "requests a second against the example proxies of vLLM and vllm-ascend",
@@ -93,6 +102,7 @@ PART = Part(
         Goal("rps_over_vllm_example", ">=", 1.0, "streamed text on E-PD"),
         Goal("rps_over_vllm_ascend_example", ">=", 1.0, "the same"),
     ),
+    fetch,
 )
 
 
@@ -100,24 +110,23 @@ def _given(options: Options) -> Sequence[tuple[Peer, Path | None]]:
     return ((VLLM, options.peer_vllm), (ASCEND, options.peer_ascend))
 
 
-def _script(peer: Peer, given: Path | None, scratch: Path) -> Path:
-    """The peer's script, outside of any package of ours.
+@functools.cache
+def _source(peer: Peer, given: Path | None) -> bytes:
+    """The peer's script.
 
     Raises:
         StageError: it can be neither read nor fetched; says what to give instead.
     """
     flag = "--peer-vllm" if peer is VLLM else "--peer-ascend"
-    path = scratch / f"{peer.name}.py"
     try:
         if given is not None:
-            path.write_bytes(given.read_bytes())
-        else:
-            with urllib.request.urlopen(peer.url, timeout=FETCH_S) as answer:
-                path.write_bytes(answer.read())
+            return given.read_bytes()
+        with urllib.request.urlopen(peer.url, timeout=FETCH_S) as answer:
+            source: bytes = answer.read()
+            return source
     except (OSError, urllib.error.URLError) as error:
         cause = f"{given or peer.url} cannot be read ({error}): give a copy by {flag}"
         raise StageError(cause, stage=peer.name) from error
-    return path
 
 
 @contextlib.contextmanager

@@ -46,6 +46,55 @@ def test_parts_run_one_by_one_and_their_figures_come_together(
     assert [(name, options.quick) for name, options in asked] == [("one", True), ("two", True), ("two", False)]
 
 
+def _parts(asked: list[str], tmp_path: Path) -> tuple[Part, ...]:
+    """One that measures, one that needs what is not there, one that fails, one that measures."""
+
+    def measure(options: Options) -> Found:
+        asked.append("measured")
+        return Found({f"figure{len(asked)}": 1.0}, [{"x": 1}], "table")
+
+    def fails(options: Options) -> Found:
+        raise StageError("it fell over", stage="third")
+
+    def fetch(options: Options) -> None:
+        asked.append("fetched")
+        raise StageError("no network: give a copy by --peer-vllm", stage="second")
+
+    return (
+        Part("first", "", measure),
+        Part("second", "", measure, (Goal("never", ">=", 1),), fetch),
+        Part("third", "", fails),
+        Part("fourth", "", measure),
+    )
+
+
+def test_a_part_that_lacks_a_download_says_so_before_anything_is_measured_and_costs_the_others_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+    parts = _parts(asked, tmp_path)
+    monkeypatch.setattr(proxy, "PARTS", (parts[0], parts[1]))
+    assert cli.main(["proxy", "--quick"]) == 0
+    printed = capsys.readouterr().out
+    assert asked == ["fetched", "measured"]
+    assert printed.startswith("second is left out: no network") and "not measured: second: no network" in printed
+    asked.clear()
+    assert cli.main(["proxy", "--only", "first", "--only", "second"]) == 1
+    assert asked == ["fetched"], "what was asked for by name is refused at once"
+    assert "--peer-vllm" in capsys.readouterr().err
+
+
+def test_what_was_measured_is_kept_when_another_part_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = _parts([], tmp_path)
+    monkeypatch.setattr(proxy, "PARTS", (parts[0], parts[2], parts[3]))
+    out = tmp_path / "out.json"
+    assert cli.main(["proxy", "--json", str(out)]) == 1
+    assert set(json.loads(out.read_text())["figures"]) == {"figure1", "figure2"}
+    assert "not measured: third: it fell over" in capsys.readouterr().out
+
+
 def test_every_part_has_a_name_of_its_own_and_no_two_set_one_goal() -> None:
     names = [part.name for part in proxy.PARTS]
     goals = [goal.figure for part in proxy.PARTS for goal in part.goals]
@@ -99,9 +148,9 @@ def test_the_peers_are_pinned_and_taken_from_a_file_where_one_is_given(tmp_path:
         assert any(len(part) == 40 for part in peer.url.split("/"))
     copy = tmp_path / "copy.py"
     copy.write_text("print()")
-    assert proxy_peers._script(VLLM, copy, tmp_path).read_text() == "print()"
+    assert proxy_peers._source(VLLM, copy) == b"print()"
     with pytest.raises(StageError, match="--peer-ascend"):
-        proxy_peers._script(ASCEND, tmp_path / "missing.py", tmp_path)
+        proxy_peers.PART.fetch(Options(peer_vllm=copy, peer_ascend=tmp_path / "missing.py"))
     argv = VLLM.argv(copy, 8000, ["http://127.0.0.1:1"], ["http://127.0.0.1:2"])
     assert argv[2:] == [
         *("--host", "127.0.0.1", "--port", "8000", "--encode-servers-urls", "http://127.0.0.1:1"),
