@@ -108,6 +108,7 @@ class JoinPlan:
             core_order=named_order(self.core_order, answer.id, run.grant_template(answer.id)),
             engine=blueprint.config.engine,
             sim_profile=blueprint.sim_profile,
+            memory_names=run.memory_names(answer.id),
         )
 
     def wiring(self, answer: JoinAnswer, run: RunDir, incarnation: str) -> StageWiring:

@@ -7,7 +7,8 @@
                            .features<rank>)
                            <instance>.traffic, see epd_serve/engine/traffic.py
                            <instance>.cores<rank>.json, what a worker says of its share (npu_ops/core_grants.py)
-    /dev/shm/epd-<launch id>-*              arena and staging files
+    /dev/shm/epd-<launch id>-*              arena and staging files; what vLLM and Python make in the stages
+    /dev/shm/sem.epd-<launch id>-*          their semaphores
 
 A launch removes its own directory when it ends. `reap_dead` does it for launches whose launcher has gone.
 """
@@ -79,6 +80,10 @@ class RunDir:
     def arena(self) -> Path:
         return self.shm / f"epd-{self.launch_id}-arena"
 
+    def memory_names(self, instance: str) -> str:
+        """What the names of shared memory begin with that an instance's processes make."""
+        return f"epd-{self.launch_id}-stage-{instance}-"
+
     def record_group(self, instance: str, pid: int) -> None:
         """Remember a process group before anything can go wrong with it."""
         found = processes.stat(pid)
@@ -93,18 +98,22 @@ class RunDir:
         return kept
 
     def clear_instance(self, instance: str) -> None:
-        """Remove what a dead life of an instance left: sockets, traffic board, staging memory. Logs stay."""
+        """Remove what a dead life of an instance left: sockets, traffic board, shared memory. Logs stay."""
         for pattern in ("cores*", "events", "features*", "kv*", "load", "traffic"):
             for path in self.path.glob(f"{instance}.{pattern}"):
                 path.unlink(missing_ok=True)
-        for path in self.shm.glob(f"epd-{self.launch_id}-kv-{instance}-*"):
-            path.unlink(missing_ok=True)
+        self._unlink(f"epd-{self.launch_id}-kv-{instance}-", self.memory_names(instance))
 
     def remove(self) -> None:
         """Remove directory and shared memory. Any number of calls."""
-        for path in self.shm.glob(f"epd-{self.launch_id}-*"):
-            path.unlink(missing_ok=True)
+        self._unlink(f"epd-{self.launch_id}-")
         shutil.rmtree(self.path, ignore_errors=True)
+
+    def _unlink(self, *names: str) -> None:
+        """Shared memory and semaphores (glibc's `sem.`) whose names begin with one of these."""
+        for name in names:
+            for path in (*self.shm.glob(f"{name}*"), *self.shm.glob(f"sem.{name}*")):
+                path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

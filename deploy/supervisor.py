@@ -16,9 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from deploy import processes
 from deploy.health import health_status
-from deploy.rank_memory import unlink_rank_memory
 from deploy.stage_life import Spawn, StageLife
 from deploy.stage_log import FIRST_PHASE, phase_of
 from epd_serve.errors import ConfigError, StageError
@@ -161,7 +159,6 @@ class Supervisor:
                 self.events.spawned(stage.id, life.pid)
                 trouble = await self._until_ready(stage, life)
             if trouble is None:
-                unlink_rank_memory(process.pid for process in processes.group_members(life.pid))
                 self._mark_up(stage, incarnation, time.monotonic() - life.started)
                 since = time.monotonic()
                 trouble = await self._until_trouble(stage, life)

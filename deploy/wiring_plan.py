@@ -79,6 +79,7 @@ class WiringPlan:
             kv_cache_bytes=plan.kv_cache_bytes,
             engine=blueprint.config.engine,
             sim_profile=blueprint.sim_profile,
+            memory_names=self.run.memory_names(plan.id),
         )
 
     def wiring(self, plan: InstancePlan, incarnation: str) -> StageWiring:

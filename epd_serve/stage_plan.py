@@ -9,6 +9,7 @@ from epd_serve.wiring import StageWiring
 from npu_ops.core_grants import CoreOrder
 
 LAUNCHER_ENV = "EPD_SERVE_LAUNCHER_PID"  # a stage whose launcher has this pid dies with it
+MEMORY_NAMES_ENV = "EPD_SERVE_MEMORY_NAMES"  # what the names of a stage's shared memory begin with
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class StagePlan:
             into its environment.
         engine: what the process is: `vllm`, or `sim` for a simulated stage (`epd_serve.sim`).
         sim_profile: its profile file, "" for one that takes no time.
+        memory_names: what the names of its shared memory begin with, "" for names of chance.
     """
 
     instance: str
@@ -50,6 +52,7 @@ class StagePlan:
     guarded: bool = False
     engine: str = "vllm"
     sim_profile: str = ""
+    memory_names: str = ""
 
 
 @dataclass(frozen=True)

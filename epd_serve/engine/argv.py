@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from epd_serve.stage_plan import StageCommand, StagePlan
+from epd_serve.stage_plan import MEMORY_NAMES_ENV, StageCommand, StagePlan
 from npu_ops import mps
 
 WIRING_ENV = "EPD_SERVE_WIRING"
@@ -119,6 +119,8 @@ def _device(plan: StagePlan) -> list[str]:
 def _environment(plan: StagePlan) -> dict[str, str]:
     env = {STAGE_ENV: plan.instance, "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     env["VLLM_HOST_IP"] = plan.host  # vLLM's own queues bind where the stage does, not on the first interface found
+    if plan.memory_names:
+        env[MEMORY_NAMES_ENV] = plan.memory_names
     if plan.wiring.load_publish:
         env[WIRING_ENV] = json.dumps(plan.wiring.to_json())
     if plan.core_order is not None:

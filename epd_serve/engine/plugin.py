@@ -12,13 +12,14 @@ import os
 from epd_serve.engine.argv import SHARED_CORES_ENV, STAGE_ENV
 from epd_serve.engine.compat import sleep_between_steps
 from epd_serve.engine.core_share import obey
+from epd_serve.engine.memory_names import name_memory, name_rank_memory
 from epd_serve.engine.rendezvous import narrow_rendezvous
 from epd_serve.lifeline import die_with_parent
 
 
 def register() -> None:
-    """Tie EngineCore and workers to the process that made them, workers to their share of cores and to their address.
-    vLLM calls it in each process, sometimes twice."""
+    """Tie EngineCore and workers to the process that made them, workers to their share of cores and to their address,
+    shared memory to the stage by its name. vLLM calls it in each process, sometimes twice."""
     if STAGE_ENV not in os.environ:
         return
     for ours in ("epd_serve", "store"):  # our log lines look like vLLM's and carry the process's prefix
@@ -27,6 +28,8 @@ def register() -> None:
         logging.getLogger(ours).propagate = False
     if SHARED_CORES_ENV in os.environ:
         sleep_between_steps()
+    name_memory()
+    name_rank_memory()
     obey()
     narrow_rendezvous()
     parent = multiprocessing.parent_process()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import runpy
 
+from epd_serve.engine.memory_names import name_memory
 from epd_serve.lifeline import die_with_parent
 from epd_serve.stage_plan import LAUNCHER_ENV
 
@@ -17,6 +18,7 @@ def main() -> None:
     launcher = os.environ.get(LAUNCHER_ENV)
     if launcher is not None:
         die_with_parent(int(launcher))
+    name_memory()
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
 
 

@@ -74,12 +74,17 @@ def test_what_a_dead_life_left_is_cleared_without_its_log(tmp_path: Path) -> Non
     )
     for name in names:
         run.socket(name).touch()
-    staging = run.shm / f"epd-{run.launch_id}-kv-E1-0-D0"
-    staging.touch()
+    memory = run.memory_names("E1")
+    left = [run.shm / name for name in (f"epd-{run.launch_id}-kv-E1-0-D0", f"{memory}psm_1", f"sem.{memory}mp-2")]
+    kept = [run.shm / f"{run.memory_names('E10')}psm_1", run.shm / f"sem.{run.memory_names('E10')}mp-2", run.arena]
+    for path in (*left, *kept):
+        path.touch()
     run.clear_instance("E1")
     assert {name for name in names if run.socket(name).exists()} == {"E1.log", "E10.events"}
-    assert not staging.exists()
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in kept)
     run.remove()
+    assert not any(path.exists() for path in kept)
 
 
 def test_a_living_launch_is_not_reaped(tmp_path: Path) -> None:

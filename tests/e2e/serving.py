@@ -34,6 +34,11 @@ PLAIN_FLAGS = (
 )
 
 
+def shared_memory(launch_id: str) -> list[Path]:
+    """What lies in /dev/shm of a launch: the arena, staging memory, what its stages made, and their semaphores."""
+    return [path for start in ("", "sem.") for path in Path("/dev/shm").glob(f"{start}epd-{launch_id}-*")]
+
+
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
     """Wait for a condition; the tests' only way of waiting."""
     deadline = time.monotonic() + timeout_s
@@ -107,7 +112,7 @@ class Serving(Endpoint):
         return self.run.name
 
     def shared_memory(self) -> list[Path]:
-        return sorted(Path("/dev/shm").glob(f"epd-{self.launch_id}-*"))
+        return sorted(shared_memory(self.launch_id))
 
     def instances(self) -> dict[str, dict[str, Any]]:
         return {entry["id"]: entry for entry in self.get("/instances").json()["instances"]}
@@ -160,7 +165,7 @@ class Serving(Endpoint):
 
     def assert_nothing_left(self, run: Path, groups: list[int]) -> None:
         assert not [group for group in groups if processes.group_members(group)], "processes remain"
-        assert not list(Path("/dev/shm").glob(f"epd-{run.name}-*")), "shared memory remains"
+        assert not shared_memory(run.name), "shared memory remains"
         assert not run.exists(), "the run directory remains"
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", self.port)) != 0, "the port is still open"

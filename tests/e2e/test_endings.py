@@ -31,8 +31,12 @@ def test_after_kill_9_of_the_launcher_the_next_start_cleans_up() -> None:
         groups = [json.loads(line)["pid"] for line in (launch.run / "groups.jsonl").read_text().splitlines()]
         run, left = launch.run, launch.shared_memory()
         theirs = {path for group in groups for path in _shared_memory_of(group)}
-        assert left
         assert theirs, "vLLM has message queues in shared memory"
+        assert theirs <= set(left), "all that a stage maps is known by its name"
+        killed = [process for group in groups for process in processes.group_members(group)]
+        for process in killed:
+            if b"resource_tracker" in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+                os.kill(process.pid, signal.SIGKILL)  # nobody unlinks for the stages
         os.kill(launch.process.pid, signal.SIGKILL)
         launch.process.wait(timeout=5)
         for group in groups:
@@ -45,7 +49,26 @@ def test_after_kill_9_of_the_launcher_the_next_start_cleans_up() -> None:
             assert successor.process.wait(timeout=20) == 0
         finally:
             successor.destroy()
-        wait_until(lambda: not any(map(Path.exists, theirs)), 10, "vLLM's shared memory to go, too")
+    finally:
+        launch.destroy()
+
+
+def test_a_stage_that_was_killed_with_all_its_children_leaves_nothing_when_it_is_back() -> None:
+    launch = Serving("E-PD").wait_ready()
+    try:
+        before, first = set(launch.shared_memory()), launch.stage_pid("E0")
+        made = {path for path in before if "-stage-E0-" in path.name}
+        assert {path.name.startswith("sem.") for path in made} == {True, False}
+        members = processes.group_members(first)
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for member in members:
+                os.kill(member.pid, number)
+        wait_until(lambda: launch.stage_pid("E0") != first, 30, "a new life")
+        launch.wait_ready()
+        after = set(launch.shared_memory())
+        assert not made & after
+        assert len(after) == len(before), "as much as one life makes"
+        launch.stop()
     finally:
         launch.destroy()
 
