@@ -75,7 +75,7 @@ class Sizing:
         if weights is None:
             return None
         slab = StageWiring.feature_slab_bytes if self._has_slab(plan.role) else 0
-        place = Place(kind, plan.tp, slab, CPU_KV_BYTES if kind == "cpu" else 0)
+        place = Place(kind, plan.tp, slab, StageWiring.feature_queue_bytes, CPU_KV_BYTES if kind == "cpu" else 0)
         model = Model(weights, sizes, replace(self._configs, overrides=flags.processor_kwargs))
         return stage_need(plan.id, plan.role, model, flags, place, modalities(self.facts, words, kind))
 

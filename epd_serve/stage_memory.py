@@ -54,12 +54,14 @@ class Place:
     Attributes:
         device: `npu`, `cuda` or `cpu`. tp: ranks.
         slab_bytes: of device memory that we take for features.
+        queue_bytes: of device memory that an encoder's features may keep on their way into the store.
         cpu_kv_bytes: KV cache of a rank on CPU.
     """
 
     device: str
     tp: int
     slab_bytes: int = 0
+    queue_bytes: int = 0
     cpu_kv_bytes: int = 0
 
 
@@ -85,8 +87,10 @@ def stage_need(
         # Nobody profiles it: room for the longest clip is wished for, room for the largest picture is a must.
         short = tuple(item for item in items if item.modality != "video") or items
         least, least_cached = _encoding(model.sizes, short, flags, split)
-        longest = activations + cached - least - least_cached
-        activations, cached = least, least_cached
+        # Beyond vLLM's cache: features of one step are taken into an empty queue however large they are.
+        queued, least_queued = (max(place.queue_bytes, features) for features in (cached, least_cached))
+        longest = activations + cached + queued - least - least_cached - least_queued
+        activations, cached = least + least_queued, least_cached
     if role.has_language_model:
         weights += model.weights.language // place.tp
         decoding = language_peak(

@@ -51,6 +51,7 @@ class StageWiring:
         feature_worker_endpoint: where the feature agents of this instance's workers listen, a template with `{rank}`
             (consumers on the device path), else "".
         feature_slab_bytes: device memory of each worker for features on the device path.
+        feature_queue_bytes: device memory that features may keep on their way into the store (encoders).
         feature_prefetch: `event` (fetched when announced) or `demand` (fetched when a request needs it; for ablation).
         recompute_limit: how many requests with lost features this instance recomputes at one time.
         kv_endpoint: where this instance's scheduler takes READY (roles that send KV), else "".
@@ -88,6 +89,7 @@ class StageWiring:
     feature_path: str = "host"
     feature_worker_endpoint: str = ""
     feature_slab_bytes: int = 512 << 20
+    feature_queue_bytes: int = 256 << 20
     feature_prefetch: str = "event"
     recompute_limit: int = 2
     kv_endpoint: str = ""

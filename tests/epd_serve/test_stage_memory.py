@@ -172,16 +172,32 @@ def test_peaks_are_linear_in_patches_and_tokens_and_fall_with_width() -> None:
     assert long == pytest.approx(4 * short, rel=0.001)
 
 
-def need(role: Role, *words: str, tp: int = 1, device: str = "npu", modalities: set[str] | None = None) -> Need:
+def need(
+    role: Role,
+    *words: str,
+    tp: int = 1,
+    device: str = "npu",
+    modalities: set[str] | None = None,
+    queue_bytes: int = 0,
+) -> Need:
     model = Model(
         ModelWeights(tower=1 * GIB, language=14 * GIB),
         sizes_of(QWEN25),
         ProcessorConfigs(QWEN25, {"max_pixels": 12845056}, {}, {}),
     )
     flags = read_stage_flags(words, device, 64 * GIB, tp)
-    found = stage_need(f"{role}0", role, model, flags, Place(device, tp), frozenset(modalities or {"image"}))
+    found = stage_need(
+        f"{role}0", role, model, flags, Place(device, tp, queue_bytes=queue_bytes), frozenset(modalities or {"image"})
+    )
     assert found is not None
     return found
+
+
+def test_an_encoder_has_room_for_features_that_wait_to_be_stored_and_nobody_else_has() -> None:
+    none, two, four = (need(Role.E, queue_bytes=size * GIB) for size in (0, 2, 4))
+    assert four.least - two.least == 2 * GIB
+    assert 0 < two.least - none.least < 2 * GIB, "one step's features are taken whatever the bound"
+    assert need(Role.PD, queue_bytes=4 * GIB) == need(Role.PD)
 
 
 def test_an_encoder_loads_the_tower_and_everybody_else_both() -> None:

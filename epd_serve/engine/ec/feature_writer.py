@@ -2,23 +2,23 @@
 
 Where they can leave past the host (`feature_exit.py`) they do, and go into the arena only while somebody needs them
 there. Else the arena comes first, because consumers of the same host need no more; then the second tier, in a thread of
-its own (`publishing.py`). A full store is back-pressure: the writer waits for room, and what is behind it waits too.
+its own (`publishing.py`). A full store is back-pressure: the writer waits for room, what is behind it waits too, and
+the model's thread where the queue is full (`write_queue.py`). None waits for good: a feature that finds no room in time
+is announced as failed, and whoever needs it recomputes it.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from epd_serve.engine.ec.feature_exit import DirectExit, NoDirectExit
 from epd_serve.engine.ec.publishing import SecondTierPublisher
+from epd_serve.engine.ec.write_queue import Job, WriteQueue
 from epd_serve.trace import Trace
 from npu_ops.memory import DeviceMemory
 from npu_ops.torch_memory import HostMemory
@@ -28,7 +28,6 @@ from store.feature_pool import FeaturePool
 logger = logging.getLogger(__name__)
 
 PUT_TIMEOUT_S = 30.0
-_MAX_QUEUED = 256
 _RETRY_S = 0.02
 _OTHER_WRITER_S, _RETRY_TAKEN_S = 3.0, 0.005  # a fetch of the same feature ends at its own deadline, unless stopped
 _RENEWED_WHILE_FULL_S = 3.0  # whoever waits for a feature that has no room longer than that may recompute it
@@ -45,22 +44,20 @@ class Tell(Protocol):
     ) -> None: ...
 
 
-@dataclass(frozen=True)
-class _Job:
-    key: str
-    feature: torch.Tensor | None  # None: the store has it, as far as is known
-    written: Callable[[], None]  # wait until the device has written it
-    again: bool = False
-
-
 class FeatureWriter:
-    """Owns the writer thread and the publisher of the second tier. `memory`: of the device that features lie on."""
+    """Owns the writer thread and the publisher of the second tier.
+
+    Args:
+        queue: from the model's thread.
+        memory: of the device that features lie on.
+    """
 
     def __init__(
         self,
         pool: FeaturePool,
         tell: Tell,
         trace: Trace,
+        queue: WriteQueue,
         direct: DirectExit | None = None,
         *,
         memory: DeviceMemory | None = None,
@@ -70,9 +67,7 @@ class FeatureWriter:
         self._direct = direct if direct is not None else NoDirectExit()
         self._memory = memory if memory is not None else HostMemory()
         self._put_timeout_s = put_timeout_s
-        self._queue: queue.Queue[_Job | None] = queue.Queue(maxsize=_MAX_QUEUED)
-        self._underway: list[str] = []  # keys in the queue or in the writer's hands; guarded by the next
-        self._lock = threading.Lock()
+        self._queue = queue
         self._full_since: float | None = None
         self._closing = threading.Event()
         self._second_tier = SecondTierPublisher(pool.publish, tell) if pool.pool_state != "none" else None
@@ -82,36 +77,36 @@ class FeatureWriter:
     @property
     def waiting_puts(self) -> int:
         """Features that wait for room."""
-        return len(self._underway) if self._full_since is not None else 0
+        return len(self._queue.keys()) if self._full_since is not None else 0
 
     def pending(self) -> list[str]:
         """Keys on their way into the store, as long as that is worth waiting for."""
         full_since = self._full_since
         stuck = full_since is not None and time.monotonic() > full_since + _RENEWED_WHILE_FULL_S
-        with self._lock:
-            underway = [] if stuck else list(self._underway)
-        return underway + (self._second_tier.pending() if self._second_tier is not None else [])
+        return ([] if stuck else self._queue.keys()) + (
+            self._second_tier.pending() if self._second_tier is not None else []
+        )
 
     def put(self, key: str, feature: torch.Tensor, *, again: bool = False) -> None:
         """Store this and announce it. `again`: even if the store says that it has it."""
-        self._submit(_Job(key, feature, self._memory.fence(), again))
+        self._submit(Job(key, feature, self._memory.fence(), again))
 
     def announce(self, key: str) -> None:
         """Announce what the store has; as failed if it has not."""
-        self._submit(_Job(key, None, lambda: None))
+        self._submit(Job(key, None, lambda: None))
 
     def close(self) -> None:
         """What is queued is put first, unless the store is full."""
         self._closing.set()
-        self._queue.put(None)
+        self._queue.close()
         self._thread.join(timeout=5)
         if self._second_tier is not None:
             self._second_tier.close()
 
-    def _submit(self, job: _Job) -> None:
-        with self._lock:
-            self._underway.append(job.key)
-        self._queue.put(job)
+    def _submit(self, job: Job) -> None:
+        if not self._queue.put(job):
+            logger.warning("feature %s is dropped: nothing has left the full queue in time", job.key)
+            self._tell(job.key, "put_dropped", reason="the encoder's queue to the store is full")
 
     def _write(self) -> None:
         self._memory.enter_thread()  # a stream of its own: copies do not queue behind the next step
@@ -121,15 +116,14 @@ class FeatureWriter:
             except StoreError as error:
                 logger.warning("feature %s was not stored: %s", job.key, error)
                 self._tell(job.key, "put_failed", reason=str(error))
-            except Exception as error:  # one bad feature must not end the writer: `put` would block for ever
+            except Exception as error:  # one bad feature must not end the writer
                 logger.exception("feature %s was not stored", job.key)
                 self._tell(job.key, "put_failed", reason=str(error) or type(error).__name__)
             finally:
                 self._full_since = None
-                with self._lock:
-                    self._underway.remove(job.key)
+                self._queue.done(job)
 
-    def _leave(self, job: _Job) -> None:
+    def _leave(self, job: Job) -> None:
         if direct := self._leaves_directly(job):
             self._tell(job.key, "put_directly", direct, pooled=True, in_arena=False)
             if not self._direct.arena_needed:
@@ -140,7 +134,7 @@ class FeatureWriter:
         if self._second_tier is not None:
             self._second_tier.submit(job.key, nbytes)
 
-    def _leaves_directly(self, job: _Job) -> int:
+    def _leaves_directly(self, job: Job) -> int:
         """Its bytes, if it left past the host."""
         if job.feature is None or not self._direct.put(job.key, job.feature, job.written, again=job.again):
             return 0
@@ -157,7 +151,7 @@ class FeatureWriter:
         with lease:
             return lease.nbytes
 
-    def _store(self, job: _Job) -> int:
+    def _store(self, job: Job) -> int:
         # A row may be wider than the hidden size (DeepStack): everything is sized by the tensor itself.
         assert job.feature is not None
         feature = job.feature.detach().contiguous()

@@ -22,6 +22,7 @@ from epd_serve.engine.ec.feature_writer import FeatureWriter
 from epd_serve.engine.ec.loading import ArenaReader, load
 from epd_serve.engine.ec.step import FeatureStep
 from epd_serve.engine.ec.store_access import open_exit, open_store
+from epd_serve.engine.ec.write_queue import WriteQueue
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring
 from npu_ops.memory import memory_here
@@ -55,7 +56,8 @@ class FeatureProducer:
         # Bound here: an encoder nobody hears must not start.
         self._announcer = Announcer(wiring, self._report, self._pending)
         self._direct = open_exit(wiring, device, self._announcer.changed)
-        self._writer = FeatureWriter(self._pool, self._tell, self._trace, self._direct, memory=memory)
+        queue = WriteQueue(wiring.feature_queue_bytes)
+        self._writer = FeatureWriter(self._pool, self._tell, self._trace, queue, self._direct, memory=memory)
         self._announcer.start()
 
     def step(self, step: FeatureStep, cache: dict[str, torch.Tensor] | None = None) -> None:
@@ -88,7 +90,7 @@ class FeatureProducer:
         self._settle(step)
 
     def save(self, cache: dict[str, torch.Tensor], key: str) -> None:
-        """A feature was encoded in this step. Returns at once; blocks only when too many puts are behind."""
+        """A feature was encoded in this step. Returns at once; waits, not for good, when too many puts are behind."""
         self._cache = cache  # vLLM's encoder cache: one dict for the life of the worker
         self._trace.stamp(key, "encoded")
         self._count("encoded")

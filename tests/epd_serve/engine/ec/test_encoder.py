@@ -13,6 +13,7 @@ from epd_serve import wire
 from epd_serve.engine.ec import feature_writer
 from epd_serve.engine.ec.encoder_scheduler import EncoderScheduler
 from epd_serve.engine.ec.step import FeatureStep
+from epd_serve.engine.ec.write_queue import WriteQueue
 from epd_serve.trace import Trace
 from store.arena import Arena
 from store.feature_pool import FeaturePool
@@ -271,6 +272,25 @@ def test_a_store_that_stays_full_keeps_nobody_waiting(
     wait_for(lambda: ear.of(wire.FeatureReady, key="k"))
 
 
+def test_a_feature_that_finds_no_room_in_the_queue_is_dropped_and_told_so_that_it_is_recomputed(
+    stages: Stages, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WriteQueue.__init__, "__kwdefaults__", {"stall_s": 0.05})
+    e, ear = stages.producer(feature_queue_bytes=2 * feature().nbytes), stages.ear()
+    arena.put("big", np.zeros(CAPACITY, np.uint8), shape=(CAPACITY,), dtype="uint8")
+    with arena.lease("big"):  # type: ignore[union-attr]
+        wait_for(lambda: ear.of(wire.StoreReport))
+        for key in "abc":  # the store is full: two are kept, and the model's thread goes on with the third
+            e.save({key: feature()}, key)
+        wait_for(lambda: ear.of(wire.FeatureFailed, key="c"))
+        wait_for(lambda: ear.of(wire.StoreReport)[-1].counters.get("put_dropped") == 1)
+        assert not ear.of(wire.FeatureFailed, key="a")
+    wait_for(lambda: arena.contains("a") and arena.contains("b"))
+    assert not arena.contains("c")
+    e.save({"c": feature()}, "c")
+    wait_for(lambda: ear.of(wire.FeatureReady, key="c"))
+
+
 def test_a_store_that_stays_full_is_told_after_the_put_deadline(
     stages: Stages, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,6 +299,7 @@ def test_a_store_that_stays_full_is_told_after_the_put_deadline(
         FeaturePool(Arena.attach(arena.path)),
         lambda key, event, nbytes=0, *, pooled=False, reason="": told.append((event, reason)),
         Trace("", "E0"),
+        WriteQueue(1 << 20),
         put_timeout_s=0.1,
     )
     arena.put("big", np.zeros(CAPACITY, np.uint8), shape=(CAPACITY,), dtype="uint8")

@@ -11,6 +11,7 @@ import torch
 from epd_serve.engine.ec.feature_writer import FeatureWriter
 from epd_serve.engine.ec.loading import ArenaReader
 from epd_serve.engine.ec.step import FeatureSlot
+from epd_serve.engine.ec.write_queue import WriteQueue
 from epd_serve.trace import Trace
 from npu_ops.fake import FakeDevice
 from store.arena import Arena
@@ -41,6 +42,7 @@ def test_a_feature_is_stored_only_when_the_device_has_written_it(arena: Arena, d
         FeaturePool(Arena.attach(arena.path)),
         lambda key, event, nbytes=0, *, pooled=False, in_arena=True, reason="": told.append(event + reason),
         Trace("", "E0"),
+        WriteQueue(1 << 20),
         memory=device,
     )
     made = device.allocate(right.nbytes).data.view(torch.bfloat16).view(right.shape)
