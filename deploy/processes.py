@@ -40,12 +40,6 @@ def stat(pid: int) -> ProcessStat | None:
     return ProcessStat(pid, state=rest[0], group=int(rest[2]), start_ticks=int(rest[19]))
 
 
-def is_alive(pid: int, start_ticks: int) -> bool:
-    """Does this very process still run?"""
-    found = stat(pid)
-    return found is not None and not found.dead and found.start_ticks == start_ticks
-
-
 def running() -> Iterator[ProcessStat]:
     """All processes that are not dead."""
     for entry in os.scandir("/proc"):

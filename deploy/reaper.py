@@ -6,6 +6,7 @@ and for the files. Only what is proven to belong to a dead launch is touched.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -13,39 +14,44 @@ from pathlib import Path
 
 from deploy import processes
 from deploy.environment import LAUNCH_ENV, run_root, shm_root
-from deploy.rundir import RunDir, read_groups, read_owner
+from deploy.held import is_held
+from deploy.rundir import HELD, UNNAMED, RunDir, held_in, is_of_this_namespace, launches_in, read_groups
 
 KILL_TIMEOUT_S = 5.0
 
 
 def reap_dead(root: Path | None = None) -> list[str]:
-    """Remove every dead launch under the run root.
+    """Remove every dead launch: those under the run root, and those of which only shared memory is left.
+
+    Shared memory outlives its run directory where a container was restarted: /dev/shm is its pod's, /tmp was its own.
 
     Returns:
         Ids of the launches that were cleaned up.
     """
-    root = root or run_root()
+    root, shm = root or run_root(), shm_root()
+    dead = [path.name for path in _run_directories(root) if is_held(path / HELD) is False]
+    dead += [one for one in launches_in(shm) if one not in dead and is_held(held_in(shm, one)) is False]
+    for launch_id in dead:
+        kill_leftovers(root / launch_id)
+        RunDir(launch_id, root / launch_id, shm).remove()
+    return dead
+
+
+def _run_directories(root: Path) -> list[Path]:
+    """Of this user. What was being made when its maker died is removed."""
     if not root.is_dir() or root.lstat().st_uid != os.getuid():
         return []
-    reaped = []
-    for path in sorted(root.iterdir()):
-        owner = read_owner(path)
-        if owner is None:
-            if path.name.startswith(".new-") and path.stat().st_mtime < time.time() - 60:
+    for path in root.glob(f"{UNNAMED}*"):
+        with contextlib.suppress(FileNotFoundError):  # it has its name now
+            if not is_held(path / HELD) and path.stat().st_mtime < time.time() - 60:
                 shutil.rmtree(path, ignore_errors=True)
-            continue
-        if owner.of_other_namespace or owner.alive:
-            continue
-        kill_leftovers(path)
-        RunDir(path.name, path, shm_root()).remove()
-        reaped.append(path.name)
-    return reaped
+    return sorted(path for path in root.iterdir() if not path.name.startswith(UNNAMED))
 
 
 def kill_leftovers(run_path: Path) -> None:
     """SIGKILL the processes of a dead launch and wait until they are gone (bounded)."""
     deadline, killing = time.monotonic() + KILL_TIMEOUT_S, processes.Killing()
-    groups = read_groups(run_path)
+    groups = read_groups(run_path) if is_of_this_namespace(run_path) else {}
     while victims := _victims(run_path.name, groups):
         killing.strike(victims)
         if time.monotonic() > deadline:

@@ -1,6 +1,7 @@
 """The run directory of a launch: its identity, logs and sockets, and what is needed to clean up after kill -9.
 
-    <run root>/<launch id>/launcher.json    pid, start ticks and pid namespace of the launcher
+    <run root>/<launch id>/launcher.json    pid and PID namespace of the launcher
+                           held             locked while the launcher lives, see held.py
                            groups.jsonl     one line per process group that was ever started: stages, Mooncake's master
                            pool.json        addresses of the MM Store's second tier, where there is one
                            <instance>.log, and its sockets (.events, .load, .kv, .kvw<rank>, .kvnews<rank>,
@@ -9,6 +10,7 @@
                            <instance>.cores<rank>.json, what a worker says of its share (npu_ops/core_grants.py)
     /dev/shm/epd-<launch id>-*              arena and staging files; what vLLM and Python make in the stages
     /dev/shm/sem.epd-<launch id>-*          their semaphores
+    /dev/shm/epd-<launch id>-held           locked while the launcher lives
 
 A launch removes its own directory when it ends. `reap_dead` does it for launches whose launcher has gone.
 """
@@ -19,13 +21,18 @@ import json
 import os
 import secrets
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from deploy import processes
 from deploy.environment import run_root, shm_root
+from deploy.held import hold
 from epd_serve.errors import ConfigError
+
+HELD = "held"
+UNNAMED = ".new-"
+"""Begins the name of a run directory that is being made."""
 
 MAX_SOCKET_PATH = 105
 """`sockaddr_un` holds 108 bytes."""
@@ -41,6 +48,7 @@ class RunDir:
     launch_id: str
     path: Path
     shm: Path
+    held: tuple[BinaryIO, ...] = field(default=(), compare=False, repr=False)
 
     @classmethod
     def create(cls, root: Path | None = None) -> RunDir:
@@ -48,15 +56,18 @@ class RunDir:
         root = root or run_root()
         _private(root)
         launch_id = secrets.token_hex(4)
-        unnamed = root / f".new-{launch_id}"
+        unnamed = root / f"{UNNAMED}{launch_id}"
         unnamed.mkdir(mode=0o700)
-        me = processes.stat(os.getpid())
-        assert me is not None
-        owner = {"pid": me.pid, "start_ticks": me.start_ticks, "pid_namespace": processes.pid_namespace()}
+        owner = {"pid": os.getpid(), "pid_namespace": processes.pid_namespace()}
         (unnamed / "launcher.json").write_text(json.dumps(owner), encoding="ascii")
+        try:
+            held = hold(unnamed / HELD), hold(held_in(shm_root(), launch_id))
+        except OSError as error:
+            shutil.rmtree(unnamed, ignore_errors=True)
+            raise ConfigError(f"{error.filename} cannot be made or locked: {error.strerror}") from error
         path = root / launch_id
         unnamed.rename(path)
-        run = cls(launch_id, path, shm_root())
+        run = cls(launch_id, path, shm_root(), held)
         if len(str(run.socket(LONGEST_SOCKET_NAME))) > MAX_SOCKET_PATH:
             run.remove()
             raise ConfigError(f"run directory {root} is too long for sockets; set XDG_RUNTIME_DIR to a shorter path")
@@ -108,6 +119,8 @@ class RunDir:
         """Remove directory and shared memory. Any number of calls."""
         self._unlink(f"epd-{self.launch_id}-")
         shutil.rmtree(self.path, ignore_errors=True)
+        for file in self.held:
+            file.close()
 
     def _unlink(self, *names: str) -> None:
         """Shared memory and semaphores (glibc's `sem.`) whose names begin with one of these."""
@@ -116,31 +129,23 @@ class RunDir:
                 path.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True)
-class Owner:
-    """The launcher of a run directory."""
-
-    pid: int
-    start_ticks: int
-    pid_namespace: str | None
-
-    @property
-    def of_other_namespace(self) -> bool:
-        """Its pid means nothing here, so nothing can be said about it."""
-        return self.pid_namespace != processes.pid_namespace()
-
-    @property
-    def alive(self) -> bool:
-        return processes.is_alive(self.pid, self.start_ticks)
+def held_in(shm: Path, launch_id: str) -> Path:
+    """The file that tells, beside a launch's shared memory, whether its launcher lives."""
+    return shm / f"epd-{launch_id}-{HELD}"
 
 
-def read_owner(path: Path) -> Owner | None:
-    """Who made the run directory; None when it is none, or half of one."""
+def launches_in(shm: Path) -> list[str]:
+    """Ids of the launches whose shared memory lies there, their launchers dead or alive."""
+    return sorted(path.name.removeprefix("epd-").removesuffix(f"-{HELD}") for path in shm.glob(f"epd-*-{HELD}"))
+
+
+def is_of_this_namespace(path: Path) -> bool:
+    """Whether the pids that the run directory names mean something here."""
     try:
         owner = json.loads((path / "launcher.json").read_text(encoding="ascii"))
-        return Owner(owner["pid"], owner["start_ticks"], owner.get("pid_namespace"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+        return bool(owner["pid_namespace"] == processes.pid_namespace())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def read_groups(path: Path) -> dict[int, int]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.environment import run_root, shm_root
-from deploy.rundir import RunDir, read_instances, read_owner
+from deploy.held import is_held
+from deploy.rundir import HELD, RunDir, read_instances
 from epd_serve.errors import ConfigError, EpdError
 
 
@@ -31,9 +32,8 @@ def running_launches(root: Path | None = None) -> list[RunningLaunch]:
     root = root or run_root()
     found = []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
-        owner = read_owner(path)
         arena = RunDir(path.name, path, shm_root()).arena
-        if owner is not None and not owner.of_other_namespace and owner.alive and arena.exists():
+        if is_held(path / HELD) and arena.exists():
             found.append(RunningLaunch(path.name, path, arena))
     return found
 

@@ -4,26 +4,53 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from deploy import processes
+from deploy import reaper, rundir
 from deploy.environment import LAUNCH_ENV, run_root
 from deploy.reaper import reap_dead
 from deploy.rundir import RunDir
 from epd_serve.errors import ConfigError
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_for
 
+ROOT = Path(__file__).parents[2]
 SLEEP = [sys.executable, "-c", "import time; time.sleep(300)"]
 
 
+CONTAINED = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+LAUNCHER = """
+import sys, time
+from pathlib import Path
+import deploy.rundir
+deploy.rundir.shm_root = lambda: Path(sys.argv[2])
+run = deploy.rundir.RunDir.create(Path(sys.argv[1]))
+run.arena.touch()
+run.record_group("E0", 1)
+print(run.launch_id, flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.fixture(autouse=True)
+def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In the place of /dev/shm, where dead launches of others may lie."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    for module in (rundir, reaper):
+        monkeypatch.setattr(module, "shm_root", lambda: folder)
+    return folder
+
+
 def make_dead(run: RunDir) -> None:
-    """Pretend that the launcher of this run directory was another process."""
-    owner = json.loads((run.path / "launcher.json").read_text())
-    (run.path / "launcher.json").write_text(json.dumps({**owner, "start_ticks": 1}))
+    """What the kernel does to the locks of a launcher that ends."""
+    for file in run.held:
+        file.close()
 
 
 def test_a_run_directory_is_private_and_leaves_with_its_shared_memory(tmp_path: Path) -> None:
@@ -43,6 +70,13 @@ def test_a_root_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
     root.chmod(0o777)
     with pytest.raises(ConfigError, match="not private"):
         RunDir.create(root)
+
+
+def test_shared_memory_that_cannot_be_written_is_refused(tmp_path: Path, shm: Path) -> None:
+    shm.rmdir()
+    with pytest.raises(ConfigError, match=f"{shm}/.*: No such file"):
+        RunDir.create(tmp_path / "root")
+    assert list((tmp_path / "root").iterdir()) == []
 
 
 def test_a_root_too_long_for_sockets_is_refused_and_not_left_behind(tmp_path: Path) -> None:
@@ -94,12 +128,51 @@ def test_a_living_launch_is_not_reaped(tmp_path: Path) -> None:
     run.remove()
 
 
-def test_a_launch_of_another_pid_namespace_is_not_judged(tmp_path: Path) -> None:
+@pytest.fixture
+def contained(tmp_path: Path, shm: Path) -> Iterator[subprocess.Popen[str]]:
+    """A launcher in a PID namespace of its own, with our run root and our shared memory."""
+    tried = subprocess.run([*CONTAINED, "true"], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    if tried.returncode:
+        pytest.skip(f"no PID namespace for this user: {tried.stderr.strip()}")
+    argv = [*CONTAINED, sys.executable, "-c", LAUNCHER, str(tmp_path / "root"), str(shm)]
+    launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    yield launcher
+    launcher.kill()
+    launcher.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("run_directory", ["kept", "lost"])
+def test_a_launch_of_another_container_is_reaped_when_it_is_dead_and_not_before(
+    tmp_path: Path, shm: Path, contained: subprocess.Popen[str], run_directory: str
+) -> None:
+    assert contained.stdout is not None
+    launch_id, root = contained.stdout.readline().strip(), tmp_path / "root"
+    if run_directory == "lost":
+        shutil.rmtree(root)
+    assert reap_dead(root) == [] and (shm / f"epd-{launch_id}-arena").exists()
+    contained.kill()  # and with it, soon, all of its namespace
+    wait_for(lambda: reap_dead(root) == [launch_id])
+    assert list(shm.iterdir()) == [] and not (root / launch_id).exists()
+
+
+def test_pids_that_a_dead_launch_of_another_container_recorded_mean_nothing_here(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "root")
-    owner = {"pid": 1, "start_ticks": 1, "pid_namespace": "pid:[1]"}
-    (run.path / "launcher.json").write_text(json.dumps(owner))
+    same_number = subprocess.Popen(SLEEP, start_new_session=True)
+    run.record_group("E0", same_number.pid)  # even the start would fit
+    (run.path / "launcher.json").write_text(json.dumps({"pid": 1, "pid_namespace": "pid:[1]"}))
+    make_dead(run)
+    try:
+        assert reap_dead(tmp_path / "root") == [run.launch_id]
+        assert same_number.poll() is None
+    finally:
+        same_number.kill()
+        same_number.wait()
+
+
+def test_a_directory_without_a_lock_is_not_judged(tmp_path: Path) -> None:
+    (tmp_path / "root" / "other").mkdir(parents=True)
     assert reap_dead(tmp_path / "root") == []
-    run.remove()
+    assert (tmp_path / "root" / "other").exists()
 
 
 def test_a_dead_launch_loses_processes_directory_and_shared_memory(tmp_path: Path) -> None:
@@ -128,10 +201,3 @@ def test_a_process_group_whose_number_was_reused_is_left_alone(tmp_path: Path) -
     finally:
         stranger.kill()
         stranger.wait()
-
-
-def test_a_process_is_known_by_pid_and_start() -> None:
-    me = processes.stat(os.getpid())
-    assert me is not None
-    assert processes.is_alive(me.pid, me.start_ticks)
-    assert not processes.is_alive(me.pid, me.start_ticks + 1)
