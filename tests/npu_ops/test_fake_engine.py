@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from npu_ops.fake import FakeDevice
-from npu_ops.fake_engine import DONE, FAILED, MAX_DESCRIPTORS, PENDING, FakeNetwork, FakeTransferEngine
+from npu_ops.fake_engine import MAX_DESCRIPTORS, MINUS_ONE, EngineCrashedError, FakeTransferEngine
+from npu_ops.fake_network import DONE, FAILED, MAX_WAITING, PENDING, TOO_LATE, FakeNetwork, Fault
 from npu_ops.memory import MAX_REGIONS, NPU_ALIGNMENT, DeviceBlock
 from tests.waiting import PATIENCE_S
 
@@ -121,11 +122,94 @@ def test_nobody_at_the_address_means_no_batch(p: Process) -> None:
     assert p.engine.batch_transfer_async_write("10.0.0.9:1", [p.block.address], [p.block.address], [64]) == 0
 
 
-def test_a_batch_that_has_ended_is_forgotten(p: Process, d: Process) -> None:
+def test_an_older_release_answers_minus_one_there_as_an_unsigned_number() -> None:
+    p = Process.on("host0/npu0", FakeNetwork(says_minus_one=True))
+    assert p.engine.batch_transfer_async_write("10.0.0.9:1", [p.block.address], [p.block.address], [64]) == MINUS_ONE
+
+
+@pytest.mark.parametrize("fault", [Fault.NONE, Fault.FAILS])
+def test_a_batch_of_one_descriptor_is_freed_by_the_answer_and_asking_again_crashes(
+    network: FakeNetwork, p: Process, d: Process, fault: Fault
+) -> None:
+    network.fault = lambda descriptor: fault
     batch = p.write(d)
-    assert p.ended(batch) == DONE
-    assert p.engine.transfer_check_status(batch) == FAILED
+    assert p.engine.unfreed == 1
+    assert p.ended(batch) == (FAILED if fault is Fault.FAILS else DONE)
+    assert p.engine.unfreed == 0
+    with pytest.raises(EngineCrashedError):
+        p.engine.transfer_check_status(batch)
     assert p.device.broken
+
+
+@pytest.mark.parametrize("number", [MINUS_ONE, 0])
+def test_asking_for_what_is_no_batch_crashes(p: Process, number: int) -> None:
+    with pytest.raises(EngineCrashedError):
+        p.engine.transfer_check_status(number)
+
+
+def test_the_first_descriptor_speaks_for_its_batch_which_is_then_never_freed() -> None:
+    network = FakeNetwork(by_hand=True)
+    p, d = Process.on("host0/npu0", network), Process.on("host0/npu1", network)
+    p.block.data.fill_(7)
+    here, there = p.block.address, d.block.address
+    batch = p.engine.batch_transfer_async_write(d.session, [here, here + 32], [there, there + 32], [32, 32])
+    p.engine.run()
+    assert p.engine.transfer_check_status(batch) == DONE
+    assert d.block.data[:32].eq(7).all() and not d.block.data[32:].eq(7).any()
+    p.engine.run()
+    assert p.engine.transfer_check_status(batch) == DONE
+    assert p.engine.unfreed == 1
+
+
+def test_tasks_run_in_an_order_that_the_seed_decides() -> None:
+    def order(seed: int | None) -> list[int]:
+        network = FakeNetwork(by_hand=True, seed=seed)
+        p, d = Process.on("host0/npu0", network), Process.on("host0/npu1", network)
+        batches = [p.write(d) for _ in range(8)]
+        found: list[int] = []
+        while batches:
+            p.engine.run()
+            (ended,) = [batch for batch in batches if p.engine.transfer_check_status(batch) == DONE]
+            found.append(ended)
+            batches.remove(ended)
+        return [sorted(found).index(batch) for batch in found]
+
+    assert order(None) == list(range(8))
+    assert order(1) == order(1) != order(2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "first", "landed", "last"),
+    [
+        (Fault.LATE, PENDING, True, DONE),
+        (Fault.TOO_LATE, TOO_LATE, True, DONE),
+        (Fault.FAILS_AND_LANDS, FAILED, True, None),
+        (Fault.FAILS, FAILED, False, None),
+        (Fault.LOST, PENDING, False, PENDING),
+    ],
+)
+def test_a_descriptor_ends_late_or_never_as_it_is_told(
+    fault: Fault, first: int, landed: bool, last: int | None
+) -> None:
+    network = FakeNetwork(by_hand=True, fault=lambda descriptor: fault)
+    p, d = Process.on("host0/npu0", network), Process.on("host0/npu1", network)
+    p.block.data.fill_(7)
+    batch = p.write(d)
+    p.engine.run()
+    assert p.engine.transfer_check_status(batch) == first
+    assert not d.block.data.eq(7).any()
+    assert p.engine.land() == landed
+    assert d.block.data.eq(7).all() == landed
+    if last is not None:
+        assert p.engine.transfer_check_status(batch) == last
+
+
+def test_more_tasks_than_may_wait_fail(network: FakeNetwork, p: Process, d: Process) -> None:
+    network.gate.clear()
+    batches = [p.write(d) for _ in range(MAX_WAITING + 1)]
+    assert p.engine.transfer_check_status(batches[-1]) == FAILED
+    network.gate.set()
+    assert p.ended(batches[0]) == DONE
 
 
 @pytest.mark.parametrize("call", ["initialize", "register", "write", "check"])

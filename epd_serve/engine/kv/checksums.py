@@ -1,4 +1,4 @@
-"""Checksums of KV blocks, for whoever compares what P has with what D got: layer by layer, whatever the block ids are."""
+"""Checksums of KV blocks, for comparing what P has with what D got: layer by layer, whatever the block ids are."""
 
 from __future__ import annotations
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from epd_serve import wire
 from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
 from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
+from epd_serve.engine.kv.mooncake_writes import Write, Writes
 from epd_serve.engine.kv.regions import Layers, LinkPieces
 from epd_serve.engine.kv.transport import AwaitMessage, LinkError, SendMessage
 from epd_serve.kv.heads import copies
 from epd_serve.kv.plan import LayerPacket, Run
 from epd_serve.wire import TransferKey
 
-_MAX_BATCH = 1024  # more than 2048 descriptors in a batch fail
 _LARGEST_MOVE = 64 << 20
-_PENDING, _DONE = 0, 1
-
-Write = tuple[int, int, int]  # source address, target address, bytes
 
 
 @dataclass(frozen=True)
@@ -61,11 +57,10 @@ class MooncakeSendSide:
         self.label = f"mooncake/{protocol}"
         self._layers = layers
         self._endpoint = endpoint
-        self._timeout_s = timeout_s
+        self._writes = Writes(lambda: endpoint().engine, timeout_s, MooncakeReceiveSide.quarantine_s)
         self._session = ""
         self._scratch = (0, 0)
         self._paths: list[list[_Path]] = []  # per layer, per region
-        self._given_up: dict[int, float] = {}  # batches whose end was not seen, and until when they may land
 
     @property
     def largest_probe(self) -> int:
@@ -76,6 +71,8 @@ class MooncakeSendSide:
         return "", 0
 
     def opened(self, ack: wire.HelloAck, pieces: LinkPieces | None) -> None:
+        if ack.session != self._session:
+            self._writes.target_gone()  # another process answers where it was
         self._session, self._scratch = ack.session, ack.scratch
         regions = [(layer, place) for layer, found in enumerate(self._layers) for place in range(len(found))]
         if len(ack.bases) != len(regions) or not ack.session:
@@ -88,13 +85,13 @@ class MooncakeSendSide:
 
     def probe(self, nbytes: int, send: SendMessage, receive: AwaitMessage) -> None:
         scratch = self._endpoint().scratch[0]
-        self._write([(scratch, self._scratch[0], nbytes)], may_land=False)  # where it lands it does no harm
+        self._writes.run(self._session, [(scratch, self._scratch[0], nbytes)], harmless=True)
 
     def make_room(self, nbytes: int, receive: AwaitMessage) -> None:
         """D's memory is its own: nothing waits for a message of the peer."""
 
     def move(self, packet: LayerPacket, send: SendMessage, receive: AwaitMessage) -> int:
-        writes = [
+        writes: list[Write] = [
             write
             for layer in self._paths[packet.first : packet.last]
             for path in layer
@@ -102,8 +99,7 @@ class MooncakeSendSide:
             for run in runs
             for write in path.writes(run)
         ]
-        for at in range(0, len(writes), _MAX_BATCH):
-            self._write(writes[at : at + _MAX_BATCH])
+        self._writes.run(self._session, writes)
         return sum(nbytes for _, _, nbytes in writes)
 
     def staged(self, key: TransferKey) -> int:
@@ -113,11 +109,7 @@ class MooncakeSendSide:
         """Nothing is staged here."""
 
     def may_land(self) -> bool:
-        """A write that took too long goes on by itself. Asking for its status lets the engine forget it."""
-        for batch, until in list(self._given_up.items()):
-            if self._endpoint().engine.transfer_check_status(batch) != _PENDING or time.monotonic() >= until:
-                del self._given_up[batch]
-        return bool(self._given_up)
+        return self._writes.may_land()
 
     def close(self) -> None:
         """The engine lives as long as the worker."""
@@ -129,22 +121,3 @@ class MooncakeSendSide:
             return _Path(source, base, here, here, ((0, 0, here),))
         there = ack.shape["region_block_bytes"][layer][place]
         return _Path(source, base, here, there, tuple(copies(pieces.mine[layer][place], pieces.theirs[layer][place])))
-
-    def _write(self, writes: Sequence[Write], *, may_land: bool = True) -> None:
-        engine = self._endpoint().engine
-        sources, targets, sizes = (list(column) for column in zip(*writes, strict=True))
-        # The synchronous call spins on a core; polling with short sleeps leaves it to the forward pass.
-        batch = engine.batch_transfer_async_write(self._session, sources, targets, sizes)
-        if batch == 0:
-            raise LinkError(f"Mooncake did not accept a write to {self._session}")
-        deadline = time.monotonic() + self._timeout_s
-        pause_s = 50e-6
-        while (status := engine.transfer_check_status(batch)) == _PENDING:
-            if time.monotonic() > deadline:
-                if may_land:
-                    self._given_up[batch] = time.monotonic() + MooncakeReceiveSide.quarantine_s
-                raise LinkError(f"a write to {self._session} took longer than {self._timeout_s} s")
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, 1e-3)
-        if status != _DONE:
-            raise LinkError(f"a write to {self._session} failed with status {status}")

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from epd_serve.engine.kv import mooncake_endpoint, mooncake_send, sender
+from epd_serve.engine.kv import mooncake_endpoint, sender
 from epd_serve.engine.kv.link_cost import MeasuredCost
 from epd_serve.engine.kv.link_jobs import Outgoing
+from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
+from epd_serve.engine.kv.mooncake_writes import Write, Writes
 from epd_serve.engine.kv.spans import Extent
 from epd_serve.engine.kv.staging_ring import StagingRing
 from epd_serve.kv.link_queue import LinkQueue
@@ -94,18 +96,18 @@ def joins_blocks_by_source(patch: pytest.MonkeyPatch) -> None:
 
 def joins_regions_by_source(patch: pytest.MonkeyPatch) -> None:
     """K's last block and V's first, neighbours at P, become one write, although they are none at D."""
-    write = mooncake_send.MooncakeSendSide._write
+    run = Writes.run
 
-    def joined(self: Any, writes: Sequence[tuple[int, int, int]], **options: bool) -> None:
-        fewer: list[tuple[int, int, int]] = []
+    def joined(self: Writes, session: str, writes: Sequence[Write], **options: bool) -> None:
+        fewer: list[Write] = []
         for source, target, nbytes in sorted(writes):
             if fewer and fewer[-1][0] + fewer[-1][2] == source:
                 fewer[-1] = (fewer[-1][0], fewer[-1][1], fewer[-1][2] + nbytes)
             else:
                 fewer.append((source, target, nbytes))
-        write(self, fewer, **options)
+        run(self, session, fewer, **options)
 
-    patch.setattr(mooncake_send.MooncakeSendSide, "_write", joined)
+    patch.setattr(Writes, "run", joined)
 
 
 def needs_no_credit(patch: pytest.MonkeyPatch) -> None:
@@ -122,6 +124,7 @@ def ends_at_once(patch: pytest.MonkeyPatch) -> None:
 def tries_no_transport(patch: pytest.MonkeyPatch) -> None:
     """What both ends accept is used, without a probe."""
     patch.setattr(MeasuredCost, "probe", lambda *arguments: None)
+    patch.setattr(MooncakeReceiveSide, "quarantine_s", 0.2)  # what fails is not over before
 
 
 def counts_no_spans(patch: pytest.MonkeyPatch) -> None:
