@@ -13,8 +13,8 @@ Streams never wait for one another here; fences that a host thread waits for are
 told by the host:
 
     P, model's thread       records a fence on the model's stream after a layer's KV was queued
-    P, link's thread        waits for it, then reads on its own stream (`download`: done on return) or one-sidedly; a
-                            step that overwrites blocks starts only when no packet of them is being read
+    P, link's thread        waits for it, then reads on its own stream (`download`: done on return) or one-sidedly; what
+                            it reads of blocks that a later step overwrites does not count (`Outgoing.invalidate`)
     D, receiver's thread    writes on its own stream (`upload`), waits for a fence before it says Credit or hears DONE;
                             blocks are offered (READY) only when no step in flight uses them any more
     D, model's thread       queues reads of the blocks only in steps after the request was reported, so after that wait

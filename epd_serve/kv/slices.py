@@ -1,7 +1,7 @@
 """Cuts a packet into slices: what is moved at once, between which a link may turn to something else. Pure.
 
 A packet is what the policy decides on, and can be large: all layers of a long chunk. While it moves nothing more urgent
-can leave, and a preemption waits, because the source must not be overwritten under the transport. Slices bound both.
+can leave, and a device needs memory to gather it. Slices bound both.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class GroupedKVConnector(KVConnectorBase_V1):
         worker.register(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """On return nothing reads the blocks of preempted requests any more, so this step may write to them.
+        """On return nothing that reads blocks of preempted requests counts any more: this step may write to them.
 
         At D nothing is under way: a request is preempted when it runs, and it runs when its KV is here.
         """

@@ -1,11 +1,13 @@
 """One link: the thread at a P worker that sends everything for one D worker.
 
 A thread per peer, so that a dead or slow peer delays no other. What leaves next is the outbox's decision, who is
-reached the peer's. Packets move in slices: a large one holds up neither a more urgent one nor a preemption for long.
+reached the peer's. Packets move in slices: a large one does not hold up a more urgent one for long. The model's thread
+waits for nothing here, however long a slice is under way.
 
 Four rules keep a hole from passing for KV, and KV out of blocks that D has given to others:
 
-* a transfer that was stopped or preempted has a new generation; its part of an older packet is left out of it;
+* a transfer that was stopped or preempted has a new generation; its part of an older packet is left out of it, and
+  what of it was under way is written over, as it is sent again from its beginning, before a DONE that says "whole";
 * a connection that fails takes with it every transfer that has packets on it, for they may be lost: no DONE follows;
 * blocks belong to one life of D: once another life answers, transfers of the former one end;
 * a transfer that failed is over, which P's scheduler takes for its last write, only when no write can still land.
@@ -17,7 +19,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -217,21 +218,17 @@ class Link:
         living = self._peer.reach(job.wanted())
         if living:
             self._ready(packet, living)
-            # Room first, then the locks: while D is slow to take packets nothing of P's is held.
             connection.side.make_room(packet_bytes(job.slice, packet.block_bytes), connection.receive)
-        with ExitStack() as reading:
-            for out in living:
-                reading.enter_context(out.lock)
-            sendable = packet.current() & {out.key for out in living}
-            parts = tuple(part for part in job.slice.parts if part[0] in sendable)
-            if not parts:
-                self._record.left_out(packet)
-                return
-            part = LayerPacket(job.slice.first, job.slice.last, parts)
-            self._fates.sent(sendable)
-            move = self._record.moving(packet, part)
-            connection.staged_seq = 0
-            connection.side.move(part, connection.send, connection.receive)
+        sendable = packet.current() & {out.key for out in living}
+        parts = tuple(part for part in job.slice.parts if part[0] in sendable)
+        if not parts:
+            self._record.left_out(packet)
+            return
+        part = LayerPacket(job.slice.first, job.slice.last, parts)
+        self._fates.sent(sendable)
+        move = self._record.moving(packet, part)
+        connection.staged_seq = 0
+        connection.side.move(part, connection.send, connection.receive)
         self._record.moved(move, connection.staged_seq)
         connection.wait(0.0)  # takes the credits that came in
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,10 +11,7 @@ from epd_serve.wire import TransferKey
 
 @dataclass(eq=False)
 class Outgoing:
-    """A transfer on one link. `lock` is held while its source blocks are read.
-
-    One per link, also where a transfer goes to several workers of D: a peer that is slow to take its part must not keep
-    another from reading theirs.
+    """A transfer on one link.
 
     Attributes:
         target: instance and incarnation of D that reserved the blocks.
@@ -28,17 +24,15 @@ class Outgoing:
     target: str
     senders: int = 1
     generation: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def skip(self) -> None:
-        """Skip what is queued, without waiting: for blocks that stay held until the transfer is over."""
-        self.generation += 1
 
     def invalidate(self) -> None:
-        """Skip what is queued; returns when nothing of it is being read (at most one slice of a packet is)."""
-        self.generation += 1  # before the wait: a lock is not fair, and the link could take one slice after the other
-        with self.lock:
-            return
+        """From now on nothing that was queued counts; its source blocks may be overwritten at once.
+
+        Waits for nobody. A slice that is being read goes on and takes others' bytes to D, where they do no harm: DONE
+        says that the transfer is not whole, or comes after all of it was sent again, over the same blocks and behind
+        that slice.
+        """
+        self.generation += 1
 
 
 @dataclass(eq=False)

@@ -105,7 +105,7 @@ class Sender:
             self._ways(endpoints)
 
     def preempt(self, requests: Iterable[str]) -> None:
-        """On return no packet of these is being read, and none that is queued will be: their blocks may be reused."""
+        """Nothing queued or under way of these counts any more: their blocks may be reused. Waits for nobody."""
         for request in requests:
             transfer = self._transfers.get(request)
             if transfer is not None:
@@ -213,7 +213,7 @@ class Sender:
         transfer = self._transfers.get(request)
         if transfer is not None and not transfer.ending:
             for link, _, out in transfer.ways:
-                out.skip()
+                out.invalidate()
                 link.drop(out.key)
             self._end(transfer, ok=False, reason="cancelled")
 

@@ -149,14 +149,17 @@ class Pair:
                 self.sender.layer_saved()
         self.sender.flush()
 
-    def hang_in(self, prompt: Prompt) -> None:
-        """Computes it and leaves the link with a write of it under way, which ends when `network.gate` is set."""
+    def hang_in(self, prompt: Prompt, blocks: int | None = None) -> None:
+        """Computes it (or `blocks` of it) and leaves the link with a write under way until `network.gate` is set."""
         self.p_device.turnstile.open()
         self.network.gate.clear()
-        self.step(prompt.chunk())
+        self.step(prompt.chunk(0, blocks))
+        wait_for(self.is_writing)
+
+    def is_writing(self) -> bool:
         engine = self.p_device.engine
         assert isinstance(engine, FakeTransferEngine)
-        wait_for(lambda: engine.pending)
+        return engine.pending > 0
 
     def run(self, *, hold_d_until: Callable[[], bool] = lambda: True) -> None:
         """Lets held work go, one by one, each only when somebody waits for it, until all is reported."""
@@ -226,9 +229,7 @@ class Pair:
             seen = self.reports.get(prompt.name)
             if seen is not None:
                 found += prompt.differences(seen)
-            elif prompt in maybe:
-                found += prompt.differences(now, in_part=True)
-            else:
+            elif prompt not in maybe:
                 found.append(f"{prompt.name} was not received ({self.link().reason})")
         theirs = {block for prompt in (*prompts, *maybe) for block in prompt.dst}
         if not now[:, :, [block for block in range(BLOCKS) if block not in theirs]].eq(STALE).all():

@@ -112,13 +112,13 @@ class Prompt:
     def chunk(self, first: int = 0, last: int | None = None) -> Chunk:
         return Chunk(self, first, len(self.src) if last is None else last)
 
-    def differences(self, cache: torch.Tensor, *, in_part: bool = False) -> list[str]:
-        """Where its blocks at D hold others' bytes, or none yet unless it may be there `in_part`."""
+    def differences(self, cache: torch.Tensor) -> list[str]:
+        """Where its blocks at D hold others' bytes, or none yet."""
         found = []
         for layer, region in itertools.product(range(LAYERS), range(2)):
             seen, right = cache[layer, region, list(self.dst)], self.kv[layer, region]
             stale = seen.eq(STALE).all(dim=-1)
-            if stale.any() and not in_part:
+            if stale.any():
                 found.append(f"{self.name} lacks bytes of layer {layer}, {'KV'[region]}")
             if not torch.equal(seen[~stale], right[~stale]):
                 found.append(f"{self.name} has others' bytes in layer {layer}, {'KV'[region]}")

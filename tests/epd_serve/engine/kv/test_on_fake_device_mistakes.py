@@ -20,7 +20,14 @@ from epd_serve.engine.kv.staging_ring import StagingRing
 from epd_serve.kv.link_queue import LinkQueue
 from epd_serve.kv.plan import Run
 from npu_ops.fake import FakeEvent, FakeTimedFence
-from tests.epd_serve.engine.kv.device_courses import Course, follow, preempt_unread, preempt_while_read, two_steps
+from tests.epd_serve.engine.kv.device_courses import (
+    Course,
+    follow,
+    preempt_unread,
+    preempt_while_read,
+    send_again_what_is_read,
+    two_steps,
+)
 from tests.epd_serve.engine.kv.device_ends import P_NPU, Setting
 from tests.epd_serve.engine.kv.slow_devices import SlowDevice, ascend_caches, neighbouring_caches
 
@@ -135,8 +142,14 @@ def preempts_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Outgoing, "invalidate", lambda out: None)
 
 
-def waits_for_no_reader(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Outgoing, "invalidate", Outgoing.skip)
+def waits_for_no_write(patch: pytest.MonkeyPatch) -> None:
+    """A move counts as over when its writes are accepted; the engine gets to them in no order."""
+
+    def submit(self: Writes, session: str, writes: Sequence[Write], **options: bool) -> None:
+        for source, target, nbytes in writes:
+            self._engine().batch_transfer_async_write(session, [source], [target], [nbytes])
+
+    patch.setattr(Writes, "run", submit)
 
 
 # --- each with what gives it away -----------------------------------------------------------------------------------
@@ -194,8 +207,11 @@ MISTAKES = {
         "was not received", ((*MOONCAKE, *SHM),), tries_no_transport, options={"d_place": P_NPU}
     ),
     "what is preempted stays queued": Mistake("a has others' bytes", (MOONCAKE,), preempts_nothing, preempt_unread),
-    "blocks are given away while they are read": Mistake(
-        "a has others' bytes", (MOONCAKE,), waits_for_no_reader, preempt_while_read
+    "what was read while its blocks were given away passes for whole": Mistake(
+        "a has others' bytes", (MOONCAKE,), preempts_nothing, preempt_while_read
+    ),
+    "a prompt that is sent again starts before what is under way has ended": Mistake(
+        "a lacks bytes", (MOONCAKE,), waits_for_no_write, send_again_what_is_read
     ),
 }
 
