@@ -19,7 +19,8 @@ from epd_serve.kv.tombstones import Tombstones
 from epd_serve.wire import TransferKey
 
 Item = TypeVar("Item")
-_UNCLAIMED = 4096  # ends kept until D expects them
+Kept = TypeVar("Kept")
+_UNCLAIMED = 4096  # transfers of which something is kept until D expects them: as many that arrive, as many that ended
 Worker = tuple[str, int]  # instance and incarnation, rank
 
 
@@ -75,7 +76,7 @@ class Arrivals(Generic[Item]):
             return self.lost(done.key, reason)
         if self._is_closed(done.key):
             return None
-        arriving = self._arriving.setdefault(done.key, _Arriving())
+        arriving = self._arrives(done.key)
         if worker in arriving.done:
             return None
         arriving.done.add(worker)
@@ -90,7 +91,7 @@ class Arrivals(Generic[Item]):
             return None
         if not self._one_sided:
             return self._end(key, End(False, reason))
-        arriving = self._arriving.setdefault(key, _Arriving())
+        arriving = self._arrives(key)
         arriving.reason = arriving.reason or reason
         return None
 
@@ -119,9 +120,18 @@ class Arrivals(Generic[Item]):
     def _end(self, key: TransferKey, end: End) -> End:
         self._arriving.pop(key, None)
         self._ended[key] = end
-        if len(self._ended) > _UNCLAIMED:  # transfers that D never asks for are a peer's mistake
-            del self._ended[next((old for old in self._ended if old not in self._expected), key)]
+        self._forget_unclaimed(self._ended, key)
         return end
+
+    def _arrives(self, key: TransferKey) -> _Arriving:
+        arriving = self._arriving.setdefault(key, _Arriving())
+        self._forget_unclaimed(self._arriving, key)
+        return arriving
+
+    def _forget_unclaimed(self, kept: dict[TransferKey, Kept], newest: TransferKey) -> None:
+        """Transfers that D never asks for are a peer's mistake; one that it asks for too late meets its deadline."""
+        if len(kept) > _UNCLAIMED:
+            del kept[next((old for old in kept if old not in self._expected), newest)]
 
 
 def _fault(worker: Worker | None, done: wire.Done, packets: int) -> str:

@@ -170,3 +170,19 @@ def test_ends_that_nobody_asks_for_are_kept_for_a_while_and_no_longer() -> None:
     assert len(a._ended) == 4096
     a.done(WORKERS[0], Done(KEY, True), 0)
     assert take(a) == [("request", End(True))]
+
+
+@pytest.mark.parametrize("one_sided", [False, True])
+def test_what_strangers_leave_half_done_is_kept_for_a_while_and_takes_nothing_from_what_is_expected(
+    one_sided: bool,
+) -> None:
+    a = arrivals(one_sided=one_sided)
+    a.done(WORKERS[0], Done(KEY, True, senders=2), 0)
+    for number in range(5000):
+        stranger = TransferKey("stranger", str(number))
+        a.done(WORKERS[0], Done(stranger, True, senders=2), 0)
+        if one_sided:
+            a.lost(TransferKey("lost", str(number)), "a hole")
+    assert len(a._arriving) == 4096
+    a.done(WORKERS[1], Done(KEY, True, senders=2), 0)
+    assert take(a) == [("request", End(True))]
