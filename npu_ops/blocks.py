@@ -114,22 +114,42 @@ def scatter_by_copies(copy: Copy, rows: Sequence[Blocks], runs: Sequence[BlockRu
             copy(part, flat)
 
 
-def gather_by_index(
-    target: torch.Tensor, rows: Sequence[Blocks], runs: Sequence[BlockRun], to_device: ToDevice
-) -> None:
-    """Like `gather_by_copies`, by one kernel per row. `to_device`: of the few index words; queued like the kernels."""
+class Indices:
+    """Which words of memory the last runs are: slices of one packet have the same. For one thread and its stream.
+
+    Args:
+        to_device: of the few index words; queued like the kernels that read them.
+    """
+
+    def __init__(self, to_device: ToDevice) -> None:
+        self._to_device = to_device
+        self._runs: tuple[BlockRun, ...] = ()
+        self._stretches: list[tuple[int, torch.Tensor]] = []
+        self._by_geometry: dict[tuple[int, ...], list[torch.Tensor]] = {}
+
+    def of(self, row: Blocks, runs: tuple[BlockRun, ...]) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Per stretch of wanted runs: how many blocks come before it, how many it has, and their index."""
+        if runs != self._runs:
+            self._runs, self._stretches, self._by_geometry = runs, list(_stretches(runs)), {}
+        geometry = (row.block_bytes, row.offset, row.rows, row.row_bytes, row.stride)
+        if geometry not in self._by_geometry:
+            self._by_geometry[geometry] = [self._to_device(row.index(blocks)) for _, blocks in self._stretches]
+        for (before, blocks), index in zip(self._stretches, self._by_geometry[geometry], strict=True):
+            yield before, len(blocks), index
+
+
+def gather_by_index(target: torch.Tensor, rows: Sequence[Blocks], runs: Sequence[BlockRun], indices: Indices) -> None:
+    """Like `gather_by_copies`, by one kernel per row."""
     check_blocks(rows, runs, target)
-    wanted = [replace(run, wanted=True) for run in runs]
-    for flat, table, index in _indexed(target, rows, wanted, to_device):
+    wanted = tuple(replace(run, wanted=True) for run in runs)
+    for flat, table, index in _indexed(target, rows, wanted, indices):
         torch.index_select(table, 0, index, out=flat)
 
 
-def scatter_by_index(
-    rows: Sequence[Blocks], runs: Sequence[BlockRun], source: torch.Tensor, to_device: ToDevice
-) -> None:
+def scatter_by_index(rows: Sequence[Blocks], runs: Sequence[BlockRun], source: torch.Tensor, indices: Indices) -> None:
     """Like `scatter_by_copies`, by one kernel per row and stretch of wanted runs."""
     check_blocks(rows, runs, source)
-    for flat, table, index in _indexed(source, rows, runs, to_device):
+    for flat, table, index in _indexed(source, rows, tuple(runs), indices):
         table.index_copy_(0, index, flat)
 
 
@@ -146,20 +166,15 @@ def _pieces(
 
 
 def _indexed(
-    flat: torch.Tensor, rows: Sequence[Blocks], runs: Sequence[BlockRun], to_device: ToDevice
+    flat: torch.Tensor, rows: Sequence[Blocks], runs: tuple[BlockRun, ...], indices: Indices
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(flat words, table of words, which rows of the table): per row of blocks, per stretch of wanted runs."""
-    stretches = list(_stretches(runs))
     total = sum(run.count for run in runs)
-    indices: dict[tuple[int, ...], list[torch.Tensor]] = {}  # rows of one geometry share them
     at = 0
     for row in rows:
-        geometry = (row.block_bytes, row.offset, row.rows, row.row_bytes, row.stride)
-        if geometry not in indices:
-            indices[geometry] = [to_device(row.index(blocks)) for _, blocks in stretches]
-        for (before, blocks), index in zip(stretches, indices[geometry], strict=True):
+        for before, count, index in indices.of(row, runs):
             start = at + before * row.nbytes
-            piece = flat[start : start + len(blocks) * row.nbytes]
+            piece = flat[start : start + count * row.nbytes]
             words = _WORDS[math.gcd(row.unit, _address(row.data), _address(piece), 8)]
             width = row.unit // words.itemsize
             yield piece.view(words).view(-1, width), row.data.view(words).view(-1, width), index

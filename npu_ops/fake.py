@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from npu_ops.blocks import BlockRun, Blocks, check_blocks, gather_by_index, scatter_by_index
+from npu_ops.blocks import BlockRun, Blocks, Indices, check_blocks, gather_by_index, scatter_by_index
 from npu_ops.buffers import PAGE, nothing_registered
 from npu_ops.fences import TimedFence
 from npu_ops.memory import NPU_ALIGNMENT, DeviceBlock, DeviceMemoryError, whole_words
@@ -218,7 +218,7 @@ class FakeDevice:
     def gather(self, target: torch.Tensor, rows: Sequence[Blocks], runs: Sequence[BlockRun]) -> None:
         stream = self._stream("gather")
         self._check_blocks(rows, runs, target, "gather")
-        self._queue(stream, lambda: gather_by_index(target, rows, runs, torch.clone), target.numel())
+        self._queue(stream, lambda: gather_by_index(target, rows, runs, Indices(torch.clone)), target.numel())
 
     def scatter(self, rows: Sequence[Blocks], runs: Sequence[BlockRun], source: torch.Tensor) -> None:
         stream = self._stream("scatter")
@@ -226,7 +226,7 @@ class FakeDevice:
         wanted = [block for run in runs if run.wanted for block in range(run.first, run.first + run.count)]
         if len(wanted) != len(set(wanted)):
             raise self.breaks("scatter to one block twice")
-        self._queue(stream, lambda: scatter_by_index(rows, runs, source, torch.clone), source.numel())
+        self._queue(stream, lambda: scatter_by_index(rows, runs, source, Indices(torch.clone)), source.numel())
 
     def total(self, source: torch.Tensor) -> int:
         if not self._sums:

@@ -15,6 +15,7 @@ import torch
 from npu_ops.blocks import (
     BlockRun,
     Blocks,
+    Indices,
     gather_by_copies,
     gather_by_index,
     proves_blocks,
@@ -138,11 +139,11 @@ class _StreamMemory(_TorchMemory):
 
     def gather_indexed(self, target: torch.Tensor, rows: Sequence[Blocks], runs: Sequence[BlockRun]) -> None:
         """`gather`, on trust."""
-        gather_by_index(target, rows, runs, self.to_device)
+        gather_by_index(target, rows, runs, self._indices())
 
     def scatter_indexed(self, rows: Sequence[Blocks], runs: Sequence[BlockRun], source: torch.Tensor) -> None:
         """`scatter`, on trust."""
-        scatter_by_index(rows, runs, source, self.to_device)
+        scatter_by_index(rows, runs, source, self._indices())
 
     def download(self, target: torch.Tensor, source: torch.Tensor) -> None:
         # Not the blocking copy: it would spin on its stream, on a core that launches kernels. But a strided target is
@@ -157,6 +158,13 @@ class _StreamMemory(_TorchMemory):
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         return pinned(nbytes)
+
+    def _indices(self) -> Indices:
+        """This thread's: its stream writes and reads them."""
+        if not hasattr(self._streams, "indices"):
+            self._streams.indices = Indices(self.to_device)
+        indices: Indices = self._streams.indices
+        return indices
 
     def _moves_by_index(self) -> bool:
         with self._proving:

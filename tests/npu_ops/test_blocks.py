@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_ops.blocks import BlockRun, Blocks, BlocksError, proves_blocks, scatter_by_index
+from npu_ops.blocks import BlockRun, Blocks, BlocksError, Indices, proves_blocks, scatter_by_index
 from npu_ops.fake import FakeDevice, RuleBrokenError
 from npu_ops.memory import DeviceMemory, open_memory
 from npu_ops.torch_memory import CudaMemory, HostMemory, NpuMemory
@@ -170,19 +170,37 @@ def test_words_are_as_wide_as_the_geometry_and_the_addresses_allow(monkeypatch: 
     ]
 
 
+class Counting(IndexedHost):
+    """`uploads`: every index that went to the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uploads: list[list[int]] = []
+        self._by_index = True
+
+    def to_device(self, source: torch.Tensor) -> torch.Tensor:
+        self.uploads.append(source.tolist())
+        return source
+
+
 def test_one_kernel_moves_all_runs_of_a_row_and_rows_of_one_geometry_share_their_index() -> None:
-    uploads: list[torch.Tensor] = []
-
-    class Counting(IndexedHost):
-        def to_device(self, source: torch.Tensor) -> torch.Tensor:
-            uploads.append(source)
-            return source
-
     device = Counting()
-    device._by_index = True
     rows = [Blocks(torch.zeros(64, dtype=torch.uint8), 8, 0, 1, 8, 8) for _ in range(6)]
     device.gather(torch.zeros(6 * 32, dtype=torch.uint8), rows, [BlockRun(6, 2), BlockRun(1, 1), BlockRun(3, 1)])
-    assert [index.tolist() for index in uploads] == [[6, 7, 1, 3]]
+    assert device.uploads == [[6, 7, 1, 3]]
+
+
+def test_slices_of_one_packet_share_an_index_and_other_blocks_have_another() -> None:
+    device = Counting()
+    rows = [Blocks(torch.arange(64, dtype=torch.uint8), 8, 0, 1, 8, 8) for _ in range(4)]
+    flat = torch.zeros(16, dtype=torch.uint8)
+    for row in rows:  # a slice for each layer
+        device.gather(flat, [row], [BlockRun(6, 1), BlockRun(1, 1)])
+    assert device.uploads == [[6, 1]]
+    device.gather(flat, rows[:1], [BlockRun(1, 2)])
+    assert flat.tolist() == list(range(8, 24))
+    device.scatter(rows[:1], [BlockRun(1, 1), BlockRun(2, 1, wanted=False)], flat)
+    assert device.uploads == [[6, 1], [1, 2], [1]]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -236,7 +254,7 @@ def test_a_way_that_moves_bytes_wrongly_fails_its_proof(monkeypatch: pytest.Monk
     class Narrow(IndexedHost):
         def scatter_indexed(self, rows: Sequence[Blocks], runs: Sequence[BlockRun], source: torch.Tensor) -> None:
             whole = [replace(run, wanted=True) for run in runs]
-            scatter_by_index(rows, whole, source, self.to_device)
+            scatter_by_index(rows, whole, source, Indices(self.to_device))
 
     class Without(IndexedHost):
         def gather_indexed(self, target: torch.Tensor, rows: Sequence[Blocks], runs: Sequence[BlockRun]) -> None:

@@ -97,9 +97,7 @@ def test_packets_have_the_same_checksums_at_both_ends_and_leave_no_memory_taken(
         link = p.links[endpoint].snapshot()
         assert (link.packets, link.bytes, link.failed, link.retries) == (packets, packets * PACKET_BYTES, 0, 0)
         grown = resident_bytes() - settled
-        print(
-            f"{packets} packets of {PACKET_BYTES / MIB:.0f} MiB, {link.busy_s:.1f} s on the link, {grown / MIB:+.1f} MiB"
-        )
+        print(f"{packets} packets, {link.bytes / link.busy_s / 1e9:.2f} GB/s, memory {grown / MIB:+.1f} MiB")
         assert grown < 64 * MIB, f"{grown / MIB:.0f} MiB more than after a tenth of the packets"
         pipe.send(None)
         process.join(PATIENCE_S)
