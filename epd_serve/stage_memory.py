@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from epd_serve.activation_peak import feature_cache, language_peak, tower_peak
+from epd_serve.kv.slices import LARGEST_PROBE_BYTES, SLICE_BYTES
 from epd_serve.largest_items import LargestItem, ProcessorConfigs, largest_items
 from epd_serve.memory_shares import Need
 from epd_serve.model_sizes import ModelSizes
@@ -31,6 +32,10 @@ GRAPH_BYTES = 512 * MIB
 COMMUNICATOR_BYTES = 2 * 200 * MIB
 """2 x HCCL_BUFFSIZE, whose default is 200 MB (hiascend.com, CANN 8.0, environment variables); NCCL takes no more."""
 COMMUNICATORS = 2  # of a tensor-parallel instance: the world's and the group's
+
+TRANSFER_BYTES = SLICE_BYTES + LARGEST_PROBE_BYTES + 2 * (2 * MIB)
+"""What KV passes through in a worker that sends or takes it, and what probes write to, however many links there are;
+each starts at a multiple of 2 MiB."""
 
 HOST_SERVER_BYTES = 1000 * MIB
 HOST_WORKER_BYTES = 560 * MIB
@@ -140,7 +145,8 @@ def _runtime(role: Role, flags: StageFlags, place: Place) -> int:
         return HOST_SERVER_BYTES + HOST_WORKER_BYTES * place.tp
     graphs = 0 if flags.eager or role is Role.E else GRAPH_BYTES
     communicators = COMMUNICATORS * COMMUNICATOR_BYTES if place.tp > 1 else 0
-    return CONTEXT_BYTES[place.device] + graphs + communicators + place.slab_bytes
+    transfers = TRANSFER_BYTES if role.sends_kv or role.takes_kv else 0
+    return CONTEXT_BYTES[place.device] + graphs + communicators + transfers + place.slab_bytes
 
 
 def _fixed_kv(role: Role, flags: StageFlags, place: Place) -> int | None:

@@ -238,6 +238,11 @@ class FakeDevice:
         """Whether a thread waits for a fence that is not reached yet."""
         return any(event.at_s is None for event in list(self.waits))
 
+    @property
+    def allocated_bytes(self) -> int:
+        """All that was ever allocated here."""
+        return sum(block.nbytes for block in self._blocks)
+
     def owns(self, address: int, nbytes: int) -> bool:
         """Whether these bytes were allocated here."""
         return any(

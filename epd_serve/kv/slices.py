@@ -10,6 +10,9 @@ from collections.abc import Iterator, Sequence
 
 from epd_serve.kv.plan import LayerPacket, Part, Run
 
+SLICE_BYTES = 8 << 20  # below a millisecond on a fast link, and large beside what a slice costs to set up
+LARGEST_PROBE_BYTES = 4 << 20
+
 
 def cut(packet: LayerPacket, block_bytes: Sequence[int], max_bytes: int) -> list[LayerPacket]:
     """Slices of at most `max_bytes`, in order: adjacent layers; where one layer is too large, some of its blocks.

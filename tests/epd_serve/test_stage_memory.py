@@ -18,7 +18,7 @@ from epd_serve.model_sizes import ModelSizes, model_sizes
 from epd_serve.model_weights import ModelWeights
 from epd_serve.roles import Role
 from epd_serve.stage_flags import read_stage_flags
-from epd_serve.stage_memory import COMMUNICATOR_BYTES, Model, Place, stage_need
+from epd_serve.stage_memory import COMMUNICATOR_BYTES, TRANSFER_BYTES, Model, Place, stage_need
 from tests.checkpoints import QWEN25_VL_7B
 
 GIB = 1 << 30
@@ -210,6 +210,11 @@ def test_ranks_divide_weights_unless_they_divide_pictures() -> None:
     assert need(Role.P, tp=2).weights == 15 * GIB // 2
     assert need(Role.P, "--mm-encoder-tp-mode", "data", tp=2).weights == 8 * GIB
     assert need(Role.P, tp=2).runtime - need(Role.P).runtime == 2 * COMMUNICATOR_BYTES
+
+
+def test_memory_that_kv_passes_through_is_planned_with_where_kv_is_sent_or_taken() -> None:
+    sends, takes, neither = (need(role).runtime for role in (Role.P, Role.D, Role.PD))
+    assert sends - neither == takes - neither == TRANSFER_BYTES == 16 << 20
 
 
 def test_the_least_cache_is_one_request_of_the_longest_length() -> None:

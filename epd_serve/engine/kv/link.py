@@ -34,14 +34,13 @@ from epd_serve.engine.kv.transport import LinkError, SendSide
 from epd_serve.kv.faults import Faults
 from epd_serve.kv.grouping import LinkCost
 from epd_serve.kv.plan import LayerPacket
-from epd_serve.kv.slices import packet_bytes
+from epd_serve.kv.slices import SLICE_BYTES, packet_bytes
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 from npu_ops.memory import DeviceMemory
 
 logger = logging.getLogger(__name__)
 
-SLICE_BYTES = 8 << 20  # below a millisecond on a fast link, and large beside what a slice costs to set up
 _IDLE_S = 1.0
 
 

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from epd_serve.engine.kv.transport import AwaitMessage, SendMessage, SendSide
 from epd_serve.kv.fit import LineFit
 from epd_serve.kv.grouping import LinkCost
+from epd_serve.kv.slices import LARGEST_PROBE_BYTES
 
-PROBE_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+PROBE_BYTES = (64 << 10, 256 << 10, 1 << 20, LARGEST_PROBE_BYTES)
 _ROUNDS = 2
 # Before anything was measured: a socket's round trip and 1 GB/s.
 _PRIOR = LinkCost(200e-6, 1e-9)

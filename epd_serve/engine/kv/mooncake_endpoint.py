@@ -13,10 +13,8 @@ from typing import Any
 from epd_serve.engine.kv.regions import Layers
 from epd_serve.engine.kv.spans import SpanError, extents_of, spans_of
 from epd_serve.engine.kv.transport import LinkError
-from npu_ops.memory import MAX_REGIONS, DeviceMemory
+from npu_ops.memory import MAX_REGIONS, DeviceBlock, DeviceMemory
 from store.port_filter import reachable_only_at
-
-SCRATCH_BYTES = 4 << 20  # the largest probe
 
 _ENVIRONMENT = {
     "MC_LOG_LEVEL": "ERROR",
@@ -32,6 +30,7 @@ class MooncakeEndpoint:
 
     Args:
         device: whose memory the KV cache is; the calling thread has set it.
+        scratch: device memory that probes may read and write as long as the engine lives.
         engine_factory: makes the engine; by default Mooncake's.
 
     Attributes:
@@ -49,6 +48,7 @@ class MooncakeEndpoint:
         host: str,
         protocol: str,
         device: DeviceMemory,
+        scratch: DeviceBlock,
         engine_factory: Callable[[], Any] | None = None,
     ) -> None:
         for name, value in {**_ENVIRONMENT, "MC_TCP_BIND_ADDRESS": host}.items():
@@ -66,8 +66,8 @@ class MooncakeEndpoint:
             raise LinkError(f"Mooncake's Transfer Engine does not start on {host} with protocol {protocol}")
         self.session = f"{host}:{self.engine.get_rpc_port()}"
         self.bases = [region.data.data_ptr() for layer in layers for region in layer]
-        self._scratch = device.allocate(SCRATCH_BYTES)  # kept: peers write to it as long as the engine lives
-        self.scratch = (self._scratch.address, self._scratch.nbytes)
+        self._scratch = scratch  # kept: peers write to it
+        self.scratch = (scratch.address, scratch.nbytes)
         for address, nbytes in [*spans, self.scratch]:
             if self.engine.register_memory(address, nbytes) != 0:
                 raise LinkError(f"Mooncake cannot register {nbytes} bytes at {address:#x}")

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 
 from epd_serve import wire
+from epd_serve.engine.kv.packet_memory import PacketMemory
 from epd_serve.engine.kv.regions import Layers, LinkPieces, Pieces, Region, cut_layers, whole_blocks
 from epd_serve.engine.kv.transport import LinkError
 from epd_serve.kv.heads import Piece
-from npu_ops.blocks import BlockRun
+from npu_ops.blocks import BlockRun, Blocks
 from npu_ops.memory import DeviceMemory
-
-_LANDING_BYTES = 8 << 20  # at least; senders cut their packets so
 
 
 @dataclass(frozen=True)
@@ -34,17 +33,21 @@ class _Sender:
 
 
 class ShmReceiveSide:
-    """D's end of all links. `device`: whose memory `layers` is; every call but the first comes from one thread."""
+    """D's end of all links. Every call but the first comes from one thread.
+
+    Args:
+        device: whose memory `layers` is. memory: of it, that packets land in, and probes too.
+    """
 
     name = "shm"
     quarantine_s = 0.0
 
-    def __init__(self, layers: Layers, device: DeviceMemory) -> None:
+    def __init__(self, layers: Layers, device: DeviceMemory, memory: PacketMemory) -> None:
         self._layers = layers
         self._device = device
+        self._memory = memory
         self._whole = whole_blocks(layers)
         self._senders: dict[bytes, _Sender] = {}
-        self._landing: torch.Tensor | None = None  # on the device; probes end here too
 
     def session(self) -> tuple[str, list[int]]:
         return "", []
@@ -56,9 +59,9 @@ class ShmReceiveSide:
         staging = _map(hello.staging, hello.staging_bytes)
         if not self._device.host_visible:  # a device's first gathering is slow: not that of a packet
             region = self._layers[0][0]
-            self._device.gather(
-                self._landing_memory(region.block_bytes), [region.cut(self._whole[0][0])], [BlockRun(0, 1)]
-            )
+            with self._memory.borrow(region.block_bytes) as memory:
+                self._device.gather(memory, [region.cut(self._whole[0][0])], [BlockRun(0, 1)])
+                self._device.timed_fence().wait()
         # The sender starts anew in this memory: packets of its former connection must not be read from it any more.
         replaced = [it for it, sender in self._senders.items() if it == peer or sender.path == hello.staging]
         for former in replaced:
@@ -74,22 +77,22 @@ class ShmReceiveSide:
         sender = self._sender(peer)
         size = self._check(packet, sender)
         staged = sender.staging[packet.offset : packet.offset + size]
-        if not self._device.host_visible:  # one copy over the bus instead of one per run of blocks
-            landed = self._landing_memory(size)
-            self._device.upload(landed, staged)
-            staged = landed
+        rows = cut_layers(self._layers, sender.pieces, *packet.layers)
         runs = [BlockRun(first, count, key not in dropped) for key, runs in packet.parts for first, count in runs]
-        try:
-            self._device.scatter(cut_layers(self._layers, sender.pieces, *packet.layers), runs, staged)
-        finally:  # also where a copy was refused: those before it must not land in blocks that are given back
-            self._device.timed_fence().wait()
+        if self._device.host_visible:
+            self._scatter(rows, runs, staged)
+            return
+        with self._memory.borrow(size) as landed:  # one copy over the bus instead of one per run of blocks
+            self._device.upload(landed, staged)
+            self._scatter(rows, runs, landed)
 
     def probe(self, peer: bytes, probe: wire.Probe) -> None:
         staging, end = self._sender(peer).staging, probe.offset + probe.nbytes
         if probe.offset < 0 or probe.nbytes <= 0 or end > staging.numel():
             raise LinkError(f"a probe outside of the staging memory: {probe}")
-        self._device.upload(self._landing_memory(probe.nbytes), staging[probe.offset : end])
-        self._device.timed_fence().wait()
+        with self._memory.borrow(probe.nbytes) as memory:
+            self._device.upload(memory, staging[probe.offset : end])
+            self._device.timed_fence().wait()
 
     def close(self) -> None:
         while self._senders:
@@ -100,11 +103,11 @@ class ShmReceiveSide:
             raise LinkError("a packet from a peer that has not said hello")
         return self._senders[peer]
 
-    def _landing_memory(self, nbytes: int) -> torch.Tensor:
-        if self._landing is None or self._landing.numel() < nbytes:
-            self._landing = self._device.allocate(max(nbytes, _LANDING_BYTES)).data
-            self._landing.zero_()  # on CPU its pages are made here, and not in the probes that are timed
-        return self._landing[:nbytes]
+    def _scatter(self, rows: Sequence[Blocks], runs: Sequence[BlockRun], staged: torch.Tensor) -> None:
+        try:
+            self._device.scatter(rows, runs, staged)
+        finally:  # also where a copy was refused: those before it must not land in blocks that are given back
+            self._device.timed_fence().wait()
 
     def _walk(self, packet: wire.Packet, pieces: Pieces) -> Iterator[tuple[Region, Piece]]:
         """The regions of the packet's layers, in the order of its bytes."""

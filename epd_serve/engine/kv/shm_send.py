@@ -15,18 +15,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from epd_serve import wire
+from epd_serve.engine.kv.packet_memory import PacketMemory
 from epd_serve.engine.kv.regions import Layers, LinkPieces, Pieces, Region, cut_layers, whole_blocks
 from epd_serve.engine.kv.staging_ring import ALIGN, StagingRing
 from epd_serve.engine.kv.transport import AwaitMessage, LinkError, SendMessage
 from epd_serve.kv.heads import Piece
 from epd_serve.kv.plan import LayerPacket
+from epd_serve.kv.slices import LARGEST_PROBE_BYTES, SLICE_BYTES
 from epd_serve.wire import TransferKey
 from npu_ops.blocks import BlockRun, Blocks
 from npu_ops.buffers import nothing_registered
 from npu_ops.memory import DeviceMemory
-
-_LARGEST_MOVE = 8 << 20  # of device memory that each link gathers in
-_LARGEST_PROBE = 4 << 20
 
 
 class ShmSendSide:
@@ -35,25 +34,25 @@ class ShmSendSide:
     Args:
         path: made at the first `hello` and unlinked on close; the launcher also removes it after a crash.
         capacity: bytes of staging memory.
-        device: whose memory the KV cache is.
+        device: whose memory the KV cache is. memory: of it, to gather in; shared with the worker's other links.
     """
 
     name = label = "shm"
     shares_network = False
 
-    def __init__(self, layers: Layers, path: str, capacity: int, device: DeviceMemory) -> None:
+    def __init__(self, layers: Layers, path: str, capacity: int, device: DeviceMemory, memory: PacketMemory) -> None:
         capacity += -capacity % ALIGN  # the ring hands out aligned pieces
-        self.largest_move = min(capacity // 2, _LARGEST_MOVE)
-        self.largest_probe = min(capacity // 2, _LARGEST_PROBE)
+        self.largest_move = min(capacity // 2, SLICE_BYTES)
+        self.largest_probe = min(capacity // 2, LARGEST_PROBE_BYTES)
         self._layers = layers
         self._pieces: Pieces | None = None
         self._path = path
         self._device = device
+        self._memory = memory
         self._ring = StagingRing(capacity)
         self._seq = 0
         self._staged: Counter[TransferKey] = Counter()
         self._staging: torch.Tensor | None = None
-        self._gathered: torch.Tensor | None = None
         self._unregister: Callable[[], None] = nothing_registered
 
     def hello(self) -> tuple[str, int]:
@@ -128,21 +127,21 @@ class ShmSendSide:
         """Gather to the staging memory; done on return."""
         assert self._staging is not None
         target = self._staging[start : start + nbytes]
-        # Over a bus one copy, instead of one per run of blocks, each of which would be waited for.
-        gathered = target if self._device.host_visible else self._gather_memory(nbytes)
+        if self._device.host_visible:
+            self._gather(target, blocks)
+            return
+        with self._memory.borrow(nbytes) as gathered:
+            self._gather(gathered, blocks)
+            # Over a bus one copy, instead of one per run of blocks, each of which would be waited for.
+            self._device.download(target, gathered)
+
+    def _gather(self, target: torch.Tensor, blocks: Iterable[tuple[Sequence[Blocks], Sequence[BlockRun]]]) -> None:
         at = 0
         for rows, runs in blocks:
             end = at + sum(row.nbytes for row in rows) * sum(run.count for run in runs)
-            self._device.gather(gathered[at:end], rows, runs)
+            self._device.gather(target[at:end], rows, runs)
             at = end
-        assert at == nbytes
-        if not self._device.host_visible:
-            self._device.download(target, gathered)
-
-    def _gather_memory(self, nbytes: int) -> torch.Tensor:
-        if self._gathered is None or self._gathered.numel() < nbytes:
-            self._gathered = self._device.allocate(max(nbytes, self.largest_move)).data
-        return self._gathered[:nbytes]
+        assert at == target.numel()
 
     def _make(self) -> torch.Tensor:
         with contextlib.suppress(FileNotFoundError):

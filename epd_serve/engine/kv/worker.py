@@ -16,6 +16,7 @@ from epd_serve.engine.kv.link_jobs import Outgoing
 from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
 from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
 from epd_serve.engine.kv.mooncake_send import MooncakeSendSide
+from epd_serve.engine.kv.packet_memory import PacketMemory
 from epd_serve.engine.kv.prefill_scheduler import PrefillStep
 from epd_serve.engine.kv.receiver import Receiver
 from epd_serve.engine.kv.regions import layers_of, shape_of
@@ -27,7 +28,8 @@ from epd_serve.engine.kv.transport import ReceiveSide, SendSide
 from epd_serve.engine.kv.transports import OnDemand, offered
 from epd_serve.engine.traffic import TrafficBoard
 from epd_serve.kv.faults import faults_of
-from epd_serve.kv.ways import MOONCAKE
+from epd_serve.kv.slices import LARGEST_PROBE_BYTES, SLICE_BYTES
+from epd_serve.kv.ways import MOONCAKE, SHM
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring, worker_endpoint
 from npu_ops.memory import memory_here
@@ -65,8 +67,13 @@ class _KVCache:
         kind = self.layers[0][0].data.device.type
         self.device = memory_here(kind)
         self._kind = kind
+        # Now, and not when a link opens: no device has memory to spare once it serves.
+        largest_block = max(sum(region.block_bytes for region in layer) for layer in self.layers)
+        ways = offered(wiring, kind)
+        self._memory = PacketMemory(self.device, max(SLICE_BYTES, largest_block) if SHM in ways else 0)
+        scratch = self.device.allocate(LARGEST_PROBE_BYTES if MOONCAKE in ways else 0)
         self._mooncake = OnDemand(
-            lambda: MooncakeEndpoint(self.layers, wiring.host, wiring.mooncake_protocol, self.device)
+            lambda: MooncakeEndpoint(self.layers, wiring.host, wiring.mooncake_protocol, self.device, scratch)
         )
 
     def send_sides(self, endpoint: str) -> list[SendSide]:
@@ -76,7 +83,9 @@ class _KVCache:
     def receive_sides(self) -> list[ReceiveSide]:
         """D's ends of all its links."""
         return [
-            MooncakeReceiveSide(self._mooncake) if name == MOONCAKE else ShmReceiveSide(self.layers, self.device)
+            MooncakeReceiveSide(self._mooncake)
+            if name == MOONCAKE
+            else ShmReceiveSide(self.layers, self.device, self._memory)
             for name in offered(self.wiring, self._kind)
         ]
 
@@ -86,7 +95,7 @@ class _KVCache:
             return MooncakeSendSide(self.layers, self._mooncake, wiring.mooncake_protocol, wiring.kv_peer_timeout_s)
         peer = "".join(letter if letter.isalnum() else "-" for letter in endpoint.rsplit("/", 1)[-1])
         path = f"{wiring.kv_staging}-{wiring.instance}-{self.rank}-{peer}"
-        return ShmSendSide(self.layers, path, wiring.kv_staging_bytes, self.device)
+        return ShmSendSide(self.layers, path, wiring.kv_staging_bytes, self.device, self._memory)
 
 
 class PrefillWorker:

@@ -21,6 +21,7 @@ from epd_serve.engine.kv.link_jobs import Outgoing
 from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
 from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
 from epd_serve.engine.kv.mooncake_send import MooncakeSendSide
+from epd_serve.engine.kv.packet_memory import PacketMemory
 from epd_serve.engine.kv.receiver import Expected, Receiver
 from epd_serve.engine.kv.regions import Layers, layers_of, shape_of
 from epd_serve.engine.kv.sender import ChunkJob, Sender
@@ -30,6 +31,7 @@ from epd_serve.engine.kv.transport import AwaitMessage, SendSide
 from epd_serve.engine.kv.transports import OnDemand
 from epd_serve.kv.faults import Faults
 from epd_serve.kv.grouping import parse_grouping
+from epd_serve.kv.slices import LARGEST_PROBE_BYTES, SLICE_BYTES
 from npu_ops.fake import FakeDevice
 from npu_ops.fake_engine import FakeTransferEngine
 from npu_ops.fake_network import FakeNetwork
@@ -241,7 +243,7 @@ class Pair:
     def _receiver(self) -> Receiver:
         layers = layers_of(self.d_caches, BLOCKS)
         sides = [
-            ShmReceiveSide(layers, self.d_device)
+            ShmReceiveSide(layers, self.d_device, PacketMemory(self.d_device, SLICE_BYTES))
             if name == "shm"
             else MooncakeReceiveSide(self._engine(layers, self.d_device))
             for name in self._setting.transports
@@ -250,8 +252,9 @@ class Pair:
 
     def _sender(self) -> Sender:
         layers = layers_of(self.p_caches, BLOCKS)
+        memory = PacketMemory(self.p_device, SLICE_BYTES)
         self.p_sides: list[SendSide] = [
-            WatchedShm(layers, str(self._folder / "staging"), self._setting.staging_bytes, self.p_device)
+            WatchedShm(layers, str(self._folder / "staging"), self._setting.staging_bytes, self.p_device, memory)
             if name == "shm"
             else MooncakeSendSide(
                 layers, self._engine(layers, self.p_device), "ascend", timeout_s=self._setting.timeout_s
@@ -279,4 +282,5 @@ class Pair:
         def factory() -> FakeTransferEngine:
             return FakeTransferEngine(self.network, device)
 
-        return OnDemand(lambda: MooncakeEndpoint(layers, "127.0.0.1", "ascend", device, factory))
+        scratch = device.allocate(LARGEST_PROBE_BYTES)
+        return OnDemand(lambda: MooncakeEndpoint(layers, "127.0.0.1", "ascend", device, scratch, factory))

@@ -13,6 +13,7 @@ import torch
 from epd_serve import wire
 from epd_serve.engine.kv.link import Link
 from epd_serve.engine.kv.link_jobs import Outgoing, PacketJob
+from epd_serve.engine.kv.packet_memory import PacketMemory
 from epd_serve.engine.kv.receiver import Expected, Receiver
 from epd_serve.engine.kv.regions import Layers, layers_of, shape_of
 from epd_serve.engine.kv.sender import ChunkJob, Sender
@@ -22,6 +23,7 @@ from epd_serve.engine.kv.transport import ReceiveSide, SendSide
 from epd_serve.kv.faults import Faults
 from epd_serve.kv.grouping import FixedGrouping, Grouping
 from epd_serve.kv.plan import LayerPacket, Run
+from epd_serve.kv.slices import LARGEST_PROBE_BYTES, SLICE_BYTES
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 from npu_ops.memory import DeviceMemory
@@ -31,6 +33,7 @@ from tests.waiting import PATIENCE_S, wait_for
 NO_TRACE = Trace("", "test")
 HOST = HostMemory()
 BLOCK_SIZE = 4
+SCRATCH = HOST.allocate(LARGEST_PROBE_BYTES)
 Ends = Callable[..., Any]  # the fixture `start`: makes a DecodeEnd or a PrefillEnd in the test's folder
 
 
@@ -69,7 +72,7 @@ class DecodeEnd:
         self.target = f"{name}:{life}"
         self.caches = caches(layers, blocks, filled=False) if kv is None else kv
         self.layers = layers_of(self.caches, blocks)
-        self.side = ShmReceiveSide(self.layers, HOST)
+        self.side = ShmReceiveSide(self.layers, HOST, PacketMemory(HOST, SLICE_BYTES))
         self.receiver = Receiver(
             self.endpoint,
             self.target,
@@ -131,6 +134,7 @@ class PrefillEnd:
         self.links: dict[str, Link] = {}
         self.device = device
         self._sides = sides or self._shm
+        self._memory = PacketMemory(HOST, SLICE_BYTES)
         self._link_options = link_options or {}
         self.trace = trace
         self.sender = Sender(
@@ -142,7 +146,7 @@ class PrefillEnd:
         )
 
     def _shm(self, layers: Layers, path: str) -> list[SendSide]:
-        return [ShmSendSide(layers, path, self.staging_bytes, self.device)]
+        return [ShmSendSide(layers, path, self.staging_bytes, self.device, self._memory)]
 
     def _open(self, endpoint: str, rank: int, on_over: Callable[[Outgoing], None]) -> Link:
         path = self.folder / f"staging-{self.shape['rank']}-{len(self.links)}"

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from epd_serve.engine.kv.link_cost import MeasuredCost
+from epd_serve.engine.kv.packet_memory import PacketMemory
 from epd_serve.engine.kv.regions import Layers
 from epd_serve.engine.kv.shm_send import ShmSendSide
 from epd_serve.engine.kv.transport import LinkError, SendSide
+from epd_serve.kv.slices import SLICE_BYTES
 from tests.epd_serve.engine.kv.fakes import HOST, DecodeEnd, Ends, PrefillEnd, chunk, key_of, same
 from tests.waiting import wait_for
 
@@ -22,7 +24,7 @@ class Other(ShmSendSide):
     name = "other"
 
     def __init__(self, layers: Layers, path: str, *, label: str, carries: bool = True, name: str = "other") -> None:
-        super().__init__(layers, path + label, 1 << 20, HOST)
+        super().__init__(layers, path + label, 1 << 20, HOST, PacketMemory(HOST, SLICE_BYTES))
         self.name, self.label = name, label
         self._carries = carries
 
@@ -33,7 +35,7 @@ class Other(ShmSendSide):
 
 
 def shm(layers: Layers, path: str) -> SendSide:
-    return ShmSendSide(layers, path, 1 << 20, HOST)
+    return ShmSendSide(layers, path, 1 << 20, HOST, PacketMemory(HOST, SLICE_BYTES))
 
 
 def test_the_preferred_transport_is_taken_where_it_works(start: Ends) -> None:

@@ -14,7 +14,7 @@ from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
 from epd_serve.engine.kv.regions import Layers, layers_of
 from epd_serve.engine.kv.transport import LinkError
 from npu_ops.fake import FakeDevice
-from npu_ops.torch_memory import HostMemory
+from tests.epd_serve.engine.kv.fakes import HOST, SCRATCH
 
 MB = 1 << 20
 
@@ -57,7 +57,7 @@ def host_layers() -> Layers:
 def test_it_registers_the_cache_once_and_scratch_memory_for_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", raising=False)
     layers, engine = host_layers(), RecordingEngine()
-    endpoint = MooncakeEndpoint(layers, "127.0.0.1", "tcp", HostMemory(), lambda: engine)
+    endpoint = MooncakeEndpoint(layers, "127.0.0.1", "tcp", HOST, SCRATCH, lambda: engine)
     assert engine.initialized == ("127.0.0.1", "P2PHANDSHAKE", "tcp", "")
     assert endpoint.session == "127.0.0.1:15001"
     assert endpoint.bases == [layers[0][0].data.data_ptr(), layers[1][0].data.data_ptr()]
@@ -69,7 +69,7 @@ def test_it_registers_the_cache_once_and_scratch_memory_for_probes(monkeypatch: 
 def test_what_the_environment_says_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "2000")
     engine = RecordingEngine()
-    MooncakeEndpoint(host_layers(), "127.0.0.1", "tcp", HostMemory(), lambda: engine)
+    MooncakeEndpoint(host_layers(), "127.0.0.1", "tcp", HOST, SCRATCH, lambda: engine)
     assert engine.limit == "2000"
 
 
@@ -79,7 +79,7 @@ def test_on_a_device_all_that_is_registered_is_aligned_and_the_devices() -> None
     keys, values = device.allocate(2 * MB), device.allocate(2 * MB)
     layers = layers_of({"a": (keys.data.view(8, -1), values.data[:MB].view(8, -1))}, 8)
     engine = RecordingEngine()
-    MooncakeEndpoint(layers, "127.0.0.1", "ascend", device, lambda: engine)
+    MooncakeEndpoint(layers, "127.0.0.1", "ascend", device, device.allocate(4 * MB), lambda: engine)
     assert len(engine.registered) == 3
     assert all(address % (2 * MB) == 0 and device.owns(address, nbytes) for address, nbytes in engine.registered)
     assert not device.broken
@@ -89,7 +89,7 @@ def test_a_cache_in_too_many_pieces_is_refused_before_the_engine_starts() -> Non
     engine = RecordingEngine()
     layers = layers_of({str(i): torch.zeros(4, 2) for i in range(256)}, 4)
     with pytest.raises(LinkError, match="256 regions in 256 separate allocations, and at most 255 spans"):
-        MooncakeEndpoint(layers, "127.0.0.1", "tcp", HostMemory(), lambda: engine)
+        MooncakeEndpoint(layers, "127.0.0.1", "tcp", HOST, SCRATCH, lambda: engine)
     assert not engine.initialized
 
 
@@ -102,7 +102,7 @@ def test_a_cache_in_too_many_pieces_is_refused_before_the_engine_starts() -> Non
 )
 def test_an_engine_that_refuses_is_named(engine: RecordingEngine, said: str) -> None:
     with pytest.raises(LinkError, match=said):
-        MooncakeEndpoint(host_layers(), "127.0.0.1", "tcp", HostMemory(), lambda: engine)
+        MooncakeEndpoint(host_layers(), "127.0.0.1", "tcp", HOST, SCRATCH, lambda: engine)
 
 
 @pytest.mark.mooncake
@@ -110,7 +110,7 @@ def test_an_engine_that_refuses_is_named(engine: RecordingEngine, said: str) -> 
 def test_mooncake_takes_more_writes_at_once_than_it_lets_wait_by_default() -> None:
     """Its default of 1024 waiting slices fails one write of 200 MB, and every one that follows it."""
     source, target = (torch.full((16, 8 * MB), value, dtype=torch.uint8) for value in (7, 0))
-    endpoint = MooncakeEndpoint(layers_of({"p": source, "d": target}, 16), "127.0.0.1", "tcp", HostMemory())
+    endpoint = MooncakeEndpoint(layers_of({"p": source, "d": target}, 16), "127.0.0.1", "tcp", HOST, SCRATCH)
     here, there = endpoint.bases
     writes = [(here, there, source.numel())]
     writes += [(here + 4096 * i, there + 4096 * i, 2048) for i in range(5000)]

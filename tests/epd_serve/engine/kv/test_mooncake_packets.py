@@ -34,7 +34,7 @@ def caches() -> dict[str, torch.Tensor]:
 
 
 def engine(layers: Layers) -> Any:
-    endpoint = MooncakeEndpoint(layers, "127.0.0.1", "tcp", HOST)
+    endpoint = MooncakeEndpoint(layers, "127.0.0.1", "tcp", HOST, HOST.allocate(4 * MIB))
     return lambda: endpoint
 
 

@@ -19,7 +19,18 @@ from epd_serve.kv.plan import LayerPacket, Run
 from npu_ops.fake import FakeDevice
 from npu_ops.fake_engine import FakeTransferEngine
 from npu_ops.fake_network import FakeNetwork, Fault
-from tests.epd_serve.engine.kv.fakes import HOST, DecodeEnd, Ends, PrefillEnd, caches, chunk, key_of, same, shape
+from tests.epd_serve.engine.kv.fakes import (
+    HOST,
+    SCRATCH,
+    DecodeEnd,
+    Ends,
+    PrefillEnd,
+    caches,
+    chunk,
+    key_of,
+    same,
+    shape,
+)
 from tests.waiting import PATIENCE_S
 
 BLOCKS = 16
@@ -45,7 +56,9 @@ class Pair:
         self.target = [torch.zeros_like(part, memory_format=torch.contiguous_format) for part in held]
         mine, theirs = (layers_of({str(i): part for i, part in enumerate(it)}, BLOCKS) for it in (kv, self.target))
         self.network = FakeNetwork(seed=1, fault=lambda write: self.writes.append(write) or fault, **network)
-        self.p, self.d = (MooncakeEndpoint(layers, "127.0.0.1", "tcp", HOST, self._engine) for layers in (mine, theirs))
+        self.p, self.d = (
+            MooncakeEndpoint(layers, "127.0.0.1", "tcp", HOST, SCRATCH, self._engine) for layers in (mine, theirs)
+        )
         self.side = MooncakeSendSide(mine, lambda: self.p, "tcp", timeout_s=0.05)
         here, there = shape(mine, kv_heads_total=heads), shape(theirs, kv_heads_total=heads, tp=2 if heads else 1)
         self.ack = wire.HelloAck("D0:1", self.d.session, self.d.bases, (self.d.scratch[0], 2048), there)
@@ -141,7 +154,7 @@ def test_kv_arrives_over_tcp(start: Ends) -> None:
     ends: dict[str, MooncakeEndpoint] = {}
 
     def endpoint(name: str, layers: Layers) -> Any:
-        ends[name] = MooncakeEndpoint(layers, "127.0.0.1", "tcp", HOST)
+        ends[name] = MooncakeEndpoint(layers, "127.0.0.1", "tcp", HOST, HOST.allocate(4 << 20))
         return lambda: ends[name]
 
     d = start(DecodeEnd, sides=[])

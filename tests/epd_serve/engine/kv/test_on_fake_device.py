@@ -100,6 +100,18 @@ def test_a_slow_network_brings_the_same_bytes(start: Start) -> None:
     assert pair.wrong(a) == []
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_transfers_take_no_memory_of_a_device_that_serves(start: Start, transport: str) -> None:
+    pair = start(transports=(transport,))
+    before = pair.p_device.allocated_bytes, pair.d_device.allocated_bytes
+    a = Prompt.make("a", [3, 2, 1], [7, 8, 9])
+    pair.expect(a)
+    pair.step(a.chunk())
+    pair.run()
+    assert pair.wrong(a) == []
+    assert (pair.p_device.allocated_bytes, pair.d_device.allocated_bytes) == before
+
+
 # --- pairs on one device --------------------------------------------------------------------------------------------
 
 

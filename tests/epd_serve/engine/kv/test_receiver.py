@@ -16,10 +16,12 @@ import zmq
 
 from epd_serve import wire
 from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
+from epd_serve.engine.kv.packet_memory import PacketMemory
 from epd_serve.engine.kv.receiver import Expected, Receiver
 from epd_serve.engine.kv.regions import layers_of, shape_of
 from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from epd_serve.kv.faults import Faults, here_of
+from epd_serve.kv.slices import SLICE_BYTES
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 from npu_ops.fake import FakeDevice
@@ -54,7 +56,7 @@ class Decode:
         shape = (BLOCKS, BLOCK_SIZE, HEADS // tp, DIM)
         self.caches = {f"{i}": (self._zeros(shape), self._zeros(shape)) for i in range(LAYERS)}
         layers = layers_of(self.caches, BLOCKS)
-        self.side = ShmReceiveSide(layers, self.device)
+        self.side = ShmReceiveSide(layers, self.device, PacketMemory(self.device, SLICE_BYTES))
         self.receiver = Receiver(
             self.endpoint,
             "D0:1",
@@ -549,8 +551,8 @@ def test_a_probe_is_copied_to_memory_of_no_meaning_and_credited(
     p.staging.fill_(5)
     p.say(wire.Probe(7, STAGING - nbytes, nbytes))
     assert p.hear() == wire.Credit(7)
-    assert d.side._landing is not None
-    assert bool((d.side._landing[:nbytes] == 5).all())
+    with d.side._memory.borrow(nbytes) as memory:
+        assert memory.eq(5).all()
     assert not any(d.blocks(block).any() for block in range(BLOCKS))
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 
 from epd_serve import wire
+from epd_serve.engine.kv.packet_memory import PacketMemory
 from epd_serve.engine.kv.regions import layers_of
 from epd_serve.engine.kv.shm_receive import ShmReceiveSide
+from epd_serve.kv.slices import SLICE_BYTES
 from npu_ops.fake import FakeDevice
 
 BLOCKS, BLOCK_BYTES, STAGING = 4, 64, 8192
@@ -17,7 +19,7 @@ BLOCKS, BLOCK_BYTES, STAGING = 4, 64, 8192
 def side_on(device: FakeDevice) -> ShmReceiveSide:
     device.enter_thread()
     cache = device.allocate(BLOCKS * BLOCK_BYTES).data.view(BLOCKS, BLOCK_BYTES)
-    return ShmReceiveSide(layers_of({"layer.0": cache}, BLOCKS), device)
+    return ShmReceiveSide(layers_of({"layer.0": cache}, BLOCKS), device, PacketMemory(device, SLICE_BYTES))
 
 
 def hello(folder: Path, name: str) -> wire.Hello:

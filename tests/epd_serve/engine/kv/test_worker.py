@@ -13,14 +13,18 @@ import zmq
 
 from epd_serve import wire
 from epd_serve.engine import compat
+from epd_serve.engine.kv import worker as worker_module
 from epd_serve.engine.kv.decode_scheduler import DecodeStep
 from epd_serve.engine.kv.prefill_scheduler import PrefillStep
 from epd_serve.engine.kv.receiver import Expected
 from epd_serve.engine.kv.sender import ChunkJob
 from epd_serve.engine.kv.worker import DecodeWorker, PrefillWorker
+from epd_serve.kv.slices import LARGEST_PROBE_BYTES, SLICE_BYTES
+from epd_serve.kv.ways import MOONCAKE, SHM
 from epd_serve.roles import Role
 from epd_serve.wire import TransferKey
 from epd_serve.wiring import StageWiring
+from npu_ops.fake import FakeDevice
 from tests.waiting import PATIENCE_S, wait_for
 
 LAYERS, BLOCKS, HEADS, BLOCK_SIZE, WIDTH = 3, 8, 4, 16, 8
@@ -151,3 +155,30 @@ def test_links_are_open_and_reported_before_any_request(cluster: Cluster) -> Non
         ear.close(linger=0)
     assert (report.instance, report.incarnation, report.rank, report.grouping) == ("P0", "p1", 0, "adaptive")
     assert {(link.rank, link.transport) for link in report.links} == {(0, "shm"), (1, "shm")}
+
+
+@pytest.mark.parametrize("kind", [PrefillWorker, DecodeWorker])
+def test_a_workers_memory_is_taken_when_it_registers_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    """Not when a link opens: a device that serves has none to spare."""
+    device = FakeDevice()
+    device.enter_thread()
+    monkeypatch.setattr(worker_module, "memory_here", lambda kind: device)
+    monkeypatch.setattr(worker_module, "offered", lambda *arguments: (MOONCAKE, SHM))
+    monkeypatch.setattr(compat, "tp_rank", lambda: 0)
+    monkeypatch.setattr(compat, "total_kv_heads", lambda config: 1)
+    monkeypatch.setattr(compat, "kv_cache_layout", lambda config: "")
+    monkeypatch.setattr(compat, "platform_fingerprint", lambda: "test")
+    wiring = StageWiring("X0", Role.D, "x1", kv_worker_endpoint=f"ipc://{tmp_path}/X0.kvw{{rank}}")
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=BLOCK_SIZE), parallel_config=SimpleNamespace(tensor_parallel_size=1)
+    )
+    worker = kind(wiring, config, SimpleNamespace(num_blocks=BLOCKS))
+    cache = device.allocate(BLOCKS * 64).data.view(BLOCKS, 64)
+    before = device.allocated_bytes
+    try:
+        worker.register({"layer.0": cache})
+        assert device.allocated_bytes - before == SLICE_BYTES + LARGEST_PROBE_BYTES
+    finally:
+        worker.close()
