@@ -97,6 +97,7 @@ class Head:
         return replace(
             build_proxy_settings(self.blueprint),
             roles=(),
+            vllm_version="",
             modalities=facts.towers if facts else None,
             stage_key=stage_key(self.key),
         )

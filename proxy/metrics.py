@@ -101,6 +101,13 @@ class Metrics:
         self.refused = LabelledCounter(
             "epd_proxy_refused", "Requests refused at the door, by reason.", ("reason",), registry=self.registry
         )
+        self.fields_dropped = LabelledCounter(
+            "epd_proxy_fields_dropped",
+            "Fields of requests left out because vLLM has none of the name: where they stood, or which they were if "
+            "another release or endpoint has them.",
+            ("endpoint", "field"),
+            registry=self.registry,
+        )
         self.deadlines_lapsed = Counter(
             "epd_proxy_deadlines_lapsed",
             "Requests cancelled when their client's deadline lapsed.",

@@ -1,12 +1,14 @@
 """Schemas of bodies and answers, as far as the proxy judges or makes them. Values only; limits come in (`limited`).
 
-Unknown fields pass to vLLM untouched, and vLLM's own judgement of the known ones is not repeated here.
+Of fields that are not here those pass that vLLM has (`proxy/fields.py`); vLLM's own judgement is not repeated here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+from proxy.field_rules import OUR_XARGS, XARGS_REFUSED
 
 Json = dict[str, Any]
 ERROR = "Error"
@@ -48,8 +50,10 @@ SHARED: Json = {
     "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
     "seed": {"type": ["integer", "null"]},
     "priority": {"type": "integer", "description": "Lower is sooner."},
-    "vllm_xargs": {"type": ["object", "null"], "propertyNames": {"not": {"pattern": "^epd_|_transfer_params$"}}},
-    "mm_processor_kwargs": {"type": ["object", "null"]},
+    "vllm_xargs": {
+        "type": ["object", "null"],
+        "propertyNames": {"not": {"anyOf": [{"enum": [*XARGS_REFUSED]}, {"pattern": f"^{OUR_XARGS}"}]}},
+    },
 }
 SAMPLING: Json = {**SHARED, "max_tokens": COUNT, "n": reference("Choices"), "user": {"type": ["string", "null"]}}
 
@@ -128,6 +132,7 @@ SCHEMAS: Json = {
             "max_output_tokens": COUNT,
             "truncation": {"enum": ["auto", "disabled", None]},
             "background": {"enum": [False, None], "description": "This server keeps no responses."},
+            "store": {"enum": [False, None], "description": "This server keeps no responses."},
             "previous_response_id": {"type": "null", "description": "This server keeps no responses."},
         },
         *("model", "input"),

@@ -79,10 +79,10 @@ def placeholder_part(ref: MediaRef, metadata: Mapping[str, Any], *, uuid: str) -
     return {"type": kind, kind: dict(metadata), "uuid": uuid}
 
 
-def refuse_embeds(fields: Mapping[str, Any], where: str) -> None:
+def _refuse_embeds(part: Mapping[str, Any], where: str) -> None:
     """Refuse any `*_embeds` field: embeddings from outside reach the engine unchecked."""
-    for name, value in fields.items():
-        if name.endswith("_embeds") and (value is not None or where):
+    for name in part:
+        if name.endswith("_embeds"):
             raise RequestError(f"{where}{name} is not accepted from clients.", param=f"{where}{name}")
 
 
@@ -112,7 +112,7 @@ def checked_part(part: object, where: str) -> dict[str, Any] | None:
         return None
     if not isinstance(part, dict):
         raise RequestError(f"{where} must be an object.", param=where)
-    refuse_embeds(part, f"{where}.")
+    _refuse_embeds(part, f"{where}.")
     kind = part.get("type")
     if kind is not None and not isinstance(kind, str):
         raise RequestError(f"{where}.type must be a string.", param=f"{where}.type")

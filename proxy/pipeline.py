@@ -152,6 +152,8 @@ class Pipeline:
         """
         try:
             request = parse(endpoint, raw, self.settings)
+            for name in request.dropped:
+                self.metrics.fields_dropped.labels(endpoint.value, name).inc()
             if not endpoint.generates:  # takes no place with the stages, so it waits for none
                 items = await self._load(request_id, request, tenant)
                 return await self._tokenize.run(request_id, request, items, sink)

@@ -1,7 +1,8 @@
 """From an OpenAI body to a `ParsedRequest`: what the proxy must know, and what it must not let through.
 
-Unknown fields pass through untouched. Checked here are the fields that the proxy acts on, and those that could kill
-an engine or fetch another tenant's feature (design §4.1). Everything else is vLLM's to judge. No I/O.
+Only fields that are known go on (`proxy/fields.py`); those that could kill an engine or fetch another tenant's feature
+are refused by name (design §4.1). Checked here are the fields that the proxy acts on; their values otherwise are vLLM's
+to judge. No I/O.
 """
 
 from __future__ import annotations
@@ -15,14 +16,10 @@ from msgspec import Struct
 
 from epd_serve.errors import NotFoundError, RequestError
 from proxy import strict_json
-from proxy.parts import MediaRef, media_refs, refuse_embeds
+from proxy.fields import MEDIA_OPTIONS, Sieve, rules_of
+from proxy.parts import MediaRef, media_refs
 from proxy.response_parts import response_refs
 from proxy.settings import ProxySettings
-
-REFUSED_FIELDS = frozenset({
-    "kv_transfer_params", "ec_transfer_params", "uuid", "cache_salt", "request_id", "mm_hashes",
-})  # fmt: skip
-OUR_XARGS = "epd_"
 
 
 class Endpoint(StrEnum):
@@ -40,6 +37,14 @@ class Endpoint(StrEnum):
         return self not in (Endpoint.TOKENIZE, Endpoint.DETOKENIZE)
 
 
+_MODELS = {
+    Endpoint.CHAT: "chat",
+    Endpoint.COMPLETIONS: "completion",
+    Endpoint.RESPONSES: "response",
+    Endpoint.DETOKENIZE: "detokenize",
+}
+
+
 class ParsedRequest(Struct, frozen=True):
     """A checked client request.
 
@@ -47,6 +52,7 @@ class ParsedRequest(Struct, frozen=True):
         body: the client's JSON object; treated as read-only.
         media: its media items, in prompt order.
         needs_fused: the field that only an instance which prefills and decodes can serve, or None.
+        dropped: what no rule knows and was left out, as labels of `epd_proxy_fields_dropped`.
     """
 
     endpoint: Endpoint
@@ -55,12 +61,12 @@ class ParsedRequest(Struct, frozen=True):
     stream: bool
     media: tuple[MediaRef, ...]
     needs_fused: str | None
+    dropped: tuple[str, ...] = ()
 
     @property
     def processor_options(self) -> dict[str, object]:
         """Options that change what an encoder makes of the same bytes."""
-        names = ("mm_processor_kwargs", "media_io_kwargs")
-        return {name: self.body[name] for name in names if self.body.get(name) is not None}
+        return {name: self.body[name] for name in MEDIA_OPTIONS if self.body.get(name) is not None}
 
 
 def parse(endpoint: Endpoint, raw: bytes, settings: ProxySettings) -> ParsedRequest:
@@ -70,16 +76,16 @@ def parse(endpoint: Endpoint, raw: bytes, settings: ProxySettings) -> ParsedRequ
         RequestError: 400, `param` names the field. NotFoundError: 404 `model_not_found`.
     """
     body = _decode(raw)
-    if not REFUSED_FIELDS.isdisjoint(body):
-        for name in REFUSED_FIELDS:
-            _refuse(body.get(name), name)
-    refuse_embeds(body, "")
-    # vLLM merges vllm_xargs with its own transfer parameters: a smuggled one reaches the engine. So do words of ours.
-    for name, value in _object(body, "vllm_xargs").items():
-        if name in REFUSED_FIELDS or name.startswith(OUR_XARGS):
-            _refuse(value, f"vllm_xargs.{name}")
-    for name in ("mm_processor_kwargs", "media_io_kwargs"):
+    sieve = Sieve(settings.strict_fields)
+    rules = rules_of(_model_of(endpoint, body), settings.vllm_version, media_options=settings.trust_request_mm_kwargs)
+    sieve.body(body, rules)
+    if xargs := _object(body, "vllm_xargs"):
+        sieve.xargs(xargs, settings.xargs)
+    for name in (*MEDIA_OPTIONS, "chat_template_kwargs"):
         _object(body, name)
+    if _object(body, "chat_template_kwargs").get("chat_template") is not None:
+        where = "chat_template_kwargs.chat_template"
+        raise RequestError(f"{where} is not accepted: it would take the place of the model's template.", param=where)
     if not endpoint.generates and body.get("model") is None:
         body["model"] = settings.served_models[0]  # there is one tokenizer
     model = _model(body, settings)
@@ -89,7 +95,14 @@ def parse(endpoint: Endpoint, raw: bytes, settings: ProxySettings) -> ParsedRequ
     stream = _boolean(body, "stream") and endpoint.generates
     media = _media(endpoint, body)
     _check_modalities(media, settings)
-    return ParsedRequest(endpoint, body, model, stream, media, _needs_fused(endpoint, body))
+    return ParsedRequest(endpoint, body, model, stream, media, _needs_fused(endpoint, body), tuple(sieve.dropped))
+
+
+def _model_of(endpoint: Endpoint, body: Mapping[str, Any]) -> str:
+    """Which of vLLM's requests a body is, as `proxy/vllm_fields.py` calls it."""
+    if endpoint is Endpoint.TOKENIZE:
+        return "tokenize_chat" if "messages" in body else "tokenize_text"
+    return _MODELS[endpoint]
 
 
 def _media(endpoint: Endpoint, body: Mapping[str, Any]) -> tuple[MediaRef, ...]:
@@ -115,11 +128,6 @@ def _decode(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RequestError("The request body must be a JSON object.", code="invalid_json")
     return body
-
-
-def _refuse(value: object, name: str) -> None:
-    if value is not None:
-        raise RequestError(f"{name} is set by the server and cannot be sent by a client.", param=name)
 
 
 def _model(body: Mapping[str, Any], settings: ProxySettings) -> str:
@@ -155,16 +163,6 @@ def _check_modalities(media: tuple[MediaRef, ...], settings: ProxySettings) -> N
 
 
 def _response_media(body: Mapping[str, Any]) -> tuple[MediaRef, ...]:
-    """Checks what would need a memory that stages do not have: the next request may meet another one."""
-    for name, instead in (
-        ("previous_response_id", "send the earlier items in input"),
-        ("conversation", "send the earlier items in input"),
-        ("prompt", "send instructions and input"),
-    ):
-        if body.get(name) is not None:
-            raise RequestError(f"{name} is not supported: this server keeps no responses; {instead}.", param=name)
-    if _boolean(body, "background"):
-        raise RequestError("background is not supported: this server keeps no responses.", param="background")
     value = body.get("input")
     if isinstance(value, str):
         return ()
@@ -185,7 +183,7 @@ def _prompt(body: Mapping[str, Any]) -> None:
         raise RequestError("prompt must be a string or a non-empty list.", param="prompt")
 
 
-def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _object(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = body.get(name)
     if value is None:
         return {}

@@ -12,6 +12,7 @@ from pathlib import Path
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
 from proxy.domains import DomainRules
+from proxy.field_rules import OUR_XARGS, XARGS_REFUSED
 from proxy.parts import Modality
 from proxy.policy import POLICIES
 
@@ -222,6 +223,11 @@ class ProxySettings:
         trace_path: JSON-lines file for phase stamps, or None.
         policy: how instances are chosen, a name of `proxy/policy.py`.
         key_limits: what one API key may do at once and per minute.
+        strict_fields: answer an unknown field with 400 instead of leaving it out.
+        xargs: names that clients may send in `vllm_xargs`, for extensions that the operator loads into the stages.
+        trust_request_mm_kwargs: let clients send `mm_processor_kwargs` and `media_io_kwargs`, as vLLM's flag of that
+            name, which stages of vLLM 0.32 need, too.
+        vllm_version: of the stages, which decides what fields there are; empty where it is not known or not one.
         explain: answer `x-epd-explain: 1` with headers that name path, instances and moments.
         stage_key: bearer token that the stages want (stages of several hosts), or "".
     """
@@ -254,6 +260,10 @@ class ProxySettings:
     policy: str = "least-loaded"
     key_limits: KeyLimits = field(default_factory=KeyLimits)
     explain: bool = True
+    strict_fields: bool = False
+    xargs: tuple[str, ...] = ()
+    trust_request_mm_kwargs: bool = False
+    vllm_version: str = ""
     stage_key: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
@@ -270,6 +280,9 @@ class ProxySettings:
         _require_one_of("policy", self.policy, tuple(POLICIES))
         _require_one_of("send_pixels", self.send_pixels, SEND_PIXELS)
         _require_one_of("on_missing_feature", self.on_missing_feature, ON_MISSING_FEATURE)
+        for name in self.xargs:
+            if name in XARGS_REFUSED or name.startswith(OUR_XARGS):
+                raise ConfigError(f"xargs: {name} is never taken from clients", param="xargs")
         for modality in sorted(self.modalities or ()):
             _require_one_of("modalities", modality, tuple(Modality))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from deploy.contract.check import ROOT, examine, sources, unexpected
@@ -14,6 +15,7 @@ from deploy.contract.document import DOCUMENT, compatibility
 from deploy.contract.facts import Facts, WheelFacts
 from deploy.contract.findings import Examined
 from deploy.contract.manifest import FOLDER, Manifest, Recorder, load, write
+from deploy.contract.request_fields import GENERATED, check_request_fields, fields_text
 from deploy.contract.wheels import WHEELS, Wheel, download
 
 
@@ -29,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     results = examine_all(manifests)
     if flags.document or flags.refresh is not None:
         (ROOT / DOCUMENT).write_text(compatibility(manifests, results, sources()), encoding="utf-8")
-    findings = unexpected(results)
+    findings = unexpected(results) + check_request_fields(available(manifests), (ROOT / GENERATED).read_text("utf-8"))
     for finding in findings:
         print(finding)
     uses = sum(len(set(result.uses)) for result in results)
@@ -39,8 +41,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def examine_all(manifests: dict[Wheel, Manifest]) -> list[Examined]:
     """Our code against what was recorded of the wheels that could be had."""
-    facts: dict[Wheel, Facts] = {wheel: manifest for wheel, manifest in manifests.items() if manifest.available}
-    return examine(sources(), facts)
+    return examine(sources(), available(manifests))
+
+
+def available(manifests: Mapping[Wheel, Manifest]) -> dict[Wheel, Facts]:
+    """What was recorded of the wheels that could be had."""
+    return {wheel: manifest for wheel, manifest in manifests.items() if manifest.available}
 
 
 def refresh(folder: Path) -> None:
@@ -50,6 +56,9 @@ def refresh(folder: Path) -> None:
         wheel: Recorder(WheelFacts(one.path, wheel.package)) for wheel, one in got.items() if one.path is not None
     }
     examine(sources(), recorders)
+    text = fields_text(recorders)
+    check_request_fields(recorders, text)  # asks what it will ask of the manifest
+    (ROOT / GENERATED).write_text(text, encoding="utf-8")
     for wheel, one in got.items():
         print(f"{wheel.name}: {one.path.name if one.path else 'not available: ' + one.reason}", file=sys.stderr)
         recorder = recorders.get(wheel)

@@ -10,12 +10,14 @@ sources; `manifest.py` from what was written down. Questions:
     flag     `--name`                          of the package's command line: the config field behind it
     names    an environment variable           whether the package knows it
     hook     canonical class `:` method        who calls it, and with what
+    request  class of a request                its fields as JSON names them, each with the classes that it is made of
 """
 
 from __future__ import annotations
 
 import ast
 import difflib
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +57,7 @@ class WheelFacts:
             "flag": self._flags.row,
             "names": self._names,
             "hook": self._hook,
+            "request": self._request,
         }
 
     def ask(self, kind: str, name: str) -> Row:
@@ -147,3 +150,15 @@ class WheelFacts:
     def _hook(self, name: str) -> Row:
         owner, _, method = name.partition(":")
         return {"calls": self._callers.of(owner, method)}
+
+    def _request(self, name: str) -> Row:
+        there = self._found_class(name)
+        if there is None:
+            return {"is": "missing"}
+        return {
+            "fields": {field: self._made_of(text) for field, text in self._classes.request_fields(there[0]).items()}
+        }
+
+    def _made_of(self, annotation: str) -> str:
+        words = dict.fromkeys(re.findall(r"[A-Za-z_]\w*(?:\.\w+)+", annotation))
+        return " ".join(word for word in words if self._found_class(word) is not None)

@@ -65,6 +65,22 @@ class Classes:
         notes = [(argument.arg, self.type_of(argument.annotation, module)) for argument in every]
         return text_of(node.args, self.type_of(node.returns, module), notes)
 
+    def request_fields(self, found: Found) -> dict[str, str]:
+        """Of a model that is validated from JSON: its fields and their types, inherited ones first.
+
+        A field is annotated, public and no class variable; where it has an alias, that is its name.
+        """
+        fields: dict[str, str] = {}
+        for owner in reversed(self.facts(found).lineage):
+            there = self._source.find(owner)
+            assert there is not None and isinstance(there.node, ast.ClassDef), "a lineage is of classes"
+            for statement in _statements(there.node.body):
+                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                    name, text = statement.target.id, self.type_of(statement.annotation, there.module)
+                    if not name.startswith("_") and "ClassVar" not in text:
+                        fields[_alias(statement.value) or name] = text
+        return fields
+
     def _read(self, found: Found, node: ast.ClassDef) -> ClassFacts:
         members = {member.name: member for member in reversed(list(self._own(found, node)))}
         lineage, is_open = [found.name], False
@@ -209,6 +225,13 @@ class _Qualified(ast.NodeTransformer):
                 return made
             return node
         return ast.parse(there.name, mode="eval").body
+
+
+def _alias(value: ast.expr | None) -> str:
+    """Of `Field(alias="…")`."""
+    keywords = value.keywords if isinstance(value, ast.Call) else []
+    found = [word.value for word in keywords if word.arg == "alias"]
+    return str(found[0].value) if found and isinstance(found[0], ast.Constant) else ""
 
 
 def _copy(node: ast.expr) -> ast.expr:

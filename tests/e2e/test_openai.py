@@ -123,6 +123,22 @@ def test_responses_about_text_and_a_picture_whole_and_streamed(client: openai.Op
 def test_what_stages_cannot_remember_is_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="keeps no responses"):
         client.responses.create(model=MODEL, input="x", previous_response_id="resp_1")
+    with pytest.raises(openai.BadRequestError, match="store: false") as caught:
+        client.responses.create(model=MODEL, input="x", store=True)
+    assert caught.value.param == "store"
+
+
+@layouts
+def test_fields_that_vllm_has_not_are_left_out_and_those_that_could_hurt_it_are_refused(client: openai.OpenAI) -> None:
+    ask: Any = {"messages": TEXT, **GREEDY}
+    usual: Any = {"metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "s", "store": False}
+    said = client.chat.completions.create(**ask).choices[0].message.content
+    unheard_of = {"kv_steering_params": {"peer": "x"}, "vllm_xargs": {"mine": 1}}
+    assert client.chat.completions.create(**ask, **usual, extra_body=unheard_of).choices[0].message.content == said
+    for name in ("kv_transfer_params", "cache_salt", "request_id", "mm_processor_kwargs"):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**ask, extra_body={name: {"x": 1}})
+        assert caught.value.param == name
 
 
 @layouts

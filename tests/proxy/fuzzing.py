@@ -21,7 +21,7 @@ TIMEOUT_S = 30.0
 """A request that takes this long hangs."""
 KEY = {"authorization": "Bearer fuzz-key"}
 GOOD: dict[Endpoint, dict[str, Any]] = {
-    Endpoint.CHAT: picture_body(data_url(picture()), stream=True, n=2, tools=[], vllm_xargs={"a": 1}),
+    Endpoint.CHAT: picture_body(data_url(picture()), stream=True, n=2, tools=[], vllm_xargs={"a": 1}, unheard_of=1),
     Endpoint.COMPLETIONS: {"model": "demo", "prompt": ["a", "b"], "max_tokens": 3, "logprobs": 1},
     Endpoint.RESPONSES: {
         "model": "demo",

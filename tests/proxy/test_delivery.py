@@ -35,6 +35,7 @@ from tests.proxy.fakes import (
 
 CHAT = Endpoint.CHAT.value
 REENCODE = settings(on_missing_feature="reencode")
+TRUSTING = settings(trust_request_mm_kwargs=True)
 
 
 def kind(call: Call) -> str:
@@ -64,7 +65,7 @@ def loses(c: Cluster, cause: str = "evicted", *, keys: list[str] | None = None) 
 
 
 async def test_p_and_d_get_grid_and_key_instead_of_the_picture() -> None:
-    async with cluster("E0", "P0", "D0") as c:
+    async with cluster("E0", "P0", "D0", config=settings(xargs=("theirs",))) as c:
         c["E0"].usual = encodes()
         assert (await c.ask(vllm_xargs={"theirs": 1})).status_code == 200
         await c.idle()
@@ -96,8 +97,8 @@ async def test_other_modalities_have_their_own_fields() -> None:
     ("config", "more"),
     [
         (settings(send_pixels="always"), {}),
-        (settings(), {"mm_processor_kwargs": {"max_pixels": 100}}),
-        (settings(), {"media_io_kwargs": {"image": {}}}),
+        (TRUSTING, {"mm_processor_kwargs": {"max_pixels": 100}}),
+        (TRUSTING, {"media_io_kwargs": {"image": {}}}),
     ],
 )
 async def test_pixels_are_sent_where_asked_for_or_where_the_options_matter(config: Any, more: dict[str, Any]) -> None:
@@ -187,7 +188,7 @@ async def test_a_proxy_that_hears_its_stages_first_believes_that_the_stage_was_i
 
 
 async def test_a_request_with_processor_options_that_nobody_encoded_waits_for_none_of_its_items() -> None:
-    async with cluster("E0", "PD0") as c:
+    async with cluster("E0", "PD0", config=TRUSTING) as c:
         c["E0"].usual = breaks
         assert (await c.ask(mm_processor_kwargs={"max_pixels": 100})).status_code == 200
         assert xargs(c["PD0"].calls[0]) == {MISSING_XARG: ALL_MISSING}, "vLLM's name for the item is not ours"
@@ -292,7 +293,8 @@ async def test_with_reencode_requests_that_carry_pixels_are_encoded_again_before
 
 async def test_a_lost_feature_that_only_stages_can_name_is_encoded_again_all_the_same() -> None:
     """vLLM renames an item when the request has processor options."""
-    async with cluster("E0", "PD0", config=REENCODE) as c:
+    trusting = replace(REENCODE, trust_request_mm_kwargs=True)
+    async with cluster("E0", "PD0", config=trusting) as c:
         c["E0"].usual = encodes()
         c["PD0"].script.append(loses(c, keys=["renamed"]))
         assert (await c.ask(mm_processor_kwargs={"max_pixels": 100})).status_code == 200

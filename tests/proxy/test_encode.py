@@ -24,7 +24,7 @@ CHAT = Endpoint.CHAT.value
 
 async def test_the_encoder_gets_the_pictures_and_everyone_gets_the_same_keys() -> None:
     urls = [data_url(picture(color=color)) for color in ("red", "blue")]
-    async with cluster("E0", "P0", "D0") as c:
+    async with cluster("E0", "P0", "D0", config=settings(trust_request_mm_kwargs=True)) as c:
         body = picture_body(*urls, mm_processor_kwargs={"max_pixels": 100}, temperature=0)
         assert (await c.client.post(CHAT, json=body)).status_code == 200
         await c.idle()

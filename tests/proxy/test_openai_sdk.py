@@ -196,6 +196,22 @@ async def test_responses_whole_streamed_and_with_a_picture() -> None:
     assert [one.type for one in events][-1] == "response.completed" and len(events) == 5
 
 
+async def test_an_answer_is_kept_nowhere_and_a_client_that_asks_for_it_is_told() -> None:
+    async with sdk() as (client, c):
+        ask: Any = {"model": MODEL, "input": "hello"}
+        usual: Any = {"metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "k", "safety_identifier": "s"}
+        assert (await client.responses.create(**ask, **usual)).output_text == "hi"
+        assert (await client.responses.create(**ask, store=False)).output_text == "hi"
+        assert "safety_identifier" not in c["D0"].calls[0].body and c["D0"].calls[0].body["metadata"] == {"a": "b"}
+        for more in ({"store": True}, {"background": True}, {"previous_response_id": "resp_1"}, {"conversation": "c"}):
+            with pytest.raises(openai.BadRequestError, match="keeps no responses") as caught:
+                await client.responses.create(**ask, **more)
+            assert caught.value.param == next(iter(more))
+        with pytest.raises(openai.BadRequestError, match="store: false"):
+            await client.chat.completions.create(model=MODEL, messages=ASK, store=True)
+        assert len(c["D0"].calls) == 2
+
+
 async def test_a_broken_stream_is_an_exception_to_the_sdk() -> None:
     async with sdk() as (client, c):
         c["P0"].usual = c["D0"].usual = streams(delta(content="hi"), then="break")

