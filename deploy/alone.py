@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shlex
@@ -14,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from deploy import event_loop
+from deploy.admin import LOOPBACK, open_admin
 from deploy.ending import Ending
 from deploy.front import Front
 from deploy.health import health_status
@@ -238,15 +240,19 @@ def run_proxy(
     api_keys: Sequence[str],
     drain_s: float,
     workers: int = 1,
+    admin_port: int = 0,
+    admin_host: str = LOOPBACK,
+    admin_key_file: str = "",
 ) -> int:
     """Serve the proxy alone until a signal (`deploy/ending.py`); each stage's /health is asked every second."""
-    from deploy.config import check_drain, check_workers
+    from deploy.config import check_admin_port, check_drain, check_workers
     from deploy.proxy_settings import apply_overrides, proxy_overrides
     from proxy.server import bind
     from proxy.settings import ModelIdentity, ProxySettings
 
     check_drain(drain_s)
     check_workers(workers)
+    check_admin_port(admin_port, port)
     file = read_stages_file(stages)
     settings = ProxySettings(
         served_models=(file.model,),
@@ -255,7 +261,9 @@ def run_proxy(
         api_keys=tuple(api_keys),
     )
     settings = apply_overrides(settings, proxy_overrides(proxy))
-    with bind(host, port) as listening:
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(bind(host, port))
+        admin = stack.enter_context(open_admin(admin_host, admin_port, admin_key_file))
         ending = Ending(drain_s, _say)
         front = Front(
             settings,
@@ -267,6 +275,7 @@ def run_proxy(
             drain_s=drain_s,
             serves=ending.serves,
             say=_say,
+            admin=admin,
         )
         event_loop.run(_serve_proxy(file, front, ending, f"http://{host}:{port}"))
     return 0

@@ -30,7 +30,9 @@ def add_stage(commands: Any) -> Parser:
     parser.add_argument("--sim-profile", default="", metavar="FILE", help="latencies and capacity with --engine sim")
     parser.add_argument("--print", action="store_true", help="print the command instead of running it")
     cluster = parser.add_argument_group("as a member of a cluster")
-    cluster.add_argument("--join", metavar="http://HEAD:PORT", help="the head's proxy; --host is then this machine's")
+    cluster.add_argument(
+        "--join", metavar="http://HEAD:PORT", help="the head's admin port; --host is then this machine's"
+    )
     for flag, default, text in (
         ("--cluster-key-file", "", "the same key as the head's"),
         ("--run-root", "", argparse.SUPPRESS),
@@ -88,12 +90,15 @@ def add_proxy(commands: Any) -> Parser:
     parser.add_argument(
         "--drain-s", type=float, default=30.0, help="how long requests in flight may go on after SIGTERM"
     )
+    for option in fields(DeployConfig):
+        if option.name in _ADMIN:
+            add_option(parser, option)
     head = parser.add_argument_group("as the head of a cluster that stages join (epd-serve stage --join)")
     head.add_argument("--cluster-key-file", metavar="FILE", help="the key that stages join with; makes this a head")
     head.add_argument("--model", default="", help="model directory or hub name (default: the demo model)")
     head.add_argument("--cluster-host", default="", help="address for the stages (default: --host)")
     head.add_argument(
-        "--cluster-port", type=port, default=0, help="first of four for the stages (default: --port + 10)"
+        "--cluster-port", type=port, default=0, help="first of five for the stages (default: --port + 10)"
     )
     head.add_argument("--mooncake-master", default="auto", metavar="auto|none|HOST:PORT", help="run one, or use that")
     for option in fields(DeployConfig):
@@ -103,6 +108,7 @@ def add_proxy(commands: Any) -> Parser:
     return parser
 
 
+_ADMIN = ("admin_port", "admin_host", "admin_key_file")
 _HEADS_OWN = ("model", "cluster_host", "cluster_port", "mooncake_master")
 _HEADS_OPTIONS = (
     *("served_model_name", "tenant_header", "shared_features", "send_pixels", "on_missing_feature", "recompute_limit"),

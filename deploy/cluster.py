@@ -1,11 +1,12 @@
 """`epd-serve proxy --cluster-key-file F`: the head of a cluster, in the foreground, until a signal.
 
-One process on one machine: the OpenAI endpoint, the door that stages join by, the event bus, and (as a child, under
-supervision) Mooncake's master. All ports follow from two numbers, so that a head that is started again has them again
-and no stage has to be told: the proxy's, and `--cluster-port` C (default: the proxy's plus ten):
+One process on one machine: the OpenAI endpoint, the admin listener, which stages join by, the event bus, and (as a
+child, under supervision) Mooncake's master. All ports follow from two numbers, so that a head that is started again has
+them again and no stage has to be told: the proxy's, and `--cluster-port` C (default: the proxy's plus ten):
 
     C      events in: stages that announce connect here       C + 2  mooncake_master, for the stages
     C + 1  events out: stages that listen connect here        C + 3  mooncake_master's /health and /metrics
+    C + 4  the admin listener: stages join here (unless --admin-port says otherwise)
 
 The head keeps no state that matters. Started again, it learns of its members by their next beats.
 """
@@ -23,10 +24,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploy import event_loop
+from deploy.admin import Admin, open_admin
 from deploy.blueprint import Blueprint, draw
 from deploy.cluster_bus import EventBus
 from deploy.cluster_key import read_cluster_key
-from deploy.config import DeployConfig, host_and_port
+from deploy.config import DeployConfig, check_admin_port, host_and_port
 from deploy.ending import Ending
 from deploy.environment import is_terminal
 from deploy.front import Front
@@ -53,6 +55,8 @@ GRACE_S = 2.0
 """How long requests in flight may go on after the signal."""
 
 AUTO, NONE = "auto", "none"
+ADMIN = 4
+"""The admin listener's port, from the first of the cluster's ports on."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Head:
 
     Attributes:
         blueprint: the model and the proxy's settings, drawn as a monolith's: the members make the layout.
-        address: IPv4 address that the stages reach this machine at. port: first of four (see the module).
+        address: IPv4 address that the stages reach this machine at. port: first of five (see the module).
         master: `auto` (run one), `none`, or host:port of one that runs already.
         passed: the vLLM flags that all stages are started with, as far as they change what a feature is.
     """
@@ -120,6 +124,9 @@ def run_head(
     mooncake_master: str,
     host: str,
     port: int,
+    admin_port: int = 0,
+    admin_host: str = "",
+    admin_key_file: str = "",
     passed: Sequence[str],
     **options: Any,
 ) -> int:
@@ -149,12 +156,16 @@ def run_head(
     key = read_cluster_key(cluster_key_file)
     first = cluster_port or port + 10
     _check_ports(first, port)
+    door = admin_port or first + ADMIN
+    check_admin_port(door, port)
     head = Head(draw(config, starts_stages=False), key, address, first, mooncake_master, tuple(passed))
     root = Path(config.run_root) if config.run_root else None
     settings = head.proxy_settings  # what is wrong with `--proxy` is said before anything starts
     screen = Screen(sys.stderr, terminal=is_terminal())
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(listen(host, port))
+        admin = stack.enter_context(open_admin(admin_host or address, door, admin_key_file, usual_key=key))
+        assert admin is not None, "a head has a port for it"
         for launch_id in reap_dead(root):
             screen.line(f"cleaned up after launch {launch_id}, which was killed")
         told = head.settings
@@ -163,19 +174,19 @@ def run_head(
             _check_free(address, head.port + 2, head.port + 3)
         run = RunDir.create(root)
         stack.callback(run.remove)
-        event_loop.run(_serve(head, settings, run, listening, screen))
+        event_loop.run(_serve(head, settings, run, listening, admin, screen))
     return 0
 
 
 def _check_ports(first: int, port: int) -> None:
-    if first > 65535 - 3:
+    if first > 65535 - ADMIN:
         raise ConfigError(
-            f"the cluster's four ports from {first} on have to be below 65536; choose others with --cluster-port",
+            f"the cluster's five ports from {first} on have to be below 65536; choose others with --cluster-port",
             param="--cluster-port",
         )
-    if port in range(first, first + 4):
+    if port in range(first, first + ADMIN + 1):
         raise ConfigError(
-            f"--port {port} is one of the cluster's four from {first} on; choose others with --cluster-port",
+            f"--port {port} is one of the cluster's five from {first} on; choose others with --cluster-port",
             param="--cluster-port",
         )
 
@@ -192,7 +203,9 @@ def _check_free(address: str, *ports: int) -> None:
             ) from error
 
 
-async def _serve(head: Head, settings: ProxySettings, run: RunDir, listening: socket.socket, screen: Screen) -> None:
+async def _serve(
+    head: Head, settings: ProxySettings, run: RunDir, listening: socket.socket, admin: Admin, screen: Screen
+) -> None:
     from proxy.cluster import Membership
     from proxy.cluster_admission import ClusterIdentity
     from proxy.errors import most_telling
@@ -218,6 +231,7 @@ async def _serve(head: Head, settings: ProxySettings, run: RunDir, listening: so
         serves=ending.serves,
         say=screen.line,
         launch_id=run.launch_id,
+        admin=admin,
     )
     members = Membership(front.table, identity, head.settings)
     async with head.second_tier(run).running(screen.line):
@@ -226,7 +240,7 @@ async def _serve(head: Head, settings: ProxySettings, run: RunDir, listening: so
                 tasks = [group.create_task(front.serve(members, head.key)), group.create_task(_notice_silence(members))]
                 screen.line(
                     f"head of a cluster on http://{config.host}:{config.port}; stages join it at "
-                    f"http://{head.address}:{config.port}"
+                    f"http://{head.address}:{admin.listening.getsockname()[1]}"
                 )
                 await ending.wait()
                 for task in tasks:

@@ -1,4 +1,4 @@
-"""Reads the cluster key: one line in a file that is not everybody's."""
+"""Reads a key, the cluster's or the admin listener's: one line in a file that is not everybody's."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ SHORTEST = 16
 
 
 def read_cluster_key(path: str) -> str:
-    """The key.
-
-    Raises:
-        ConfigError: none given, unreadable, open to everybody, or too short to be a secret.
-    """
+    """The cluster's key. Raises ConfigError as `read_key`, and when none is given."""
     if not path:
         raise ConfigError("give the file with the cluster's key by --cluster-key-file", param="--cluster-key-file")
+    return read_key(path, "--cluster-key-file")
+
+
+def read_key(path: str, flag: str) -> str:
+    """The key in a file that a flag names.
+
+    Raises:
+        ConfigError: unreadable, open to everybody, or too short to be a secret.
+    """
+    what = flag.removeprefix("--").replace("-", " ")
     file = Path(path)
     make = f"make one with: (umask 077; openssl rand -hex 32 > {path})"
     try:
@@ -25,13 +31,13 @@ def read_cluster_key(path: str) -> str:
         key = file.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not plain text"
-        raise ConfigError(f"cluster key file {path}: {reason}; {make}", param="--cluster-key-file") from error
+        raise ConfigError(f"{what} {path}: {reason}; {make}", param=flag) from error
     if mode & (stat.S_IROTH | stat.S_IWOTH):
-        what = "readable" if mode & stat.S_IROTH else "writable"
-        raise ConfigError(f"cluster key file {path} is {what} by everybody: chmod 600 it", param="--cluster-key-file")
+        how = "readable" if mode & stat.S_IROTH else "writable"
+        raise ConfigError(f"{what} {path} is {how} by everybody: chmod 600 it", param=flag)
     if len(key) < SHORTEST or not all("!" <= letter <= "~" for letter in key):
         raise ConfigError(
-            f"cluster key file {path} needs one word of at least {SHORTEST} characters; {make}",
-            param="--cluster-key-file",
+            f"{what} {path} needs one word of at least {SHORTEST} characters; {make}",
+            param=flag,
         )
     return key

@@ -52,6 +52,11 @@ class DeployConfig:
     )
     host: str = _option("127.0.0.1", "address of the OpenAI endpoint")
     port: int = _option(8000, "port of the OpenAI endpoint")
+    admin_port: int = _option(
+        0, "port of /metrics and /instances, which then leave the clients' port; a cluster's head has one in any case"
+    )
+    admin_host: str = _option("127.0.0.1", "address of that port")
+    admin_key_file: str = _option("", "file with the key that they want; needed beyond loopback")
     workers: int = _option(1, "proxy processes; several share one port and one view of the stages")
     served_model_name: str = _option("", "name clients use (default: the model directory's name)")
     stage_args: tuple[str, ...] = _option(
@@ -113,6 +118,7 @@ class DeployConfig:
                 raise ConfigError(unknown(option.name, getattr(self, option.name), choices), param=option.name)
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"port {self.port} is not between 1 and 65535", param="port")
+        check_admin_port(self.admin_port, self.port)
         check_workers(self.workers)
         positive = ("arena_mib", "kv_packet_floor_kib", "kv_staging_mib", "startup_timeout_s")
         for name in (*positive, "recompute_limit"):
@@ -135,6 +141,14 @@ class DeployConfig:
                 )
         if self.tenant_header and not _HEADER.fullmatch(self.tenant_header):
             raise ConfigError(f"tenant_header {self.tenant_header!r} is no header name", param="tenant_header")
+
+
+def check_admin_port(admin_port: int, port: int) -> None:
+    """Raises ConfigError when an admin listener cannot be there. 0 means none."""
+    if not 0 <= admin_port <= 65535:
+        raise ConfigError(f"admin_port {admin_port} is not between 1 and 65535", param="admin_port")
+    if admin_port and admin_port == port:
+        raise ConfigError(f"admin_port {admin_port} is the clients' port; give another", param="admin_port")
 
 
 def check_workers(count: int) -> None:

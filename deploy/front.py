@@ -7,8 +7,8 @@ import importlib
 import mmap
 import os
 import socket
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from deploy.ending import Draining
@@ -17,7 +17,11 @@ from deploy.ports import BACKLOG
 from proxy.warm_links import GRACE_S
 
 if TYPE_CHECKING:
+    from deploy.admin import Admin
+    from deploy.proxy_workers import ProxyWorkers
+    from proxy.circuits import Circuits
     from proxy.cluster import Membership
+    from proxy.pipeline import Pipeline
     from proxy.settings import ProxySettings
     from proxy.table import InstanceTable
 
@@ -32,6 +36,8 @@ class Front:
         serves: told what drains, before it takes requests.
         say: takes a line for the operator.
         launch_id: marks the processes as those of a launch, or "".
+        admin: has `/metrics` and `/instances`, which then leave the clients' port, and a head's calls of the cluster;
+            its socket is closed at the end. It is this process that answers there, however many proxies there are.
         link_grace_s: as of `InstanceTable`.
 
     Raises:
@@ -51,9 +57,11 @@ class Front:
         serves: Callable[[Draining], None],
         say: Callable[[str], None],
         launch_id: str = "",
+        admin: Admin | None = None,
         link_grace_s: float = GRACE_S,
     ) -> None:
-        self.settings = settings
+        self.settings = replace(settings, observed=admin is None)
+        self._admin = admin
         self._listening = listening
         self._at = (host, port)
         self._workers = workers
@@ -85,32 +93,55 @@ class Front:
         """Until cancelled. The web framework loads in a thread, while others in this loop go on.
 
         Args:
-            members, cluster_key: of the head of a cluster, whose side door is here, too.
+            members, cluster_key: of the head of a cluster, which needs an admin listener.
 
         Raises:
             EpdError: a worker does not start.
         """
-        if self._workers == 1:
-            await self._serve_here(members, cluster_key)
-        else:
-            await self._serve_by_workers(members, cluster_key)
+        framework = self._workers == 1 or self._admin is not None
+        await asyncio.to_thread(importlib.import_module, "proxy.app" if framework else "proxy.worker_hub")
+        from proxy.errors import most_telling
 
-    async def _serve_here(self, members: Membership | None, cluster_key: str) -> None:
-        await asyncio.to_thread(importlib.import_module, "proxy.app")
+        assert members is None or self._admin is not None, "members call on the admin listener"
+        answers = self._here() if self._workers == 1 else self._by_workers()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(answers.serving)
+                if self._admin is not None:
+                    group.create_task(self._serve_admin(self._admin, answers, members, cluster_key))
+        except BaseExceptionGroup as failed:
+            raise most_telling(failed) from None
+
+    async def _serve_admin(self, admin: Admin, answers: _Answers, members: Membership | None, cluster_key: str) -> None:
+        from proxy.admin import create_admin
+        from proxy.server import serve
+
+        app = create_admin(
+            self.table,
+            answers.metrics,
+            key=admin.key,
+            circuits=answers.circuits,
+            members=members,
+            cluster_key=cluster_key,
+        )
+        await serve(app, "", 0, sockets=[admin.listening], grace_s=self._grace_s)
+
+    def _here(self) -> _Answers:
         from proxy.app import create_app
-        from proxy.cluster_routes import add_cluster_routes
         from proxy.server import serve
 
         app = create_app(self.settings, self.table)
-        if members is not None:
-            add_cluster_routes(app, members, cluster_key)
-        self._serves(app.state.pipeline.drain)
-        await serve(app, *self._at, sockets=[self._listening], grace_s=self._grace_s)
+        pipeline: Pipeline = app.state.pipeline
+        self._serves(pipeline.drain)
 
-    async def _serve_by_workers(self, members: Membership | None, cluster_key: str) -> None:
-        await asyncio.to_thread(importlib.import_module, "proxy.worker_hub")
+        async def metrics() -> bytes:
+            return pipeline.metrics.text()
+
+        serving = serve(app, *self._at, sockets=[self._listening], grace_s=self._grace_s)
+        return _Answers(serving, metrics, pipeline.circuits)
+
+    def _by_workers(self) -> _Answers:
         from deploy.proxy_workers import ProxyWorkers
-        from proxy.cluster_routes import take_in
         from proxy.roster import TableOfParent
         from proxy.shares import share_of
         from proxy.worker_hub import WorkerHub
@@ -118,8 +149,8 @@ class Front:
 
         assert isinstance(self.table, TableOfParent), "made for several workers"
         share = share_of(self.settings, self._workers)
-        common = Setup(share, 0, self._workers, self._grace_s, self._drain_s, self._link_grace_s, cluster_key)
-        hub = WorkerHub(self.table, common, door=partial(take_in, members) if members is not None else None)
+        common = Setup(share, 0, self._workers, self._grace_s, self._drain_s, self._link_grace_s)
+        hub = WorkerHub(self.table, common)
         self._serves(hub)
         environment = {**module_environment(), LAUNCHER_PID_ENV: str(os.getpid())}
         if self._launch_id:
@@ -133,8 +164,20 @@ class Front:
             grace_s=self._grace_s,
             say=self._say,
         )
+        return _Answers(self._run(workers), hub.metrics)
+
+    async def _run(self, workers: ProxyWorkers) -> None:
         try:
             await workers.run()
         finally:
             self._listening.close()
             os.close(self._memory)
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """Who serves the clients' port, and what the admin listener tells of it. `circuits`: where one process has all."""
+
+    serving: Coroutine[None, None, None]
+    metrics: Callable[[], Awaitable[bytes]]
+    circuits: Circuits | None = None

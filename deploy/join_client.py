@@ -97,14 +97,14 @@ class HeadClient:
         if code == "wrong_cluster_key":
             return JoinRefusedError(f"{self.url} has another cluster key than --cluster-key-file", code=code)
         if response.status_code in (404, 405):
-            return JoinRefusedError(f"{self.url} is no head of a cluster: start it with --cluster-key-file")
+            return JoinRefusedError(f"{self.url} takes no stages: give the address that the head says they join it at")
         return JoinRefusedError(f"{self.url} refuses: {said}", code=code)
 
 
 def check_head_url(url: str) -> None:
     """Raises ConfigError when it is not http://HOST:PORT."""
     if not is_http_address(url):
-        raise ConfigError(f"--join {url!r} is not http://HOST:PORT of the head's proxy", param="--join")
+        raise ConfigError(f"--join {url!r} is not http://HOST:PORT of the head's admin port", param="--join")
 
 
 def _error(response: httpx.Response) -> tuple[str | None, str]:

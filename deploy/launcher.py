@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy import event_loop
+from deploy.admin import Admin, open_admin
 from deploy.blueprint import Blueprint
 from deploy.ending import Ending
 from deploy.engines import command_of
@@ -81,22 +82,26 @@ class Launch:
         root = Path(config.run_root) if config.run_root else None
         with contextlib.ExitStack() as stack:
             listening = stack.enter_context(listen(config.host, config.port))
+            admin = stack.enter_context(open_admin(config.admin_host, config.admin_port, config.admin_key_file))
             screen = Screen(sys.stderr, terminal=is_terminal())
             for launch_id in reap_dead(root):
                 screen.line(f"cleaned up after launch {launch_id}, which was killed")
             run = RunDir.create(root)
             stack.callback(run.remove)
-            return event_loop.run(_Session(self, run, listening, screen).serve())
+            return event_loop.run(_Session(self, run, listening, admin, screen).serve())
 
 
 class _Session:
     """The life of one launch in its event loop."""
 
-    def __init__(self, launch: Launch, run: RunDir, listening: socket.socket, screen: Screen) -> None:
+    def __init__(
+        self, launch: Launch, run: RunDir, listening: socket.socket, admin: Admin | None, screen: Screen
+    ) -> None:
         self.launch = launch
         self.blueprint = launch.blueprint
         self.run = run
         self.listening = listening
+        self.admin = admin
         self.screen = screen
         self.started = time.monotonic()
         self.ending = Ending(launch.blueprint.config.drain_s, screen.line, self._kill)
@@ -163,6 +168,7 @@ class _Session:
             serves=self.ending.serves,
             say=self.screen.line,
             launch_id=self.run.launch_id,
+            admin=self.admin,
             link_grace_s=self.launch.patience.links_s,
         )
 

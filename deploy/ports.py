@@ -38,19 +38,22 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     raise ConfigError(f"found only {len(found)} free ports on {host}, {count} are needed")
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, *, flags: str = "-") -> socket.socket:
     """A listening socket for the endpoint; connections wait in it until the proxy runs.
+
+    Args:
+        flags: what stands before `-port` and `-host` in the flags that errors name.
 
     Raises:
         ConfigError: the port is in use or needs privileges, or the address is not of this machine.
     """
     if not 1 <= port <= 65535:  # getaddrinfo takes 65536 and means 0
-        raise ConfigError(f"port {port} is not between 1 and 65535", param="--port")
+        raise ConfigError(f"port {port} is not between 1 and 65535", param=f"{flags}-port")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:  # UnicodeError: no host name at all
         reason = error.strerror if isinstance(error, OSError) else "it is no host name"
-        raise ConfigError(f"--host {host} cannot be resolved: {reason}", param="--host") from error
+        raise ConfigError(f"{flags}-host {host} cannot be resolved: {reason}", param=f"{flags}-host") from error
     taken = socket.socket(family, kind, protocol)
     try:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -60,10 +63,12 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         taken.close()
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} is in use; end what listens there or use --port", param="--port") from None
+            fix = f"end what listens there or use {flags}-port"
+            raise ConfigError(f"port {port} is in use; {fix}", param=f"{flags}-port") from None
         if error.errno == errno.EACCES:
-            raise ConfigError(f"port {port} needs privileges; use --port above 1023", param="--port") from None
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", param="--host") from error
+            fix = f"use {flags}-port above 1023"
+            raise ConfigError(f"port {port} needs privileges; {fix}", param=f"{flags}-port") from None
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", param=f"{flags}-host") from error
     return taken
 
 

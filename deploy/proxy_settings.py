@@ -37,6 +37,7 @@ _DECIDED = (
     "arena",
     "processes",
     "vllm_version",
+    "observed",
 )
 """Fields that follow from the deployment itself."""
 

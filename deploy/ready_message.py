@@ -34,6 +34,7 @@ def ready_message(wired: WiringPlan, seconds: float, grants: Mapping[str, Sequen
             f"Ready in {seconds:.1f} s: {blueprint.layout} on {blueprint.device} serves {blueprint.served_model_name}",
             "",
             f"  endpoint  {endpoint}/v1   logs  {wired.run.path}",
+            *_admin_lines(blueprint),
             "",
             table(rows),
             *_core_lines(grants or {}),
@@ -47,6 +48,12 @@ def ready_message(wired: WiringPlan, seconds: float, grants: Mapping[str, Sequen
             "Ctrl-C stops everything.",
         )
     )
+
+
+def _admin_lines(blueprint: Blueprint) -> list[str]:
+    config = blueprint.config
+    host = f"[{config.admin_host}]" if ":" in config.admin_host else config.admin_host
+    return [f"  admin     http://{host}:{config.admin_port}/metrics, /instances"] if config.admin_port else []
 
 
 def _core_lines(grants: Mapping[str, Sequence[CoreGrant]]) -> list[str]:

@@ -47,6 +47,8 @@ def create_app(
         transport: replaces the network towards the stages. media_transport, resolver: towards media hosts.
         metrics_text: answers `/metrics`, where this is not the only process to count.
 
+    `/metrics` and `/instances` are here unless the settings say that an admin listener has them (`proxy/admin.py`).
+
     The pipeline is at `app.state.pipeline`. Its connections close with the application's lifespan.
     """
     pipeline = Pipeline(settings, table, transport=transport, media_transport=media_transport, resolver=resolver)
@@ -59,10 +61,10 @@ def create_app(
 
     app = _FrontDoor(pipeline, title="EPD-Serve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.pipeline = pipeline
-    _add_error_seam(app)
+    add_error_seam(app)
     _add_status_routes(app, pipeline)
-    _add_metrics_route(app, pipeline, metrics_text)
-
+    if settings.observed:
+        _add_observing_routes(app, pipeline, metrics_text)
     return app
 
 
@@ -95,6 +97,8 @@ def _add_status_routes(app: FastAPI, pipeline: Pipeline) -> None:
         if pipeline.drain.began:
             return JSONResponse({"status": "draining", "running": pipeline.drain.running}, 503)
         code, body = status.health(settings, table)
+        if settings.api_keys or not settings.observed:
+            body.pop("instances", None)  # whoever may not see the table does not see it here
         return JSONResponse(body, code)
 
     @app.get("/v1/models")
@@ -108,28 +112,37 @@ def _add_status_routes(app: FastAPI, pipeline: Pipeline) -> None:
         return JSONResponse(status.model(settings, name))
 
     @app.get("/openapi.json")
-    async def openapi() -> Response:
+    async def openapi(request: Request) -> Response:
+        tenant_of(request.headers, settings)
         return JSONResponse(document)
 
     @app.get("/version")
-    async def version() -> Response:
+    async def version(request: Request) -> Response:
+        tenant_of(request.headers, settings)
         return JSONResponse(status.own_version())
 
-    @app.get("/instances")
-    async def instances() -> Response:
-        return JSONResponse(status.instances(table, pipeline.circuits))
 
-
-def _add_metrics_route(
+def _add_observing_routes(
     app: FastAPI, pipeline: Pipeline, metrics_text: Callable[[Pipeline], Awaitable[bytes]] | None
 ) -> None:
+    """What is on the admin listener where there is one. With API keys it wants one of them."""
+    settings = pipeline.settings
+
+    @app.get("/instances")
+    async def instances(request: Request) -> Response:
+        tenant_of(request.headers, settings)
+        return JSONResponse(status.instances(pipeline.table, pipeline.circuits))
+
     @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
+        tenant_of(request.headers, settings)
         text = pipeline.metrics.text() if metrics_text is None else await metrics_text(pipeline)
         return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
 
 
-def _add_error_seam(app: FastAPI) -> None:
+def add_error_seam(app: FastAPI) -> None:
+    """Whatever a route raises is answered in OpenAI's shape."""
+
     def answer(error: EpdError) -> Response:
         return JSONResponse(error_body(error), error.status, error_headers(error))
 

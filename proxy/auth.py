@@ -63,6 +63,13 @@ def caller_of(headers: Headers, settings: ProxySettings) -> Caller:
     return Caller(tenant, account if key else tenant)
 
 
+def bears(headers: Headers, key: str) -> bool:
+    """Whether a request has this one bearer key, in a time that tells nothing about it."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    right = hmac.compare_digest(token.strip().encode("utf-8", "replace"), key.encode())
+    return right and scheme.lower() == "bearer"
+
+
 def _key_of(authorization: str | None, api_keys: Sequence[str]) -> bytes:
     if not api_keys:
         return b""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
@@ -40,9 +40,6 @@ logger = logging.getLogger(__name__)
 
 FORGET_S = 600.0
 """Silence after which a member's name is free and it no longer counts in /health."""
-
-Door = Callable[[str, str, bytes], Awaitable[tuple[int, bytes]]]
-"""Where members' messages go whose key was right: (path, caller's address, body) → (status, body). Raises EpdError."""
 
 _DRAIN_POLL_S = 0.05
 

@@ -1,13 +1,11 @@
-"""The cluster's side door on the proxy's server: join, beat and leave, for holders of the cluster key only.
+"""The cluster's calls on the admin listener of its head: join, beat and leave, for holders of the cluster key only.
 
-Client API keys mean nothing here, and the cluster key means nothing at the front door. The key is compared before a
+Client API keys mean nothing here, and the cluster key means nothing on the clients' port. The key is compared before a
 byte of the body is read.
 """
 
 from __future__ import annotations
 
-import hmac
-from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -16,31 +14,26 @@ from fastapi.responses import Response
 
 from epd_serve.cluster import BEAT, JOIN, LEAVE, Beat, JoinRequest, Leave, Left
 from epd_serve.errors import PayloadTooLargeError, RequestError
-from proxy.auth import AuthenticationError
-from proxy.cluster import Door, Membership
+from proxy.auth import AuthenticationError, bears
+from proxy.cluster import Membership
 
 MAX_BODY_BYTES = 64 << 10
 Message = TypeVar("Message")
 
 
 def add_cluster_routes(app: FastAPI, members: Membership, cluster_key: str) -> None:
-    """Make an application a head. Errors leave through the application's own seam."""
-    add_side_door(app, partial(take_in, members), cluster_key)
+    """Make an application a head's. Errors leave through the application's own seam."""
 
-
-def add_side_door(app: FastAPI, door: Door, cluster_key: str) -> None:
-    """The routes of a head whose members `door` knows."""
-
-    async def knock(request: Request) -> Response:
+    async def call(request: Request) -> Response:
         raw = await _body(request, cluster_key)
-        status, body = await door(request.url.path, request.client.host if request.client else "", raw)
+        status, body = await _take_in(members, request.url.path, request.client.host if request.client else "", raw)
         return Response(body, status, media_type="application/json" if body else None)
 
     for path in (JOIN, BEAT, LEAVE):
-        app.add_api_route(path, knock, methods=["POST"])
+        app.add_api_route(path, call, methods=["POST"])
 
 
-async def take_in(members: Membership, path: str, caller: str, raw: bytes) -> tuple[int, bytes]:
+async def _take_in(members: Membership, path: str, caller: str, raw: bytes) -> tuple[int, bytes]:
     """Have the membership take in one message. Returns status and body of the answer.
 
     Raises:
@@ -50,16 +43,14 @@ async def take_in(members: Membership, path: str, caller: str, raw: bytes) -> tu
         return 200, msgspec.json.encode(members.join(_message(raw, JoinRequest), caller))
     if path == LEAVE:
         return 200, msgspec.json.encode(Left(await members.leave(_message(raw, Leave))))
-    assert path == BEAT, f"{path} is no path of the side door"
+    assert path == BEAT, f"{path} is no path of a cluster"
     members.beat(_message(raw, Beat))
     return 204, b""
 
 
 async def _body(request: Request, cluster_key: str) -> bytes:
     """Check the key, then read the body. Raises AuthenticationError, PayloadTooLargeError."""
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    right = hmac.compare_digest(token.strip().encode("utf-8", "replace"), cluster_key.encode())
-    if scheme.lower() != "bearer" or not right:
+    if not bears(request.headers, cluster_key):
         raise AuthenticationError("This is not the cluster key.", code="wrong_cluster_key")
     raw = b""
     async for chunk in request.stream():

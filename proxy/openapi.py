@@ -48,15 +48,10 @@ def document(settings: ProxySettings, version: str) -> Json:
     paths["/v1/models"] = {"get": _get("listModels", "Models of this server.", "Models", secured=secured)}
     paths["/v1/models/{model}"] = {"get": _model(secured)}
     paths["/health"] = {"get": _health()}
-    paths["/version"] = {"get": _get("getVersion", "Version of the proxy.", "Version")}
-    paths["/instances"] = {"get": _get("listInstances", "The status table.", "Instances")}
-    paths["/metrics"] = {
-        "get": {
-            "operationId": "getMetrics",
-            "summary": "Metrics in Prometheus' text format.",
-            "responses": {"200": {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}},
-        }
-    }
+    paths["/version"] = {"get": _get("getVersion", "Version of the proxy.", "Version", secured=secured)}
+    if settings.observed:
+        paths["/instances"] = {"get": _get("listInstances", "The status table.", "Instances", secured=secured)}
+        paths["/metrics"] = {"get": _metrics(secured)}
     limits = limited(settings.served_models, max_n=settings.max_n, max_sequences=settings.max_sequences)
     components: Json = {"schemas": {**SCHEMAS, **limits}}
     if secured:
@@ -91,6 +86,16 @@ def _get(operation: str, summary: str, schema: str, *, secured: bool = False) ->
         "operationId": operation,
         "summary": summary,
         "responses": {"200": _json("OK", reference(schema)), **_errors({}, secured=secured)},
+        **_security(secured),
+    }
+
+
+def _metrics(secured: bool) -> Json:
+    text = {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}
+    return {
+        "operationId": "getMetrics",
+        "summary": "Metrics in Prometheus' text format.",
+        "responses": {"200": text, **_errors({}, secured=secured)},
         **_security(secured),
     }
 

@@ -229,6 +229,7 @@ class ProxySettings:
             name, which stages of vLLM 0.32 need, too.
         vllm_version: of the stages, which decides what fields there are; empty where it is not known or not one.
         explain: answer `x-epd-explain: 1` with headers that name path, instances and moments.
+        observed: `/metrics` and `/instances` are on the clients' port, for want of an admin listener.
         stage_key: bearer token that the stages want (stages of several hosts), or "".
     """
 
@@ -264,6 +265,7 @@ class ProxySettings:
     xargs: tuple[str, ...] = ()
     trust_request_mm_kwargs: bool = False
     vllm_version: str = ""
+    observed: bool = True
     stage_key: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:

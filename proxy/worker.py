@@ -1,8 +1,7 @@
 """One of several proxy processes behind one listening socket: the same application as a proxy that is alone.
 
 What differs is handed in: the status table counts on a board that all workers share, instances come from the parent's
-feed, `/metrics` speaks for all workers, and the side door of a cluster leads to the parent. It ends when it is told to,
-and when the parent's end of the feed closes.
+feed, and `/metrics` speaks for all workers. It ends when it is told to, and when the parent's end of the feed closes.
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from epd_serve.cluster import MAX_DRAIN_S
 from epd_serve.errors import DeadlineError, OverloadedError
 from proxy.app import create_app
 from proxy.board import Board
-from proxy.cluster_routes import add_side_door
 from proxy.counted import counted, exposition
 from proxy.errors import most_telling
 from proxy.ledger_shared import COUNTS, SharedLedger
@@ -34,7 +31,6 @@ from proxy.worker_wire import (
     Drain,
     FeedError,
     FromWorker,
-    Knock,
     Roster,
     Running,
     Serving,
@@ -103,32 +99,25 @@ class Feed:
         with contextlib.suppress(ConnectionError):  # `listen` notices
             self._writer.write(frame(message))
 
-    async def ask(self, question: Callable[[int], Sum | Knock], timeout_s: float) -> Answer:
-        """The parent's answer. Raises DeadlineError, OverloadedError (too many questions at a time)."""
+    async def metrics(self, pipeline: Pipeline) -> bytes:
+        """Prometheus text of all workers together.
+
+        Raises:
+            DeadlineError: the parent does not answer. OverloadedError: too many questions at a time.
+        """
         if len(self._asked) >= MAX_QUESTIONS:
             raise OverloadedError("too many questions wait for the launcher; try again later")
         number = next(self._numbers)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         try:
-            self.say(question(number))
-            async with asyncio.timeout(timeout_s):
-                return await answer
+            self.say(Sum(number, counted(pipeline.metrics.registry)))
+            async with asyncio.timeout(SUM_S):
+                return exposition(pipeline.metrics.registry, (await answer).counted)
         except TimeoutError:
-            raise DeadlineError(f"the launcher did not answer within {timeout_s:.0f} s") from None
+            raise DeadlineError(f"the launcher did not answer within {SUM_S:.0f} s") from None
         finally:
             del self._asked[number]
-
-    async def knock(self, path: str, caller: str, body: bytes) -> tuple[int, bytes]:
-        """The parent's answer to a member of the cluster, errors included."""
-        answer = await self.ask(lambda number: Knock(number, path, caller, body), MAX_DRAIN_S + 10.0)
-        return answer.status, answer.body
-
-    async def metrics(self, pipeline: Pipeline) -> bytes:
-        """Prometheus text of all workers together."""
-        registry = pipeline.metrics.registry
-        answer = await self.ask(lambda number: Sum(number, counted(registry)), SUM_S)
-        return exposition(registry, answer.counted)
 
 
 @dataclass(frozen=True)
@@ -168,8 +157,6 @@ async def _serve(parent: Feed, setup: Setup, listening: socket.socket, board: Bo
     ledger = SharedLedger(board, setup.row)
     table = InstanceTable(ledger=ledger, link_grace_s=setup.link_grace_s)
     app = create_app(setup.settings, table, metrics_text=parent.metrics)
-    if setup.cluster_key:
-        add_side_door(app, parent.knock, setup.cluster_key)
     shared = SharedListener(listening, lambda: board.least_connections(setup.row))
     async with asyncio.TaskGroup() as group:
 

@@ -14,20 +14,23 @@ import socket
 from collections.abc import Callable
 
 import msgspec
+from prometheus_client import CollectorRegistry
 
-from epd_serve.errors import EpdError, OverloadedError
+from epd_serve.errors import EpdError
 from epd_serve.wire import Announcement, KvReport, StageReport, StoreReport
 from proxy.announcements import Announcements
-from proxy.cluster import Door
-from proxy.counted import added, lasting
-from proxy.errors import error_body, error_headers, most_telling
+from proxy.counted import added, exposition, lasting
+from proxy.errors import most_telling
+from proxy.kv_metrics import KvMetrics
 from proxy.roster import TableOfParent
+from proxy.stage_metrics import StageMetrics
+from proxy.store_metrics import StoreMetrics
 from proxy.worker_wire import (
     Answer,
     Drain,
     Family,
+    FeedError,
     FromParent,
-    Knock,
     Roster,
     Running,
     Serving,
@@ -45,7 +48,7 @@ TELL_EVERY_S = 2.0
 TELL_S = 1.0
 HUNG_S = 30.0
 MAX_QUESTIONS = 256
-"""Questions of one worker that are answered at a time. Members that leave wait for what they have in flight."""
+"""Questions of one worker that are answered at a time; it asks no more."""
 
 
 class WorkerHungError(EpdError):
@@ -95,18 +98,19 @@ class WorkerHub:
 
     Args:
         setup: what every worker is told first, but for its row.
-        door: takes in messages of a cluster's members, at the head of one.
     """
 
-    def __init__(self, table: TableOfParent, setup: Setup, *, door: Door | None = None) -> None:
+    def __init__(self, table: TableOfParent, setup: Setup) -> None:
         self._table = table
         self._setup = setup
-        self._door = door
         self._workers: set[_Worker] = set()
         self._past: list[Family] = []
         self._ended = 0
         self._draining = False
         self._drained = asyncio.Event()
+        self._registry = CollectorRegistry()
+        for collector in (StoreMetrics(table), StageMetrics(table), KvMetrics(table)):
+            self._registry.register(collector)
         self._announcements = Announcements(table, self._heard, lambda: None)
         table.on_change = self._instances_changed
 
@@ -174,10 +178,9 @@ class WorkerHub:
                         case Running():
                             worker.running, worker.drained = message.running, message.running == 0
                             self._look_for_drained()
-                        case Sum() | Knock():
+                        case Sum():
                             if len(answers) >= MAX_QUESTIONS:
-                                worker.send(_refusal(message.number, OverloadedError("too many members at the door")))
-                                continue
+                                raise FeedError("more questions at a time than a worker asks")
                             answers.add(task := group.create_task(self._answer(worker, message)))
                             task.add_done_callback(answers.discard)
                 for task in (*sides, *answers):
@@ -208,27 +211,24 @@ class WorkerHub:
                 raise WorkerHungError(f"no word for {HUNG_S:.0f} s")
             await asyncio.sleep(TELL_EVERY_S)
 
-    async def _answer(self, worker: _Worker, question: Sum | Knock) -> None:
-        try:
-            if isinstance(question, Sum):
-                worker.counted = question.counted
-                worker.send(Answer(question.number, counted=await self._all_counted(worker)))
-            else:
-                assert self._door is not None, "workers keep a side door only where there is a head"
-                status, body = await self._door(question.path, question.caller, question.body)
-                worker.send(Answer(question.number, status, {}, body))
-        except EpdError as error:
-            worker.send(_refusal(question.number, error))
+    async def metrics(self) -> bytes:
+        """Prometheus text of all workers together, and of the table."""
+        return exposition(self._registry, await self._all_counted(None))
 
-    async def _all_counted(self, asker: _Worker) -> list[Family]:
+    async def _answer(self, worker: _Worker, question: Sum) -> None:
+        worker.counted = question.counted
+        worker.send(Answer(question.number, await self._all_counted(worker)))
+
+    async def _all_counted(self, asker: _Worker | None) -> list[Family]:
         others = [worker for worker in self._workers if worker is not asker and worker.begun.is_set()]
         await asyncio.gather(*(worker.tell(TELL_S) for worker in others))
+        serving = [asker, *others] if asker is not None else others
         mine = [
             Family(
                 "epd_proxy_workers",
                 "gauge",
                 "Proxy processes that take connections.",
-                [("epd_proxy_workers", (), 1 + len(others))],
+                [("epd_proxy_workers", (), len(serving))],
             ),
             Family(
                 "epd_proxy_workers_ended",
@@ -237,7 +237,7 @@ class WorkerHub:
                 [("epd_proxy_workers_ended_total", (), self._ended)],
             ),
         ]
-        return added([self._past, *(worker.counted for worker in (asker, *others)), mine])
+        return added([self._past, *(worker.counted for worker in serving), mine])
 
     def _instances_changed(self) -> None:
         for worker in self._workers:
@@ -254,8 +254,3 @@ class WorkerHub:
                 self._table.report_stage(message)
             case _:
                 pass
-
-
-def _refusal(number: int, error: EpdError) -> Answer:
-    body = msgspec.json.encode(error_body(error))
-    return Answer(number, error.status, error_headers(error), body)

@@ -57,7 +57,6 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
         row: where on the board this worker counts. rows: of the whole board, one per worker.
         grace_s: how long requests in flight may go on when all workers end. drain_s: when only this one does.
         link_grace_s: as of `InstanceTable`.
-        cluster_key: of the head of a cluster, whose side door every worker keeps; else "".
     """
 
     settings: ProxySettings
@@ -66,7 +65,6 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     grace_s: float
     drain_s: float
     link_grace_s: float
-    cluster_key: str = ""
 
 
 class Roster(msgspec.Struct, tag=True, frozen=True):
@@ -86,17 +84,10 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
-    """To a worker's question of that number.
-
-    Attributes:
-        status, headers, body: of an HTTP answer, for a `Knock`. counted: of all workers together, for a `Sum`.
-    """
+    """To a worker's `Sum` of that number: of all workers together."""
 
     number: int
-    status: int = 200
-    headers: dict[str, str] = {}
-    body: bytes = b""
-    counted: list[Family] = []
+    counted: list[Family]
 
 
 # From a worker.
@@ -127,22 +118,9 @@ class Sum(msgspec.Struct, tag=True, frozen=True):
     counted: list[Family]
 
 
-class Knock(msgspec.Struct, tag=True, frozen=True):
-    """A member of the cluster, whose key was right, at the side door.
-
-    Attributes:
-        caller: address that the request came from, or "".
-    """
-
-    number: int
-    path: str
-    caller: str
-    body: bytes
-
-
 Message = TypeVar("Message")
 FromParent = Setup | Roster | Tell | Drain | Answer
-FromWorker = Serving | Told | Running | Sum | Knock
+FromWorker = Serving | Told | Running | Sum
 
 
 def _plain(value: Any) -> Any:

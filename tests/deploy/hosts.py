@@ -28,7 +28,7 @@ class Hosts:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.port = neighbours(14)
+        self.port = neighbours(15)
         self.stage_ports = iter(free_ports(40)[::2])
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.key_file = folder / "key"
@@ -39,6 +39,11 @@ class Hosts:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def admin(self) -> str:
+        """Where stages join, and operators look."""
+        return f"http://127.0.0.1:{self.port + 14}"
+
     def head(self, *flags: str) -> None:
         argv = ["-m", "deploy.cli", "proxy", "--cluster-key-file", str(self.key_file), "--port", str(self.port)]
         self._start("head", *argv, "--mooncake-master", "none", "--run-root", str(self._root("head")), *flags)
@@ -46,14 +51,14 @@ class Hosts:
     def stage(self, name: str, role: str, host: str, *flags: str, key_file: Path | None = None) -> str:
         """Start one; its url."""
         port = next(self.stage_ports)
-        arguments = (str(self._root(name)), self.url, str(key_file or self.key_file), role, host, str(port), *flags)
+        arguments = (str(self._root(name)), self.admin, str(key_file or self.key_file), role, host, str(port), *flags)
         self._start(name, FAKE_JOIN, *arguments)
         return f"http://{host}:{port}"
 
     def simulated(self, name: str, role: str, host: str, *flags: str, port: int = 0) -> str:
         """Start a stage as a user does, with `epd-serve stage --join … --engine sim`; its url."""
         port = port or neighbours(4)
-        argv = ["-m", "deploy.cli", "stage", "--join", self.url, "--engine", "sim", "--role", role, "--host", host]
+        argv = ["-m", "deploy.cli", "stage", "--join", self.admin, "--engine", "sim", "--role", role, "--host", host]
         argv += ["--port", str(port), "--run-root", str(self._root(name)), "--arena-mib", "16"]
         self._start(name, *argv, "--cluster-key-file", str(self.key_file), *flags)
         return f"http://{host}:{port}"
@@ -69,7 +74,7 @@ class Hosts:
         return self.processes.pop(name).wait(PATIENCE_S)
 
     def instances(self) -> dict[str, dict[str, Any]]:
-        found = fetch(f"{self.url}/instances")[1]
+        found = fetch(f"{self.admin}/instances", KEY)[1]
         return {entry["id"]: entry for entry in json.loads(found or "{}").get("instances", [])}
 
     def up(self) -> list[str]:
@@ -106,9 +111,10 @@ class Hosts:
             )
 
 
-def fetch(url: str) -> tuple[int, str]:
+def fetch(url: str, key: str = "") -> tuple[int, str]:
+    request = urllib.request.Request(url, headers={"authorization": f"Bearer {key}"} if key else {})
     try:
-        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             return int(answer.status), answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

@@ -56,7 +56,7 @@ from tests.deploy.launched import neighbours
         ("stage --join http://user:word@h:1 --role E --cluster-key-file KEY", "not http://HOST:PORT"),
         ("stage --join http://h:1/?x --role E --cluster-key-file KEY", "not http://HOST:PORT"),
         ("proxy --cluster-key-file KEY --mooncake-master none --cluster-port 65533", "have to be below 65536"),
-        ("proxy --cluster-key-file KEY --mooncake-master none --cluster-port 7998", "one of the cluster's four"),
+        ("proxy --cluster-key-file KEY --mooncake-master none --cluster-port 7998", "one of the cluster's five"),
         ("proxy --cluster-key-file KEY --cluster-port 0", "not between 1 and 65535"),
         ("proxy --cluster-key-file KEY --cluster-host a..b", "it is no host name"),
         ("proxy --cluster-key-file KEY --mooncake-master http://h:1", "not HOST:PORT"),

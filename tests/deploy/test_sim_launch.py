@@ -33,9 +33,13 @@ def profile_file(folder: Path) -> str:
 
 @contextmanager
 def launched(
-    folder: Path, layout: str, *flags: str, key: str = ""
+    folder: Path, layout: str, *flags: str, key: str = "", table: str = "/instances"
 ) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes]]]:
-    """The launcher of a layout that is ready, and its endpoint. `folder` has to be short: sockets lie below it."""
+    """The launcher of a layout that is ready, and its endpoint. `folder` has to be short: sockets lie below it.
+
+    Args:
+        table: where the status table is, if not on the clients' port.
+    """
     (port,) = free_ports(1)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     command = [sys.executable, "-m", "deploy.cli", "serve", "--engine", "sim", "--layout", layout, "--port", str(port)]
@@ -44,7 +48,7 @@ def launched(
         launcher = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False, headers=headers) as client:
-            wait_until(lambda: _all_up(client), "all stages up", 120)
+            wait_until(lambda: _all_up(client, table), "all stages up", 120)
             yield client, launcher
     finally:
         launcher.send_signal(signal.SIGINT)
@@ -55,9 +59,9 @@ def launched(
             raise
 
 
-def _all_up(client: httpx.Client) -> bool:
+def _all_up(client: httpx.Client, table: str) -> bool:
     try:
-        views = client.get("/instances").json()["instances"]
+        views = client.get(table).json()["instances"]
     except httpx.TransportError:
         return False
     return bool(views) and all(view["up"] for view in views)
@@ -70,7 +74,7 @@ def test_a_layout_serves_text_and_pictures_and_ends_clean(tmp_path: Path) -> Non
         for request in (body, {**looking(), "model": "epd-demo", "messages": _with_picture()}):
             answer = client.post("/v1/chat/completions", json=request)
             assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"]
-        views = {view["id"]: view for view in client.get("/instances").json()["instances"]}
+        views = {view["id"]: view for view in client.get(table).json()["instances"]}
         assert sorted(views) == ["D0", "D1", "E0", "E1", "P0", "P1"] and all(view["up"] for view in views.values())
         assert {link["state"] for name in ("P0", "P1") for link in views[name]["kv_links"]} == {"up"}
         assert len(_stages_below(tmp_path)) == 6
@@ -81,7 +85,7 @@ def test_a_layout_serves_text_and_pictures_and_ends_clean(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_sixty_four_stages_fit_on_one_small_machine(tmp_path: Path) -> None:
     with launched(tmp_path, "16E-16P-32D") as (client, _):
-        views = client.get("/instances").json()["instances"]
+        views = client.get(table).json()["instances"]
         assert len(views) == 64 and all(view["up"] for view in views)
         pids = _stages_below(tmp_path)
         assert len(pids) == 64

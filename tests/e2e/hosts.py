@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from deploy import processes
 from deploy.ports import free_ports, listen
 from epd_serve.errors import ConfigError
@@ -30,7 +32,8 @@ class Hosts(Endpoint):
     """The four processes; requests go to the head. Every one has a run root of its own, as on a machine of its own."""
 
     def __init__(self) -> None:
-        self.port = _neighbours(14)
+        self.port = _neighbours(15)
+        self.admin = f"http://{ADDRESSES['head']}:{self.port + 14}"
         super().__init__(f"http://{ADDRESSES['head']}:{self.port}")
         self.root = Path(tempfile.mkdtemp(prefix="epd-e2e-", dir="/tmp"))
         self.key_file = self.root / "key"
@@ -41,7 +44,7 @@ class Hosts(Endpoint):
     def start(self, name: str) -> None:
         """`head`, `E`, `P` or `D`. Ports are the same on every machine."""
         head = ["proxy", "--host", ADDRESSES["head"], "--port", str(self.port), "--workers", "2"]
-        stage = ["stage", "--join", self.url, "--role", name, "--host", ADDRESSES[name], "--port", str(self.port + 5)]
+        stage = ["stage", "--join", self.admin, "--role", name, "--host", ADDRESSES[name], "--port", str(self.port + 5)]
         stage += ["--device", "cpu", "--arena-mib", "64", "--mooncake-segment-mib", "128"]
         argv = [sys.executable, "-m", "deploy.cli", *(head if name == "head" else stage)]
         argv += ["--cluster-key-file", str(self.key_file), "--run-root", str(self.root / name)]
@@ -61,7 +64,9 @@ class Hosts(Endpoint):
         return self.healthy() and sorted(self.up()) == ["D0", "E0", "P0"]
 
     def instances(self) -> dict[str, dict[str, Any]]:
-        return {entry["id"]: entry for entry in self.get("/instances").json()["instances"]}
+        headers = {"authorization": f"Bearer {self.key_file.read_text()}"}
+        answer = httpx.get(f"{self.admin}/instances", headers=headers, timeout=STOP_S, trust_env=False)
+        return {entry["id"]: entry for entry in answer.json()["instances"]}
 
     def up(self) -> list[str]:
         return [name for name, entry in self.instances().items() if entry["up"]]

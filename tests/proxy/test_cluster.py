@@ -21,10 +21,10 @@ from epd_serve.cluster import (
 )
 from epd_serve.roles import Role
 from epd_serve.wire import KvLink, KvReport
+from proxy.admin import create_admin
 from proxy.app import create_app
 from proxy.cluster import FORGET_S, Membership
 from proxy.cluster_admission import ClusterIdentity
-from proxy.cluster_routes import add_cluster_routes
 from proxy.life import Work
 from proxy.table import InstanceTable
 from tests.proxy.fakes import cluster as fake_stages
@@ -321,33 +321,59 @@ async def test_a_drain_that_takes_too_long_is_given_up() -> None:
     assert cluster.up() == {}
 
 
-# --- the side door ----------------------------------------------------------------------------------------------------
+# --- the admin listener ----------------------------------------------------------------------------------------------
 
 
 def head(cluster: Cluster, *, api_keys: tuple[str, ...] = ()) -> httpx.AsyncClient:
     app = create_app(settings(roles=(), api_keys=api_keys), cluster.table)
-    add_cluster_routes(app, cluster.members, KEY)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://head")
+
+
+def admin(cluster: Cluster, *, key: str = KEY) -> httpx.AsyncClient:
+    app = create_admin(cluster.table, counts, key=key, members=cluster.members, cluster_key=KEY)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin")
+
+
+async def counts() -> bytes:
+    return b"counted 1.0\n"
 
 
 def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-async def test_only_the_cluster_key_opens_the_side_door_and_it_opens_nothing_else() -> None:
+async def test_only_the_cluster_key_joins_and_it_opens_nothing_on_the_clients_port() -> None:
     body = msgspec.json.encode(asks())
-    async with head(Cluster(), api_keys=("client-key",)) as client:
+    async with admin(Cluster()) as client:
         for headers in ({}, bearer("client-key"), bearer(KEY + "x"), bearer(""), {"authorization": KEY}):
             refused = await client.post("/cluster/join", content=body, headers=headers)
             assert (refused.status_code, refused.json()["error"]["code"]) == (401, "wrong_cluster_key")
         joined = await client.post("/cluster/join", content=body, headers=bearer(KEY))
         assert joined.status_code == 200
         assert msgspec.json.decode(joined.content, type=JoinAnswer).id == "P0"
+    async with head(Cluster(), api_keys=("client-key",)) as client:
         assert (await client.get("/v1/models", headers=bearer(KEY))).status_code == 401
+        for key in (KEY, "client-key"):
+            assert (await client.post("/cluster/join", content=body, headers=bearer(key))).status_code == 404
+
+
+async def test_the_status_table_of_a_head_wants_the_admin_key_and_health_none() -> None:
+    cluster = Cluster()
+    cluster.join()
+    for key in (KEY, "admin-key-of-its-own"):
+        async with admin(cluster, key=key) as client:
+            for path in ("/instances", "/metrics"):
+                for wrong in ({}, bearer(""), bearer(key + "x")):
+                    assert (await client.get(path, headers=wrong)).status_code == 401
+            (row,) = (await client.get("/instances", headers=bearer(key))).json()["instances"]
+            assert row["id"] == "P0"
+            assert (await client.get("/metrics", headers=bearer(key))).content == await counts()
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.get("/v1/models")).status_code == 404
 
 
 async def test_what_is_no_message_is_refused_before_it_is_large() -> None:
-    async with head(Cluster()) as client:
+    async with admin(Cluster()) as client:
         nested, latin = b'{"x":' + b"[" * 30000, b'{"agent": "\xff"}'
         bodies = [(bad, 400) for bad in (b"{}", b'{"role": "X"}', b"[", nested, latin)]
         for body, status in (*bodies, (b"x" * (65 << 10), 413)):
@@ -357,8 +383,8 @@ async def test_what_is_no_message_is_refused_before_it_is_large() -> None:
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_a_member")
 
 
-async def test_without_a_cluster_key_there_is_no_side_door() -> None:
-    app = create_app(settings(), InstanceTable())
+async def test_without_a_cluster_there_is_nothing_to_join() -> None:
+    app = create_admin(InstanceTable(), counts)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as client:
         assert (await client.post("/cluster/join", headers=bearer(""))).status_code == 404
 

@@ -14,14 +14,13 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from epd_serve.cluster import BEAT, NotAMemberError
 from epd_serve.errors import EpdError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy import worker_hub
 from proxy.board import Board, shared_memory
-from proxy.cluster import Door
 from proxy.ledger_shared import COUNTS, SharedLedger, settle
 from proxy.life import Lease, Work
 from proxy.roster import TableOfParent
@@ -32,7 +31,6 @@ from proxy.worker_hub import WorkerHub
 from proxy.worker_wire import FeedError, Roster, Serving, Setup, frame, from_parent
 from tests.proxy.fakes import FakeStage, answer, once, served, settings, text_body
 
-KEY = "the key of the cluster"
 DEADLINE_S = 60.0
 PATIENT = Timeouts()  # requests are held for as long as a test takes
 
@@ -72,13 +70,13 @@ class Crew:
 
 
 @asynccontextmanager
-async def crew(count: int, door: Door | None = None) -> AsyncIterator[Crew]:
+async def crew(count: int) -> AsyncIterator[Crew]:
     stage = FakeStage("PD0", Role.PD)
     memory = shared_memory(Board.size_bytes(count, COUNTS))
     board = Board(mmap.mmap(memory, 0), count, COUNTS)
     table = TableOfParent(ledger=SharedLedger(board, None))
-    setup = Setup(settings(timeouts=PATIENT), 0, count, 1.0, 30.0, 1.0, KEY if door is not None else "")
-    hub = WorkerHub(table, setup, door=door)
+    setup = Setup(settings(timeouts=PATIENT), 0, count, 1.0, 30.0, 1.0)
+    hub = WorkerHub(table, setup)
     async with AsyncExitStack() as stack:
         stack.callback(os.close, memory)
         table.apply(Instance("PD0", Role.PD, await stack.enter_async_context(served(stage)), "one"))
@@ -202,25 +200,12 @@ async def test_what_a_worker_held_that_died_is_held_by_nobody() -> None:
         assert row["load"] == 0
 
 
-async def test_the_side_door_of_every_worker_leads_to_the_parent() -> None:
-    knocks: list[tuple[str, str, bytes]] = []
-
-    async def door(path: str, caller: str, body: bytes) -> tuple[int, bytes]:
-        knocks.append((path, caller, body))
-        if len(knocks) > 3:
-            raise NotAMemberError("no member is called P7; join again")
-        return 204, b""
-
-    async with crew(2, door=door) as c:
-        wrong = await c.ask(BEAT, method="POST", content=b"x", headers={"authorization": "Bearer no"})
-        assert wrong.status_code == 401
-        headers = {"authorization": f"Bearer {KEY}"}
-        for _ in range(3):
-            assert (await c.ask(BEAT, method="POST", content=b"{}", headers=headers)).status_code == 204
-        assert knocks == [(BEAT, "127.0.0.1", b"{}")] * 3
-        refused = await c.ask(BEAT, method="POST", content=b"{}", headers=headers)
-        assert refused.status_code == NotAMemberError.status
-        assert refused.json()["error"]["message"] == "no member is called P7; join again"
+async def test_the_parent_tells_what_all_workers_have_counted_and_what_the_table_holds() -> None:
+    async with crew(2) as c:
+        await asyncio.gather(*(c.ask("/v1/chat/completions", method="POST", json=text_body()) for _ in range(6)))
+        families = text_string_to_metric_families((await c.hub.metrics()).decode())
+        counts = {sample.name: sample.value for family in families for sample in family.samples}
+        assert counts["epd_proxy_requests_total"] == 6 and counts["epd_proxy_workers"] == 2
 
 
 async def test_a_worker_that_says_nothing_any_more_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +232,5 @@ async def test_a_worker_that_says_what_no_worker_says_is_noticed() -> None:
 
 
 def test_settings_travel_whole() -> None:
-    setup = Setup(
-        settings(arena=Path("/a"), modalities=frozenset({"image"}), api_keys=("k",)), 1, 2, 3.0, 4.0, 5.0, KEY
-    )
+    setup = Setup(settings(arena=Path("/a"), modalities=frozenset({"image"}), api_keys=("k",)), 1, 2, 3.0, 4.0, 5.0)
     assert from_parent.decode(frame(setup)[4:]) == setup
