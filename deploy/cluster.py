@@ -238,9 +238,10 @@ async def _serve(
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(front.serve(members, head.key)), group.create_task(_notice_silence(members))]
+                host, port, *_ = admin.listening.getsockname()
                 screen.line(
                     f"head of a cluster on http://{config.host}:{config.port}; stages join it at "
-                    f"http://{head.address}:{admin.listening.getsockname()[1]}"
+                    f"http://{head.address if host == '0.0.0.0' else host}:{port}"
                 )
                 await ending.wait()
                 for task in tasks:

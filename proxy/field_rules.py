@@ -106,15 +106,10 @@ IGNORED = {
 }
 """Reason → names that are left out without a word, in strict mode too: clients of OpenAI send them."""
 
-XARGS_REFUSED = {
-    "kv_transfer_params": _OURS,
-    "ec_transfer_params": _OURS,
-    "kv_cache_report_mode": _OURS,  # floods the KV events
-    "request_id": _OURS,
-    "cache_salt": _OURS,
-    "uuid": _OURS,
-    "mm_hashes": _OURS,
-}
+XARGS_REFUSED = frozenset({
+    "kv_transfer_params", "ec_transfer_params", "request_id", "cache_salt", "uuid", "mm_hashes",
+    "kv_cache_report_mode",  # `full` floods the KV events
+})  # fmt: skip
 """Of `vllm_xargs`, which vLLM merges with words of its own. Names that begin with `OUR_XARGS` are the proxy's words."""
 OUR_XARGS = "epd_"
 

@@ -80,9 +80,10 @@ class Sieve:
         Raises:
             RequestError: 400, naming the field that is refused, or in strict mode unknown.
         """
-        if not body.keys() <= rules.top.allowed:
-            for name in [name for name in body if name not in rules.top.allowed]:
-                self._judge(name, body.pop(name), rules)
+        if _all_known(body, rules.top):
+            return
+        for name in [name for name in body if name not in rules.top.allowed]:
+            self._judge(name, body.pop(name), rules)
         self._inner(body, rules.top, "", "")
 
     def xargs(self, xargs: dict[str, Any], allowed: Collection[str]) -> None:
@@ -115,12 +116,10 @@ class Sieve:
                         self._object(one, below, f"{where}{name}[{number}]", f"{path}{name}")
 
     def _object(self, body: dict[str, Any], level: _Level, where: str, path: str) -> None:
-        if not body.keys() <= level.allowed:
-            for name in [name for name in body if name not in level.allowed and not name.endswith("_embeds")]:
-                if body.pop(name) is not None:
-                    self._drop(f"{where}.{name}", path, name, level.allowed)
-        if level.inner:
-            self._inner(body, level, where + ".", path + ".")
+        for name in [name for name in body if name not in level.allowed and not name.endswith("_embeds")]:
+            if body.pop(name) is not None:
+                self._drop(f"{where}.{name}", path, name, level.allowed)
+        self._inner(body, level, where + ".", path + ".")
 
     def _drop(self, where: str, label: str, name: str, allowed: Collection[str]) -> None:
         if self.strict:
@@ -131,6 +130,22 @@ class Sieve:
                 f"{where} is not a field that this server knows{meant}", param=where, code="unknown_field"
             )
         self.dropped.append(label)
+
+
+def _all_known(body: dict[str, Any], level: _Level) -> bool:
+    """What nearly every body is: nothing in it has to go. No names of places are made for it."""
+    if not body.keys() <= level.allowed:
+        return False
+    for name, below in level.inner:
+        value = body.get(name)
+        if type(value) is dict:
+            if not _all_known(value, below):
+                return False
+        elif type(value) is list:
+            for one in value:
+                if type(one) is dict and not _all_known(one, below):
+                    return False
+    return True
 
 
 def _level(nested: Mapping[str, str], path: str, allowed: frozenset[str]) -> _Level:

@@ -52,7 +52,7 @@ SHARED: Json = {
     "priority": {"type": "integer", "description": "Lower is sooner."},
     "vllm_xargs": {
         "type": ["object", "null"],
-        "propertyNames": {"not": {"anyOf": [{"enum": [*XARGS_REFUSED]}, {"pattern": f"^{OUR_XARGS}"}]}},
+        "propertyNames": {"not": {"anyOf": [{"enum": sorted(XARGS_REFUSED)}, {"pattern": f"^{OUR_XARGS}"}]}},
     },
 }
 SAMPLING: Json = {**SHARED, "max_tokens": COUNT, "n": reference("Choices"), "user": {"type": ["string", "null"]}}

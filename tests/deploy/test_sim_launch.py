@@ -74,7 +74,7 @@ def test_a_layout_serves_text_and_pictures_and_ends_clean(tmp_path: Path) -> Non
         for request in (body, {**looking(), "model": "epd-demo", "messages": _with_picture()}):
             answer = client.post("/v1/chat/completions", json=request)
             assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"]
-        views = {view["id"]: view for view in client.get(table).json()["instances"]}
+        views = {view["id"]: view for view in client.get("/instances").json()["instances"]}
         assert sorted(views) == ["D0", "D1", "E0", "E1", "P0", "P1"] and all(view["up"] for view in views.values())
         assert {link["state"] for name in ("P0", "P1") for link in views[name]["kv_links"]} == {"up"}
         assert len(_stages_below(tmp_path)) == 6
@@ -85,7 +85,7 @@ def test_a_layout_serves_text_and_pictures_and_ends_clean(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_sixty_four_stages_fit_on_one_small_machine(tmp_path: Path) -> None:
     with launched(tmp_path, "16E-16P-32D") as (client, _):
-        views = client.get(table).json()["instances"]
+        views = client.get("/instances").json()["instances"]
         assert len(views) == 64 and all(view["up"] for view in views)
         pids = _stages_below(tmp_path)
         assert len(pids) == 64

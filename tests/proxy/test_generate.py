@@ -49,7 +49,7 @@ async def test_text_goes_to_decode_and_prefill_under_one_transfer_id() -> None:
     }
     assert prefill.body["max_tokens"] == 1 and prefill.body["stream"] is False and prefill.body["n"] == 2
     assert "stop" not in prefill.body and "logprobs" not in prefill.body
-    assert prefill.body["unknown_field"] == decode.body["unknown_field"] == {"a": 1}
+    assert "unknown_field" not in prefill.body.keys() | decode.body.keys()
     assert decode.body["stop"] == ["x"] and decode.body["max_tokens"] == 4
     assert prefill.headers["x-request-id"] == decode.headers["x-request-id"] == response.headers["x-request-id"]
 
