@@ -11,9 +11,11 @@ import httpx
 import pytest
 
 from deploy.processes import stat
-from tests.deploy.hosts import Hosts, fetch, until
+from tests.deploy.hosts import KEY, Hosts, fetch, until
 from tests.deploy.sim_load import TEXT, in_flight, load, more, picture
 from tests.waiting import PATIENCE_S
+
+ADMIN = {"authorization": f"Bearer {KEY}"}
 
 ADDRESSES = {"E": "127.0.0.2", "P": "127.0.0.3", "D": "127.0.0.4"}
 
@@ -71,7 +73,7 @@ def test_text_and_pictures_pass_through_stages_that_joined_a_head_with_workers(h
         assert ask(hosts, TEXT)["x-epd-path"] == "P-D"
     seen = ask(hosts, picture(60))
     assert seen["x-epd-path"] == "E-P-D"
-    until(lambda: not in_flight(hosts.url), "nothing in flight")
+    until(lambda: not in_flight(hosts.admin, ADMIN), "nothing in flight")
     assert hosts.end("head") == 0 and hosts.leftovers("head") == []
 
 
@@ -97,7 +99,7 @@ def test_stages_are_killed_and_leave_and_no_client_notices(hosts: Hosts, name: s
         assert other not in hosts.instances()
         more(found)
     assert found.errors == []
-    until(lambda: not in_flight(hosts.url), "nothing in flight")
+    until(lambda: not in_flight(hosts.admin, ADMIN), "nothing in flight")
 
 
 @pytest.mark.slow
