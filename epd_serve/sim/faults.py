@@ -7,6 +7,7 @@
     break_rate    0 to 1: so many lose their connection: streams after their first token, others at once
     slow          factor on all times of the engine
     drop_features 0 to 1: so many features of an encoder get lost after their encode
+    poison        text: a request that would generate and has it in its body ends the process, as after kill -9
 
 What is not named stays as it was. `seed` begins the draws anew.
 """
@@ -33,6 +34,7 @@ class FaultState:
     break_rate: float = 0.0
     slow: float = 1.0
     drop_features: float = 0.0
+    poison: str = ""
     seed: int = 0
 
 
@@ -64,9 +66,14 @@ class SimFaults:
         if "seed" in lasting:
             self._chance.seed(self.state.seed)
         if once.get("crash"):
-            os.kill(os.getpid(), signal.SIGKILL)
+            _crash()
         if hang_s > 0:
             _stop_for(hang_s)
+
+    def swallow(self, body: bytes) -> None:
+        """A stage is about to work on this body, and does not survive it when it is poisonous."""
+        if self.state.poison and self.state.poison.encode() in body:
+            _crash()
 
     def shown(self) -> dict[str, object]:
         return asdict(self.state)
@@ -83,6 +90,8 @@ def fault_of(text: str) -> dict[str, object]:
         raise ConfigError(f"--fault {text!r} is not NAME=VALUE", param="--fault")
     if value in ("true", "false"):
         return {name: value == "true"}
+    if isinstance(getattr(FaultState, name, None), str):
+        return {name: value}
     try:
         return {name: float(value)}
     except ValueError as error:
@@ -97,6 +106,10 @@ def _checked(name: str, value: object) -> object:
         if not isinstance(value, bool):
             raise ConfigError(f"{name} has to be true or false", param=name)
         return value
+    if kinds[name] is str:
+        if not isinstance(value, str):
+            raise ConfigError(f"{name} has to be text", param=name)
+        return value
     number = _number(name, value)
     if name in _RATES and number > 1:
         raise ConfigError(f"{name} is {number}; it has to lie between 0 and 1", param=name)
@@ -109,6 +122,10 @@ def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise ConfigError(f"{name} is {value!r}; it has to be a number from 0 on", param=name)
     return float(value)
+
+
+def _crash() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _stop_for(seconds: float) -> None:

@@ -88,6 +88,7 @@ class Stage:
         given = exchange.headers.get(b"x-request-id", b"").decode("latin-1")
         ask = ask_of(exchange.path, body, given or uuid.uuid4().hex, self._model, self._profile)
         state = self._faults.state
+        self._faults.swallow(exchange.body)
         if state.refuse:
             exchange.refuse(503, "this simulated stage refuses on demand")
         elif self._faults.hits(state.error_rate):
