@@ -151,7 +151,7 @@ def _until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> Non
     end = time.monotonic() + START_S
     while time.monotonic() < end and process.poll() is None:
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
+            if httpx.get(f"{url}/ready?all", trust_env=False).status_code == 200:
                 return
         time.sleep(0.1)
     raise StageError(

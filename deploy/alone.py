@@ -10,6 +10,7 @@ import shlex
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -238,6 +239,7 @@ def run_proxy(
     port: int,
     proxy: Sequence[str],
     api_keys: Sequence[str],
+    lame_duck_s: float,
     drain_s: float,
     workers: int = 1,
     admin_port: int = 0,
@@ -250,6 +252,7 @@ def run_proxy(
     from proxy.server import bind
     from proxy.settings import ModelIdentity, ProxySettings
 
+    check_drain(lame_duck_s, "lame_duck_s")
     check_drain(drain_s)
     check_workers(workers)
     check_admin_port(admin_port, port)
@@ -264,7 +267,7 @@ def run_proxy(
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(bind(host, port))
         admin = stack.enter_context(open_admin(admin_host, admin_port, admin_key_file))
-        ending = Ending(drain_s, _say)
+        ending = Ending(lame_duck_s, drain_s, _say)
         front = Front(
             settings,
             listening,
@@ -290,12 +293,12 @@ async def _serve_proxy(file: StagesFile, front: Front, ending: Ending, address: 
         table.apply(one, up=False)
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_watch(one, table)) for one in file.instances]
-            tasks.append(group.create_task(front.serve()))
+            for one in file.instances:
+                front.background.start(f"health of {one.id}", partial(_watch, one, table))
+            serving = group.create_task(front.serve())
             _say(f"proxy on {address} in front of {len(file.instances)} stages")
             await ending.wait()
-            for task in tasks:
-                task.cancel()
+            serving.cancel()
     except BaseExceptionGroup as failed:
         raise most_telling(failed) from None
 

@@ -7,7 +7,7 @@ import logging
 from dataclasses import fields
 from typing import Any
 
-from deploy.config import DeployConfig
+from deploy.config import LAME_DUCK_S, DeployConfig
 from deploy.engines import ENGINES
 from deploy.flags import Parser, add_option, port, subparser
 from epd_serve.errors import ConfigError
@@ -88,8 +88,12 @@ def add_proxy(commands: Any) -> Parser:
     parser.add_argument("--proxy", action="append", default=[], metavar="KEY=VALUE", help="a proxy setting; repeatable")
     parser.add_argument("--api-key", dest="api_keys", action="append", default=[], help="repeatable")
     parser.add_argument(
-        "--drain-s", type=float, default=30.0, help="how long requests in flight may go on after SIGTERM"
+        "--lame-duck-s",
+        type=float,
+        default=LAME_DUCK_S,
+        help="how long requests are still accepted after SIGTERM, while /ready says no",
     )
+    parser.add_argument("--drain-s", type=float, default=30.0, help="how long requests in flight may go on after that")
     for option in fields(DeployConfig):
         if option.name in _ADMIN:
             add_option(parser, option)

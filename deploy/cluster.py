@@ -20,6 +20,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from proxy.settings import ProxySettings
 
 SILENCE_EVERY_S = 0.5
+BUS_EVERY_S = 0.5
 GRACE_S = 2.0
 """How long requests in flight may go on after the signal."""
 
@@ -169,12 +171,12 @@ def run_head(
         for launch_id in reap_dead(root):
             screen.line(f"cleaned up after launch {launch_id}, which was killed")
         told = head.settings
-        stack.enter_context(EventBus(told.events_publish, told.events_listen))
+        bus = stack.enter_context(EventBus(told.events_publish, told.events_listen))
         if mooncake_master == AUTO:
             _check_free(address, head.port + 2, head.port + 3)
         run = RunDir.create(root)
         stack.callback(run.remove)
-        event_loop.run(_serve(head, settings, run, listening, admin, screen))
+        event_loop.run(_serve(head, settings, run, listening, admin, bus, screen))
     return 0
 
 
@@ -204,7 +206,13 @@ def _check_free(address: str, *ports: int) -> None:
 
 
 async def _serve(
-    head: Head, settings: ProxySettings, run: RunDir, listening: socket.socket, admin: Admin, screen: Screen
+    head: Head,
+    settings: ProxySettings,
+    run: RunDir,
+    listening: socket.socket,
+    admin: Admin,
+    bus: EventBus,
+    screen: Screen,
 ) -> None:
     from proxy.cluster import Membership
     from proxy.cluster_admission import ClusterIdentity
@@ -218,7 +226,7 @@ async def _serve(
         multimodal=facts.multimodal if facts else True,
         version=__version__,
     )
-    ending = Ending(config.drain_s, screen.line)
+    ending = Ending(config.lame_duck_s, config.drain_s, screen.line)
     ending.listen()
     front = Front(
         settings,
@@ -237,17 +245,25 @@ async def _serve(
     async with head.second_tier(run).running(screen.line):
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(front.serve(members, head.key)), group.create_task(_notice_silence(members))]
+                front.background.start("silence of members", partial(_notice_silence, members))
+                front.background.start("event bus", partial(_watch_bus, bus))
+                serving = group.create_task(front.serve(members, head.key))
                 host, port, *_ = admin.listening.getsockname()
                 screen.line(
                     f"head of a cluster on http://{config.host}:{config.port}; stages join it at "
                     f"http://{head.address if host == '0.0.0.0' else host}:{port}"
                 )
                 await ending.wait()
-                for task in tasks:
-                    task.cancel()
+                serving.cancel()
         except BaseExceptionGroup as failed:
             raise most_telling(failed) from None
+
+
+async def _watch_bus(bus: EventBus) -> None:
+    """Ends with what the bus failed of: its thread goes on by itself, this is how it is counted and shown."""
+    while True:
+        await asyncio.sleep(BUS_EVERY_S)
+        bus.raise_failure()
 
 
 async def _notice_silence(members: Membership) -> None:

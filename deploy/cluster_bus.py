@@ -8,6 +8,7 @@ store's index is the truth), so a slow listener loses some instead of holding up
 from __future__ import annotations
 
 import threading
+import time
 from types import TracebackType
 
 import zmq
@@ -15,6 +16,7 @@ import zmq
 from epd_serve.errors import ConfigError
 
 MAX_EVENT_BYTES = 1 << 20
+AGAIN_S = 0.1
 
 
 class EventBus:
@@ -33,6 +35,7 @@ class EventBus:
             self._in.close()
             self._context.term()
             raise
+        self._failure: zmq.ZMQError | None = None
         self._thread = threading.Thread(target=self._forward, name="epd-event-bus", daemon=True)
         self._thread.start()
 
@@ -67,11 +70,22 @@ class EventBus:
             ) from error
         return opened
 
+    def raise_failure(self) -> None:
+        """Raises what forwarding failed of since the last call. It has begun anew, or is about to."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
     def _forward(self) -> None:
         try:
-            zmq.proxy(self._in, self._out)
-        except zmq.ContextTerminated:
-            pass
+            while True:
+                try:
+                    zmq.proxy(self._in, self._out)
+                except zmq.ContextTerminated:
+                    return
+                except zmq.ZMQError as error:
+                    self._failure = error
+                    time.sleep(AGAIN_S)
         finally:
             self._in.close()
             self._out.close()

@@ -29,6 +29,9 @@ LEAST_SEGMENT_MIB = 16
 
 MAX_WORKERS = 64
 
+LAME_DUCK_S = 5.0
+"""Load balancers ask every few seconds whether a server is ready."""
+
 _HOST = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?|\[[0-9A-Fa-f:.]+\]")
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, field-name
 
@@ -105,7 +108,10 @@ class DeployConfig:
         choices=("refuse", "warn"),
     )
     startup_timeout_s: float = _option(900.0, "deadline for one stage to become ready")
-    drain_s: float = _option(30.0, "how long requests in flight may go on after SIGTERM")
+    lame_duck_s: float = _option(
+        LAME_DUCK_S, "how long requests are still accepted after SIGTERM, while /ready says no"
+    )
+    drain_s: float = _option(30.0, "how long requests in flight may go on after that")
     parallel_starts: int = _option(CPU_PARALLEL_STARTS, "stages that start at once on CPU (0 = all)")
     kv_faults: str = _option("", "what goes wrong on purpose (epd_serve/kv/faults.py)", hidden=True)
     trace_dir: str = _option("", "directory for per-stage phase stamps (JSON lines)")
@@ -128,6 +134,7 @@ class DeployConfig:
         _check_grouping(self.kv_grouping, self.kv_packet_floor_kib)
         Faults(self.kv_faults)
         check_segment(self.mooncake_segment_mib)
+        check_drain(self.lame_duck_s, "lame_duck_s")
         check_drain(self.drain_s)
         if self.parallel_starts < 0:
             raise ConfigError("parallel_starts is negative; 0 means all at once", param="parallel_starts")
@@ -165,10 +172,10 @@ def _check_grouping(text: str, floor_kib: int) -> None:
         raise ConfigError(f"kv_grouping {error}{hint}", param="kv_grouping") from error
 
 
-def check_drain(seconds: float) -> None:
-    """Raises ConfigError when requests in flight cannot be given this long."""
+def check_drain(seconds: float, name: str = "drain_s") -> None:
+    """Raises ConfigError when an end cannot take this long."""
     if not 0 <= seconds <= MAX_DRAIN_S:
-        raise ConfigError(f"drain_s is {seconds:g}; it has to be between 0 and {MAX_DRAIN_S:g}", param="drain_s")
+        raise ConfigError(f"{name} is {seconds:g}; it has to be between 0 and {MAX_DRAIN_S:g}", param=name)
 
 
 def check_segment(mib: int) -> None:

@@ -1,9 +1,10 @@
 """What signals ask of a process that serves: SIGTERM to drain, SIGINT and SIGHUP to end at once, the next one more.
 
-    serving --SIGTERM--> draining --any signal, or drained--> stopping --any signal--> killed
-    serving --SIGINT, SIGHUP--> stopping
+    serving --SIGTERM--> leaving --its time, or SIGTERM--> draining --any signal, or drained--> stopping --any--> killed
+    serving, leaving --SIGINT, SIGHUP--> stopping
 
-Owns the order of these, and the wait for the requests in flight. Leaves to each command what stopping means.
+While it is leaving (the lame duck) it is not ready and serves on: load balancers need a moment to notice, and whatever
+they send meanwhile is answered. Owns the order of these, and the waits. Leaves to each command what stopping means.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 MAX_DRAIN_S = 24 * 3600.0
@@ -23,6 +24,8 @@ class Draining(Protocol):
     @property
     def running(self) -> int: ...
 
+    def announce(self) -> None: ...
+
     def begin(self) -> None: ...
 
     async def idle(self) -> None: ...
@@ -32,19 +35,28 @@ class Ending:
     """In the event loop's thread.
 
     Args:
-        drain_s: how long requests in flight may go on after SIGTERM.
+        lame_duck_s: how long requests are still accepted after SIGTERM. drain_s: how long those in flight may go on
+            then.
         say: prints a line. kill: ends everything at once; by default another signal changes nothing.
 
     Attributes:
         stopping: set when it is time to take everything down.
     """
 
-    def __init__(self, drain_s: float, say: Callable[[str], None], kill: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        lame_duck_s: float,
+        drain_s: float,
+        say: Callable[[str], None],
+        kill: Callable[[], None] = lambda: None,
+    ) -> None:
         self.stopping = asyncio.Event()
+        self._lame_duck_s = lame_duck_s
         self._drain_s = drain_s
         self._say = say
         self._kill = kill
         self._asked = asyncio.Event()  # to drain or to stop
+        self._refuse = asyncio.Event()  # no more waiting for load balancers
         self._front: Draining | None = None
 
     def listen(self) -> None:
@@ -59,8 +71,10 @@ class Ending:
         self._front = front
 
     def on_term(self) -> None:
-        if self._asked.is_set():
+        if self._refuse.is_set():
             self.on_quick()
+        elif self._asked.is_set():
+            self._refuse.set()
         else:
             self._asked.set()
 
@@ -68,14 +82,30 @@ class Ending:
         if self.stopping.is_set():
             self._kill()
         self._asked.set()
+        self._refuse.set()
         self.stopping.set()
 
     async def wait(self) -> None:
         """Until it is time to take everything down: requests in flight have ended, or have had their time."""
         await self._asked.wait()
         front = self._front
-        if self.stopping.is_set() or front is None or self._drain_s <= 0:
-            self.stopping.set()
+        if not self.stopping.is_set() and front is not None:
+            await self._leave(front)
+        if not self.stopping.is_set() and front is not None:
+            await self._drain(front)
+        self.stopping.set()
+
+    async def _leave(self, front: Draining) -> None:
+        front.announce()
+        if self._lame_duck_s > 0:
+            self._say(
+                f"not ready any more; requests are accepted for {self._lame_duck_s:g} s, or until another SIGTERM"
+            )
+            await _first((self._refuse.wait(),), self._lame_duck_s)
+        self._refuse.set()
+
+    async def _drain(self, front: Draining) -> None:
+        if self._drain_s <= 0:
             return
         front.begin()
         if front.running:
@@ -83,17 +113,18 @@ class Ending:
                 f"draining: {front.running} requests may go on for {self._drain_s:g} s, new ones are refused; "
                 "another signal ends it"
             )
-        waits = [asyncio.create_task(one) for one in (front.idle(), self._stopped())]
-        try:
-            await asyncio.wait(waits, timeout=self._drain_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for one in waits:
-                one.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await one
+        await _first((front.idle(), self.stopping.wait()), self._drain_s)
         if front.running:
             self._say(f"{front.running} requests are cut off")
-        self.stopping.set()
 
-    async def _stopped(self) -> None:
-        await self.stopping.wait()
+
+async def _first(waits: tuple[Awaitable[object], ...], timeout_s: float) -> None:
+    """Until one of them is over, or the time."""
+    tasks = [asyncio.ensure_future(one) for one in waits]
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task

@@ -19,6 +19,7 @@ from proxy.warm_links import GRACE_S
 if TYPE_CHECKING:
     from deploy.admin import Admin
     from deploy.proxy_workers import ProxyWorkers
+    from proxy.background import Background
     from proxy.circuits import Circuits
     from proxy.cluster import Membership
     from proxy.pipeline import Pipeline
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 
 class Front:
-    """Serves `table` on a socket. The table is the caller's to keep up to date, in the loop that runs `serve`.
+    """Serves `table` on a socket. The table is the caller's to keep up to date, in the loop that runs `serve`, by
+    tasks of `background`: whether they run is part of being ready.
 
     Args:
         listening: bound to host and port; closed at the end.
@@ -72,7 +74,13 @@ class Front:
         self._launch_id = launch_id
         self._link_grace_s = link_grace_s
         self._memory = -1
+        self.background = self._make_background()
         self.table = self._make_table()
+
+    def _make_background(self) -> Background:
+        from proxy.background import Background
+
+        return Background()
 
     def _make_table(self) -> InstanceTable:
         from proxy.table import InstanceTable
@@ -111,6 +119,8 @@ class Front:
                     group.create_task(self._serve_admin(self._admin, answers, members, cluster_key))
         except BaseExceptionGroup as failed:
             raise most_telling(failed) from None
+        finally:
+            await self.background.stop()
 
     async def _serve_admin(self, admin: Admin, answers: _Answers, members: Membership | None, cluster_key: str) -> None:
         from proxy.admin import create_admin
@@ -130,14 +140,14 @@ class Front:
         from proxy.app import create_app
         from proxy.server import serve
 
-        app = create_app(self.settings, self.table)
+        app = create_app(self.settings, self.table, background=self.background)
         pipeline: Pipeline = app.state.pipeline
         self._serves(pipeline.drain)
 
         async def metrics() -> bytes:
             return pipeline.metrics.text()
 
-        serving = serve(app, *self._at, sockets=[self._listening], grace_s=self._grace_s)
+        serving = serve(app, *self._at, sockets=[self._listening], grace_s=self._grace_s, background=self.background)
         return _Answers(serving, metrics, pipeline.circuits)
 
     def _by_workers(self) -> _Answers:
@@ -150,7 +160,7 @@ class Front:
         assert isinstance(self.table, TableOfParent), "made for several workers"
         share = share_of(self.settings, self._workers)
         common = Setup(share, 0, self._workers, self._grace_s, self._drain_s, self._link_grace_s)
-        hub = WorkerHub(self.table, common)
+        hub = WorkerHub(self.table, common, self.background)
         self._serves(hub)
         environment = {**module_environment(), LAUNCHER_PID_ENV: str(os.getpid())}
         if self._launch_id:

@@ -20,7 +20,7 @@ async def health_status(host: str, port: int, timeout_s: float) -> int | None:
             writer.write(f"GET /health HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
             await writer.drain()
             words = (await reader.readline()).split()
-        except OSError:
+        except (OSError, ValueError):  # ValueError: a first line that is longer than any of HTTP
             return None
         finally:
             writer.close()

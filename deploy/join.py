@@ -43,6 +43,7 @@ from epd_serve.errors import ConfigError, EpdError, StageError
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StageCommand, StagePlan
 from npu_ops.core_grants import read_grants
+from proxy.background import Background
 
 
 def run_joined(
@@ -214,21 +215,19 @@ class _JoinedStage:
         self._supervisor = supervisor = Supervisor([spec], self, self._patience)
         self._screen.open([name])
         stage = asyncio.create_task(supervisor.run(), name="stage")
-        beats = asyncio.create_task(self._member.beat_for_ever(self._follow_head), name="beats")
+        background = Background()
+        background.start("beats", lambda: self._member.beat_for_ever(self._follow_head))
         try:
-            await self._first_of(stage, beats)
-            for task in (stage, beats):
-                if task.done():
-                    task.result()
-                    raise EpdError(f"the {task.get_name()} task ended unexpectedly")
+            await self._first_of(stage)
+            if stage.done():
+                stage.result()
+                raise EpdError("the stage task ended unexpectedly")
         except StageError as error:
             drain_s = 0.0
             raise StageError(f"{error}; its log: {self._run.keep_log(name)}", stage=name) from None
         finally:
-            beats.cancel()
+            await background.stop()
             self._screen.close()
-            with contextlib.suppress(asyncio.CancelledError, EpdError):
-                await beats
             self._screen.line("leaving" if self._stop.is_set() else "giving up")
             await self._member.leave(drain_s)
             stage.cancel()

@@ -104,7 +104,9 @@ class _Session:
         self.admin = admin
         self.screen = screen
         self.started = time.monotonic()
-        self.ending = Ending(launch.blueprint.config.drain_s, screen.line, self._kill)
+        self.ending = Ending(
+            launch.blueprint.config.lame_duck_s, launch.blueprint.config.drain_s, screen.line, self._kill
+        )
         self.tier = SecondTier.of(launch.blueprint, run, STAGE_HOST, launch.master_command_of)
         self.wired = self._wire()
         self.supervisors: list[Supervisor] = []
@@ -185,6 +187,7 @@ class _Session:
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=None if ready.done() else 1.0)
                 if ready.done() and ready in waiting:
                     waiting.discard(ready)
+                    ready.result()
                     self.screen.close()
                     seconds = time.monotonic() - self.started
                     print(ready_message(self.wired, seconds, self.news.grants), flush=True)

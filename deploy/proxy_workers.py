@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from proxy.board import Board
     from proxy.worker_hub import WorkerHub
 
+logger = logging.getLogger(__name__)
 POLL_S = 0.02
 START_S = 60.0
 SETTLED_S = 10.0
@@ -91,7 +93,10 @@ class ProxyWorkers:
         failures, ever_served = 0, False
         while True:
             lived = _Lived()
-            await self._live(row, lived)
+            try:
+                await self._live(row, lived)
+            except OSError as error:  # no process, no descriptor, no memory left: another time there may be
+                lived.reason = f"it cannot be started: {error}"
             if lived.served_s is None and not ever_served:
                 raise EpdError(f"proxy worker {row} did not start: {lived.reason}")
             ever_served = True
@@ -161,9 +166,9 @@ async def _until_trouble(
             return f"it does not serve after {START_S:.0f} s"
         await asyncio.wait((exited, attending), return_when=asyncio.FIRST_COMPLETED)
         if attending.done() and not exited.done() and (error := attending.exception()) is not None:
-            if not isinstance(error, EpdError):
-                raise error
-            return str(error)
+            if not isinstance(error, EpdError):  # a defect of ours costs this worker, not all of them and the stages
+                logger.error("talking with a proxy worker failed", exc_info=error)
+            return str(error) or type(error).__name__
         # Its end of the feed closes a moment before it has gone.
         await asyncio.wait((exited,), timeout=ENDING_S)
         return _how(exited.result()) if exited.done() else "it has closed its feed and does not end"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -20,6 +21,8 @@ from deploy.health import health_status
 from deploy.stage_life import Spawn, StageLife
 from deploy.stage_log import FIRST_PHASE, phase_of
 from epd_serve.errors import ConfigError, StageError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -139,11 +142,17 @@ class Supervisor:
                 await self._live(stage, incarnation, lived)
             except (OSError, ConfigError) as error:  # ConfigError: its command cannot be made (any more)
                 lived.reason = f"cannot be started: {error}"
+            except Exception as error:  # a defect of ours costs this life of this stage, not all of the launch
+                logger.exception("supervising %s %s failed", stage.what, stage.id)
+                lived.reason = f"cannot be supervised: {type(error).__name__}: {error}"
             if stage.id not in self._seen_up:
                 raise StageError(f"{stage.what} {stage.id} did not start: {lived.reason}", stage=stage.id)
             failures = 1 if lived.up_s >= self.patience.settled_s else failures + 1
             delay_s = self._backoff(failures)
-            self.events.down(stage.id, incarnation, lived.reason, delay_s)
+            try:
+                self.events.down(stage.id, incarnation, lived.reason, delay_s)
+            except Exception:  # whoever listens fails: the stage is started again all the same
+                logger.exception("the end of %s %s could not be told", stage.what, stage.id)
             await asyncio.sleep(delay_s)
 
     def _backoff(self, failures: int) -> float:

@@ -14,31 +14,35 @@ import zmq
 import zmq.asyncio
 
 from epd_serve import wire
+from proxy.background import Background
 from proxy.table import InstanceTable
 
 logger = logging.getLogger(__name__)
 RELOOK_S = 60.0
 QUEUE = 20_000  # messages that may wait; the oldest subscriber is dropped from beyond it, never the sender held up
 HEARTBEAT_MS = 5_000
+MAX_MESSAGE_BYTES = 1 << 20  # as on a cluster's event bus; whoever sends more loses the connection, which comes back
+TASK = "announcements"
+MALFORMED = "malformed"
+"""The kind of a message that does not decode."""
 
 
 class Announcements:
     """Runs between `start` and `stop`. Without an address it holds no socket.
 
     Args:
-        heard: called with every message, in order. malformed: called for every one that does not decode.
+        heard: called with every message, in order. One that it fails on, or that does not decode, is skipped.
+        background: what runs it.
     """
 
     def __init__(
-        self, table: InstanceTable, heard: Callable[[wire.Announcement], None], malformed: Callable[[], None]
+        self, table: InstanceTable, heard: Callable[[wire.Announcement], None], background: Background
     ) -> None:
         self._table = table
         self._heard = heard
-        self._malformed = malformed
+        self._background = background
         self._connected: set[str] = set()
         self._refused: set[str] = set()
-        self._complained = False
-        self._task: asyncio.Task[None] | None = None
 
     @property
     def listening(self) -> bool:
@@ -46,16 +50,11 @@ class Announcements:
         return bool(self._connected & self._table.event_addresses())
 
     def start(self) -> None:
-        assert self._task is None, "started twice"
-        self._task = asyncio.create_task(self._run(), name="announcements")
-        self._task.add_done_callback(_say_why)
+        self._background.start(TASK, self._run)
 
     async def stop(self) -> None:
         """End, and close the socket. Harmless when never started."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-            self._task = None
+        await self._background.stop(TASK)
 
     async def _run(self) -> None:
         while not self._table.news_addresses():
@@ -63,6 +62,7 @@ class Announcements:
         with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, QUEUE)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
             socket.setsockopt(zmq.RECONNECT_IVL, 50)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)  # a host that vanished is connected to again
@@ -75,10 +75,12 @@ class Announcements:
                 self._connected.clear()
 
     async def _follow(self, socket: zmq.asyncio.Socket) -> None:
-        """Keep the connections equal to the addresses of the table."""
+        """Keep the connections equal to the addresses of the table. One that is refused is tried again at the next
+        change."""
         while True:
             wanted = self._table.news_addresses()
-            for address in sorted(wanted - self._connected - self._refused):
+            self._refused &= wanted
+            for address in sorted(wanted - self._connected):
                 self._connect(socket, address)
             for address in sorted(self._connected - wanted):
                 socket.disconnect(address)
@@ -89,25 +91,19 @@ class Announcements:
         try:
             socket.connect(address)
         except zmq.ZMQError as error:
-            logger.error("announcements at %s cannot be subscribed to: %s", address, error)
+            if address not in self._refused:
+                logger.error("announcements at %s cannot be subscribed to: %s", address, error)
             self._refused.add(address)
         else:
+            self._refused.discard(address)
             self._connected.add(address)
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             frames = await socket.recv_multipart()
-            try:
+            message: wire.Announcement | None = None
+            with self._background.handling(MALFORMED):  # more than DecodeError: bytes can be nested too deeply, too
                 message = wire.announcements.decode(frames[-1])
-            except wire.DecodeError as error:
-                self._malformed()
-                if not self._complained:
-                    logger.warning("ignoring a malformed announcement, and not saying so again: %s", error)
-                self._complained = True
-            else:
-                self._heard(message)
-
-
-def _say_why(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("announcements are not heard any more", exc_info=error)
+            if message is not None:
+                with self._background.handling(type(message).__name__):
+                    self._heard(message)

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from epd_serve.errors import EpdError, NotFoundError, RequestError
 from proxy import status
 from proxy.auth import tenant_of
+from proxy.background import Background
 from proxy.errors import error_body, error_headers, internal_error
 from proxy.exchange import Exchange
 from proxy.fetch import Resolver, resolve
@@ -39,6 +40,7 @@ def create_app(
     media_transport: httpx.AsyncBaseTransport | None = None,
     resolver: Resolver = resolve,
     metrics_text: Callable[[Pipeline], Awaitable[bytes]] | None = None,
+    background: Background | None = None,
 ) -> FastAPI:
     """The proxy's application.
 
@@ -46,12 +48,20 @@ def create_app(
         settings: see `ProxySettings`. table: kept up to date by the launcher, in the same event loop.
         transport: replaces the network towards the stages. media_transport, resolver: towards media hosts.
         metrics_text: answers `/metrics`, where this is not the only process to count.
+        background: of the process, where it runs more than the application's own tasks.
 
     `/metrics` and `/instances` are here unless the settings say that an admin listener has them (`proxy/admin.py`).
 
     The pipeline is at `app.state.pipeline`. Its connections close with the application's lifespan.
     """
-    pipeline = Pipeline(settings, table, transport=transport, media_transport=media_transport, resolver=resolver)
+    pipeline = Pipeline(
+        settings,
+        table,
+        transport=transport,
+        media_transport=media_transport,
+        resolver=resolver,
+        background=background,
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -92,13 +102,23 @@ def _add_status_routes(app: FastAPI, pipeline: Pipeline) -> None:
     settings, table = pipeline.settings, pipeline.table
     document = openapi_document(settings, status.own_version()["version"])
 
+    def readiness() -> status.Readiness:
+        return status.Readiness(settings, table, pipeline.drain, pipeline.background.down)
+
+    @app.get("/live")
+    async def live() -> Response:
+        return JSONResponse({"status": "alive"})
+
     @app.get("/health")
     async def health() -> Response:
-        if pipeline.drain.began:
-            return JSONResponse({"status": "draining", "running": pipeline.drain.running}, 503)
-        code, body = status.health(settings, table)
+        code, body = readiness().health()
         if settings.api_keys or not settings.observed:
             body.pop("instances", None)  # whoever may not see the table does not see it here
+        return JSONResponse(body, code)
+
+    @app.get("/ready")
+    async def ready(request: Request) -> Response:
+        code, body = readiness().ready(request.query_params.get("kind"), everything="all" in request.query_params)
         return JSONResponse(body, code)
 
     @app.get("/v1/models")

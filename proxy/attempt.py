@@ -16,6 +16,7 @@ from typing import Any
 
 from epd_serve.errors import DeadlineError, EpdError, StageError
 from epd_serve.trace import Trace
+from proxy.background import Background
 from proxy.bodies import decode_body, prefill_body, public_answer
 from proxy.circuits import Circuits, StageCall
 from proxy.cut import Cut
@@ -45,8 +46,9 @@ class Attempt:
         timeouts: Timeouts,
         metrics: Metrics,
         trace: Trace,
+        background: Background,
     ) -> None:
-        self._lookout = Lookout(table, timeouts.stage_silence_s)
+        self._lookout = Lookout(table, timeouts.stage_silence_s, background)
         self._stages = stages
         self._circuits = circuits
         self._metrics = metrics

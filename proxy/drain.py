@@ -1,4 +1,7 @@
-"""Coming to an end without cutting anybody off: nothing new is accepted, what runs may finish."""
+"""Coming to an end without cutting anybody off: first not ready, then nothing new is accepted, what runs may finish.
+
+serving --announce--> leaving (not ready, still accepts) --begin--> draining (refuses) --> idle
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ class Drain:
     """Counts the exchanges of one proxy, each of which enters it, and knows whether it is coming to an end."""
 
     def __init__(self) -> None:
+        self.announced = False
         self.began = False
         self._running = 0
         self._idle = asyncio.Event()
@@ -20,9 +24,13 @@ class Drain:
     def running(self) -> int:
         return self._running
 
+    def announce(self) -> None:
+        """Say that the end is near: not ready any more, while requests are accepted as ever. Any number of times."""
+        self.announced = True
+
     def begin(self) -> None:
         """Accept nothing more. Any number of times; there is no way back."""
-        self.began = True
+        self.announced = self.began = True
 
     def __enter__(self) -> None:
         """An exchange with a client begins.

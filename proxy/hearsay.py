@@ -18,6 +18,7 @@ from epd_serve.wire import (
     StoreReport,
 )
 from proxy.announcements import Announcements
+from proxy.background import Background
 from proxy.directory import FeatureDirectory
 from proxy.metrics import Metrics
 from proxy.missing import MissingFeatures
@@ -29,12 +30,14 @@ MISSING_WAIT_S = 0.05
 class Hearsay:
     """Everything that reaches this proxy without having been asked for."""
 
-    def __init__(self, table: InstanceTable, directory: FeatureDirectory, metrics: Metrics) -> None:
+    def __init__(
+        self, table: InstanceTable, directory: FeatureDirectory, metrics: Metrics, background: Background
+    ) -> None:
         self.directory = directory
         self._table = table
         self._metrics = metrics
         self._missing = MissingFeatures()
-        self._announcements = Announcements(table, self.heard, metrics.malformed_announcements.inc)
+        self._announcements = Announcements(table, self.heard, background)
 
     def start(self) -> None:
         """Begin to listen, in the running event loop."""

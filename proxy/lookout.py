@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 
 from epd_serve.errors import StageError
+from proxy.background import Background
 from proxy.circuits import StageCall
 from proxy.cut import Cut
 from proxy.sink import ClientSink
@@ -23,11 +24,13 @@ class Lookout:
 
     Args:
         silence_s: for how long an instance that reports may say nothing while others do.
+        background: takes what goes wrong in a look; the next one follows all the same.
     """
 
-    def __init__(self, table: InstanceTable, silence_s: float) -> None:
+    def __init__(self, table: InstanceTable, silence_s: float, background: Background) -> None:
         self._table = table
         self._silence_s = silence_s
+        self._background = background
         self._watched: dict[Cut[StageError], tuple[ClientSink, Sequence[StageCall]]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -45,7 +48,8 @@ class Lookout:
         self._timer = None
         for cut, (sink, calls) in self._watched.items():
             if not sink.committed:
-                self._judge(cut, calls)
+                with self._background.handling("look at a stage"):
+                    self._judge(cut, calls)
         if self._watched:
             self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
 

@@ -152,9 +152,6 @@ class Metrics:
         self.announcements = LabelledCounter(
             "epd_proxy_announcements", "Announcements heard.", ("kind",), registry=self.registry
         )
-        self.malformed_announcements = Counter(
-            "epd_proxy_announcements_malformed", "Announcements that did not decode.", registry=self.registry
-        )
 
     def kv_failed(self, reason: str) -> None:
         """Count a failure by its cause: the reason without what differs from one request to the next."""

@@ -47,7 +47,9 @@ def document(settings: ProxySettings, version: str) -> Json:
     paths: Json = {endpoint.value: {"post": _exchange(endpoint, secured)} for endpoint in Endpoint}
     paths["/v1/models"] = {"get": _get("listModels", "Models of this server.", "Models", secured=secured)}
     paths["/v1/models/{model}"] = {"get": _model(secured)}
-    paths["/health"] = {"get": _health()}
+    paths["/live"] = {"get": _get("getLive", "Answers while the process does.", "Live")}
+    paths["/health"] = {"get": _probe("getHealth", "Whether any request is served.", "Health")}
+    paths["/ready"] = {"get": _ready()}
     paths["/version"] = {"get": _get("getVersion", "Version of the proxy.", "Version", secured=secured)}
     if settings.observed:
         paths["/instances"] = {"get": _get("listInstances", "The status table.", "Instances", secured=secured)}
@@ -107,15 +109,32 @@ def _model(secured: bool) -> Json:
     return {**found, "parameters": [name], "responses": responses}
 
 
-def _health() -> Json:
-    health = _get("getHealth", "Whether every path of the layout has a live instance.", "Health")
-    return {
-        **health,
-        "responses": {
-            **health["responses"],
-            "503": _json("A role is missing, or the server is coming to an end.", reference("Health")),
-        },
+def _probe(operation: str, summary: str, schema: str) -> Json:
+    found = _get(operation, summary, schema)
+    no = _json("It is not, or the server is coming to an end.", reference(schema))
+    return {**found, "responses": {**found["responses"], "503": no}}
+
+
+def _ready() -> Json:
+    found = _probe(
+        "getReady", "Which kinds of requests are served; 200 while any is, or all that was asked for.", "Ready"
+    )
+    kind = {
+        "name": "kind",
+        "in": "query",
+        "required": False,
+        "schema": {"type": "string"},
+        "description": "Ask for one kind: `text`, or a modality of the model (`image`, `audio`, `video`).",
     }
+    everything = {
+        "name": "all",
+        "in": "query",
+        "required": False,
+        "schema": {"type": "string"},
+        "description": "Ask for everything: all kinds, roles and instances, and all that feeds the status table.",
+    }
+    responses = {**found["responses"], **_errors({404: "No such kind here."}, secured=False)}
+    return {**found, "parameters": [kind, everything], "responses": responses}
 
 
 def _errors(statuses: dict[int, str], *, secured: bool) -> Json:

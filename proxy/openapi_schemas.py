@@ -152,7 +152,25 @@ SCHEMAS: Json = {
     ),
     "Models": _object({"object": {"const": "list"}, "data": _list(reference("ModelCard"))}, "object", "data"),
     "Version": _object({"version": TEXT}, "version"),
+    "Live": _object({"status": {"const": "alive"}}, "status"),
     "Health": _object({"status": {"enum": ["ok", "unavailable", "draining"]}}, "status"),
+    "Ready": _object(
+        {
+            "status": {"enum": ["ready", "degraded", "unavailable", "draining"]},
+            "kinds": {
+                "type": "object",
+                "additionalProperties": _object({"served": {"type": "boolean"}, "how": TEXT}, "served", "how"),
+            },
+            "missing": {"type": "array", "items": TEXT, "description": "Roles of the layout without a live instance."},
+            "waiting": {"type": "array", "items": TEXT, "description": "Instances that are known and not live."},
+            "down": {
+                "type": "object",
+                "additionalProperties": TEXT,
+                "description": "Tasks that feed the status table and do not run, and why.",
+            },
+        },
+        *("status", "kinds", "missing", "waiting", "down"),
+    ),
     "Instances": _object({"instances": {"type": "array", "items": {"type": "object"}}}, "instances"),
 }
 

@@ -17,6 +17,7 @@ from epd_serve.errors import OverloadedError, RequestError
 from epd_serve.trace import PROXY, Trace
 from proxy.attempt import Attempt
 from proxy.auth import DEFAULT_TENANT
+from proxy.background import Background
 from proxy.bodies import base_body
 from proxy.body_budget import BodyBudget
 from proxy.circuits import Circuits
@@ -61,12 +62,16 @@ class Pipeline:
         transport: Transport | None = None,
         media_transport: httpx.AsyncBaseTransport | None = None,
         resolver: Resolver = resolve,
+        background: Background | None = None,
     ) -> None:
+        """`background`: of the process, where it runs more than this pipeline's tasks."""
         timeouts, retries = settings.timeouts, settings.retries
         self.settings = settings
         self.table = table
         self.drain = Drain()
         self.metrics = Metrics()
+        self.background = background or Background()
+        self.metrics.registry.register(self.background.registry)
         self.key_gate = KeyGate(settings.key_limits)
         self.bodies = BodyBudget(settings.max_bodies_bytes)
         self.metrics.registry.register(StoreMetrics(table))
@@ -84,7 +89,7 @@ class Pipeline:
         self._router = Router(table, settings.roles, instance_wait_s=timeouts.instance_wait_s, policy=settings.policy)
         self._arena = HostArena(settings.arena)
         self.directory = FeatureDirectory(settings.max_known_features, holds=self._arena.holds)
-        self.hearsay = Hearsay(table, self.directory, self.metrics)
+        self.hearsay = Hearsay(table, self.directory, self.metrics, self.background)
         self._encode = EncodeStep(
             Encoders(
                 table,
@@ -105,7 +110,7 @@ class Pipeline:
             table,
             self._router,
             self._encode,
-            Attempt(table, self._stages, self.circuits, timeouts, self.metrics, self.trace),
+            Attempt(table, self._stages, self.circuits, timeouts, self.metrics, self.trace, self.background),
             self.hearsay,
             self.metrics,
             self._budget,

@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from epd_serve.errors import ConfigError
+from proxy.background import Background
 from proxy.http_protocol import FrontProtocol
 from proxy.redact import redact_logs
 from proxy.shared_listener import SharedListener
@@ -30,11 +31,13 @@ class _Server(uvicorn.Server):
         shared: SharedListener | None,
         started: Callable[[], None],
         stalled: StalledClients,
+        background: Background,
     ) -> None:
         super().__init__(config)
         self._shared = shared
         self._say_started = started
         self._stalled = stalled
+        self._background = background
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -43,7 +46,8 @@ class _Server(uvicorn.Server):
         self._say_started()
 
     async def on_tick(self, counter: int) -> bool:
-        self._stalled.look(self.server_state.connections, time.monotonic())
+        with self._background.handling("look at clients"):  # or the whole server would end of it
+            self._stalled.look(self.server_state.connections, time.monotonic())
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -100,6 +104,7 @@ async def serve(
     grace_s: float = 3.0,
     started: Callable[[], None] = lambda: None,
     stall_s: float = STALL_S,
+    background: Background | None = None,
 ) -> None:
     """Serve until cancelled.
 
@@ -109,6 +114,7 @@ async def serve(
         grace_s: how long a cancelled server lets its requests finish before it cancels them.
         started: called once connections are taken.
         stall_s: a client that takes nothing of what waits for it loses its connection after this long.
+        background: takes what goes wrong between requests.
 
     Raises:
         ConfigError: as `bind`.
@@ -130,7 +136,7 @@ async def serve(
         lifespan="on",
     )
     redact_logs()  # after uvicorn has set up its own logging
-    server = _Server(config, shared, started, StalledClients(stall_s))
+    server = _Server(config, shared, started, StalledClients(stall_s), background or Background())
     try:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(server.serve(listening))

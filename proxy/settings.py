@@ -201,7 +201,7 @@ class ProxySettings:
     Attributes:
         served_models: names that clients may ask for; the first is the default that `/v1/models` lists first.
         identity: model, revision and dtype as they enter feature keys.
-        roles: roles of the layout. `/health` wants a live instance of each; empty means "those in the table".
+        roles: roles of the layout, of which `/ready` says which are missing; empty means "those in the table".
         max_model_len: context length in tokens that `/v1/models` reports, or None when unknown.
         admission: who waits in front of the stages. retry: how many attempts are repeated over the whole proxy.
         retries: further attempts of one request after a stage failed before the first byte.

@@ -1,8 +1,9 @@
-"""What the proxy says about itself: health, models, version, instances. Pure functions from state to JSON."""
+"""What the proxy says about itself: health, readiness, models, version, instances. Pure: from state to JSON."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -10,12 +11,15 @@ from msgspec import structs
 
 from epd_serve.errors import NotFoundError
 from epd_serve.instances import Instance
+from epd_serve.roles import Role
 from epd_serve.wire import StoreReport
 from npu_ops.core_grants import CoreGrant
 from proxy.circuit import State
 from proxy.circuits import Circuits
+from proxy.drain import Drain
 from proxy.kv_links import link_views, shown
 from proxy.life import InstanceView
+from proxy.parts import Modality
 from proxy.paths import paths
 from proxy.settings import ProxySettings
 from proxy.table import InstanceTable
@@ -23,16 +27,76 @@ from proxy.table import InstanceTable
 STARTED = int(time.time())
 
 
-def health(settings: ProxySettings, table: InstanceTable) -> tuple[int, dict[str, Any]]:
-    """200 while every role of the layout has a live instance, else 503 and what is missing.
+TEXT = "text"
 
-    Without a layout (stages join one by one) the roles that came count, and they have to make a path.
+
+class Readiness:
+    """Which kinds of requests are served now, and how: `text`, and what the model takes beside it.
+
+    A kind is served while live instances make a path for it. Media are served without a live encoder, too: who prefills
+    encodes them then, which `how` says.
+
+    Args:
+        down: tasks that feed the status table and do not run. What they would have said is missing; requests go on.
     """
-    wanted = settings.roles or table.roles()
-    missing = [role.value for role in table.missing(wanted)]
-    if not missing and paths(wanted, multimodal=False):
-        return 200, {"status": "ok"}
-    return 503, {"status": "unavailable", "missing": missing, "instances": instances(table)["instances"]}
+
+    def __init__(
+        self, settings: ProxySettings, table: InstanceTable, drain: Drain, down: Mapping[str, str] | None = None
+    ) -> None:
+        self._drain = drain
+        self._down = dict(down or {})
+        self._missing = [role.value for role in table.missing(settings.roles)]
+        self._waiting = [view.instance.id for view in table.snapshot() if not view.up]
+        live = table.live_roles()
+        media = settings.modalities if settings.modalities is not None else frozenset(map(str, Modality))
+        layout = frozenset(settings.roles) or table.roles()
+        self._how = {kind: _how(kind, live, layout) for kind in (TEXT, *sorted(media))}
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        """200 while anything is served."""
+        if self._drain.announced:
+            return 503, {"status": "draining", "running": self._drain.running}
+        if any(self._how.values()):
+            return 200, {"status": "ok"}
+        return 503, {"status": "unavailable", "missing": self._missing}
+
+    def ready(self, kind: str | None = None, *, everything: bool = False) -> tuple[int, dict[str, Any]]:
+        """200 while any kind is served; of `kind`, while that is; of `everything`, while all are, as the layout means
+        it: every role and every instance that is known is live, and nothing that feeds the table is down.
+
+        Raises:
+            NotFoundError: this deployment promises no such kind.
+        """
+        if kind is not None and kind not in self._how:
+            raise NotFoundError(
+                f"`{kind}` is not served here; kinds are {', '.join(self._how)}", param="kind", code="unknown_kind"
+            )
+        whole = all(self._how.values()) and not (self._missing or self._waiting or self._down)
+        served = whole if everything else bool(self._how[kind]) if kind is not None else any(self._how.values())
+        if self._drain.announced:
+            served, status = False, "draining"
+        else:
+            status = "ready" if whole else "degraded" if any(self._how.values()) else "unavailable"
+        return 200 if served else 503, {
+            "status": status,
+            "kinds": {
+                name: {"served": bool(how), "how": how or "no path of live instances"}
+                for name, how in self._how.items()
+            },
+            "missing": self._missing,
+            "waiting": self._waiting,
+            "down": self._down,
+        }
+
+
+def _how(kind: str, live: frozenset[Role], layout: frozenset[Role]) -> str:
+    """The paths on which requests of a kind are served now; "" where there is none."""
+    ways = paths(live, multimodal=kind != TEXT)
+    words = ", ".join(path.name for path in ways)
+    apart = kind != TEXT and Role.E in layout and Role.E not in live
+    if words and apart and any(path.head in (Role.P, Role.PD) for path in ways):
+        return f"{words} (no encoder is live: prefill encodes)"
+    return words
 
 
 def models(settings: ProxySettings) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from epd_serve.errors import DeadlineError, OverloadedError
 from proxy.app import create_app
+from proxy.background import Background
 from proxy.board import Board
 from proxy.counted import counted, exposition
 from proxy.errors import most_telling
@@ -30,7 +31,9 @@ from proxy.worker_wire import (
     Answer,
     Drain,
     FeedError,
+    FromParent,
     FromWorker,
+    Leave,
     Roster,
     Running,
     Serving,
@@ -75,21 +78,28 @@ class Feed:
         """Take in what the parent says, until it has gone."""
         while (raw := await read_frame(self._reader)) is not None:
             message = decoded(raw, from_parent)
-            match message:
-                case Roster():
-                    roster.take_in(message.rows)
-                case Tell():
-                    self.say(Told(message.number, counted(pipeline.metrics.registry), pipeline.drain.running))
-                case Drain():
-                    pipeline.drain.begin()
-                    self.say(Running(pipeline.drain.running))
-                    self._drain = asyncio.create_task(self._say_idle(pipeline))
-                case Answer():
-                    waiting = self._asked.get(message.number)
-                    if waiting is not None and not waiting.done():
-                        waiting.set_result(message)
-                case Setup():
-                    raise FeedError("a second setup")
+            if isinstance(message, Setup):
+                raise FeedError("a second setup")
+            with pipeline.background.handling(type(message).__name__):
+                self._take_in(message, roster, pipeline)
+
+    def _take_in(self, message: FromParent, roster: RosterOfWorker, pipeline: Pipeline) -> None:
+        match message:
+            case Roster():
+                pipeline.background.elsewhere = message.down
+                roster.take_in(message.rows)
+            case Tell():
+                self.say(Told(message.number, counted(pipeline.metrics.registry), pipeline.drain.running))
+            case Leave():
+                pipeline.drain.announce()
+            case Drain():
+                pipeline.drain.begin()
+                self.say(Running(pipeline.drain.running))
+                self._drain = asyncio.create_task(self._say_idle(pipeline))
+            case Answer():
+                waiting = self._asked.get(message.number)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
 
     async def _say_idle(self, pipeline: Pipeline) -> None:
         await pipeline.drain.idle()
@@ -156,34 +166,42 @@ async def run_worker(feed: socket.socket, listening: socket.socket, board: int, 
 async def _serve(parent: Feed, setup: Setup, listening: socket.socket, board: Board, orders: Orders) -> None:
     ledger = SharedLedger(board, setup.row)
     table = InstanceTable(ledger=ledger, link_grace_s=setup.link_grace_s)
-    app = create_app(setup.settings, table, metrics_text=parent.metrics)
+    background = Background()
+    app = create_app(setup.settings, table, metrics_text=parent.metrics, background=background)
     shared = SharedListener(listening, lambda: board.least_connections(setup.row))
-    async with asyncio.TaskGroup() as group:
+    try:
+        async with asyncio.TaskGroup() as group:
 
-        def start(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-            return group.create_task(work)
+            def start(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+                return group.create_task(work)
 
-        front = start(
-            serve(
-                app,
-                "",
-                0,
-                shared=shared,
-                grace_s=max(setup.grace_s, setup.drain_s),
-                started=lambda: parent.say(Serving()),
+            front = start(
+                serve(
+                    app,
+                    "",
+                    0,
+                    shared=shared,
+                    grace_s=max(setup.grace_s, setup.drain_s),
+                    started=lambda: parent.say(Serving()),
+                    background=background,
+                )
             )
-        )
-        leave, stop = start(orders.leave.wait()), start(orders.stop.wait())
-        fed = start(parent.listen(RosterOfWorker(table), app.state.pipeline))
-        noting = start(_take_notes(table, ledger, lambda: board.say_connections(setup.row, shared.connections)))
-        await asyncio.wait((front, leave, stop, fed), return_when=asyncio.FIRST_COMPLETED)
-        front.cancel()  # it takes no more connections; what is in flight goes on, and so does the feed
-        if leave.done():
-            await asyncio.wait((front, stop, fed), return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait([front], timeout=setup.grace_s)
-        front.cancel()
-        for task in (leave, stop, fed, noting):
-            task.cancel()
+            leave, stop = start(orders.leave.wait()), start(orders.stop.wait())
+            fed = start(parent.listen(RosterOfWorker(table), app.state.pipeline))
+            background.start(
+                "notes on the board",
+                lambda: _take_notes(table, ledger, lambda: board.say_connections(setup.row, shared.connections)),
+            )
+            await asyncio.wait((front, leave, stop, fed), return_when=asyncio.FIRST_COMPLETED)
+            front.cancel()  # it takes no more connections; what is in flight goes on, and so does the feed
+            if leave.done():
+                await asyncio.wait((front, stop, fed), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([front], timeout=setup.grace_s)
+            front.cancel()
+            for task in (leave, stop, fed):
+                task.cancel()
+    finally:
+        await background.stop()
 
 
 async def _take_notes(table: InstanceTable, ledger: SharedLedger, say_connections: Callable[[], None]) -> None:

@@ -19,7 +19,8 @@ from prometheus_client import CollectorRegistry
 from epd_serve.errors import EpdError
 from epd_serve.wire import Announcement, KvReport, StageReport, StoreReport
 from proxy.announcements import Announcements
-from proxy.counted import added, exposition, lasting
+from proxy.background import Background
+from proxy.counted import added, counted, exposition, lasting
 from proxy.errors import most_telling
 from proxy.kv_metrics import KvMetrics
 from proxy.roster import TableOfParent
@@ -31,6 +32,7 @@ from proxy.worker_wire import (
     Family,
     FeedError,
     FromParent,
+    Leave,
     Roster,
     Running,
     Serving,
@@ -98,21 +100,23 @@ class WorkerHub:
 
     Args:
         setup: what every worker is told first, but for its row.
+        background: of this process; what is down in it the workers are told.
     """
 
-    def __init__(self, table: TableOfParent, setup: Setup) -> None:
+    def __init__(self, table: TableOfParent, setup: Setup, background: Background) -> None:
         self._table = table
+        self._background = background
         self._setup = setup
         self._workers: set[_Worker] = set()
         self._past: list[Family] = []
         self._ended = 0
-        self._draining = False
+        self._leaving = self._draining = False
         self._drained = asyncio.Event()
         self._registry = CollectorRegistry()
         for collector in (StoreMetrics(table), StageMetrics(table), KvMetrics(table)):
             self._registry.register(collector)
-        self._announcements = Announcements(table, self._heard, lambda: None)
-        table.on_change = self._instances_changed
+        self._announcements = Announcements(table, self._heard, background)
+        table.on_change = background.changed = self._roster_changed
 
     def start(self) -> None:
         self._announcements.start()
@@ -131,6 +135,12 @@ class WorkerHub:
     def running(self) -> int:
         """Requests in flight, as far as it has been said."""
         return sum(worker.running for worker in self._workers)
+
+    def announce(self) -> None:
+        """Have all workers be ready no more, and go on serving."""
+        self._leaving = True
+        for worker in self._workers:
+            worker.send(Leave())
 
     def begin(self) -> None:
         """Have all workers take on nothing more."""
@@ -160,6 +170,8 @@ class WorkerHub:
         worker = _Worker(writer)
         worker.send(msgspec.structs.replace(self._setup, row=row))
         worker.roster_is_old.set()
+        if self._leaving:
+            worker.send(Leave())
         if self._draining:
             worker.send(Drain())
         self._workers.add(worker)
@@ -199,7 +211,7 @@ class WorkerHub:
         while True:
             await worker.roster_is_old.wait()
             worker.roster_is_old.clear()
-            worker.send(Roster(self._table.rows()))
+            worker.send(Roster(self._table.rows(), self._background.down))
             with contextlib.suppress(ConnectionError):
                 await worker.writer.drain()
 
@@ -216,8 +228,9 @@ class WorkerHub:
         return exposition(self._registry, await self._all_counted(None))
 
     async def _answer(self, worker: _Worker, question: Sum) -> None:
-        worker.counted = question.counted
-        worker.send(Answer(question.number, await self._all_counted(worker)))
+        with self._background.handling("Sum"):  # who asked waits for its deadline, and nobody else
+            worker.counted = question.counted
+            worker.send(Answer(question.number, await self._all_counted(worker)))
 
     async def _all_counted(self, asker: _Worker | None) -> list[Family]:
         others = [worker for worker in self._workers if worker is not asker and worker.begun.is_set()]
@@ -237,9 +250,9 @@ class WorkerHub:
                 [("epd_proxy_workers_ended_total", (), self._ended)],
             ),
         ]
-        return added([self._past, *(worker.counted for worker in serving), mine])
+        return added([self._past, *(worker.counted for worker in serving), counted(self._background.registry), mine])
 
-    def _instances_changed(self) -> None:
+    def _roster_changed(self) -> None:
         for worker in self._workers:
             worker.roster_is_old.set()
 

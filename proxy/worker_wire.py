@@ -68,15 +68,24 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
 
 
 class Roster(msgspec.Struct, tag=True, frozen=True):
-    """All instances there are. Replaces what was said before."""
+    """All instances there are. Replaces what was said before.
+
+    Attributes:
+        down: tasks of the parent that feed the workers and do not run, and why.
+    """
 
     rows: tuple[Row, ...]
+    down: dict[str, str] = {}
 
 
 class Tell(msgspec.Struct, tag=True, frozen=True):
     """Say what you have counted. Asked regularly, so that it is known of a worker that dies, and of one that hangs."""
 
     number: int
+
+
+class Leave(msgspec.Struct, tag=True, frozen=True):
+    """Be ready no more, and go on serving: a `Drain` follows."""
 
 
 class Drain(msgspec.Struct, tag=True, frozen=True):
@@ -119,7 +128,7 @@ class Sum(msgspec.Struct, tag=True, frozen=True):
 
 
 Message = TypeVar("Message")
-FromParent = Setup | Roster | Tell | Drain | Answer
+FromParent = Setup | Roster | Tell | Leave | Drain | Answer
 FromWorker = Serving | Told | Running | Sum
 
 

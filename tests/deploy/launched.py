@@ -60,7 +60,7 @@ class FakeLaunch:
         return {row["id"]: row for row in body["instances"]} if body else {}
 
     def wait_ready(self) -> None:
-        wait_until(lambda: self.get("/health")[0] == 200 or self.process.poll() is not None, "healthy")
+        wait_until(lambda: self.get("/ready?all")[0] == 200 or self.process.poll() is not None, "ready")
         assert self.process.poll() is None, self.process.communicate()[1]
 
     @property

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +18,7 @@ from pathlib import Path
 from deploy.ports import free_ports
 from tests.deploy.launched import DEADLINE_S, REPOSITORY
 from tests.deploy.test_alone import stages_file, wait_health
+from tests.waiting import wait_for
 
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]})
 HEADERS = {"content-type": "application/json"}
@@ -29,7 +31,7 @@ class SlowStage(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.asked, self.released = threading.Event(), threading.Event()
+        self.asked, self.released = threading.Semaphore(0), threading.Event()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -40,7 +42,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))
-        self.server.asked.set()
+        self.server.asked.release()
         self.server.released.wait(DEADLINE_S)
         self._answer(b'{"object": "chat.completion", "choices": []}')
 
@@ -77,32 +79,49 @@ def ask(port: int) -> tuple[int, http.client.HTTPMessage]:
     return response.status, response.headers
 
 
-def test_sigterm_refuses_new_requests_and_lets_the_one_in_flight_finish(tmp_path: Path) -> None:
+def metrics(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_S) as answer:
+        return str(answer.read().decode())
+
+
+def test_sigterm_first_says_not_ready_then_refuses_and_lets_those_in_flight_finish(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     with slow_stage() as stage:
         text = f"model: m\nstages: [{{id: PD0, role: PD, url: 'http://127.0.0.1:{stage.server_port}'}}]\n"
         argv = [sys.executable, "-m", "deploy.cli", "proxy", "--stages", stages_file(tmp_path, text)]
         proxy = subprocess.Popen(
-            [*argv, "--port", str(port)], env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True
+            [*argv, "--port", str(port), "--lame-duck-s", "600"],
+            env={**os.environ, "PYTHONPATH": path},
+            stderr=subprocess.PIPE,
+            text=True,
         )
         try:
             wait_health(port, 200)
             answers: list[int] = []
             client = threading.Thread(target=lambda: answers.append(ask(port)[0]))
             client.start()
-            assert stage.asked.wait(DEADLINE_S)
+            assert stage.asked.acquire(timeout=DEADLINE_S)
             proxy.send_signal(signal.SIGTERM)
             wait_health(port, 503)
+            late = threading.Thread(target=lambda: answers.append(ask(port)[0]))
+            late.start()  # load balancers may not have noticed yet
+            assert stage.asked.acquire(timeout=DEADLINE_S)
+            proxy.send_signal(signal.SIGTERM)  # enough of that
+            wait_for(lambda: "epd_proxy_draining 1.0" in metrics(port))
             status, headers = ask(port)
             assert status == 503 and int(headers["retry-after"]) >= 1 and headers["connection"] == "close"
             assert proxy.poll() is None
             stage.released.set()
             client.join()
-            assert answers == [200]
+            late.join()
+            assert answers == [200, 200]
             _, err = proxy.communicate(timeout=DEADLINE_S)
             assert proxy.returncode == 0, err
-            assert "draining: 1 requests may go on for 30 s" in err
+            assert (
+                "accepted for 600 s, or until another SIGTERM" in err
+                and "draining: 2 requests may go on for 30 s" in err
+            )
         finally:
             proxy.kill()
             proxy.wait()

@@ -16,10 +16,13 @@ class Front:
 
     def __init__(self, running: int) -> None:
         self.running = running
-        self.began = False
+        self.announced = self.began = False
         self._idle = asyncio.Event()
         if not running:
             self._idle.set()
+
+    def announce(self) -> None:
+        self.announced = True
 
     def begin(self) -> None:
         self.began = True
@@ -33,16 +36,21 @@ class Front:
 
 
 class Case:
-    def __init__(self, running: int = 1, drain_s: float = 60.0) -> None:
+    def __init__(self, running: int = 1, drain_s: float = 60.0, lame_duck_s: float = 0.0) -> None:
         self.said: list[str] = []
         self.kills = 0
         self.front = Front(running)
-        self.ending = Ending(drain_s, self.said.append, self._kill)
+        self.ending = Ending(lame_duck_s, drain_s, self.said.append, self._kill)
         self.ending.serves(self.front)
         self.waiting = asyncio.create_task(self.ending.wait())
 
     def _kill(self) -> None:
         self.kills += 1
+
+    async def leaving(self) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not self.front.announced:
+                await asyncio.sleep(0)
 
     async def draining(self) -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -102,7 +110,31 @@ async def test_no_time_to_drain_and_no_proxy_yet_end_at_once() -> None:
     case = Case(drain_s=0)
     case.ending.on_term()
     await case.over()
-    early = Ending(60.0, lambda line: None)
+    early = Ending(60.0, 60.0, lambda line: None)
     early.on_term()
     async with asyncio.timeout(PATIENCE_S):
         await early.wait()
+
+
+async def test_after_sigterm_it_is_not_ready_and_accepts_until_the_time_is_over_or_another_sigterm() -> None:
+    for lame_duck_s, second in ((0.05, lambda ending: None), (3600.0, Ending.on_term)):
+        case = Case(lame_duck_s=lame_duck_s)
+        case.ending.on_term()
+        await case.leaving()
+        assert not case.front.began or lame_duck_s < 1
+        second(case.ending)
+        await case.draining()
+        assert not case.ending.stopping.is_set(), "what is in flight goes on"
+        case.ending.on_term()
+        await case.over()
+        assert not case.kills and "not ready any more" in case.said[0]
+
+
+@pytest.mark.parametrize("drain_s", [60.0, 0.0])
+async def test_ctrl_c_does_not_wait_for_load_balancers(drain_s: float) -> None:
+    case = Case(lame_duck_s=3600.0, drain_s=drain_s)
+    case.ending.on_term()
+    await case.leaving()
+    case.ending.on_quick()
+    await case.over()
+    assert not case.front.began and not case.kills

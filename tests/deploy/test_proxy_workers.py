@@ -24,6 +24,7 @@ from deploy.ports import free_ports
 from deploy.proxy_workers import ProxyWorkers
 from epd_serve.errors import EpdError
 from epd_serve.roles import Role
+from proxy.background import Background
 from proxy.board import Board, shared_memory
 from proxy.ledger_shared import COUNTS, SharedLedger
 from proxy.roster import TableOfParent
@@ -92,7 +93,7 @@ async def proxy(folder: Path, workers: int) -> AsyncIterator[Proxy]:
         argv = [sys.executable, "-m", "deploy.cli", "proxy", "--stages", str(file)]
         path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
         process = subprocess.Popen(
-            [*argv, "--port", str(port), "--workers", str(workers), "--drain-s", str(DEADLINE_S)],
+            [*argv, "--port", str(port), "--workers", str(workers), "--lame-duck-s", "0", "--drain-s", str(DEADLINE_S)],
             env={**os.environ, "PYTHONPATH": path},
         )
         started = Proxy(process, port, stage)
@@ -159,7 +160,7 @@ async def test_a_worker_that_does_not_start_ends_the_launch() -> None:
     memory = shared_memory(Board.size_bytes(1, COUNTS))
     board = Board(mmap.mmap(memory, 0), 1, COUNTS)
     table = TableOfParent(ledger=SharedLedger(board, None))
-    hub = WorkerHub(table, Setup(settings(), 0, 1, 1.0, 1.0, 1.0))
+    hub = WorkerHub(table, Setup(settings(), 0, 1, 1.0, 1.0, 1.0), Background())
     with socket.create_server(("127.0.0.1", 0)) as listening:
         environment = {**os.environ, "PYTHONHOME": "/nonexistent"}  # installed or not, Python itself does not start
         workers = ProxyWorkers(hub, board, memory, listening, environment, grace_s=1.0, say=lambda line: None)

@@ -68,7 +68,7 @@ def test_text_and_pictures_pass_through_stages_that_joined_a_head_with_workers(h
     hosts.head("--workers", "2")
     until(lambda: fetch(f"{hosts.url}/health")[0] == 503, "the head")
     join(hosts, "E0", "P0", "D0")
-    until(lambda: fetch(f"{hosts.url}/health")[0] == 200, "all roles")
+    until(lambda: fetch(f"{hosts.url}/ready?all")[0] == 200, "all roles")
     for _ in range(4):  # whichever worker takes it
         assert ask(hosts, TEXT)["x-epd-path"] == "P-D"
     seen = ask(hosts, picture(60))

@@ -28,7 +28,7 @@ ENDLESS = {**TEXT, "stream": True, "max_tokens": 30_000}
 @pytest.fixture
 def workers(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """The endpoint and the launcher of a layout behind three workers."""
-    with launched(tmp_path, LAYOUT, "--workers", "3", "--drain-s", "60") as (client, launcher):
+    with launched(tmp_path, LAYOUT, "--workers", "3", "--lame-duck-s", "0", "--drain-s", "60") as (client, launcher):
         yield str(client.base_url), launcher
 
 

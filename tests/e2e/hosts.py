@@ -31,6 +31,8 @@ STOP_S = 30.0
 class Hosts(Endpoint):
     """The four processes; requests go to the head. Every one has a run root of its own, as on a machine of its own."""
 
+    ready_path = "/ready?all"
+
     def __init__(self) -> None:
         self.port = _neighbours(15)
         self.admin = f"http://{ADDRESSES['head']}:{self.port + 14}"

@@ -123,11 +123,28 @@ def test_a_killed_stage_is_restarted_and_requests_go_on(launch: Serving, solo_an
     os.kill(group, signal.SIGKILL)
     body = fresh(4)
     wait_until(lambda: not launch.instances()[killed]["up"], 5, "the proxy to know")
-    assert launch.get("/health").status_code == 503
+    assert launch.get("/health").status_code == (200 if killed == "E0" else 503)
     wait_until(lambda: not processes.group_members(group), 10, "the dead stage's processes to go")
     wait_until(launch.healthy, 180, f"{killed} to be back")
     assert launch.instances()[killed]["incarnation"] != before
     assert ask(launch, body) == solo_answer(body)
+
+
+@epd
+def test_without_its_encoder_the_rest_serves_on_and_says_how(launch: Serving, solo_answer: Solo) -> None:
+    os.kill(launch.stage_pid("E0"), signal.SIGKILL)
+    wait_until(lambda: not launch.instances()["E0"]["up"], 5, "the proxy to know")
+    text, picture = {**chat("Hello"), "max_tokens": 11}, fresh(7)
+    assert launch.get("/health").status_code == 200
+    ready = launch.get("/ready?kind=image")
+    assert ready.status_code == 200 and ready.json()["status"] == "degraded" and ready.json()["missing"] == ["E"]
+    assert ready.json()["kinds"]["image"] == {"served": True, "how": "P-D (no encoder is live: prefill encodes)"}
+    assert launch.get("/ready?all").status_code == 503
+    assert ask(launch, text) == solo_answer(text)
+    assert ask(launch, picture) == solo_answer(picture)
+    assert not launch.instances()["E0"]["up"], "all of this was without it"
+    wait_until(launch.healthy, 180, "E0 to be back")
+    assert launch.get("/ready").json()["kinds"]["image"]["how"] == "E-P-D"
 
 
 @epd

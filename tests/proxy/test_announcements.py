@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import zmq
+import zmq.asyncio
+from hypothesis import given
+from hypothesis import settings as settings_of_hypothesis
+from hypothesis import strategies as st
 
 from epd_serve import wire
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.announcements import Announcements
+from proxy.background import Background
 from proxy.missing import MissingFeatures
 from proxy.table import InstanceTable
 from tests.proxy.fakes import cluster
@@ -24,13 +30,20 @@ from tests.waiting import PATIENCE_S
 READY = wire.FeatureReady("k", 100, "E0-life1")
 
 
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
-    """A publisher at `tmp_path/E0`. XPUB, so that a test can wait for the subscription."""
+@contextmanager
+def publisher(address: str) -> Iterator[zmq.Socket[bytes]]:
+    """XPUB, so that a test can wait for the subscription."""
     with zmq.Context() as context, context.socket(zmq.XPUB) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.XPUB_VERBOSER, 1)
-        socket.bind(f"ipc://{tmp_path}/E0")
+        socket.bind(address)
+        yield socket
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
+    """A publisher at `tmp_path/E0`."""
+    with publisher(f"ipc://{tmp_path}/E0") as socket:
         yield socket
 
 
@@ -47,11 +60,17 @@ class Ear:
 
     def __init__(self, table: InstanceTable) -> None:
         self.heard: asyncio.Queue[wire.Announcement] = asyncio.Queue()
-        self.malformed = 0
-        self.announcements = Announcements(table, self.heard.put_nowait, self._count)
+        self.background = Background()
+        self.announcements = Announcements(table, self.hear, self.background)
 
-    def _count(self) -> None:
-        self.malformed += 1
+    def hear(self, message: wire.Announcement) -> None:
+        self.heard.put_nowait(message)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.background.registry.get_sample_value(name, labels) or 0.0
+
+    def broken(self, kind: str) -> float:
+        return self.metric("epd_proxy_broken_messages_total", kind=kind)
 
     async def next(self) -> wire.Announcement:
         return await asyncio.wait_for(self.heard.get(), PATIENCE_S)
@@ -104,18 +123,96 @@ def replace_key(key: str) -> wire.FeatureReady:
     return wire.FeatureReady(key, 100, "E0-life1")
 
 
-async def test_malformed_messages_are_counted_and_said_once(
+async def test_malformed_messages_are_counted_and_not_said_again_at_once(
     stage: zmq.Socket[bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     table = InstanceTable()
     table.apply(instance("E0", f"ipc://{tmp_path}/E0"))
-    with caplog.at_level(logging.WARNING, logger="proxy.announcements"):
+    with caplog.at_level(logging.WARNING, logger="proxy.background"):
         async with listening(table) as ear:
             await subscription(stage)
             for raw in (b"", b"\xff", wire.encode(wire.Hello(1, "x", "shm", {})), wire.encode(READY)):
                 stage.send(raw)
             assert await ear.next() == READY
-            assert ear.malformed == 3 and len(caplog.records) == 1
+            assert ear.broken("malformed") == 3 and len(caplog.records) == 1
+
+
+async def test_what_a_handler_fails_on_is_counted_by_kind_and_skipped(
+    stage: zmq.Socket[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Ear, message: wire.Announcement) -> None:
+        if isinstance(message, wire.FeatureFailed):
+            raise KeyError("oops")
+        self.heard.put_nowait(message)
+
+    monkeypatch.setattr(Ear, "hear", fails)
+    table = InstanceTable()
+    table.apply(instance("E0", f"ipc://{tmp_path}/E0"))
+    async with listening(table) as ear:
+        await subscription(stage)
+        for message in (wire.FeatureFailed("k", "boom"), READY, wire.FeatureFailed("k", "boom"), READY):
+            stage.send(wire.encode(message))
+        assert [await ear.next(), await ear.next()] == [READY, READY]
+        assert ear.broken("FeatureFailed") == 2 and not ear.background.down
+
+
+GARBAGE = (
+    b"",
+    b"\x91" * 200_000,  # nested too deeply to be decoded: RecursionError
+    b"\xff\xfe" * 10,
+    wire.encode(READY)[:-1],
+    wire.encode(READY).replace(b"E0-life1", b"\xff\xff-life1"),  # text that is no UTF-8
+)
+
+
+@settings_of_hypothesis(max_examples=60, deadline=None)
+@given(frames=st.lists(st.one_of(st.binary(max_size=200), st.sampled_from(GARBAGE)), max_size=8))
+def test_no_frame_from_a_publisher_makes_it_deaf(frames: list[bytes]) -> None:
+    async def hear() -> None:
+        with tempfile.TemporaryDirectory(dir="/tmp") as folder, publisher(f"ipc://{folder}/E0") as stage:
+            table = InstanceTable()
+            table.apply(instance("E0", f"ipc://{folder}/E0"))
+            async with listening(table) as ear:
+                await subscription(stage)
+                for frame in frames:
+                    stage.send_multipart([frame] if len(frame) % 2 else [b"topic", frame])
+                stage.send(wire.encode(READY))
+                while await ear.next() != READY:
+                    pass
+                assert ear.metric("epd_proxy_background_failed_total", task="announcements") == 0
+
+    asyncio.run(hear())
+
+
+async def test_after_an_error_of_its_socket_it_listens_again_and_says_so_meanwhile(
+    stage: zmq.Socket[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.background.SETTLED_S", 0.05)
+    table = InstanceTable()
+    table.apply(instance("E0", f"ipc://{tmp_path}/E0"))
+    receive, broken = Announcements._receive, [zmq.ZMQError(zmq.ENOTSOCK), zmq.ZMQError(zmq.EFSM)]
+
+    async def breaks(self: Announcements, socket: zmq.asyncio.Socket) -> None:
+        if broken:
+            raise broken.pop()
+        await receive(self, socket)
+
+    monkeypatch.setattr(Announcements, "_receive", breaks)
+    async with listening(table) as ear:
+        async with asyncio.timeout(PATIENCE_S):
+            while not ear.background.down:
+                await asyncio.sleep(0.001)
+        assert "ZMQError" in ear.background.down["announcements"]
+        assert ear.metric("epd_proxy_background_down", task="announcements") == 1
+        async with asyncio.timeout(PATIENCE_S):
+            while ear.heard.empty():  # whose subscription it is that comes, only the news can tell
+                stage.send(wire.encode(READY))
+                await asyncio.sleep(0.01)
+        async with asyncio.timeout(PATIENCE_S):
+            while ear.background.down:
+                await asyncio.sleep(0.001)
+        assert ear.metric("epd_proxy_background_failed_total", task="announcements") == 2
+        assert ear.metric("epd_proxy_background_down", task="announcements") == 0
 
 
 async def test_an_address_that_makes_no_sense_does_not_silence_the_others(
@@ -150,7 +247,7 @@ async def test_what_stages_announce_reaches_the_directory_the_table_and_the_metr
         for message in (wire.FeatureReady(key, 100, "E0-life1", pooled=True), report, past):
             stage.send(wire.encode(message))
         stage.send(b"\xff")
-        await c.until_metric("epd_proxy_announcements_malformed_total", 1)
+        await c.until_metric("epd_proxy_broken_messages_total", 1, kind="malformed")
         assert (await c.ask()).status_code == 200
         assert len(c["E0"].calls) == 1, "announced, so not encoded"
         encoder, other = (await c.client.get("/instances")).json()["instances"]

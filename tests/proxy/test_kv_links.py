@@ -13,6 +13,7 @@ from epd_serve import wire
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from epd_serve.wire import KvLink, KvReport
+from proxy.background import Background
 from proxy.hearsay import Hearsay
 from proxy.kv_links import link_views
 from proxy.table import InstanceTable
@@ -146,7 +147,7 @@ async def test_reports_are_heard_at_the_workers_addresses_and_say_nothing_about_
     address = f"ipc://{tmp_path}/P0.kvnews0"
     table = InstanceTable()
     async with cluster("P0", config=settings()) as c:
-        hearsay = Hearsay(table, c.pipeline.directory, c.pipeline.metrics)
+        hearsay = Hearsay(table, c.pipeline.directory, c.pipeline.metrics, Background())
         with zmq.Context() as context, context.socket(zmq.PUB) as worker:
             worker.bind(address)
             table.apply(replace(P0, kv_news=(address,)))

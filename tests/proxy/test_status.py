@@ -11,25 +11,73 @@ from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
 from epd_serve.wire import StageReport
 from proxy.settings import MediaLimits, Timeouts
-from tests.proxy.fakes import cluster, settings, text_body
+from tests.proxy.fakes import Cluster, cluster, settings, text_body
+
+EPD = (Role.E, Role.P, Role.D)
+IMAGES = frozenset({"image"})
 
 
-async def test_health_follows_the_layout() -> None:
-    async with cluster("E0", "P0", "D0", "D1", config=settings(roles=(Role.E, Role.P, Role.D))) as c:
-        assert (await c.client.get("/health")).status_code == 200
-        c.table.mark_down("D1", "killed")
-        assert (await c.client.get("/health")).status_code == 200
-        c.table.mark_down("E0", "killed by signal 9")
+async def statuses(c: Cluster, *paths: str) -> list[int]:
+    return [(await c.client.get(path)).status_code for path in paths]
+
+
+async def test_health_is_true_while_any_path_serves() -> None:
+    async with cluster("E0", "P0", "D0", "D1", config=settings(roles=EPD)) as c:
+        for name in ("D1", "E0"):
+            c.table.mark_down(name, "killed by signal 9")
+            assert await statuses(c, "/health", "/ready") == [200, 200], f"without {name} others serve"
+        c.table.mark_down("P0", "killed")
         unhealthy = await c.client.get("/health")
-        assert unhealthy.status_code == 503 and unhealthy.json()["missing"] == ["E"]
-        assert unhealthy.json()["instances"][0]["reason"] == "killed by signal 9"
-        c.table.mark_up("E0")
-        assert (await c.client.get("/health")).status_code == 200
+        assert (unhealthy.status_code, unhealthy.json()) == (503, {"status": "unavailable", "missing": ["E", "P"]})
+        assert await statuses(c, "/ready", "/live") == [503, 200]
+        c.table.mark_up("P0")
+        assert await statuses(c, "/health", "/ready") == [200, 200]
 
 
-async def test_an_empty_table_is_not_healthy() -> None:
+async def test_readiness_tells_each_kind_and_how_it_is_served_meanwhile() -> None:
+    async with cluster("E0", "P0", "D0", config=settings(roles=EPD, modalities=IMAGES)) as c:
+        ready = (await c.client.get("/ready")).json()
+        assert ready["status"] == "ready" and ready["kinds"] == {
+            "text": {"served": True, "how": "P-D"}, "image": {"served": True, "how": "E-P-D"}
+        }  # fmt: skip
+        c.table.mark_down("E0", "killed")
+        found = await c.client.get("/ready?kind=image")
+        assert found.status_code == 200 and found.json()["status"] == "degraded" and found.json()["missing"] == ["E"]
+        assert found.json()["kinds"]["image"]["how"] == "P-D (no encoder is live: prefill encodes)"
+        assert (await c.ask()).status_code == 200, "as it says"
+        c.table.mark_down("D0", "killed")
+        found = await c.client.get("/ready?kind=text")
+        assert found.status_code == 503 and not found.json()["kinds"]["text"]["served"]
+        unknown = await c.client.get("/ready?kind=audio")
+        assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "unknown_kind"
+
+
+async def test_all_of_readiness_wants_every_instance_and_every_feeder() -> None:
+    async with cluster("P0", "D0", "D1", config=settings(roles=(Role.P, Role.D))) as c:
+        assert await statuses(c, "/ready?all") == [200]
+        c.table.mark_down("D1", "killed")
+        assert await statuses(c, "/ready", "/ready?all") == [200, 503]
+        c.table.mark_up("D1")
+        assert await statuses(c, "/ready?all") == [200]
+        c.pipeline.background.elsewhere = {"silence of members": "KeyError: 'E0'"}
+        assert await statuses(c, "/ready", "/health", "/ready?all") == [200, 200, 503]
+        assert (await c.client.get("/ready")).json()["down"] == {"silence of members": "KeyError: 'E0'"}
+
+
+async def test_who_is_about_to_end_is_not_ready_and_still_serves() -> None:
+    async with cluster("PD0") as c:
+        c.pipeline.drain.announce()
+        assert await statuses(c, "/ready", "/health", "/ready?kind=text", "/live") == [503, 503, 503, 200]
+        assert (await c.client.get("/ready")).json()["status"] == "draining"
+        assert (await c.client.post("/v1/chat/completions", json=text_body())).status_code == 200
+        c.pipeline.drain.begin()
+        refused = await c.client.post("/v1/chat/completions", json=text_body())
+        assert refused.status_code == 503 and refused.headers["connection"] == "close"
+
+
+async def test_an_empty_table_is_neither_healthy_nor_ready() -> None:
     async with cluster() as c:
-        assert (await c.client.get("/health")).status_code == 503
+        assert await statuses(c, "/health", "/ready", "/ready?all") == [503, 503, 503]
 
 
 async def test_a_bug_of_ours_is_an_openai_shaped_500(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from epd_serve.errors import EpdError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy import worker_hub
+from proxy.background import Background
 from proxy.board import Board, shared_memory
 from proxy.ledger_shared import COUNTS, SharedLedger, settle
 from proxy.life import Lease, Work
@@ -76,7 +77,7 @@ async def crew(count: int) -> AsyncIterator[Crew]:
     board = Board(mmap.mmap(memory, 0), count, COUNTS)
     table = TableOfParent(ledger=SharedLedger(board, None))
     setup = Setup(settings(timeouts=PATIENT), 0, count, 1.0, 30.0, 1.0)
-    hub = WorkerHub(table, setup)
+    hub = WorkerHub(table, setup, Background())
     async with AsyncExitStack() as stack:
         stack.callback(os.close, memory)
         table.apply(Instance("PD0", Role.PD, await stack.enter_async_context(served(stage)), "one"))
@@ -210,7 +211,7 @@ async def test_the_parent_tells_what_all_workers_have_counted_and_what_the_table
 
 async def test_a_worker_that_says_nothing_any_more_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_hub, "HUNG_S", 0.01)
-    hub = WorkerHub(TableOfParent(), Setup(settings(), 0, 1, 1.0, 1.0, 1.0))
+    hub = WorkerHub(TableOfParent(), Setup(settings(), 0, 1, 1.0, 1.0, 1.0), Background())
     ours, theirs = socket.socketpair()
     with theirs:
         theirs.sendall(frame(Serving()))
@@ -221,7 +222,7 @@ async def test_a_worker_that_says_nothing_any_more_is_noticed(monkeypatch: pytes
 
 
 async def test_a_worker_that_says_what_no_worker_says_is_noticed() -> None:
-    hub = WorkerHub(TableOfParent(), Setup(settings(), 0, 1, 1.0, 1.0, 1.0))
+    hub = WorkerHub(TableOfParent(), Setup(settings(), 0, 1, 1.0, 1.0, 1.0), Background())
     for said in (frame(Roster(())), (1 << 31).to_bytes(4, "big")):
         ours, theirs = socket.socketpair()
         with theirs:
