@@ -164,6 +164,7 @@ class Attempt:
                             instance, request.endpoint, body, job.headers, timeout_s=None
                         )
                         call.succeeded()
+                        job.trial.survived()
                         job.explanation.stamp("answered")
                         keep = bool(request.body.get("return_token_ids"))
                         await sink.respond_json(200, public_answer(answer, keep_token_ids=keep))
@@ -182,6 +183,7 @@ class Attempt:
 
     def _first_byte(self, job: Job) -> None:
         job.passed.prefilled()
+        job.trial.survived()
         self._metrics.ttft_seconds.observe(asyncio.get_running_loop().time() - job.arrived)
         self._trace.stamp(job.id, "first_byte")
         job.explanation.stamp("first_byte")

@@ -55,6 +55,8 @@ class EncodeStep:
         wanted = [item for item in items if not self._knows(item.key)]
         self._metrics.encode_skipped.inc(len(items) - len(wanted))
         missing = await self._obtain(wanted, EncodeOrder(job, self._done, self._knows))
+        if wanted and not missing:
+            job.trial.survived(encoding=True)
         return self._with_features(job, missing)
 
     async def again(self, job: Job, lost: Collection[str]) -> Job:

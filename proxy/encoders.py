@@ -27,7 +27,7 @@ from epd_serve.trace import Trace
 from proxy.bodies import encode_body
 from proxy.circuits import Circuits
 from proxy.cost import item_tokens
-from proxy.errors import most_telling
+from proxy.errors import StageDied, most_telling
 from proxy.job import Job, encoded
 from proxy.life import Lease, Work
 from proxy.media import LoadedItem
@@ -104,6 +104,10 @@ class Encoders:
         Raises:
             StageRefusal: an encoder refuses an item.
         """
+        async with order.job.trial.turn():
+            await self._encode(order, items, tried)
+
+    async def _encode(self, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[Life]) -> None:
         encoders, reason = await self._available(order, tried)
         if not encoders:
             self._give_up(order, items, reason)
@@ -155,7 +159,8 @@ class Encoders:
         """One call. Releases `lease`."""
         job, instance = order.job, lease.instance
         life = (instance.id, instance.incarnation)
-        done = 0.0
+        done, sent_at = 0.0, asyncio.get_running_loop().time()
+        job.trial.sent(life)
         self._speeds.begin(life, time.monotonic())
         try:
             with self._circuits.call(instance):
@@ -163,6 +168,8 @@ class Encoders:
             done = weight
         except (StageError, DeadlineError) as error:
             logger.warning("request %s: %s", job.id, error.message)
+            if isinstance(error, StageDied):
+                job.trial.died(life, sent_at=sent_at, encoding=True, ago_s=error.ago_s)
         finally:
             self._speeds.end(life, time.monotonic(), done=done)
             lease.release()
@@ -181,7 +188,7 @@ class Encoders:
         tried = tried | {life}
         if not items:
             return
-        if len(tried) > self._retries:
+        if len(tried) > self._retries or job.trial.exhausted:
             self._give_up(order, items, "encoder_failed")
             return
         if any(other.life not in tried for other in self._table.live(Role.E)):
@@ -216,13 +223,14 @@ class Encoders:
         return self._table.silence_s(*life) > self._timeouts.encode_silence_s
 
     async def _unless_it_hangs(self, instance: Instance, call: Coroutine[Any, Any, Answer]) -> Answer:
-        """The call's answer. Raises StageError when the encoder falls silent meanwhile: its queue may be long, and then
+        """The call's answer. Raises StageDied when the encoder falls silent meanwhile: its queue may be long, and then
         `encode_s` is right, or its processes may be stopped, and then it is not."""
         task = asyncio.ensure_future(call)
         try:
             while not (await asyncio.wait([task], timeout=RELOOK_S))[0]:
-                if self._hangs((instance.id, instance.incarnation)):
-                    raise StageError(f"stage {instance.id} has stopped to report", stage=instance.id)
+                if self._hangs(life := (instance.id, instance.incarnation)):
+                    silent_s = self._table.silence_s(*life)
+                    raise StageDied(f"stage {instance.id} has stopped to report", stage=instance.id, ago_s=silent_s)
             return task.result()
         finally:
             if not task.done():

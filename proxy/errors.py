@@ -15,6 +15,8 @@ from proxy.redact import redacted
 NO_INSTANCE_RETRY_AFTER_S = 5.0
 MAX_STAGE_MESSAGE_CHARS = 500
 MAX_JUDGED_CHARS = 20_000
+ENGINE_DEAD = "EngineCore encountered an issue"
+"""How vLLM (0.23 to 0.32, `v1/engine/exceptions.py`) words that its engine has died; the server ends next."""
 
 
 class StageRefusal(RequestError):
@@ -32,12 +34,28 @@ class StageUnreachable(StageError):
     code = "stage_unreachable"
 
 
+class StageDied(StageError):
+    """The stage went away under the request: its connection broke after it had been sent, its engine says that it is
+    dead, or it stopped to report, `ago_s` before that was noticed. What it was doing may have killed it."""
+
+    def __init__(self, message: str, *, stage: str, ago_s: float = 0.0) -> None:
+        super().__init__(message, stage=stage)
+        self.ago_s = ago_s
+
+
 class StageTimeout(StageError):
     """The stage took longer than it may. Another one may do better; the same one would only be asked twice."""
 
     status = 504
     type = "timeout_error"
     code = "deadline"
+
+
+class PoisonousRequest(RequestError):
+    """Instances died under this very body: it is refused for a while (`proxy/suspects.py`)."""
+
+    status = 422
+    code = "poisonous_request"
 
 
 class DrainingError(NoInstanceError):
@@ -99,7 +117,8 @@ def stage_answer_error(raw: bytes | str, *, stage: str, status: int) -> EpdError
         stage: instance id. status: its HTTP status.
 
     Returns:
-        `StageRefusal` for 4xx; `StageError` (a retry is safe before the first byte) for everything else.
+        `StageRefusal` for 4xx; `StageError` (a retry is safe before the first byte) for everything else,
+        `StageDied` when it is the stage's last word.
     """
     fields: dict[str, Any] = {}
     text = raw.decode(errors="replace") if isinstance(raw, bytes) else raw
@@ -122,11 +141,12 @@ def stage_answer_error(raw: bytes | str, *, stage: str, status: int) -> EpdError
             param=param if isinstance(param, str) else None,
             code=code if isinstance(code, str) else None,
         )
-    return StageError(f"stage {stage} failed with {status}: {message}", stage=stage)
+    kind = StageDied if ENGINE_DEAD in said else StageError
+    return kind(f"stage {stage} failed with {status}: {message}", stage=stage)
 
 
 def most_telling(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one error of a failed TaskGroup to answer with: the client's fault, then a stage's, then ours."""
+    """The one error of a failed TaskGroup to answer with: ours, the client's fault, a stage's death, its failure."""
     flat: list[BaseException] = []
     pending: list[BaseException] = [group]
     while pending:
@@ -138,4 +158,4 @@ def most_telling(group: BaseExceptionGroup[BaseException]) -> BaseException:
     ours = [error for error in flat if not isinstance(error, EpdError)]
     if ours:
         return ours[0]
-    return min(flat, key=lambda error: not isinstance(error, RequestError))
+    return min(flat, key=lambda error: (not isinstance(error, RequestError), not isinstance(error, StageDied)))

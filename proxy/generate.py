@@ -19,7 +19,7 @@ from epd_serve.wire import FeatureMissing
 from proxy.attempt import Attempt
 from proxy.delivery import Delivery, delivered, delivery_after_encoding_again, first_delivery
 from proxy.encode import EncodeStep
-from proxy.errors import StageRefusal, StageTimeout, StageUnreachable
+from proxy.errors import KvNotDelivered, StageDied, StageRefusal, StageTimeout, StageUnreachable
 from proxy.hearsay import Hearsay
 from proxy.job import Job
 from proxy.metrics import Metrics
@@ -81,23 +81,29 @@ class GenerateStep:
         progress = _Progress(job, first_delivery(job, self._settings))
         while True:
             await job.passed.to_stages()  # to encode after all, or again, is to give the place back
-            route = await self._router.route(progress.job, avoid=progress.avoid)
-            if route.path.encode and progress.job.features is None:  # whoever would have encoded it itself is gone
-                route.release()
+            job.trial.check()
+            async with job.trial.turn():
+                route = await self._router.route(progress.job, avoid=progress.avoid | job.trial.to_avoid)
+                # An instance that encodes for itself takes the media, and nothing but the media.
+                delivery = progress.delivery if route.path.encode else Delivery.PIXELS
+                failure: StageError | StageRefusal | None = None
+                sent_at = asyncio.get_running_loop().time()
+                try:
+                    if not (route.path.encode and progress.job.features is None):
+                        await self._run_attempt(progress.job, delivery, route, sink)
+                        return
+                except (StageError, StageRefusal) as error:
+                    if sink.committed:
+                        raise
+                    failure = error
+                    self._note_death(job, failure, route, sent_at)
+                finally:
+                    route.release()
+            if failure is None:  # whoever would have encoded it itself is gone
                 progress.job = await self._encode.run(progress.job)
                 progress.delivery = first_delivery(progress.job, self._settings)
                 continue
-            # An instance that encodes for itself takes the media, and nothing but the media.
-            delivery = progress.delivery if route.path.encode else Delivery.PIXELS
-            try:
-                await self._run_attempt(progress.job, delivery, route, sink)
-                return
-            except (StageError, StageRefusal) as error:
-                if sink.committed:
-                    raise
-                failure = error
-            finally:
-                route.release()
+            job.trial.check()
             if _may_step_down(delivery, failure) and await self._step_down(progress, delivery, failure, route):
                 continue
             pause_s = self._retry_pause_s(progress, failure, route)
@@ -108,8 +114,18 @@ class GenerateStep:
     async def _run_attempt(self, job: Job, delivery: Delivery, route: Route, sink: ClientSink) -> None:
         if job.items and route.path.encode:
             self._metrics.deliveries.labels(delivery.value).inc()
+        job.trial.sent(*_lives_of(route))
         base = delivered(job, delivery, self._settings) if route.path.encode else job.base
         await self._attempt.run(job, base, route, sink)
+
+    def _note_death(self, job: Job, failure: EpdError, route: Route, sent_at: float) -> None:
+        """Where the failure was the end of an instance, hold it against the request."""
+        if not isinstance(failure, StageError) or isinstance(failure, StageUnreachable | KvNotDelivered):
+            return
+        life = _life_of(failure, route)
+        if isinstance(failure, StageDied) or not self._table.lives(*life):
+            ago_s = failure.ago_s if isinstance(failure, StageDied) else 0.0
+            job.trial.died(life, sent_at=sent_at, ago_s=ago_s)
 
     def _retry_pause_s(self, progress: _Progress, failure: EpdError, route: Route) -> float:
         """Count a failure; how long to wait where the same instance is to be tried. Raises it if it was the last."""
@@ -184,10 +200,15 @@ def _may_step_down(delivery: Delivery, failure: EpdError) -> bool:
     return delivery is not Delivery.PIXELS and not isinstance(failure, StageUnreachable | StageTimeout)
 
 
+def _lives_of(route: Route) -> list[Life]:
+    leases = [lease for lease in (route.decode, route.prefill) if lease is not None]
+    return [(lease.instance.id, lease.instance.incarnation) for lease in leases]
+
+
 def _life_of(failure: StageError, route: Route) -> Life:
-    for lease in (route.decode, route.prefill):
-        if lease is not None and lease.instance.id == failure.stage:
-            return (lease.instance.id, lease.instance.incarnation)
+    for life in _lives_of(route):
+        if life[0] == failure.stage:
+            return life
     raise AssertionError(f"{failure.stage} is not on the route") from failure
 
 

@@ -14,6 +14,7 @@ from proxy.explain import UNASKED, Explanation
 from proxy.gate import Pass
 from proxy.media import LoadedItem
 from proxy.request import ParsedRequest
+from proxy.suspects import Trial
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Job(Struct, frozen=True):
         features: what the encoders have made of the items; None where no encoder was to be asked.
         arrived: loop time in seconds when the request came in.
         passed: its place with the stages.
+        trial: whether its body is suspected of killing instances.
         explanation: what the client may want to be told; steps stamp it.
     """
 
@@ -51,6 +53,7 @@ class Job(Struct, frozen=True):
     tokens: float
     arrived: float
     passed: Pass
+    trial: Trial
     features: Features | None = None
     explanation: Explanation = UNASKED
 

@@ -13,6 +13,7 @@ from epd_serve.errors import StageError
 from proxy.background import Background
 from proxy.circuits import StageCall
 from proxy.cut import Cut
+from proxy.errors import StageDied
 from proxy.sink import ClientSink
 from proxy.table import InstanceTable
 
@@ -55,6 +56,8 @@ class Lookout:
 
     def _judge(self, cut: Cut[StageError], calls: Sequence[StageCall]) -> None:
         for call in calls:
-            if not call.ended and self._table.silence_s(*call.life) > self._silence_s:
+            silent_s = 0.0 if call.ended else self._table.silence_s(*call.life)
+            if silent_s > self._silence_s:
                 call.failed()
-                cut.now(StageError(f"stage {call.life[0]} has stopped to report", stage=call.life[0]))
+                stage = call.life[0]
+                cut.now(StageDied(f"stage {stage} has stopped to report", stage=stage, ago_s=silent_s))

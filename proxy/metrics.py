@@ -69,6 +69,20 @@ class Metrics:
         self.retries_refused = Counter(
             "epd_proxy_retries_refused", "Retries that the retry budget did not allow.", registry=self.registry
         )
+        self.deaths = LabelledCounter(
+            "epd_proxy_deaths", "Requests under which an instance died.", ("stage",), registry=self.registry
+        )
+        self.suspects = Gauge(
+            "epd_proxy_suspects",
+            "Request bodies that are suspected of the death of an instance, or refused for two.",
+            ("state",),
+            registry=self.registry,
+        )
+        self.poisonous = Counter(
+            "epd_proxy_poisonous",
+            "Times that a request body was found to kill instances and refused from then on.",
+            registry=self.registry,
+        )
         self.retry_budget = Gauge("epd_proxy_retry_budget", "Retries that may be made at once.", registry=self.registry)
         self.circuit_opened = LabelledCounter(
             "epd_proxy_circuit_opened",

@@ -47,6 +47,7 @@ from proxy.sink import ClientSink
 from proxy.stage_client import StageClient, Transport
 from proxy.stage_metrics import StageMetrics
 from proxy.store_metrics import StoreMetrics
+from proxy.suspects import Suspects, Trial
 from proxy.table import InstanceTable
 from proxy.tokenize_step import TokenizeStep
 
@@ -84,6 +85,7 @@ class Pipeline:
         self.metrics.retry_budget.set_function(lambda: self._budget.left(time.monotonic()))
         self.metrics.in_flight.set_function(lambda: self.drain.running)
         self.metrics.draining.set_function(lambda: self.drain.began)
+        self._suspects = Suspects(settings.poison, self.metrics, wait_s=timeouts.instance_wait_s)
         self._stages = StageClient(timeouts, key=settings.stage_key, transport=transport)
         self._media = MediaLoader(settings, UrlFetcher(settings.media, transport=media_transport, resolver=resolver))
         self._router = Router(table, settings.roles, instance_wait_s=timeouts.instance_wait_s, policy=settings.policy)
@@ -163,6 +165,8 @@ class Pipeline:
                 items = await self._load(request_id, request, tenant)
                 return await self._tokenize.run(request_id, request, items, sink)
             self._router.check_servable(fused_for=request.needs_fused)
+            trial = self._suspects.trial(raw)
+            trial.check()
             gate = self.gate.admitted(
                 kind_of(request),
                 priority=priority_of(request, self.settings.key_limits),
@@ -171,7 +175,7 @@ class Pipeline:
             )
             with gate as passed:
                 self._budget.deposit()
-                await self._run(request_id, request, tenant, sink, passed, explanation)
+                await self._run(request_id, request, tenant, sink, passed, trial, explanation)
         except RecursionError:  # what can just be decoded may be too deep to be measured, or written again
             raise RequestError("The request body is nested too deeply.", code="invalid_json") from None
 
@@ -182,6 +186,7 @@ class Pipeline:
         tenant: str,
         sink: ClientSink,
         passed: Pass,
+        trial: Trial,
         explanation: Explanation,
     ) -> None:
         arrived = asyncio.get_running_loop().time()
@@ -192,7 +197,7 @@ class Pipeline:
         base = base_body(request, items, salt, request_id=request_id)
         self._prioritise(base, passed)
         tokens = prompt_tokens(request, items)
-        job = Job(request_id, request, base, items, tokens, arrived, passed, explanation=explanation)
+        job = Job(request_id, request, base, items, tokens, arrived, passed, trial, explanation=explanation)
         passed.weighs(tokens)
         if self._router.encodes_apart(job):
             job = await self._encode.run(job)

@@ -195,6 +195,26 @@ class RetryLimits:
 
 
 @dataclass(frozen=True)
+class PoisonLimits:
+    """When a request body is suspected of killing instances, and for how long it is refused (`proxy/suspects.py`).
+
+    Attributes:
+        blame_s: a request that was sent to an instance longer ago is not suspected of its death.
+        quarantine_s: how long a body is refused at first; doubles each time, up to `quarantine_max_s`.
+        memory_s: how long anything is held against a body. bodies: of how many; the oldest are forgotten first.
+    """
+
+    blame_s: float = 5.0
+    quarantine_s: float = 60.0
+    quarantine_max_s: float = 3600.0
+    memory_s: float = 600.0
+    bodies: int = 4096
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "blame_s", "quarantine_s", "quarantine_max_s", "memory_s", "bodies")
+
+
+@dataclass(frozen=True)
 class ProxySettings:
     """All of the proxy's settings.
 
@@ -204,6 +224,7 @@ class ProxySettings:
         roles: roles of the layout, of which `/ready` says which are missing; empty means "those in the table".
         max_model_len: context length in tokens that `/v1/models` reports, or None when unknown.
         admission: who waits in front of the stages. retry: how many attempts are repeated over the whole proxy.
+        poison: when a body that instances die of is refused.
         retries: further attempts of one request after a stage failed before the first byte.
         stage_priorities: stages with a language model run with vLLM's priority policy, so that they heed `priority`.
         processes: proxies that share the stages, and so their capacity.
@@ -241,6 +262,7 @@ class ProxySettings:
     media: MediaLimits = field(default_factory=MediaLimits)
     admission: Admission = field(default_factory=Admission)
     retry: RetryLimits = field(default_factory=RetryLimits)
+    poison: PoisonLimits = field(default_factory=PoisonLimits)
     retries: int = 2
     stage_priorities: bool = False
     processes: int = 1

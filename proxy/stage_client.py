@@ -21,7 +21,7 @@ from yarl import URL
 from epd_serve.errors import DeadlineError, StageError
 from epd_serve.instances import Instance
 from proxy import strict_json
-from proxy.errors import StageUnreachable, stage_answer_error
+from proxy.errors import StageDied, StageUnreachable, stage_answer_error
 from proxy.settings import Timeouts
 from proxy.sse import WholeEvents
 
@@ -109,7 +109,7 @@ class StageClient:
         does for all of a request.
 
         Raises:
-            StageRefusal: 4xx. StageError: 5xx, broken connection, not JSON. StageUnreachable. DeadlineError.
+            StageRefusal: 4xx. StageError: 5xx, not JSON. StageDied: broken connection. StageUnreachable. DeadlineError.
         """
         raw = await self._whole(instance, path, body, headers, timeout_s)
         try:
@@ -298,4 +298,4 @@ class _named:
         if isinstance(error, aiohttp.ClientError | OSError):
             if self._patience is not None and self._patience.late is not None:
                 raise self._patience.late from error
-            raise StageError(f"stage {name} broke its connection ({type(error).__name__})", stage=name) from error
+            raise StageDied(f"stage {name} broke its connection ({type(error).__name__})", stage=name) from error

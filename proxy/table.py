@@ -183,6 +183,11 @@ class InstanceTable:
             return 0.0
         return max(0.0, self._heard_at - max(life.heard, self._listens_since))
 
+    def lives(self, instance_id: str, incarnation: str) -> bool:
+        """Whether this life is still there, as far as the launcher has said."""
+        life = self._lives.get(instance_id)
+        return life is not None and life.instance.incarnation == incarnation and life.healthy_since is not None
+
     def instance(self, instance_id: str) -> Instance:
         return self._lives[instance_id].instance
 

@@ -59,7 +59,7 @@ def loses(c: Cluster, cause: str = "evicted", *, keys: list[str] | None = None) 
         lost = keys if keys is not None else [part["uuid"] for part in parts(call)]
         request_id = f"{call.headers['x-request-id']}-1a2b3c4d"
         c.pipeline.hearsay.heard(FeatureMissing(request_id, lost, cause))
-        await refuses(500, "EngineCore encountered an issue")(stage, call, receive, send)
+        await refuses(500, "Internal server error")(stage, call, receive, send)
 
     return behave
 
@@ -182,7 +182,7 @@ async def test_a_proxy_that_hears_its_stages_first_believes_that_the_stage_was_i
         c["PD0"].script.append(breaks)
         assert (await c.ask()).status_code == 200
         assert kinds(c, "PD0") == ["metadata!"] == kinds(c, "PD1"), "its feature is not computed again elsewhere"
-        c["PD0"].usual = c["PD1"].usual = breaks
+        c["PD0"].usual = c["PD1"].usual = refuses(500, "boom")
         assert (await c.ask()).status_code == 502
         assert [*kinds(c, "PD0"), *kinds(c, "PD1")].count("pixels") >= 1, "but not for ever"
 

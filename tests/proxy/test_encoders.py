@@ -29,7 +29,8 @@ from proxy.metrics import Metrics
 from proxy.parts import MediaRef
 from proxy.request import Endpoint, ParsedRequest
 from proxy.retry_budget import RetryBudget
-from proxy.settings import Admission, RetryLimits, Timeouts
+from proxy.settings import Admission, PoisonLimits, RetryLimits, Timeouts
+from proxy.suspects import Suspects
 from proxy.table import InstanceTable
 from tests.proxy.fakes import Cluster, breaks, cluster, data_url, encodes, hangs, picture, refuses
 
@@ -195,7 +196,8 @@ def job(costs: list[int]) -> Job:
     ]
     gate = Gate(Admission(), lambda: Capacity(1, 1, 1), Metrics())
     passed = Pass(gate, gate.queue.admit(Kind.MEDIA, 0.0))
-    return Job("r", request, body, tuple(items), float(sum(costs)), 0.0, passed)
+    trial = Suspects(PoisonLimits(), Metrics(), wait_s=60.0).trial(b"{}")
+    return Job("r", request, body, tuple(items), float(sum(costs)), 0.0, passed, trial)
 
 
 ENDINGS = st.lists(st.sampled_from(["ok", "later", "error", "late", "refusal", "hangs"]), max_size=12)

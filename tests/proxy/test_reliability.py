@@ -49,7 +49,7 @@ async def test_without_budget_pictures_are_left_to_prefill() -> None:
     config = settings(retry=RetryLimits(ratio=0, floor_per_s=0, burst=1))
     async with cluster("E0", "E1", "PD0", config=config) as c:
         for name in ("E0", "E1"):
-            c[name].usual = breaks
+            c[name].usual = refuses(500, "boom")
         assert (await c.client.post(CHAT, json=picture_body())).status_code == 200
         assert (await c.client.post(CHAT, json=picture_body())).status_code == 200
         assert len(c["E0"].calls) + len(c["E1"].calls) == 3

@@ -20,6 +20,7 @@ from tests.proxy.fakes import (
     data_url,
     encodes,
     picture,
+    refuses,
     replies,
     settings,
     streams,
@@ -142,9 +143,9 @@ async def test_a_stream_whose_end_comes_by_itself_ends_well() -> None:
 
 async def test_a_stage_that_dies_after_the_openings_costs_a_retry_only() -> None:
     async with cluster("PD0", "PD1") as c:
-        for stage in c.stages.values():
-            stage.script.append(streams(*OPENINGS, then="break"))
         answers(c, streams(*OPENINGS, DELTA, COMPLETED))
+        c["PD0"].script.append(streams(*OPENINGS, then="break"))
+        c["PD1"].script.append(refuses(500, "boom"))
         response = await ask(c, body(stream=True))
         asked = sum(len(stage.calls) for stage in c.stages.values())
     assert response.content == b"".join((*OPENINGS, DELTA, COMPLETED)) and asked == 3

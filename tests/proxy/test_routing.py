@@ -142,11 +142,13 @@ async def test_no_load_is_leaked_whatever_the_ending(policy: str) -> None:
     """Success, an error, a broken stage, a refusal, a failed stream, a client that leaves: at every kind of stage."""
     ids = ("E0", "E1", "P0", "D0", "PD0", "EPD0")
     async with cluster(*ids, config=settings(policy=policy)) as c:
-        for ending in (None, refuses(500, "boom"), breaks, refuses(400, "no"), streams(chunk("a"), then="break")):
+        for turn, ending in enumerate(
+            (None, refuses(500, "boom"), breaks, refuses(400, "no"), streams(chunk("a"), then="break"))
+        ):
             for name in ids:
                 if ending is not None:
                     c[name].script.append(ending)
-            for body in (picture_body(LARGE), text_body()):
+            for body in (picture_body(LARGE, seed=turn), text_body(seed=turn)):  # or they would be poisonous
                 await c.client.post(CHAT, json=body)
             for stage in c.stages.values():
                 stage.script.clear()
