@@ -29,6 +29,7 @@ RUNTIME = [
     "pillow>=10",
     "prometheus-client>=0.20",
     "psutil>=5.9",
+    "pybase64>=1.4",
     "pydantic>=2.7,<3",
     "PyYAML>=6,<7",
     "pyzmq>=25",

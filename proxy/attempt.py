@@ -21,9 +21,10 @@ from proxy.bodies import decode_body, prefill_body, public_answer
 from proxy.circuits import Circuits, StageCall
 from proxy.cut import Cut
 from proxy.errors import KvNotDelivered, StageTimeout, most_telling
-from proxy.job import Job, encoded
+from proxy.job import Job
 from proxy.lookout import Lookout
 from proxy.metrics import Metrics
+from proxy.payload import Pieces, encoded
 from proxy.relay import relay
 from proxy.routing import Route
 from proxy.settings import Timeouts
@@ -107,7 +108,7 @@ class Attempt:
                 await asyncio.wait([prefill], timeout=PREFILL_LINGER_S)
                 prefill.cancel()
 
-    async def _prefill(self, job: Job, route: Route, body: bytes, sink: ClientSink, call: StageCall) -> None:
+    async def _prefill(self, job: Job, route: Route, body: bytes | Pieces, sink: ClientSink, call: StageCall) -> None:
         """Run P. Its failure fails the attempt, unless the client has its first byte: D no longer needs P then."""
         assert route.prefill is not None, "only paths with a prefilling instance come here"
         instance = route.prefill.instance
@@ -140,7 +141,7 @@ class Attempt:
         self,
         job: Job,
         route: Route,
-        body: bytes,
+        body: bytes | Pieces,
         sink: ClientSink,
         call: StageCall,
         prefilling: StageCall | None,

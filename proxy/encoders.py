@@ -28,10 +28,11 @@ from proxy.bodies import encode_body
 from proxy.circuits import Circuits
 from proxy.cost import item_tokens
 from proxy.errors import StageDied, most_telling
-from proxy.job import Job, encoded
+from proxy.job import Job
 from proxy.life import Lease, Work
 from proxy.media import LoadedItem
 from proxy.metrics import Metrics
+from proxy.payload import encoded
 from proxy.policy import Candidate
 from proxy.request import Endpoint
 from proxy.retry_budget import RetryBudget

@@ -64,6 +64,18 @@ class DrainingError(NoInstanceError):
     code = "draining"
 
 
+class BusyError(NoInstanceError):
+    """This proxy has no room for what the request needs next, and will have some soon."""
+
+
+class SlowBodyError(RequestError):
+    """The client sends its body more slowly than it may."""
+
+    status = 408
+    type = "timeout_error"
+    code = "body_too_slow"
+
+
 class KvNotDelivered(StageError):
     """A prefill instance has computed the prompt and says why the decode instance did not get its KV."""
 
@@ -87,6 +99,8 @@ def error_json(error: EpdError) -> bytes:
 
 def error_headers(error: EpdError) -> dict[str, str]:
     """`Retry-After` where waiting helps, and the end of the connection where there is an end of everything."""
+    if isinstance(error, SlowBodyError):  # the rest of the body is still to come
+        return {"connection": "close"}
     if isinstance(error, OverloadedError):
         return {"retry-after": str(max(1, round(error.retry_after_s)))}
     if isinstance(error, DrainingError):  # the next request of this client finds another server

@@ -11,7 +11,8 @@ import asyncio
 import logging
 import re
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -20,13 +21,24 @@ from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import DeadlineError, EpdError, PayloadTooLargeError
 from proxy.auth import caller_of
-from proxy.body_budget import HeldBody
 from proxy.client_deadline import DeadlineLapsed, deadline_s
 from proxy.cut import Cut
 from proxy.departure import Watching
-from proxy.errors import DrainingError, error_body, error_event, error_headers, internal_error, response_error_event
+from proxy.errors import (
+    BusyError,
+    DrainingError,
+    SlowBodyError,
+    error_body,
+    error_event,
+    error_headers,
+    internal_error,
+    response_error_event,
+)
 from proxy.explain import UNASKED, Explanation, is_asked_for
+from proxy.fair_share import NoRoom, OverShare
 from proxy.heads import Heads
+from proxy.key_limits import KeyLimitError
+from proxy.memory_budget import Holding
 from proxy.metrics import CANCELLED
 from proxy.pipeline import Pipeline
 from proxy.request import Endpoint
@@ -106,7 +118,7 @@ class Exchange:
         caller = caller_of(headers, self._settings)
         limit = _limit(headers, self._settings)
         cut: Cut[_Why] = Cut()
-        with self._pipeline.admitted(caller.account), self._pipeline.bodies.body() as held, cut:
+        with self._pipeline.admitted(caller.account), self._pipeline.memory.request(caller.account) as held, cut:
             what = "the request body"
             cut.at(begun + limit.s, _Why.LATE)
             try:
@@ -125,7 +137,7 @@ class Exchange:
             with Watching(scope, receive, left):
                 try:
                     await self._pipeline.run(
-                        self._id, self._endpoint, raw, caller.tenant, sink, explanation, until=until
+                        self._id, self._endpoint, raw, caller.tenant, held, sink, explanation, until=until
                     )
                 except EpdError as error:
                     return await self._answer_error(error, sink)
@@ -151,23 +163,58 @@ class Exchange:
                     await sink.write(response_error_event(error) if responses else error_event(error))
         return "broken"
 
-    async def _read(self, headers: Headers, receive: Receive, held: HeldBody) -> bytes:
+    async def _read(self, headers: Headers, receive: Receive, held: Holding) -> bytearray:
+        """The whole body, for as long as it comes fast enough. Raises SlowBodyError and the like."""
         max_bytes = self._settings.max_body_bytes
-        refusal = PayloadTooLargeError(f"The request body is larger than {max_bytes:,} bytes.", code="body_too_large")
         announced = headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > max_bytes:
-            raise refusal
+            raise _too_large(max_bytes)
         body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeft
-            body += (came := message.get("body", b""))
-            held.grow(len(came))
-            if len(body) > max_bytes:
-                raise refusal
-            if not message.get("more_body", False):
-                return bytes(body)
+        pace, begun = self._settings.body_pace, asyncio.get_running_loop().time()
+        with self._arriving(held.account):
+            try:
+                async with asyncio.timeout_at(begun + min(pace.grace_s, pace.most_s)) as patience:
+                    while True:
+                        message = await receive()
+                        if message["type"] == "http.disconnect":
+                            raise ClientLeft
+                        came = message.get("body", b"")
+                        if len(body) + len(came) > max_bytes:
+                            raise _too_large(max_bytes)
+                        held.take(len(came))
+                        body += came
+                        if not message.get("more_body", False):
+                            return body
+                        earned_s = pace.grace_s + len(body) / pace.bytes_per_s
+                        patience.reschedule(begun + min(earned_s, pace.most_s))
+            except TimeoutError:
+                raise SlowBodyError(
+                    f"The request body came too slowly: {len(body):,} bytes in "
+                    f"{asyncio.get_running_loop().time() - begun:.0f} s; {pace.bytes_per_s:,} bytes a second are asked "
+                    f"for after {pace.grace_s:g} s, and all of it within {pace.most_s:g} s."
+                ) from None
+
+    @contextmanager
+    def _arriving(self, account: str) -> Iterator[None]:
+        """A place among the bodies that are arriving, of which no account gets all."""
+        arriving = self._pipeline.arriving
+        try:
+            arriving.take(account, 1)
+        except NoRoom:
+            raise BusyError("as many request bodies are arriving as may; try again later", code="bodies_full") from None
+        except OverShare:
+            raise KeyLimitError(
+                f"{arriving.held_by(account)} request bodies of this account are arriving, which is its share; "
+                "try again later"
+            ) from None
+        try:
+            yield
+        finally:
+            arriving.give_back(account, 1)
+
+
+def _too_large(max_bytes: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(f"The request body is larger than {max_bytes:,} bytes.", code="body_too_large")
 
 
 @dataclass(frozen=True)

@@ -10,21 +10,31 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
 from epd_serve.errors import PayloadTooLargeError, RequestError
 from proxy.domains import DomainRules
+from proxy.errors import BusyError
 from proxy.settings import MediaLimits
+from proxy.turns import NoTurn, Turns
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
+Grow = Callable[[int], None]
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
+LOOKUPS = 128
+"""Of names at once. One whose fetch was given up goes on until the system gives it up, and must hold up no other."""
+_lookups = ThreadPoolExecutor(LOOKUPS, thread_name_prefix="lookup")
 
 
 async def resolve(host: str, port: int) -> Sequence[str]:
     """Addresses of `host`, as the system resolves it (which also unfolds forms like 0x7f.1)."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(entry[4][0]) for entry in found]
+
+    def found() -> Sequence[str]:
+        return [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+
+    return await asyncio.get_running_loop().run_in_executor(_lookups, found)
 
 
 def is_public(address: str) -> bool:
@@ -45,8 +55,14 @@ class UrlFetcher:
     """One process's fetcher. `transport` and `resolver` are the seams for tests."""
 
     def __init__(
-        self, limits: MediaLimits, *, transport: httpx.AsyncBaseTransport | None = None, resolver: Resolver = resolve
+        self,
+        limits: MediaLimits,
+        *,
+        apart: bool = False,
+        transport: httpx.AsyncBaseTransport | None = None,
+        resolver: Resolver = resolve,
     ) -> None:
+        """`apart`: accounts are told apart, so that none of them takes every slot."""
         self._limits = limits
         self._domains = DomainRules(limits.allowed_domains, limits.denied_domains)
         self._resolver = resolver
@@ -58,16 +74,35 @@ class UrlFetcher:
             timeout=limits.fetch_timeout_s,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
-        self._slots = asyncio.Semaphore(limits.max_parallel_fetches)
+        self._turns = Turns(limits.max_parallel_fetches, spare=apart)
 
     async def aclose(self) -> None:
         await self._client.aclose()
 
-    async def fetch(self, url: str, *, param: str) -> bytes:
-        """The bytes behind `url`. Raises RequestError (400) or PayloadTooLargeError (413), both naming `param`."""
+    async def fetch(self, url: str, *, param: str, account: str, grow: Grow) -> bytearray:
+        """The bytes behind `url`.
+
+        Args:
+            grow: told of every further bytes before they are kept, and may refuse them.
+
+        Raises:
+            RequestError: 400. PayloadTooLargeError: 413; both name `param`. BusyError: 503, its turn did not come in
+            time. What `grow` raises.
+        """
         try:
-            async with asyncio.timeout(self._limits.fetch_timeout_s), self._slots:
-                return await self._follow(url, param)
+            async with self._turns.turn(account, within_s=self._limits.fetch_wait_s):
+                return await self._fetch(url, param, grow)
+        except NoTurn:
+            raise BusyError(
+                f"{param}: this server fetches as many media as it may; try again later",
+                param=param,
+                code="fetches_full",
+            ) from None
+
+    async def _fetch(self, url: str, param: str, grow: Grow) -> bytearray:
+        try:
+            async with asyncio.timeout(self._limits.fetch_timeout_s):
+                return await self._follow(url, param, grow)
         except TimeoutError:
             raise _unreachable(param, f"no complete answer within {self._limits.fetch_timeout_s:g} s") from None
         except (httpx.InvalidURL, UnicodeError):  # what it says quotes the URL, which may hold a secret
@@ -75,16 +110,16 @@ class UrlFetcher:
         except httpx.HTTPError as error:
             raise _unreachable(param, f"cannot be fetched ({type(error).__name__})") from error
 
-    async def _follow(self, url: str, param: str) -> bytes:
+    async def _follow(self, url: str, param: str, grow: Grow) -> bytearray:
         target = httpx.URL(url)
         for _ in range(self._limits.max_redirects + 1):
-            answer = await self._get(target, param)
-            if isinstance(answer, bytes):
+            answer = await self._get(target, param, grow)
+            if isinstance(answer, bytearray):
                 return answer
             target = target.join(answer)
         raise _unreachable(param, f"more than {self._limits.max_redirects} redirects")
 
-    async def _get(self, url: httpx.URL, param: str) -> bytes | str:
+    async def _get(self, url: httpx.URL, param: str, grow: Grow) -> bytearray | str:
         """The body at `url`, or the location it redirects to."""
         if url.scheme not in ("http", "https") or not url.host:
             raise _unreachable(param, f"scheme {url.scheme!r} is not supported")
@@ -103,7 +138,7 @@ class UrlFetcher:
         error: httpx.ConnectError | None = None
         for address in await self._allowed_addresses(url.host, port, param):
             try:
-                return await self._get_from(address, url, param)
+                return await self._get_from(address, url, param, grow)
             except httpx.ConnectError as refused:
                 error = refused
         assert error is not None, "a resolved host has an address"
@@ -124,7 +159,7 @@ class UrlFetcher:
             )
         return addresses
 
-    async def _get_from(self, address: str, url: httpx.URL, param: str) -> bytes | str:
+    async def _get_from(self, address: str, url: httpx.URL, param: str, grow: Grow) -> bytearray | str:
         host = url.netloc.decode("ascii")
         request = self._client.build_request(
             "GET",
@@ -140,21 +175,22 @@ class UrlFetcher:
                 raise _unreachable(param, f"the server answered {response.status_code}")
             if response.headers.get("content-encoding", "identity") != "identity":
                 raise _unreachable(param, "the server sent a compressed answer that was not asked for")
-            return await self._read(response, param)
+            return await self._read(response, param, grow)
         finally:
             await response.aclose()
 
-    async def _read(self, response: httpx.Response, param: str) -> bytes:
+    async def _read(self, response: httpx.Response, param: str, grow: Grow) -> bytearray:
         limit = self._limits.max_bytes
         received = bytearray()
         announced = response.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > limit:
             raise too_large(param, limit)
         async for chunk in response.aiter_raw():
-            received += chunk
-            if len(received) > limit:
+            if len(received) + len(chunk) > limit:
                 raise too_large(param, limit)
-        return bytes(received)
+            grow(len(chunk))
+            received += chunk
+        return received
 
 
 def too_large(param: str, limit: int) -> PayloadTooLargeError:

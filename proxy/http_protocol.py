@@ -1,8 +1,9 @@
-"""uvicorn's HTTP protocol with what it lacks: a bound on heads, and a word to a request whose client has left.
+"""uvicorn's HTTP protocol with what it lacks: bounds on heads, and a word to a request whose client has left.
 
 A bound on what it collects before a request's head, or a trailer, is complete: httptools has none, it joins what has
 come of a header with every read, so that a client without any key could fill the memory with one endless line, and stop
-the event loop for seconds by copying it again and again. The word is `proxy/departure.py`'s.
+the event loop for seconds by copying it again and again. Until when a head has to be complete, `proxy/idle_clients.py`
+sees to, and what that needs to know is here. The word is `proxy/departure.py`'s.
 """
 
 from __future__ import annotations
@@ -17,12 +18,27 @@ MAX_HEAD_BYTES = 64 << 10
 
 
 class FrontProtocol(HttpToolsProtocol):
-    """Answers 400 and closes the connection beyond `MAX_HEAD_BYTES`."""
+    """Answers 400 and closes the connection beyond `MAX_HEAD_BYTES`.
 
+    Attributes:
+        heads: of requests, complete ones so far.
+    """
+
+    heads = 0
     _pending_bytes = 0
     """Received since anything of a message was complete."""
 
     _departure: Departure
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is asked of us: no request is complete that has not got its answer."""
+        return self.cycle is None or (self.cycle.response_complete and not self.pipeline)
+
+    @property
+    def owes(self) -> bool:
+        """The client has not ended what it began, a head or a body that was answered early, or has never begun."""
+        return self.cycle is None or self._pending_bytes > 0 or self.cycle.more_body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
@@ -44,6 +60,7 @@ class FrontProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._pending_bytes = 0
+        self.heads += 1
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from proxy import strict_json
 from proxy.directory import Metadata
 from proxy.explain import UNASKED, Explanation
 from proxy.gate import Pass
@@ -60,8 +59,3 @@ class Job(Struct, frozen=True):
     @property
     def headers(self) -> dict[str, str]:
         return {"x-request-id": self.id}
-
-
-def encoded(body: Mapping[str, Any]) -> bytes:
-    """JSON for a stage. Whatever JSON could carry in goes out again."""
-    return strict_json.encode(body)

@@ -46,6 +46,9 @@ class Metrics:
             "epd_proxy_requests", "Requests ended.", ("endpoint", "status"), registry=self.registry
         )
         self.in_flight = Gauge("epd_proxy_in_flight", "Requests held now.", registry=self.registry)
+        self.memory_held = Gauge(
+            "epd_proxy_memory_held_bytes", "Bodies and media of the requests held now.", registry=self.registry
+        )
         self.paths = LabelledCounter("epd_proxy_paths", "Attempts per path.", ("path",), registry=self.registry)
         self.stage_seconds = LabelledHistogram(
             "epd_proxy_stage_seconds",

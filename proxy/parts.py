@@ -61,7 +61,7 @@ def media_refs(messages: list[Any]) -> tuple[MediaRef, ...]:
     return tuple(_refs(messages))
 
 
-def rewritten_part(part: Mapping[str, Any], ref: MediaRef, *, source: str, uuid: str) -> dict[str, Any]:
+def rewritten_part(part: Mapping[str, Any], ref: MediaRef, *, source: object, uuid: str) -> dict[str, Any]:
     """`part` with its media replaced by `source` (a data URL, or base64 for `input_audio`) and its key as `uuid`."""
     value = part[ref.key]
     inner = dict(value) if isinstance(value, dict) else {}

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import httpx
+from msgspec import structs
 
 from epd_serve.errors import OverloadedError, RequestError
 from epd_serve.trace import PROXY, Trace
@@ -19,7 +20,6 @@ from proxy.attempt import Attempt
 from proxy.auth import DEFAULT_TENANT
 from proxy.background import Background
 from proxy.bodies import base_body
-from proxy.body_budget import BodyBudget
 from proxy.circuits import Circuits
 from proxy.cost import prompt_tokens
 from proxy.demand import kind_of, priority_of, sequences_of
@@ -28,6 +28,7 @@ from proxy.drain import Drain
 from proxy.encode import EncodeStep
 from proxy.encoders import Encoders
 from proxy.explain import UNASKED, Explanation
+from proxy.fair_share import FairShare
 from proxy.fetch import Resolver, UrlFetcher, resolve
 from proxy.gate import Gate, Pass
 from proxy.generate import GenerateStep
@@ -36,9 +37,11 @@ from proxy.host_arena import HostArena
 from proxy.job import Job
 from proxy.key_limits import KeyGate
 from proxy.kv_metrics import KvMetrics
-from proxy.media import LoadedItem, MediaLoader
+from proxy.media import LoadedItem, MediaLoader, source_bytes
+from proxy.memory_budget import Holding, MemoryBudget
 from proxy.metrics import Metrics
 from proxy.request import Endpoint, ParsedRequest, parse
+from proxy.request_memory import weighed
 from proxy.retry_budget import RetryBudget
 from proxy.room import Room
 from proxy.routing import Router
@@ -74,7 +77,9 @@ class Pipeline:
         self.background = background or Background()
         self.metrics.registry.register(self.background.registry)
         self.key_gate = KeyGate(settings.key_limits)
-        self.bodies = BodyBudget(settings.max_bodies_bytes)
+        apart = settings.tells_tenants_apart
+        self.memory = MemoryBudget(settings.memory.process_bytes, apart=apart)
+        self.arriving = FairShare(max(1, settings.max_in_flight // 2), apart=apart)
         self.metrics.registry.register(StoreMetrics(table))
         self.metrics.registry.register(StageMetrics(table))
         self.metrics.registry.register(KvMetrics(table))
@@ -86,8 +91,10 @@ class Pipeline:
         self.metrics.in_flight.set_function(lambda: self.drain.running)
         self.metrics.draining.set_function(lambda: self.drain.began)
         self._suspects = Suspects(settings.poison, self.metrics, wait_s=timeouts.instance_wait_s)
+        self.metrics.memory_held.set_function(lambda: self.memory.held_bytes)
         self._stages = StageClient(timeouts, key=settings.stage_key, transport=transport)
-        self._media = MediaLoader(settings, UrlFetcher(settings.media, transport=media_transport, resolver=resolver))
+        fetcher = UrlFetcher(settings.media, apart=apart, transport=media_transport, resolver=resolver)
+        self._media = MediaLoader(settings, fetcher)
         self._router = Router(table, settings.roles, instance_wait_s=timeouts.instance_wait_s, policy=settings.policy)
         self._arena = HostArena(settings.arena)
         self.directory = FeatureDirectory(settings.max_known_features, holds=self._arena.holds)
@@ -145,8 +152,9 @@ class Pipeline:
         self,
         request_id: str,
         endpoint: Endpoint,
-        raw: bytes,
+        raw: bytearray,
         tenant: str,
+        held: Holding,
         sink: ClientSink,
         explanation: Explanation = UNASKED,
         *,
@@ -155,17 +163,18 @@ class Pipeline:
         """Serve one admitted request through `sink`. Raises an EpdError where there is something to answer instead.
 
         Args:
+            raw: its body, which is empty afterwards. held: has the bytes of it, and of all that is made of it.
             until: loop time at which the client wants the whole answer; whoever calls cancels then.
         """
         try:
-            request = parse(endpoint, raw, self.settings)
+            trial = self._suspects.trial(raw)
+            request = self._parsed(endpoint, raw, held)
             for name in request.dropped:
                 self.metrics.fields_dropped.labels(endpoint.value, name).inc()
             if not endpoint.generates:  # takes no place with the stages, so it waits for none
-                items = await self._load(request_id, request, tenant)
+                items = await self._load(request_id, request, tenant, held)
                 return await self._tokenize.run(request_id, request, items, sink)
             self._router.check_servable(fused_for=request.needs_fused)
-            trial = self._suspects.trial(raw)
             trial.check()
             gate = self.gate.admitted(
                 kind_of(request),
@@ -175,40 +184,60 @@ class Pipeline:
             )
             with gate as passed:
                 self._budget.deposit()
-                await self._run(request_id, request, tenant, sink, passed, trial, explanation)
+                job = await self._job(request_id, request, tenant, held, passed, trial, explanation)
+                del request  # and with it the media as the client wrote them
+                await self._run(job, sink)
         except RecursionError:  # what can just be decoded may be too deep to be measured, or written again
             raise RequestError("The request body is nested too deeply.", code="invalid_json") from None
 
-    async def _run(
+    def _parsed(self, endpoint: Endpoint, raw: bytearray, held: Holding) -> ParsedRequest:
+        """The checked request. Decoding takes memory before anybody has seen what is in the body."""
+        weight = weighed(raw)
+        with held.borrowed(weight.decoding_bytes):
+            request = parse(endpoint, raw, self.settings)
+            raw.clear()
+        held.give_back(weight.size_bytes)
+        held.take(weight.decoded_bytes(source_bytes(request.media)))
+        return request
+
+    async def _job(
         self,
         request_id: str,
         request: ParsedRequest,
         tenant: str,
-        sink: ClientSink,
+        held: Holding,
         passed: Pass,
         trial: Trial,
         explanation: Explanation,
-    ) -> None:
+    ) -> Job:
         arrived = asyncio.get_running_loop().time()
-        items = await self._load(request_id, request, tenant)
+        items = await self._load(request_id, request, tenant, held)
         if items:
             explanation.stamp("media")
         salt = tenant if self.settings.tells_tenants_apart else None
         base = base_body(request, items, salt, request_id=request_id)
         self._prioritise(base, passed)
         tokens = prompt_tokens(request, items)
-        job = Job(request_id, request, base, items, tokens, arrived, passed, trial, explanation=explanation)
         passed.weighs(tokens)
+        if items:
+            held.give_back(source_bytes(request.media))
+            request = structs.replace(request, body=base, media=tuple(item.ref for item in items))
+        return Job(request_id, request, base, items, tokens, arrived, passed, trial, explanation=explanation)
+
+    async def _run(self, job: Job, sink: ClientSink) -> None:
         if self._router.encodes_apart(job):
             job = await self._encode.run(job)
-            explanation.stamp("encoded")
-        await passed.to_stages()
-        explanation.stamp("admitted")
+            job.explanation.stamp("encoded")
+        await job.passed.to_stages()
+        job.explanation.stamp("admitted")
         await self._generate.run(job, sink)
 
-    async def _load(self, request_id: str, request: ParsedRequest, tenant: str) -> tuple[LoadedItem, ...]:
+    async def _load(
+        self, request_id: str, request: ParsedRequest, tenant: str, held: Holding
+    ) -> tuple[LoadedItem, ...]:
         begun = time.perf_counter()
-        items = await self._media.load(request, tenant=DEFAULT_TENANT if self.settings.shared_features else tenant)
+        owner = DEFAULT_TENANT if self.settings.shared_features else tenant
+        items = await self._media.load(request, tenant=owner, held=held)
         if items:
             self.metrics.media_seconds.observe(time.perf_counter() - begun)
             self.trace.stamp(request_id, "media_loaded", keys=[item.key for item in items])

@@ -69,7 +69,7 @@ class ParsedRequest(Struct, frozen=True):
         return {name: self.body[name] for name in MEDIA_OPTIONS if self.body.get(name) is not None}
 
 
-def parse(endpoint: Endpoint, raw: bytes, settings: ProxySettings) -> ParsedRequest:
+def parse(endpoint: Endpoint, raw: bytes | bytearray, settings: ProxySettings) -> ParsedRequest:
     """Parse and check a request body.
 
     Raises:
@@ -118,7 +118,7 @@ def _media(endpoint: Endpoint, body: Mapping[str, Any]) -> tuple[MediaRef, ...]:
     return ()
 
 
-def _decode(raw: bytes) -> dict[str, Any]:
+def _decode(raw: bytes | bytearray) -> dict[str, Any]:
     try:
         body = strict_json.decode(raw)
     except RecursionError:

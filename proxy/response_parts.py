@@ -23,7 +23,7 @@ def response_refs(items: list[Any]) -> tuple[MediaRef, ...]:
     return tuple(_refs(items))
 
 
-def rewritten_response_part(part: Mapping[str, Any], *, source: str, uuid: str) -> dict[str, Any]:
+def rewritten_response_part(part: Mapping[str, Any], *, source: object, uuid: str) -> dict[str, Any]:
     """`part` with its picture replaced by `source` (a data URL) and its key as `uuid`."""
     return {"detail": "auto", **part, "type": "input_image", IMAGE_KEY: source, "uuid": uuid}
 

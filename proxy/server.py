@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,12 +17,12 @@ from fastapi import FastAPI
 from epd_serve.errors import ConfigError
 from proxy.background import Background
 from proxy.http_protocol import FrontProtocol
+from proxy.idle_clients import IdleClients, Patience
 from proxy.redact import redact_logs
 from proxy.shared_listener import SharedListener
-from proxy.stalled_clients import STALL_S, StalledClients
 
 BACKLOG = 2048
-KEEPALIVE_S = 65
+PATIENCE = Patience()
 
 
 class _Server(uvicorn.Server):
@@ -30,13 +31,13 @@ class _Server(uvicorn.Server):
         config: uvicorn.Config,
         shared: SharedListener | None,
         started: Callable[[], None],
-        stalled: StalledClients,
+        idle: IdleClients,
         background: Background,
     ) -> None:
         super().__init__(config)
         self._shared = shared
         self._say_started = started
-        self._stalled = stalled
+        self._idle = idle
         self._background = background
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -47,7 +48,8 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         with self._background.handling("look at clients"):  # or the whole server would end of it
-            self._stalled.look(self.server_state.connections, time.monotonic())
+            # All of them are FrontProtocols, as `serve` configures it.
+            self._idle.look(self.server_state.connections, time.monotonic())  # type: ignore[arg-type]
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -103,7 +105,7 @@ async def serve(
     shared: SharedListener | None = None,
     grace_s: float = 3.0,
     started: Callable[[], None] = lambda: None,
-    stall_s: float = STALL_S,
+    patience: Patience = PATIENCE,
     background: Background | None = None,
 ) -> None:
     """Serve until cancelled.
@@ -113,7 +115,7 @@ async def serve(
         shared: takes the connections, instead of sockets.
         grace_s: how long a cancelled server lets its requests finish before it cancels them.
         started: called once connections are taken.
-        stall_s: a client that takes nothing of what waits for it loses its connection after this long.
+        patience: with clients that do nothing.
         background: takes what goes wrong between requests.
 
     Raises:
@@ -127,7 +129,7 @@ async def serve(
         log_level="warning",
         access_log=False,
         backlog=BACKLOG,
-        timeout_keep_alive=KEEPALIVE_S,
+        timeout_keep_alive=math.ceil(patience.keep_alive_s),
         timeout_graceful_shutdown=max(1, round(grace_s)),
         server_header=False,
         proxy_headers=False,  # the only address that counts is the connection's own
@@ -136,7 +138,7 @@ async def serve(
         lifespan="on",
     )
     redact_logs()  # after uvicorn has set up its own logging
-    server = _Server(config, shared, started, StalledClients(stall_s), background or Background())
+    server = _Server(config, shared, started, IdleClients(patience), background or Background())
     try:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(server.serve(listening))

@@ -61,13 +61,15 @@ class MediaLimits:
         max_bytes: one item. `max_total_bytes`: all items of one request.
         max_pixels: width x height of a picture or a video's frames, checked on headers before anything decodes them.
         max_video_s, max_audio_s: length of a clip in seconds, where its container tells.
+        max_frames: that a stage decodes of a video, as the request asks. max_video_pixels: of all of them.
         max_items: items of one request.
         fetch_timeout_s: one http(s) item, redirects included. `max_redirects`: hops, each checked anew.
+        fetch_wait_s: until its turn to be fetched comes.
         allowed_local_root: directory that `file://` may read from, or None to refuse `file://`.
         schemes: of the URLs that clients may send.
         allowed_domains, denied_domains: hosts that http(s) may reach, as `proxy/domains.py` reads them.
         allow_private_addresses: let http(s) reach loopback, private and link-local addresses.
-        max_parallel_fetches, threads: bounds of the whole process, not of one request.
+        max_parallel_fetches, threads: bounds of the whole process, which accounts share fairly (`proxy/turns.py`).
     """
 
     max_bytes: int = 32 << 20
@@ -75,8 +77,11 @@ class MediaLimits:
     max_pixels: int = 36_000_000
     max_video_s: float = 600.0
     max_audio_s: float = 3600.0
+    max_frames: int = 256
+    max_video_pixels: int = 600_000_000
     max_items: int = 16
     fetch_timeout_s: float = 10.0
+    fetch_wait_s: float = 5.0
     max_redirects: int = 3
     allowed_local_root: Path | None = None
     schemes: tuple[str, ...] = SCHEMES
@@ -88,12 +93,44 @@ class MediaLimits:
 
     def __post_init__(self) -> None:
         names = ("max_bytes", "max_total_bytes", "max_pixels", "fetch_timeout_s", "max_parallel_fetches", "threads")
-        _require_positive(self, *names, "max_video_s", "max_audio_s")
+        _require_positive(self, *names, "max_video_s", "max_audio_s", "max_frames", "max_video_pixels", "fetch_wait_s")
         for scheme in self.schemes:
             _require_one_of("schemes", scheme, SCHEMES)
         DomainRules(self.allowed_domains, self.denied_domains)  # refuses what is no host name
         if self.max_items < 0 or self.max_redirects < 0:
             raise ConfigError("max_items and max_redirects must not be negative", param="media")
+
+
+@dataclass(frozen=True)
+class BodyPace:
+    """How slowly a client may send its body before it is answered 408 and its connection closed.
+
+    Attributes:
+        grace_s: before anything is asked of it. bytes_per_s: on average after that.
+        most_s: for all of it, however fast.
+    """
+
+    grace_s: float = 10.0
+    bytes_per_s: int = 16 << 10
+    most_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "grace_s", "bytes_per_s", "most_s")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a process may hold of clients' bytes (`proxy/memory_budget.py`).
+
+    Attributes:
+        process_bytes: bodies and media of all requests of one proxy process. An account among others gets half of it
+            at most (`proxy/fair_share.py`).
+    """
+
+    process_bytes: int = 2 << 30
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "process_bytes")
 
 
 @dataclass(frozen=True)
@@ -228,7 +265,7 @@ class ProxySettings:
         retries: further attempts of one request after a stage failed before the first byte.
         stage_priorities: stages with a language model run with vLLM's priority policy, so that they heed `priority`.
         processes: proxies that share the stages, and so their capacity.
-        max_body_bytes: of one request. max_bodies_bytes: of all requests held at once; beyond it the answer is 429.
+        max_body_bytes: of one request. body_pace: how slowly it may come. memory: of all requests held at once.
         max_n: answers to one prompt. max_sequences: answers that one request may ask for, over its prompts.
         max_in_flight: requests held at once; beyond it the answer is 429.
         api_keys: accepted bearer tokens; empty means no authentication. Each is a tenant.
@@ -267,7 +304,8 @@ class ProxySettings:
     stage_priorities: bool = False
     processes: int = 1
     max_body_bytes: int = 96 << 20
-    max_bodies_bytes: int = 1 << 30
+    body_pace: BodyPace = field(default_factory=BodyPace)
+    memory: Memory = field(default_factory=Memory)
     max_n: int = 64
     max_sequences: int = 256
     max_in_flight: int = 2048
@@ -293,7 +331,7 @@ class ProxySettings:
     def __post_init__(self) -> None:
         if not self.served_models:
             raise ConfigError("the proxy needs at least one served model name", param="served_models")
-        _require_positive(self, "max_body_bytes", "max_bodies_bytes", "max_n", "max_sequences", "max_in_flight")
+        _require_positive(self, "max_body_bytes", "max_n", "max_sequences", "max_in_flight")
         _require_positive(self, "max_known_features", "processes")
         if self.retries < 0:
             raise ConfigError("retries must not be negative", param="retries")

@@ -17,7 +17,6 @@ def share_of(settings: ProxySettings, processes: int) -> ProxySettings:
     return replace(
         settings,
         max_in_flight=part(settings.max_in_flight, processes),
-        max_bodies_bytes=part(settings.max_bodies_bytes, processes),
         key_limits=settings.key_limits.shared_by(processes),
         admission=replace(
             settings.admission,

@@ -22,6 +22,7 @@ from epd_serve.errors import DeadlineError, StageError
 from epd_serve.instances import Instance
 from proxy import strict_json
 from proxy.errors import StageDied, StageUnreachable, stage_answer_error
+from proxy.payload import Pieces
 from proxy.settings import Timeouts
 from proxy.sse import WholeEvents
 
@@ -103,7 +104,13 @@ class StageClient:
             await self._opened.close()
 
     async def post(
-        self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str], *, timeout_s: float | None
+        self,
+        instance: Instance,
+        path: str,
+        body: bytes | Pieces,
+        headers: Mapping[str, str],
+        *,
+        timeout_s: float | None,
     ) -> dict[str, Any]:
         """The JSON answer of a non-streamed request. Without `timeout_s` the caller bounds the wait, as the exchange
         does for all of a request.
@@ -121,7 +128,13 @@ class StageClient:
         return answer
 
     async def fields(
-        self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str], *, timeout_s: float | None
+        self,
+        instance: Instance,
+        path: str,
+        body: bytes | Pieces,
+        headers: Mapping[str, str],
+        *,
+        timeout_s: float | None,
     ) -> Mapping[str, msgspec.Raw]:
         """As `post`, for an answer that is only passed on: its fields, each as the bytes that the stage sent."""
         raw = await self._whole(instance, path, body, headers, timeout_s)
@@ -133,7 +146,7 @@ class StageClient:
             ) from error
 
     async def events(
-        self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]
+        self, instance: Instance, path: str, body: bytes | Pieces, headers: Mapping[str, str]
     ) -> AsyncGenerator[bytes, None]:
         """The SSE events of a streamed request, byte for byte, as many at a time as have come whole. Use under
         `contextlib.aclosing`.
@@ -159,7 +172,7 @@ class StageClient:
                     await _rest(answer.content)
 
     async def _whole(
-        self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str], timeout_s: float | None
+        self, instance: Instance, path: str, body: bytes | Pieces, headers: Mapping[str, str], timeout_s: float | None
     ) -> bytes:
         if timeout_s is not None:
             async with deadline(timeout_s, f"stage {instance.id}"):
@@ -176,7 +189,7 @@ class StageClient:
 
     @asynccontextmanager
     async def _open(
-        self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str], limit_s: float
+        self, instance: Instance, path: str, body: bytes | Pieces, headers: Mapping[str, str], limit_s: float
     ) -> AsyncIterator[Answer]:
         """An answer with status 200 whose body is still to come; `limit_s` bounds the wait for its head."""
         answer: Answer | None = None
@@ -192,10 +205,10 @@ class StageClient:
             if answer is not None:
                 answer.close()
 
-    async def _send(self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+    async def _send(self, instance: Instance, path: str, body: bytes | Pieces, headers: Mapping[str, str]) -> Answer:
         if self._opened is None:  # not before there is an event loop
             self._opened = self._given or _session(self._timeouts.connect_s)
-        data = body if len(body) < ONE_GO_BYTES else io.BytesIO(body)
+        data = io.BytesIO(body) if isinstance(body, bytes) and len(body) > ONE_GO_BYTES else body
         with _named(instance):
             return await self._opened.post(
                 _url(instance.url, path), data=data, headers={**self._headers, **headers}, allow_redirects=False

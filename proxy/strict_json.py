@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import msgspec
@@ -19,7 +19,7 @@ _FIELDS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dic
 _ENCODER = msgspec.json.Encoder()
 
 
-def decode(raw: bytes) -> Any:
+def decode(raw: bytes | bytearray) -> Any:
     """The value in `raw`. Of a name that an object has twice, the last one counts.
 
     Raises:
@@ -32,12 +32,16 @@ def decode(raw: bytes) -> Any:
         return json.loads(raw, parse_constant=_refuse, parse_float=_finite)
 
 
-def encode(value: Any) -> bytes:
-    """JSON of what `decode` gave, and of `msgspec.Raw` as it is. UTF-8; ASCII where it holds lone surrogates."""
+def encode(value: Any, other: Callable[[object], Any] | None = None) -> bytes:
+    """JSON of what `decode` gave, and of `msgspec.Raw` as it is. UTF-8; ASCII where it holds lone surrogates.
+
+    Args:
+        other: what to write for whatever else is in it; may be asked again. Raises TypeError where there is nothing.
+    """
     try:
-        return _ENCODER.encode(value)
+        return (_ENCODER if other is None else msgspec.json.Encoder(enc_hook=other)).encode(value)
     except UnicodeEncodeError:
-        return json.dumps(value, separators=(",", ":"), default=_raw).encode("ascii")
+        return json.dumps(value, separators=(",", ":"), default=other or _raw).encode("ascii")
 
 
 def fields(raw: bytes) -> Mapping[str, msgspec.Raw]:

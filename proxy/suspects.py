@@ -80,7 +80,7 @@ class Suspects:
         metrics.suspects.labels("suspected").set_function(lambda: self._count(lambda record: not record.refused_until))
         metrics.suspects.labels("refused").set_function(lambda: self._count(lambda record: record.refused_until > 0))
 
-    def trial(self, body: bytes) -> Trial:
+    def trial(self, body: bytes | bytearray) -> Trial:
         """Of a request with this body."""
         return Trial(self, xxhash.xxh3_128_digest(body, seed=self._salt))
 

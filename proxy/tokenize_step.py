@@ -15,8 +15,8 @@ from typing import Any
 from epd_serve.errors import DeadlineError, NoInstanceError, OverloadedError, StageError
 from epd_serve.roles import Role
 from proxy.bodies import inlined_body
-from proxy.job import encoded
 from proxy.media import LoadedItem
+from proxy.payload import encoded
 from proxy.policy import preferred
 from proxy.request import ParsedRequest
 from proxy.routing import Life

@@ -13,6 +13,7 @@ import pytest
 from epd_serve.errors import RequestError
 from proxy.demand import sequences_of
 from proxy.request import Endpoint, parse
+from proxy.settings import Memory
 from tests.proxy.fakes import answer, cluster, data_url, hangs, once, picture, picture_body, settings, text_body
 
 CHAT, COMPLETIONS = Endpoint.CHAT.value, Endpoint.COMPLETIONS.value
@@ -243,20 +244,20 @@ async def test_what_is_unusual_but_fine_passes() -> None:
 
 async def test_bodies_of_requests_in_progress_are_bounded_together() -> None:
     large = text_body(user="x" * 5000)
-    async with cluster("PD0", config=settings(max_bodies_bytes=8000)) as c:
+    async with cluster("PD0", config=settings(memory=Memory(25_000))) as c:
         released = asyncio.Event()
         c["PD0"].script.append(once(released, answer))
         first = asyncio.create_task(c.client.post(CHAT, json=large))
         await c["PD0"].until(lambda stage: stage.active == 1)
         refused = await c.client.post(CHAT, json=large)
-        assert refused.status_code == 429 and refused.headers["retry-after"]
-        assert "8,000 bytes" in refused.json()["error"]["message"]
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert "25,000 bytes" in refused.json()["error"]["message"]
         assert (await c.client.post(CHAT, json=text_body())).status_code == 200, "a small one still fits"
         released.set()
         assert (await first).status_code == 200
         assert (await c.client.post(CHAT, json=large)).status_code == 200
         await c.idle()
-        assert c.pipeline.bodies.held_bytes == 0
+        assert c.pipeline.memory.held_bytes == 0
 
 
 @pytest.mark.parametrize("prompt", [[], ["a", "b"], {}, [[]]])

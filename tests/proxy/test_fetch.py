@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import httpx
 import pytest
@@ -13,6 +14,7 @@ from proxy.fetch import UrlFetcher, is_public
 from proxy.settings import MediaLimits
 
 PUBLIC = "93.184.216.34"
+FREE: Any = {"account": "a", "grow": lambda _: None}
 Handler = Callable[[httpx.Request], httpx.Response]
 
 
@@ -60,7 +62,7 @@ async def test_the_connection_goes_to_the_address_that_was_judged_under_the_orig
         seen.append(request)
         return ok(request)
 
-    assert await fetcher(handler).fetch("https://example.com:8443/a?b=c#d", param="p") == b"picture"
+    assert await fetcher(handler).fetch("https://example.com:8443/a?b=c#d", param="p", **FREE) == b"picture"
     [request] = seen
     assert request.url == f"https://{PUBLIC}:8443/a?b=c"
     assert request.headers["host"] == "example.com:8443"
@@ -73,14 +75,14 @@ async def test_a_name_with_any_private_address_is_refused_before_a_connection(ad
         raise AssertionError("connected")
 
     with pytest.raises(RequestError, match="public") as refused:
-        await fetcher(never, {"inner": addresses}).fetch("http://inner/x", param="p")
+        await fetcher(never, {"inner": addresses}).fetch("http://inner/x", param="p", **FREE)
     assert refused.value.param == "p" and refused.value.status == 400
     assert not any(address in refused.value.message for address in addresses)
 
 
 async def test_private_addresses_may_be_allowed() -> None:
     allowed = fetcher(ok, {"inner": ["10.0.0.1"]}, allow_private_addresses=True)
-    assert await allowed.fetch("http://inner/x", param="p") == b"picture"
+    assert await allowed.fetch("http://inner/x", param="p", **FREE) == b"picture"
 
 
 async def test_every_redirect_is_judged_anew() -> None:
@@ -92,7 +94,7 @@ async def test_every_redirect_is_judged_anew() -> None:
     names = {"example.com": [PUBLIC], "inner": ["169.254.169.254"]}
     with pytest.raises(RequestError, match="'inner'"):
         await fetcher(lambda request: hops[request.url.path], names, asked=asked).fetch(
-            "http://example.com/a", param="p"
+            "http://example.com/a", param="p", **FREE
         )
     assert asked == ["example.com", "example.com", "inner"]
 
@@ -101,14 +103,14 @@ async def test_every_redirect_is_judged_anew() -> None:
 async def test_a_redirect_cannot_leave_http(location: str) -> None:
     with pytest.raises(RequestError):
         await fetcher(lambda _: httpx.Response(302, headers={"location": location})).fetch(
-            "http://example.com/", param="p"
+            "http://example.com/", param="p", **FREE
         )
 
 
 async def test_redirects_are_bounded() -> None:
     loop = httpx.Response(302, headers={"location": "http://example.com/again"})
     with pytest.raises(RequestError, match="redirects"):
-        await fetcher(lambda _: loop).fetch("http://example.com/", param="p")
+        await fetcher(lambda _: loop).fetch("http://example.com/", param="p", **FREE)
 
 
 async def test_size_is_bounded_with_and_without_an_announced_length() -> None:
@@ -119,7 +121,7 @@ async def test_size_is_bounded_with_and_without_an_announced_length() -> None:
     for response in (httpx.Response(200, content=b"x" * 5001), httpx.Response(200, content=endless())):
         with pytest.raises(PayloadTooLargeError) as refused:
             await fetcher(lambda _, response=response: response, max_bytes=5000).fetch(  # type: ignore[misc]
-                "http://example.com/", param="p"
+                "http://example.com/", param="p", **FREE
             )
         assert refused.value.status == 413 and refused.value.param == "p"
 
@@ -127,7 +129,7 @@ async def test_size_is_bounded_with_and_without_an_announced_length() -> None:
 async def test_compressed_answers_are_refused() -> None:
     bomb = httpx.Response(200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(b"x"))
     with pytest.raises(RequestError, match="compressed"):
-        await fetcher(lambda _: bomb).fetch("http://example.com/", param="p")
+        await fetcher(lambda _: bomb).fetch("http://example.com/", param="p", **FREE)
 
 
 async def test_a_slow_server_meets_the_deadline() -> None:
@@ -136,13 +138,13 @@ async def test_a_slow_server_meets_the_deadline() -> None:
         await asyncio.Event().wait()
 
     with pytest.raises(RequestError, match=r"0\.5 s"):
-        await fetcher(lambda _: httpx.Response(200, content=slow())).fetch("http://example.com/", param="p")
+        await fetcher(lambda _: httpx.Response(200, content=slow())).fetch("http://example.com/", param="p", **FREE)
 
 
 @pytest.mark.parametrize("status", [204, 206, 401, 404, 500])
 async def test_only_200_is_an_answer(status: int) -> None:
     with pytest.raises(RequestError, match=str(status)):
-        await fetcher(lambda _: httpx.Response(status)).fetch("http://example.com/", param="p")
+        await fetcher(lambda _: httpx.Response(status)).fetch("http://example.com/", param="p", **FREE)
 
 
 async def test_an_unreachable_host_is_a_400_that_names_the_item() -> None:
@@ -150,9 +152,9 @@ async def test_an_unreachable_host_is_a_400_that_names_the_item() -> None:
         raise httpx.ConnectError("refused", request=request)
 
     with pytest.raises(RequestError, match=r"^item: cannot be fetched"):
-        await fetcher(refuse).fetch("http://example.com/", param="item")
+        await fetcher(refuse).fetch("http://example.com/", param="item", **FREE)
     with pytest.raises(RequestError, match="cannot be resolved"):
-        await fetcher(ok).fetch("http://unknown.example/", param="item")
+        await fetcher(ok).fetch("http://unknown.example/", param="item", **FREE)
 
 
 async def test_the_next_address_is_tried_when_one_refuses() -> None:
@@ -162,11 +164,11 @@ async def test_the_next_address_is_tried_when_one_refuses() -> None:
         return ok(request)
 
     both = fetcher(first_refuses, {"example.com": [PUBLIC, "8.8.8.8"]})
-    assert await both.fetch("http://example.com/", param="p") == b"picture"
+    assert await both.fetch("http://example.com/", param="p", **FREE) == b"picture"
 
 
 @pytest.mark.parametrize("host", ["0x7f.1", "2130706433", "127.1", "localhost", "[::1]", "[::ffff:7f00:1]"])
 async def test_odd_spellings_of_loopback_are_refused_by_the_real_resolver(host: str) -> None:
     real = UrlFetcher(MediaLimits(), transport=httpx.MockTransport(ok))
     with pytest.raises(RequestError, match=r"public|resolved|valid URL"):
-        await real.fetch(f"http://{host}/", param="p")
+        await real.fetch(f"http://{host}/", param="p", **FREE)

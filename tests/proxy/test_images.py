@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import struct
+import tracemalloc
+import zlib
 from contextlib import suppress
 
 import pytest
@@ -72,3 +75,49 @@ def test_damage_never_raises_anything_but_a_request_error(noise: bytes, kind: st
     for broken in (noise, data[:at] + noise, data[:at] + noise + data[at + len(noise) :]):
         with suppress(RequestError):
             inspect(broken, max_pixels=10_000)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png_with(*chunks: bytes) -> bytes:
+    whole = picture()
+    return whole[:33] + b"".join(chunks) + whole[33:]  # behind IHDR
+
+
+ZEROS = zlib.compress(bytes(256 << 20), 9)
+BOMBS = {
+    "an ICC profile": png_with(chunk(b"iCCP", b"x\0\0" + ZEROS)),
+    "a text": png_with(chunk(b"zTXt", b"x\0\0" + ZEROS)),
+    "texts": png_with(*[chunk(b"zTXt", b"x\0\0" + zlib.compress(bytes(1_000_000), 9))] * 200),
+    "a million chunks": png_with(chunk(b"abCd", b"") * 1_000_000),
+    "a WebP of 268 megapixels": photo("WEBP")[:8]
+    + b"WEBPVP8X"
+    + struct.pack("<IBxxx", 10, 0)
+    + (16382).to_bytes(3, "little") * 2,
+    "a JPEG of a thousand scans": photo().replace(b"\xff\xd9", b"\xff\xda\0\x0c" * 1000 + b"\xff\xd9"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_unpacks_to_much_is_refused_and_not_unpacked(name: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError) as refused:
+            inspect(BOMBS[name])
+        assert refused.value.code in ("invalid_image", "too_many_pixels")
+        assert tracemalloc.get_traced_memory()[1] < len(BOMBS[name]) + (80 << 20)  # Pillow unpacks 64 MiB of text
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", ["TIFF", "BMP", "GIF", "JPEG", "PNG", "WEBP"])
+def test_a_whole_picture_is_judged_without_being_decoded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("decoded")
+
+    whole = photo(kind)
+    for plugin in (Image.Image, *{type(Image.open(io.BytesIO(photo(one)))) for one in KINDS}):
+        monkeypatch.setattr(plugin, "load", never)
+    assert inspect(whole)[1] == 96 * 64

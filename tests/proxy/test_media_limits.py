@@ -105,3 +105,18 @@ async def test_a_redirect_does_not_lead_out_of_the_allowed_hosts() -> None:
 def test_limits_that_mean_nothing_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         MediaLimits(**changes)
+
+
+@pytest.mark.parametrize("asked", [{"num_frames": -1}, {"num_frames": 257}, {"num_frames": True}, {"max_frames": 1000}])
+async def test_a_request_cannot_have_every_frame_of_a_video_decoded(asked: dict[str, Any]) -> None:
+    async with cluster("EPD0") as c:
+        body = video(clips.mp4(1.0)) | {"media_io_kwargs": {"video": asked}}
+        assert await refusal(c, body) == (400, "too_many_frames")
+        assert await refusal(c, body | {"media_io_kwargs": {"video": {"num_frames": 256}}}) == (200, "")
+
+
+async def test_frames_times_pixels_are_bounded() -> None:
+    limits = MediaLimits(max_video_pixels=32 * 10_000)
+    async with cluster("EPD0", config=settings(media=limits)) as c:
+        assert await refusal(c, video(clips.mp4(1.0, width=100, height=100))) == (200, "")
+        assert await refusal(c, video(clips.mp4(1.0, width=101, height=100))) == (400, "too_many_pixels")

@@ -8,8 +8,8 @@ from tests.proxy.fakes import settings
 
 
 def test_limits_that_each_counts_are_divided_and_rounded_up() -> None:
-    each = share_of(settings(max_in_flight=10, max_bodies_bytes=100, key_limits=KeyLimits(4, 1)), 3)
-    assert each.max_in_flight == 4 and each.max_bodies_bytes == 34
+    each = share_of(settings(max_in_flight=10, key_limits=KeyLimits(4, 1)), 3)
+    assert each.max_in_flight == 4
     assert each.key_limits == KeyLimits(2, 1)
     assert share_of(settings(admission=Admission(text_queue=3)), 3).admission.text_queue == 1
     assert each.processes == 3

@@ -1,4 +1,4 @@
-"""A client that takes nothing loses its connection; one that takes little does not."""
+"""A client that does nothing loses its connection; one that does little does not."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ import pytest
 from fastapi import FastAPI
 from starlette.responses import StreamingResponse
 
+from proxy.idle_clients import LOOKS, IdleClients, Patience
 from proxy.server import bind, serve
-from proxy.stalled_clients import LOOKS, StalledClients
 from tests.waiting import PATIENCE_S
 
-PATIENCE = 60.0
+TAKE_S = 60.0
+PATIENCE = Patience(take_s=TAKE_S, head_s=TAKE_S, keep_alive_s=2 * TAKE_S)
 
 
 class Wire:
-    """A transport whose buffer is as long as `sizes` say, look by look."""
+    """A connection whose buffer is as long as `sizes` say, look by look."""
 
-    def __init__(self, *sizes: int) -> None:
+    heads = 0
+
+    def __init__(self, *sizes: int, idle: bool = False, owes: bool = False) -> None:
         self.sizes = list(sizes)
-        self.aborted = False
+        self.idle, self.owes = idle, owes
+        self.aborted = self.closed = False
         self.transport: Any = self
 
     def get_write_buffer_size(self) -> int:
@@ -37,11 +41,14 @@ class Wire:
     def abort(self) -> None:
         self.aborted = True
 
+    def close(self) -> None:
+        self.closed = True
+
 
 def looked(wires: Sequence[Wire], *, looks: int) -> list[bool]:
-    stalled = StalledClients(PATIENCE)
+    stalled = IdleClients(PATIENCE)
     for index in range(looks):
-        stalled.look(wires, index * PATIENCE / LOOKS)
+        stalled.look(wires, index * TAKE_S / LOOKS)
     return [wire.aborted for wire in wires]
 
 
@@ -60,10 +67,58 @@ def test_an_empty_buffer_between_two_full_ones_was_taken() -> None:
 
 
 def test_a_look_before_its_time_looks_at_nobody() -> None:
-    stalled, wire = StalledClients(PATIENCE), Wire(3, 2, 1)
+    stalled, wire = IdleClients(PATIENCE), Wire(3, 2, 1)
     for _ in range(100):
         stalled.look([wire], 1.0)
     assert len(wire.sizes) == 2
+
+
+def test_whoever_does_not_get_to_a_request_is_closed_sooner_than_whoever_rests_between_two() -> None:
+    idle = IdleClients(PATIENCE)
+    new, resting, busy = Wire(0, idle=True, owes=True), Wire(0, idle=True), Wire(0, owes=True)
+    closed_at: dict[str, int] = {}
+    for index in range(3 * LOOKS):
+        idle.look([new, resting, busy], index * TAKE_S / LOOKS)
+        closed_at |= {
+            name: index for name, one in (("new", new), ("resting", resting)) if one.closed and name not in closed_at
+        }
+    assert closed_at == {"new": LOOKS, "resting": 2 * LOOKS} and not busy.closed
+
+
+def test_whoever_completes_a_head_between_two_looks_has_all_the_time_again() -> None:
+    idle, slow = IdleClients(PATIENCE), Wire(0, idle=True, owes=True)
+    for index in range(4 * LOOKS):
+        slow.heads = index // (LOOKS - 1)
+        idle.look([slow], index * TAKE_S / LOOKS)
+    assert not slow.closed
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"GET /version HT",
+        b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n\r\n",
+    ],
+    ids=["nothing", "half a head", "a request, and no more", "a request, and an empty line"],
+)
+async def test_a_connection_on_which_nothing_is_asked_is_closed(said: bytes) -> None:
+    listening = bind("127.0.0.1", 0)
+    listening.listen()
+    address = listening.getsockname()
+    patience = Patience(head_s=0.2, keep_alive_s=0.4)
+    running = asyncio.create_task(serve(FastAPI(), *address, sockets=[listening], grace_s=1.0, patience=patience))
+    try:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(said)
+        async with asyncio.timeout(PATIENCE_S):
+            await reader.read()
+        writer.close()
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
 
 
 def large_answers() -> tuple[FastAPI, asyncio.Event]:
@@ -96,7 +151,7 @@ async def test_a_client_that_reads_nothing_is_gone_before_its_request_s_deadline
     listening = bind("127.0.0.1", 0)
     listening.listen()
     address = listening.getsockname()
-    running = asyncio.create_task(serve(app, *address, sockets=[listening], grace_s=1.0, stall_s=0.2))
+    running = asyncio.create_task(serve(app, *address, sockets=[listening], grace_s=1.0, patience=Patience(take_s=0.2)))
     client = socket.socket()
     try:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -1,0 +1,58 @@
+"""A limit that accounts share: one may hold as much of it as it leaves free for the others. Pure.
+
+So one alone gets half, two that want all a third each, and whoever comes next always finds something (the dynamic
+thresholds of Choudhury and Hahne, 1998, with a factor of one). Nothing has to be configured, and nobody has to be known
+beforehand. Where nothing tells accounts apart, the one that there is may have everything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+
+class NoRoom(Exception):
+    """All accounts together have taken what there is."""
+
+
+class OverShare(Exception):
+    """There is room, and it is kept for other accounts."""
+
+
+class FairShare:
+    """Counts what is held, by account. For one event loop; an account that holds nothing is not remembered.
+
+    Attributes:
+        held: by all accounts now.
+    """
+
+    def __init__(self, limit: int, *, apart: bool) -> None:
+        """`apart`: accounts are told apart; otherwise all of `limit` is anybody's."""
+        self.limit = limit
+        self.held = 0
+        self._apart = apart
+        self._held_by: Counter[str] = Counter()
+
+    @property
+    def most(self) -> int:
+        """What one account can hold at best, while nobody else holds anything."""
+        return self.limit // 2 if self._apart else self.limit
+
+    def held_by(self, account: str) -> int:
+        return self._held_by[account]
+
+    def take(self, account: str, amount: int) -> None:
+        """Hold more. Raises NoRoom or OverShare, and then nothing was taken."""
+        left = self.limit - self.held - amount
+        if left < 0:
+            raise NoRoom
+        if self._apart and self._held_by[account] + amount > left:
+            raise OverShare
+        self.held += amount
+        self._held_by[account] += amount
+
+    def give_back(self, account: str, amount: int) -> None:
+        self.held -= amount
+        self._held_by[account] -= amount
+        assert self.held >= 0 and self._held_by[account] >= 0, "more is given back than was taken"
+        if not self._held_by[account]:
+            del self._held_by[account]
