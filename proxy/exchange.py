@@ -11,6 +11,7 @@ import asyncio
 import logging
 import re
 import secrets
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -151,6 +152,7 @@ class Exchange:
     async def _answer_error(self, error: EpdError, sink: ClientSink) -> str:
         """The error as JSON, or, once the stream has begun, as one event after which the connection is aborted:
         returning with the response unfinished makes the server close it."""
+        _let_go(error)
         if error.status >= 500:
             logger.warning("request %s ended with %d: %s", self._id, error.status, error.message)
         with suppress(TimeoutError):
@@ -211,6 +213,14 @@ class Exchange:
             yield
         finally:
             arriving.give_back(account, 1)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Free what the frames that raised `error` held: 32 MiB of media may be among it, and tasks that failed in a group
+    are in a cycle with them, which nobody looks for before the next full collection."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _too_large(max_bytes: int) -> PayloadTooLargeError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import tracemalloc
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -123,6 +125,24 @@ async def test_media_that_do_not_fit_are_refused_while_they_come_and_leave_room_
             assert refused.json()["error"]["code"] == "memory_full"
         host.released.set()
         await slow
+
+
+async def test_what_a_refused_request_had_fetched_is_freed_with_its_answer() -> None:
+    limits = MediaLimits(max_bytes=2_000_000, max_total_bytes=150_000)
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        async with fetching(settings(media=limits)) as (c, _):
+            many = by_url(*["http://h/large"] * 2)
+            assert (await c.client.post(CHAT, json=many)).status_code == 413  # first-time imports
+            before = tracemalloc.get_traced_memory()[0]
+            for _ in range(10):
+                assert (await c.client.post(CHAT, json=many)).status_code == 413
+            assert tracemalloc.get_traced_memory()[0] - before < 5 * 150_000
+    finally:
+        tracemalloc.stop()
+        gc.enable()
 
 
 async def test_a_request_holds_its_media_once_and_gives_them_back() -> None:
