@@ -20,7 +20,7 @@ from typing import Protocol
 from deploy.health import health_status
 from deploy.stage_life import Spawn, StageLife
 from deploy.stage_log import FIRST_PHASE, phase_of
-from epd_serve.errors import ConfigError, StageError
+from epd_serve.errors import ConfigError, EpdError, StageError
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +142,8 @@ class Supervisor:
                 await self._live(stage, incarnation, lived)
             except (OSError, ConfigError) as error:  # ConfigError: its command cannot be made (any more)
                 lived.reason = f"cannot be started: {error}"
+            except EpdError:
+                raise  # whoever listens says that it cannot go on
             except Exception as error:  # a defect of ours costs this life of this stage, not all of the launch
                 logger.exception("supervising %s %s failed", stage.what, stage.id)
                 lived.reason = f"cannot be supervised: {type(error).__name__}: {error}"

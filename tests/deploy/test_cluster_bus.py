@@ -73,3 +73,20 @@ def test_a_port_in_use_is_a_config_error_and_nothing_stays_bound() -> None:
         with pytest.raises(ConfigError, match="--cluster-port"):
             EventBus(f"tcp://127.0.0.2:{free}", listen)
         EventBus(f"tcp://127.0.0.2:{free}", f"tcp://127.0.0.3:{free}").close()
+
+
+def test_forwarding_that_fails_is_told_once_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, failures = zmq.proxy, [zmq.ZMQError(zmq.EFSM), zmq.ZMQError(zmq.EAGAIN)]
+
+    def breaks(*sockets: Socket) -> None:
+        if failures:
+            raise failures.pop()
+        forward(*sockets)
+
+    monkeypatch.setattr("deploy.cluster_bus.zmq.proxy", breaks)
+    publish, listen = addresses()
+    with EventBus(publish, listen) as bus, connected(zmq.PUB, publish) as stage, connected(zmq.SUB, listen) as listener:
+        until_heard(stage, [listener], wire.FeatureReady("k", 1, "E0-life1"))
+        with pytest.raises(zmq.ZMQError):
+            bus.raise_failure()
+        bus.raise_failure()

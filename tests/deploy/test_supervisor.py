@@ -191,3 +191,24 @@ async def test_a_command_that_cannot_be_made_any_more_is_tried_again(tmp_path: P
         there = True
         await until(lambda: len(events.of("up")) == 2)
         assert not task.done()
+
+
+@pytest.mark.parametrize(("method", "lives"), [("up", 3), ("down", 2)])
+async def test_whoever_listens_and_fails_costs_a_life_and_not_the_launch(
+    tmp_path: Path, method: str, lives: int
+) -> None:
+    events = Recorder()
+    told, fails = getattr(events, method), [False, True]  # the second word of this kind
+
+    def broken(*words: object) -> None:
+        if fails and fails.pop(0):
+            raise KeyError("oops")
+        told(*words)
+
+    setattr(events, method, broken)
+    supervisor = Supervisor([spec(tmp_path)], events, QUICK)
+    async with running(supervisor) as task:
+        await supervisor.all_up.wait()
+        os.kill(events.pids["E0"][0], signal.SIGKILL)
+        await until(lambda: task.done() or (not fails and len(events.pids["E0"]) >= lives))
+        assert not task.done()

@@ -24,7 +24,7 @@ from proxy.background import Background
 from proxy.board import Board, shared_memory
 from proxy.ledger_shared import COUNTS, SharedLedger, settle
 from proxy.life import Lease, Work
-from proxy.roster import TableOfParent
+from proxy.roster import RosterOfWorker, TableOfParent
 from proxy.server import bind
 from proxy.settings import Timeouts
 from proxy.worker import Orders, run_worker
@@ -42,6 +42,7 @@ class Crew:
 
     table: TableOfParent
     hub: WorkerHub
+    background: Background
     board: Board
     url: str
     stage: FakeStage
@@ -77,13 +78,14 @@ async def crew(count: int) -> AsyncIterator[Crew]:
     board = Board(mmap.mmap(memory, 0), count, COUNTS)
     table = TableOfParent(ledger=SharedLedger(board, None))
     setup = Setup(settings(timeouts=PATIENT), 0, count, 1.0, 30.0, 1.0)
-    hub = WorkerHub(table, setup, Background())
+    background = Background()
+    hub = WorkerHub(table, setup, background)
     async with AsyncExitStack() as stack:
         stack.callback(os.close, memory)
         table.apply(Instance("PD0", Role.PD, await stack.enter_async_context(served(stage)), "one"))
         listening = stack.enter_context(bind("127.0.0.1", 0))
         listening.listen(100)
-        made = Crew(table, hub, board, f"http://127.0.0.1:{listening.getsockname()[1]}", stage)
+        made = Crew(table, hub, background, board, f"http://127.0.0.1:{listening.getsockname()[1]}", stage)
         hub.start()
         stack.push_async_callback(hub.stop)
         for row in range(count):
@@ -207,6 +209,54 @@ async def test_the_parent_tells_what_all_workers_have_counted_and_what_the_table
         families = text_string_to_metric_families((await c.hub.metrics()).decode())
         counts = {sample.name: sample.value for family in families for sample in family.samples}
         assert counts["epd_proxy_requests_total"] == 6 and counts["epd_proxy_workers"] == 2
+
+
+async def test_a_roster_that_a_worker_fails_on_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with crew(1) as c:
+        take_in, fails = RosterOfWorker.take_in, [True]
+
+        def broken(self: RosterOfWorker, rows: Any) -> None:
+            if fails:
+                raise KeyError(fails.pop())
+            take_in(self, rows)
+
+        monkeypatch.setattr(RosterOfWorker, "take_in", broken)
+        c.table.mark_down("PD0", "killed")
+        await c.until(lambda: not fails)
+        c.table.mark_up("PD0")
+        c.table.mark_down("PD0", "killed again")
+        async with asyncio.timeout(DEADLINE_S):
+            while (await c.ask("/health")).status_code != 503:
+                pass
+        assert 'epd_proxy_broken_messages_total{kind="Roster"} 1.0' in (await c.ask("/metrics")).text
+
+
+async def test_what_is_down_in_the_parent_shows_in_the_readiness_of_every_worker() -> None:
+    async with crew(2) as c:
+        async with asyncio.timeout(DEADLINE_S):
+            while {(await c.ask("/ready?all")).status_code for _ in range(4)} != {200}:
+                pass
+
+        async def fails() -> None:
+            raise KeyError("oops")
+
+        c.background.start("silence of members", fails)
+        async with asyncio.timeout(DEADLINE_S):
+            while {(await c.ask("/ready?all")).status_code for _ in range(4)} != {503}:
+                pass
+        ready = await c.ask("/ready")
+        assert ready.status_code == 200 and ready.json()["down"] == {"silence of members": "KeyError: 'oops'"}
+        assert 'epd_proxy_background_down{task="silence of members"} 1.0' in (await c.ask("/metrics")).text
+        await c.background.stop("silence of members")
+
+
+async def test_who_is_about_to_end_is_not_ready_in_any_worker_and_serves_on() -> None:
+    async with crew(2) as c:
+        c.hub.announce()
+        async with asyncio.timeout(DEADLINE_S):
+            while {(await c.ask("/ready")).status_code for _ in range(4)} != {503}:
+                pass
+        assert (await c.ask()).status_code == 200
 
 
 async def test_a_worker_that_says_nothing_any_more_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
