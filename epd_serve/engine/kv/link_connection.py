@@ -166,7 +166,8 @@ class Connection:
         """Raises LinkError where there is no such address, or no socket is left. `close` takes what was made so far."""
         try:
             self._socket = open_socket(zmq.DEALER)
-            # What waits for a D that has stopped is bounded by the staging memory, before ZMQ's own bound of messages.
+            # What waits for a D that has stopped is bounded by the staging memory. ZMQ's own bound, 1000 messages,
+            # would be met first, and end the link.
             self._socket.setsockopt(zmq.SNDHWM, 0)
             # ZMQ would connect again by itself and say nothing: an idle link has to notice that its D has died, and
             # packets on their way may be lost.
