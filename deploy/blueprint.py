@@ -110,7 +110,7 @@ def draw(config: DeployConfig, *, stage: OneStage | None = None, starts_stages: 
     inventory = _devices("cpu" if simulated else config.device)
     if inventory.kind != "cpu" and not inventory.ids:
         raise ConfigError(f"no {inventory.kind} device found: {inventory.note}; use --device cpu", param="--device")
-    plans = lower(layout, inventory.allot(layout.device_count))
+    plans = lower(layout, inventory.allot(layout.device_count), shared=config.share_devices)
     ascend, doubts = preflight(inventory.kind, plans, environment(), refuse=config.start_checks == "refuse")
     cores = core_sets(layout.device_count) if inventory.kind == "cpu" and not simulated else None
     divided = plan_cores(config.core_share, plans, inventory.kind, cores, facts)
@@ -125,6 +125,9 @@ def draw(config: DeployConfig, *, stage: OneStage | None = None, starts_stages: 
     if cores is not None and cores.oversubscribed:
         count = len({core for one in cores.sets for core in one})
         warnings.append(f"{layout.device_count} virtual devices share {count} CPU cores: expect it to be slow")
+    real = len({device for plan in plans for device in plan.devices})
+    if real < layout.device_count:
+        warnings.append(f"{layout.device_count} devices of {layout} are virtual: they share {real} {inventory.kind}")
     stage_args = parse_stage_args(config.stage_args, plans)
     ways = draw_ways(config, inventory.kind, plans, pooled=pooled, cann=numbers(ascend.cann))
     memory = NO_MEMORY

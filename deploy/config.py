@@ -49,6 +49,9 @@ class DeployConfig:
     engine: str = _option("vllm", "what runs the stages: vLLM, or a simulation of it", choices=ENGINES)
     sim_profile: str = _option("", "latencies and capacity of simulated stages (JSON, docs/simulation.md)")
     device: str = _option("auto", "device kind", choices=("auto", "npu", "cuda", "cpu"))
+    share_devices: bool = _option(
+        False, "where a layout wants more devices than there are, place it on those in turn (to try it, not to be fast)"
+    )
     core_share: str = _option(
         "",
         "parts of a device's cores for stages that share it, as E=0.3,P=0.7, or E0=…, or auto (default: no limit)",

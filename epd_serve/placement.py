@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
 
 from epd_serve.errors import ConfigError, LayoutError
 from epd_serve.layout import Group, Layout, Member
@@ -71,17 +72,31 @@ def _misfit(role: Role, roles: frozenset[Role]) -> str | None:
     return None
 
 
-def lower(layout: Layout, device_ids: Sequence[int]) -> tuple[InstancePlan, ...]:
+def lower(layout: Layout, device_ids: Sequence[int], *, shared: bool = False) -> tuple[InstancePlan, ...]:
     """Place the instances on devices in the layout's order; co-located members share the same ones.
 
+    Args:
+        shared: where there are too few devices, those that there are stand for several each, in turn: the layout's
+            devices are virtual, and who meets on one shares its memory and cores as members of a group do.
+
     Raises:
-        ConfigError: fewer devices than the layout needs.
+        ConfigError: fewer devices than the layout needs; ranks of one instance would share a device.
     """
+    virtual = shared and 0 < len(device_ids) < layout.device_count
+    if virtual:
+        if any(member.tp > 1 for member in layout.members()):
+            raise ConfigError(
+                f"layout {layout} has tensor-parallel ranks, which need a device each: found {len(device_ids)} of "
+                f"{layout.device_count}; drop --share-devices, or tp",
+                param="--share-devices",
+            )
+        device_ids = tuple(islice(cycle(device_ids), layout.device_count))
     if len(device_ids) < layout.device_count:
         found = ", ".join(map(str, device_ids)) or "none"
         raise ConfigError(
             f"layout {layout} needs {_devices(layout.device_count)}, found {len(device_ids)}: {found}; "
-            "put stages together, for example (E-P-D) or EPD, or make more devices visible",
+            "put stages together, for example (E-P-D) or EPD, make more devices visible, or try it on fewer with "
+            "--share-devices",
             param="--layout",
         )
     numbers: Counter[Role] = Counter()
@@ -91,7 +106,13 @@ def lower(layout: Layout, device_ids: Sequence[int]) -> tuple[InstancePlan, ...]
         for _ in range(group.repeat):
             devices = tuple(next(free) for _ in range(group.tp))
             plans.extend(_place(group, devices, numbers))
-    return tuple(plans)
+    return tuple(_with_neighbours(plan, plans) for plan in plans) if virtual else tuple(plans)
+
+
+def _with_neighbours(plan: InstancePlan, plans: Sequence[InstancePlan]) -> InstancePlan:
+    """Who really is on its device, of whichever group of the layout."""
+    others = (other.id for other in plans if other.devices == plan.devices and other.id != plan.id)
+    return replace(plan, colocated_with=tuple(others))
 
 
 def _place(group: Group, devices: tuple[int, ...], numbers: Counter[Role]) -> list[InstancePlan]:

@@ -1,8 +1,9 @@
 """The models that ship or can be made on the spot: `demo` (trained, built in); `tiny`, `bench` and others (random).
 
 Owns the names, the sizes and the writing of a model folder. Leaves to others: other architectures than the demo
-model's (`epd_serve.demo.families`), drawing the weights (`epd_serve.demo.random_weights`, run as a process of its own
-so that nothing here imports torch), training, pictures.
+model's (`epd_serve.demo.families`), drawing the weights (`epd_serve.demo.random_weights`) or leaving them out
+(`epd_serve.demo.hollow_weights`), each run as a process of its own so that nothing here imports torch; training,
+pictures.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ class RandomPreset:
         text, vision: keys of `text_config` and `vision_config` that differ.
         min_pixels, max_pixels: bounds of the picture processor. The upper one matters: an encoder's start-up runs
             the largest possible picture.
+        hollow: without weights, only their sizes: for `--load-format dummy`, where drawing and reading them takes long.
     """
 
     text: dict[str, Any]
     vision: dict[str, Any]
     min_pixels: int = 16_384
     max_pixels: int = 50_176
+    hollow: bool = False
 
 
 RANDOM_PRESETS = {
@@ -78,6 +81,37 @@ RANDOM_PRESETS = {
     "npu": RandomPreset(
         text={"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8},
         vision={"hidden_size": 256, "depth": 4, "deepstack_visual_indexes": [1, 2], "out_hidden_size": 256},
+    ),
+    # 7.5 billion parameters without weights: Qwen3-VL-8B-Instruct's config.json but for the vocabulary, which stays
+    # small with its tokenizer. 1280x720 is 880 tokens.
+    "8b": RandomPreset(
+        text={
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+            "rope_parameters": {
+                "mrope_interleaved": True,
+                "mrope_section": [24, 20, 20],
+                "rope_theta": 5_000_000.0,
+                "rope_type": "default",
+            },
+        },
+        vision={
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "depth": 27,
+            "num_heads": 16,
+            "num_position_embeddings": 2304,
+            "out_hidden_size": 4096,
+            "deepstack_visual_indexes": [8, 16, 24],
+        },
+        min_pixels=65_536,
+        max_pixels=1_048_576,
+        hollow=True,
     ),
 }
 PRESETS = ("demo", *RANDOM_PRESETS, *family_names())
@@ -115,7 +149,10 @@ def write_preset(directory: Path, preset: str, seed: int = 0) -> None:
             shutil.copytree(_WEIGHTS if preset == "demo" else _BLANK, built)
             if preset in RANDOM_PRESETS:
                 _write_configs(built, RANDOM_PRESETS[preset])
-                _draw_weights(built, seed)
+                if RANDOM_PRESETS[preset].hollow:
+                    _run("epd_serve.demo.hollow_weights", str(built))
+                else:
+                    _draw_weights(built, seed)
             elif preset != "demo":
                 _draw_weights(built, seed, write_family(built, preset))
             built.replace(directory)
@@ -138,16 +175,19 @@ def _write_configs(model: Path, preset: RandomPreset) -> None:
 
 
 def _draw_weights(model: Path, seed: int, renames: dict[str, str] | None = None) -> None:
-    """Run `epd_serve.demo.random_weights` on `model`, with the torchvision repair that CPU machines need."""
+    _run("epd_serve.demo.random_weights", str(model), str(seed), json.dumps(renames or {}))
+
+
+def _run(module: str, *arguments: str) -> None:
+    """A module that makes weights, with the torchvision repair that CPU machines need."""
     ours = [str(_SITE), str(Path(epd_serve.__file__).parents[1])]
     path = os.pathsep.join([*ours, *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "epd_serve.demo.random_weights", str(model), str(seed)]
-    command += [json.dumps(renames or {})]
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", module, *arguments]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"drawing random weights took longer than {_BUILD_TIMEOUT_S:.0f} s") from error
+        raise ConfigError(f"making weights took longer than {_BUILD_TIMEOUT_S:.0f} s") from error
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise ConfigError(f"cannot draw random weights: {reason} (needs torch and transformers: pip install '.[cpu]')")
+        raise ConfigError(f"cannot make weights: {reason} (needs torch and transformers: pip install '.[cpu]')")

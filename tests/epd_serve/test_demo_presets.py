@@ -19,6 +19,7 @@ import pytest
 from epd_serve.demo.families import read_family, write_family
 from epd_serve.demo.presets import PRESETS, builtin_model_dir, write_preset
 from epd_serve.errors import ConfigError
+from epd_serve.model_weights import read_model_weights
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="drawing random weights needs torch and transformers"
@@ -107,6 +108,20 @@ def test_a_random_preset_has_its_size_and_the_demo_models_parameter_names(genera
     assert without_layer_numbers(shapes) == without_layer_numbers(tensor_shapes(builtin_model_dir()))
 
 
+@needs_transformers
+def test_the_shape_of_an_8b_model_takes_no_disk_and_tells_the_sizes_of_its_weights(tmp_path):
+    write_preset(tmp_path / "model", "8b")
+    about = (tmp_path / "model" / "model.safetensors").stat()
+    weights = read_model_weights(tmp_path / "model", element_bytes=2)
+
+    assert about.st_size > 15e9 and about.st_blocks * 512 < 1 << 20
+    assert weights is not None
+    assert (round(weights.language / 2e9, 2), round(weights.tower / 2e9, 2)) == (6.95, 0.58)
+    assert without_layer_numbers(tensor_shapes(tmp_path / "model")) == without_layer_numbers(
+        tensor_shapes(builtin_model_dir())
+    )
+
+
 @pytest.mark.slow
 @needs_transformers
 def test_a_random_preset_bounds_its_pictures(generated):
@@ -120,13 +135,13 @@ def test_naming_presets_imports_no_torch():
     script = "import sys, epd_serve.demo.presets; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2]).returncode == 0
-    assert PRESETS[:4] == ("demo", "tiny", "bench", "npu")
-    assert set(PRESETS[4:]) == {"internvl-tiny", "llava-onevision-tiny", "qwen2-audio-tiny", "qwen2.5-vl-tiny"}
+    assert PRESETS[:5] == ("demo", "tiny", "bench", "npu", "8b")
+    assert set(PRESETS[5:]) == {"internvl-tiny", "llava-onevision-tiny", "qwen2-audio-tiny", "qwen2.5-vl-tiny"}
 
 
 @pytest.mark.slow
 @needs_transformers
-@pytest.mark.parametrize("preset", PRESETS[4:])
+@pytest.mark.parametrize("preset", PRESETS[5:])
 def test_a_preset_of_another_architecture_is_tiny_complete_and_of_one_vocabulary(preset, tmp_path):
     write_preset(tmp_path / "model", preset)
 
@@ -140,7 +155,7 @@ def test_a_preset_of_another_architecture_is_tiny_complete_and_of_one_vocabulary
     assert config["text_config"]["eos_token_id"] == ids["<|im_end|>"]
 
 
-@pytest.mark.parametrize("preset", PRESETS[4:])
+@pytest.mark.parametrize("preset", PRESETS[5:])
 def test_a_preset_of_another_architecture_shows_every_item_to_the_model(preset, tmp_path):
     """The template is what puts an item's placeholder into the prompt; one without it is a 500 in vLLM."""
     shutil.copytree(builtin_model_dir(), tmp_path, dirs_exist_ok=True)

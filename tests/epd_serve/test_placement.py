@@ -93,3 +93,32 @@ def test_too_few_devices_says_how_many_are_needed_and_found() -> None:
         lower(parse("E-P-D"), [0, 1])
     with pytest.raises(ConfigError, match=r"needs 1 device, found 0: none"):
         lower(parse("TP1"), [])
+
+
+def test_where_devices_are_shared_a_layout_is_placed_on_those_there_are_in_turn() -> None:
+    plans = lower(parse("(E-P)-D"), (3,), shared=True)
+
+    assert [plan.devices for plan in plans] == [(3,), (3,), (3,)]
+    assert [plan.colocated_with for plan in plans] == [("P0", "D0"), ("E0", "D0"), ("E0", "P0")]
+
+
+def test_shared_devices_are_taken_by_turns_and_neighbours_are_those_who_really_meet() -> None:
+    plans = {plan.id: plan for plan in lower(parse("E-P-D"), (0, 1), shared=True)}
+
+    assert {name: plan.devices for name, plan in plans.items()} == {"E0": (0,), "P0": (1,), "D0": (0,)}
+    assert plans["E0"].colocated_with == ("D0",)
+    assert plans["P0"].colocated_with == ()
+
+
+def test_sharing_changes_nothing_where_there_are_enough_devices() -> None:
+    assert lower(parse("(E-P)-D"), (0, 1), shared=True) == lower(parse("(E-P)-D"), (0, 1))
+
+
+def test_tensor_parallel_ranks_never_share_a_device() -> None:
+    with pytest.raises(ConfigError, match="a device each"):
+        lower(parse("E-PD:tp2"), (0, 1), shared=True)
+
+
+def test_nobody_shares_a_device_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="found 0"):
+        lower(parse("TP1"), (), shared=True)
