@@ -11,6 +11,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,9 @@ from bench.scratch import scratch
 from bench.tethered import tethered
 from deploy.ports import free_ports
 from epd_serve.errors import StageError
+
+LOGS_ENV = "EPD_BENCH_LOGS"
+"""A folder that all logs of a launch are copied to before it ends: for who looks only afterwards."""
 
 START_S = 600.0
 STOP_S = 60.0
@@ -102,6 +106,7 @@ def served(layout: str, flags: Sequence[str] = (), *, name: str = "", traced: bo
             start_new_session=True,
         )
         stack.callback(_stop, process)
+        stack.callback(_keep_logs, name or layout, folder)  # before it is stopped, which removes them
         text = ""
         while (message := parse_ready(text)) is None:
             chunk = _read(process, begun + START_S - time.monotonic())
@@ -121,6 +126,21 @@ def groups(root: Path) -> dict[str, int]:
     """The newest process group of each instance, from the run directory."""
     lines = [line for path in root.glob("*/groups.jsonl") for line in path.read_text(encoding="utf-8").splitlines()]
     return {entry["instance"]: entry["pid"] for entry in map(json.loads, lines)}
+
+
+def _keep_logs(name: str, folder: Path) -> None:
+    kept = os.environ.get(LOGS_ENV)
+    if not kept:
+        return
+    target = Path(kept) / re.sub(r"[^\w.()-]+", "_", name)
+    target.mkdir(parents=True, exist_ok=True)
+    for log in (
+        folder / "launcher.log",
+        *(folder / "run").glob("last-failure-*.log"),
+        *(folder / "run").glob("*/*.log"),
+    ):
+        with contextlib.suppress(OSError):  # the launch may be ending
+            shutil.copyfile(log, target / log.name)
 
 
 def _read(process: subprocess.Popen[bytes], timeout_s: float) -> str:

@@ -18,7 +18,7 @@ from deploy.environment import environment
 from deploy.memory_check import NO_MEMORY, OneStage, share_memory
 from deploy.memory_plan import MemoryPlan
 from deploy.mm_store import choose_pool
-from deploy.mooncake_package import client_warnings
+from deploy.mooncake_package import client_warnings, reads_device_memory
 from deploy.proxy_settings import proxy_overrides
 from deploy.stage_args import StageArgs, parse_stage_args
 from deploy.ways import Ways, draw_ways
@@ -120,6 +120,9 @@ def draw(config: DeployConfig, *, stage: OneStage | None = None, starts_stages: 
         raise ConfigError("simulated stages keep features in the arena: drop mooncake", param="mm_store")
     pooled, pool_warnings = choose_pool(config, inventory.kind, features_travel=features_travel)
     warnings = [*([doubt] if doubt is not None else []), *pool_warnings, *doubts, *divided.warnings]
+    kv_travels = any(plan.role.sends_kv for plan in plans)
+    if config.kv_transport == "mooncake" and kv_travels and (why_not := reads_device_memory(inventory.kind)):
+        raise ConfigError(f"--kv-transport mooncake: {why_not}; or leave the flag away", param="kv_transport")
     if config.kv_transport == "mooncake" and inventory.kind != "npu":
         warnings += client_warnings(pooled=False, kv_over_tcp=config.mooncake_protocol == "tcp")
     if cores is not None and cores.oversubscribed:

@@ -58,6 +58,17 @@ def install_command(device: str) -> str:
     return f"pip install {PACKAGES[device]}=={SECOND_TIER_FROM}"
 
 
+def reads_device_memory(device: str) -> str:
+    """Why Mooncake cannot move KV between devices of this kind, or "": a build without CUDA takes a GPU's addresses for
+    the host's, and ends the process at the first byte (its own wheels say which they are; a built one is trusted)."""
+    installed = installed_packages()
+    if not installed:
+        return f"Mooncake is not installed: {install_command(device)}"
+    if device == "cuda" and not {one.name for one in installed} & {PACKAGES["cuda"], "mooncake"}:
+        return f"{installed[0].name} reads host memory only, and KV is in the GPU's: {install_command(device)}"
+    return ""
+
+
 def too_old_for_a_master(device: str) -> str:
     """Why the installed Mooncake cannot run our master, with the command that helps; "" where it can, or may."""
     for package in installed_packages():

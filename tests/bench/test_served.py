@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from bench.served import parse_ready
+import pytest
+
+from bench.served import LOGS_ENV, parse_ready, served
 from deploy.blueprint import draw
 from deploy.config import DeployConfig
 from deploy.ready_message import ready_message
 from deploy.rundir import RunDir
 from deploy.wiring_plan import SharedMemory, WiringPlan
+from epd_serve.errors import StageError
 
 
 def test_the_ready_message_names_the_stage_ports(tmp_path):
@@ -29,3 +32,20 @@ def test_the_ready_message_names_the_stage_ports(tmp_path):
 
 def test_half_a_ready_message_is_not_ready():
     assert parse_ready("Ready in 3.0 s: TP1 on cpu serves epd-demo\n") is None
+
+
+def test_logs_of_a_launch_outlive_it_where_a_folder_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv(LOGS_ENV, str(tmp_path / "logs"))
+
+    with served("(E-P)-D", ("--engine", "sim"), traced=False):
+        pass
+    kept = tmp_path / "logs" / "(E-P)-D"
+    assert {path.name for path in kept.iterdir()} >= {"launcher.log", "E0.log", "P0.log", "D0.log"}
+
+
+def test_logs_of_a_launch_that_did_not_start_are_kept_too(tmp_path, monkeypatch):
+    monkeypatch.setenv(LOGS_ENV, str(tmp_path / "logs"))
+
+    with pytest.raises(StageError, match="did not become ready"), served("no layout", name="a wrong one"):
+        pass
+    assert "no layout" in (tmp_path / "logs" / "a_wrong_one" / "launcher.log").read_text()

@@ -15,6 +15,7 @@ from deploy.mooncake_package import (
     client_warnings,
     installed_packages,
     is_older,
+    reads_device_memory,
     release,
     too_old_for_a_master,
 )
@@ -91,3 +92,22 @@ def test_kv_over_ascend_needs_nothing_new_and_over_tcp_it_is_warned_of(installs:
     assert client_warnings(pooled=False, kv_over_tcp=False) == ()
     (warning,) = client_warnings(pooled=False, kv_over_tcp=True)
     assert "200 MB" in warning
+
+
+@pytest.mark.parametrize(
+    ("device", "found", "said"),
+    [
+        ("cuda", {"mooncake-transfer-engine-non-cuda": "0.3.13.post1"}, "non-cuda reads host memory only"),
+        ("cuda", {}, "is not installed: pip install mooncake-transfer-engine==0.3.13.post1"),
+        ("cuda", {"mooncake-transfer-engine": "0.3.13.post1"}, ""),
+        ("npu", NEW, ""),
+        ("cpu", {"mooncake-transfer-engine-non-cuda": "0.3.13.post1"}, ""),
+    ],
+)
+def test_a_build_without_cuda_is_not_let_near_a_gpus_memory(
+    installs: Installs, device: str, found: dict[str, str], said: str
+) -> None:
+    """It would read the addresses as the host's, which ends the worker at the first transfer."""
+    installs(found)
+    why = reads_device_memory(device)
+    assert (said in why) if said else not why

@@ -26,6 +26,7 @@ from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from epd_serve.engine.kv.shm_send import ShmSendSide
 from epd_serve.engine.kv.transport import ReceiveSide, SendSide
 from epd_serve.engine.kv.transports import OnDemand, offered
+from epd_serve.engine.kv.witness import Witness, asked_for
 from epd_serve.engine.traffic import TrafficBoard
 from epd_serve.kv.faults import faults_of
 from epd_serve.kv.slices import LARGEST_PROBE_BYTES, SLICE_BYTES
@@ -89,6 +90,9 @@ class _KVCache:
             for name in offered(self.wiring, self._kind)
         ]
 
+    def witness(self) -> Witness | None:
+        return Witness(self.layers, self.device, self.trace) if asked_for() else None
+
     def _send_side(self, name: str, endpoint: str) -> SendSide:
         wiring = self.wiring
         if name == MOONCAKE:
@@ -102,6 +106,7 @@ class PrefillWorker:
     """P's worker: a Sender over this rank's KV cache, and what it reports of its links."""
 
     _sender: Sender | None = None
+    _witness: Witness | None = None
     _idle = False
 
     def __init__(self, wiring: StageWiring, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -133,6 +138,7 @@ class PrefillWorker:
         self._sender = Sender(
             shape=cache.shape, grouping=self._grouping, device=cache.device, open_link=open_link, trace=cache.trace
         )
+        self._witness = cache.witness()
         self._sender.warm(self._wiring.kv_peers)
         self._reporter.start()
 
@@ -142,6 +148,8 @@ class PrefillWorker:
 
     def begin_step(self, step: PrefillStep) -> None:
         self._idle = step.idle
+        if self._witness is not None:
+            self._witness.computing(step.chunks, step.stops)
         self._sending().begin_step(step.chunks, step.stops, step.preempted, step.tokens)
 
     def layer_saved(self) -> None:
@@ -149,6 +157,8 @@ class PrefillWorker:
 
     def end_step(self) -> None:
         self._sending().flush()
+        if self._witness is not None:
+            self._witness.computed()
 
     def take_over(self, finished: set[str]) -> set[str]:
         return self._sending().take_over(finished, idle=self._idle)
@@ -173,6 +183,7 @@ class DecodeWorker:
     """D's worker: a Receiver into this rank's KV cache."""
 
     _receiver: Receiver | None = None
+    _witness: Witness | None = None
     _idle = False
 
     def __init__(self, wiring: StageWiring, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -190,6 +201,7 @@ class DecodeWorker:
             device=cache.device,
             faults=cache.faults,
         )
+        self._witness = cache.witness()
 
     def begin_step(self, step: DecodeStep) -> None:
         self._idle = step.idle
@@ -197,6 +209,8 @@ class DecodeWorker:
 
     def take_finished(self) -> set[str]:
         received, failed = self._receiving().take_finished(idle=self._idle)
+        if self._witness is not None:
+            self._witness.received(received)
         for item in failed:  # vLLM wants the bad blocks no later than the pass that reports the request
             self._bad_blocks.update(item.blocks)
         return {item.request for item in (*received, *failed)}

@@ -1,0 +1,59 @@
+"""Stamps checksums of every transfer's KV, at P once it is computed and at D once it has arrived: `EPD_KV_WITNESS=1`.
+
+For who shows that what arrives is what was sent, on a device that nothing has run on yet. It reads all blocks once more
+at both ends, in the model's thread: never for serving. Both ends have the same tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from epd_serve.engine.kv.checksums import layer_checksums
+from epd_serve.engine.kv.receiver import Expected
+from epd_serve.engine.kv.regions import Layers
+from epd_serve.engine.kv.sender import ChunkJob
+from epd_serve.trace import Trace
+from epd_serve.wire import TransferKey
+from npu_ops.memory import DeviceMemory
+
+WITNESS_ENV = "EPD_KV_WITNESS"
+SENT, RECEIVED = "kv_checksums_sent", "kv_checksums_received"
+
+
+def asked_for() -> bool:
+    return os.environ.get(WITNESS_ENV) == "1"
+
+
+class Witness:
+    """Of one worker. Blocks are taken in the order of D's ids, which both ends know."""
+
+    def __init__(self, layers: Layers, device: DeviceMemory, trace: Trace) -> None:
+        self._layers, self._device, self._trace = layers, device, trace
+        self._blocks: dict[str, dict[int, int]] = {}  # P's by D's, of requests that are being computed
+        self._whole: list[ChunkJob] = []
+
+    def computing(self, jobs: Iterable[ChunkJob], stops: Iterable[str]) -> None:
+        """At P, before a step. `stops`: ids of requests whose transfers end early."""
+        for request in stops:
+            self._blocks.pop(request, None)
+        for job in jobs:
+            self._blocks.setdefault(job.request, {}).update(zip(job.dst, job.src, strict=True))
+            if job.last:
+                self._whole.append(job)
+
+    def computed(self) -> None:
+        """At P, after a step has queued all that it writes."""
+        for job in self._whole:
+            blocks = self._blocks.pop(job.request, {})
+            self._stamp(job.key, SENT, [blocks[there] for there in sorted(blocks)])
+        self._whole.clear()
+
+    def received(self, items: Iterable[Expected]) -> None:
+        """At D, before a step may write to the blocks."""
+        for item in items:
+            self._stamp(item.key, RECEIVED, sorted(item.blocks))
+
+    def _stamp(self, key: TransferKey, event: str, blocks: list[int]) -> None:
+        sums = layer_checksums(self._layers, blocks, self._device)
+        self._trace.stamp(key.transfer_id, event, child=key.child, blocks=len(blocks), sums=sums)
