@@ -10,7 +10,8 @@ PORT   ?= 8000
 # Of test-npu: the kind of device, and 1 for stages without graphs. More in tests/npu/card.py.
 EPD_TEST_DEVICE ?= npu
 EAGER  ?=
-# Passed through untouched: SERVE_ARGS to `epd-serve serve` (e.g. --host), TEST_ARGS to pytest, PIP_ARGS to pip.
+# Passed through untouched: SERVE_ARGS to `epd-serve serve` (e.g. --host), TEST_ARGS to pytest and to the parts of
+# test-npu (e.g. --plan, --parts ops,plain), PIP_ARGS to pip.
 SERVE_ARGS ?=
 TEST_ARGS  ?=
 PIP_ARGS   ?=
@@ -41,9 +42,8 @@ test: environment-test ## unit tests and the short end-to-end tests
 test-all: environment-test ## all tests, the long ones too
 	@exec "$$VENV/bin/python" -m pytest --hypothesis-profile=explore $(TEST_ARGS)
 
-test-npu: ## on a machine with an NPU: layouts, transfers, core shares, faults; leaves one file to send (docs/ascend.md)
-	@DEVICE="$$EPD_TEST_DEVICE" deploy/install/environment.sh card
-	@exec "$$VENV/bin/python" -m tests.npu.run $(TEST_ARGS)
+test-npu: ## on a machine with a card (EPD_TEST_DEVICE=npu|cuda): what it shows, part by part; leaves one file to send
+	@exec tests/npu/run.sh $(TEST_ARGS)
 
 test-vllm023: ## tests of the engine, and the short end-to-end ones, on vLLM 0.23, Ascend's generation (CPU; 6 GB of disk)
 	@VENV="$$VENV_VLLM023" deploy/install/environment.sh vllm023

@@ -1,32 +1,37 @@
-"""The parts of `tests/npu` that need no card: who collects it, how answers are compared, what the report holds."""
+"""What of `make test-npu` needs no card: how answers are compared, what the report holds, how its runner keeps going.
+
+The runner's parts here are functions of a module made for the test: one that passes, raises, hangs, leaves a process.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 from tests.npu import run
-from tests.npu.card import read_card
-from tests.npu.report import Report, shown_environment
-from tests.npu.stages.answers import (
+from tests.npu.answers import (
     LEAST_NEAR_TIE,
     MOST_NEAR_TIE,
     Answer,
     Place,
+    answer_of,
     difference,
     first_difference,
     is_near_tie,
     near_tie_of,
     noise,
 )
-from tests.npu.stages.launches import PLANNED, why_not
+from tests.npu.card import read_card
+from tests.npu.plan import BUDGET_S, PARTS, Part, chosen
+from tests.npu.report import LOG_BYTES, Report, shown_environment
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,33 +39,6 @@ ROOT = Path(__file__).resolve().parents[1]
 def answer(*ids: int, runner_up: int = 99, lead: float = 2.0) -> Answer:
     """An answer that preferred each token to `runner_up` by `lead`."""
     return tuple(Place(one, -0.1, ((one, -0.1), (runner_up, -0.1 - lead))) for one in ids)
-
-
-def collected(tree: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-c", str(ROOT / "pyproject.toml")]
-    done = subprocess.run(
-        [*command, "--rootdir", str(tree), *arguments], cwd=tree, capture_output=True, text=True, timeout=120
-    )
-    return done.stdout
-
-
-def test_folders_called_npu_are_entered_only_where_they_are_named(pytestconfig):
-    patterns = pytestconfig.getini("norecursedirs")
-
-    assert any(fnmatch("npu", pattern) for pattern in patterns)
-    assert not any(fnmatch("npu_ops", pattern) for pattern in patterns)
-
-
-@pytest.mark.slow
-def test_tests_that_need_a_card_are_collected_only_where_they_are_named(tmp_path):
-    for folder in ("npu/stages", "npu_ops"):
-        (tmp_path / "tests" / folder).mkdir(parents=True)
-        (tmp_path / "tests" / folder / f"test_{folder[:3]}_{folder[-3:]}.py").write_text("def test_it(): ...\n")
-
-    everything = collected(tmp_path, "tests")
-    assert "test_npu_ops.py" in everything
-    assert "test_npu_ges.py" not in everything
-    assert "test_npu_ges.py" in collected(tmp_path, "tests/npu")
 
 
 def test_equal_answers_differ_nowhere():
@@ -98,38 +76,10 @@ def test_the_noise_of_a_monolith_is_how_far_its_logprobs_move_while_the_tokens_a
     assert near_tie_of([3.0]) == MOST_NEAR_TIE
 
 
-def test_layouts_that_do_not_fit_are_skipped_by_name(monkeypatch):
-    monkeypatch.setenv("EPD_TEST_DEVICE", "cpu")
-    monkeypatch.setenv("EPD_TEST_DEVICES", "1")
-    one = read_card()
-    monkeypatch.setenv("EPD_TEST_DEVICES", "2")
-    two = read_card()
-
-    assert [name for name in PLANNED if not why_not(name, one)] == ["(E-PD)", "(E-PD), core shares", "(E-P-D)"]
-    assert [name for name in PLANNED if not why_not(name, two)] == [
-        "(E-PD)",
-        "(E-PD), core shares",
-        "(E-P)-D, core shares",
-    ]
-    assert why_not("E-P-D", two) == "E-P-D takes 3 devices, there are 2"
-
-
 def test_an_unknown_kind_of_device_is_refused(monkeypatch):
     monkeypatch.setenv("EPD_TEST_DEVICE", "tpu")
     with pytest.raises(ValueError, match="one of npu, cuda, cpu"):
         read_card()
-
-
-def test_without_a_card_the_run_says_so_in_one_line_and_writes_nothing(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("EPD_TEST_DEVICE", "npu")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("npu_ops.discovery._numbered_files", lambda *_: {})
-    monkeypatch.setattr(run, "FOLDER", tmp_path / "report")
-
-    assert run.main([]) == 2
-    (line,) = capsys.readouterr().out.splitlines()
-    assert "make test-npu EPD_TEST_DEVICE=cpu" in line
-    assert not (tmp_path / "report").exists()
 
 
 def test_the_report_names_secrets_without_telling_them():
@@ -138,53 +88,243 @@ def test_the_report_names_secrets_without_telling_them():
     assert told == {"ASCEND_RT_VISIBLE_DEVICES": "0,1", "VLLM_API_KEY": "(set)"}
 
 
-def test_the_report_is_one_archive_of_results_figures_machine_and_the_ends_of_logs(tmp_path):
-    report = Report(tmp_path / "npu-report")
-    report.result(test="a", outcome="passed")
-    report.figure("kv_overlap", [0.5], launch="(E-P)-D")
+def test_the_report_is_one_archive_of_rows_machine_and_logs_without_scratch(tmp_path):
+    report = Report(tmp_path / "cuda-report")
+    report.row(part="a", name="kv_overlap", value=[0.5], on="CPU")
     report.machine("cpu", model="m")
     log = tmp_path / "P0.log"
-    log.write_bytes(b"x" * 400_000 + b"the end")
-    report.keep_logs("(E-P)-D, core shares", log, tmp_path / "missing.log")
+    log.write_bytes(b"the beginning" + b"x" * (LOG_BYTES + 1000) + b"the end")
+    report.keep_logs("a", "(E-P)-D, core shares", log, tmp_path / "missing.log")
+    (report.folder / "scratch").mkdir()
+    (report.folder / "scratch" / "weights").write_bytes(b"0" * 100)
 
-    with tarfile.open(report.pack(tmp_path / "npu-report.tar.gz")) as tar:
+    with tarfile.open(report.pack(tmp_path / "cuda-report.tar.gz")) as tar:
         names = set(tar.getnames())
-        machine = json.loads(tar.extractfile("npu-report/machine.json").read())
-        kept = tar.extractfile("npu-report/logs/(E-P)-D_core_shares/P0.log").read()
-    assert {"npu-report/results.jsonl", "npu-report/figures.jsonl"} <= names
+        machine = json.loads(tar.extractfile("cuda-report/machine.json").read())
+        kept = tar.extractfile("cuda-report/parts/a/logs/(E-P)-D_core_shares/P0.log").read()
+    assert "cuda-report/rows.jsonl" in names
+    assert not [name for name in names if "scratch" in name]
     assert machine["model"] == "m"
     assert machine["packages"]["torch"]
-    assert len(kept) == 300_000 and kept.endswith(b"the end")
+    assert kept.startswith(b"the beginning") and kept.endswith(b"the end")
+    assert len(kept) < LOG_BYTES + 100
 
 
-ENDED_MIDWAY = """
+def test_an_archive_that_would_be_too_large_goes_without_the_largest_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("tests.npu.report.ARCHIVE_BYTES", 20_000)
+    report = Report(tmp_path / "r")
+    (report.folder / "large.bin").write_bytes(os.urandom(50_000))
+    (report.folder / "small.bin").write_bytes(os.urandom(5_000))
+
+    with tarfile.open(report.pack(tmp_path / "r.tar.gz")) as tar:
+        assert tar.getnames() == ["r/small.bin"]
+    assert "large.bin" in capsys.readouterr().out
+
+
+def test_rows_of_a_run_that_was_killed_while_it_wrote_one_are_read_up_to_there(tmp_path):
+    report = Report(tmp_path)
+    report.row(part="a", name="x", value=1)
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"part": "a", "na')
+
+    assert [row["value"] for row in report.read("rows.jsonl")] == [1]
+
+
+def test_the_usual_parts_take_25_minutes_and_each_has_time_for_twice_its_estimate_or_nearly():
+    usual = chosen("")
+
+    assert sum(part.card_s for part in usual) <= BUDGET_S == 25 * 60
+    assert all(part.limit_s >= 1.25 * part.card_s for part in PARTS)
+    assert all(part.limit_s <= 580 for part in PARTS)
+    assert [part.name for part in usual][:3] == ["ops", "plain", "pd-shm"]
+
+
+def test_parts_that_are_named_bring_those_they_need_in_order():
+    assert [part.name for part in chosen("ep-d,ops")] == ["ops", "plain", "ep-d"]
+    assert {"storm", "faults"} <= {part.name for part in chosen("all")} - {part.name for part in chosen("")}
+    with pytest.raises(ValueError, match="no part 'opps': ops, plain"):
+        chosen("opps")
+
+
+def test_answers_come_back_from_a_file_as_they_were():
+    assert answer_of(json.loads(json.dumps(answer(1, 2), default=vars))) == answer(1, 2)
+
+
+# --- the runner -----------------------------------------------------------------------------------------------------
+
+MODULE = """
+import os, subprocess, sys, time
+from pathlib import Path
+from tests.npu.rig import Skipped
+
+def passes(rig):
+    rig.row("seen", 1)
+    with (Path(os.environ["RAN"])).open("a") as file:
+        file.write("passes ")
+
+def raises(rig):
+    rig.row("before", 1)
+    raise RuntimeError("a broken kernel")
+
+def two_checks(rig):
+    rig.check(False, "the first", "it is not so")
+    rig.check(True, "the second")
+    rig.check(False, "the third", "neither is this")
+
+def skips(rig):
+    raise Skipped("there is no such thing here")
+
+def hangs(rig):
+    Path(os.environ["RAN"]).write_text("hangs")
+    time.sleep(600)
+
+def ignores_its_end(rig):
+    import signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+
+def leaves_a_process(rig):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    Path(os.environ["RAN"]).write_text(str(child.pid))
+"""
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    """`parts(name, …)`: the runner's parts are these functions of MODULE."""
+    (tmp_path / "made_parts.py").write_text(MODULE)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    monkeypatch.setenv("EPD_TEST_DEVICE", "cpu")
+    monkeypatch.setenv("RAN", str(tmp_path / "ran"))
+    monkeypatch.setattr(run._Run, "machine", lambda self: None)
+
+    def made(*names: str, limit_s: float = 60.0, cpu_s: float = 1.0) -> None:
+        found = tuple(Part(name, name, f"made_parts:{name}", 1.0, cpu_s, limit_s) for name in names)
+        monkeypatch.setattr(run, "chosen", lambda asked: found)
+
+    yield made
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def outcomes(tmp_path: Path) -> dict[str, str]:
+    found = Report(tmp_path / "build" / "cpu-report").outcomes()
+    return {name: line.get("outcome", "interrupted") for name, line in found.items()}
+
+
+def test_a_part_that_raises_stops_no_other_and_leaves_its_traceback(tmp_path, parts):
+    parts("raises", "skips", "passes")
+
+    assert run.main([], tmp_path / "build") == 1
+    assert outcomes(tmp_path) == {"raises": "failed", "skips": "skipped", "passes": "passed"}
+    folder = tmp_path / "build" / "cpu-report"
+    assert "RuntimeError: a broken kernel" in (folder / "parts" / "raises" / "failure.txt").read_text()
+    summary = (folder / "SUMMARY.txt").read_text()
+    assert "there is no such thing here" in summary
+    assert all(row["on"] == "CPU: a rehearsal, no card" for row in Report(folder).read("rows.jsonl"))
+    assert tarfile.is_tarfile(tmp_path / "build" / "cpu-report.tar.gz")
+
+
+def test_a_check_that_does_not_hold_lets_its_part_go_on_and_fails_it(tmp_path, parts):
+    parts("two_checks")
+
+    assert run.main([], tmp_path / "build") == 1
+    report = Report(tmp_path / "build" / "cpu-report")
+    assert [row["value"] for row in report.read("rows.jsonl")] == ["DOES NOT HOLD", "holds", "DOES NOT HOLD"]
+    assert "neither is this" in report.outcomes()["two_checks"]["why"]
+
+
+def test_a_part_that_hangs_is_ended_at_its_limit_and_says_where_it_was(tmp_path, parts):
+    parts("hangs", "passes", limit_s=8.0)
+
+    assert run.main([], tmp_path / "build") == 1
+    assert outcomes(tmp_path) == {"hangs": "failed", "passes": "passed"}
+    assert "time.sleep(600)" in (tmp_path / "build/cpu-report/parts/hangs/failure.txt").read_text()
+
+
+def test_a_part_that_does_not_end_when_it_is_told_to_is_killed(tmp_path, parts, monkeypatch):
+    monkeypatch.setattr(run, "ENDING_S", 1.0)
+    parts("ignores_its_end", limit_s=8.0)
+
+    assert run.main([], tmp_path / "build") == 1
+    assert "did not end within 8 s" in Report(tmp_path / "build/cpu-report").outcomes()["ignores_its_end"]["why"]
+
+
+def test_what_a_part_leaves_running_is_ended_and_named(tmp_path, parts):
+    parts("leaves_a_process")
+
+    assert run.main([], tmp_path / "build") == 0
+    pid = int((tmp_path / "ran").read_text())
+    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()
+    (swept,) = Report(tmp_path / "build/cpu-report").outcomes()["leaves_a_process"]["swept"]
+    assert "time.sleep(600)" in swept
+
+
+def test_a_second_call_runs_only_what_is_not_finished_unless_it_is_asked_to(tmp_path, parts):
+    parts("passes")
+    for words in ([], [], ["--again"]):
+        assert run.main(words, tmp_path / "build") == 0
+
+    assert (tmp_path / "ran").read_text() == "passes passes "
+    assert len(Report(tmp_path / "build/cpu-report").read("rows.jsonl")) == 1
+
+
+def test_no_part_begins_that_would_take_longer_than_is_left(tmp_path, parts, capsys):
+    parts("passes", cpu_s=100.0)
+
+    assert run.main(["--budget-s", "50"], tmp_path / "build") == 3
+    assert not (tmp_path / "ran").exists()
+    assert "Left: passes" in capsys.readouterr().out
+
+
+def test_a_part_that_the_budget_cuts_short_is_repeated_and_not_failed(tmp_path, parts):
+    parts("hangs", limit_s=60.0)
+
+    assert run.main(["--budget-s", "6"], tmp_path / "build") == 3
+    assert outcomes(tmp_path) == {"hangs": "interrupted"}
+
+
+RUNNER = """
 import sys
 from pathlib import Path
 from tests.npu import run
+from tests.npu.plan import Part
 
-folder = Path(sys.argv[1])
-run.FOLDER, run.ARCHIVE, run.PYTEST = folder / "npu-report", folder / "archive", (sys.executable, folder / "waits.py")
-run._doctor = lambda *_: None
-sys.exit(run.main([]))
-"""
-WAITS = """
-import os, signal, time
-from pathlib import Path
-
-try:
-    os.kill(os.getppid(), signal.SIGTERM)
-    time.sleep(100)
-except KeyboardInterrupt:
-    Path(__file__).with_name("ended").touch()
+name, build = sys.argv[1:]
+run.chosen = lambda asked: (Part(name, name, f"made_parts:{name}", 1.0, 1.0, 60.0),)
+run._Run.machine = lambda self: None
+sys.exit(run.main([], Path(build)))
 """
 
 
-def test_a_run_that_is_ended_ends_its_tests_and_leaves_its_report_all_the_same(tmp_path):
-    """In place of pytest runs what has it ended, and waits to be interrupted."""
-    (tmp_path / "waits.py").write_text(WAITS)
-    environment = {**os.environ, "EPD_TEST_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", ENDED_MIDWAY, tmp_path], env=environment, cwd=ROOT, timeout=120)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 130), (signal.SIGKILL, -9)])
+def test_a_run_that_is_ended_or_killed_goes_on_with_the_part_that_was_interrupted(tmp_path, parts, number, code):
+    build = tmp_path / "build"
+    process = subprocess.Popen([sys.executable, "-c", RUNNER, "hangs", str(build)], cwd=ROOT)
+    wait_for((tmp_path / "ran").exists)
+    process.send_signal(number)
 
-    assert done.returncode == 130
-    assert (tmp_path / "ended").exists()
-    assert tarfile.is_tarfile(tmp_path / "archive")
+    assert process.wait(30) == code
+    assert outcomes(tmp_path) == {"hangs": "interrupted"}
+    (tmp_path / "made_parts.py").write_text(MODULE.replace("time.sleep(600)", "pass"))
+    done = subprocess.run([sys.executable, "-c", RUNNER, "hangs", str(build)], cwd=ROOT, timeout=60)
+    assert done.returncode == 0
+    assert outcomes(tmp_path) == {"hangs": "passed"}
+
+
+def test_without_a_card_the_run_says_so_in_one_line_and_writes_nothing(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("EPD_TEST_DEVICE", "npu")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("npu_ops.discovery._numbered_files", lambda *_: {})
+
+    assert run.main([], tmp_path / "build") == 2
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "make test-npu EPD_TEST_DEVICE=cpu" in line
+    assert not (tmp_path / "build").exists()
+
+
+def test_the_plan_can_be_seen_without_a_card(monkeypatch, capsys):
+    monkeypatch.setenv("EPD_TEST_DEVICE", "cuda")
+
+    assert run.main(["--plan"]) == 0
+    assert capsys.readouterr().out.split()[-3:] == ["in", "all", "25.0"]

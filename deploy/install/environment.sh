@@ -1,16 +1,15 @@
 #!/usr/bin/env bash
-# Makes the virtual environment that the goals of the Makefile run in. Usage: environment.sh serve|test|card|vllm023
+# Makes the virtual environment that the goals of the Makefile run in. Usage: environment.sh serve|test|vllm023
 #
 # It writes into $VENV only. `test` adds the development tools, Mooncake, and (where it may) the system library that
-# Mooncake needs. `card` is for `make test-npu`: on a machine with a card what serves and pytest, on CPU `test`.
-# `vllm023` is `test` for CPU with vLLM 0.23 instead of the vLLM that is served with, and wants a $VENV of its own. A
+# Mooncake needs. `vllm023` is `test` for CPU with vLLM 0.23 instead of the vLLM that is served with, and wants a $VENV of its own. A
 # second call with nothing changed installs nothing: stamps hold a digest of all that goes in.
 #
 # Reads: VENV (.venv), PYTHON (python3.11), DEVICE (auto|cpu|npu|cuda), PIP_ARGS (passed to every pip install).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-goal=${1:?usage: environment.sh serve|test|card|vllm023}
+goal=${1:?usage: environment.sh serve|test|vllm023}
 VENV=${VENV:-.venv}
 DEVICE=${DEVICE:-auto}
 read -r -a pip_args <<<"${PIP_ARGS:-}"
@@ -33,10 +32,6 @@ if [[ $DEVICE == auto ]]; then
     fi
 fi
 [[ $goal == vllm023 ]] && DEVICE=cpu
-if [[ $goal == card && $DEVICE == npu ]] && ! npu_answers && ! compgen -G '/dev/davinci[0-9]*' >/dev/null; then
-    die "no NPU here (npu-smi info does not answer): run this on the machine with the card, or rehearse it: make test-npu EPD_TEST_DEVICE=cpu"
-fi
-[[ $goal == card && $DEVICE == cpu ]] && goal=test
 [[ $DEVICE =~ ^(cpu|npu|cuda)$ ]] || die "DEVICE=$DEVICE is unknown: one of auto, cpu, npu, cuda"
 
 python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
@@ -64,7 +59,7 @@ else
 fi
 
 # --- is everything there already? -------------------------------------------------------------------------------
-[[ $goal =~ ^(serve|test|card|vllm023)$ ]] || die "unknown goal $goal: serve, test, card or vllm023"
+[[ $goal =~ ^(serve|test|vllm023)$ ]] || die "unknown goal $goal: serve, test or vllm023"
 lock=requirements/cpu.txt download="0.6 GB" installed_mb=4000
 [[ $goal == vllm023 ]] && lock=requirements/vllm023.txt download="2 GB" installed_mb=7000
 base="$DEVICE $python $version $PWD"
@@ -73,8 +68,7 @@ marker=$VENV/.epd-serve
 digest_of() { cat "$@" | sha256sum | cut -d' ' -f1; }
 wants() { # digest of all that goes into an environment for goal $1
     local inputs=(setup.py deploy/install/environment.sh "$lock")
-    [[ $1 != serve ]] && inputs+=(requirements/pytest.txt)
-    [[ $1 != serve && $1 != card ]] && inputs+=(requirements/dev.txt requirements/mooncake.txt)
+    [[ $1 != serve ]] && inputs+=(requirements/dev.txt requirements/mooncake.txt)
     digest_of "${inputs[@]}"
 }
 stamp() { echo "$VENV/.epd-serve-$1"; }
@@ -130,7 +124,6 @@ install() {
     fi
     if [[ $goal != serve ]]; then
         local tools=requirements/dev.txt
-        [[ $goal == card ]] && tools=requirements/pytest.txt
         say "[3/3] tools of $tools"
         if [[ $DEVICE == cpu ]]; then
             pip_install --no-deps -r "$tools" -r requirements/mooncake.txt

@@ -18,8 +18,8 @@ from npu_ops.discovery import DeviceInventory, discover
 
 KINDS = ("npu", "cuda", "cpu")
 VIRTUAL_DEVICES = 3
-PRESET = {"npu": "npu", "cuda": "demo", "cpu": "demo"}
-"""What is served without MODEL: the trained demo model, but for the NPU, whose kernels do not take its small heads."""
+PRESET = {"npu": "npu", "cuda": "npu", "cpu": "demo"}
+"""What is served without MODEL: random weights with heads that a card's kernels take; the trained demo model on CPU."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,11 @@ class Card:
     given_model: str
     eager: bool
     start_s: float
+
+    @property
+    def label(self) -> str:
+        """What rows say they were seen on."""
+        return "CPU: a rehearsal, no card" if self.kind == "cpu" else self.names[0]
 
     @property
     def answers_are_known(self) -> bool:

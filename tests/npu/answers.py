@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
@@ -38,6 +39,13 @@ class Place:
 
 
 Answer = tuple[Place, ...]
+
+
+def answer_of(plain: list[dict[str, Any]]) -> Answer:
+    """From JSON."""
+    return tuple(
+        Place(at["id"], at["logprob"], tuple((token, logprob) for token, logprob in at["candidates"])) for at in plain
+    )
 
 
 def answered(endpoint: Endpoint, body: Body, headers: dict[str, str] | None = None) -> tuple[Answer, httpx.Response]:

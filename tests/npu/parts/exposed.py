@@ -1,0 +1,109 @@
+"""What a request sees of E→P and P→D beside an 8B model's compute: exposed time and overlap at 1, 8 and 16 at once.
+
+One launch of (E-P-D). P→D: prompts of exact lengths, adaptive against bulk and layerwise groups in turns
+(`bench/transfer_pd_stages.py`). E→P: pictures that nobody has seen; a feature is exposed for as long as its request has
+everything else that it needs at P (its blocks at D too) and waits for the feature alone:
+
+    transfer  = feature pinned at P - encoded
+    exposed   = max(0, feature pinned - the later of: request in P's scheduler, blocks reserved at D)
+    overlap   = 1 - exposed / transfer
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+from bench.colocation_mix import numbered_picture
+from bench.served import LOGS_ENV, Served, served
+from bench.stamps import Timeline, read_stamps
+from bench.transfer_pd_figures import cells, lines
+from bench.transfer_pd_stages import ANSWER_S, ROOM, Turns, take_turns
+from deploy.placement_table import table
+from epd_serve.engine.kv.grouping_file import PREFIX, replace_mode
+from tests.e2e.serving import wait_until
+from tests.npu.parts.eight_b import model_of, stage_flags
+from tests.npu.rig import Rig
+
+LAYOUT = "(E-P-D)"
+MODES = ("bulk", "layerwise", "adaptive")
+TOGETHER = (1, 8, 16)
+SIDE = 960  # as many pixels as 1280 x 720
+STAMPS_S = 10.0
+
+
+def run(rig: Rig) -> None:
+    os.environ[LOGS_ENV] = str(rig.folder / "logs")
+    on_cpu, mode = rig.card.kind == "cpu", rig.scratch / "mode"
+    turns = (
+        Turns((256,), MODES, {1: 1, 8: 1, 16: 1}, 60.0)
+        if on_cpu
+        else Turns((1024, 4096), MODES, {1: 4, 8: 2, 16: 2}, 60.0)
+    )
+    replace_mode(mode, MODES[0])
+    room = max(turns.lengths) + ROOM
+    flags = [str(model_of(rig)), "--device", rig.card.kind, "--kv-grouping", f"{PREFIX}{mode}"]
+    flags += stage_flags(rig, f"--max-num-batched-tokens {max(room, 8192)}")
+    with served(LAYOUT, flags) as launch, httpx.Client(timeout=ANSWER_S, trust_env=False) as client:
+        rig.row("ready_s", round(launch.ready_s, 1), layout=LAYOUT)
+        found = cells(take_turns(launch, client, mode, "shm", turns), MODES)
+        print(table(lines(found)), flush=True)
+        for cell in found:
+            about = {"tokens": cell.case.tokens, "at_once": cell.case.together, "mode": cell.mode}
+            told = {name: round(spread.median, 4) for name, spread in cell.measures.items()}
+            rig.row("P→D", told, over_bulk={name: round(x.median, 3) for name, x in cell.over_base.items()}, **about)
+        numbers = itertools.count(1)
+        for together in TOGETHER:
+            _pictures(launch, client, [next(numbers) for _ in range(together)])  # unmeasured: shapes and links warm up
+            _features(
+                rig, launch, client, [next(numbers) for _ in range(together if on_cpu else 2 * together)], together
+            )
+
+
+def _features(rig: Rig, launch: Served, client: httpx.Client, numbers: list[int], together: int) -> None:
+    asked = [
+        one for at in range(0, len(numbers), together) for one in _pictures(launch, client, numbers[at : at + together])
+    ]
+    wait_until(lambda: all(map(_told, _events(launch, asked))), STAMPS_S, "the stamps of all")
+    transfer, exposed, encode = [], [], []
+    for of in _events(launch, asked):
+        wanted = max(of["prefill_arrived"], of["decode_reserved"])
+        encode.append(1e3 * (of["encoded"] - of["encode_start"]))
+        transfer.append(1e3 * (of["feature_pinned"] - of["encoded"]))
+        exposed.append(1e3 * max(0.0, of["feature_pinned"] - wanted))
+    told = {
+        "transfer_ms": round(statistics.median(transfer), 3),
+        "exposed_ms": round(statistics.median(exposed), 3),
+        "overlap": round(1 - statistics.median(exposed) / statistics.median(transfer), 4),
+        "encode_ms": round(statistics.median(encode), 2),
+    }
+    rig.row("E→P", told, at_once=together, pictures=len(numbers), pixels=SIDE * SIDE)
+
+
+def _told(of: dict[str, float]) -> bool:
+    return {"encode_start", "encoded", "feature_pinned", "prefill_arrived", "decode_reserved"} <= of.keys()
+
+
+def _events(launch: Served, asked: list[str]) -> list[dict[str, float]]:
+    timeline = Timeline(read_stamps(launch.traces))
+    return [timeline.of(request) for request in asked]
+
+
+def _pictures(launch: Served, client: httpx.Client, numbers: list[int]) -> list[str]:
+    """Request ids."""
+
+    def ask(number: int) -> str:
+        picture: dict[str, Any] = {"type": "image_url", "image_url": {"url": numbered_picture(number, SIDE)}}
+        messages = [{"role": "user", "content": [picture, {"type": "text", "text": "What is in the picture?"}]}]
+        body = {"model": launch.model, "messages": messages, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+        answer = client.post(f"{launch.url}/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text[:1000]
+        return answer.headers["x-request-id"]
+
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        return list(pool.map(ask, numbers))
