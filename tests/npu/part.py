@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import signal
 import sys
 import traceback
 from pathlib import Path
 from types import FrameType
 
+from deploy.memory_check import VISIBLE
 from tests.npu.card import read_card
 from tests.npu.report import Report, tool_output
 from tests.npu.rig import Rig, Skipped
@@ -27,6 +29,8 @@ def main(name: str, entry: str, folder: Path) -> int:
     own.mkdir(parents=True, exist_ok=True)
     (scratch := folder / "scratch").mkdir(exist_ok=True)
     card = read_card()
+    if card.kind != "cpu":  # EPD_TEST_DEVICES may have left some out
+        os.environ[VISIBLE[card.kind]] = ",".join(map(str, card.ids))
     rig = Rig(name, card, report, own, scratch)
     try:
         module, function = entry.split(":")
