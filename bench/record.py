@@ -154,8 +154,11 @@ def cpu_model() -> str:
 
 
 def _git(*arguments: str) -> str:
-    """Empty outside of a checkout."""
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    """Empty outside of a checkout, and where there is no git."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
     return done.stdout.strip()
 
 

@@ -182,3 +182,9 @@ def test_a_model_with_random_weights_has_no_right_answers(tmp_path):
 def row(target: str, ttft: float) -> dict[str, object]:
     empty = {name: {} for name in ("phases_ms", "hidden_ms", "cpu_ms")}
     return {"target": target, "right": True, "ttft_ms": ttft, "residual_ms": 0.0, "groups_ms": {"vLLM": ttft}, **empty}
+
+
+def test_where_there_is_no_git_a_result_has_no_commit(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    assert environment([])["commit"] == ""
