@@ -159,6 +159,35 @@ def test_no_part_needs_what_only_running_tests_takes():
     assert done.returncode == 0, done.stderr
 
 
+def started(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`make test-npu` as make runs it."""
+    return subprocess.run(
+        ["bash", "tests/npu/run.sh", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_an_interpreter_without_vllm_is_refused_in_one_line_and_gets_nothing_installed(tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -E "$@"\n')  # -S: sees no site-packages
+    bare.chmod(0o755)
+
+    done = started("--plan", EPD_TEST_DEVICE="cuda", PYTHON=str(bare))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "has no vLLM: set PYTHON= to the interpreter that has" in line
+
+
+def test_the_interpreter_that_is_given_runs_the_plan_without_an_index():
+    done = started("--plan", EPD_TEST_DEVICE="cuda", PYTHON=sys.executable, PIP_NO_INDEX="1", VENV="/no/such")
+    assert done.returncode == 0, done.stderr
+    assert "P-D: tokens and KV, over shared memory" in done.stdout
+
+
 # --- the runner -----------------------------------------------------------------------------------------------------
 
 MODULE = """
