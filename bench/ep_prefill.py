@@ -64,8 +64,9 @@ def _admit(
     settled = consumer.settled(request, [key])
     if not command.get("after_announcement"):
         answer(armed=True)
+    wait_for_change = idle_bell.waiter()
     while not settled and time.monotonic() < asked + LIMIT_S:
-        idle_bell.wait()
+        wait_for_change()
         settled = consumer.settled(request, [key])
     admitted = time.monotonic()
     lease = consumer.pinned(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 
 import zmq
 
@@ -37,21 +38,33 @@ class WakeLine:
 
 
 class IdleBell:
-    """What a scheduler with nothing to run sleeps on, for at most `_IDLE_WAIT_S`.
+    """What those of a scheduler with nothing to run sleep on, for at most `_IDLE_WAIT_S` each.
 
     vLLM steps about every millisecond while a request waits for a connector; on CPU that burns the core that the other
-    stage computes on. Our threads ring when something changed, so the sleep costs no latency.
+    stage computes on. Our threads ring when something changed, so the sleep costs no latency. A scheduler may have two
+    who wait, for features and for KV, one after the other in one step: a ring is there for both.
     """
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._changed = threading.Condition()
+        self._rings = 0
 
     def ring(self) -> None:
-        self._event.set()
+        with self._changed:
+            self._rings += 1
+            self._changed.notify_all()
 
-    def wait(self) -> None:
-        self._event.wait(_IDLE_WAIT_S)
-        self._event.clear()
+    def waiter(self) -> Callable[[], None]:
+        """A sleep for one who waits; it returns at once where the bell has rung since its last one."""
+        heard = self._rings
+
+        def wait() -> None:
+            nonlocal heard
+            with self._changed:
+                self._changed.wait_for(lambda: self._rings != heard, _IDLE_WAIT_S)
+                heard = self._rings
+
+        return wait
 
 
 idle_bell = IdleBell()  # one scheduler per process

@@ -28,7 +28,7 @@ from epd_serve.engine.ec.loading import FeatureReader, load
 from epd_serve.engine.ec.producer import FeatureProducer
 from epd_serve.engine.ec.request_facts import item_keys, must_not_recompute, not_encoded
 from epd_serve.engine.ec.step import FeatureSlot, FeatureStep
-from epd_serve.engine.ec.store_access import open_reader, open_store
+from epd_serve.engine.ec.store_access import open_local_store, open_reader
 from epd_serve.trace import Trace
 from epd_serve.wake import idle_bell
 from epd_serve.wiring import StageWiring
@@ -57,6 +57,7 @@ class FeatureConnector(ECConnectorBase):
         self._late_release = bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
         self._finished: set[str] = set()
         self._loads: list[FeatureSlot] = []
+        self._wait_for_change = idle_bell.waiter()
         self._promised: set[str] = set()  # answers of has_cache_item within one step
         self._consumer: FeatureConsumer | None = None
         self._encoder: EncoderScheduler | None = None
@@ -75,7 +76,7 @@ class FeatureConnector(ECConnectorBase):
                 reports = compat.tells_finished_requests()
                 collect = compat.item_metadata(vllm_config) if reports else compat.no_item_metadata
                 self._encoder = EncoderScheduler(
-                    open_store(wiring, local_only=True), self._trace, collect, skips=self._cache_is_handed_over
+                    open_local_store(wiring), self._trace, collect, skips=self._cache_is_handed_over
                 )
         elif self.is_producer:
             if compat.tp_rank() == 0:  # every rank computes the whole feature; one of them stores it
@@ -144,7 +145,7 @@ class FeatureConnector(ECConnectorBase):
             for request in finished:
                 self._must_not_recompute.pop(request, None)
             if not scheduler_output.total_num_scheduled_tokens and self._consumer.waiting():
-                idle_bell.wait()
+                self._wait_for_change()
         return FeatureMetadata(step)
 
     # --- worker side ----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from epd_serve.engine.compat import ItemMetadata
 from epd_serve.engine.ec.request_facts import item_keys, to_encode_again
 from epd_serve.engine.ec.step import FeatureSlot, FeatureStep, NeededItem
 from epd_serve.trace import Trace
-from store.errors import StoreError
+from store.errors import CorruptFeatureError, StoreError
 from store.feature_pool import FeaturePool
 from store.lease import Lease
 
@@ -32,6 +32,7 @@ class EncoderScheduler:
     """One per scheduler of E.
 
     Args:
+        pool: whose calls wait shortly at most (`store_access.open_local_store`): they are made on vLLM's own thread.
         collect: metadata of a request's items (`compat.item_metadata`).
         skips: whether items that the store has may be loaded instead of encoded.
     """
@@ -46,6 +47,7 @@ class EncoderScheduler:
         self._offers: dict[str, Lease] = {}  # found in the store during this step
         self._leases: dict[str, list[Lease]] = {}  # request → what its step loads
         self._dropped: list[Lease] = []  # to be given back
+        self._store_is_stuck = False  # in this step
         self._step = FeatureStep()
 
     def asked(self, request: Request) -> None:
@@ -63,12 +65,16 @@ class EncoderScheduler:
         """Whether the store has this feature, intact: it is pinned from here on, and need not be encoded."""
         if key in self._offers:
             return True
-        if not self._skips or any(key in again for again in self._again.values()):
+        if not self._skips or self._store_is_stuck or any(key in again for again in self._again.values()):
             return False
         try:
             lease = self._pool.lease_local(key)
-        except StoreError as error:  # corrupt, or no answer: encoded
+        except CorruptFeatureError as error:
             logger.warning("feature %s is encoded again: %s", key, error)
+            return False
+        except StoreError as error:  # waited for once in a step: other requests are as good as encoded meanwhile
+            self._store_is_stuck = True
+            logger.warning("what this step needs is encoded, whether the store has it or not: %s", error)
             return False
         if lease is not None:
             self._offers[key] = lease
@@ -95,7 +101,9 @@ class EncoderScheduler:
             self._dropped += self._leases.pop(request, [])
         self._dropped += self._offers.values()
         self._offers.clear()
-        self._release()
+        if not self._store_is_stuck:
+            self._release()
+        self._store_is_stuck = False
         step, self._step = self._step, FeatureStep()
         step.held = list(dict.fromkeys(key for keys in self._held.values() for key in keys))
         return step

@@ -22,14 +22,17 @@ from store.mooncake_client import MooncakeConfig
 from store.mooncake_store import MooncakeStore
 from store.open_pool import open_pool
 
+_SCHEDULER_LOCK_S = 0.02  # holders change an index and let go: who takes longer is stopped, or has no core
 
-def open_store(wiring: StageWiring, *, local_only: bool = False) -> FeaturePool:
-    """Attaches the arena, and connects to the second tier in the background where the wiring names one.
 
-    Args:
-        local_only: for the side of a stage that never leaves its host.
-    """
-    if local_only or not wiring.mooncake_master:
+def open_local_store(wiring: StageWiring) -> FeaturePool:
+    """The arena alone, for a scheduler's own thread: no call waits longer than `_SCHEDULER_LOCK_S` for its index."""
+    return FeaturePool(Arena.attach(wiring.arena, lock_timeout_s=_SCHEDULER_LOCK_S))
+
+
+def open_store(wiring: StageWiring) -> FeaturePool:
+    """Attaches the arena, and connects to the second tier in the background where the wiring names one."""
+    if not wiring.mooncake_master:
         return open_pool(arena=wiring.arena)
     # On the device path the segment belongs to the client that puts features there.
     segment_bytes = wiring.mooncake_segment_bytes if wiring.feature_path == "host" else 0

@@ -50,6 +50,7 @@ class PrefillScheduler:
         self._request_of: dict[TransferKey, str] = {}
         self._hashes: dict[str, str] = {}
         self._stops: list[str] = []
+        self._wait_for_change = idle_bell.waiter()
 
     def may_run(self, request: Request) -> bool:
         """False defers the request (vLLM asks again at the next step) until D has reserved its blocks."""
@@ -100,7 +101,7 @@ class PrefillScheduler:
             with self._control.lock:
                 waiting = self._desk.waiting()
             if waiting:
-                idle_bell.wait()
+                self._wait_for_change()
         return step
 
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,11 @@ from epd_serve import wire
 from epd_serve.engine.ec import feature_writer
 from epd_serve.engine.ec.encoder_scheduler import EncoderScheduler
 from epd_serve.engine.ec.step import FeatureStep
+from epd_serve.engine.ec.store_access import open_local_store
 from epd_serve.engine.ec.write_queue import WriteQueue
+from epd_serve.roles import Role
 from epd_serve.trace import Trace
+from epd_serve.wiring import StageWiring
 from store.arena import Arena
 from store.feature_pool import FeaturePool
 from tests.epd_serve.engine.ec.stages import CAPACITY, Stages, feature, needed
@@ -90,6 +94,24 @@ def test_a_pin_that_met_a_stuck_lock_goes_back_with_a_later_step(
     waits = [record.getMessage() for record in caplog.records if "stay pinned" in record.getMessage()]
     assert len(waits) == 1 and waits[0].startswith("2 features"), "it waits for the lock once, not once per pin"
     assert arena.stats().leased == 2
+    scheduler.step([])
+    assert arena.stats().leased == 0
+    scheduler.close()
+
+
+def test_a_neighbour_that_holds_the_stores_lock_costs_an_encode_and_keeps_no_step_waiting(arena: Arena) -> None:
+    pool = open_local_store(StageWiring("E0", Role.E, "1", arena=str(arena.path)))
+    scheduler = EncoderScheduler(pool, Trace("", "E0"), collect)
+    for key in ("a", "b", "c"):
+        put(arena, key)
+    scheduler.asked(request("r", "a", "b", "c"))
+    assert scheduler.has("a")
+    began = time.monotonic()
+    with arena._lock:
+        assert not scheduler.has("b") and not scheduler.has("c")
+        assert scheduler.step(["r"]).loads == []
+    assert time.monotonic() - began < 1, "vLLM's thread waited for its neighbour"
+    assert scheduler.has("b"), "the next step asks the store again"
     scheduler.step([])
     assert arena.stats().leased == 0
     scheduler.close()
