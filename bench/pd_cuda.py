@@ -91,7 +91,10 @@ class Pair:
         self._model = DecoderLayers(shape, caches, kind)
         self.source = layers_of(caches, self._blocks)
         self.target = layers_of(kv_caches(shape, self._blocks, BLOCK_SIZE, kind, pinned=path == "host"), self._blocks)
-        self._shape = shape_of(self.source, block_size=BLOCK_SIZE, dtype="bfloat16", tp=1, rank=0, platform=kind)
+        self._layer_names = tuple(caches)
+        self._shape = shape_of(
+            self.source, names=caches, block_size=BLOCK_SIZE, dtype="bfloat16", tp=1, rank=0, platform=kind
+        )
         self._endpoint, self._target = f"ipc://{folder}/D0", "D0:bench"
         self._trace = Trace(str(folder / "P0.jsonl"), "P0")
         self._d_trace = Trace(str(folder / "D0.jsonl"), "D0")
@@ -125,7 +128,7 @@ class Pair:
         written = []
 
         def layer_written() -> None:
-            self._sender.layer_saved()
+            self._sender.layer_saved(self._layer_names[len(written)])
             written.append(self._device.timed_fence())
 
         self._trace.stamp(name, "prefill_start")

@@ -49,6 +49,13 @@ def kv_cache_layout(vllm_config: VllmConfig) -> str:
     return getattr(vllm_config.cache_config, "kv_cache_layout", None) or ""
 
 
+def kv_dtype(vllm_config: VllmConfig, stored: torch.dtype) -> str:
+    """What a number in the KV cache is: `torch.bfloat16`, or `torch.uint8 as fp8_e5m2`, which the bytes do not tell."""
+    meant = str(getattr(vllm_config.cache_config, "cache_dtype", "auto"))
+    meant = {"fp8": "fp8_e4m3"}.get(meant, meant)  # two names of one
+    return f"{stored} as {meant}" if "fp" in meant.replace("float", "") or "int" in meant else str(stored)
+
+
 def check_parallelism(vllm_config: VllmConfig) -> None:
     """Refuse what KV transfers do not know: they join the tensor-parallel workers of one engine to those of another.
 

@@ -88,11 +88,6 @@ class GroupedKVConnector(KVConnectorBase_V1):
         else:
             self._decode_worker = DecodeWorker(wiring, vllm_config, kv_cache_config)
 
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Full graphs swallow the per-layer hooks."""
-        return True
-
     # --- scheduler side -------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
@@ -161,7 +156,7 @@ class GroupedKVConnector(KVConnectorBase_V1):
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         if self._prefill_worker is not None:
-            self._prefill_worker.layer_saved()
+            self._prefill_worker.layer_saved(layer_name)
 
     def wait_for_save(self) -> None:
         if self._prefill_worker is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,13 @@ class Region:
 
     Attributes:
         dims: sizes of a block's axes in the order of memory, e.g. (block_size, heads, head_dim).
+        kernel_blocks: of how many blocks of the attention kernel a block consists; more than one is its first axis.
     """
 
     data: torch.Tensor
     block_bytes: int
     dims: tuple[int, ...] = ()
+    kernel_blocks: int = 1
 
     def blocks(self, first: int, count: int) -> torch.Tensor:
         """Bytes of adjacent blocks, a view of [count * block_bytes]."""
@@ -73,6 +75,10 @@ class ShapesDifferError(ValueError):
 def layers_of(kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], num_blocks: int) -> Layers:
     """View vLLM's KV caches (layer name → tensor or tensors) as regions, in layer order.
 
+    Args:
+        num_blocks: of vLLM's scheduler. Where an attention kernel takes smaller blocks, vLLM makes the cache of those,
+            and a block of the scheduler's is that many of them, one after the other.
+
     Raises:
         ValueError: a tensor whose blocks are not each contiguous, or that has no dimension of `num_blocks`.
     """
@@ -87,15 +93,19 @@ def layers_of(kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], nu
 
 
 def _regions(name: str, tensor: torch.Tensor, num_blocks: int) -> list[Region]:
-    if tensor.shape[0] == num_blocks:
-        return [_flat(name, tensor)]
-    if tensor.dim() > 1 and tensor.shape[1] == num_blocks:
-        return [_flat(name, part) for part in tensor]
+    whole = [size == num_blocks for size in tensor.shape[:2]]
+    split = [size > num_blocks and size % num_blocks == 0 for size in tensor.shape[:2]]
+    for blocks in (whole, split):
+        if blocks[0]:
+            return [_flat(name, tensor, num_blocks)]
+        if any(blocks):
+            return [_flat(name, part, num_blocks) for part in tensor]
     raise ValueError(f"KV cache of {name}: shape {tuple(tensor.shape)} has no dimension of {num_blocks} blocks")
 
 
-def _flat(name: str, tensor: torch.Tensor) -> Region:
+def _flat(name: str, tensor: torch.Tensor, num_blocks: int) -> Region:
     size = tensor.element_size()
+    kernel_blocks = tensor.shape[0] // num_blocks
     block_bytes = tensor[0].numel() * size
     inner = sorted(zip(tensor.stride()[1:], tensor.shape[1:], strict=True), key=lambda axis: -axis[0])
     span = 1 + sum((n - 1) * stride for stride, n in inner)
@@ -103,7 +113,8 @@ def _flat(name: str, tensor: torch.Tensor) -> Region:
         raise ValueError(f"KV cache of {name}: blocks are not contiguous (stride {tensor.stride()})")
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     flat.set_(tensor.untyped_storage(), tensor.storage_offset() * size, (tensor.shape[0] * block_bytes,))
-    return Region(flat, block_bytes, tuple(n for _, n in inner))
+    dims = (*((kernel_blocks,) if kernel_blocks > 1 else ()), *(n for _, n in inner))
+    return Region(flat, kernel_blocks * block_bytes, dims, kernel_blocks)
 
 
 def whole_blocks(layers: Layers) -> Pieces:
@@ -114,6 +125,7 @@ def whole_blocks(layers: Layers) -> Pieces:
 def shape_of(
     layers: Layers,
     *,
+    names: Iterable[str],
     block_size: int,
     dtype: str,
     tp: int,
@@ -125,6 +137,7 @@ def shape_of(
     """What the handshake compares: the same on both ends means that bytes mean the same.
 
     Args:
+        names: of the layers, as vLLM's hooks say them. Equal on both ends, or what is one layer here is another there.
         kv_heads_total: KV heads of the model; 0: a cache without heads (MLA); None: not known.
         layout: vLLM's name for the order of axes in this very cache (`LBHNC`, `NHD`), or "". It decides only where
             sizes do not, because a block has as many tokens as heads.
@@ -137,6 +150,8 @@ def shape_of(
     tokens_first = None if not {"H", "N"} <= set(layout) else layout.index("N") < layout.index("H")
     return {
         "layers": len(layers),
+        "layer_names": list(names),
+        "block_axes": [[list(region.dims) for region in layer] for layer in layers],
         "region_block_bytes": [[region.block_bytes for region in layer] for layer in layers],
         "block_size": block_size,
         "dtype": dtype,
@@ -145,7 +160,8 @@ def shape_of(
         "platform": platform,
         "kv_heads_total": kv_heads_total,
         "head_rows": [
-            [_head_rows(region.dims, held, block_size, tokens_first) for region in layer] for layer in layers
+            [_head_rows(region.dims, held, block_size // region.kernel_blocks, tokens_first) for region in layer]
+            for layer in layers
         ],
     }
 
@@ -166,15 +182,22 @@ def _head_rows(dims: Sequence[int], held: int, block_size: int, tokens_first: bo
 
 
 def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """One line naming what differs, or ""."""
+    """One line naming what differs, or ""; of lists that are as long, the first place where they do."""
     return "; ".join(
-        f"{name}: {mine.get(name)!r} here, {theirs.get(name)!r} there"
+        _difference(name, mine.get(name), theirs.get(name))
         for name in sorted(set(mine) | set(theirs))
         if mine.get(name) != theirs.get(name)
     )
 
 
-_DIFFERS_WITH_TP = ("tp", "rank", "region_block_bytes", "head_rows")
+def _difference(name: str, mine: Any, theirs: Any) -> str:
+    if isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
+        place = next(place for place, (one, other) in enumerate(zip(mine, theirs, strict=True)) if one != other)
+        name, mine, theirs = f"{name}[{place}]", mine[place], theirs[place]
+    return f"{name}: {mine!r} here, {theirs!r} there"
+
+
+_DIFFERS_WITH_TP = ("tp", "rank", "region_block_bytes", "block_axes", "head_rows")
 
 
 def pieces_of(mine: Mapping[str, Any], theirs: Mapping[str, Any], *, sending: bool) -> LinkPieces | None:

@@ -1,8 +1,8 @@
 """P's worker side: hands each step's KV to the links as the forward pass produces it; reports transfers that are over.
 
 EPD-Serve §3.3, asynchronous overlap: vLLM calls `layer_saved` after each attention layer; packets of adjacent layers
-(`step_packets.py`) go to the links, which send while the next layers compute. `flush` sweeps what hooks missed (they
-vanish under full graphs). Layers are counted, names are not trusted.
+(`step_packets.py`) go to the links, which send while the next layers compute. `flush` sweeps what hooks missed: a step
+that runs as one full graph calls none, and a chunk of one token looks to vLLM like a step of decodes, which may.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Sender:
     """Owns the links of one P worker and the transfers on them. For the model runner's thread, but for `report`.
 
     Args:
-        shape: of this worker's KV cache (`regions.shape_of`).
+        shape: of this worker's KV cache (`regions.shape_of`); its layers' names are those that hooks will say.
         open_link: called once per worker of D that this one sends to.
     """
 
@@ -80,6 +80,7 @@ class Sender:
     ) -> None:
         self._shape = dict(shape)
         self._layers = int(shape["layers"])
+        self._index = {name: index for index, name in enumerate(shape["layer_names"])}
         self._device = device
         self._open_link = open_link
         self._trace = trace
@@ -87,7 +88,8 @@ class Sender:
         self._packets = StepPackets(grouping, self._layers)
         self._links: dict[str, Link] = {}
         self._step: list[tuple[_Transfer, bool]] = []  # and whether its prompt ends in this step
-        self._layer = 0
+        self._saved: set[int] = set()  # layers that this step has announced
+        self._layer = 0  # all of [0, _layer) are among them
         self._transfers: dict[str, _Transfer] = {}  # by request id, until reported
         self._finished: set[str] = set()  # of those, the ones vLLM has finished
         self._changed = threading.Condition()
@@ -123,7 +125,7 @@ class Sender:
             stops, preempted: request ids.
             tokens: that the step computes in all.
         """
-        self._step, self._layer = [], 0
+        self._step, self._saved, self._layer = [], set(), 0
         self._packets.begin()
         self.preempt(preempted)
         for request in stops:
@@ -139,11 +141,15 @@ class Sender:
             self._hasten(time.monotonic() + self._layers * layer_s + tail_s)
             self._packets.plan(layer_s, tail_s)
 
-    def layer_saved(self) -> None:
-        """One more layer's KV is (being) written."""
-        if not self._step or self._layer == self._layers:
+    def layer_saved(self, name: str) -> None:
+        """This layer's KV is (being) written. Only a layer of the cache counts, and only once in a step: a drafter runs
+        its layers once per token that it guesses."""
+        index = self._index.get(name)
+        if not self._step or index is None or index in self._saved:
             return
-        self._layer += 1
+        self._saved.add(index)
+        while self._layer in self._saved:
+            self._layer += 1
         leaving = self._packets.leaving(self._layer)
         fence = self._clock.layer(self._device.timed_fence() if leaving else None)
         for convoy in leaving:

@@ -57,8 +57,9 @@ class _KVCache:
         self.layers = layers_of(tensors, num_blocks)
         self.shape = shape_of(
             self.layers,
+            names=tensors,
             block_size=vllm_config.cache_config.block_size,
-            dtype=str(next(iter(tensors.values()))[0].dtype),
+            dtype=compat.kv_dtype(vllm_config, next(iter(tensors.values()))[0].dtype),
             tp=vllm_config.parallel_config.tensor_parallel_size,
             rank=self.rank,
             platform=compat.platform_fingerprint(),
@@ -152,8 +153,8 @@ class PrefillWorker:
             self._witness.computing(step.chunks, step.stops)
         self._sending().begin_step(step.chunks, step.stops, step.preempted, step.tokens)
 
-    def layer_saved(self) -> None:
-        self._sending().layer_saved()
+    def layer_saved(self, name: str) -> None:
+        self._sending().layer_saved(name)
 
     def end_step(self) -> None:
         self._sending().flush()

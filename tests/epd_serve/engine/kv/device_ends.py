@@ -57,7 +57,8 @@ TARGET = "D0:1"
 
 
 def shape(layers: Layers) -> dict[str, Any]:
-    return shape_of(layers, block_size=BLOCK_SIZE, dtype="torch.uint8", tp=1, rank=0, platform="fake")
+    names = [f"layer.{index}" for index in range(len(layers))]
+    return shape_of(layers, names=names, block_size=BLOCK_SIZE, dtype="torch.uint8", tp=1, rank=0, platform="fake")
 
 
 class WatchedShm(ShmSendSide):
@@ -148,7 +149,7 @@ class Pair:
         for layer in range(LAYERS):
             self.p_device.compute(lambda layer=layer: [chunk.write(self.p_caches, layer) for chunk in chunks])
             if layer < hooks:
-                self.sender.layer_saved()
+                self.sender.layer_saved(f"layer.{layer}")
         self.sender.flush()
 
     def hang_in(self, prompt: Prompt, blocks: int | None = None) -> None:

@@ -49,7 +49,8 @@ def caches(layers: int, blocks: int, *, filled: bool, block_bytes: int = 64) -> 
 
 
 def shape(layers: Layers, **changes: Any) -> dict[str, Any]:
-    agreed = {"block_size": BLOCK_SIZE, "dtype": "torch.uint8", "tp": 1, "rank": 0, "platform": "test"}
+    names = [f"layer.{index}" for index in range(len(layers))]
+    agreed = {"names": names, "block_size": BLOCK_SIZE, "dtype": "torch.uint8", "tp": 1, "rank": 0, "platform": "test"}
     return shape_of(layers, **{**agreed, **changes})
 
 
@@ -171,13 +172,14 @@ class PrefillEnd:
         stops: Iterable[str] = (),
         preempted: Iterable[str] = (),
         hooks: int | None = None,
+        names: Iterable[str] | None = None,
         finished: Iterable[str] = (),
         tokens: int = 16,
     ) -> None:
-        """One engine step; `hooks`: how many layers announce themselves (default all)."""
+        """One engine step; `hooks`: how many layers announce themselves (default all), or `names`: which, in order."""
         self.sender.begin_step(chunks, stops, preempted, tokens)
-        for _ in range(len(self.layers) if hooks is None else hooks):
-            self.sender.layer_saved()
+        for name in self.shape["layer_names"][:hooks] if names is None else names:
+            self.sender.layer_saved(name)
         self.sender.flush()
         self.over |= self.sender.take_over(finished, idle=False)
 

@@ -29,9 +29,8 @@ def rank_layers(model: torch.Tensor, layout: str, tp: int, rank: int, heads: int
         for part in LAYOUTS[layout](model[:, held.start : held.stop].clone())
     ]
     layers = layers_of({"0": tensors, "1": [tensor.clone() for tensor in tensors]}, BLOCKS)
-    shape = shape_of(
-        layers, block_size=BLOCK_SIZE, dtype="float32", tp=tp, rank=rank, platform="test", kv_heads_total=heads
-    )
+    agreed = {"names": "01", "block_size": BLOCK_SIZE, "dtype": "float32", "platform": "test"}
+    shape = shape_of(layers, **agreed, tp=tp, rank=rank, kv_heads_total=heads)
     return layers, shape
 
 
@@ -78,6 +77,7 @@ def shapes(
     both = [
         shape_of(
             layers_of({"0": model[:, : len(heads_of(tp, 0, heads))].clone()}, BLOCKS),
+            names="0",
             block_size=BLOCK_SIZE,
             dtype="float32",
             tp=tp,

@@ -102,9 +102,8 @@ class NoEngine:
 
 
 def shape_of_rank(layers: Any, tp: int, rank: int) -> dict[str, Any]:
-    return shape_of(
-        layers, block_size=BLOCK_SIZE, dtype="uint8", tp=tp, rank=rank, platform="test", kv_heads_total=HEADS
-    )
+    agreed = {"names": "x" * len(layers), "block_size": BLOCK_SIZE, "dtype": "uint8", "platform": "test"}
+    return shape_of(layers, **agreed, tp=tp, rank=rank, kv_heads_total=HEADS)
 
 
 class Prefill:

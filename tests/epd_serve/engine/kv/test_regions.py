@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from epd_serve import wire
-from epd_serve.engine.kv.regions import differences, layers_of, shape_of
+from epd_serve.engine import compat
+from epd_serve.engine.kv.regions import ShapesDifferError, differences, layers_of, pieces_of, shape_of
 from epd_serve.kv.heads import piece_of
 
 
@@ -57,7 +61,7 @@ def test_a_cache_without_the_number_of_blocks_is_refused() -> None:
 
 def test_differences_name_what_differs() -> None:
     layers = layers_of({"a": torch.zeros(6, 4)}, 6)
-    mine = shape_of(layers, block_size=16, dtype="bf16", tp=1, rank=0, platform="cpu")
+    mine = shape_of(layers, names=["a"], block_size=16, dtype="bf16", tp=1, rank=0, platform="cpu")
     assert differences(mine, dict(mine)) == ""
     assert differences(mine, {**mine, "dtype": "fp8"}) == "dtype: 'bf16' here, 'fp8' there"
     assert "layers: 1 here, None there" in differences(mine, {key: mine[key] for key in mine if key != "layers"})
@@ -80,7 +84,15 @@ def test_a_part_of_a_region_that_begins_inside_a_storage() -> None:
     assert layers[0][0].part(1, 1, piece_of(12, 2, 3, range(2, 3))).tolist() == [[[28, 29], [34, 35]]]
 
 
-EIGHT_HEADS = {"block_size": 16, "dtype": "bf16", "tp": 1, "rank": 0, "platform": "x", "kv_heads_total": 8}
+EIGHT_HEADS = {
+    "names": "a",
+    "block_size": 16,
+    "dtype": "bf16",
+    "tp": 1,
+    "rank": 0,
+    "platform": "x",
+    "kv_heads_total": 8,
+}
 
 
 @pytest.mark.parametrize(
@@ -128,3 +140,51 @@ def test_a_shape_crosses_the_wire_unchanged() -> None:
     sent = wire.to_prefill_worker.decode(wire.encode(wire.HelloAck("D0:1", shape=shape)))
     assert isinstance(sent, wire.HelloAck)
     assert differences(shape, sent.shape) == ""
+
+
+@pytest.mark.parametrize("first", ["blocks", "keys and values"])
+def test_a_block_of_the_scheduler_is_the_kernels_blocks_that_it_consists_of(first: str) -> None:
+    whole = torch.arange(2 * 6 * 4 * 3 * 2, dtype=torch.int16).reshape(2, 6, 4, 3, 2)  # K and V, blocks, tokens, …
+    split = whole.view(2, 12, 2, 3, 2)
+    caches = ({"a": whole}, {"a": split}) if first != "blocks" else ({"a": whole[0]}, {"a": split[0]})
+    mine, theirs = (layers_of(cache, 6)[0] for cache in caches)
+    assert len(mine) == len(theirs) == (1 if first == "blocks" else 2)
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.block_bytes == other.block_bytes
+        assert [torch.equal(one.blocks(at, 1), other.blocks(at, 1)) for at in range(6)] == [True] * 6
+
+
+@pytest.mark.parametrize(
+    ("cache", "rows"),
+    [(torch.zeros(24, 4, 8, 64), 16), (torch.zeros(24, 8, 4, 64), 4)],  # 16 tokens in blocks of 4: first, and last
+    ids=["tokens, heads", "heads, tokens"],
+)
+def test_heads_lie_in_each_of_the_kernels_blocks(cache: torch.Tensor, rows: int) -> None:
+    assert shape_of(layers_of({"a": cache}, 6), **EIGHT_HEADS)["head_rows"] == [[rows]]
+
+
+def of(cache: torch.Tensor, name: str = "a") -> dict[str, Any]:
+    return shape_of(layers_of({name: cache}, 6), **{**EIGHT_HEADS, "names": [name]})
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "why"),
+    [
+        (of(torch.zeros(6, 16, 8, 64)), of(torch.zeros(6, 8, 16, 64)), "block_axes"),
+        (of(torch.zeros(6, 8, 16, 64)), of(torch.zeros(24, 8, 4, 64)), "block_axes"),
+        (of(torch.zeros(6, 8, 16, 64)), of(torch.zeros(6, 8, 16, 64), "draft"), r"layer_names\[0\]: 'a' here, 'draft'"),
+    ],
+    ids=["axes", "the kernel's blocks", "the layers themselves"],
+)
+def test_as_many_bytes_that_mean_something_else_are_refused(here: Any, there: Any, why: str) -> None:
+    with pytest.raises(ShapesDifferError, match=why):
+        pieces_of(here, there, sending=True)
+
+
+@pytest.mark.parametrize(
+    ("meant", "said"),
+    [("auto", "torch.uint8"), ("bfloat16", "torch.uint8"), ("fp8", "torch.uint8 as fp8_e4m3"), ("fp8_e5m2", "…")],
+)
+def test_one_byte_numbers_say_which_they_are(meant: str, said: str) -> None:
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=meant))
+    assert compat.kv_dtype(config, torch.uint8) == said.replace("…", f"torch.uint8 as {meant}")

@@ -355,3 +355,40 @@ def test_a_step_is_sent_whole_however_many_layers_were_announced(start: Ends, ho
     d.wait_ended(1)
     same(p, d, {1: 5})
     assert packets[-1].layers[1] == 5
+
+
+FIVE = [f"layer.{index}" for index in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("names", "packets"),
+    [
+        (["layer.0", "layer.0", "layer.1", "layer.1"], [(0, 2), (2, 5)]),
+        (["layer.0", "other", "", "layer.1"], [(0, 2), (2, 5)]),
+        (["layer.1", "layer.2", "layer.3"], [(0, 5)]),
+        (["layer.1", "layer.0", "layer.2", "layer.3"], [(0, 2), (2, 4), (4, 5)]),
+        ([*FIVE, "layer.4", "layer.4"], [(0, 2), (2, 4), (4, 5)]),
+    ],
+    ids=["twice each", "names of no layer here", "without the first", "out of order", "a drafter's, per guess"],
+)
+def test_a_packet_leaves_when_its_very_layers_are_written(
+    start: Ends, names: list[str], packets: list[tuple[int, int]]
+) -> None:
+    d, p = start(DecodeEnd), start(PrefillEnd, grouping=2)
+    seen = watch(d)
+    d.expect(key_of("a"), [5])
+    p.step([chunk(d, "a", [1], [5], last=True)], names=names)
+    d.wait_ended(1)
+    assert [packet.layers for packet in seen] == packets
+    same(p, d, {1: 5})
+
+
+def test_a_layer_that_no_hook_of_this_step_named_is_not_in_a_packet_that_leaves_before_its_end(start: Ends) -> None:
+    d, p = start(DecodeEnd), start(PrefillEnd, grouping=2)
+    seen = watch(d)
+    d.expect(key_of("a"), [5, 6])
+    p.step([chunk(d, "a", [1], [5], last=False)], names=FIVE)
+    p.step([chunk(d, "a", [2], [6], last=True)], names=["layer.0"])
+    d.wait_ended(1)
+    assert [packet.layers for packet in seen][-1] == (0, 5), "what the step before announced does not count"
+    same(p, d, {1: 5, 2: 6})

@@ -81,8 +81,8 @@ class Cluster:
         for worker in self.p:
             job = ChunkJob(KEY, "at-p", "D0:d1", self.endpoints, src, dst, 0)
             worker.begin_step(PrefillStep(chunks=[job], tokens=BLOCK_SIZE * len(src)))
-            for _ in range(LAYERS):
-                worker.layer_saved()
+            for layer in range(LAYERS):
+                worker.layer_saved(str(layer))
             worker.end_step()
 
     def close(self) -> None:
