@@ -22,10 +22,6 @@ ItemMetadata = dict[str, dict[str, Any]]
 logger = logging.getLogger(__name__)
 
 _YIELD_S = 1e-4
-_NO_PARALLELISM = (
-    *("pipeline_parallel_size", "data_parallel_size"),
-    *("decode_context_parallel_size", "prefill_context_parallel_size"),
-)
 
 
 def tp_rank() -> int:
@@ -54,22 +50,6 @@ def kv_dtype(vllm_config: VllmConfig, stored: torch.dtype) -> str:
     meant = str(getattr(vllm_config.cache_config, "cache_dtype", "auto"))
     meant = {"fp8": "fp8_e4m3"}.get(meant, meant)  # two names of one
     return f"{stored} as {meant}" if "fp" in meant.replace("float", "") or "int" in meant else str(stored)
-
-
-def check_parallelism(vllm_config: VllmConfig) -> None:
-    """Refuse what KV transfers do not know: they join the tensor-parallel workers of one engine to those of another.
-
-    Ranks of other kinds would bind one another's addresses and be taken for one another: pipeline ranks of two
-    instances have as many layers, so no handshake could tell.
-
-    Raises:
-        ConfigError: some other parallelism is switched on.
-    """
-    for name in _NO_PARALLELISM:
-        size = getattr(vllm_config.parallel_config, name, 1)  # 0.23 lacks some
-        if size != 1:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} is {size}; KV transfers know tensor parallelism only, remove it", param=flag)
 
 
 def device_kind() -> str:

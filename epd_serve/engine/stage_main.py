@@ -6,12 +6,18 @@ the CPU distribution of vLLM is not named `vllm` and its script cannot find itse
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
+import sys
 
 from epd_serve.engine.memory_names import name_memory
+from epd_serve.engine.support import check_stage
+from epd_serve.errors import ConfigError
 from epd_serve.lifeline import die_with_parent
 from epd_serve.stage_plan import LAUNCHER_ENV
+
+REFUSED = 2  # exit code: the flags have to change, starting it again is of no use
 
 
 def main() -> None:
@@ -19,7 +25,27 @@ def main() -> None:
     if launcher is not None:
         die_with_parent(int(launcher))
     name_memory()
-    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+    _check_what_is_made()
+    try:
+        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+    except ConfigError as error:
+        print(f"epd-serve: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(REFUSED)
+
+
+def _check_what_is_made() -> None:
+    """Hold vLLM's configuration against the table of what we support, as soon as vLLM has made it from the flags."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    make = EngineArgs.create_engine_config
+
+    @functools.wraps(make)
+    def create_engine_config(self: EngineArgs, *args: object, **more: object) -> object:
+        config = make(self, *args, **more)
+        check_stage(config)
+        return config
+
+    EngineArgs.create_engine_config = create_engine_config
 
 
 if __name__ == "__main__":

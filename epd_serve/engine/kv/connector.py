@@ -39,6 +39,7 @@ from epd_serve.engine.kv.decode_scheduler import DecodeScheduler, DecodeStep
 from epd_serve.engine.kv.prefill_scheduler import PrefillScheduler, PrefillStep
 from epd_serve.engine.kv.transports import quarantine_s
 from epd_serve.engine.kv.worker import DecodeWorker, PrefillWorker
+from epd_serve.engine.support import check_kv_groups
 from epd_serve.wiring import StageWiring
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class GroupedKVConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        compat.check_parallelism(vllm_config)
+        check_kv_groups(kv_cache_config)
         config = vllm_config.kv_transfer_config
         wiring = StageWiring.from_json(config.kv_connector_extra_config["epd"])
         block_size = vllm_config.cache_config.block_size

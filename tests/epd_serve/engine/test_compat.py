@@ -80,16 +80,3 @@ def test_items_that_keep_their_names_are_not(
 ) -> None:
     renderer(monkeypatch, base)
     compat.check_item_names(caches(processed_gb, prefixes=prefixes))  # type: ignore[arg-type]
-
-
-def test_tensor_parallelism_is_the_only_one_that_kv_transfers_know() -> None:
-    older = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1, data_parallel_size=1)
-    compat.check_parallelism(SimpleNamespace(parallel_config=older))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", ["pipeline", "data", "decode_context", "prefill_context"])
-def test_other_parallelism_is_refused_before_anything_is_bound(kind: str) -> None:
-    parallel = SimpleNamespace(**{f"{kind}_parallel_size": 2})
-    with pytest.raises(ConfigError, match="-parallel-size is 2; KV transfers know tensor parallelism only") as refused:
-        compat.check_parallelism(SimpleNamespace(parallel_config=parallel))  # type: ignore[arg-type]
-    assert refused.value.param == f"--{kind.replace('_', '-')}-parallel-size"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from epd_serve.engine.kv.prefill_scheduler import PrefillStep
+from epd_serve.engine.support import check_kv_groups
 from epd_serve.errors import ConfigError
 
 # vllm 0.23.0, distributed/kv_transfer/kv_connector/v1/base.py: every public method that a subclass may define.
@@ -90,7 +91,32 @@ def test_decode_has_nothing_to_fence(module: Any) -> None:
     connector.handle_preemptions(module.TransferMetadata())
 
 
-def test_pipeline_parallel_stages_are_refused_before_their_ranks_bind_one_address(module: Any) -> None:
-    config = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2))
-    with pytest.raises(ConfigError, match="--pipeline-parallel-size is 2"):
-        module.GroupedKVConnector(config, None, None)
+def group(kind: str, **layers: str) -> Any:
+    """A KV group of vLLM's: its spec is of this class, or of the layers' where they differ in size."""
+    spec = type(
+        kind, (), {"kv_cache_specs": {name: type(of, (), {})() for name, of in layers.items()}} if layers else {}
+    )
+    return SimpleNamespace(kv_cache_spec=spec())
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ([group("FullAttentionSpec"), group("SlidingWindowSpec")], "2 KV groups of FullAttentionSpec, SlidingWindow"),
+        ([group("FullAttentionSpec"), group("MambaSpec")], "2 KV groups of FullAttentionSpec, MambaSpec"),
+        ([group("SlidingWindowSpec")], "1 KV groups of SlidingWindowSpec"),
+        ([group("UniformTypeKVCacheSpecs", a="SlidingWindowSpec")], "1 KV groups of SlidingWindowSpec"),
+        ([], "0 KV groups"),
+    ],
+)
+def test_kv_of_which_blocks_would_be_left_behind_is_refused(module: Any, groups: list[Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{said}.*: refused where a stage sends or takes KV: .* use a layout"):
+        module.GroupedKVConnector(None, None, SimpleNamespace(kv_cache_groups=groups))
+
+
+@pytest.mark.parametrize(
+    "only",
+    [group("FullAttentionSpec"), group("MLAAttentionSpec"), group("UniformTypeKVCacheSpecs", a="MLAAttentionSpec")],
+)
+def test_one_group_of_full_attention_is_taken(only: Any) -> None:
+    check_kv_groups(SimpleNamespace(kv_cache_groups=[only]))

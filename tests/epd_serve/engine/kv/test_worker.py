@@ -32,10 +32,11 @@ KEY = TransferKey("t", "r")
 
 
 class Cluster:
-    """A P and a D of any tensor-parallel sizes; workers of P write, workers of D are empty."""
+    """A P and a D of any tensor-parallel sizes; workers of P write, workers of D are empty. No heads: as of MLA."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, p_tp: int, d_tp: int) -> None:
-        self.kv = torch.randn(LAYERS, BLOCKS, HEADS, BLOCK_SIZE, WIDTH)
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, p_tp: int, d_tp: int, heads: int = HEADS) -> None:
+        self.has_heads = heads > 0
+        self.kv = torch.randn(LAYERS, BLOCKS, *((heads,) if heads else ()), BLOCK_SIZE, WIDTH)
         self.p_tp, self.d_tp = p_tp, d_tp
         self.endpoints = tuple(f"ipc://{folder}/D0.kvw{rank}" for rank in range(d_tp))
         self.news = f"ipc://{folder}/P0.news"
@@ -69,7 +70,7 @@ class Cluster:
         return slice(rank * HEADS // tp, (rank + 1) * HEADS // tp)
 
     def caches(self, tp: int, rank: int, *, empty: bool) -> dict[str, torch.Tensor]:
-        mine = [layer[:, self.heads(tp, rank)].contiguous() for layer in self.kv]
+        mine = [layer[:, self.heads(tp, rank)].contiguous() if self.has_heads else layer.clone() for layer in self.kv]
         made = {str(index): torch.zeros_like(layer) if empty else layer for index, layer in enumerate(mine)}
         if empty:
             self.at_d = getattr(self, "at_d", [])
@@ -92,7 +93,8 @@ class Cluster:
 
 @pytest.fixture
 def cluster(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    for name, value in {"platform_fingerprint": "test", "total_kv_heads": HEADS, "kv_cache_layout": "LBHNC"}.items():
+    _, _, heads = (*request.param, HEADS)[:3]
+    for name, value in {"platform_fingerprint": "test", "total_kv_heads": heads, "kv_cache_layout": "LBHNC"}.items():
         monkeypatch.setattr(compat, name, lambda *_, value=value: value)
     made = Cluster(tmp_path, monkeypatch, *request.param)
     yield made
@@ -122,6 +124,20 @@ def test_kv_arrives_at_the_ranks_whose_heads_it_is(cluster: Cluster) -> None:
     for worker in cluster.p:
         assert wait_for(lambda worker=worker: worker.take_over({"at-p"})) == {"at-p"}
         assert worker.take_over(set()) == set()
+
+
+@pytest.mark.parametrize("cluster", [(1, 1, 0), (2, 1, 0), (1, 2, 0), (2, 2, 0)], indirect=True)
+def test_a_cache_without_heads_arrives_whole_at_every_rank(cluster: Cluster) -> None:
+    src, dst = (2, 3, 5), (6, 1, 2)
+    for worker in cluster.d:
+        worker.begin_step(DecodeStep(expected=[Expected(KEY, "at-d", dst)]))
+    cluster.prefill(src, dst)
+    for worker, caches in zip(cluster.d, cluster.at_d, strict=True):
+        assert wait_for(worker.take_finished) == {"at-d"}
+        for index, cache in enumerate(caches.values()):
+            assert torch.equal(cache[list(dst)], cluster.kv[index][list(src)])
+    for worker in cluster.p:
+        assert wait_for(lambda worker=worker: worker.take_over({"at-p"})) == {"at-p"}
 
 
 @sizes((1, 1))

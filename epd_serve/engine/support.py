@@ -1,0 +1,358 @@
+"""Which features of vLLM a stage may be started with: supported, with the test that shows it, or refused by name.
+
+One table, `FEATURES`: `docs/support.md` is made from it, and a stage is held against it when its configuration is
+known, before a model is loaded (`stage_main.py`). What is refused is refused only where it meets our connectors: a
+monolith, and an instance that prefills and decodes without features from elsewhere, may do all that vLLM does.
+Pure: vLLM's configuration is read by its names, which 0.23 and 0.32 share but where noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from epd_serve.errors import ConfigError
+
+KV_CONNECTOR = "GroupedKVConnector"
+
+
+class Meets(Enum):
+    """What of ours a refused feature must not meet. The value completes "refused where a stage …"."""
+
+    KV = "sends or takes KV"
+    SENT_KV = "sends KV"
+    TRANSFERS = "sends or takes KV or features"
+
+    def touches(self, config: Any) -> bool:
+        """Whether a stage of this configuration does."""
+        kv, features = config.kv_transfer_config, getattr(config, "ec_transfer_config", None)
+        if self is Meets.SENT_KV:
+            return kv is not None and kv.is_kv_producer
+        return kv is not None or (self is Meets.TRANSFERS and features is not None)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A setting that no stage starts with that `meets` this.
+
+    Attributes:
+        setting: `--flag value` as the configuration has it, or "" where it does not ask for the feature.
+        why: what would go wrong, or that nothing shows it right. instead: what to do about the flag.
+    """
+
+    flag: str
+    meets: Meets
+    setting: Callable[[Any], str]
+    why: str
+    instead: str = "remove it"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One row. Supported as far as `tests` (`path::name`) show, refused where a `refusal` says so; Markdown `notes`."""
+
+    name: str
+    tests: tuple[str, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    notes: str = ""
+
+
+def _size(flag: str) -> Callable[[Any], str]:
+    """Of a parallelism: in use where it is not 1. 0.23 lacks some."""
+    name = flag[2:].replace("-", "_")
+
+    def setting(config: Any) -> str:
+        size = getattr(config.parallel_config, name, 1)
+        return f"{flag} {size}" if size != 1 else ""
+
+    return setting
+
+
+def _switch(flag: str, part: str, name: str) -> Callable[[Any], str]:
+    return lambda config: flag if getattr(getattr(config, part), name, False) else ""
+
+
+def _drafter(config: Any) -> str:
+    chosen = config.speculative_config
+    method = "" if chosen is None else str(chosen.method)
+    return f"--speculative-config method {method}" if method not in ("", "ngram") else ""
+
+
+def _cache_dtype(config: Any) -> str:
+    dtype = str(config.cache_config.cache_dtype)
+    known = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
+    return "" if dtype in known else f"--kv-cache-dtype {dtype}"
+
+
+def _full_graphs(config: Any) -> str:
+    mode = getattr(config.compilation_config.cudagraph_mode, "name", "")
+    return "--compilation-config cudagraph_mode FULL" if mode == "FULL" else ""
+
+
+def _other_connector(config: Any) -> str:
+    kv = config.kv_transfer_config
+    ours = kv is None or kv.kv_connector == KV_CONNECTOR
+    return "" if ours else f"--kv-offloading-size (connector {kv.kv_connector})"
+
+
+def _parallelism(flag: str, why: str) -> Refusal:
+    return Refusal(flag, Meets.TRANSFERS, _size(flag), why)
+
+
+_RANKS = "transfers join the tensor-parallel workers of one engine to those of another; other ranks would be mistaken"
+_UNTESTED = "no test shows it together with transfers"
+_FEATURE_TESTS = "tests/e2e/test_vllm_features.py::"
+_GROUPS = "--kv-transfer-config"  # made by the layout: the way out is another layout
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(
+        "Prefix caching",
+        (
+            _FEATURE_TESTS + "test_prefill_sends_only_what_decode_does_not_hold",
+            "tests/e2e/test_layouts.py::test_the_same_picture_again_gives_the_same_answer",
+        ),
+        notes="D asks for what it does not hold; what P's cache holds is sent like the rest.",
+    ),
+    Feature("Chunked prefill", (_FEATURE_TESTS + "test_a_prompt_that_prefill_computes_in_chunks_arrives_whole",)),
+    Feature(
+        "Preemption",
+        (
+            "tests/e2e/test_preemption.py::test_prompts_that_prefill_preempts_arrive_whole",
+            "tests/e2e/test_preemption.py::test_pictures_that_decode_preempts_are_seen_again",
+        ),
+    ),
+    Feature(
+        "Asynchronous scheduling",
+        ("tests/epd_serve/engine/kv/test_decode_scheduler.py::test_ready_waits_for_the_step_in_flight",),
+        notes="CPU: vLLM has none. CUDA, NPU: by that test and on a fake device; no card has run it here.",
+    ),
+    Feature(
+        "Graphs of decode steps, compiled pieces of prefill steps",
+        (
+            "tests/epd_serve/engine/test_stage_config.py::test_no_role_is_forced_to_piecewise_graphs",
+            "tests/epd_serve/engine/kv/test_sender_packets.py::"
+            "test_a_step_is_sent_whole_however_many_layers_were_announced",
+        ),
+        (
+            Refusal(
+                "--compilation-config",
+                Meets.SENT_KV,
+                _full_graphs,
+                "prefill steps would run as one graph, which calls no hook after a layer, so no KV would leave early",
+                "use FULL_AND_PIECEWISE (vLLM's default) or FULL_DECODE_ONLY",
+            ),
+        ),
+        notes="Not on CPU, which has no graphs. A step that does run as one full graph is sent whole at its end.",
+    ),
+    Feature(
+        "Speculative decoding by n-grams",
+        (_FEATURE_TESTS + "test_what_decode_guesses_by_ngrams_does_not_change_the_answer",),
+    ),
+    Feature(
+        "Speculative decoding by MTP, EAGLE, draft models",
+        refusals=(
+            Refusal(
+                "--speculative-config",
+                Meets.KV,
+                _drafter,
+                f"a drafter has KV of its own, and {_UNTESTED}",
+                "use method ngram, or a layout that hands over no KV (PD, E-PD)",
+            ),
+        ),
+    ),
+    Feature(
+        "LoRA",
+        refusals=(
+            Refusal(
+                "--enable-lora",
+                Meets.TRANSFERS,
+                lambda config: "--enable-lora" if config.lora_config is not None else "",
+                "neither a prompt's hash nor a feature's key says which adapter computed it",
+            ),
+        ),
+    ),
+    Feature(
+        "FP8 KV cache",
+        (
+            _FEATURE_TESTS + "test_kv_of_one_byte_numbers_means_the_same_at_decode",
+            "tests/epd_serve/engine/kv/test_regions.py::test_one_byte_numbers_say_which_they_are",
+        ),
+        (
+            Refusal(
+                "--calculate-kv-scales",
+                Meets.KV,
+                _switch("--calculate-kv-scales", "cache_config", "calculate_kv_scales"),
+                "every instance would compute scales of its own, and read the other's KV with them",
+                "take a checkpoint with scales, or none",
+            ),
+        ),
+        notes="With the checkpoint's scales or none: both ends have the same. P and D must be told the same type.",
+    ),
+    Feature(
+        "INT8, INT4, NVFP4 and other KV caches whose scales lie in the cache",
+        refusals=(Refusal("--kv-cache-dtype", Meets.KV, _cache_dtype, _UNTESTED, "use auto, bfloat16 or fp8"),),
+    ),
+    Feature(
+        "Sliding window, hybrid KV groups, Mamba",
+        refusals=(
+            Refusal(
+                _GROUPS,
+                Meets.KV,
+                lambda config: "",  # known when vLLM has laid out its cache: `check_kv_groups`
+                "only the first group of blocks is handed over, and only full attention keeps all of them",
+                "use a layout that hands over no KV (PD, E-PD)",
+            ),
+        ),
+        notes="Refused when the model is loaded, as only then its KV groups are known. A model that has full attention "
+        "besides is served: vLLM then keeps the whole KV of all its layers.",
+    ),
+    Feature(
+        "MLA", ("tests/epd_serve/engine/kv/test_worker.py::test_a_cache_without_heads_arrives_whole_at_every_rank",)
+    ),
+    Feature(
+        "Kernel blocks smaller than the scheduler's",
+        (
+            "tests/epd_serve/engine/kv/test_regions.py::"
+            "test_a_block_of_the_scheduler_is_the_kernels_blocks_that_it_consists_of",
+        ),
+    ),
+    Feature(
+        "Micro-batches (dual batch overlap)",
+        refusals=(
+            Refusal(
+                "--enable-dbo",
+                Meets.KV,
+                lambda config: "--enable-dbo" if getattr(config.parallel_config, "use_ubatching", False) else "",
+                "hooks after a layer come once per micro-batch, the first before the layer's KV is whole",
+            ),
+        ),
+    ),
+    Feature(
+        "Tensor parallelism, of different sizes at P and D", ("tests/e2e/test_tp.py::test_heads_find_their_ranks",)
+    ),
+    Feature("Pipeline parallelism", refusals=(_parallelism("--pipeline-parallel-size", _RANKS),)),
+    Feature(
+        "Data parallelism inside an instance",
+        refusals=(_parallelism("--data-parallel-size", _RANKS),),
+        notes="Use more instances (`2P-D`): the proxy spreads requests over them.",
+    ),
+    Feature(
+        "Expert parallelism",
+        refusals=(
+            Refusal(
+                "--enable-expert-parallel",
+                Meets.TRANSFERS,
+                _switch("--enable-expert-parallel", "parallel_config", "enable_expert_parallel"),
+                _UNTESTED,
+            ),
+        ),
+    ),
+    Feature(
+        "Context parallelism",
+        refusals=tuple(_parallelism(f"--{part}-context-parallel-size", _RANKS) for part in ("decode", "prefill")),
+    ),
+    Feature(
+        "Sleep mode",
+        refusals=(
+            Refusal(
+                "--enable-sleep-mode",
+                Meets.TRANSFERS,
+                _switch("--enable-sleep-mode", "model_config", "enable_sleep_mode"),
+                "memory that is given back and taken anew stays registered for transfers where it was",
+            ),
+        ),
+        notes="Not on CPU, where vLLM has none.",
+    ),
+    Feature(
+        "KV offloading, other KV connectors",
+        refusals=(
+            Refusal(
+                "--kv-offloading-size",
+                Meets.KV,
+                _other_connector,
+                "vLLM puts another connector in the place of ours, and no KV would be handed over",
+            ),
+        ),
+    ),
+    Feature("Structured output", ("tests/e2e/test_openai.py::test_a_json_schema_is_kept_to",)),
+    Feature("Tool parsers", ("tests/e2e/test_openai.py::test_a_named_tool_is_called",)),
+    Feature("Reasoning parsers", (_FEATURE_TESTS + "test_reasoning_is_parsed_as_plain_vllm_parses_it",)),
+)
+
+
+def check_stage(config: Any) -> None:
+    """Hold the configuration of one stage against the table.
+
+    Args:
+        config: vLLM's `VllmConfig`, or what has its names.
+
+    Raises:
+        ConfigError: one line: what is refused, why, and what to do about the flag.
+    """
+    for feature, refusal in refusals():
+        setting = refusal.setting(config) if refusal.meets.touches(config) else ""
+        if setting:
+            raise ConfigError(_line(setting, feature, refusal), param=refusal.flag)
+
+
+def check_kv_groups(kv_cache_config: Any) -> None:
+    """Hold the KV cache that vLLM has laid out against the table: one group of blocks, of full attention.
+
+    Raises:
+        ConfigError: other groups, of which some blocks would not be handed over, or freed while they are.
+    """
+    groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    kinds = {type(spec).__name__ for group in groups for spec in _specs(group)}
+    if len(groups) == 1 and kinds <= {"FullAttentionSpec", "MLAAttentionSpec"}:
+        return
+    feature, refusal = next(both for both in refusals() if both[1].flag == _GROUPS)
+    setting = f"{len(groups)} KV groups of {', '.join(sorted(kinds))}"
+    raise ConfigError(_line(setting, feature, refusal), param=refusal.flag)
+
+
+def refusals() -> Iterator[tuple[Feature, Refusal]]:
+    """All that is refused."""
+    return ((feature, refusal) for feature in FEATURES for refusal in feature.refusals)
+
+
+def document() -> str:
+    """`docs/support.md`."""
+    rows = [f"| {row.name} | {_status(row)} | {_shown(row)} | {row.notes} |" for row in FEATURES]
+    return "\n".join((_HEAD, *rows, ""))
+
+
+_HEAD = """# vLLM's features under EPD-Serve
+
+Made by `python -m epd_serve.engine.support`, from the table that a stage checks when it starts. *Supported*: the named
+test shows it. *Refused*: the stage ends at once, with exit code 2 and one line that names the flag and the way out.
+A monolith (`TP1`), and what prefills and decodes without features from elsewhere, is plain vLLM: nothing is refused
+there.
+
+| Feature | Status | Shown by, or refused flag | Notes |
+|---|---|---|---|"""
+
+
+def _status(row: Feature) -> str:
+    where = " or ".join(dict.fromkeys(refusal.meets.value for refusal in row.refusals))
+    refused = f"refused where a stage {where}"
+    return "supported" if not row.refusals else f"supported; in part {refused}" if row.tests else refused
+
+
+def _shown(row: Feature) -> str:
+    tests = [f"`{test}`" for test in row.tests]
+    return "<br>".join((*tests, *(f"`{refusal.flag}`: {refusal.why}; {refusal.instead}" for refusal in row.refusals)))
+
+
+def _line(setting: str, feature: Feature, refusal: Refusal) -> str:
+    return f"{setting}: {feature.name}: refused where a stage {refusal.meets.value}: {refusal.why}; {refusal.instead}"
+
+
+def _specs(spec: Any) -> list[Any]:
+    """Of a group: its own, or those of its layers where they differ in size alone."""
+    return list(getattr(spec, "kv_cache_specs", {"": spec}).values())
+
+
+if __name__ == "__main__":
+    print(document(), end="")

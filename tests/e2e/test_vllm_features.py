@@ -1,0 +1,101 @@
+"""Features of vLLM that change how stages compute, switched on where KV is handed over: `epd_serve/engine/support.py`.
+
+Prefill computes prompts in chunks, decode guesses by n-grams and keeps prefixes, both parse reasoning: the answers are
+those of a plain vLLM that was started with the same flags.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.bodies import SOLO, Body, about, ask
+from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT
+from tests.e2e.serving import Endpoint, Serving, plain_vllm, serving, wait_until
+from tests.e2e.test_features import fresh_prompt
+
+pytestmark = pytest.mark.slow
+CHUNK = 64  # tokens; a prompt about a picture has more
+NGRAM = """--speculative-config '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":4}'"""
+REASONING = "--reasoning-parser deepseek_r1"  # takes all for reasoning that no end of it follows
+
+
+@pytest.fixture(scope="module")
+def launch() -> Iterator[Serving]:
+    flags = ("all:" + REASONING, f"P:--max-num-batched-tokens {CHUNK}", f"D:{NGRAM}")
+    with serving("E-P-D", *(word for flag in flags for word in ("--stage-args", flag))) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Endpoint]:
+    with plain_vllm(None, *REASONING.split()) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="module", params=["fp8"])
+def quantised(request: pytest.FixtureRequest) -> Iterator[tuple[Serving, Endpoint]]:
+    flag = f"--kv-cache-dtype {request.param}"
+    with contextlib.ExitStack() as stack:
+        launch = stack.enter_context(serving("P-D", "--stage-args", "all:" + flag))
+        yield launch, stack.enter_context(plain_vllm(None, *flag.split()))
+
+
+def metric(endpoint: Endpoint, name: str) -> float:
+    lines = endpoint.get("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+
+
+@pytest.mark.parametrize("name", SOLO)
+def test_a_prompt_that_prefill_computes_in_chunks_arrives_whole(launch: Serving, plain: Endpoint, name: str) -> None:
+    steps = metric(launch.stage("P0"), "vllm:iteration_tokens_total_count")
+    assert ask(launch, SOLO[name]) == ask(plain, SOLO[name])
+    if name == "a long prompt":
+        taken = metric(launch.stage("P0"), "vllm:iteration_tokens_total_count") - steps
+        assert taken >= 5, "the prompt was not computed in chunks"
+
+
+def test_what_decode_guesses_by_ngrams_does_not_change_the_answer(launch: Serving, plain: Endpoint) -> None:
+    body = about(PAIRWISE_DIFFERENT[1], max_tokens=120, ignore_eos=True)
+    before = metric(launch.stage("D0"), "vllm:spec_decode_num_draft_tokens_total")
+    assert ask(launch, body) == ask(plain, body)
+    assert metric(launch.stage("D0"), "vllm:spec_decode_num_draft_tokens_total") > before
+
+
+def test_prefill_sends_only_what_decode_does_not_hold(launch: Serving, plain: Endpoint) -> None:
+    body = about(fresh_prompt(700))
+    whole, rest = (sent_for(launch, plain, body) for _ in range(2))
+    assert 0 < rest < whole
+
+
+def sent_for(launch: Serving, plain: Endpoint, body: Body) -> float:
+    """Bytes of KV that one request moved; its answer is checked."""
+    transfers, sent = metric(launch, "epd_kv_transfers_total"), metric(launch, "epd_kv_bytes_total")
+    assert ask(launch, body) == ask(plain, body)
+    wait_until(lambda: metric(launch, "epd_kv_transfers_total") > transfers, 15, "the transfer to be reported")
+    return metric(launch, "epd_kv_bytes_total") - sent
+
+
+def test_reasoning_is_parsed_as_plain_vllm_parses_it(launch: Serving, plain: Endpoint) -> None:
+    body = about(PAIRWISE_DIFFERENT[3])
+
+    def message(endpoint: Endpoint) -> Any:
+        found = endpoint.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+        return {name: found.get(name) for name in ("content", "reasoning", "reasoning_content")}
+
+    assert message(launch) == message(plain)
+    assert message(launch)["content"] in (None, "")
+
+
+@pytest.mark.parametrize("name", ["text", "one picture", "a long prompt"])
+def test_kv_of_one_byte_numbers_means_the_same_at_decode(quantised: tuple[Serving, Endpoint], name: str) -> None:
+    launch, plain = quantised
+    assert ask(launch, SOLO[name]) == ask(plain, SOLO[name])
+
+
+def test_all_blocks_are_given_back(launch: Serving) -> None:
+    for instance in ("P0", "D0"):
+        wait_until(lambda instance=instance: launch.kv_blocks_in_use(instance) == 0, 15, f"{instance} to be empty")
