@@ -36,6 +36,7 @@ from epd_serve.kv.faults import Faults
 from epd_serve.kv.grouping import Cuts, Grouping, LinkCost, Step, parse_grouping
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
+from npu_ops.fences import TimedFence
 from npu_ops.memory import DeviceMemory, open_memory
 
 PATHS = ("host", "device")
@@ -125,7 +126,7 @@ class Pair:
         key = TransferKey(name, "")
         self._receiver.expect([Expected(key, name, tuple(blocks))], ())
         chunk = ChunkJob(key, name, self._target, (self._endpoint,), tuple(blocks), tuple(blocks), remaining=0)
-        written = []
+        written: list[TimedFence] = []
 
         def layer_written() -> None:
             self._sender.layer_saved(self._layer_names[len(written)])
