@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from deploy.stage_log import failure_reason
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.engine.argv import stage_command
 from epd_serve.engine.stage_main import REFUSED
@@ -151,7 +152,8 @@ def test_a_stage_that_is_refused_ends_before_it_loads_a_model_with_one_line() ->
         timeout=START_S,
     )
     assert done.returncode == REFUSED, done.stderr[-3000:]
-    said = [line for line in done.stderr.splitlines() if line.startswith("epd-serve: error: ")]
-    assert len(said) == 1 and said[0].startswith("epd-serve: error: --enable-lora: LoRA: refused where a stage ")
+    said = [line for line in done.stderr.splitlines() if "epd-serve: error: " in line]
+    assert len(said) == 1 and "epd-serve: error: --enable-lora: LoRA: refused where a stage " in said[0]
+    assert failure_reason(done.stderr, done.returncode).startswith("--enable-lora: LoRA: "), "what the launcher tells"
     assert "Traceback" not in done.stderr
     assert "Starting to load model" not in done.stdout + done.stderr
