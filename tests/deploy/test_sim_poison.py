@@ -16,7 +16,7 @@ from tests.deploy.test_sim_launch import launched
 from tests.deploy.test_sim_workers import command_line, launch_id, members
 from tests.waiting import PATIENCE_S
 
-POISON = "drink me"
+POISON = "drink-me"
 INNOCENTS = 30
 
 
@@ -49,13 +49,14 @@ def post(url: str, body: dict[str, Any]) -> httpx.Response:
 def test_a_poisonous_body_kills_two_stages_and_is_refused_and_innocents_get_their_answers(
     tmp_path: Path, layout: str, role: str
 ) -> None:
-    with launched(tmp_path, layout) as (client, launcher):
+    # Of the command line, so that the next life of a stage has it, too.
+    with launched(tmp_path, layout, "--stage-args", f"{role}:--fault poison={POISON}") as (client, launcher):
         url = str(client.base_url)
         before = lives(url)
         stages = stage_urls(tmp_path, role)
         assert len(stages) >= 3
         for stage in stages:
-            httpx.post(f"{stage}/sim/faults", json=poisoned(slow=3), timeout=PATIENCE_S).raise_for_status()
+            httpx.post(f"{stage}/sim/faults", json={"slow": 3}, timeout=PATIENCE_S).raise_for_status()
         for stage in stage_urls(tmp_path, "D"):
             httpx.post(f"{stage}/sim/faults", json={"slow": 3}, timeout=PATIENCE_S).raise_for_status()
         with ThreadPoolExecutor(INNOCENTS + 1) as pool:
@@ -68,8 +69,6 @@ def test_a_poisonous_body_kills_two_stages_and_is_refused_and_innocents_get_thei
         until(lambda: fetch(f"{url}/ready?all")[0] == 200, "all stages to be restarted")
         after = lives(url)
         assert sum(after[name] != before[name] for name in before) == 2
-        for stage in stage_urls(tmp_path, role):
-            httpx.post(f"{stage}/sim/faults", json=poisoned(), timeout=PATIENCE_S).raise_for_status()
         for _ in range(3):
             assert post(url, saying(POISON)).status_code == 422
         assert lives(url) == after and launcher.poll() is None
