@@ -7,19 +7,31 @@ uvloop comes with every vLLM, yet not on every platform: without it asyncio's ow
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from epd_serve import garbage
 
 T = TypeVar("T")
+M_MMAP_THRESHOLD = -3
+LARGE_BYTES = 1 << 20
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     """As `asyncio.run`, in a process that serves from now on."""
     garbage.settle()
+    _return_large_blocks()
     with asyncio.Runner(loop_factory=_factory()) as runner:
         return runner.run(main)
+
+
+def _return_large_blocks() -> None:
+    """Have the memory of bodies and media go back to the system when it is freed. Once it has seen one of them freed,
+    glibc keeps blocks of up to 32 MiB otherwise, whose room is lost to the next that is larger (mallopt(3))."""
+    tune = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none, and other ways
+    if tune is not None:
+        tune(M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def _factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

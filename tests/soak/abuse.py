@@ -56,7 +56,7 @@ SETTLE_S = 3.0
 def main(argv: Sequence[str] | None = None) -> int:
     """0 where all of it holds, else 1."""
     asked = _arguments(argv)
-    seconds, windows, cases = (40.0, 1, 400) if asked.quick else (asked.seconds, asked.windows, CASES)
+    seconds, windows, cases = (40.0, 1, 400) if asked.quick else (asked.seconds, asked.windows, asked.count)
     env = environment(["abuse"], "simulated stages, real front door") | {
         "command": " ".join(["python -m tests.soak.abuse", *(argv if argv is not None else sys.argv[1:])])
     }
@@ -97,6 +97,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.soak.abuse", description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one short window of each, a minute and a half in all")
     parser.add_argument("--seconds", type=float, default=600.0, help="of abuse; half of it more to compare with")
+    parser.add_argument("--count", type=int, default=CASES, help="malformed requests")
     parser.add_argument("--windows", type=int, default=10, help="in turns with the comparison")
     parser.add_argument("--memory-bytes", type=int, default=MEMORY_BYTES, help="0: whatever the code's default is")
     parser.add_argument("--cases", type=Path, help="where malformed requests are, or are to be kept; they take minutes")
