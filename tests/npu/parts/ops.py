@@ -173,6 +173,7 @@ def _registered_arena(rig: Rig, memory: DeviceMemory) -> None:
         finally:
             undo()
             del flat
+            path.unlink(missing_ok=True)
 
 
 def _proofs(rig: Rig, memory: DeviceMemory) -> None:
