@@ -89,8 +89,9 @@ def test_packets_have_the_same_checksums_at_both_ends_and_leave_no_memory_taken(
             assert pipe.poll(PATIENCE_S)
             pipe.recv()
             p.step([ChunkJob(key_of(name), name, target, (endpoint,), src, dst, 0)], finished=[name])
+            sent = layer_checksums(p.layers, src, HOST)
             assert pipe.poll(PATIENCE_S)
-            assert pipe.recv() == layer_checksums(p.layers, src, HOST), f"packet {number}"
+            assert pipe.recv() == sent, f"packet {number}"
             p.wait_over({name})
             if number == packets // 10:
                 settled = resident_bytes()
