@@ -25,9 +25,8 @@ class Origin:
 ORIGINS = (
     Origin("epd_serve/engine/kv/mooncake_endpoint.py", "MooncakeEndpoint.__init__", "self.engine",
            "mooncake.engine.TransferEngine"),
-    Origin("epd_serve/engine/kv/mooncake_send.py", "MooncakeSendSide._write", "engine",
-           "mooncake.engine.TransferEngine"),
-    Origin("epd_serve/engine/kv/mooncake_send.py", "MooncakeSendSide.may_land", "self._endpoint().engine",
+    Origin("epd_serve/engine/kv/mooncake_writes.py", "Writes.run", "engine", "mooncake.engine.TransferEngine"),
+    Origin("epd_serve/engine/kv/mooncake_writes.py", "Writes._finish_oldest", "engine",
            "mooncake.engine.TransferEngine"),
     Origin("epd_serve/engine/status/scheduler.py", "_vllms_choice", "vllm_config", "vllm.config.vllm.VllmConfig"),
     Origin("epd_serve/engine/status/scheduler.py", "reporting", "base", f"type[{_ANY_SCHEDULER}]"),
