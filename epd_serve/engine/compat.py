@@ -47,9 +47,10 @@ def kv_cache_layout(vllm_config: VllmConfig) -> str:
 
 def kv_dtype(vllm_config: VllmConfig, stored: torch.dtype) -> str:
     """What a number in the KV cache is: `torch.bfloat16`, or `torch.uint8 as fp8_e5m2`, which the bytes do not tell."""
-    meant = str(getattr(vllm_config.cache_config, "cache_dtype", "auto"))
-    meant = {"fp8": "fp8_e4m3"}.get(meant, meant)  # two names of one
-    return f"{stored} as {meant}" if "fp" in meant.replace("float", "") or "int" in meant else str(stored)
+    if stored.itemsize > 1:
+        return str(stored)
+    meant = str(vllm_config.cache_config.cache_dtype)
+    return f"{stored} as {'fp8_e4m3' if meant == 'fp8' else meant}"  # two names of one
 
 
 def device_kind() -> str:

@@ -196,7 +196,8 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "Sliding window, hybrid KV groups, Mamba",
-        refusals=(
+        ("tests/epd_serve/engine/kv/test_connector.py::test_one_group_of_full_attention_is_taken",),
+        (
             Refusal(
                 _GROUPS,
                 Meets.KV,
@@ -205,8 +206,8 @@ FEATURES: tuple[Feature, ...] = (
                 "use a layout that hands over no KV (PD, E-PD)",
             ),
         ),
-        notes="Refused when the model is loaded, as only then its KV groups are known. A model that has full attention "
-        "besides is served: vLLM then keeps the whole KV of all its layers.",
+        notes="Refused when the model is loaded, as only then its KV groups are known. Windows in some layers, full "
+        "attention in others: taken, vLLM then keeps the whole KV of all layers in one group. Untested.",
     ),
     Feature(
         "MLA", ("tests/epd_serve/engine/kv/test_worker.py::test_a_cache_without_heads_arrives_whole_at_every_rank",)

@@ -182,9 +182,15 @@ def test_as_many_bytes_that_mean_something_else_are_refused(here: Any, there: An
 
 
 @pytest.mark.parametrize(
-    ("meant", "said"),
-    [("auto", "torch.uint8"), ("bfloat16", "torch.uint8"), ("fp8", "torch.uint8 as fp8_e4m3"), ("fp8_e5m2", "…")],
+    ("meant", "stored", "said"),
+    [
+        ("auto", torch.bfloat16, "torch.bfloat16"),
+        ("bfloat16", torch.bfloat16, "torch.bfloat16"),
+        ("fp8", torch.uint8, "torch.uint8 as fp8_e4m3"),
+        ("fp8_e4m3", torch.uint8, "torch.uint8 as fp8_e4m3"),
+        ("fp8_e5m2", torch.uint8, "torch.uint8 as fp8_e5m2"),
+    ],
 )
-def test_one_byte_numbers_say_which_they_are(meant: str, said: str) -> None:
+def test_one_byte_numbers_say_which_they_are(meant: str, stored: torch.dtype, said: str) -> None:
     config: Any = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=meant))
-    assert compat.kv_dtype(config, torch.uint8) == said.replace("…", f"torch.uint8 as {meant}")
+    assert compat.kv_dtype(config, stored) == said
