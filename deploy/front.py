@@ -134,7 +134,7 @@ class Front:
             members=members,
             cluster_key=cluster_key,
         )
-        await serve(app, "", 0, sockets=[admin.listening], grace_s=self._grace_s)
+        await serve(app, "", 0, sockets=[admin.listening], grace_s=self._grace_s, background=self.background)
 
     def _here(self) -> _Answers:
         from proxy.app import create_app

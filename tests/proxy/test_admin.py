@@ -28,6 +28,8 @@ async def test_with_keys_nothing_is_told_to_those_who_have_none_but_health() -> 
         c.table.mark_down("PD0", "secret reason")
         unhealthy = await c.client.get("/health")
         assert unhealthy.status_code == 503 and "secret reason" not in unhealthy.text
+        unready = await c.client.get("/ready")
+        assert unready.status_code == 503 and "PD0" not in unready.text and unready.json()["kinds"]["text"]["how"]
 
 
 @pytest.mark.parametrize("keys", [(), ("key",)])

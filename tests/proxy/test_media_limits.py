@@ -109,7 +109,7 @@ def test_limits_that_mean_nothing_are_refused(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("asked", [{"num_frames": -1}, {"num_frames": 257}, {"num_frames": True}, {"max_frames": 1000}])
 async def test_a_request_cannot_have_every_frame_of_a_video_decoded(asked: dict[str, Any]) -> None:
-    async with cluster("EPD0") as c:
+    async with cluster("EPD0", config=settings(trust_request_mm_kwargs=True)) as c:
         body = video(clips.mp4(1.0)) | {"media_io_kwargs": {"video": asked}}
         assert await refusal(c, body) == (400, "too_many_frames")
         assert await refusal(c, body | {"media_io_kwargs": {"video": {"num_frames": 256}}}) == (200, "")

@@ -114,7 +114,7 @@ async def test_the_look_before_a_load_finds_what_aisbench_will_count() -> None:
         {"max_tokens": 64},
         {"max_completion_tokens": 64},
         {"max_tokens": 64, "max_completion_tokens": 64},
-        {"stream_options": {"include_usage": True, "continuous_usage_stats": False, "of_tomorrow": 1}},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": False}},
     ],
 )
 async def test_what_they_ask_for_reaches_the_stage_as_it_is(more: dict[str, Any]) -> None:
