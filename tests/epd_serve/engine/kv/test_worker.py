@@ -188,7 +188,8 @@ def test_a_workers_memory_is_taken_when_it_registers_the_cache(
     monkeypatch.setattr(compat, "platform_fingerprint", lambda: "test")
     wiring = StageWiring("X0", Role.D, "x1", kv_worker_endpoint=f"ipc://{tmp_path}/X0.kvw{{rank}}")
     config = SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=BLOCK_SIZE), parallel_config=SimpleNamespace(tensor_parallel_size=1)
+        cache_config=SimpleNamespace(block_size=BLOCK_SIZE, cache_dtype="auto"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
     )
     worker = kind(wiring, config, SimpleNamespace(num_blocks=BLOCKS))
     cache = device.allocate(BLOCKS * 64).data.view(BLOCKS, 64)
