@@ -71,16 +71,21 @@ async def _serve(pipe: Connection) -> None:
             url = urlsplit(line)
             seed = int(url.path.rpartition("/")[2].partition(".")[0])
             if url.path.startswith("/small"):
-                picture, rate = small_picture(seed), float("inf")
+                pieces, rate = (small_picture(seed),), float("inf")
             else:
-                large[54:62] = seed.to_bytes(8, "little")
-                picture, rate = bytes(large), float(parse_qs(url.query)["rate"][0])
-            writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(picture))
-            begun = asyncio.get_running_loop().time()
-            for at in range(0, len(picture), PIECE_BYTES):
-                writer.write(picture[at : at + PIECE_BYTES])
-                await writer.drain()
-                await asyncio.sleep(max(0.0, begun + at / rate - asyncio.get_running_loop().time()))
+                # A head of its own, the rest everybody's: copies of 32 MiB would stall whoever asks for a small one.
+                head = bytearray(large[:PIECE_BYTES])
+                head[54:62] = seed.to_bytes(8, "little")
+                pieces, rate = (head, memoryview(large)[PIECE_BYTES:]), float(parse_qs(url.query)["rate"][0])
+            size_bytes = sum(map(len, pieces))
+            writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % size_bytes)
+            begun, sent = asyncio.get_running_loop().time(), 0
+            for piece in pieces:
+                for at in range(0, len(piece), PIECE_BYTES):
+                    writer.write(piece[at : at + PIECE_BYTES])
+                    await writer.drain()
+                    sent += PIECE_BYTES
+                    await asyncio.sleep(max(0.0, begun + sent / rate - asyncio.get_running_loop().time()))
         except (ConnectionError, asyncio.IncompleteReadError):
             pass  # whoever fetches has given up
         finally:
