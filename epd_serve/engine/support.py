@@ -26,11 +26,16 @@ class Meets(Enum):
     TRANSFERS = "sends or takes KV or features"
 
     def touches(self, config: Any) -> bool:
-        """Whether a stage of this configuration does."""
+        """Whether a stage of this configuration does, by what its command line gives our connectors (`argv.py`).
+
+        `--kv-offloading-size` has vLLM make a configuration of its own, or put its connector into ours, and keep the
+        rest (`VllmConfig._post_init_kv_transfer_config`).
+        """
         kv, features = config.kv_transfer_config, getattr(config, "ec_transfer_config", None)
+        of_ours = kv is not None and "epd" in kv.kv_connector_extra_config
         if self is Meets.SENT_KV:
-            return kv is not None and kv.is_kv_producer
-        return kv is not None or (self is Meets.TRANSFERS and features is not None)
+            return of_ours and bool(kv.is_kv_producer)
+        return of_ours or (self is Meets.TRANSFERS and features is not None)
 
 
 @dataclass(frozen=True)
@@ -92,9 +97,8 @@ def _full_graphs(config: Any) -> str:
 
 
 def _other_connector(config: Any) -> str:
-    kv = config.kv_transfer_config
-    ours = kv is None or kv.kv_connector == KV_CONNECTOR
-    return "" if ours else f"--kv-offloading-size (connector {kv.kv_connector})"
+    connector = config.kv_transfer_config.kv_connector
+    return "" if connector == KV_CONNECTOR else f"--kv-offloading-size (connector {connector})"
 
 
 def _parallelism(flag: str, why: str) -> Refusal:
@@ -276,6 +280,7 @@ FEATURES: tuple[Feature, ...] = (
                 "vLLM puts another connector in the place of ours, and no KV would be handed over",
             ),
         ),
+        notes="vLLM 0.32 ends such a stage before we can: it looks for its own connector in our module.",
     ),
     Feature("Structured output", ("tests/e2e/test_openai.py::test_a_json_schema_is_kept_to",)),
     Feature("Tool parsers", ("tests/e2e/test_openai.py::test_a_named_tool_is_called",)),

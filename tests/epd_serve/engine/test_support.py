@@ -24,7 +24,9 @@ TRANSFERS, KV, SENT_KV = {"E", "P", "D", "PD"}, {"P", "D"}, {"P"}
 def config(role: str, **changes: Any) -> Any:
     """A VllmConfig of a stage, as far as the table reads it. `changes`: `part__name=value`."""
     parts: dict[str, Any] = {
-        "kv_transfer_config": SimpleNamespace(kv_connector="GroupedKVConnector", is_kv_producer=role == "P")
+        "kv_transfer_config": SimpleNamespace(
+            kv_connector="GroupedKVConnector", is_kv_producer=role == "P", kv_connector_extra_config={"epd": {}}
+        )
         if role in KV
         else None,
         "ec_transfer_config": SimpleNamespace() if role in ("E", "P", "D", "PD") else None,
@@ -103,6 +105,18 @@ def test_every_refusal_of_the_table_is_among_them() -> None:
 )
 def test_what_is_supported_starts(role: str, changes: dict[str, Any]) -> None:
     check_stage(config(role, **changes))
+
+
+@pytest.mark.parametrize("role", ["PD", "monolith"])
+@pytest.mark.parametrize("changes", [{}, *(changes for _, changes, _, by in ASKED if by <= KV)])
+def test_who_hands_over_no_kv_may_offload_it_as_vllm_does(role: str, changes: dict[str, Any]) -> None:
+    # VllmConfig._post_init_kv_transfer_config makes this for --kv-offloading-size, where the stage was given none
+    offloads = SimpleNamespace(
+        kv_connector="OffloadingConnector",
+        is_kv_producer=True,
+        kv_connector_extra_config={"cpu_bytes_to_use": 1 << 30},
+    )
+    check_stage(config(role, kv_transfer_config=offloads, **changes))
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
