@@ -108,6 +108,10 @@ def _parallelism(flag: str, why: str) -> Refusal:
 _RANKS = "transfers join the tensor-parallel workers of one engine to those of another; other ranks would be mistaken"
 _UNTESTED = "no test shows it together with transfers"
 _FEATURE_TESTS = "tests/e2e/test_vllm_features.py::"
+_KEPT_WHOLE = {"FullAttentionSpec", "MLAAttentionSpec"}
+_NOT_KEPT_WHOLE = {"HiddenStateCacheSpec", "RSWASpec", "SinkFullAttentionSpec"}
+"""Subclasses of those in vLLM that are not: what a drafter reads, blocks dropped behind a window, blocks of sinks that no
+request owns. Other subclasses are a platform's own layout of the same, as vllm-ascend's `AscendMLAAttentionSpec`."""
 _GROUPS = "--kv-transfer-config"  # made by the layout: the way out is another layout
 
 FEATURES: tuple[Feature, ...] = (
@@ -310,11 +314,11 @@ def check_kv_groups(kv_cache_config: Any) -> None:
         ConfigError: other groups, of which some blocks would not be handed over, or freed while they are.
     """
     groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    kinds = {type(spec).__name__ for group in groups for spec in _specs(group)}
-    if len(groups) == 1 and kinds <= {"FullAttentionSpec", "MLAAttentionSpec"}:
+    kinds = {type(spec) for group in groups for spec in _specs(group)}
+    if len(groups) == 1 and all(_is_kept_whole(kind) for kind in kinds):
         return
     feature, refusal = next(both for both in refusals() if both[1].flag == _GROUPS)
-    setting = f"{len(groups)} KV groups of {', '.join(sorted(kinds))}"
+    setting = f"{len(groups)} KV groups of {', '.join(sorted(kind.__name__ for kind in kinds))}"
     raise ConfigError(_line(setting, feature, refusal), param=refusal.flag)
 
 
@@ -358,6 +362,12 @@ def _line(setting: str, feature: Feature, refusal: Refusal) -> str:
 def _specs(spec: Any) -> list[Any]:
     """Of a group: its own, or those of its layers where they differ in size alone."""
     return list(getattr(spec, "kv_cache_specs", {"": spec}).values())
+
+
+def _is_kept_whole(kind: type) -> bool:
+    """By the names of its bases: vLLM's own classes are not imported here."""
+    names = {base.__name__ for base in kind.__mro__}
+    return bool(names & _KEPT_WHOLE) and not names & _NOT_KEPT_WHOLE
 
 
 if __name__ == "__main__":

@@ -91,12 +91,23 @@ def test_decode_has_nothing_to_fence(module: Any) -> None:
     connector.handle_preemptions(module.TransferMetadata())
 
 
+BASES = {
+    "MLAAttentionSpec": "FullAttentionSpec",
+    "AscendMLAAttentionSpec": "MLAAttentionSpec",  # vllm-ascend's, of every MLA layer
+    "HiddenStateCacheSpec": "MLAAttentionSpec",
+    "RSWASpec": "FullAttentionSpec",
+    "SinkFullAttentionSpec": "FullAttentionSpec",
+}
+
+
+def spec_of(kind: str, **attributes: Any) -> Any:
+    return type(kind, (type(spec_of(BASES[kind])),) if kind in BASES else (), attributes)()
+
+
 def group(kind: str, **layers: str) -> Any:
     """A KV group of vLLM's: its spec is of this class, or of the layers' where they differ in size."""
-    spec = type(
-        kind, (), {"kv_cache_specs": {name: type(of, (), {})() for name, of in layers.items()}} if layers else {}
-    )
-    return SimpleNamespace(kv_cache_spec=spec())
+    more = {"kv_cache_specs": {name: spec_of(of) for name, of in layers.items()}} if layers else {}
+    return SimpleNamespace(kv_cache_spec=spec_of(kind, **more))
 
 
 @pytest.mark.parametrize(
@@ -106,6 +117,9 @@ def group(kind: str, **layers: str) -> Any:
         ([group("FullAttentionSpec"), group("MambaSpec")], "2 KV groups of FullAttentionSpec, MambaSpec"),
         ([group("SlidingWindowSpec")], "1 KV groups of SlidingWindowSpec"),
         ([group("UniformTypeKVCacheSpecs", a="SlidingWindowSpec")], "1 KV groups of SlidingWindowSpec"),
+        ([group("HiddenStateCacheSpec")], "1 KV groups of HiddenStateCacheSpec"),
+        ([group("RSWASpec")], "1 KV groups of RSWASpec"),
+        ([group("SinkFullAttentionSpec")], "1 KV groups of SinkFullAttentionSpec"),
         ([], "0 KV groups"),
     ],
 )
@@ -116,7 +130,12 @@ def test_kv_of_which_blocks_would_be_left_behind_is_refused(module: Any, groups:
 
 @pytest.mark.parametrize(
     "only",
-    [group("FullAttentionSpec"), group("MLAAttentionSpec"), group("UniformTypeKVCacheSpecs", a="MLAAttentionSpec")],
+    [
+        group("FullAttentionSpec"),
+        group("MLAAttentionSpec"),
+        group("AscendMLAAttentionSpec"),
+        group("UniformTypeKVCacheSpecs", a="AscendMLAAttentionSpec"),
+    ],
 )
 def test_one_group_of_full_attention_is_taken(only: Any) -> None:
     check_kv_groups(SimpleNamespace(kv_cache_groups=[only]))
