@@ -56,7 +56,10 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Feature:
-    """One row. Supported as far as `tests` (`path::name`) show, refused where a `refusal` says so; Markdown `notes`."""
+    """One row. Supported as far as `tests` (`path::name`) show, refused where a `refusal` says so; Markdown `notes`.
+
+    Without either it is untested, and the notes say why it may do.
+    """
 
     name: str
     tests: tuple[str, ...] = ()
@@ -110,8 +113,8 @@ _UNTESTED = "no test shows it together with transfers"
 _FEATURE_TESTS = "tests/e2e/test_vllm_features.py::"
 _KEPT_WHOLE = {"FullAttentionSpec", "MLAAttentionSpec"}
 _NOT_KEPT_WHOLE = {"HiddenStateCacheSpec", "RSWASpec", "SinkFullAttentionSpec"}
-"""Subclasses of those in vLLM that are not: what a drafter reads, blocks dropped behind a window, blocks of sinks that no
-request owns. Other subclasses are a platform's own layout of the same, as vllm-ascend's `AscendMLAAttentionSpec`."""
+"""vLLM's subclasses of those that are not: what a drafter reads, blocks dropped behind a window, blocks of sinks that
+no request owns. Others are a platform's own layout of the same, as vllm-ascend's `AscendMLAAttentionSpec`."""
 _GROUPS = "--kv-transfer-config"  # made by the layout: the way out is another layout
 
 FEATURES: tuple[Feature, ...] = (
@@ -249,14 +252,8 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "Expert parallelism",
-        refusals=(
-            Refusal(
-                "--enable-expert-parallel",
-                Meets.TRANSFERS,
-                _switch("--enable-expert-parallel", "parallel_config", "enable_expert_parallel"),
-                _UNTESTED,
-            ),
-        ),
+        notes="Divides experts among the tensor-parallel workers of one engine, and no KV: each of them holds the heads "
+        "that it holds without.",
     ),
     Feature(
         "Context parallelism",
@@ -336,9 +333,9 @@ def document() -> str:
 _HEAD = """# vLLM's features under EPD-Serve
 
 Made by `python -m epd_serve.engine.support`, from the table that a stage checks when it starts. *Supported*: the named
-test shows it. *Refused*: the stage ends at once, with exit code 2 and one line that names the flag and the way out.
-A monolith (`TP1`), and what prefills and decodes without features from elsewhere, is plain vLLM: nothing is refused
-there.
+test shows it. *Untested*: taken, as reading shows nothing of ours in its way, but no test does. *Refused*: the stage
+ends at once, with exit code 2 and one line that names the flag and the way out. A monolith (`TP1`), and what prefills
+and decodes without features from elsewhere, is plain vLLM: nothing is refused there.
 
 | Feature | Status | Shown by, or refused flag | Notes |
 |---|---|---|---|"""
@@ -347,7 +344,9 @@ there.
 def _status(row: Feature) -> str:
     where = " or ".join(dict.fromkeys(refusal.meets.value for refusal in row.refusals))
     refused = f"refused where a stage {where}"
-    return "supported" if not row.refusals else f"supported; in part {refused}" if row.tests else refused
+    if not row.refusals:
+        return "supported" if row.tests else "untested"
+    return f"supported; in part {refused}" if row.tests else refused
 
 
 def _shown(row: Feature) -> str:
