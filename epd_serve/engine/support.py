@@ -252,8 +252,8 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "Expert parallelism",
-        notes="Divides experts among the tensor-parallel workers of one engine, and no KV: each of them holds the heads "
-        "that it holds without.",
+        notes="Divides experts among the tensor-parallel workers of one engine, and no KV: each holds the heads that "
+        "it holds without.",
     ),
     Feature(
         "Context parallelism",
@@ -334,8 +334,10 @@ _HEAD = """# vLLM's features under EPD-Serve
 
 Made by `python -m epd_serve.engine.support`, from the table that a stage checks when it starts. *Supported*: the named
 test shows it. *Untested*: taken, as reading shows nothing of ours in its way, but no test does. *Refused*: the stage
-ends at once, with exit code 2 and one line that names the flag and the way out. A monolith (`TP1`), and what prefills
-and decodes without features from elsewhere, is plain vLLM: nothing is refused there.
+ends before it loads a model, with exit code 2 and one line that names the flag and the way out. KV groups are known
+only when the model is loaded: what is refused for them ends vLLM's engine then, with that line as its error, which the
+launcher shows. A monolith (`TP1`), and what prefills and decodes without features from elsewhere, is plain vLLM:
+nothing is refused there.
 
 | Feature | Status | Shown by, or refused flag | Notes |
 |---|---|---|---|"""

@@ -18,6 +18,21 @@ ENGINE_FAILED = """\
 (APIServer pid=400)   File "/v/api_server.py", line 12, in <module>
 (APIServer pid=400) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
 """
+REFUSED_GROUPS = (
+    "1 KV groups of MambaSpec: Sliding window, hybrid KV groups, Mamba: refused where a stage sends or takes KV"
+)
+ENGINE_REFUSED = f"""\
+(EngineCore pid=411) ERROR 11-21 03:44:25 [core.py:1200] EngineCore failed to start.
+(EngineCore pid=411) ERROR 11-21 03:44:25 [core.py:1200] Traceback (most recent call last):
+(EngineCore pid=411) ERROR 11-21 03:44:25 [core.py:1200] epd_serve.errors.ConfigError: {REFUSED_GROUPS}
+(APIServer pid=400) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {{}}
+"""
+WORKER_REFUSED = f"""\
+(Worker_TP1 pid=5) ERROR 11-21 03:44:25 [multiproc_executor.py:1063] epd_serve.errors.ConfigError: {REFUSED_GROUPS}
+(EngineCore pid=411) ERROR 11-21 03:44:25 [core.py:1200] RuntimeError: Worker failed with error '{REFUSED_GROUPS}', \
+please check the stack trace above for the root cause
+(APIServer pid=400) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {{}}
+"""
 FAILED_REQUEST = """\
 INFO:     Application startup complete.
 ERROR:    Exception in ASGI application
@@ -60,6 +75,11 @@ pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
 )
 def test_the_reason_is_the_root_cause_without_frames_and_prefixes(log: str, reason: str) -> None:
     assert failure_reason(log, 1).startswith(reason)
+
+
+@pytest.mark.parametrize("log", [ENGINE_REFUSED, WORKER_REFUSED], ids=["one worker", "more workers"])
+def test_what_is_refused_once_the_model_is_loaded_is_told_like_what_is_refused_before(log: str) -> None:
+    assert REFUSED_GROUPS in failure_reason(log, 1)
 
 
 @pytest.mark.parametrize(
