@@ -7,6 +7,7 @@ readable that is not whole, and what it held is taken back when room is needed. 
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ from store.errors import CorruptFeatureError, StoreError
 from store.feature import FeatureEntry, FeatureMeta, StoreStats
 from store.interface import FeatureStore
 from store.lease import Lease
+
+logger = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 5.0
 
@@ -60,6 +63,7 @@ class Arena:
         self._owner: int | None = None  # our owner row, taken with the first put or lease
         self._writing = 0  # puts that have room and are not readable yet
         self._orphans: list[int] = []  # slots of failed puts and abandoned rooms that could not be given back yet
+        self._unhanded: list[tuple[Lease, bool]] = []  # pins that no caller got and that could not end yet; if corrupt
 
     @classmethod
     def create(
@@ -123,7 +127,7 @@ class Arena:
         source = as_bytes(data, "data")
         record = Record.of(Name.of(key), shape, dtype, source.nbytes)
         with self._lock:
-            self._discard_orphans()
+            self._give_back_overdue()
             slot = self._index.reserve(record, self._row())
             if not slot:
                 return False
@@ -157,7 +161,7 @@ class Arena:
         """
         record = Record.of(Name.of(key), (), "", nbytes)
         with self._lock:
-            self._discard_orphans()
+            self._give_back_overdue()
             slot = self._index.reserve(record, self._row())
             if not slot:
                 return None
@@ -175,6 +179,7 @@ class Arena:
         """Pins a feature. See `FeatureStore.lease`."""
         name = Name.of(key)
         with self._lock:
+            self._give_back_overdue()
             slot = self._index.find_ready(name)
             if not slot:
                 self._words[H_MISSES] += 1
@@ -188,12 +193,12 @@ class Arena:
         if verify and meta.checksum is not None:
             try:
                 found = checksum(stored)
-                if found != meta.checksum:
-                    self._drop_corrupt(slot)
-                    raise CorruptFeatureError(f"{key}: checksum {found:016x}, stored with {meta.checksum:016x}")
             except BaseException:
-                lease.release()
+                self._take_back(lease, corrupt=False)
                 raise
+            if found != meta.checksum:
+                self._take_back(lease, corrupt=True)
+                raise CorruptFeatureError(f"{key}: checksum {found:016x}, stored with {meta.checksum:016x}")
         return lease
 
     def get_into(self, key: str, dest: Buffer, *, verify: bool = True) -> FeatureMeta | None:
@@ -264,27 +269,39 @@ class Arena:
             return self._index.entries()
 
     def close(self) -> None:
-        """Ends all leases of this process and unmaps, as soon as no view is left. Any number of calls."""
+        """Ends all leases of this process and unmaps, as soon as no view is left. Any number of calls.
+
+        Where the lock is not had in time nothing is given back, until another call or the end of this process.
+        """
         if self not in _open_arenas:
             return
-        with self._lock:
-            if self._owner is not None:
-                self._discard_orphans()
-                self._index.leave(self._owner)
-                if not self._writing:  # else another thread still writes there: ours until this process ends
-                    self._index.owners.give_back(self._owner)
-            self._index.owners.close()
-            self._lock.close()
-            self._begin_life()
-            self._features = memoryview(b"")
-            self._bytes = np.empty(0, dtype=np.uint8)
-            del self._index, self._words
-            _open_arenas.discard(self)
+        try:
+            with self._lock:
+                self._leave()
+        except StoreError as error:  # raised, it would keep whoever shuts down from closing the rest
+            logger.warning("%s stays open until this process ends: %s", self.path, error)
 
-    def _discard_orphans(self) -> None:
+    def _leave(self) -> None:
+        """Locked."""
+        if self._owner is not None:
+            self._give_back_overdue()
+            self._index.leave(self._owner)
+            if not self._writing:  # else another thread still writes there: ours until this process ends
+                self._index.owners.give_back(self._owner)
+        self._index.owners.close()
+        self._lock.close()
+        self._begin_life()
+        self._features = memoryview(b"")
+        self._bytes = np.empty(0, dtype=np.uint8)
+        del self._index, self._words
+        _open_arenas.discard(self)
+
+    def _give_back_overdue(self) -> None:
         """Locked."""
         while self._orphans:
             self._index.discard(self._orphans.pop())
+        while self._unhanded:
+            self._end(*self._unhanded.pop())
 
     def _row(self) -> int:
         """Our owner row. Locked."""
@@ -346,10 +363,22 @@ class Arena:
                 self._index.slots.disown(room._slot)
                 room._detached = True
 
-    def _drop_corrupt(self, slot: int) -> None:
-        with self._lock:
-            if self._index.drop(slot):
-                self._words[H_CORRUPT] += 1
+    def _take_back(self, lease: Lease, *, corrupt: bool) -> None:
+        """Ends a pin that its caller will not get; where the lock is not had in time, the next put or lease does."""
+        try:
+            with self._lock:
+                self._end(lease, corrupt)
+        except StoreError:
+            self._unhanded.append((lease, corrupt))
+
+    def _end(self, lease: Lease, corrupt: bool) -> None:
+        """Locked."""
+        if lease._life is not self._life:
+            return
+        if corrupt and self._index.drop(lease.slot):
+            self._words[H_CORRUPT] += 1
+        self._index.unpin(lease.slot, self._row())
+        lease._released = True
 
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -12,6 +13,7 @@ import pytest
 
 import store.arena
 from store.arena import Arena
+from store.checksum import Bytes
 from store.errors import CorruptFeatureError, StoreError, StoreFullError
 from store.interface import FeatureStore
 from tests.store.conftest import CAPACITY
@@ -321,6 +323,51 @@ def test_room_that_could_not_be_given_back_for_the_lock_goes_back_later(
         assert again is not None, "the key is taken for as long as this process lives"
         again.abandon()
     impatient.close()
+
+
+@pytest.mark.parametrize("then", ["lease", "put", "close"])
+def test_a_corrupt_feature_that_could_not_be_dropped_for_the_lock_goes_later(
+    arena: Arena, arena_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    impatient = Arena.attach(arena_path, lock_timeout_s=0.05)
+    put(arena, "k", b"abc")
+    flip_a_bit(arena, "k")
+    neighbour = contextlib.ExitStack()
+    checksum = store.arena.checksum
+
+    def checksum_while_the_neighbour_comes(data: Bytes) -> int:
+        neighbour.enter_context(arena._lock)
+        return checksum(data)
+
+    monkeypatch.setattr(store.arena, "checksum", checksum_while_the_neighbour_comes)
+    with neighbour, pytest.raises(CorruptFeatureError, match="k: checksum"):
+        impatient.lease("k")
+    monkeypatch.undo()
+    assert arena.stats().leased == 1
+    if then == "lease":
+        assert impatient.lease("k") is None
+    elif then == "put":
+        assert put(impatient, "k", b"abc")
+    else:
+        impatient.close()
+    stats = arena.stats()
+    assert (stats.leased, stats.corrupt) == (0, 1), "pinned for as long as this process lives"
+    assert (get(arena, "k", 3) == b"abc") == (then == "put")
+    impatient.close()
+
+
+def test_whoever_closes_is_not_stopped_by_the_holder_of_the_lock(
+    arena: Arena, arena_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    impatient = Arena.attach(arena_path, lock_timeout_s=0.05)
+    put(arena, "k")
+    assert impatient.lease("k") is not None
+    with arena._lock:
+        impatient.close()
+    assert "stays open until this process ends" in caplog.text
+    assert arena.stats().leased == 1
+    impatient.close()
+    assert arena.stats().leased == 0
 
 
 def test_threads_share_an_arena(arena: Arena) -> None:
