@@ -122,6 +122,7 @@ class FeatureWriter:
             finally:
                 self._full_since = None
                 self._queue.done(job)
+            del job  # its feature counts no longer, and nothing here may keep the memory until the next one comes
 
     def _leave(self, job: Job) -> None:
         if direct := self._leaves_directly(job):

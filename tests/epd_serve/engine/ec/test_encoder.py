@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -330,4 +331,21 @@ def test_a_store_that_stays_full_is_told_after_the_put_deadline(
         wait_for(lambda: len(told) == 2)
     assert [event for event, _ in told] == ["put_waited", "put_failed"]
     assert told[1][1]
+    writer.close()
+
+
+def test_the_writer_keeps_no_memory_of_a_feature_that_it_is_done_with(arena: Arena) -> None:
+    told: list[str] = []
+    writer = feature_writer.FeatureWriter(
+        FeaturePool(Arena.attach(arena.path)),
+        lambda key, event, nbytes=0, *, pooled=False, reason="": told.append(event),
+        Trace("", "E0"),
+        WriteQueue(1 << 20),
+    )
+    encoded = feature()
+    memory = weakref.ref(encoded)
+    writer.put("k", encoded)
+    del encoded
+    wait_for(lambda: told == ["put"] and not writer.pending())
+    wait_for(lambda: memory() is None)
     writer.close()
