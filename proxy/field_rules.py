@@ -113,6 +113,15 @@ XARGS_REFUSED = frozenset({
 """Of `vllm_xargs`, which vLLM merges with words of its own. Names that begin with `OUR_XARGS` are the proxy's words."""
 OUR_XARGS = "epd_"
 
+TEMPLATE_KWARGS_REFUSED = frozenset(
+    "chat_template conversation messages tools model_config tokenizer tokenize padding truncation max_length "
+    "return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
+"""Of `chat_template_kwargs`: what vLLM hands on as a parameter of the tokenizer's own `apply_chat_template`, not as a
+variable of the template. `tokenize` and `padding` with a `max_length` make a prompt of a billion tokens; the rest would
+take the place of what was checked. Its other parameters are variables: documents, add_generation_prompt,
+continue_final_message."""
+
 _TOOL = "type function name description parameters strict defer_loading"
 _PART = "type text image_url audio_url video_url input_audio refusal thinking closed name detail"
 _JUDGED_PARTS = "uuid image_pil image_embeds audio_embeds video_embeds prompt_embeds data file_id"

@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from epd_serve.errors import NotFoundError, RequestError
 from proxy import strict_json
+from proxy.field_rules import TEMPLATE_KWARGS_REFUSED
 from proxy.fields import MEDIA_OPTIONS, Sieve, rules_of
 from proxy.parts import MediaRef, media_refs
 from proxy.response_parts import response_refs
@@ -83,9 +84,7 @@ def parse(endpoint: Endpoint, raw: bytes | bytearray, settings: ProxySettings) -
         sieve.xargs(xargs, settings.xargs)
     for name in (*MEDIA_OPTIONS, "chat_template_kwargs"):
         _object(body, name)
-    if _object(body, "chat_template_kwargs").get("chat_template") is not None:
-        where = "chat_template_kwargs.chat_template"
-        raise RequestError(f"{where} is not accepted: it would take the place of the model's template.", param=where)
+    _template_variables(_object(body, "chat_template_kwargs"))
     if not endpoint.generates and body.get("model") is None:
         body["model"] = settings.served_models[0]  # there is one tokenizer
     model = _model(body, settings)
@@ -190,6 +189,16 @@ def _object(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"{name} must be an object.", param=name)
     return value
+
+
+def _template_variables(kwargs: dict[str, Any]) -> None:
+    for name in sorted(TEMPLATE_KWARGS_REFUSED & kwargs.keys()):
+        if kwargs.pop(name) is not None:
+            where = f"chat_template_kwargs.{name}"
+            raise RequestError(
+                f"{where} is not accepted: it is a parameter of the tokenizer, not a variable of the model's template.",
+                param=where,
+            )
 
 
 def _integer(body: Mapping[str, Any], name: str, low: int, high: int | None) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import inspect
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from transformers import PreTrainedTokenizerBase
 
 from epd_serve.errors import ConfigError, RequestError
-from proxy.field_rules import IGNORED, REFUSED, names_of
+from proxy.field_rules import IGNORED, REFUSED, TEMPLATE_KWARGS_REFUSED, names_of
 from proxy.fields import MEDIA_OPTIONS, OTHER, known_release, rules_of
 from proxy.request import Endpoint, parse
 from proxy.vllm_fields import FIELDS, RELEASES
@@ -110,9 +115,30 @@ def test_names_in_other_letters_are_other_names_and_of_two_equal_ones_the_last_c
         parse(Endpoint.COMPLETIONS, raw.replace(b"null", b'"b"'), settings())
 
 
-def test_templates_hidden_in_template_variables_are_refused() -> None:
-    assert "template" in refusal(CHAT, {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}).message
-    assert parsed(CHAT, {"chat_template_kwargs": {"enable_thinking": False}}).body["chat_template_kwargs"]
+@pytest.mark.parametrize("endpoint", [CHAT, Endpoint.RESPONSES, Endpoint.TOKENIZE])
+def test_parameters_of_the_tokenizer_hidden_in_template_variables_are_refused(endpoint: Endpoint) -> None:
+    body: dict[str, Any] = {"messages": text_body()["messages"]} if endpoint is Endpoint.TOKENIZE else {}
+    padded = {"tokenize": True, "padding": "max_length", "max_length": 1_000_000_000}
+    assert "chat_template_kwargs.max_length" in refusal(endpoint, {**body, "chat_template_kwargs": padded}).message
+    for name in TEMPLATE_KWARGS_REFUSED:
+        error = refusal(endpoint, {**body, "chat_template_kwargs": {"enable_thinking": False, name: "x"}})
+        assert error.param == f"chat_template_kwargs.{name}" and "tokenizer" in error.message
+    taken = parsed(endpoint, {**body, "chat_template_kwargs": {"enable_thinking": False, "padding": None}})
+    assert taken.body["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_every_parameter_of_the_installed_tokenizers_is_refused_or_a_variable_of_the_template() -> None:
+    """vLLM 0.32 passes on whatever has the name of one (`renderers/hf.py`, `resolve_chat_template_kwargs`)."""
+    source = importlib.util.find_spec("vllm")
+    assert source is not None and source.submodule_search_locations
+    tree = ast.parse((Path(source.submodule_search_locations[0]) / "renderers/hf.py").read_text(encoding="utf-8"))
+    names = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+    for one in ast.walk(tree):
+        if isinstance(one, ast.FunctionDef) and one.name == "safe_apply_chat_template":
+            names |= {arg.arg for arg in (*one.args.args, *one.args.kwonlyargs)}
+    variables = {"documents", "add_generation_prompt", "continue_final_message"}
+    assert names - {"self", "kwargs"} - variables <= TEMPLATE_KWARGS_REFUSED
+    assert "model_config" in names and variables <= names and not variables & TEMPLATE_KWARGS_REFUSED
 
 
 def test_tools_that_name_a_connection_lose_it() -> None:
