@@ -22,6 +22,10 @@ from proxy.parts import MediaRef, media_refs
 from proxy.response_parts import response_refs
 from proxy.settings import ProxySettings
 
+REPETITION_LIMITS = {"max_pattern_size": 64, "min_pattern_size": 64, "min_count": 16}
+"""Of `repetition_detection`, which vLLM's scheduler looks for in Python after every token, all others waiting (0.32,
+`v1/core/sched/utils.py`): at most some 30,000 comparisons."""
+
 
 class Endpoint(StrEnum):
     """The endpoints that reach a model."""
@@ -91,6 +95,8 @@ def parse(endpoint: Endpoint, raw: bytes | bytearray, settings: ProxySettings) -
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         _integer(body, name, 1, None)
     _integer(body, "n", 1, settings.max_n)
+    for name, most in REPETITION_LIMITS.items():
+        _integer(_object(body, "repetition_detection"), name, 0, most, within="repetition_detection.")
     stream = _boolean(body, "stream") and endpoint.generates
     media = _media(endpoint, body)
     _check_modalities(media, settings)
@@ -201,15 +207,15 @@ def _template_variables(kwargs: dict[str, Any]) -> None:
             )
 
 
-def _integer(body: Mapping[str, Any], name: str, low: int, high: int | None) -> None:
-    value = body.get(name)
+def _integer(body: Mapping[str, Any], name: str, low: int, high: int | None, *, within: str = "") -> None:
+    value, where = body.get(name), within + name
     if value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool):
-        raise RequestError(f"{name} must be an integer, got {json.dumps(value)[:80]}.", param=name)
+        raise RequestError(f"{where} must be an integer, got {json.dumps(value)[:80]}.", param=where)
     if value < low or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise RequestError(f"{name} must be {bounds}, got {value}.", param=name)
+        raise RequestError(f"{where} must be {bounds}, got {value}.", param=where)
 
 
 def _boolean(body: Mapping[str, Any], name: str) -> bool:

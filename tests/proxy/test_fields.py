@@ -141,6 +141,26 @@ def test_every_parameter_of_the_installed_tokenizers_is_refused_or_a_variable_of
     assert "model_config" in names and variables <= names and not variables & TEMPLATE_KWARGS_REFUSED
 
 
+@pytest.mark.parametrize("endpoint", [CHAT, Endpoint.COMPLETIONS])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_pattern_size", 65),
+        ("max_pattern_size", "1000000000"),
+        ("max_pattern_size", -1),
+        ("min_pattern_size", 65),
+        ("min_count", 17),
+        ("min_count", True),
+    ],
+)
+def test_repetitions_that_cost_the_scheduler_its_time_are_refused(endpoint: Endpoint, name: str, value: object) -> None:
+    usual = {"max_pattern_size": 64, "min_count": 16}
+    assert parsed(endpoint, {"repetition_detection": usual}).body["repetition_detection"] == usual
+    error = refusal(endpoint, {"repetition_detection": {**usual, name: value}})
+    assert error.param == f"repetition_detection.{name}" and "must be" in error.message
+    assert refusal(endpoint, {"repetition_detection": [usual]}).param == "repetition_detection"
+
+
 def test_tools_that_name_a_connection_lose_it() -> None:
     tool = {"type": "mcp", "server_label": "a", "server_url": "http://10.0.0.1/", "headers": {"x": "y"}}
     assert parsed(Endpoint.RESPONSES, {"tools": [tool]}).body["tools"] == [{"type": "mcp", "server_label": "a"}]
