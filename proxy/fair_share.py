@@ -1,8 +1,9 @@
 """A limit that accounts share: one may hold as much of it as it leaves free for the others. Pure.
 
 So one alone gets half, two that want all a third each, and whoever comes next always finds something (the dynamic
-thresholds of Choudhury and Hahne, 1998, with a factor of one). Nothing has to be configured, and nobody has to be known
-beforehand. Where nothing tells accounts apart, the one that there is may have everything.
+thresholds of Choudhury and Hahne, 1998, with a factor of one). The last piece is anybody's who has none. Nothing has
+to be configured, and nobody has to be known beforehand. Where nothing tells accounts apart, the one that there is may
+have everything.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class FairShare:
     @property
     def most(self) -> int:
         """What one account can hold at best, while nobody else holds anything."""
-        return self.limit // 2 if self._apart else self.limit
+        return max(self.limit // 2, 1) if self._apart else self.limit
 
     def held_by(self, account: str) -> int:
         return self._held_by[account]
@@ -45,7 +46,7 @@ class FairShare:
         left = self.limit - self.held - amount
         if left < 0:
             raise NoRoom
-        if self._apart and self._held_by[account] + amount > left:
+        if self._apart and self._held_by[account] + amount > max(left, 1):
             raise OverShare
         self.held += amount
         self._held_by[account] += amount

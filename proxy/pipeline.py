@@ -77,7 +77,7 @@ class Pipeline:
         self.background = background or Background()
         self.metrics.registry.register(self.background.registry)
         self.key_gate = KeyGate(settings.key_limits)
-        apart = settings.tells_tenants_apart
+        apart = settings.tells_accounts_apart
         self.memory = MemoryBudget(settings.memory.process_bytes, apart=apart)
         self.arriving = FairShare(max(1, settings.max_in_flight // 2), apart=apart)
         self.metrics.registry.register(StoreMetrics(table))

@@ -352,6 +352,11 @@ class ProxySettings:
     def tells_tenants_apart(self) -> bool:
         return bool(self.api_keys or self.tenant_header)
 
+    @property
+    def tells_accounts_apart(self) -> bool:
+        """Whether there can be two accounts (`proxy/auth.py`): one alone has nobody to leave anything for."""
+        return len(set(self.api_keys)) > 1 if self.api_keys else bool(self.tenant_header)
+
 
 def _require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:

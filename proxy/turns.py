@@ -26,7 +26,7 @@ class Turns:
     """
 
     def __init__(self, places: int, *, spare: bool = False) -> None:
-        self._share = FairShare(places, apart=spare and places > 1)
+        self._share = FairShare(places, apart=spare)
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # in the order in which accounts were served last
 
     @asynccontextmanager

@@ -38,6 +38,16 @@ def test_whoever_comes_after_a_greedy_one_finds_room() -> None:
         share.take("late", 26)
 
 
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_of_little_every_account_gets_one_while_there_is_any(limit: int) -> None:
+    share = FairShare(limit, apart=True)
+    for number in range(limit):
+        share.take(f"a{number}", 1)
+    assert share.held == limit and share.most == 1
+    with pytest.raises(NoRoom):
+        share.take("late", 1)
+
+
 def test_where_nobody_is_told_apart_all_of_it_is_to_be_had() -> None:
     share = FairShare(10, apart=False)
     share.take("a", 10)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 from starlette.datastructures import Headers
 
-from epd_serve.errors import ConfigError, RequestError
+from epd_serve.errors import ConfigError, EpdError, RequestError
 from proxy.auth import DEFAULT_TENANT, AuthenticationError, tenant_of
 from proxy.request import Endpoint
+from proxy.settings import ProxySettings
 from tests.proxy.fakes import Cluster, cluster, encodes, picture_body, settings, text_body
 
 CHAT = Endpoint.CHAT.value
@@ -48,6 +51,33 @@ def test_a_tenant_header_sent_twice_is_refused() -> None:
 def test_a_tenant_header_must_be_a_header_name() -> None:
     with pytest.raises(ConfigError, match="tenant_header"):
         settings(tenant_header="X Tenant:")
+
+
+@pytest.mark.parametrize(
+    ("config", "accounts"),
+    [
+        (settings(), False),
+        (settings(api_keys=("one",)), False),
+        (settings(api_keys=("one",), tenant_header="X-Tenant"), False),  # all whom it names count against the key
+        (KEYS, True),
+        (NAMED, True),
+    ],
+)
+async def test_only_where_there_can_be_several_accounts_is_anything_kept_for_others(
+    config: ProxySettings, accounts: bool
+) -> None:
+    async with cluster("PD0", config=config) as c:
+        assert c.pipeline.arriving.most == c.pipeline.arriving.limit // (2 if accounts else 1)
+        with c.pipeline.memory.request("a") as held:
+            held.take(config.memory.process_bytes // 2)
+            with pytest.raises(EpdError) if accounts else nullcontext():
+                held.take(config.memory.process_bytes // 2)
+
+
+async def test_two_keys_are_served_where_one_body_may_arrive_at_a_time() -> None:
+    async with cluster("PD0", config=settings(api_keys=("one", "two"), max_in_flight=3)) as c:
+        for key in ("one", "two"):
+            assert (await c.client.post(CHAT, json=text_body(), headers=bearer(key))).status_code == 200
 
 
 async def test_tenants_get_their_own_keys_and_salt() -> None:

@@ -47,6 +47,13 @@ async def test_an_account_with_slow_work_leaves_a_place_for_the_next() -> None:
             pass
 
 
+async def test_the_only_place_there_is_goes_to_whoever_asks() -> None:
+    turns = Turns(1, spare=True)
+    for account in ("a", "b"):
+        async with turns.turn(account, within_s=0.0):
+            pass
+
+
 async def test_a_wait_that_is_cancelled_or_over_takes_no_turn_with_it() -> None:
     turns = Turns(1)
     async with turns.turn("a"):
