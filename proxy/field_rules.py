@@ -21,10 +21,11 @@ class Refusal:
 _OURS = Refusal("is set by the server and cannot be sent by a client.")
 _NO_MEMORY = "is not supported: this server keeps no responses; "
 _GUIDED = Refusal("is gone from vLLM, which would answer unconstrained; use structured_outputs or response_format.")
-_FUNCTIONS = Refusal("is OpenAI's old form and unknown to vLLM; use tools and tool_choice.")
+_FUNCTIONS = Refusal("is OpenAI's old form and unknown to vLLM; use tools and tool_choice.", ([],))
 _MEDIA_OPTIONS = Refusal(
     "changes what a picture costs to preprocess, without a bound, so it is taken from trusted clients only: "
-    "--proxy trust_request_mm_kwargs=true."
+    "--proxy trust_request_mm_kwargs=true.",
+    ({},),
 )
 
 PASSED = {
@@ -72,7 +73,7 @@ REFUSED = {
     "prompt_embeds": Refusal("is not accepted from clients: it is a tensor that reaches the engine unchecked."),
     "mm_processor_kwargs": _MEDIA_OPTIONS,  # {"size": 1e6} takes the memory of the stage's front end
     "media_io_kwargs": _MEDIA_OPTIONS,  # frames and decoders of videos
-    "logits_processors": Refusal("names code to be loaded; load it with the stage (--logits-processors)."),
+    "logits_processors": Refusal("names code to be loaded; load it with the stage (--logits-processors).", ([],)),
     "routed_experts_prompt_start": Refusal("is not supported: experts of a prompt stay where it was prefilled.", (0,)),
     # What would need a memory that stages do not have: the next request may meet another one.
     "store": Refusal(_NO_MEMORY + "send store: false, or leave it out.", (False,)),

@@ -106,6 +106,16 @@ def test_what_is_dangerous_is_refused_by_name_on_every_endpoint(endpoint: Endpoi
     assert name not in parsed(endpoint, {name: None}).body
 
 
+@pytest.mark.parametrize(
+    ("name", "nothing"),
+    [("mm_processor_kwargs", {}), ("media_io_kwargs", {}), ("functions", []), ("logits_processors", [])],
+)
+def test_a_refused_field_that_asks_for_nothing_is_left_out(name: str, nothing: object) -> None:
+    request = parsed(CHAT, {name: nothing}, strict_fields=True)
+    assert name not in request.body and not request.dropped
+    assert refusal(CHAT, {name: {"x": 1} if nothing == {} else ["x"]}).param == name
+
+
 def test_names_in_other_letters_are_other_names_and_of_two_equal_ones_the_last_counts() -> None:
     request = parsed(CHAT, {"KV_Transfer_Params": {}, "Cache_Salt": "x"})
     assert request.body.keys() == BODIES[CHAT].keys()
