@@ -34,7 +34,8 @@ class Readiness:
     """Which kinds of requests are served now, and how: `text`, and what the model takes beside it.
 
     A kind is served while live instances make a path for it. Media are served without a live encoder, too: who prefills
-    encodes them then, which `how` says.
+    encodes them then, which `how` says. Whoever may not see the status table learns that a kind is served, and not how
+    or what is missing.
 
     Args:
         down: tasks that feed the status table and do not run. What they would have said is missing; requests go on.
@@ -44,6 +45,7 @@ class Readiness:
         self, settings: ProxySettings, table: InstanceTable, drain: Drain, down: Mapping[str, str] | None = None
     ) -> None:
         self._drain = drain
+        self._open = settings.observed and not settings.api_keys
         self._down = dict(down or {})
         self._missing = [role.value for role in table.missing(settings.roles)]
         self._waiting = [view.instance.id for view in table.snapshot() if not view.up]
@@ -58,7 +60,7 @@ class Readiness:
             return 503, {"status": "draining", "running": self._drain.running}
         if any(self._how.values()):
             return 200, {"status": "ok"}
-        return 503, {"status": "unavailable", "missing": self._missing}
+        return 503, {"status": "unavailable", **self._told(missing=self._missing)}
 
     def ready(self, kind: str | None = None, *, everything: bool = False) -> tuple[int, dict[str, Any]]:
         """200 while any kind is served; of `kind`, while that is; of `everything`, while all are, as the layout means
@@ -80,13 +82,14 @@ class Readiness:
         return 200 if served else 503, {
             "status": status,
             "kinds": {
-                name: {"served": bool(how), "how": how or "no path of live instances"}
+                name: {"served": bool(how), **self._told(how=how or "no path of live instances")}
                 for name, how in self._how.items()
             },
-            "missing": self._missing,
-            "waiting": self._waiting,
-            "down": self._down,
+            **self._told(missing=self._missing, waiting=self._waiting, down=self._down),
         }
+
+    def _told(self, **of_the_table: object) -> dict[str, object]:
+        return of_the_table if self._open else {}
 
 
 def _how(kind: str, live: frozenset[Role], layout: frozenset[Role]) -> str:

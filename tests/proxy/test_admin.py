@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
+import jsonschema
 import pytest
 
+from epd_serve.roles import Role
 from proxy.admin import create_admin
+from proxy.openapi import document
 from proxy.table import InstanceTable
 from tests.proxy.fakes import cluster, settings
+from tests.proxy.test_openapi import schema_of
 
 TELLING = ("/instances", "/metrics", "/openapi.json", "/version")
 KEY = {"authorization": "Bearer key"}
@@ -26,10 +32,23 @@ async def test_with_keys_nothing_is_told_to_those_who_have_none_but_health() -> 
             assert (await c.client.get(path, headers=KEY)).status_code == 200, path
         assert (await c.client.get("/health")).status_code == 200
         c.table.mark_down("PD0", "secret reason")
+
+
+@pytest.mark.parametrize("more", [{"api_keys": ("key",)}, {"observed": False}])
+async def test_where_the_table_is_closed_the_probes_tell_what_is_served_and_not_by_whom(more: dict[str, Any]) -> None:
+    config = settings(roles=(Role.E, Role.P, Role.D), modalities=frozenset({"image"}), **more)
+    async with cluster("E0", "P0", "D0", config=config) as c:
+        assert (await c.client.get("/ready")).json() == {
+            "status": "ready", "kinds": {"text": {"served": True}, "image": {"served": True}}
+        }  # fmt: skip
+        c.table.mark_down("P0", "secret reason")
         unhealthy = await c.client.get("/health")
-        assert unhealthy.status_code == 503 and "secret reason" not in unhealthy.text
-        unready = await c.client.get("/ready")
-        assert unready.status_code == 503 and "PD0" not in unready.text and unready.json()["kinds"]["text"]["how"]
+        assert (unhealthy.status_code, unhealthy.json()) == (503, {"status": "unavailable"})
+        unready = await c.client.get("/ready", headers=KEY)
+        jsonschema.validate(unready.json(), schema_of(document(config, "1"), "Ready"))
+        assert unready.status_code == 503 and unready.json() == {
+            "status": "unavailable", "kinds": {"text": {"served": False}, "image": {"served": False}}
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize("keys", [(), ("key",)])
