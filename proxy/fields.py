@@ -100,9 +100,8 @@ class Sieve:
         if refusal is not None:
             if value is not None and value not in refusal.harmless:
                 raise RequestError(f"{name} {refusal.reason}", param=name)
-        elif name.endswith("_embeds") and value is not None:
-            raise RequestError(f"{name} is not accepted from clients.", param=name)
         elif value is not None and name not in _IGNORED:
+            _refuse_embeds(name, name)
             self._drop(name, name if name in _NAMED else OTHER, name, rules.top.allowed)
 
     def _inner(self, body: Mapping[str, Any], level: _Level, where: str, path: str) -> None:
@@ -116,8 +115,9 @@ class Sieve:
                         self._object(one, below, f"{where}{name}[{number}]", f"{path}{name}")
 
     def _object(self, body: dict[str, Any], level: _Level, where: str, path: str) -> None:
-        for name in [name for name in body if name not in level.allowed and not name.endswith("_embeds")]:
+        for name in [name for name in body if name not in level.allowed]:
             if body.pop(name) is not None:
+                _refuse_embeds(name, f"{where}.{name}")
                 self._drop(f"{where}.{name}", path, name, level.allowed)
         self._inner(body, level, where + ".", path + ".")
 
@@ -130,6 +130,13 @@ class Sieve:
                 f"{where} is not a field that this server knows{meant}", param=where, code="unknown_field"
             )
         self.dropped.append(label)
+
+
+def _refuse_embeds(name: str, where: str) -> None:
+    """Tensors from outside reach the engine unchecked. Those that have a place in a part, `proxy/parts.py` refuses."""
+    if name.endswith("_embeds"):
+        where = where[:SHOWN_CHARS]
+        raise RequestError(f"{where} is not accepted from clients.", param=where)
 
 
 def _all_known(body: dict[str, Any], level: _Level) -> bool:

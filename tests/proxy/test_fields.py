@@ -116,6 +116,32 @@ def test_a_refused_field_that_asks_for_nothing_is_left_out(name: str, nothing: o
     assert refusal(CHAT, {name: {"x": 1} if nothing == {} else ["x"]}).param == name
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "place"),
+    [
+        (CHAT, "x_embeds"),
+        (CHAT, "messages[0].prompt_embeds"),
+        (CHAT, "messages[0].content[0].x_embeds"),
+        (CHAT, "messages[0].content[0].image_url.image_embeds"),
+        (CHAT, "tools[0].x_embeds"),
+        (CHAT, "tools[0].function.x_embeds"),
+        (CHAT, "response_format.x_embeds"),
+        (Endpoint.COMPLETIONS, "stream_options.x_embeds"),
+        (Endpoint.RESPONSES, "input[0].prompt_embeds"),
+        (Endpoint.RESPONSES, "input[0].content[0].x_embeds"),
+        (Endpoint.RESPONSES, "tools[0].x_embeds"),
+    ],
+)
+def test_embeddings_are_refused_wherever_they_stand(endpoint: Endpoint, place: str) -> None:
+    *outer, name = place.split(".")
+    value: Any = {name: "x"}
+    for word in reversed(outer):
+        key, one_of_several, _ = word.partition("[")
+        value = {key: [value] if one_of_several else value}
+    error = refusal(endpoint, value)
+    assert error.param == place and "not accepted from clients" in error.message
+
+
 def test_names_in_other_letters_are_other_names_and_of_two_equal_ones_the_last_counts() -> None:
     request = parsed(CHAT, {"KV_Transfer_Params": {}, "Cache_Salt": "x"})
     assert request.body.keys() == BODIES[CHAT].keys()
