@@ -28,7 +28,7 @@ from deploy import event_loop
 from deploy.admin import Admin, open_admin
 from deploy.blueprint import Blueprint, draw
 from deploy.cluster_bus import EventBus
-from deploy.cluster_key import read_cluster_key
+from deploy.cluster_key import admin_key, admin_key_command, read_cluster_key
 from deploy.config import DeployConfig, check_admin_port, host_and_port
 from deploy.ending import Ending
 from deploy.environment import is_terminal
@@ -166,8 +166,10 @@ def run_head(
     screen = Screen(sys.stderr, terminal=is_terminal())
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(listen(host, port))
-        admin = stack.enter_context(open_admin(admin_host or address, door, admin_key_file, usual_key=key))
+        admin = stack.enter_context(open_admin(admin_host or address, door, admin_key_file, usual_key=admin_key(key)))
         assert admin is not None, "a head has a port for it"
+        if not admin_key_file:
+            screen.line(f"/metrics and /instances want the key that this prints: {admin_key_command(cluster_key_file)}")
         for launch_id in reap_dead(root):
             screen.line(f"cleaned up after launch {launch_id}, which was killed")
         told = head.settings

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import shlex
 import stat
 from pathlib import Path
 
 from epd_serve.errors import ConfigError
 
 SHORTEST = 16
+_ADMIN = "epd-serve/admin-key/1/"
 
 
 def read_cluster_key(path: str) -> str:
@@ -15,6 +18,17 @@ def read_cluster_key(path: str) -> str:
     if not path:
         raise ConfigError("give the file with the cluster's key by --cluster-key-file", param="--cluster-key-file")
     return read_key(path, "--cluster-key-file")
+
+
+def admin_key(cluster_key: str) -> str:
+    """What the operators of a head have who gave it no key for them. Derived, so that Prometheus and whoever else reads
+    along does not hold the cluster key, with which one may join."""
+    return hashlib.sha256((_ADMIN + cluster_key).encode()).hexdigest()
+
+
+def admin_key_command(path: str) -> str:
+    """A shell command that prints `admin_key` of the cluster key in the file `path`; no process list shows either."""
+    return f"(printf {_ADMIN}; tr -d '[:space:]' < {shlex.quote(path)}) | sha256sum | cut -c-64"
 
 
 def read_key(path: str, flag: str) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from deploy.cluster_key import admin_key
 from deploy.ports import free_ports
 from tests.deploy.launched import neighbours
 from tests.waiting import PATIENCE_S
@@ -74,7 +75,7 @@ class Hosts:
         return self.processes.pop(name).wait(PATIENCE_S)
 
     def instances(self) -> dict[str, dict[str, Any]]:
-        found = fetch(f"{self.admin}/instances", KEY)[1]
+        found = fetch(f"{self.admin}/instances", admin_key(KEY))[1]
         return {entry["id"]: entry for entry in json.loads(found or "{}").get("instances", [])}
 
     def up(self) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 
 from deploy.admin import open_admin
 from deploy.cli import BAD_INPUT, main
+from deploy.cluster_key import admin_key
 from deploy.config import DeployConfig
 from deploy.ports import free_ports, listen
 from epd_serve.errors import ConfigError
@@ -98,6 +99,12 @@ def test_a_cluster_is_joined_at_the_admin_port_and_nowhere_else(hosts: Hosts) ->
         assert httpx.post(f"{hosts.url}{path}", headers=headers, trust_env=False).status_code == 404
         assert httpx.post(f"{hosts.admin}{path}", trust_env=False).status_code == 401
         assert httpx.post(f"{hosts.admin}{path}", headers=headers, trust_env=False).status_code == 400
-    assert get(f"{hosts.admin}/instances").status_code == 401
+    for path in ("/instances", "/metrics"):
+        for wrong in ("", KEY, "wrong"):  # who only looks needs not hold what stages join with
+            assert get(f"{hosts.admin}{path}", wrong).status_code == 401
+        assert get(f"{hosts.admin}{path}", admin_key(KEY)).status_code == 200
+    derived = {"authorization": f"Bearer {admin_key(KEY)}"}
+    assert httpx.post(f"{hosts.admin}/cluster/join", headers=derived, trust_env=False).status_code == 401
+    assert KEY not in hosts.log("head") and admin_key(KEY) not in hosts.log("head")
     hosts.simulated("EPD", "EPD", "127.0.0.3")
     until(lambda: hosts.up() == ["EPD0"], "a stage that has joined")

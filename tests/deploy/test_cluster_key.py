@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from deploy.cluster_key import read_cluster_key
+from deploy.cluster_key import admin_key, admin_key_command, read_cluster_key
+from epd_serve.cluster import stage_key
 from epd_serve.errors import ConfigError
 
 
@@ -35,6 +37,17 @@ def test_a_key_is_one_line(tmp_path: Path) -> None:
 def test_a_file_that_is_no_secret_is_refused(tmp_path: Path, content: bytes, mode: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_cluster_key(key_file(tmp_path, content, mode))
+
+
+def test_the_operators_key_is_another_one_and_printed_by_the_command_that_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "it's here"
+    folder.mkdir()
+    path = key_file(folder, b" 0123456789abcdef\n")
+    command = ["bash", "-c", admin_key_command(path)]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    derived = admin_key(read_cluster_key(path))
+    assert shown.stdout.strip() == derived and len(derived) == 64
+    assert derived != stage_key(read_cluster_key(path)) and derived != admin_key("0123456789abcdeg")
 
 
 def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
+from deploy.cluster_key import admin_key
 from deploy.processes import stat
 from tests.deploy.hosts import KEY, Hosts, fetch, until
 from tests.deploy.sim_load import TEXT, in_flight, load, more, picture
 from tests.waiting import PATIENCE_S
 
-ADMIN = {"authorization": f"Bearer {KEY}"}
+ADMIN = {"authorization": f"Bearer {admin_key(KEY)}"}
 
 ADDRESSES = {"E": "127.0.0.2", "P": "127.0.0.3", "D": "127.0.0.4"}
 

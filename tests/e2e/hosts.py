@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 
 from deploy import processes
+from deploy.cluster_key import admin_key, read_cluster_key
 from deploy.ports import free_ports, listen
 from epd_serve.errors import ConfigError
 from tests.e2e.serving import ROOT, START_S, Endpoint, wait_until
@@ -66,7 +67,7 @@ class Hosts(Endpoint):
         return self.healthy() and sorted(self.up()) == ["D0", "E0", "P0"]
 
     def instances(self) -> dict[str, dict[str, Any]]:
-        headers = {"authorization": f"Bearer {self.key_file.read_text()}"}
+        headers = {"authorization": f"Bearer {admin_key(read_cluster_key(str(self.key_file)))}"}
         answer = httpx.get(f"{self.admin}/instances", headers=headers, timeout=STOP_S, trust_env=False)
         return {entry["id"]: entry for entry in answer.json()["instances"]}
 
