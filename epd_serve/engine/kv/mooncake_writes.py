@@ -11,10 +11,14 @@ What may still land after a write has failed:
     pending, or -2 (too late)   until Mooncake says how it ended, at most `quarantine_s`
     -1 (failed)                 `quarantine_s`: bytes on their way arrive all the same (Mooncake #4247), and the batch
                                 is freed, so it must not be asked again
+
+A write that nobody minds any more, as its quarantine is over or its target gone, is asked for as long again and then
+forgotten: its batch stays in Mooncake's memory, which no call can free.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -24,10 +28,13 @@ from typing import Any
 
 from epd_serve.engine.kv.transport import LinkError
 
+logger = logging.getLogger(__name__)
+
 UNDER_WAY = 512  # writes at once; Mooncake lets 1024 wait for a peer by default
 _MOST_LEFT = 8 * UNDER_WAY
 _NO_BATCH = (0, 2**64 - 1)  # 0.3.11.post1 answers -1 as an unsigned number, and asking for that would crash the process
 _PENDING, _DONE, _FAILED = 0, 1, -1
+_ASK_EVERY_S = 0.05  # thousands may have been left, and the link asks whenever it has moved something
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 1e-3
 
 Write = tuple[int, int, int]  # source address, target address, bytes
@@ -63,6 +70,7 @@ class Writes:
         self._timeout_s, self._quarantine_s = timeout_s, quarantine_s
         self._clock, self._sleep = clock, sleep
         self._left: list[_Left] = []
+        self._asked_at = -math.inf
 
     def run(self, session: str, writes: Iterable[Write], *, harmless: bool = False) -> None:
         """Returns when all bytes are there.
@@ -75,8 +83,8 @@ class Writes:
         """
         engine = self._engine()
         self._look_after()
-        if len(self._left) >= _MOST_LEFT:
-            raise LinkError(f"{len(self._left)} writes that were given up have not ended")
+        if (landing := self._landing()) >= _MOST_LEFT:
+            raise LinkError(f"{landing} writes that were given up may still land")
         under_way = deque[int]()
         try:
             for source, target, nbytes in writes:
@@ -95,13 +103,18 @@ class Writes:
     def may_land(self) -> bool:
         """Whether a write that was left to itself may still change memory that somebody uses."""
         self._look_after()
-        now = self._clock()
-        return any(left.lands_until > now for left in self._left)
+        return self._landing() > 0
 
     def target_gone(self) -> None:
         """The process that they were for is no more."""
+        now = self._clock()
         for left in self._left:
-            left.lands_until = -math.inf
+            left.lands_until = min(left.lands_until, now)
+
+    def _landing(self) -> int:
+        """How many of those that were left to themselves may still change memory that somebody uses."""
+        now = self._clock()
+        return sum(left.lands_until > now for left in self._left)
 
     def _finish_oldest(self, engine: Any, session: str, under_way: deque[int]) -> None:
         """Those that came later may have ended before: each is asked for in its turn, so all are, once or little more.
@@ -123,9 +136,12 @@ class Writes:
         raise LinkError(f"a write to {session} failed with status {status}")
 
     def _look_after(self) -> None:
-        """Asks how those ended that were left to themselves, which also frees them."""
+        """Asks how those ended that were left to themselves, which also frees them; forgets what nobody minds."""
         now = self._clock()
-        kept = []
+        if now < self._asked_at + _ASK_EVERY_S:
+            return
+        self._asked_at = now
+        kept, forgotten = [], 0
         for left in self._left:
             status = self._engine().transfer_check_status(left.batch) if left.batch else _PENDING
             if status == _DONE:
@@ -134,6 +150,10 @@ class Writes:
                 left.batch = 0
                 if left.lands_until > now:
                     left.lands_until = now + self._quarantine_s
-            if left.batch or left.lands_until > now:
+            if left.lands_until > now or (left.batch and left.lands_until + self._quarantine_s > now):
                 kept.append(left)
+            else:
+                forgotten += left.batch != 0
         self._left = kept
+        if forgotten:
+            logger.warning("Mooncake never ended %d writes: it keeps their memory", forgotten)

@@ -101,8 +101,10 @@ def test_what_took_too_long_may_land_until_mooncake_says_that_it_has(fault: Faul
         ends.write(0, 1)
     assert ends.writes.may_land()
     ends.p.land(lambda write: write == next(ends.descriptors(0)))
+    ends.now += 0.1
     assert ends.writes.may_land()
     ends.p.land()
+    ends.now += 0.1
     assert not ends.writes.may_land()
     assert not ends.p.unfreed
 
@@ -133,16 +135,62 @@ def test_what_fails_after_it_took_too_long_may_land_from_then_on(monkeypatch: py
     assert not ends.writes.may_land()
 
 
-def test_what_mooncake_never_ends_keeps_nobody_for_longer_and_no_more_is_begun_than_can_be_kept_in_mind() -> None:
-    ends = Ends(fault=lambda write: Fault.LOST)
+def give_up_all_that_may_be(ends: Ends) -> None:
     for _ in range(8):
         with pytest.raises(LinkError, match="took longer"):
             ends.write(*range(UNDER_WAY))
+    with pytest.raises(LinkError, match="4096 writes that were given up may still land"):
+        ends.write(0)
+
+
+def test_no_more_is_begun_than_may_land_and_what_mooncake_never_ends_holds_up_nothing_for_good(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ends = Ends(fault=lambda write: Fault.LOST)
+    give_up_all_that_may_be(ends)
     ends.now += QUARANTINE_S
     assert not ends.writes.may_land()
-    with pytest.raises(LinkError, match="4096 writes that were given up have not ended"):
-        ends.write(0)
-    assert ends.p.unfreed == 8 * UNDER_WAY
+    ends.network.fault = lambda write: Fault.NONE
+    ends.write(0)
+    assert not caplog.records
+    ends.now += QUARANTINE_S
+    ends.write(0)
+    assert "never ended 4096 writes" in caplog.text
+    asked = count_asks(ends)
+    ends.now += QUARANTINE_S
+    assert not ends.writes.may_land() and not asked
+    assert ends.p.unfreed == 8 * UNDER_WAY, "no call can free them"
+
+
+def test_the_next_life_of_decode_is_written_to_whatever_the_former_one_left(caplog: pytest.LogCaptureFixture) -> None:
+    ends = Ends(fault=lambda write: Fault.LATE)
+    give_up_all_that_may_be(ends)
+    ends.network.fault = lambda write: Fault.NONE
+    ends.writes.target_gone()
+    ends.write(0)
+    ends.p.land()
+    ends.now += 1
+    ends.write(0)
+    assert not ends.p.unfreed and not caplog.records, "they are freed when they end"
+
+
+def test_what_was_left_is_not_asked_for_with_every_look() -> None:
+    ends = Ends(fault=lambda write: Fault.LOST)
+    with pytest.raises(LinkError):
+        ends.write(*range(UNDER_WAY))
+    ends.now += 1
+    asked = count_asks(ends)
+    for _ in range(100):
+        assert ends.writes.may_land()
+    assert len(asked) == UNDER_WAY
+
+
+def count_asks(ends: Ends) -> list[int]:
+    """The batches that are asked for from now on."""
+    asked: list[int] = []
+    ask = ends.p.transfer_check_status
+    ends.p.transfer_check_status = lambda batch: asked.append(batch) or ask(batch)  # type: ignore[method-assign]
+    return asked
 
 
 def test_writes_that_are_given_up_are_freed_when_they_end_although_nobody_waits_for_them() -> None:
@@ -151,6 +199,7 @@ def test_writes_that_are_given_up_are_freed_when_they_end_although_nobody_waits_
         ends.write(0, 1, 2, harmless=True)
     assert not ends.writes.may_land()
     ends.p.land()
+    ends.now += 0.1
     ends.network.fault = lambda write: Fault.NONE
     ends.write(3)
     assert not ends.p.unfreed
