@@ -35,7 +35,8 @@ COMMUNICATORS = 2  # of a tensor-parallel instance: the world's and the group's
 
 TRANSFER_BYTES = SLICE_BYTES + LARGEST_PROBE_BYTES + 2 * (2 * MIB)
 """What KV passes through in a worker that sends or takes it, and what probes write to, however many links there are;
-each starts at a multiple of 2 MiB."""
+each starts at a multiple of 2 MiB. A layer whose blocks are larger than a slice takes the difference on top, unplanned:
+none of the models that we know has one."""
 
 HOST_SERVER_BYTES = 1000 * MIB
 HOST_WORKER_BYTES = 560 * MIB

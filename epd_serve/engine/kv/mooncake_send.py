@@ -13,9 +13,8 @@ from epd_serve.engine.kv.regions import Layers, LinkPieces
 from epd_serve.engine.kv.transport import AwaitMessage, LinkError, SendMessage
 from epd_serve.kv.heads import copies
 from epd_serve.kv.plan import LayerPacket, Run
+from epd_serve.kv.slices import SLICE_BYTES
 from epd_serve.wire import TransferKey
-
-_LARGEST_MOVE = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class MooncakeSendSide:
 
     name = "mooncake"
     shares_network = True
-    largest_move = _LARGEST_MOVE
+    largest_move = SLICE_BYTES
 
     def __init__(
         self, layers: Layers, endpoint: Callable[[], MooncakeEndpoint], protocol: str, timeout_s: float

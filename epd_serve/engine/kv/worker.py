@@ -72,7 +72,8 @@ class _KVCache:
         # Now, and not when a link opens: no device has memory to spare once it serves.
         largest_block = max(sum(region.block_bytes for region in layer) for layer in self.layers)
         ways = offered(wiring, kind)
-        self._memory = PacketMemory(self.device, max(SLICE_BYTES, largest_block) if SHM in ways else 0)
+        stages = SHM in ways and (wiring.role.takes_kv or not self.device.host_visible)  # P's CPU gathers in place
+        self._memory = PacketMemory(self.device, max(SLICE_BYTES, largest_block) if stages else 0)
         scratch = self.device.allocate(LARGEST_PROBE_BYTES if MOONCAKE in ways else 0)
         self._mooncake = OnDemand(
             lambda: MooncakeEndpoint(self.layers, wiring.host, wiring.mooncake_protocol, self.device, scratch)

@@ -173,12 +173,14 @@ def test_links_are_open_and_reported_before_any_request(cluster: Cluster) -> Non
     assert {(link.rank, link.transport) for link in report.links} == {(0, "shm"), (1, "shm")}
 
 
-@pytest.mark.parametrize("kind", [PrefillWorker, DecodeWorker])
+@pytest.mark.parametrize(("kind", "role"), [(PrefillWorker, Role.P), (DecodeWorker, Role.D)])
+@pytest.mark.parametrize("host_visible", [False, True])
 def test_a_workers_memory_is_taken_when_it_registers_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, role: Role, host_visible: bool
 ) -> None:
-    """Not when a link opens: a device that serves has none to spare."""
+    """Not when a link opens: a device that serves has none to spare. P stages none where the CPU reads the cache."""
     device = FakeDevice()
+    monkeypatch.setattr(device, "host_visible", host_visible)
     device.enter_thread()
     monkeypatch.setattr(worker_module, "memory_here", lambda kind: device)
     monkeypatch.setattr(worker_module, "offered", lambda *arguments: (MOONCAKE, SHM))
@@ -186,7 +188,7 @@ def test_a_workers_memory_is_taken_when_it_registers_the_cache(
     monkeypatch.setattr(compat, "total_kv_heads", lambda config: 1)
     monkeypatch.setattr(compat, "kv_cache_layout", lambda config: "")
     monkeypatch.setattr(compat, "platform_fingerprint", lambda: "test")
-    wiring = StageWiring("X0", Role.D, "x1", kv_worker_endpoint=f"ipc://{tmp_path}/X0.kvw{{rank}}")
+    wiring = StageWiring("X0", role, "x1", kv_worker_endpoint=f"ipc://{tmp_path}/X0.kvw{{rank}}")
     config = SimpleNamespace(
         cache_config=SimpleNamespace(block_size=BLOCK_SIZE, cache_dtype="auto"),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
@@ -196,6 +198,7 @@ def test_a_workers_memory_is_taken_when_it_registers_the_cache(
     before = device.allocated_bytes
     try:
         worker.register({"layer.0": cache})
-        assert device.allocated_bytes - before == SLICE_BYTES + LARGEST_PROBE_BYTES
+        staging_bytes = 0 if role is Role.P and host_visible else SLICE_BYTES
+        assert device.allocated_bytes - before == staging_bytes + LARGEST_PROBE_BYTES
     finally:
         worker.close()
