@@ -10,7 +10,8 @@ Four rules keep a hole from passing for KV, and KV out of blocks that D has give
   what of it was under way is written over, as it is sent again from its beginning, before a DONE that says "whole";
 * a connection that fails takes with it every transfer that has packets on it, for they may be lost: no DONE follows;
 * blocks belong to one life of D: once another life answers, transfers of the former one end;
-* a transfer that failed is over, which P's scheduler takes for its last write, only when no write can still land.
+* a transfer that failed is over, which P's scheduler takes for its last write, only when no write that was given up
+  until then can still land. Writes of transfers that fail later do not keep it, nor is it kept if nothing was sent.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Link:
         self._peer = Peer(endpoint, self._connection, self._fates, self._record.lost, self._changed)
         slice_bytes = min(slice_bytes, *(side.largest_move for side in sides))
         self._outbox = Outbox(slice_bytes, lambda nbytes: self._cost.now().seconds(nbytes))
-        self._ended: list[tuple[DoneJob, Outcome]] = []
+        self._failed: list[tuple[DoneJob, list[int]]] = []  # per side, how many writes were given up until then
         self._thread = threading.Thread(target=self._run, name="epd-kv-link", daemon=True)
         self._thread.start()
 
@@ -174,21 +175,23 @@ class Link:
                 logger.exception("KV link to %s", self._endpoint)
                 self._fail(job, f"{type(error).__name__}: {error}")
             if isinstance(job, DoneJob):
-                self._ended.append((job, outcome))
-            if self._ended:
-                self._report_ended()
+                if outcome == "failed" and self._fates.ever_sent(job.out.key):
+                    self._failed.append((job, [side.given_up() for side in self._sides]))
+                else:
+                    self._over(job, outcome)
+            self._release()
         self._peer.disconnect()
         for side in self._sides:
             side.close()
 
-    def _report_ended(self) -> None:
-        may_land = any(side.may_land() for side in self._sides)
-        ended, self._ended = self._ended, []
-        for job, outcome in ended:
-            if outcome == "failed" and may_land:
-                self._ended.append((job, outcome))
+    def _release(self) -> None:
+        """Failed transfers of which nothing can land any more are over."""
+        failed, self._failed = self._failed, []
+        for job, given_up in failed:
+            if any(side.may_land(count) for side, count in zip(self._sides, given_up, strict=True)):
+                self._failed.append((job, given_up))
             else:
-                self._over(job, outcome)
+                self._over(job, "failed")
 
     def _over(self, job: DoneJob, outcome: Outcome) -> None:
         self._record.ended(job, outcome)

@@ -7,7 +7,7 @@ P's scheduler no longer says that it holds the transfer.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from epd_serve.engine.kv.link_jobs import Outgoing
 from epd_serve.wire import TransferKey
@@ -20,6 +20,7 @@ class Fates:
         self._lock = threading.Lock()  # guards _known
         self._known: dict[TransferKey, tuple[Outgoing, float]] = {}  # until over; since when
         self._sent_on: set[TransferKey] = set()  # packets on this connection, DONE not sent
+        self._ever_sent: set[TransferKey] = set()  # packets on this connection or a former one
         self._broken: set[TransferKey] = set()
         self._replaced: set[str] = set()  # former lives of D
         self._life = ""  # the last one that answered
@@ -49,9 +50,14 @@ class Fates:
         self._replaced.discard(life)
         self._life = life
 
-    def sent(self, keys: Iterable[TransferKey]) -> None:
+    def sent(self, keys: Set[TransferKey]) -> None:
         """Packets of these are on the connection."""
-        self._sent_on.update(keys)
+        self._sent_on |= keys
+        self._ever_sent |= keys
+
+    def ever_sent(self, key: TransferKey) -> bool:
+        """Whether anything of it was put on a connection."""
+        return key in self._ever_sent
 
     def done(self, key: TransferKey) -> None:
         """DONE is on the connection."""
@@ -78,5 +84,6 @@ class Fates:
     def over(self, key: TransferKey) -> None:
         self._broken.discard(key)
         self._sent_on.discard(key)
+        self._ever_sent.discard(key)
         with self._lock:
             self._known.pop(key, None)

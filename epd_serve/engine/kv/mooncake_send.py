@@ -107,8 +107,11 @@ class MooncakeSendSide:
     def credit(self, seq: int) -> None:
         """Nothing is staged here."""
 
-    def may_land(self) -> bool:
-        return self._writes.may_land()
+    def given_up(self) -> int:
+        return self._writes.given_up
+
+    def may_land(self, given_up: int) -> bool:
+        return self._writes.may_land(given_up)
 
     def close(self) -> None:
         """The engine lives as long as the worker."""

@@ -42,8 +42,12 @@ Write = tuple[int, int, int]  # source address, target address, bytes
 
 @dataclass
 class _Left:
-    """A write that was left to itself. `batch`: 0 once it is freed; `lands_until`: it may write until then."""
+    """A write that was left to itself.
 
+    `number`: how many were before it; `batch`: 0 once it is freed; `lands_until`: it may write until then.
+    """
+
+    number: int
     batch: int
     lands_until: float
 
@@ -56,6 +60,9 @@ class Writes:
         timeout_s: for how long none of the writes may end.
         quarantine_s: for how long a write may land of which nothing is known.
         clock, sleep: in seconds.
+
+    Attributes:
+        given_up: writes that were left to themselves so far.
     """
 
     def __init__(
@@ -69,6 +76,7 @@ class Writes:
         self._engine = engine
         self._timeout_s, self._quarantine_s = timeout_s, quarantine_s
         self._clock, self._sleep = clock, sleep
+        self.given_up = 0
         self._left: list[_Left] = []
         self._asked_at = -math.inf
 
@@ -83,7 +91,7 @@ class Writes:
         """
         engine = self._engine()
         self._look_after()
-        if (landing := self._landing()) >= _MOST_LEFT:
+        if (landing := self._landing(self.given_up)) >= _MOST_LEFT:
             raise LinkError(f"{landing} writes that were given up may still land")
         under_way = deque[int]()
         try:
@@ -98,12 +106,13 @@ class Writes:
                 self._finish_oldest(engine, session, under_way)
         finally:
             until = self._clock() + (0.0 if harmless else self._quarantine_s)
-            self._left += [_Left(batch, until) for batch in under_way]
+            self._left += [_Left(number, batch, until) for number, batch in enumerate(under_way, self.given_up)]
+            self.given_up += len(under_way)
 
-    def may_land(self) -> bool:
-        """Whether a write that was left to itself may still change memory that somebody uses."""
+    def may_land(self, given_up: int) -> bool:
+        """Whether one of the first so many that were given up may still change memory that somebody uses."""
         self._look_after()
-        return self._landing() > 0
+        return self._landing(given_up) > 0
 
     def target_gone(self) -> None:
         """The process that they were for is no more."""
@@ -111,10 +120,9 @@ class Writes:
         for left in self._left:
             left.lands_until = min(left.lands_until, now)
 
-    def _landing(self) -> int:
-        """How many of those that were left to themselves may still change memory that somebody uses."""
+    def _landing(self, given_up: int) -> int:
         now = self._clock()
-        return sum(left.lands_until > now for left in self._left)
+        return sum(left.number < given_up and left.lands_until > now for left in self._left)
 
     def _finish_oldest(self, engine: Any, session: str, under_way: deque[int]) -> None:
         """Those that came later may have ended before: each is asked for in its turn, so all are, once or little more.

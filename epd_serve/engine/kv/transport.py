@@ -70,8 +70,12 @@ class SendSide(Protocol):
         """D has copied a staged packet out; may also come between packets."""
         ...
 
-    def may_land(self) -> bool:
-        """Whether bytes of a `move` that failed may still be written at D, without D's help."""
+    def given_up(self) -> int:
+        """How many writes were given up so far, which D's memory may still receive without D's help."""
+        ...
+
+    def may_land(self, given_up: int) -> bool:
+        """Whether one of the first so many writes that were given up may still change D's blocks."""
         ...
 
     def close(self) -> None: ...

@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
-from epd_serve.engine.kv.transport import LinkError
-from epd_serve.kv.plan import Run
+from epd_serve.engine.kv.packet_memory import PacketMemory
+from epd_serve.engine.kv.regions import Layers
+from epd_serve.engine.kv.shm_send import ShmSendSide
+from epd_serve.engine.kv.transport import AwaitMessage, LinkError, SendMessage, SendSide
+from epd_serve.kv.plan import LayerPacket, Run
+from epd_serve.kv.slices import SLICE_BYTES
 from tests.epd_serve.engine.kv.fakes import HOST, DecodeEnd, Ends, PrefillEnd, chunk, key_of, packet, same
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -188,6 +192,56 @@ def test_a_transfer_of_which_a_packet_could_not_be_read_never_gets_its_done(star
     p.step([chunk(d, "b", [3], [7], last=True)])
     d.wait_ended(1)
     assert [item.request for item in d.received] == ["at-d-b"]
+
+
+class Unreliable(ShmSendSide):
+    """Each move fails while `broken`, and leaves a write that may land until `landed` counts it."""
+
+    broken = False
+    left = landed = 0
+
+    def given_up(self) -> int:
+        return self.left
+
+    def may_land(self, given_up: int) -> bool:
+        return given_up > self.landed
+
+    def move(self, packet: LayerPacket, send: SendMessage, receive: AwaitMessage) -> int:
+        if not self.broken:
+            return super().move(packet, send, receive)
+        self.left += 1
+        raise LinkError("the wire broke")
+
+
+def test_what_failed_is_over_when_its_own_writes_have_landed_whatever_fails_later(start: Ends) -> None:
+    """Else P keeps the blocks of all that it sends to a D whose link breaks again and again."""
+    d = start(DecodeEnd)
+    sides: list[Unreliable] = []
+
+    def unreliable(layers: Layers, path: str) -> list[SendSide]:
+        sides.append(Unreliable(layers, path, 1 << 20, HOST, PacketMemory(HOST, SLICE_BYTES)))
+        return list(sides)
+
+    p = start(PrefillEnd, sides=unreliable)
+    link = p.wait_up(d)
+    (side,) = sides
+    side.broken = True
+    for count, name in enumerate("ab", 1):
+        p.step([chunk(d, name, [1], [5], last=True)], finished=[name])
+        wait_for(lambda count=count: len(link._failed) == count)
+
+    def unreadable() -> None:
+        raise LinkError("nothing is sent")
+
+    p.use(SimpleNamespace(timed_fence=lambda: SimpleNamespace(wait=unreadable, seconds_since=lambda _: None)))
+    p.step([chunk(d, "c", [1], [5], last=True)], finished=["c"])
+    p.wait_over({"c"})
+    assert p.over == {"c"}
+    side.landed = 1
+    p.wait_over({"a"})
+    assert p.over == {"a", "c"}
+    side.landed = 2
+    p.wait_over({"b"})
 
 
 def test_an_address_that_is_none_fails_its_transfers_and_no_other(start: Ends) -> None:

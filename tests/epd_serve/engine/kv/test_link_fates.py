@@ -14,7 +14,7 @@ def out(name: str, target: str = "D0:1") -> Outgoing:
 def test_a_lost_connection_breaks_what_was_on_it_and_nothing_else() -> None:
     fates, on_it, ended, queued = Fates(), out("a"), out("b"), out("c")
     fates.know([on_it, ended, queued], 0.0)
-    fates.sent([on_it.key, ended.key])
+    fates.sent({on_it.key, ended.key})
     fates.done(ended.key)
     fates.connection_lost()
     assert fates.living([on_it, ended, queued]) == [ended, queued]

@@ -115,7 +115,7 @@ def test_a_probe_that_took_too_long_keeps_no_transfer() -> None:
     pair = Pair(flat(), fault=Fault.LOST)
     with pytest.raises(LinkError):
         pair.side.probe(64, None, None)
-    assert not pair.side.may_land()
+    assert not pair.side.may_land(pair.side.given_up())
 
 
 def test_what_failed_keeps_its_transfer_until_another_process_answers_in_the_place_of_decode() -> None:
@@ -123,16 +123,17 @@ def test_what_failed_keeps_its_transfer_until_another_process_answers_in_the_pla
     with pytest.raises(LinkError):
         pair.move(0, 1, Run(0, 0, 1))
     pair.side.opened(pair.ack, None)
-    assert pair.side.may_land(), "the link was opened again, to the same process"
+    assert pair.side.may_land(pair.side.given_up()), "the link was opened again, to the same process"
     pair.side.opened(replace(pair.ack, session="host:1"), None)
-    assert not pair.side.may_land()
+    assert not pair.side.may_land(pair.side.given_up())
 
 
 def test_a_link_of_which_nothing_was_written_starts_no_engine_to_say_so() -> None:
     def refuses() -> MooncakeEndpoint:
         raise LinkError("no engine here")
 
-    assert not MooncakeSendSide((), refuses, "tcp", timeout_s=0.05).may_land()
+    side = MooncakeSendSide((), refuses, "tcp", timeout_s=0.05)
+    assert not side.may_land(side.given_up())
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,9 @@ class Ends:
     def write(self, *blocks: int, harmless: bool = False) -> None:
         self.writes.run(self.session, list(self.descriptors(*blocks)), harmless=harmless)
 
+    def may_land(self) -> bool:
+        return self.writes.may_land(self.writes.given_up)
+
     def descriptors(self, *blocks: int) -> Iterator[Write]:
         for block in blocks:
             yield self.source[block].data_ptr(), self.target[block].data_ptr(), BLOCK
@@ -90,22 +93,22 @@ def test_nobody_at_the_address_is_an_error_whatever_mooncake_calls_it(says_minus
     ends.session = "host:9"
     with pytest.raises(LinkError, match="did not accept a write to host:9"):
         ends.write(0)
-    assert not ends.writes.may_land(), "there is none to ask for"
+    assert not ends.may_land(), "there is none to ask for"
 
 
 @pytest.mark.parametrize("fault", [Fault.LATE, Fault.TOO_LATE])
 def test_what_took_too_long_may_land_until_mooncake_says_that_it_has(fault: Fault) -> None:
     ends = Ends(fault=lambda write: fault)
-    assert not ends.writes.may_land()
+    assert not ends.may_land()
     with pytest.raises(LinkError):
         ends.write(0, 1)
-    assert ends.writes.may_land()
+    assert ends.may_land()
     ends.p.land(lambda write: write == next(ends.descriptors(0)))
     ends.now += 0.1
-    assert ends.writes.may_land()
+    assert ends.may_land()
     ends.p.land()
     ends.now += 0.1
-    assert not ends.writes.may_land()
+    assert not ends.may_land()
     assert not ends.p.unfreed
 
 
@@ -114,9 +117,9 @@ def test_what_has_failed_may_land_for_as_long_as_decode_keeps_its_blocks() -> No
     with pytest.raises(LinkError):
         ends.write(0)
     ends.now += QUARANTINE_S - 0.1
-    assert ends.writes.may_land()
+    assert ends.may_land()
     ends.now += 0.2
-    assert not ends.writes.may_land()
+    assert not ends.may_land()
     assert not ends.p.unfreed and not ends.p.device.broken, "it was not asked for again"
 
 
@@ -128,11 +131,11 @@ def test_what_fails_after_it_took_too_long_may_land_from_then_on(monkeypatch: py
         ends.write(0)
     ends.now += QUARANTINE_S - 1
     run()
-    assert ends.writes.may_land()
+    assert ends.may_land()
     ends.now += QUARANTINE_S - 1
-    assert ends.writes.may_land()
+    assert ends.may_land()
     ends.now += 2
-    assert not ends.writes.may_land()
+    assert not ends.may_land()
 
 
 def give_up_all_that_may_be(ends: Ends) -> None:
@@ -149,7 +152,7 @@ def test_no_more_is_begun_than_may_land_and_what_mooncake_never_ends_holds_up_no
     ends = Ends(fault=lambda write: Fault.LOST)
     give_up_all_that_may_be(ends)
     ends.now += QUARANTINE_S
-    assert not ends.writes.may_land()
+    assert not ends.may_land()
     ends.network.fault = lambda write: Fault.NONE
     ends.write(0)
     assert not caplog.records
@@ -158,7 +161,7 @@ def test_no_more_is_begun_than_may_land_and_what_mooncake_never_ends_holds_up_no
     assert "never ended 4096 writes" in caplog.text
     asked = count_asks(ends)
     ends.now += QUARANTINE_S
-    assert not ends.writes.may_land() and not asked
+    assert not ends.may_land() and not asked
     assert ends.p.unfreed == 8 * UNDER_WAY, "no call can free them"
 
 
@@ -181,7 +184,7 @@ def test_what_was_left_is_not_asked_for_with_every_look() -> None:
     ends.now += 1
     asked = count_asks(ends)
     for _ in range(100):
-        assert ends.writes.may_land()
+        assert ends.may_land()
     assert len(asked) == UNDER_WAY
 
 
@@ -193,11 +196,24 @@ def count_asks(ends: Ends) -> list[int]:
     return asked
 
 
+def test_what_fails_later_does_not_keep_what_failed_before() -> None:
+    ends = Ends(fault=lambda write: Fault.FAILS)
+    with pytest.raises(LinkError):
+        ends.write(0)
+    before = ends.writes.given_up
+    ends.now += QUARANTINE_S / 2
+    with pytest.raises(LinkError):
+        ends.write(1)
+    ends.now += QUARANTINE_S / 2
+    assert not ends.writes.may_land(before)
+    assert ends.may_land()
+
+
 def test_writes_that_are_given_up_are_freed_when_they_end_although_nobody_waits_for_them() -> None:
     ends = Ends(fault=lambda write: Fault.LATE)
     with pytest.raises(LinkError):
         ends.write(0, 1, 2, harmless=True)
-    assert not ends.writes.may_land()
+    assert not ends.may_land()
     ends.p.land()
     ends.now += 0.1
     ends.network.fault = lambda write: Fault.NONE
@@ -248,7 +264,7 @@ def test_no_fault_lets_a_hole_pass_for_kv_or_changes_blocks_that_are_used_again(
             arrived += 1
             assert torch.equal(ends.target[blocks], ends.source[blocks])
         ends.sleep(chance.choice([0.0, 1.0, QUARANTINE_S / 4]))
-        if held and not ends.writes.may_land():
+        if held and not ends.may_land():
             for block in held:
                 others[block] = ends.target[block].random_(generator=content).clone()
             held.clear()
@@ -258,5 +274,5 @@ def test_no_fault_lets_a_hole_pass_for_kv_or_changes_blocks_that_are_used_again(
     while ends.p.pending:
         ends.sleep(QUARANTINE_S)
     ends.sleep(2 * QUARANTINE_S)
-    assert not ends.writes.may_land()
+    assert not ends.may_land()
     assert ends.p.unfreed == ends.lost, "what never ends cannot be freed; all else is"
