@@ -10,6 +10,7 @@ import asyncio
 import binascii
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
 import pybase64
@@ -65,6 +66,7 @@ class MediaLoader:
         self._fetcher = fetcher
         self._threads = ThreadPoolExecutor(settings.media.threads, thread_name_prefix="media")
         self._turns = Turns(settings.media.threads)
+        self._outliving: set[asyncio.Task[None]] = set()
 
     async def aclose(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -100,8 +102,7 @@ class MediaLoader:
         for together in self._shares(refs, fetched):
             most_bytes = sum(self._most_bytes(ref, fetched) for ref in together)
             held.take(most_bytes)
-            async with self._turns.turn(held.account):
-                items = await self._blocking(lambda refs=together: [item(ref) for ref in refs])  # type: ignore[misc]
+            items = await self._in_turn(lambda refs=together: [item(ref) for ref in refs], held)  # type: ignore[misc]
             gone = sum(len(fetched.pop(ref.param, b"")) for ref in together)
             held.give_back(most_bytes + gone - sum(one.source.size_bytes for one in items))
             total.grow(sum(one.size_bytes for one in items) - gone)
@@ -221,8 +222,26 @@ class MediaLoader:
         source = Inlined(head, inlined if inlined is not None else pybase64.b64encode(data))
         return LoadedItem(replace(ref, source=""), source, key, float(weight), len(data))
 
-    async def _blocking(self, work: Callable[[], list[LoadedItem]]) -> list[LoadedItem]:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def _in_turn(self, work: Callable[[], list[LoadedItem]], held: Holding) -> list[LoadedItem]:
+        """Do it in a thread. No thread can be stopped: where the request ends first, its turn and all that it holds
+        last until the thread is done."""
+        async with AsyncExitStack() as until_done:
+            await until_done.enter_async_context(self._turns.turn(held.account))
+            running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+            try:
+                return await asyncio.shield(running)
+            except asyncio.CancelledError:
+                if not running.done():
+                    until_done.enter_context(held.handed_over())
+                    ending = asyncio.create_task(_close_after(running, until_done.pop_all()))
+                    self._outliving.add(ending)
+                    ending.add_done_callback(self._outliving.discard)
+                raise
+
+
+async def _close_after(running: asyncio.Future[list[LoadedItem]], held: AsyncExitStack) -> None:
+    await asyncio.wait([running])
+    await held.aclose()
 
 
 class _Total:

@@ -64,6 +64,12 @@ class Holding:
         self.size_bytes -= less_bytes
         self._share.give_back(self.account, less_bytes)
 
+    def handed_over(self) -> Holding:
+        """All of it, for what outlives the request. This one holds nothing then."""
+        other = Holding(self._share, self.account)
+        other.size_bytes, self.size_bytes = self.size_bytes, 0
+        return other
+
     @contextmanager
     def borrowed(self, for_now_bytes: int) -> Iterator[None]:
         """Held for the time of the context only. Raises as `take`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import tracemalloc
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -12,7 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
+from proxy.images import inspect_picture
 from proxy.settings import BodyPace, MediaLimits, Memory, ProxySettings
+from proxy.turns import NoTurn
 from tests.proxy.fakes import Cluster, cluster, data_url, encodes, picture, settings, text_body
 from tests.waiting import PATIENCE_S
 
@@ -143,6 +146,31 @@ async def test_what_a_refused_request_had_fetched_is_freed_with_its_answer() -> 
     finally:
         tracemalloc.stop()
         gc.enable()
+
+
+async def test_a_thread_that_outlives_its_request_keeps_its_turn_and_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, released = threading.Event(), threading.Event()
+
+    def slow(*args: Any, **more: Any) -> tuple[str, int]:
+        begun.set()
+        assert released.wait(PATIENCE_S)
+        return inspect_picture(*args, **more)
+
+    monkeypatch.setattr("proxy.media.inspect_picture", slow)
+    async with fetching(settings(media=MediaLimits(threads=1))) as (c, _):
+        asking = asyncio.create_task(c.client.post(CHAT, json=by_url("http://h/a.png")))
+        await until(begun.is_set)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await c.idle()
+        assert c.pipeline.memory.held_bytes > 0, "what the thread works with"
+        with pytest.raises(NoTurn):
+            async with c.pipeline._media._turns.turn("other", within_s=0.0):
+                pass
+        released.set()
+        await until(lambda: c.pipeline.memory.held_bytes == 0)
+        assert (await c.client.post(CHAT, json=by_url("http://h/a.png"))).status_code == 200
 
 
 async def test_a_request_holds_its_media_once_and_gives_them_back() -> None:
