@@ -22,10 +22,8 @@ from proxy.response_parts import as_chat_part, placeholder_response_part, rewrit
 # some renderers (Kimi-K3, harmony) write them into the prompt.
 NOT_FOR_PREFILL = frozenset({
     "stream_options", "stream_interval", "max_completion_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
-    "logprobs", "top_logprobs", "logprob_token_ids", "structured_outputs", "guided_json", "guided_regex",
-    "guided_choice", "guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern",
-    "return_token_ids", "return_prompt_text", "repetition_detection", "thinking_token_budget",
-    "include", "enable_response_messages", "max_tool_calls",
+    "logprobs", "top_logprobs", "logprob_token_ids", "structured_outputs", "return_token_ids", "return_prompt_text",
+    "repetition_detection", "thinking_token_budget", "include", "enable_response_messages", "max_tool_calls",
 })  # fmt: skip
 RESPONSE_ID = "resp_"
 """What OpenAI's and vLLM's ids of responses begin with."""

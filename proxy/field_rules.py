@@ -105,7 +105,10 @@ IGNORED = {
         "service_tier prompt_cache_key stream_options access_programs guided_decoding_backend guided_whitespace_pattern"
     ),
 }
-"""Reason → names that are left out without a word, in strict mode too: clients of OpenAI send them."""
+"""Reason → names that are left out without a word, in strict mode too: clients of OpenAI send them.
+
+Of a name that is in `PASSED`, too, this is the fallback: it goes on where the endpoint's vLLM model has it, and is left
+out where that has not."""
 
 XARGS_REFUSED = frozenset({
     "kv_transfer_params", "ec_transfer_params", "request_id", "cache_salt", "uuid", "mm_hashes",

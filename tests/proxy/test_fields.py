@@ -15,7 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import PreTrainedTokenizerBase
 
 from epd_serve.errors import ConfigError, RequestError
-from proxy.field_rules import IGNORED, REFUSED, TEMPLATE_KWARGS_REFUSED, names_of
+from proxy.bodies import NOT_FOR_PREFILL
+from proxy.field_rules import IGNORED, PASSED, REFUSED, TEMPLATE_KWARGS_REFUSED, names_of
 from proxy.fields import MEDIA_OPTIONS, OTHER, known_release, rules_of
 from proxy.request import Endpoint, parse
 from proxy.vllm_fields import FIELDS, RELEASES
@@ -225,6 +226,10 @@ def test_every_field_of_a_release_is_passed_refused_or_left_out(release: str, mo
     for name in FIELDS[model][release]:
         verdicts = [name in rules.top.allowed, name in rules.refused, name in names_of(IGNORED) - rules.top.allowed]
         assert verdicts.count(True) == 1, name
+
+
+def test_what_prefill_does_without_is_what_a_client_can_send() -> None:
+    assert names_of(PASSED) >= NOT_FOR_PREFILL
 
 
 def test_a_field_of_a_newer_release_does_not_reach_an_older_one() -> None:
