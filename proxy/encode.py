@@ -79,7 +79,7 @@ class EncodeStep:
         Nobody waits here with a place that those it waits for may need: one with the stages is given back first.
         """
         if items:
-            order.job.passed.to_follow()
+            order.job.passed.give_back()
         with ExitStack() as seated:
             seats = {item.key: seated.enter_context(self._join(item.key, again=bool(order.again))) for item in items}
             leading = [item for item in items if seats[item.key].leads]
@@ -111,15 +111,19 @@ class EncodeStep:
                 if seats[item.key].leads:
                     seats[item.key].fail()
 
+        def waits(waiting: Sequence[LoadedItem]) -> None:
+            for item in waiting:
+                seats[item.key].leave()
+            order.job.passed.give_back()
+
         try:
-            await order.job.passed.to_encoders()
-            await self._encoders.encode(replace(order, done=done), items)
+            await self._encoders.encode(replace(order, done=done, waits=waits), items)
         except StageRefusal:
             fail()
             raise
         fail()
         if not all(seat.settled for seat in seats.values()):
-            order.job.passed.to_follow()  # who leads the rest may be waiting for this very place
+            order.job.passed.give_back()  # who leads the rest may be waiting for this very place
 
     async def _follow(self, item: LoadedItem, seats: dict[str, Seat[bool]], order: EncodeOrder) -> None:
         try:

@@ -60,11 +60,13 @@ class EncodeOrder:
         shunned: incarnations of encoders to ask last (they made what got lost).
         done: called for each item with the encoder that has it and its entry of `ec_transfer_params`, or {}.
         known: whether a key's feature is there, although the call that was to make it failed.
+        waits: called before these items wait for the request's trial: nobody else must wait for them then.
     """
 
     job: Job
     done: Callable[[LoadedItem, Instance, dict[str, Any]], None]
     known: Callable[[str], bool] = lambda _: False
+    waits: Callable[[Sequence[LoadedItem]], None] = lambda _: None
     again: frozenset[str] = frozenset()
     shunned: frozenset[str] = frozenset()
 
@@ -97,7 +99,8 @@ class Encoders:
     async def encode(
         self, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[Life] = frozenset()
     ) -> None:
-        """Have distinct items encoded in parallel, each by its owner or where it is done sooner (`proxy/spread.py`).
+        """Have distinct items encoded in parallel, each by its owner or where it is done sooner (`proxy/spread.py`),
+        once the encoders take the request, and alone if it is suspected.
 
         An item that fails is tried elsewhere, alone. Items that no encoder produced are logged and counted;
         `order.done` is not called for them.
@@ -105,7 +108,8 @@ class Encoders:
         Raises:
             StageRefusal: an encoder refuses an item.
         """
-        async with order.job.trial.turn():
+        async with order.job.trial.turn(lambda: order.waits(items)):
+            await order.job.passed.to_encoders()
             await self._encode(order, items, tried)
 
     async def _encode(self, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[Life]) -> None:
@@ -161,7 +165,7 @@ class Encoders:
         job, instance = order.job, lease.instance
         life = (instance.id, instance.incarnation)
         done, sent_at = 0.0, asyncio.get_running_loop().time()
-        job.trial.sent(life)
+        job.trial.sent()
         self._speeds.begin(life, time.monotonic())
         try:
             with self._circuits.call(instance):

@@ -166,9 +166,9 @@ class Pass:
             if self._ticket.place is Place.LOADING:
                 await self._gate._stand(self._ticket, encode=True)
 
-    def to_follow(self) -> None:
+    def give_back(self) -> None:
         """Give a place back, at the encoders or with the stages: something has to be encoded first, or others are
-        having it encoded, and whoever does may wait for this very place."""
+        having it encoded or are on trial, and whoever is waited for may need this very place."""
         self._gate.queue.give_back(self._ticket)
         self._gate._pump()
 

@@ -80,10 +80,11 @@ class GenerateStep:
         """
         progress = _Progress(job, first_delivery(job, self._settings))
         while True:
-            await job.passed.to_stages()  # to encode after all, or again, is to give the place back
             job.trial.check()
-            async with job.trial.turn():
-                route = await self._router.route(progress.job, avoid=progress.avoid | job.trial.to_avoid)
+            async with job.trial.turn(job.passed.give_back):
+                job.trial.check()  # other copies may have been on trial meanwhile
+                await job.passed.to_stages()  # to wait, to encode after all, or again, is to give the place back
+                route = await self._router.route(progress.job, avoid=progress.avoid)
                 # An instance that encodes for itself takes the media, and nothing but the media.
                 delivery = progress.delivery if route.path.encode else Delivery.PIXELS
                 failure: StageError | StageRefusal | None = None
@@ -114,7 +115,7 @@ class GenerateStep:
     async def _run_attempt(self, job: Job, delivery: Delivery, route: Route, sink: ClientSink) -> None:
         if job.items and route.path.encode:
             self._metrics.deliveries.labels(delivery.value).inc()
-        job.trial.sent(*_lives_of(route))
+        job.trial.sent()
         base = delivered(job, delivery, self._settings) if route.path.encode else job.base
         await self._attempt.run(job, base, route, sink)
 

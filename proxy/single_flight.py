@@ -50,9 +50,12 @@ class Seat(Generic[T]):
         return not self.settled
 
     def land(self, result: T) -> None:
-        """The leader has it: so has everybody."""
-        assert self.leads, "only the leader lands"
-        self._flights._end(self._key, self._flight, result)
+        """The leader has it: so has everybody. One that has left has it for itself."""
+        assert self.leads or self.settled, "only the leader lands"
+        if self.settled:
+            self.result = result
+        else:
+            self._flights._end(self._key, self._flight, result)
 
     def fail(self) -> None:
         """The leader could not make it: one follower tries, or all give up."""

@@ -6,7 +6,8 @@ instance with it at its death looks just as guilty. What tells them apart:
 - *Suspected* is a body that an instance had when it died, sent there within the last `blame_s`, and of which nothing
   had come back: who has answered has survived what kills, and who has been computing for long is not what killed.
 - Suspects are tried one at a time, the one that was sent last before the death first, since that is what killed most
-  likely. Other requests meanwhile avoid the instances of the one on trial, where there are others.
+  likely. A trial lasts until the answer, and not much longer than the instance had lasted with it. Whoever has waited
+  for that during `blame_s` goes on untried: most instances die of something else, and then all of them are innocent.
 - *Convicted* is only who is alone on trial when a second instance dies. A node that takes several instances with it
   therefore convicts nobody, however popular a body was on all of them.
 - An answer acquits a body, and so everything else that is sent often: between two deaths it is answered somewhere. A
@@ -23,14 +24,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import xxhash
 
-from epd_serve.errors import NoInstanceError, StageError
+from epd_serve.errors import StageError
 from proxy.errors import PoisonousRequest
 from proxy.metrics import Metrics
 from proxy.settings import PoisonLimits
@@ -39,6 +40,12 @@ logger = logging.getLogger(__name__)
 
 DEATHS = 2
 """Attempts at one request that may end with an instance, and instances that convict a body."""
+
+GATHER_S = 0.05
+"""After a death, until everybody who was there has noticed: only then can the one that was sent last go first."""
+
+LEAST_S = 1.0
+"""How long a trial lasts at least, where no answer ends it: an instance may have more to do than the one that died."""
 
 Life = tuple[str, str]  # (instance id, incarnation)
 
@@ -49,12 +56,13 @@ class _Record:
 
     Attributes:
         deaths: lives that ended while it was there, and whether it was being encoded then.
-        sent_at: when it was sent to the last of them.
+        sent_at: when it was sent to the last of them. age_s: how long that one lived on.
         convictions: so far. refused_until: loop time. seen_at: when there was news of it.
     """
 
     deaths: dict[Life, bool] = field(default_factory=dict)
     sent_at: float = 0.0
+    age_s: float = 0.0
     convictions: int = 0
     refused_until: float = 0.0
     seen_at: float = 0.0
@@ -64,7 +72,7 @@ class Suspects:
     """Of one process, in its event loop.
 
     Args:
-        wait_s: how long a suspect waits while no trial comes to an end.
+        wait_s: how long the one on trial may wait for an instance, and so the others for it.
     """
 
     def __init__(self, limits: PoisonLimits, metrics: Metrics, *, wait_s: float) -> None:
@@ -76,7 +84,7 @@ class Suspects:
         self._on_trial: Trial | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: dict[asyncio.Future[None], Trial] = {}
-        self._moved_at = 0.0  # when a trial ended last
+        self._explained: deque[Life] = deque(maxlen=64)  # lives that ended by a body that is convicted
         metrics.suspects.labels("suspected").set_function(lambda: self._count(lambda record: not record.refused_until))
         metrics.suspects.labels("refused").set_function(lambda: self._count(lambda record: record.refused_until > 0))
 
@@ -115,17 +123,19 @@ class Suspects:
 
     def _died(self, trial: Trial, life: Life, sent_at: float, encoding: bool, ago_s: float) -> None:
         now = _now()
-        if now - ago_s - sent_at > self._limits.blame_s:
+        died_at = now - ago_s
+        age_s = max(0.0, died_at - sent_at)
+        if age_s > self._limits.blame_s or life in self._explained:
             return
         record = self._record(trial.digest)
         if record is None:
             while len(self._records) >= self._limits.bodies:
                 self._records.popitem(last=False)
             record = self._records[trial.digest] = _Record()
-        elif record.refused_until or (record.deaths and self._on_trial is not trial):
+        elif record.refused_until or (record.deaths and self._on_trial is not trial and died_at > trial.ended_at):
             return
         record.deaths[life] = encoding
-        record.sent_at, record.seen_at = sent_at, now
+        record.sent_at, record.age_s, record.seen_at = sent_at, age_s, now
         self._records.move_to_end(trial.digest)
         if len(record.deaths) >= DEATHS:
             self._convict(record, now)
@@ -135,6 +145,7 @@ class Suspects:
         for_s = min(limits.quarantine_max_s, limits.quarantine_s * 2.0**record.convictions)
         record.convictions += 1
         record.refused_until = now + for_s
+        self._explained.extend(record.deaths)
         self._metrics.poisonous.inc()
         logger.error("a request body under which %s ended is refused for %.0f s", _names(record), for_s)
         for digest, other in list(self._records.items()):
@@ -160,60 +171,53 @@ class Suspects:
 
     # --- one at a time ------------------------------------------------------------------------------------------
 
-    async def _turn(self, trial: Trial) -> None:
-        """Wait until `trial` is the only one that is on trial, or need not be. Raises NoInstanceError."""
-        while self._suspected(trial.digest):
-            if self._on_trial in (None, trial):
-                self._on_trial = trial
-                return
-            await self._wait(trial)
-
-    async def _wait(self, trial: Trial) -> None:
+    async def _turn(self, trial: Trial, before_waiting: Callable[[], None]) -> None:
+        """Wait until `trial` is the only one that is on trial, or need not be, or has waited for too long."""
+        if self._on_trial is trial or not self._suspected(trial.digest):
+            return
+        before_waiting()
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
         self._waiting[waiter] = trial
-        began = loop.time()
+        if self._on_trial is None:
+            loop.call_later(GATHER_S, self._wake)
         try:
-            while not waiter.done():
-                left_s = max(began, self._moved_at) + self._wait_s - loop.time()
-                if left_s <= 0:
-                    raise NoInstanceError(
-                        "an instance ended while it worked on this request and others; they are tried one at a time, "
-                        f"and that has not gone on for {self._wait_s:g} s; try again later"
-                    )
-                await asyncio.wait([waiter], timeout=left_s)
+            await asyncio.wait([waiter], timeout=self._wait_s + 2 * self._limits.blame_s)
         except BaseException:
-            waiter.cancel()
-            self._wake()  # it may have been its turn
+            self._end(trial)  # it may have been its turn
             raise
         finally:
             del self._waiting[waiter]
+            waiter.cancel()
 
-    def _send(self, trial: Trial, lives: tuple[Life, ...]) -> None:
-        if self._on_trial is trial:
-            trial.lives |= frozenset(lives)
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = asyncio.get_running_loop().call_later(self._limits.blame_s, self._end, trial)
+    def _send(self, trial: Trial) -> None:
+        if self._on_trial is not trial:
+            return
+        record = self._records.get(trial.digest)
+        if self._timer is not None:
+            self._timer.cancel()
+        loop, blame_s = asyncio.get_running_loop(), self._limits.blame_s
+        lasts_s = LEAST_S + 2 * record.age_s if record is not None else 0.0
+        self._timer = loop.call_later(min(blame_s, lasts_s), self._end, trial)
+        if self._waiting:
+            loop.call_later(blame_s, _let_go, tuple(self._waiting))
 
     def _end(self, trial: Trial) -> None:
         if self._on_trial is trial:
             self._on_trial = None
-            trial.lives = frozenset()
+            trial.ended_at = _now()
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = None
-            self._moved_at = _now()
             self._wake()
 
     def _wake(self) -> None:
-        """Whoever is no suspect any more goes on; of the others one, when none is on trial."""
-        waiting = {waiter: trial for waiter, trial in self._waiting.items() if not waiter.done()}
-        suspects = [waiter for waiter, trial in waiting.items() if self._suspected(trial.digest)]
-        for waiter in waiting.keys() - set(suspects):
-            waiter.set_result(None)
+        """Whoever is no suspect any more goes on; of the others the one that was sent last, when none is on trial."""
+        suspects = [trial for trial in self._waiting.values() if self._suspected(trial.digest)]
         if suspects and self._on_trial is None:
-            max(suspects, key=lambda waiter: self._records[waiting[waiter].digest].sent_at).set_result(None)
+            self._on_trial = max(suspects, key=lambda trial: self._records[trial.digest].sent_at)
+        stay = {id(trial) for trial in suspects if trial is not self._on_trial}
+        _let_go(waiter for waiter, trial in self._waiting.items() if id(trial) not in stay)
 
     def _count(self, which: Callable[[_Record], bool]) -> int:
         return sum(bool(record.deaths) and which(record) for record in self._records.values())
@@ -224,7 +228,7 @@ class Trial:
 
     def __init__(self, suspects: Suspects, digest: bytes) -> None:
         self.digest = digest
-        self.lives: frozenset[Life] = frozenset()  # where it is on trial
+        self.ended_at = float("-inf")  # when it was on trial last
         self._suspects = suspects
         self._deaths: set[Life] = set()
         self._attempts_ended = 0  # by deaths
@@ -244,13 +248,13 @@ class Trial:
             raise StageError(f"{names} ended while they worked on this request; it is not tried again", stage=names)
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    async def turn(self, before_waiting: Callable[[], None]) -> AsyncIterator[None]:
         """For one attempt, of several tasks too: wait until no other suspect is on trial, if this is one.
 
-        Raises:
-            NoInstanceError: trials have not gone on for too long.
+        Args:
+            before_waiting: gives back what others would have to wait for meanwhile.
         """
-        await self._suspects._turn(self)
+        await self._suspects._turn(self, before_waiting)
         self._turns += 1
         try:
             yield
@@ -259,15 +263,9 @@ class Trial:
             if not self._turns:
                 self._suspects._end(self)
 
-    def sent(self, *lives: Life) -> None:
-        """The attempt goes to these. While it is on trial others avoid them, for `blame_s` from now."""
-        self._suspects._send(self, lives)
-
-    @property
-    def to_avoid(self) -> frozenset[Life]:
-        """Where another request is on trial."""
-        other = self._suspects._on_trial
-        return other.lives if other is not None and other is not self else frozenset()
+    def sent(self) -> None:
+        """The attempt has an instance from now on: if it is a trial, its time begins."""
+        self._suspects._send(self)
 
     def died(self, life: Life, *, sent_at: float, encoding: bool = False, ago_s: float = 0.0) -> None:
         """An instance died under this request, to which it was sent at loop time `sent_at`. `ago_s`: before now."""
@@ -287,6 +285,12 @@ class Trial:
 
 def _names(record: _Record) -> str:
     return " and ".join(sorted(name for name, _ in record.deaths))
+
+
+def _let_go(waiters: Iterable[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
 
 
 def _now() -> float:

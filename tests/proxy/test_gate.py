@@ -196,7 +196,7 @@ async def test_who_gave_a_place_back_for_others_is_not_refused_for_waiting_for_i
     gate = Gate(hasty, lambda: Capacity(encodes=1, sequences=1, prefill_tokens=1), Metrics())
     with gate.admitted(Kind.MEDIA) as first:
         await first.to_stages()
-        first.to_follow()
+        first.give_back()
         assert not first.served and gate.queue.waiting(Kind.MEDIA) == 1
         with gate.admitted(Kind.MEDIA) as second:
             await second.to_stages()

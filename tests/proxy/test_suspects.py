@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from epd_serve.errors import NoInstanceError, StageError
+from epd_serve.errors import StageError
 from epd_serve.wire import StageReport
+from proxy.admission import Kind
 from proxy.errors import PoisonousRequest
 from proxy.metrics import Metrics
 from proxy.request import Endpoint
 from proxy.settings import PoisonLimits
 from proxy.suspects import Suspects, Trial
 from tests.proxy.fakes import (
+    QUICK,
     Call,
     Cluster,
     FakeStage,
@@ -23,7 +26,11 @@ from tests.proxy.fakes import (
     breaks,
     chunk,
     cluster,
+    data_url,
     encodes,
+    hangs,
+    once,
+    picture,
     picture_body,
     refuses,
     settings,
@@ -36,12 +43,17 @@ CHAT = Endpoint.CHAT.value
 P0, P1, P2 = ("P0", "one"), ("P1", "one"), ("P2", "one")
 
 
+def nothing() -> None:
+    """What is given back before a wait where nothing is held."""
+
+
 class Court:
     """Suspects whose time the test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, wait_s: float = 60.0, **limits: Any) -> None:
         self.now = 1000.0
         monkeypatch.setattr("proxy.suspects._now", lambda: self.now)
+        monkeypatch.setattr("proxy.suspects.GATHER_S", 0.0)
         self.metrics = Metrics()
         self.suspects = Suspects(PoisonLimits(**limits), self.metrics, wait_s=wait_s)
 
@@ -53,8 +65,8 @@ class Court:
 
     async def dies(self, trial: Trial, life: tuple[str, str]) -> None:
         """An attempt at `life` that ends with it."""
-        async with trial.turn():
-            trial.sent(life)
+        async with trial.turn(nothing):
+            trial.sent()
             trial.died(life, sent_at=self.now)
 
     async def convicted(self, body: bytes = b"body") -> None:
@@ -100,7 +112,7 @@ async def test_an_answer_acquits(court: Court) -> None:
 
 async def test_having_been_encoded_acquits_of_the_deaths_of_encoders_only(court: Court) -> None:
     trial = court.trial()
-    async with trial.turn():
+    async with trial.turn(nothing):
         trial.died(("E0", "one"), sent_at=court.now, encoding=True)
     trial.survived(encoding=True)
     assert court.metric("epd_proxy_suspects", state="suspected") == 0
@@ -137,29 +149,54 @@ async def test_one_request_is_tried_once_more_and_what_is_sent_together_is_one_a
         trial.check()
 
 
-async def test_suspects_are_tried_one_at_a_time_the_last_one_sent_first(court: Court) -> None:
-    trials = {}
-    for age, body in enumerate((b"young", b"middle", b"old")):
-        trials[body] = court.trial(body)
-        trials[body].died(P0, sent_at=court.now - age)
+async def test_suspects_are_tried_one_at_a_time_the_last_one_sent_first_whoever_notices_first(court: Court) -> None:
     order: list[bytes] = []
-    first = asyncio.Event()
+    together = 0
 
-    async def attempt(body: bytes, gate: asyncio.Event | None = None) -> None:
-        async with trials[body].turn():
+    async def attempt(trial: Trial, body: bytes) -> None:
+        nonlocal together
+        async with trial.turn(nothing):
+            together += 1
+            assert together == 1
             order.append(body)
-            if gate is not None:
-                await gate.wait()
+            await asyncio.sleep(0)
+            together -= 1
 
-    tasks = [asyncio.create_task(attempt(b"old", first))]
-    await asyncio.sleep(0)
-    tasks += [asyncio.create_task(attempt(body)) for body in (b"middle", b"young")]
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert order == [b"old"]
-    first.set()
+    tasks = []
+    for age, body in ((2, b"old"), (1, b"middle"), (0, b"young")):
+        trial = court.trial(body)
+        trial.died(P0, sent_at=court.now - age)
+        tasks.append(asyncio.create_task(attempt(trial, body)))
     await asyncio.gather(*tasks)
-    assert order == [b"old", b"young", b"middle"]
+    assert order == [b"young", b"middle", b"old"]
+
+
+async def test_a_suspect_that_has_to_wait_gives_back_first_what_it_holds(court: Court) -> None:
+    held = {"one", "two"}
+    one, two = court.trial(b"1"), court.trial(b"2")
+    async with one.turn(lambda: held.discard("one")):
+        assert held == {"one", "two"}, "no suspect yet"
+    for trial in (one, two):
+        trial.died(P0, sent_at=court.now)
+    async with one.turn(lambda: held.discard("one")):
+        waiting = asyncio.create_task(enter(two, lambda: held.discard("two")))
+        async with asyncio.timeout(PATIENCE_S):
+            while held:
+                await asyncio.sleep(0)
+        assert not waiting.done()
+    await waiting
+
+
+async def enter(trial: Trial, before_waiting: Callable[[], None] = nothing) -> None:
+    async with trial.turn(before_waiting):
+        pass
+
+
+async def test_whoever_was_on_an_instance_whose_death_is_explained_later_is_no_suspect(court: Court) -> None:
+    beside = court.trial(b"beside")
+    await court.convicted()
+    beside.died(P1, sent_at=court.now)
+    assert court.metric("epd_proxy_suspects", state="suspected") == 0
 
 
 async def test_a_conviction_frees_those_who_were_suspected_of_the_same_deaths(court: Court) -> None:
@@ -169,12 +206,12 @@ async def test_a_conviction_frees_those_who_were_suspected_of_the_same_deaths(co
     entered: list[int] = []
 
     async def attempt(number: int) -> None:
-        async with trials[number].turn():
+        async with trials[number].turn(nothing):
             entered.append(number)
             await free.wait()
 
     free = asyncio.Event()
-    async with trials[0].turn():
+    async with trials[0].turn(nothing):
         others = [asyncio.create_task(attempt(number)) for number in range(1, 50)]
         for _ in range(3):
             await asyncio.sleep(0)
@@ -190,16 +227,52 @@ async def test_a_conviction_frees_those_who_were_suspected_of_the_same_deaths(co
     assert court.metric("epd_proxy_suspects", state="suspected") == 0
 
 
-async def test_a_trial_is_over_when_it_has_lasted(monkeypatch: pytest.MonkeyPatch) -> None:
-    court = Court(monkeypatch, blame_s=0.02)
+async def test_a_trial_is_over_soon_after_as_long_as_the_instance_had_lasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.suspects.LEAST_S", 0.01)
+    court = Court(monkeypatch, blame_s=2 * PATIENCE_S)
     one, two = court.trial(b"1"), court.trial(b"2")
-    for trial in (one, two):
+    one.died(P0, sent_at=court.now - 0.01)
+    two.died(P0, sent_at=court.now - 1)
+    async with one.turn(nothing):
+        one.sent()
+        async with asyncio.timeout(PATIENCE_S), two.turn(nothing):
+            pass
+
+
+async def test_a_death_that_is_noticed_after_the_trial_is_of_the_trial(court: Court) -> None:
+    trial = court.trial()
+    trial.died(P0, sent_at=court.now)
+    async with trial.turn(nothing):
+        trial.sent()
+        sent_at = court.now
+    court.now += 10  # it hung, and silence takes a while to tell
+    trial.died(P1, sent_at=sent_at, ago_s=10)
+    with pytest.raises(PoisonousRequest):
+        court.trial().check()
+
+
+async def test_whoever_has_waited_for_others_trials_goes_on_untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    court = Court(monkeypatch, blame_s=0.05)
+    trials = [court.trial(b"%d" % number) for number in range(100)]
+    for trial in trials:
         trial.died(P0, sent_at=court.now)
-    async with one.turn():
-        one.sent(P1)
-        assert two.to_avoid == {P1} and not one.to_avoid
-        async with asyncio.timeout(PATIENCE_S), two.turn():
-            assert not two.to_avoid
+    answered, computing = asyncio.Event(), 0
+
+    async def attempt(trial: Trial) -> None:
+        nonlocal computing
+        async with trial.turn(nothing):
+            trial.sent()
+            computing += 1
+            await answered.wait()
+
+    tasks = [asyncio.create_task(attempt(trial)) for trial in trials]
+    async with asyncio.timeout(PATIENCE_S):
+        while computing < 100:
+            await asyncio.sleep(0.01)
+    answered.set()
+    await asyncio.gather(*tasks)
+    for number in range(100):
+        court.trial(b"%d" % number).check()
 
 
 async def test_one_that_left_while_it_waited_does_not_hold_up_the_others(court: Court) -> None:
@@ -208,10 +281,10 @@ async def test_one_that_left_while_it_waited_does_not_hold_up_the_others(court: 
         trial.died(P0, sent_at=court.now)
 
     async def attempt(trial: Trial) -> None:
-        async with trial.turn():
+        async with trial.turn(nothing):
             pass
 
-    async with trials[0].turn():
+    async with trials[0].turn(nothing):
         waiting = [asyncio.create_task(attempt(trial)) for trial in trials[1:]]
         await asyncio.sleep(0)
     waiting[0].cancel()
@@ -219,15 +292,13 @@ async def test_one_that_left_while_it_waited_does_not_hold_up_the_others(court: 
         await waiting[1]
 
 
-async def test_trials_that_do_not_go_on_are_no_reason_to_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    court = Court(monkeypatch, wait_s=0.02)
+async def test_one_on_trial_that_finds_no_instance_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    court = Court(monkeypatch, wait_s=0.02, blame_s=0.01)
     one, two = court.trial(b"1"), court.trial(b"2")
     for trial in (one, two):
         trial.died(P0, sent_at=court.now)
-    async with one.turn():
-        with pytest.raises(NoInstanceError, match="one at a time"):
-            async with two.turn():
-                pass
+    async with one.turn(nothing), asyncio.timeout(PATIENCE_S):
+        await enter(two)
 
 
 async def test_what_is_remembered_is_bounded_in_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,8 +345,6 @@ def dies_of_poison(c: Cluster, *, loses: asyncio.Event | None = None) -> Callabl
 
 def reborn(c: Cluster) -> None:
     """Give each instance another life, as a launcher does after a death."""
-    from dataclasses import replace
-
     for name, instance in c.instances.items():
         c.instances[name] = replace(instance, incarnation=f"{name}-life{len(c.stages[name].calls) + 2}")
         c.table.apply(c.instances[name])
@@ -318,6 +387,55 @@ async def test_innocents_beside_a_poisonous_body_all_succeed() -> None:
         assert (await poisonous).status_code == 422
         assert sum(behave.deaths.values()) == 2  # type: ignore[attr-defined]
         assert c.metric("epd_proxy_suspects", state="suspected") == 0
+        await c.idle()
+
+
+async def all_die_with_pd0(c: Cluster, count: int) -> list[asyncio.Task[Any]]:
+    """`count` requests under which PD0 dies; all other instances, which come up only then, never answer."""
+    dead = asyncio.Event()
+    for name, stage in c.stages.items():
+        stage.usual = once(dead, breaks) if name == "PD0" else hangs
+        if name != "PD0":
+            c.table.mark_down(name, "not yet")
+    asked = [asyncio.create_task(c.client.post(CHAT, json=text_body(seed=n))) for n in range(count)]
+    await c["PD0"].until(lambda stage: stage.active >= count)
+    for name in c.stages.keys() - {"PD0"}:
+        c.table.apply(replace(c.instances[name], incarnation=f"{name}-life2"))
+    c.table.mark_down("PD0", "died")
+    dead.set()
+    return asked
+
+
+async def leave(asked: list[asyncio.Task[Any]]) -> None:
+    for task in asked:
+        task.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def test_suspects_that_wait_for_a_trial_hold_no_place_and_keep_no_instance_from_others() -> None:
+    config = settings(poison=PoisonLimits(blame_s=PATIENCE_S * 2))
+    async with cluster("PD0", "PD1", "PD2", config=config) as c:
+        queue = c.pipeline.gate.queue
+        asked = await all_die_with_pd0(c, 12)
+        async with asyncio.timeout(PATIENCE_S):
+            while queue.served(Kind.TEXT) != 1 or queue.waiting(Kind.TEXT) != 11:
+                await asyncio.sleep(0.002)
+        unrelated = [asyncio.create_task(c.client.post(CHAT, json=text_body(seed=100 + n))) for n in range(20)]
+        for name in ("PD1", "PD2"):
+            await c[name].until(lambda stage: stage.active >= 10)
+        await leave(asked + unrelated)
+        await c.idle()
+
+
+async def test_after_a_death_all_who_were_there_are_soon_served_again_however_long_each_takes() -> None:
+    config = settings(poison=PoisonLimits(blame_s=2.0), timeouts=replace(QUICK, instance_wait_s=0.05))
+    async with cluster("PD0", "PD1", "PD2", config=config) as c:
+        asked = await all_die_with_pd0(c, 30)
+        async with asyncio.timeout(PATIENCE_S):
+            while c["PD1"].active + c["PD2"].active < 30:
+                assert not any(task.done() for task in asked)
+                await asyncio.sleep(0.002)
+        await leave(asked)
         await c.idle()
 
 
@@ -370,3 +488,32 @@ async def test_a_stage_that_hangs_of_a_body_dies_of_it_too(monkeypatch: pytest.M
             stage.usual = hangs_unheard
         assert (await c.client.post(CHAT, json=text_body())).status_code == 422
         assert sum(len(stage.calls) for stage in c.stages.values()) == 2
+
+
+async def test_nobody_follows_a_suspect_that_waits_for_its_trial_before_it_encodes() -> None:
+    config = settings(poison=PoisonLimits(blame_s=PATIENCE_S * 2))
+    async with cluster("E0", "E1", "PD0", config=config) as c:
+        red, blue = (data_url(picture(color=color)) for color in ("red", "blue"))
+        together = asyncio.Event()
+
+        async def dies(stage: FakeStage, call: Call, receive: Any, send: Any) -> None:
+            if c["E0"].active + c["E1"].active >= 2:
+                together.set()
+            await together.wait()
+            await breaks(stage, call, receive, send)
+
+        c["E0"].usual = c["E1"].usual = dies
+        suspects = [asyncio.create_task(c.ask(url)) for url in (red, blue)]
+        async with asyncio.timeout(PATIENCE_S):
+            while len(c["E0"].calls) + len(c["E1"].calls) < 2:
+                await asyncio.sleep(0.002)
+        c["E0"].usual = c["E1"].usual = hangs
+        async with asyncio.timeout(PATIENCE_S):  # one of them is on trial, and hangs
+            while len(c["E0"].calls) + len(c["E1"].calls) < 3 or c["E0"].active + c["E1"].active != 1:
+                await asyncio.sleep(0.002)
+        c["E0"].usual = c["E1"].usual = encodes()
+        async with asyncio.timeout(PATIENCE_S):
+            assert [(await c.ask(url, seed=1)).status_code for url in (red, blue)] == [200, 200]
+        assert c.pipeline.gate.queue.encoding == 1, "the one on trial"
+        await leave(suspects)
+        await c.idle()
