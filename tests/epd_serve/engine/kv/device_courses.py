@@ -67,6 +67,7 @@ def send_again_what_is_read(pair: Pair) -> list[str]:
     pair.step(b.chunk(), preempted=["a"])
     pair.step(again.chunk())
     pair.p_device.fence()()
+    pair.take_up()
     pair.network.gate.set()
     pair.run()
     return pair.wrong(again, b)

@@ -159,10 +159,18 @@ class Pair:
         self.step(prompt.chunk(0, blocks))
         wait_for(self.is_writing)
 
+    def take_up(self) -> None:
+        """Until the link has taken all that is queued, or asks for the end of the write that hangs."""
+        asked = self._engine_of_p().asked
+        wait_for(lambda: not self.link().queued_bytes or self._engine_of_p().asked > asked)
+
     def is_writing(self) -> bool:
+        return self._engine_of_p().pending > 0
+
+    def _engine_of_p(self) -> FakeTransferEngine:
         engine = self.p_device.engine
         assert isinstance(engine, FakeTransferEngine)
-        return engine.pending > 0
+        return engine
 
     def run(self, *, hold_d_until: Callable[[], bool] = lambda: True) -> None:
         """Lets held work go, one by one, each only when somebody waits for it, until all is reported."""
