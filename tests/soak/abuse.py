@@ -17,7 +17,7 @@ import json
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from bench.flows import GOOD, Flow, Outcome
 from bench.front_door import counters
 from bench.processes import cpu_seconds, since
 from bench.proxy_speed import simulated
-from bench.record import environment
+from bench.record import environment, write
 from bench.resident import resident
 from bench.scenario_bodies import picture, text
 from bench.statistic import percentile
@@ -83,11 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             rows.append(row | {"rss_mb": round(resident(pids).rss_mb, 1)})
             print(json.dumps(_short(rows[-1])), file=sys.stderr)
-        answered = counters(launch.url, "epd_proxy_requests_total")
-    figures = _figures(rows, before_mb, max(peak_mb), asked.memory_bytes or MEMORY_BYTES)
-    result = {"figures": figures, "env": env, "statuses": answered, "rows": [_short(row) for row in rows]}
-    if asked.json:
-        asked.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        statuses = _by_status(counters(launch.url, "epd_proxy_requests_total"))
+    figures = _figures(rows, before_mb, max(peak_mb), asked.memory_bytes or MEMORY_BYTES) | statuses
+    write(asked.json, figures, env, [_short(row) for row in rows])
     wrong = _wrong(figures)
     print("\n".join([*(f"{name}: {value}" for name, value in figures.items()), *(f"WRONG: {one}" for one in wrong)]))
     return 1 if wrong else 0
@@ -219,6 +217,14 @@ def _figures(rows: Sequence[dict[str, Any]], before_mb: float, peak_mb: float, m
         figures |= {f"{kind}_p99_abuse_ms": p99[0], f"{kind}_p99_behaving_ms": p99[1]}
         figures[f"{kind}_p99_ratio"] = round(p99[0] / p99[1], 3)
     return figures
+
+
+def _by_status(series: Mapping[str, float]) -> dict[str, float]:
+    """How the front door counted its answers, of every endpoint together."""
+    counts: Counter[str] = Counter()
+    for name, value in series.items():
+        counts["answered_" + name.partition('status="')[2].partition('"')[0]] += value
+    return dict(sorted(counts.items()))
 
 
 def _p99_ms(outcomes: Sequence[Outcome]) -> float:
