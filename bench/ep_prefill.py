@@ -20,7 +20,7 @@ from epd_serve.engine.ec.consumer import FeatureConsumer
 from epd_serve.sockets import Socket, open_socket, readable
 from epd_serve.wake import idle_bell
 from epd_serve.wiring import StageWiring
-from store.lease import Lease
+from store.arena.lease import Lease
 
 LIMIT_S = 30.0
 

@@ -15,7 +15,7 @@ import httpx
 
 from deploy.ports import free_ports
 from epd_serve.errors import StageError
-from store.mooncake_master import MasterSettings, health_url, master_command, rpc_address
+from store.mooncake.master import MasterSettings, health_url, master_command, rpc_address
 
 PROGRAM = "mooncake_master"
 START_S = 15.0

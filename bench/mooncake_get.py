@@ -19,8 +19,8 @@ from bench.children import Child, Message, answering, commands
 from store.checksum import Bytes
 from store.codec import TRAILER_BYTES, verify_payload
 from store.errors import StoreError
-from store.mooncake_client import MooncakeConfig, load_mooncake
-from store.mooncake_store import MooncakeStore
+from store.mooncake.client import MooncakeConfig, load_mooncake
+from store.mooncake.tier import MooncakeStore
 
 VALUES = 6
 HOST = "127.0.0.1"

@@ -45,7 +45,7 @@ from deploy.second_tier import SecondTier
 from epd_serve import __version__
 from epd_serve.cluster import ClusterSettings, stage_key
 from epd_serve.errors import ConfigError
-from store.mooncake_master import MasterSettings
+from store.mooncake.master import MasterSettings
 
 if TYPE_CHECKING:
     from proxy.cluster import Membership

@@ -25,7 +25,7 @@ CPU_PARALLEL_STARTS = 0
 """Stages that start at once on CPU; 0 = all. Imports dominate a start and share the page cache."""
 
 LEAST_SEGMENT_MIB = 16
-"""Mooncake's own bound (`store.mooncake_client.LEAST_SEGMENT_BYTES`); a stage would find it half a minute in."""
+"""Mooncake's own bound (`store.mooncake.client.LEAST_SEGMENT_BYTES`); a stage would find it half a minute in."""
 
 MAX_WORKERS = 64
 

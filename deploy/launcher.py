@@ -44,7 +44,7 @@ from deploy.wiring_plan import STAGE_HOST, SharedMemory, WiringPlan
 from epd_serve.errors import ConfigError, EpdError, StageError
 from epd_serve.placement import InstancePlan
 from epd_serve.stage_plan import StageCommand, StagePlan
-from store.mooncake_master import MasterSettings
+from store.mooncake.master import MasterSettings
 
 if TYPE_CHECKING:
     from proxy.table import InstanceTable

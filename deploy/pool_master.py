@@ -19,7 +19,7 @@ from deploy.rundir import RunDir
 from deploy.stage_life import Spawn
 from deploy.supervisor import Patience, StageSpec
 from epd_serve.errors import ConfigError, StageError
-from store.mooncake_master import MasterSettings, master_command, rpc_address
+from store.mooncake.master import MasterSettings, master_command, rpc_address
 
 PATIENCE = Patience(
     start_s=15.0,

@@ -19,7 +19,7 @@ from deploy.pool_master import PATIENCE, MasterNews, PoolMaster, mooncake_comman
 from deploy.rundir import RunDir
 from deploy.supervisor import Supervisor
 from epd_serve.errors import StageError
-from store.mooncake_master import MasterSettings
+from store.mooncake.master import MasterSettings
 
 CONNECT_S = 2.0
 POOL_FILE = "pool.json"

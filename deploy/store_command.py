@@ -21,7 +21,7 @@ from store.errors import StoreError, StoreUnavailableError
 from store.feature import FeatureEntry
 
 KEY_SHOWN = 16
-NAMESPACE = "epd/"  # of our keys in the second tier, `store.mooncake_client.MooncakeConfig`
+NAMESPACE = "epd/"  # of our keys in the second tier, `store.mooncake.client.MooncakeConfig`
 PURGE_TIMEOUT_S = 30.0
 
 
@@ -143,7 +143,7 @@ def _clear_pool(master: str, metrics: str, removed: set[str], leased: set[str]) 
     if not keys:
         return 0
     purging = subprocess.run(
-        module_command("store.purge", master),
+        module_command("store.mooncake.purge", master),
         env=module_environment(),
         input="\n".join(sorted(keys)),
         capture_output=True,

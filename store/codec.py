@@ -89,9 +89,9 @@ def decode_trailer(key: str, trailer: bytes | memoryview, value_bytes: int) -> F
 def verify_payload(meta: FeatureMeta, payload: Bytes) -> None:
     """Raises CorruptFeatureError unless `payload` has the checksum of `meta` (if it has one)."""
     if meta.checksum is not None:
-        found = checksum(payload)
-        if found != meta.checksum:
-            raise CorruptFeatureError(f"{meta.key}: checksum {found:016x}, stored with {meta.checksum:016x}")
+        actual = checksum(payload)
+        if actual != meta.checksum:
+            raise CorruptFeatureError(f"{meta.key}: checksum {actual:016x}, stored with {meta.checksum:016x}")
 
 
 def _digest(key: str) -> bytes:

@@ -15,14 +15,15 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from store.arena import Arena
-from store.arena_room import Room
+from store.arena.lease import Lease
+from store.arena.reservation import Reservation
 from store.checksum import Buffer
 from store.codec import verify_payload
 from store.errors import CorruptFeatureError, StoreError, StoreFullError, StoreUnavailableError
 from store.feature import FeatureMeta, StoreStats
 from store.interface import FeatureStore
-from store.lease import Lease
-from store.mooncake_store import MooncakeStore
+from store.mooncake.client import MooncakeConfig
+from store.mooncake.tier import MooncakeStore
 
 log = logging.getLogger(__name__)
 PoolState = Literal["none", "up", "down"]
@@ -39,7 +40,7 @@ class RemoteCounts:
         fetched, fetched_bytes: brought into the arena.
         fetch_missing, fetch_corrupt, fetch_full, fetch_failed: the second tier did not have it; had it wrong; the arena
             had no room; there was no answer in time.
-        late_calls, openings: see `store.breaker.Guard`.
+        late_calls, openings: see `store.mooncake.breaker.Guard`.
     """
 
     published: int = 0
@@ -222,9 +223,9 @@ class FeaturePool:
             return None
         deadline = time.monotonic() + remote.deadline_s(nbytes)
         while True:
-            room = self.arena.reserve(key, nbytes)
-            if room is not None:
-                return self._fill(remote, room)
+            reservation = self.arena.reserve(key, nbytes)
+            if reservation is not None:
+                return self._fill(remote, reservation)
             if time.monotonic() > deadline:
                 raise StoreUnavailableError(f"{key}: somebody else who stores it does not finish")
             time.sleep(_OTHER_FETCH_NAP_S)
@@ -232,24 +233,26 @@ class FeaturePool:
             if lease is not None:
                 return lease
 
-    def _fill(self, remote: MooncakeStore, room: Room) -> Lease | None:
+    def _fill(self, remote: MooncakeStore, reservation: Reservation) -> Lease | None:
         try:
-            meta = remote.fetch_into(room.key, room.address, room.nbytes, on_failure=room.abandon)
+            key, address, nbytes = reservation.key, reservation.address, reservation.nbytes
+            meta = remote.fetch_into(key, address, nbytes, on_failure=reservation.abandon)
         except BaseException:
-            room.detach()  # a transfer that was given up may write there until `on_failure`; the key is free again
+            # A transfer that was given up may write there until `on_failure`; the key is free again.
+            reservation.detach()
             raise
         try:
             if meta is None:
                 return None
             try:
-                verify_payload(meta, room.data)
+                verify_payload(meta, reservation.data)
             except CorruptFeatureError:
-                remote.drop_corrupt(room.key)
+                remote.drop_corrupt(reservation.key)
                 raise
-            lease = room.commit(meta)
+            lease = reservation.commit(meta)
         finally:
-            room.abandon()  # unless committed
-        self._count(fetched=1, fetched_bytes=room.nbytes)
+            reservation.abandon()  # unless committed
+        self._count(fetched=1, fetched_bytes=reservation.nbytes)
         return lease
 
     def _give_back(self, lease: Lease) -> None:
@@ -272,6 +275,25 @@ class FeaturePool:
         with self._counting:
             for name, amount in amounts.items():
                 setattr(self._counts, name, getattr(self._counts, name) + amount)
+
+
+def open_pool(*, arena: str, mooncake: MooncakeConfig | None = None) -> FeaturePool:
+    """Opens the MM Store of a stage: its host's arena, and the second tier if the deployment has one.
+
+    Attaches the arena at once and connects to the second tier in the background, so its absence delays no start.
+    Without `mooncake` nothing of Mooncake is imported.
+
+    Raises:
+        StoreError: there is no such arena, or Mooncake is wanted and not installed.
+    """
+    attached = Arena.attach(arena)
+    if mooncake is None:
+        return FeaturePool(attached)
+    try:
+        return FeaturePool(attached, MooncakeStore(mooncake))
+    except BaseException:
+        attached.close()
+        raise
 
 
 if TYPE_CHECKING:

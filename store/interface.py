@@ -1,4 +1,5 @@
-"""What every tier of the MM Store offers. Stages depend on this; `store.arena.Arena` is tier 1 (one host)."""
+"""What every tier of the MM Store offers. Stages depend on this; `store.arena.Arena` is tier 1 (one host),
+`store.mooncake.tier.MooncakeStore` tier 2 (all hosts)."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class FeatureLease(Protocol):
 
 
 class FeatureStore(Protocol):
-    """Features by key. A key names one content for ever, so nothing is ever overwritten. Design §5, MM Store."""
+    """Features by key. A key names one content for ever, so nothing is ever overwritten."""
 
     def put(self, key: str, data: Buffer, *, shape: Sequence[int], dtype: str) -> bool:
         """Stores a copy of `data`. True: stored and readable by all. False: it is there, or somebody is writing it.

@@ -48,12 +48,12 @@ def narrow_port(host: str, port: int) -> bool:
         False where this process has no such listener.
     """
     address = _numeric(host)
-    found = False
+    narrowed = False
     for _, listening in _wildcard_listeners():
         if listening.getsockname()[1] == port:
             narrow(listening, str(address))
-            found = True
-    return found
+            narrowed = True
+    return narrowed
 
 
 def narrow(listening: socket.socket, address: str) -> None:
@@ -101,21 +101,21 @@ def _wildcard_listeners() -> Iterator[tuple[int, socket.socket]]:
         except OSError:
             continue  # closed since
         try:
-            found = socket.socket(fileno=duplicate)
+            candidate = socket.socket(fileno=duplicate)
         except OSError:
             os.close(duplicate)  # no socket
             continue
-        with found:
-            if _listens_everywhere(found):
-                yield os.fstat(duplicate).st_ino, found
+        with candidate:
+            if _listens_everywhere(candidate):
+                yield os.fstat(duplicate).st_ino, candidate
 
 
-def _listens_everywhere(one: socket.socket) -> bool:
+def _listens_everywhere(candidate: socket.socket) -> bool:
     try:
-        if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
+        if candidate.family not in (socket.AF_INET, socket.AF_INET6) or candidate.type != socket.SOCK_STREAM:
             return False
-        if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        if not candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return False
-        return ipaddress.ip_address(one.getsockname()[0]).is_unspecified
+        return ipaddress.ip_address(candidate.getsockname()[0]).is_unspecified
     except OSError:
         return False

@@ -23,8 +23,8 @@ class Known:
 _NPU = "mooncake-transfer-engine-npu 0.3.11.post1"
 _CALLS = (
     "Matters only with a master that the operator runs (`--mooncake-master`), and is warned of there: it keeps limits "
-    "of its own. Our deadline and breaker (`store/breaker.py`) end the call for whoever waits; the memory that it was "
-    "given may stay taken for up to 30 s."
+    "of its own. Our deadline and breaker (`store/mooncake/breaker.py`) end the call for whoever waits; the memory "
+    "that it was given may stay taken for up to 30 s."
 )
 _QUEUES = (
     "TCP only, and Ascend's protocol is another one. Over TCP a write of 200 MB may fail with this release: warned of "
@@ -32,15 +32,15 @@ _QUEUES = (
 )
 
 KNOWN: tuple[Known, ...] = (
-    Known(_NPU, "store/mooncake_client.py", "MC_RPC_TIMEOUT_MS", _CALLS),
-    Known(_NPU, "store/mooncake_client.py", "MC_RPC_CONNECT_TIMEOUT_MS", _CALLS),
-    Known(_NPU, "store/mooncake_client.py", "MC_TCP_STATUS_TIMEOUT_SEC", _CALLS),
-    Known(_NPU, "store/mooncake_client.py", "MC_TCP_PROGRESS_TIMEOUT_SEC", _CALLS),
+    Known(_NPU, "store/mooncake/client.py", "MC_RPC_TIMEOUT_MS", _CALLS),
+    Known(_NPU, "store/mooncake/client.py", "MC_RPC_CONNECT_TIMEOUT_MS", _CALLS),
+    Known(_NPU, "store/mooncake/client.py", "MC_TCP_STATUS_TIMEOUT_SEC", _CALLS),
+    Known(_NPU, "store/mooncake/client.py", "MC_TCP_PROGRESS_TIMEOUT_SEC", _CALLS),
     Known(_NPU, "epd_serve/engine/kv/mooncake_endpoint.py", "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", _QUEUES),
     Known(_NPU, "epd_serve/engine/kv/mooncake_endpoint.py", "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER", _QUEUES),
     Known(
         _NPU,
-        "store/mooncake_master.py",
+        "store/mooncake/master.py",
         "--metrics_host",
         "Its `mooncake_master` ends at once with `unknown command line flag`, so it is never started: a second tier "
         "of our own wants 0.3.13.post1 (`deploy/mooncake_package.py`). `--mm-store auto` stays with the arena and says "

@@ -37,7 +37,7 @@ ORIGINS = (
     Origin("npu_ops/fences.py", "EventFence.__init__", "module", "module torch_npu.npu"),
     Origin("npu_ops/fences.py", "fence", "module", "module torch_npu.npu"),
     Origin("npu_ops/torch_memory.py", "_StreamMemory.__init__", "module", "module torch_npu.npu"),
-    Origin("store/mooncake_client.py", "MooncakeClient.__init__", "module", "module mooncake.store"),
+    Origin("store/mooncake/client.py", "MooncakeClient.__init__", "module", "module mooncake.store"),
 )  # fmt: skip
 
 # Protocols that stand for a class: whatever they name, the class must have.
@@ -60,7 +60,7 @@ FLAGS = {
     "deploy/stage_args.py": "vllm",
     "deploy/identity.py": "vllm",
     "deploy/join_plan.py": "vllm",
-    "store/mooncake_master.py": "mooncake",
+    "store/mooncake/master.py": "mooncake",
     "deploy/pool_master.py": "mooncake",
 }
 

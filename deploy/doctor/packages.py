@@ -11,7 +11,7 @@ from deploy.doctor.facts import MasterFacts, PackageFacts
 from deploy.environment import module_environment
 from deploy.mm_store import master_program
 from deploy.mooncake_package import installed_packages
-from store.mooncake_master import MasterSettings, master_command
+from store.mooncake.master import MasterSettings, master_command
 
 DISTRIBUTIONS = (
     "vllm",

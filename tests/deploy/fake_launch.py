@@ -21,7 +21,7 @@ from deploy.supervisor import Patience
 from epd_serve.engine.argv import stage_command
 from epd_serve.errors import EpdError
 from epd_serve.stage_plan import StageCommand, StagePlan
-from store.mooncake_master import MasterSettings
+from store.mooncake.master import MasterSettings
 
 FAKE_MASTER = str(Path(__file__).with_name("fake_master.py"))
 FAKE_STAGE = str(Path(__file__).with_name("fake_stage.py"))

@@ -9,7 +9,7 @@ import pytest
 from deploy.cli import BAD_INPUT, main
 from deploy.config import LEAST_SEGMENT_MIB
 from deploy.ports import free_ports, listen
-from store.mooncake_client import LEAST_SEGMENT_BYTES
+from store.mooncake.client import LEAST_SEGMENT_BYTES
 from tests.deploy.launched import neighbours
 
 

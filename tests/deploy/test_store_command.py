@@ -21,7 +21,7 @@ from deploy.pool_report import Segment, parse_metrics
 from deploy.second_tier import recorded_pool
 from deploy.store_command import NAMESPACE, size
 from store.arena import Arena
-from store.mooncake_client import MooncakeConfig
+from store.mooncake.client import MooncakeConfig
 from tests.deploy import fake_master
 from tests.deploy.launched import FakeLaunch
 from tests.waiting import PATIENCE_S
@@ -140,7 +140,8 @@ def test_clear_reaches_the_second_tier(launch: Callable[..., FakeLaunch], capsys
     owner = textwrap.dedent(
         f"""
         import sys
-        from store.mooncake_store import MooncakeConfig, MooncakeStore
+        from store.mooncake.client import MooncakeConfig
+        from store.mooncake.tier import MooncakeStore
         pool = MooncakeStore.connect(MooncakeConfig(master="{master}", segment_bytes=16 << 20))
         assert pool.put("k" * 64, bytes(3000), shape=(3000,), dtype="uint8")
         print("stored", flush=True)

@@ -12,8 +12,8 @@ import pytest
 
 from deploy import processes
 from store.arena import Arena
+from store.arena.lease import Lease
 from store.errors import StoreFullError
-from store.lease import Lease
 from tests.e2e.bodies import Body, about, ask, chat, conversation, png
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, DemoPrompt
 from tests.e2e.serving import Serving, wait_until

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from store.arena import Arena
-from store.mooncake_client import MooncakeConfig
-from store.mooncake_master import MasterSettings, health_url, master_command, rpc_address
+from store.mooncake.client import MooncakeConfig
+from store.mooncake.master import MasterSettings, health_url, master_command, rpc_address
 from tests.waiting import PATIENCE_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]

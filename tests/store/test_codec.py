@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from store.codec import TRAILER_BYTES, decode_trailer, encode_trailer
 from store.errors import CorruptFeatureError, StoreError
 from store.feature import FeatureMeta
-from store.mooncake_master import MasterSettings, health_url, master_command
+from store.mooncake.master import MasterSettings, health_url, master_command
 
 META = FeatureMeta("k" * 64, (1196, 3584), "float16", 1196 * 3584 * 2, 0x0123456789ABCDEF)
 

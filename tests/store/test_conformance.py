@@ -16,7 +16,7 @@ from store.arena import Arena
 from store.errors import CorruptFeatureError, StoreError, StoreFullError
 from store.feature_pool import FeaturePool
 from store.interface import FeatureStore
-from store.mooncake_store import MooncakeStore
+from store.mooncake.tier import MooncakeStore
 from tests.store.conftest import Master
 from tests.waiting import PATIENCE_S
 

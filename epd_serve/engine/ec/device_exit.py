@@ -23,7 +23,7 @@ from epd_serve.engine.ec.subscription import Subscription
 from epd_serve.wiring import StageWiring
 from npu_ops.memory import DeviceMemory, DeviceMemoryError
 from store.errors import StoreError
-from store.mooncake_store import MooncakeStore
+from store.mooncake.tier import MooncakeStore
 
 logger = logging.getLogger(__name__)
 

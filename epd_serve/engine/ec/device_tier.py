@@ -3,7 +3,7 @@
 `MooncakeTier` is it for real (`tcp` with host memory, `ascend` with an NPU's; the same calls); tests have one with an
 NPU's rules. Errors are the store's. All threads that call Mooncake enter the device first.
 
-NPU contract. What reaches Mooncake from here goes through `store.mooncake_client`; where reference/ascend.md has it:
+NPU contract. What reaches Mooncake from here goes through `store.mooncake.client`; where reference/ascend.md has it:
 
     setup(host, "P2PHANDSHAKE", …, "ascend", …)   "Mooncake on Ascend" (protocol name), reference/mooncake.md "Master"
     register_buffer of 2 MB aligned addresses     "Mooncake on Ascend", at most 256: here one slab per process
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from store.feature import FeatureMeta
-from store.mooncake_store import MooncakeStore
+from store.mooncake.tier import MooncakeStore
 
 PROBE_BYTES = 4096
 

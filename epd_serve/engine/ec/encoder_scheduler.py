@@ -16,9 +16,9 @@ from epd_serve.engine.compat import ItemMetadata
 from epd_serve.engine.ec.request_facts import item_keys, to_encode_again
 from epd_serve.engine.ec.step import FeatureSlot, FeatureStep, NeededItem
 from epd_serve.trace import Trace
+from store.arena.lease import Lease
 from store.errors import CorruptFeatureError, StoreError
 from store.feature_pool import FeaturePool
-from store.lease import Lease
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

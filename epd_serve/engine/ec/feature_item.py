@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Pin(Protocol):
-    """A verified feature that stays where it is until released (`store.lease.Lease` is one)."""
+    """A verified feature that stays where it is until released (`store.arena.lease.Lease` is one)."""
 
     @property
     def nbytes(self) -> int: ...

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from epd_serve import wire
 from epd_serve.engine.ec.device_ledger import DevicePin
+from store.arena.lease import Lease
 from store.feature_pool import FeaturePool, PoolState
-from store.lease import Lease
 
 Held = Lease | DevicePin
 """A verified feature that stays where it is until `release`: in the arena, or in device memory of all workers."""

@@ -12,7 +12,7 @@ from epd_serve.engine.ec.device_trailer import FeatureShape
 from epd_serve.engine.ec.step import FeatureSlot
 from npu_ops.memory import DeviceMemory
 from store.arena import Arena
-from store.mooncake_store import MooncakeStore
+from store.mooncake.tier import MooncakeStore
 
 
 class FeatureReader(Protocol):

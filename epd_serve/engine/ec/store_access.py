@@ -17,10 +17,9 @@ from epd_serve.engine.ec.loading import ArenaReader, FeatureReader, SlabReader
 from epd_serve.wiring import StageWiring, worker_endpoint
 from npu_ops.memory import DeviceMemory, memory_here
 from store.arena import Arena
-from store.feature_pool import FeaturePool
-from store.mooncake_client import MooncakeConfig
-from store.mooncake_store import MooncakeStore
-from store.open_pool import open_pool
+from store.feature_pool import FeaturePool, open_pool
+from store.mooncake.client import MooncakeConfig
+from store.mooncake.tier import MooncakeStore
 
 _SCHEDULER_LOCK_S = 0.02  # holders change an index and let go: who takes longer is stopped, or has no core
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from store.arena import Arena
-from store.mooncake_master import MasterSettings, health_url, master_command, rpc_address
+from store.mooncake.master import MasterSettings, health_url, master_command, rpc_address
 from tests.epd_serve.engine.ec.stages import Stages, make_arena
 from tests.waiting import wait_for
 

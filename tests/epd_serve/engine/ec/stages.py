@@ -20,9 +20,9 @@ from epd_serve.engine.ec.step import FeatureStep, NeededItem
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
 from store.arena import Arena
+from store.arena.lease import Lease
 from store.errors import StoreError
 from store.feature_pool import FeaturePool
-from store.lease import Lease
 from tests.waiting import PATIENCE_S, wait_for
 
 CAPACITY = 64 << 10

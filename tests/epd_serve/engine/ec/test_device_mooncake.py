@@ -17,7 +17,8 @@ from epd_serve.engine.ec.device_probe import Path as FeaturePath
 from epd_serve.engine.ec.device_tier import MooncakeTier
 from epd_serve.engine.ec.device_trailer import FeatureShape
 from npu_ops.torch_memory import HostMemory
-from store.mooncake_store import MooncakeConfig, MooncakeStore
+from store.mooncake.client import MooncakeConfig
+from store.mooncake.tier import MooncakeStore
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.mooncake, pytest.mark.slow]

@@ -22,8 +22,8 @@ from epd_serve.engine.ec.step import FeatureSlot
 from epd_serve.engine.ec.store_access import open_reader
 from epd_serve.roles import Role
 from store.arena import Arena
-from store.lease import Lease
-from store.mooncake_master import MasterSettings, rpc_address
+from store.arena.lease import Lease
+from store.mooncake.master import MasterSettings, rpc_address
 from tests.epd_serve.engine.ec.conftest import free_port, running_master
 from tests.epd_serve.engine.ec.stages import Stages, close_all, feature, needed, settled
 from tests.waiting import wait_for

@@ -15,8 +15,8 @@ from epd_serve.engine.ec.direct_source import DirectSource
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
 from store.arena import Arena
+from store.arena.lease import Lease
 from store.errors import StoreError, StoreFullError, StoreUnavailableError
-from store.lease import Lease
 from tests.epd_serve.engine.ec.stages import Remote, TwoTiers
 
 

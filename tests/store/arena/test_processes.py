@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from store.arena import Arena
-from store.arena_layout import HEADER_WORDS, O_TAKEN, OWNER_WORDS
+from store.arena.layout import HEADER_WORDS, O_TAKEN, OWNER_WORDS
 from store.errors import StoreError, StoreFullError
 from tests.waiting import PATIENCE_S
 
@@ -21,7 +21,7 @@ WAIT_S = PATIENCE_S
 # Children attach, say what they did on stdout, and wait on stdin.
 PRELUDE = """
 import sys, threading
-import store.arena
+import store.arena.arena
 from store.arena import Arena
 arena = Arena.attach(sys.argv[1])
 def say(*words): print(*words, flush=True)
@@ -33,7 +33,7 @@ WRITE_HALF = (
 def half(target, source):
     target[: len(source) // 2] = source[: len(source) // 2]
     wait()
-store.arena.copy_with_checksum = half
+store.arena.arena.copy_with_checksum = half
 arena.put("k", bytes(40 * 4096), shape=(1,), dtype="uint8")
 """
 )
@@ -65,7 +65,7 @@ wait()
 HOLD_LOCK = (
     PRELUDE
     + """
-from store.arena_slots import SlotTable
+from store.arena.slots import SlotTable
 SlotTable.fill = wait
 arena.put("other", b"x", shape=(1,), dtype="uint8")
 """

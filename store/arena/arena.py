@@ -2,7 +2,7 @@
 
 Owns the order of things: room is taken and given under the arena's lock, bytes are copied and checked outside it.
 A feature is readable only when its bytes and checksum are complete; a process that dies at any point leaves nothing
-readable that is not whole, and what it held is taken back when room is needed. Design §5, MM Store.
+readable that is not whole, and what it held is taken back when room is needed.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from store.arena_file import make_file, map_file, open_file
-from store.arena_index import FeatureIndex
-from store.arena_layout import H_CORRUPT, H_HITS, H_MISSES, H_PUTS, S_OFFSET, SLOT_WORDS, WORD, Geometry, align_up
-from store.arena_lock import ArenaLock
-from store.arena_owners import OwnerTable
-from store.arena_room import Room
-from store.arena_slots import Name, Record
-from store.arena_stats import read_stats
+from store.arena.file import make_file, map_file, open_file
+from store.arena.index import FeatureIndex
+from store.arena.layout import H_CORRUPT, H_HITS, H_MISSES, H_PUTS, S_OFFSET, SLOT_WORDS, WORD, Geometry, align_up
+from store.arena.lease import Lease
+from store.arena.lock import ArenaLock
+from store.arena.owners import OwnerTable
+from store.arena.reservation import Reservation
+from store.arena.slots import Name, Record
 from store.checksum import Buffer, Bytes, as_bytes, checksum, copy, copy_with_checksum
 from store.errors import CorruptFeatureError, StoreError
 from store.feature import FeatureEntry, FeatureMeta, StoreStats
 from store.interface import FeatureStore
-from store.lease import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +54,14 @@ class Arena:
         self._features = file[geometry.data_byte :].toreadonly()
         self._bytes: Bytes = np.frombuffer(file, dtype=np.uint8)[geometry.data_byte :]
         self._checksums = checksums
-        self._begin_life()
+        self._begin_incarnation()
         _open_arenas.add(self)
 
-    def _begin_life(self) -> None:
-        self._life: object = object()  # leases of another life (before a fork, before close) are over
+    def _begin_incarnation(self) -> None:
+        self._incarnation: object = object()  # leases of another incarnation (before a fork, before close) are over
         self._owner: int | None = None  # our owner row, taken with the first put or lease
         self._writing = 0  # puts that have room and are not readable yet
-        self._orphans: list[int] = []  # slots of failed puts and abandoned rooms that could not be given back yet
+        self._orphans: list[int] = []  # slots of failed puts and reservations that could not be given back yet
         self._unhanded: list[tuple[Lease, bool]] = []  # pins that no caller got and that could not end yet; if corrupt
 
     @classmethod
@@ -150,7 +149,7 @@ class Arena:
             raise
         return True
 
-    def reserve(self, key: str, nbytes: int) -> Room | None:
+    def reserve(self, key: str, nbytes: int) -> Reservation | None:
         """Room for a feature that something else will write, or None when it is there or being written.
 
         As with `put`, it is readable only when it is committed, and the room of a process that dies is taken back.
@@ -167,7 +166,7 @@ class Arena:
                 return None
             self._writing += 1
             offset = self._words[self._table + slot * SLOT_WORDS + S_OFFSET]
-            return Room(self, self._life, slot, offset, key, self._bytes[offset : offset + nbytes])
+            return Reservation(self, self._incarnation, slot, offset, key, self._bytes[offset : offset + nbytes])
 
     def contains(self, key: str) -> bool:
         """See `FeatureStore.contains`."""
@@ -188,17 +187,17 @@ class Arena:
             self._index.pin(slot, self._row())
             meta = self._index.slots.meta(slot, key)
             offset = self._words[self._table + slot * SLOT_WORDS + S_OFFSET]
-            lease = Lease(self, self._life, slot, offset, meta)
+            lease = Lease(self, self._incarnation, slot, offset, meta)
             stored = self._bytes[offset : offset + meta.nbytes]
         if verify and meta.checksum is not None:
             try:
-                found = checksum(stored)
+                actual = checksum(stored)
             except BaseException:
                 self._take_back(lease, corrupt=False)
                 raise
-            if found != meta.checksum:
+            if actual != meta.checksum:
                 self._take_back(lease, corrupt=True)
-                raise CorruptFeatureError(f"{key}: checksum {found:016x}, stored with {meta.checksum:016x}")
+                raise CorruptFeatureError(f"{key}: checksum {actual:016x}, stored with {meta.checksum:016x}")
         return lease
 
     def get_into(self, key: str, dest: Buffer, *, verify: bool = True) -> FeatureMeta | None:
@@ -214,7 +213,7 @@ class Arena:
                 raise StoreError(f"dest of {target.nbytes} bytes for a feature of {lease.nbytes}")
             stored = self._bytes[lease.offset : lease.offset + lease.nbytes]
             copy(target[: lease.nbytes], stored)
-            if lease._life is not self._life:
+            if lease._incarnation is not self._incarnation:
                 raise StoreError("arena: closed during the copy")
             return lease.meta
 
@@ -261,7 +260,7 @@ class Arena:
     def stats(self) -> StoreStats:
         """Counters of all processes together."""
         with self._lock:
-            return read_stats(self._words)
+            return self._index.stats()
 
     def entries(self) -> list[FeatureEntry]:
         """Every readable feature, the least recently used first."""
@@ -290,7 +289,7 @@ class Arena:
                 self._index.owners.give_back(self._owner)
         self._index.owners.close()
         self._lock.close()
-        self._begin_life()
+        self._begin_incarnation()
         self._features = memoryview(b"")
         self._bytes = np.empty(0, dtype=np.uint8)
         del self._index, self._words
@@ -316,52 +315,55 @@ class Arena:
         return self._owner
 
     def _release(self, lease: Lease) -> None:
-        if lease._life is not self._life:  # closed, or a fork since: the pin is not ours any more
+        if lease._incarnation is not self._incarnation:  # closed, or a fork since: the pin is not ours any more
             lease._released = True
             return
         with self._lock:
-            if not lease._released and lease._life is self._life:
+            if not lease._released and lease._incarnation is self._incarnation:
                 self._index.unpin(lease.slot, self._row())
             lease._released = True
 
-    def _commit_room(self, room: Room, meta: FeatureMeta) -> Lease:
-        if meta.key != room.key or meta.nbytes != room.nbytes:
-            raise StoreError(f"room for {room.nbytes} bytes of {room.key}, not for {meta.nbytes} of {meta.key}")
+    def _commit(self, reservation: Reservation, meta: FeatureMeta) -> Lease:
+        if meta.key != reservation.key or meta.nbytes != reservation.nbytes:
+            raise StoreError(
+                f"room for {reservation.nbytes} bytes of {reservation.key}, not for {meta.nbytes} of {meta.key}"
+            )
         record = Record.of(Name.of(meta.key), meta.shape, meta.dtype, meta.nbytes)
         with self._lock:
-            if room._life is not self._life or room._ended or room._detached:
-                raise StoreError(f"room for {room.key}: it has ended")
-            self._index.slots.describe(room._slot, record)
-            self._index.commit(room._slot, meta.checksum)
+            if reservation._incarnation is not self._incarnation or reservation._ended or reservation._detached:
+                raise StoreError(f"room for {reservation.key}: its reservation has ended")
+            self._index.slots.describe(reservation._slot, record)
+            self._index.commit(reservation._slot, meta.checksum)
             self._writing -= 1
             self._words[H_PUTS] += 1
-            room._ended = True
-            self._index.pin(room._slot, self._row())
-            return Lease(self, self._life, room._slot, room.offset, meta)
+            reservation._ended = True
+            self._index.pin(reservation._slot, self._row())
+            return Lease(self, self._incarnation, reservation._slot, reservation.offset, meta)
 
-    def _abandon_room(self, room: Room) -> None:
-        if room._life is not self._life:  # closed, or a fork since: reclaimed when the process that made it is gone
+    def _abandon(self, reservation: Reservation) -> None:
+        # Closed, or a fork since: reclaimed when the process that made it is gone.
+        if reservation._incarnation is not self._incarnation:
             return
-        if room._ended:
+        if reservation._ended:
             return
         try:
             with self._lock:
-                if not room._ended and room._life is self._life:
-                    room._ended = True
+                if not reservation._ended and reservation._incarnation is self._incarnation:
+                    reservation._ended = True
                     self._writing -= 1
-                    self._index.discard(room._slot)
+                    self._index.discard(reservation._slot)
         except StoreError:  # the lock was not to be had: whoever abandons does so once
-            if not room._ended and room._life is self._life:
-                room._ended = True
+            if not reservation._ended and reservation._incarnation is self._incarnation:
+                reservation._ended = True
                 self._writing -= 1
-                self._orphans.append(room._slot)
+                self._orphans.append(reservation._slot)
             raise
 
-    def _detach_room(self, room: Room) -> None:
+    def _detach(self, reservation: Reservation) -> None:
         with self._lock:
-            if not room._ended and not room._detached and room._life is self._life:
-                self._index.slots.disown(room._slot)
-                room._detached = True
+            if not reservation._ended and not reservation._detached and reservation._incarnation is self._incarnation:
+                self._index.slots.disown(reservation._slot)
+                reservation._detached = True
 
     def _take_back(self, lease: Lease, *, corrupt: bool) -> None:
         """Ends a pin that its caller will not get; where the lock is not had in time, the next put or lease does."""
@@ -373,7 +375,7 @@ class Arena:
 
     def _end(self, lease: Lease, corrupt: bool) -> None:
         """Locked."""
-        if lease._life is not self._life:
+        if lease._incarnation is not self._incarnation:
             return
         if corrupt and self._index.drop(lease.slot):
             self._words[H_CORRUPT] += 1
@@ -391,7 +393,7 @@ def _after_fork_in_child() -> None:
     for arena in list(_open_arenas):
         arena._lock.reopen_after_fork()
         arena._index.owners.reopen_after_fork()
-        arena._begin_life()
+        arena._begin_incarnation()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,7 +1,7 @@
 """Tier 2 of the MM Store: a Mooncake Store, which joins hosts. Every call has a deadline and passes one breaker.
 
 Owns the connection, when it is given up and regained, and what a transfer may touch for how long. What a value is:
-`store.mooncake_values`; what Mooncake is told: `store.mooncake_client`.
+`store.mooncake.values`; what Mooncake is told: `store.mooncake.client`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import numpy as np
 
-from store.breaker import Guard, State
 from store.checksum import Buffer, Bytes, as_bytes, copy, copy_with_checksum
 from store.codec import TRAILER_BYTES, encode_trailer, verify_payload
 from store.errors import CorruptFeatureError, StoreError, StoreUnavailableError
 from store.feature import FeatureMeta, StoreStats
 from store.interface import FeatureStore
-from store.mooncake_client import MooncakeClient, load_mooncake
-from store.mooncake_client import MooncakeConfig as MooncakeConfig
-from store.mooncake_codes import Outcome
-from store.mooncake_values import Scratch, load_value, store_value
-from store.private_lease import PrivateLease
+from store.mooncake.breaker import Guard, State
+from store.mooncake.client import MooncakeClient, MooncakeConfig, load_mooncake
+from store.mooncake.codes import Outcome
+from store.mooncake.values import PrivateLease, Scratch, load_value, store_value
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

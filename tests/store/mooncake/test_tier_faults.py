@@ -15,10 +15,9 @@ import pytest
 
 from store.arena import Arena
 from store.errors import CorruptFeatureError, StoreFullError, StoreUnavailableError
-from store.feature_pool import FeaturePool
-from store.mooncake_client import MooncakeConfig
-from store.mooncake_store import MooncakeStore
-from store.open_pool import open_pool
+from store.feature_pool import FeaturePool, open_pool
+from store.mooncake.client import MooncakeConfig
+from store.mooncake.tier import MooncakeStore
 from tests.store.conftest import Child, Master
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -32,8 +31,8 @@ sys.stdout = os.fdopen(os.dup(1), "w")
 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 from store.arena import Arena
 from store.feature_pool import FeaturePool
-from store.mooncake_store import MooncakeStore
-from store.mooncake_client import MooncakeConfig
+from store.mooncake.tier import MooncakeStore
+from store.mooncake.client import MooncakeConfig
 path, master, namespace = sys.argv[1:]
 remote = MooncakeStore.connect(
     MooncakeConfig(master=master, namespace=namespace, segment_bytes=64 << 20, timeout_s=30.0))
@@ -243,7 +242,7 @@ def flip_in_segment(pool: FeaturePool, key: str, at: int) -> None:
 
 def test_without_a_second_tier_nothing_of_mooncake_is_imported(arena: Arena, python: Callable[..., Child]) -> None:
     code = (
-        "import sys; from store.open_pool import open_pool; p = open_pool(arena=sys.argv[1]);"
+        "import sys; from store.feature_pool import open_pool; p = open_pool(arena=sys.argv[1]);"
         "print(p.pool_state, p.publish('k'), p.fetch('k'), any(m.split('.')[0] == 'mooncake' for m in sys.modules))"
     )
     output, _ = python(code, arena.path).communicate(timeout=PATIENCE_S)

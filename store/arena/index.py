@@ -1,6 +1,6 @@
 """The life of a feature in an arena: allocated, ready, leased, dropped, evicted, reclaimed. Callers hold the lock.
 
-Knows no files, no locks and no feature bytes. Every change leaves the truth (`store.arena_layout`) whole after each
+Knows no files, no locks and no feature bytes. Every change leaves the truth (`store.arena.layout`) whole after each
 single store; `rebuild` derives the rest from it again.
 """
 
@@ -10,16 +10,22 @@ import time
 
 import numpy as np
 
-from store.arena_layout import (
+from store.arena.layout import (
     ALLOCATED,
     DROPPED,
     FREE,
+    H_CAPACITY,
+    H_CORRUPT,
     H_EVICTIONS,
     H_FEATURES,
+    H_HITS,
     H_LEASED,
+    H_MISSES,
+    H_PUTS,
     H_REAPED_NS,
     H_RECLAIMED,
     H_TICK,
+    H_USED,
     READY,
     S_CHECKED,
     S_CHECKSUM,
@@ -36,11 +42,11 @@ from store.arena_layout import (
     Geometry,
     align_up,
 )
-from store.arena_owners import OwnerTable
-from store.arena_rings import Ring, Space
-from store.arena_slots import Name, Record, SlotTable
+from store.arena.owners import OwnerTable
+from store.arena.rings import Ring, Space
+from store.arena.slots import Name, Record, SlotTable
 from store.errors import StoreFullError
-from store.feature import FeatureEntry
+from store.feature import FeatureEntry, StoreStats
 
 _REAP_EVERY_NS = 1_000_000_000  # looking for the dead costs a system call per owner; before StoreFullError we always do
 
@@ -166,6 +172,22 @@ class FeatureIndex:
             )
             for tick, slot in used
         ]
+
+    def stats(self) -> StoreStats:
+        """The counters of all processes together."""
+        words = self._words
+        return StoreStats(
+            capacity_bytes=words[H_CAPACITY],
+            used_bytes=words[H_USED],
+            features=words[H_FEATURES],
+            leased=words[H_LEASED],
+            puts=words[H_PUTS],
+            hits=words[H_HITS],
+            misses=words[H_MISSES],
+            evictions=words[H_EVICTIONS],
+            corrupt=words[H_CORRUPT],
+            reclaimed=words[H_RECLAIMED],
+        )
 
     def leave(self, owner: int) -> None:
         """Ends every lease of one process."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from store.arena_layout import (
+from store.arena.layout import (
     H_ROVER,
     H_USED,
     H_WIDEST,

@@ -1,18 +1,25 @@
-"""Room in an arena that something else fills: a fetch from another host, a device. What `Arena.reserve` hands out."""
+"""Room in an arena that something else fills, a fetch from another host or a device: what `Arena.reserve` hands out."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from store.arena.lease import Lease
 from store.checksum import Bytes
 from store.feature import FeatureMeta
 
-if TYPE_CHECKING:
-    from store.arena import Arena
-    from store.lease import Lease
+
+class ReservationOwner(Protocol):
+    """What a reservation needs of the arena that handed it out."""
+
+    def _commit(self, reservation: Reservation, meta: FeatureMeta) -> Lease: ...
+
+    def _abandon(self, reservation: Reservation) -> None: ...
+
+    def _detach(self, reservation: Reservation) -> None: ...
 
 
-class Room:
+class Reservation:
     """Ends with `commit` or `abandon`; a process that dies before leaves nothing readable, and the room is taken back.
 
     Attributes:
@@ -23,12 +30,14 @@ class Room:
         address: where they lie in this process.
     """
 
-    __slots__ = ("_arena", "_detached", "_ended", "_life", "_slot", "address", "data", "key", "nbytes", "offset")
+    __slots__ = ("_arena", "_detached", "_ended", "_incarnation", "_slot", "address", "data", "key", "nbytes", "offset")
 
-    def __init__(self, arena: Arena, life: object, slot: int, offset: int, key: str, data: Bytes) -> None:
+    def __init__(
+        self, arena: ReservationOwner, incarnation: object, slot: int, offset: int, key: str, data: Bytes
+    ) -> None:
         """For `Arena` only."""
         self._arena = arena
-        self._life = life
+        self._incarnation = incarnation
         self._slot = slot
         self._ended = False
         self._detached = False
@@ -42,17 +51,17 @@ class Room:
         """The bytes are complete: readable by all from now on, and leased by the caller.
 
         Raises:
-            StoreError: `meta` is of another key or size, or the room has ended.
+            StoreError: `meta` is of another key or size, or the reservation has ended.
         """
-        return self._arena._commit_room(self, meta)
+        return self._arena._commit(self, meta)
 
     def abandon(self) -> None:
         """Gives the room back. Only when nothing writes to it any more. Any number of calls; none after `commit`."""
-        self._arena._abandon_room(self)
+        self._arena._abandon(self)
 
     def detach(self) -> None:
         """Lets others store the key elsewhere, while a write that cannot be stopped may still land here.
 
         The room stays taken until `abandon`, and can no longer be committed.
         """
-        self._arena._detach_room(self)
+        self._arena._detach(self)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from store.arena_layout import (
+from store.arena.layout import (
     ALLOCATED,
     FREE,
     H_FREE,

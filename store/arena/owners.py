@@ -11,7 +11,7 @@ import fcntl
 import os
 import struct
 
-from store.arena_layout import HEADER_WORDS, O_TAKEN, OWNER_WORDS, WORD, Geometry
+from store.arena.layout import HEADER_WORDS, O_TAKEN, OWNER_WORDS, WORD, Geometry
 from store.errors import StoreError
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid

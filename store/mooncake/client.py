@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from store.errors import StoreError, StoreUnavailableError
-from store.mooncake_codes import Outcome, outcome
+from store.mooncake.codes import Outcome, outcome
 from store.port_filter import reachable_only_at
 
 _ENVIRONMENT = {
@@ -51,7 +51,7 @@ class MooncakeConfig:
         timeout_s: deadline of a call, and
         bytes_per_s: the slowest transfer that is worth waiting for: it gets `nbytes / bytes_per_s` on top.
         threads: calls at one time.
-        failures_to_open, probe_after_s: of the breaker (`store.breaker`).
+        failures_to_open, probe_after_s: of the breaker (`store.mooncake.breaker`).
         namespace: put before every key, so that one master can serve other uses.
     """
 

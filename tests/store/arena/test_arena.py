@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import store.arena
+import store.arena.arena
 from store.arena import Arena
 from store.checksum import Bytes
 from store.errors import CorruptFeatureError, StoreError, StoreFullError
@@ -71,7 +71,7 @@ def test_a_put_that_is_under_way_is_not_readable(arena: Arena, monkeypatch: pyte
         seen.extend([arena.contains("k"), arena.lease("k"), put(arena, "k"), arena.remove("k")])
         return 0
 
-    monkeypatch.setattr(store.arena, "copy_with_checksum", look)
+    monkeypatch.setattr(store.arena.arena, "copy_with_checksum", look)
     assert put(arena, "k")
     assert seen == [False, None, False, False]
 
@@ -81,7 +81,7 @@ def test_a_put_that_fails_leaves_nothing(arena: Arena, monkeypatch: pytest.Monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(store.arena, "copy_with_checksum", fail)
+        patched.setattr(store.arena.arena, "copy_with_checksum", fail)
         with pytest.raises(KeyboardInterrupt):
             put(arena, "k")
     assert not arena.contains("k")
@@ -333,13 +333,13 @@ def test_a_corrupt_feature_that_could_not_be_dropped_for_the_lock_goes_later(
     put(arena, "k", b"abc")
     flip_a_bit(arena, "k")
     neighbour = contextlib.ExitStack()
-    checksum = store.arena.checksum
+    checksum = store.arena.arena.checksum
 
     def checksum_while_the_neighbour_comes(data: Bytes) -> int:
         neighbour.enter_context(arena._lock)
         return checksum(data)
 
-    monkeypatch.setattr(store.arena, "checksum", checksum_while_the_neighbour_comes)
+    monkeypatch.setattr(store.arena.arena, "checksum", checksum_while_the_neighbour_comes)
     with neighbour, pytest.raises(CorruptFeatureError, match="k: checksum"):
         impatient.lease("k")
     monkeypatch.undo()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from store.breaker import Guard
+from store.mooncake.breaker import Guard
 from tests.waiting import PATIENCE_S
 
 

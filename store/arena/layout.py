@@ -4,7 +4,7 @@
 
 All but the lease counts (uint32) are 64-bit words in the host's byte order. The *truth* is the owner rows, the lease
 counts and, per slot, state, place and names; buckets, rings, totals and the free list are derived from it and are
-rebuilt when a process died while it changed them (`store.arena_index`).
+rebuilt when a process died while it changed them (`store.arena.index`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ H_USED, H_FEATURES, H_LEASED = 12, 13, 14
 H_PUTS, H_HITS, H_MISSES, H_EVICTIONS, H_CORRUPT, H_RECLAIMED = range(15, 21)
 HEADER_WORDS = 64
 
-# Owner rows: one per process that has the arena open and keeps a lock on the row's bytes (`store.arena_owners`).
+# Owner rows: one per process that has the arena open and keeps a lock on the row's bytes (`store.arena.owners`).
 O_TAKEN = 0
 OWNER_WORDS = 1
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
 from store.errors import StoreError
 from store.feature import FeatureMeta
 
-if TYPE_CHECKING:
-    from store.arena import Arena
+
+class LeaseOwner(Protocol):
+    """What a lease needs of the arena that handed it out."""
+
+    def view(self, offset: int, nbytes: int) -> memoryview: ...
+
+    def _release(self, lease: Lease) -> None: ...
 
 
 class Lease:
@@ -21,12 +26,12 @@ class Lease:
         nbytes: its size.
     """
 
-    __slots__ = ("_arena", "_life", "_released", "meta", "nbytes", "offset", "slot")
+    __slots__ = ("_arena", "_incarnation", "_released", "meta", "nbytes", "offset", "slot")
 
-    def __init__(self, arena: Arena, life: object, slot: int, offset: int, meta: FeatureMeta) -> None:
+    def __init__(self, arena: LeaseOwner, incarnation: object, slot: int, offset: int, meta: FeatureMeta) -> None:
         """For `Arena` only."""
         self._arena = arena
-        self._life = life
+        self._incarnation = incarnation
         self.slot = slot
         self._released = False
         self.meta = meta

@@ -11,7 +11,7 @@ import mmap
 import os
 from pathlib import Path
 
-from store.arena_layout import (
+from store.arena.layout import (
     H_ALIGNMENT,
     H_CAPACITY,
     H_HOLDER,

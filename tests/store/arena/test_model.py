@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from store.arena import Arena
-from store.arena_room import Room
+from store.arena.lease import Lease
+from store.arena.reservation import Reservation
 from store.errors import StoreError, StoreFullError
 from store.feature import FeatureMeta
-from store.lease import Lease
 
 PAGE = 4096
 PAGES = 16
@@ -32,7 +32,7 @@ class ArenaModel(RuleBasedStateMachine):
         self.stored: dict[str, bytes] = {}
         self.leases: list[tuple[str, bytes, Lease]] = []
         self.handles: list[Arena] = []
-        self.rooms: list[tuple[str, int, Room, bool]] = []  # key, handle, room, detached
+        self.reserved: list[tuple[str, int, Reservation, bool]] = []  # key, handle, room, detached
 
     @initialize()
     def create(self) -> None:
@@ -66,10 +66,10 @@ class ArenaModel(RuleBasedStateMachine):
             self.used(key)
 
     def is_being_written(self, key: str) -> bool:
-        return any(key == name and not detached for name, _, _, detached in self.rooms)
+        return any(key == name and not detached for name, _, _, detached in self.reserved)
 
     def gave_up(self, key: str) -> None:
-        assert self.leases or self.rooms, "only leases and writers can fill an arena"
+        assert self.leases or self.reserved, "only leases and writers can fill an arena"
         assert key not in self.stored
         self.forget_evicted()
         assert set(self.stored) == self.pinned(), "it gives up only when nothing is left to evict"
@@ -88,13 +88,13 @@ class ArenaModel(RuleBasedStateMachine):
             return
         self.forget_evicted()
         room.data[:] = 0
-        self.rooms.append((key, handle, room, False))
+        self.reserved.append((key, handle, room, False))
 
     @rule(which=st.randoms(use_true_random=False), fill=st.integers(0, 255))
     def commit(self, which: object, fill: int) -> None:
-        if not self.rooms:
+        if not self.reserved:
             return
-        key, _, room, detached = self.rooms.pop(which.randrange(len(self.rooms)))  # type: ignore[attr-defined]
+        key, _, room, detached = self.reserved.pop(which.randrange(len(self.reserved)))  # type: ignore[attr-defined]
         room.data[:] = fill
         data = bytes([fill]) * room.nbytes
         meta = FeatureMeta(key, (room.nbytes,), "uint8", room.nbytes, xxhash.xxh3_64_intdigest(data))
@@ -112,19 +112,19 @@ class ArenaModel(RuleBasedStateMachine):
 
     @rule(which=st.randoms(use_true_random=False))
     def abandon(self, which: object) -> None:
-        if self.rooms:
-            _, _, room, _ = self.rooms.pop(which.randrange(len(self.rooms)))  # type: ignore[attr-defined]
+        if self.reserved:
+            _, _, room, _ = self.reserved.pop(which.randrange(len(self.reserved)))  # type: ignore[attr-defined]
             room.abandon()
             room.abandon()
 
     @rule(which=st.randoms(use_true_random=False))
     def detach(self, which: object) -> None:
         """Its key is free again, its bytes are not."""
-        if self.rooms:
-            at = which.randrange(len(self.rooms))  # type: ignore[attr-defined]
-            key, handle, room, _ = self.rooms[at]
+        if self.reserved:
+            at = which.randrange(len(self.reserved))  # type: ignore[attr-defined]
+            key, handle, room, _ = self.reserved[at]
             room.detach()
-            self.rooms[at] = (key, handle, room, True)
+            self.reserved[at] = (key, handle, room, True)
 
     def forget_evicted(self) -> None:
         evictable = [key for key in self.stored if key not in self.pinned()]
@@ -170,7 +170,7 @@ class ArenaModel(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         """Closing a handle ends its leases, and only its own."""
-        if any(handle == 1 for _, handle, _, _ in self.rooms):
+        if any(handle == 1 for _, handle, _, _ in self.reserved):
             return  # what is being written stays taken until the process ends: nothing to see here
         closed = self.handles[1]
         closed.close()
@@ -195,7 +195,7 @@ class ArenaModel(RuleBasedStateMachine):
             assert stats.features == len(self.stored)
             assert stats.leased == len({id(data) for _, data, _ in self.leases})
             assert stats.used_bytes == sum(-(-len(data) // PAGE) * PAGE for data in held.values()) + sum(
-                -(-room.nbytes // PAGE) * PAGE for _, _, room, _ in self.rooms
+                -(-room.nbytes // PAGE) * PAGE for _, _, room, _ in self.reserved
             )
             entries = self.handles[0].entries()
             assert [entry.meta.key for entry in entries if not entry.leases] == [

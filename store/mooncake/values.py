@@ -1,4 +1,4 @@
-"""How a feature becomes a value of a Mooncake Store and back. Blocks: `store.mooncake_store` calls it under its guard.
+"""How a feature becomes a value of a Mooncake Store and back. Blocks: `store.mooncake.tier` calls it under its guard.
 
 A put is read back before it counts: Mooncake's put also says 0, and stores nothing, where the value of a dead owner or
 of an unfinished writer lies. Payload and trailer travel as two parts of one transfer, so that neither is copied.
@@ -9,15 +9,17 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 
 from store.checksum import Bytes
 from store.codec import TRAILER_BYTES, decode_trailer, encode_trailer
-from store.errors import CorruptFeatureError, StoreFullError
+from store.errors import CorruptFeatureError, StoreError, StoreFullError
 from store.feature import FeatureMeta
-from store.mooncake_client import MooncakeClient
-from store.mooncake_codes import Outcome
+from store.mooncake.client import MooncakeClient
+from store.mooncake.codes import Outcome
 
 _FULL_RETRIES, _FULL_NAP_S = 10, 0.02  # the master evicts in the background, a moment after it refused
 _UNFINISHED_NAP_S = 0.005
@@ -46,6 +48,35 @@ class Scratch:
         return place
 
 
+class PrivateLease:
+    """A `store.interface.FeatureLease` on a private copy of a value. Its bytes are freed with the last view of them."""
+
+    __slots__ = ("_data", "_released", "meta")
+
+    def __init__(self, meta: FeatureMeta, data: Bytes) -> None:
+        self.meta = meta
+        self._data = data.data.toreadonly()
+        self._released = False
+
+    def view(self) -> memoryview:
+        """The bytes, read-only. Raises StoreError after `release`."""
+        if self._released:
+            raise StoreError(f"lease on {self.meta.key}: already released")
+        return self._data
+
+    def release(self) -> None:
+        self._released = True
+        self._data = memoryview(b"")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
 def store_value(
     client: MooncakeClient, name: str, meta: FeatureMeta, address: int, scratch: Scratch, patience_s: float
 ) -> Outcome:
@@ -71,12 +102,12 @@ def store_value(
                 raise StoreFullError(f"{meta.key}: no room for {meta.nbytes} bytes in the second tier")
             time.sleep(_FULL_NAP_S)
             continue
-        found = _read_back(client, name, meta, trailer)
-        while found is Outcome.UNFINISHED and time.monotonic() < deadline:
+        read = _read_back(client, name, meta, trailer)
+        while read is Outcome.UNFINISHED and time.monotonic() < deadline:
             time.sleep(_UNFINISHED_NAP_S)
-            found = _read_back(client, name, meta, trailer)
-        if found in (Outcome.DONE, Outcome.UNFINISHED):
-            return found
+            read = _read_back(client, name, meta, trailer)
+        if read in (Outcome.DONE, Outcome.UNFINISHED):
+            return read
         if time.monotonic() > deadline:
             return Outcome.LOST
         client.remove(name)  # of an owner that is gone, or not what it should be
@@ -96,10 +127,10 @@ def load_value(
         StoreUnavailableError: the master does not answer.
     """
     trailer = scratch.mine()
-    found = client.get(name, [(address, nbytes), (trailer.ctypes.data, TRAILER_BYTES)])
-    if found is Outcome.LOST:
+    outcome = client.get(name, [(address, nbytes), (trailer.ctypes.data, TRAILER_BYTES)])
+    if outcome is Outcome.LOST:
         client.remove(name)
-    if found is not Outcome.DONE:
+    if outcome is not Outcome.DONE:
         return None
     return decode_trailer(key, trailer.tobytes(), nbytes + TRAILER_BYTES)
 
@@ -107,10 +138,10 @@ def load_value(
 def _read_back(client: MooncakeClient, name: str, meta: FeatureMeta, trailer: Bytes) -> Outcome:
     """`DONE` when a value of this feature is there and its owner answers. Reads the trailer only."""
     trailer[:] = 0
-    found = client.get_range(name, meta.nbytes, (trailer.ctypes.data, TRAILER_BYTES))
-    if found is Outcome.DONE:
+    outcome = client.get_range(name, meta.nbytes, (trailer.ctypes.data, TRAILER_BYTES))
+    if outcome is Outcome.DONE:
         try:
             decode_trailer(meta.key, trailer.tobytes(), meta.nbytes + TRAILER_BYTES)
         except CorruptFeatureError:
             return Outcome.LOST
-    return found
+    return outcome

@@ -1,4 +1,4 @@
-"""`python -m store.purge HOST:PORT`: removes values from a Mooncake Store, leased or not; their keys come by stdin.
+"""`python -m store.mooncake.purge HOST:PORT` removes values from a Mooncake Store, leased or not; keys come by stdin.
 
 A process of its own, because whoever asks (the command line) loads no Mooncake and can end this one when it hangs.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 
 from store.errors import StoreError
-from store.mooncake_store import MooncakeConfig, MooncakeStore
+from store.mooncake.client import MooncakeConfig
+from store.mooncake.tier import MooncakeStore
 
 
 def purge(master: str, keys: list[str]) -> int:

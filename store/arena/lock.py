@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from store.arena_layout import H_HOLDER
-from store.arena_owners import open_anew
+from store.arena.layout import H_HOLDER
+from store.arena.owners import open_anew
 from store.errors import StoreError
 
 _FIRST_NAP_S = 20e-6

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from store.breaker import Guard
 from store.errors import StoreError, StoreUnavailableError
+from store.mooncake.breaker import Guard
 from tests.waiting import PATIENCE_S
 
 SOON_S = 0.02

@@ -12,8 +12,8 @@ import pytest
 import xxhash
 
 from store.arena import Arena
-from store.arena_index import FeatureIndex
-from store.arena_layout import H_HOLDER
+from store.arena.index import FeatureIndex
+from store.arena.layout import H_HOLDER
 from store.feature import FeatureMeta
 
 PAGE = 4096

@@ -11,8 +11,7 @@ import pytest
 
 from store.arena import Arena
 from store.errors import StoreError, StoreFullError
-from tests.store.conftest import CONTAINED
-from tests.store.test_arena_processes import (
+from tests.store.arena.test_processes import (
     FILL_HALF,
     HOLD_LEASE,
     PRELUDE,
@@ -23,6 +22,7 @@ from tests.store.test_arena_processes import (
     put,
     until_waiting,
 )
+from tests.store.conftest import CONTAINED
 
 PAGE = 4096
 PUT = (
@@ -110,7 +110,7 @@ def test_a_feature_that_loses_its_lease_while_it_is_read_is_refused(
     put(arena, "k", b"feature")
     lease = arena.lease("k")
     assert lease is not None
-    monkeypatch.setattr("store.arena.copy", lambda target, source: lease.release())
+    monkeypatch.setattr("store.arena.arena.copy", lambda target, source: lease.release())
     with pytest.raises(StoreError, match="nobody leases it"):
         reader.copy_pinned("k", lease.slot, lease.offset, bytearray(7))
     monkeypatch.undo()
@@ -132,7 +132,7 @@ def test_a_kernel_without_such_locks_is_refused_in_one_line(
     def no_such_command(fd: int, command: int, argument: bytes) -> bytes:
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr("store.arena_owners.fcntl.fcntl", no_such_command)
+    monkeypatch.setattr("store.arena.owners.fcntl.fcntl", no_such_command)
     with pytest.raises(StoreError, match="no locks of open file descriptions"):
         Arena.attach(arena_path)
     monkeypatch.undo()

@@ -1,0 +1,3 @@
+"""Tier 1 of the MM Store: the host's shared memory."""
+
+from store.arena.arena import Arena as Arena
