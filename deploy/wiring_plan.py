@@ -15,7 +15,7 @@ from epd_serve.stage_plan import StagePlan
 from epd_serve.wiring import StageWiring, worker_endpoints
 
 STAGE_HOST = "127.0.0.1"
-"""Stages bind loopback: the proxy is their only client (design §4.1)."""
+"""Stages bind loopback: the proxy is their only client."""
 
 
 @dataclass(frozen=True)

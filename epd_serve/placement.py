@@ -42,7 +42,7 @@ class InstancePlan:
 
 
 def check_servable(layout: Layout) -> None:
-    """Refuse a layout in which some instance could never do its work (design §3).
+    """Refuse a layout in which some instance could never do its work.
 
     An instance that prefills without decoding needs a D to hand its KV to, a D needs one that does, an E needs a P or
     PD to hand its features to. A layout without E serves pictures with the vision tower of its P or PD. Tensor-parallel

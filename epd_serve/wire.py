@@ -31,7 +31,7 @@ ALL_MISSING = "*"
 
 ON_MISSING_XARG = "epd_on_missing"
 """Proxy → P, PD, D, in `vllm_xargs`: `fail` where a lost feature must fail the request instead of being recomputed,
-because the stage has no pixels (metadata-only, design §4.4) or because the policy is to encode again."""
+because the stage has no pixels (it was sent metadata only) or because the policy is to encode again."""
 ON_MISSING_FAIL = "fail"
 
 ENCODE_AGAIN_XARG = "epd_encode_again"
@@ -58,7 +58,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class FeatureReady(_Message, frozen=True):
-    """Published only after the put succeeded. A hint: the store's index is the truth (design §4.2).
+    """Published only after the put succeeded. A hint: the store's index is the truth.
 
     Attributes:
         host: the arena that holds it (`StageWiring.arena_id`), whose consumers need no second tier; or `NO_ARENA`.
@@ -83,7 +83,7 @@ class FeatureFailed(_Message, frozen=True):
 
 
 class FeaturePending(_Message, frozen=True):
-    """E holds these items, queued, running or being stored: consumers renew their deadlines (design §4.4)."""
+    """E holds these items, queued, running or being stored: consumers renew their deadlines."""
 
     keys: list[str]
     incarnation: str
@@ -139,7 +139,7 @@ class StoreReport(_Message, frozen=True):
 
 class StageReport(_Message, frozen=True):
     """How busy one instance is, as its scheduler sees it: on change at most every 50 ms, else every 500 ms, because an
-    idle engine does not step (design §5, global instance status table of EPD-Serve §3.4).
+    idle engine does not step (the global instance status table of the EPD-Serve paper, §3.4).
 
     Attributes:
         seq: grows by one per report of this life.

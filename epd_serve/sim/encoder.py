@@ -1,4 +1,4 @@
-"""E of a simulated layout: real bytes put into the arena, and announced after that (design §4.3).
+"""E of a simulated layout: real bytes put into the arena, and announced after that.
 
 Owns what happens after an item's encode: a writer thread puts the feature, waits for room, and says how it went. What
 the arena holds already is not encoded again. Which item is encoded when is the engine's business.

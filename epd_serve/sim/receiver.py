@@ -1,6 +1,6 @@
 """D's end of simulated transfers: the real desk and control channel, and a data channel that hears DONE.
 
-Blocks are reserved before P may start (design §4.5), and are not given back before P or its silence says that nothing
+Blocks are reserved before P may start, and are not given back before P or its silence says that nothing
 is written any more.
 """
 

@@ -16,7 +16,7 @@ One item per key, one transition table:
     LOST       need of another request                DOUBTED   for that one; those who know it as LOST still do
     any        last request released                  (unknown)
 
-READY means: the bytes were verified and are pinned (design §4.4, must). LOST is final for a request when it *decides*
+READY means: the bytes were verified and are pinned, always. LOST is final for a request when it *decides*
 (`decide`): until then it waits for a recompute slot, and a feature that comes late is used. A decided request is never
 held up again, whatever becomes of the item.
 """

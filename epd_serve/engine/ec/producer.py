@@ -3,7 +3,7 @@
 The model step only hands tensors over (`feature_writer.py` puts and announces behind its back, EPD-Serve §3.2). An
 item that vLLM finds in its own encoder cache is not encoded and `save_caches` never fires for it: it is announced
 again, and put again if the store has lost it. Items that are queued, running or on their way into the store are
-renewed at the consumers (design §4.4).
+renewed at the consumers.
 """
 
 from __future__ import annotations

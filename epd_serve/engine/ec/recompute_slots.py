@@ -1,6 +1,6 @@
 """How many requests recompute lost features at one time, and who is next. Pure.
 
-A slow or dead encoder must not turn every P into an encoder (design §4.4). A request holds at most one slot, however
+A slow or dead encoder must not turn every P into an encoder. A request holds at most one slot, however
 many features it lost. Slots go out in the order in which requests first asked and come back by `give_back`: when the
 request finishes, is aborted, has its prefill behind it, or its features came after all.
 """

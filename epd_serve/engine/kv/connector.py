@@ -1,6 +1,6 @@
 """vLLM's KV connector for P→D: the shell that maps vLLM's hooks to our two schedulers and two workers.
 
-A request's KV, in the order things happen (design §4.5):
+A request's KV, in the order things happen:
 
     D scheduler   get_num_new_matched_tokens → (prompt tokens missing, True); update_state_after_alloc sends READY
     P scheduler   get_num_new_matched_tokens → (None, False) until READY came; build_connector_meta names the blocks

@@ -1,4 +1,4 @@
-"""P and D of a simulated layout: the order of design §4.5, by the real desks, whatever ends a transfer."""
+"""P and D of a simulated layout: D reserves before P sends, by the real desks, whatever ends a transfer."""
 
 from __future__ import annotations
 
