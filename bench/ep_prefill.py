@@ -18,7 +18,7 @@ from bench.children import Message, answering, commands
 from epd_serve import wire
 from epd_serve.engine.ec.consumer import FeatureConsumer
 from epd_serve.sockets import Socket, open_socket, readable
-from epd_serve.wake import idle_bell
+from epd_serve.wake import idle_waiter
 from epd_serve.wiring import StageWiring
 from store.arena.lease import Lease
 
@@ -64,7 +64,7 @@ def _admit(
     settled = consumer.settled(request, [key])
     if not command.get("after_announcement"):
         answer(armed=True)
-    wait_for_change = idle_bell.waiter()
+    wait_for_change = idle_waiter.sleeper()
     while not settled and time.monotonic() < asked + LIMIT_S:
         wait_for_change()
         settled = consumer.settled(request, [key])

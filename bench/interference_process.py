@@ -62,7 +62,7 @@ def main() -> None:
     config: dict[str, Any] = next(lines)
     order = CoreOrder.from_json(config["order"]) if config["order"] else None
     runner = Runner(config["kind"], config["index"], Sizes(**config["sizes"]), order)
-    answer(granted=runner.grant.words() if runner.grant is not None else "")
+    answer(granted=runner.grant.summary() if runner.grant is not None else "")
     try:
         for told in lines:
             if "prepare" in told:

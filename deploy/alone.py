@@ -20,7 +20,7 @@ from deploy.admin import LOOPBACK, open_admin
 from deploy.ending import Ending
 from deploy.front import Front
 from deploy.health import health_status
-from deploy.nearest import unknown
+from deploy.suggestions import unknown
 from epd_serve.errors import ConfigError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role

@@ -17,7 +17,7 @@ from typing import Any
 from deploy.cli_parts import add_proxy, add_stage
 from deploy.config import DeployConfig, build_config
 from deploy.flags import Parser, add_option, split, subparser
-from deploy.nearest import unknown
+from deploy.suggestions import unknown
 from epd_serve import __version__
 from epd_serve.errors import ConfigError, EpdError
 

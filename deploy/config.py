@@ -15,7 +15,7 @@ from typing import Any
 
 from deploy.ending import MAX_DRAIN_S
 from deploy.engines import ENGINES
-from deploy.nearest import unknown
+from deploy.suggestions import unknown
 from epd_serve.core_shares import parse_core_shares
 from epd_serve.engine.kv.grouping_file import PREFIX, open_grouping
 from epd_serve.errors import ConfigError

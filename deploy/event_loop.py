@@ -20,7 +20,7 @@ LARGE_BYTES = 1 << 20
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     """As `asyncio.run`, in a process that serves from now on."""
-    garbage.settle()
+    garbage.freeze_gc()
     _return_large_blocks()
     with asyncio.Runner(loop_factory=_factory()) as runner:
         return runner.run(main)

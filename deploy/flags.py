@@ -7,7 +7,7 @@ import re
 from dataclasses import Field
 from typing import Any, NoReturn
 
-from deploy.nearest import unknown
+from deploy.suggestions import unknown
 from epd_serve.errors import ConfigError
 
 

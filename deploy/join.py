@@ -275,7 +275,9 @@ class _JoinedStage:
         self._screen.up(stage, seconds)
         if self._plan.core_order is not None:
             grants = read_grants(self._run.grant_template(self._member.answer.id), self._plan.tp)
-            got = "; ".join(dict.fromkeys(grant.words() for grant in grants)) or "its workers do not say what they got"
+            got = (
+                "; ".join(dict.fromkeys(grant.summary() for grant in grants)) or "its workers do not say what they got"
+            )
             self._screen.line(f"[{stage}] core share {self._plan.core_order.share:g}: {got}")
 
     def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float) -> None:

@@ -29,7 +29,7 @@ class Member:
         self._head = head
         self._agent = secrets.token_hex(8)
         self._say = say
-        self._murmur = _Murmur(say)
+        self._log = _RateLimitedLog(say)
         self._answer: JoinAnswer | None = None
         self._news = asyncio.Event()
         self._incarnation, self._up, self._reason = "", False, "starting"
@@ -60,9 +60,9 @@ class Member:
             except (HeadAwayError, JoinRefusedError) as error:
                 if isinstance(error, JoinRefusedError) and self._answer is None:
                     raise
-                self._murmur.say(f"{error.message}; trying again")
+                self._log.say(f"{error.message}; trying again")
             else:
-                self._murmur.say(f"joined {self._head.url} as {answer.id}")
+                self._log.say(f"joined {self._head.url} as {answer.id}")
                 self._answer = answer
                 return
             await asyncio.sleep(backoff_s)
@@ -80,13 +80,13 @@ class Member:
             try:
                 await self._head.beat(now)
                 wait_s = self.answer.settings.beat_s
-                self._murmur.normal(f"beats reach {self._head.url} again")
+                self._log.normal(f"beats reach {self._head.url} again")
             except NotAMemberError:
                 await self.join()
                 wait_s = 0.0
             except (HeadAwayError, JoinRefusedError) as error:
                 wait_s = min(max(2 * wait_s, BEAT_S), BACKOFF_MAX_S)
-                self._murmur.say(f"{error.message}; serving on")
+                self._log.say(f"{error.message}; serving on")
             after_each()
 
     async def leave(self, drain_s: float) -> None:
@@ -98,7 +98,7 @@ class Member:
             self._say(f"left without a word: {error.message}")
 
 
-class _Murmur:
+class _RateLimitedLog:
     """Says what changed, and the same again once a minute: a head that is away for a week fills no disk."""
 
     def __init__(self, say: Callable[[str], None]) -> None:

@@ -109,7 +109,7 @@ def share_memory(
     if memory is None:
         return _unknown(plans, kind, _untold(sizing, plans))
     warnings = tuple(warning for group in memory.groups for warning in _check(group, memory, sizing))
-    told = {} if kind == "cpu" else {name: (one.share, one.kv_told) for name, one in memory.grants().items()}
+    told = {} if kind == "cpu" else {name: (one.share, one.kv_override) for name, one in memory.grants().items()}
     return Outcome(told, memory, warnings)
 
 

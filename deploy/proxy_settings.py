@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploy.identity import model_identity
-from deploy.nearest import unknown
 from deploy.stage_args import flag_of
+from deploy.suggestions import unknown
 from epd_serve.errors import ConfigError
 from epd_serve.model_facts import modalities
 from epd_serve.model_support import left_out, undecodable

@@ -60,7 +60,7 @@ def _core_lines(grants: Mapping[str, Sequence[CoreGrant]]) -> list[str]:
     """What each worker read back, `E0: 7 of 24 cube, 14 of 48 vector`."""
     if not grants:
         return []
-    told = {name: "; ".join(dict.fromkeys(one.words() for one in some)) or "unknown" for name, some in grants.items()}
+    told = {name: "; ".join(dict.fromkeys(one.summary() for one in some)) or "unknown" for name, some in grants.items()}
     return ["", "  cores     " + "   ".join(f"{name}: {words}" for name, words in told.items())]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from deploy.ascend_schedulers import schedulers_in
-from deploy.nearest import unknown
+from deploy.suggestions import unknown
 from epd_serve.errors import ConfigError
 from epd_serve.placement import InstancePlan
 

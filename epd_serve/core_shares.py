@@ -115,11 +115,11 @@ def _given(together: Sequence[InstancePlan], named: Mapping[str, float]) -> dict
     if not shares:
         return {}
     total, others = sum(shares.values()), [plan.id for plan in together if plan.id not in shares]
-    told = " + ".join(f"{name} {share:g}" for name, share in shares.items())
+    given = " + ".join(f"{name} {share:g}" for name, share in shares.items())
     if total > 1 + 1e-9:
-        raise _refusal(f"{told} is {total:g} of one device; together they can have at most 1")
+        raise _refusal(f"{given} is {total:g} of one device; together they can have at most 1")
     if others and total > 1 - 1e-9:
-        raise _refusal(f"{told} leaves nothing for {', '.join(others)} on the same device; give less")
+        raise _refusal(f"{given} leaves nothing for {', '.join(others)} on the same device; give less")
     shares.update({name: (1 - total) / len(others) for name in others})
     return {plan.id: shares[plan.id] for plan in together}
 

@@ -13,8 +13,8 @@ YOUNG = 10_000
 them in a circle."""
 
 
-def settle() -> None:
-    """Take everything that is there by now to stay. Once, when a process has imported what it needs."""
+def freeze_gc() -> None:
+    """Exempts everything that is there by now from collection. Once, when a process has imported what it needs."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, 20, 20)

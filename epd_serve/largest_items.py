@@ -57,7 +57,7 @@ def largest_items(
         modalities: those that the stage takes; None: all that it has a tower for.
         max_tokens: of a prompt, which no item exceeds.
     """
-    found: list[LargestItem] = []
+    items: list[LargestItem] = []
     vision, audio = sizes.towers.get("vision"), sizes.towers.get("audio")
     taken = set(modalities if modalities is not None else _by_towers(sizes))
     if taken & {"image", "video"}:
@@ -65,15 +65,15 @@ def largest_items(
         if vision is None or picture is None:
             return None
         if "image" in taken:
-            found.append(picture)
+            items.append(picture)
         if "video" in taken:
-            found.append(_clip(vision, picture, processors, max_tokens))
+            items.append(_clip(vision, picture, processors, max_tokens))
     if "audio" in taken:
         if audio is None:
             return None
         positions = number(_part(processors.config, "audio_config"), "max_source_positions") or 1500
-        found.append(LargestItem("audio", "audio", positions, -(-positions // audio.merge)))
-    return tuple(found)
+        items.append(LargestItem("audio", "audio", positions, -(-positions // audio.merge)))
+    return tuple(items)
 
 
 def picture_pixels(processors: ProcessorConfigs) -> int | None:

@@ -108,10 +108,10 @@ class _Parser:
         return count * self._repeat(), Member(role, tp, position=start)
 
     def _stages(self) -> Role:
-        found = _LETTERS.match(self.text, self.at)
-        if found is None:
+        match = _LETTERS.match(self.text, self.at)
+        if match is None:
             raise self._expected_stage()
-        letters = found.group()
+        letters = match.group()
         for offset, letter in enumerate(letters):
             position = self.at + offset
             if letter not in "EPD":
@@ -122,7 +122,7 @@ class _Parser:
         if letters not in Role.__members__:
             ordered = "".join(sorted(letters, key="EPD".index))
             raise self._fault(f"stages of one instance go in the order E, P, D: write {ordered}", self.at)
-        self.at = found.end()
+        self.at = match.end()
         return Role(letters)
 
     def _repeat(self) -> int:
@@ -132,11 +132,11 @@ class _Parser:
 
     def _int(self, what: str, most: int) -> int:
         start = self.at
-        found = _DIGITS.match(self.text, start)
-        if found is None:
+        match = _DIGITS.match(self.text, start)
+        if match is None:
             raise self._fault(f"expected a number ({what})")
-        self.at = found.end()
-        digits = found.group().lstrip("0")
+        self.at = match.end()
+        digits = match.group().lstrip("0")
         if not digits:
             raise self._fault(f"{what} is zero; it has to be 1 or more", start)
         if len(digits) > len(str(most)) or int(digits) > most:
@@ -151,10 +151,10 @@ class _Parser:
         return self._fault(f"expected an instance (E, P, D, EP, PD or EPD), found {self.text[self.at]!r}")
 
     def _unexpected(self) -> LayoutError:
-        found = self.text[self.at]
-        if found == ")":
+        character = self.text[self.at]
+        if character == ")":
             return self._fault("this parenthesis was never opened")
-        return self._fault(f"unexpected {found!r}: expected - between instances")
+        return self._fault(f"unexpected {character!r}: expected - between instances")
 
     def _fault(self, reason: str, position: int | None = None) -> LayoutError:
         return LayoutError(reason, self.text, self.at if position is None else position)

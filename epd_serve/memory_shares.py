@@ -75,13 +75,13 @@ class Grant:
     Attributes:
         share: utilization, of the whole device; None: the engine's default, its own.
         longest: of `Need.longest`, what there is room for.
-        kv: bytes of KV cache as planned. kv_told: what the engine is told, None where it finds out itself.
+        kv: bytes of KV cache as planned. kv_override: what the engine is given of it, None where it measures itself.
     """
 
     need: Need
     share: float | None
     kv: int
-    kv_told: int | None
+    kv_override: int | None
     longest: int = 0
 
     @property

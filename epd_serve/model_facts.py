@@ -135,9 +135,9 @@ def modalities(facts: ModelFacts | None, stage_args: Sequence[str], device: str)
 
 def _limits(stage_args: Sequence[str]) -> Mapping[str, Any] | None:
     """The last `--limit-mm-per-prompt`, which replaces those before it; None without one."""
-    found: dict[str, Any] | None = None
-    for at, word in enumerate(stage_args):
-        name, equals, value = word.partition("=")
+    limits: dict[str, Any] | None = None
+    for at, argument in enumerate(stage_args):
+        name, equals, value = argument.partition("=")
         name, dot, modality = name.replace("_", "-").partition(".")
         if name != "--limit-mm-per-prompt":
             continue
@@ -148,10 +148,10 @@ def _limits(stage_args: Sequence[str]) -> Mapping[str, Any] | None:
         except ValueError:
             continue  # vLLM refuses it with its own words
         if dot:
-            found = {**(found or {}), modality: parsed}
+            limits = {**(limits or {}), modality: parsed}
         elif isinstance(parsed, dict):
-            found = parsed
-    return found
+            limits = parsed
+    return limits
 
 
 def _is_hub_name(model: str) -> bool:

@@ -46,31 +46,31 @@ class StageFlags:
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_stage_flags(words: Sequence[str], device: str, total_bytes: int, tp: int = 1) -> StageFlags:
-    """From the words of a command line, ours and the operator's.
+def read_stage_flags(argv: Sequence[str], device: str, total_bytes: int, tp: int = 1) -> StageFlags:
+    """Reads the command line of a stage, our flags and the operator's.
 
     Args:
         total_bytes: of the device: vLLM takes larger steps on larger ones (`EngineArgs.get_batch_defaults`).
     """
-    length = _last(words, "--max-model-len")
-    elements = 4 if _last(words, "--dtype") in ("float32", "float") else 2
-    cache = _last(words, "--kv-cache-dtype") or "auto"
+    length = _last(argv, "--max-model-len")
+    elements = 4 if _last(argv, "--dtype") in ("float32", "float") else 2
+    cache = _last(argv, "--kv-cache-dtype") or "auto"
     batched, sequences = _batch_defaults(device, total_bytes, tp)
-    batched = _size(_last(words, "--max-num-batched-tokens")) or batched
-    utilization = _last(words, "--gpu-memory-utilization") or _last(words, "--device-memory-utilization")
+    batched = _size(_last(argv, "--max-num-batched-tokens")) or batched
+    utilization = _last(argv, "--gpu-memory-utilization") or _last(argv, "--device-memory-utilization")
     return StageFlags(
         max_model_len=_size(length),
         fitted_len=length in ("auto", "-1"),
         max_num_batched_tokens=batched,
-        max_num_seqs=min(_size(_last(words, "--max-num-seqs")) or sequences, batched),
+        max_num_seqs=min(_size(_last(argv, "--max-num-seqs")) or sequences, batched),
         element_bytes=elements,
         kv_element_bytes=1 if cache.startswith(_ONE_BYTE_CACHES) else elements,
         utilization=_fraction(utilization),
-        kv_bytes=_size(_last(words, "--kv-cache-memory-bytes")),
-        eager=_has(words, "--enforce-eager"),
-        split_towers=_last(words, "--mm-encoder-tp-mode") != "data",
-        language_only=_has(words, "--language-model-only"),
-        processor_kwargs=_processor_kwargs(words),
+        kv_bytes=_size(_last(argv, "--kv-cache-memory-bytes")),
+        eager=_has(argv, "--enforce-eager"),
+        split_towers=_last(argv, "--mm-encoder-tp-mode") != "data",
+        language_only=_has(argv, "--language-model-only"),
+        processor_kwargs=_processor_kwargs(argv),
     )
 
 
@@ -83,34 +83,35 @@ def _batch_defaults(device: str, total_bytes: int, tp: int) -> tuple[int, int]:
     return (8192, 1024) if total_bytes >= 70 * GIB else (2048, 256)
 
 
-def _words(words: Sequence[str], flag: str) -> list[str]:
+def _values(argv: Sequence[str], flag: str) -> list[str]:
     """Values of a flag in order, `--flag value` and `--flag=value`; underscores are dashes to vLLM."""
-    found = []
-    for at, word in enumerate(words):
-        name, equals, value = word.partition("=")
+    values = []
+    for at, argument in enumerate(argv):
+        name, equals, value = argument.partition("=")
         if name.replace("_", "-") == flag:
-            found.append(value if equals else words[at + 1] if at + 1 < len(words) else "")
-    return found
+            values.append(value if equals else argv[at + 1] if at + 1 < len(argv) else "")
+    return values
 
 
-def _last(words: Sequence[str], flag: str) -> str | None:
-    found = _words(words, flag)
-    return found[-1] if found else None
+def _last(argv: Sequence[str], flag: str) -> str | None:
+    values = _values(argv, flag)
+    return values[-1] if values else None
 
 
-def _has(words: Sequence[str], flag: str) -> bool:
+def _has(argv: Sequence[str], flag: str) -> bool:
     on, off = (
-        [at for at, word in enumerate(words) if word.replace("_", "-") == name] for name in (flag, f"--no-{flag[2:]}")
+        [at for at, argument in enumerate(argv) if argument.replace("_", "-") == name]
+        for name in (flag, f"--no-{flag[2:]}")
     )
     return bool(on) and (not off or on[-1] > off[-1])
 
 
 def _size(text: str | None) -> int | None:
     """`32768`, `32k` (decimal), `32K` (binary), `1.5G`, as vLLM's `human_readable_int`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT])?", text or "")
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT])?", text or "")
+    if match is None:
         return None
-    return int(float(found[1]) * _SUFFIXES[found[2]]) if found[2] else int(float(found[1]))
+    return int(float(match[1]) * _SUFFIXES[match[2]]) if match[2] else int(float(match[1]))
 
 
 def _fraction(text: str | None) -> float | None:
@@ -121,20 +122,20 @@ def _fraction(text: str | None) -> float | None:
     return value if 0 < value <= 1 else None
 
 
-def _processor_kwargs(words: Sequence[str]) -> Mapping[str, Any]:
-    found: dict[str, Any] = {}
-    for at, word in enumerate(words):
-        name, equals, value = word.partition("=")
+def _processor_kwargs(argv: Sequence[str]) -> Mapping[str, Any]:
+    kwargs: dict[str, Any] = {}
+    for at, argument in enumerate(argv):
+        name, equals, value = argument.partition("=")
         name, dot, key = name.partition(".")
         if name.replace("_", "-") != "--mm-processor-kwargs":
             continue
-        value = value if equals else words[at + 1] if at + 1 < len(words) else ""
+        value = value if equals else argv[at + 1] if at + 1 < len(argv) else ""
         try:
             parsed = json.loads(value)
         except ValueError:
             continue
         if dot:
-            found = {**found, key: parsed}
+            kwargs = {**kwargs, key: parsed}
         elif isinstance(parsed, dict):
-            found = parsed
-    return found
+            kwargs = parsed
+    return kwargs

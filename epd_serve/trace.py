@@ -30,9 +30,9 @@ class Trace:
     def stamp(self, subject: str, event: str, **more: object) -> None:
         """Record that `event` happened to `subject` now. Lost where the disk is full: it must not end who serves."""
         if self._fd >= 0:
-            line = {"t": time.monotonic(), "instance": self._instance, "subject": subject, "event": event, **more}
+            record = {"t": time.monotonic(), "instance": self._instance, "subject": subject, "event": event, **more}
             with contextlib.suppress(OSError):
-                os.write(self._fd, json.dumps(line).encode() + b"\n")
+                os.write(self._fd, json.dumps(record).encode() + b"\n")
 
     def close(self) -> None:
         if self._fd >= 0:

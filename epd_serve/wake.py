@@ -1,4 +1,4 @@
-"""Waking threads: a line from the scheduler thread to a socket thread, and the bell an idle scheduler sleeps on."""
+"""Waking threads: a line from the scheduler thread to a socket thread, and what an idle scheduler sleeps on."""
 
 from __future__ import annotations
 
@@ -37,34 +37,35 @@ class WakeLine:
             self.listener.recv()
 
 
-class IdleBell:
+class IdleWaiter:
     """What those of a scheduler with nothing to run sleep on, for at most `_IDLE_WAIT_S` each.
 
     vLLM steps about every millisecond while a request waits for a connector; on CPU that burns the core that the other
-    stage computes on. Our threads ring when something changed, so the sleep costs no latency. A scheduler may have two
-    who wait, for features and for KV, one after the other in one step: a ring is there for both.
+    stage computes on. Our threads wake it when something changed, so the sleep costs no latency. A scheduler may have
+    two who wait, for features and for KV, one after the other in one step: a wake is there for both.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._rings = 0
+        self._wakes = 0
 
-    def ring(self) -> None:
+    def wake(self) -> None:
+        """Ends all sleeps; one that begins later returns at once, once."""
         with self._changed:
-            self._rings += 1
+            self._wakes += 1
             self._changed.notify_all()
 
-    def waiter(self) -> Callable[[], None]:
-        """A sleep for one who waits; it returns at once where the bell has rung since its last one."""
-        heard = self._rings
+    def sleeper(self) -> Callable[[], None]:
+        """Returns a sleep for one who waits, which ends at once where `wake` was called since its last one."""
+        seen = self._wakes
 
         def wait() -> None:
-            nonlocal heard
+            nonlocal seen
             with self._changed:
-                self._changed.wait_for(lambda: self._rings != heard, _IDLE_WAIT_S)
-                heard = self._rings
+                self._changed.wait_for(lambda: self._wakes != seen, _IDLE_WAIT_S)
+                seen = self._wakes
 
         return wait
 
 
-idle_bell = IdleBell()  # one scheduler per process
+idle_waiter = IdleWaiter()  # one scheduler per process

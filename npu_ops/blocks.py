@@ -234,12 +234,12 @@ def proves_blocks(memory: MovesBlocks, device: torch.device) -> str | None:
             try:
                 memory.gather_indexed(flat, rows[:1], runs)
                 memory.scatter_indexed(rows[1:], runs, flat)
-                found = [memory.to_host(data) for data in (flat, rows[1].data)]
+                actual = [memory.to_host(data) for data in (flat, rows[1].data)]
             except (RuntimeError, TypeError) as error:
                 return f"{memory.name} cannot move blocks by index: {error}"
             gather_by_copies(_copied, flat_right, rows_right[:1], runs)
             scatter_by_copies(_copied, rows_right[1:], runs, flat_right)
-            if not (torch.equal(found[0], flat_right) and torch.equal(found[1], right[1])):
+            if not (torch.equal(actual[0], flat_right) and torch.equal(actual[1], right[1])):
                 return f"{memory.name} moves blocks in words of {unit} bytes wrongly"
     return None
 

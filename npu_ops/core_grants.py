@@ -68,7 +68,7 @@ class CoreGrant:
     core_ids: tuple[int, ...] = ()
     enforced: bool = True
 
-    def words(self) -> str:
+    def summary(self) -> str:
         """`7 of 24 cube, 14 of 48 vector`, `cores 0-3`, `not enforced`."""
         if not self.enforced:
             return "not enforced"

@@ -86,14 +86,14 @@ def limit_npu(npu: NpuModule, device: int, order: CoreOrder) -> CoreGrant:
     total = _npu_limit(npu, device)
     if min(total.values()) < 1:
         raise CoreLimitError(f"NPU {device} does not say how many cores it has ({total}): {_FIX}")
-    asked = whole_cores(total, order)
+    limit = whole_cores(total, order)
     try:
-        npu.set_device_limit(device, asked["cube"], asked["vector"])
+        npu.set_device_limit(device, limit["cube"], limit["vector"])
     except Exception as error:
-        raise CoreLimitError(f"NPU {device} takes no core limit {asked}: {_one_line(error)}; {_FIX}") from error
+        raise CoreLimitError(f"NPU {device} takes no core limit {limit}: {_one_line(error)}; {_FIX}") from error
     got = _npu_limit(npu, device)
-    if got != asked:
-        raise CoreLimitError(f"NPU {device} has a core limit of {got} where {asked} was set: {_FIX}")
+    if got != limit:
+        raise CoreLimitError(f"NPU {device} has a core limit of {got} where {limit} was set: {_FIX}")
     return CoreGrant(device, order.share, got, total)
 
 
@@ -144,13 +144,13 @@ def cpu_grant(rank: int, order: CoreOrder) -> CoreGrant:
     before = _threads()
     torch.empty(_PARALLEL_ELEMENTS).fill_(1.0)
     team = (_threads() - before) | {0}  # 0: the calling thread, which computes, too
-    found = tuple(sorted({core for thread in team for core in _affinity(thread)}))
-    if not set(found) <= set(order.cores):
+    cores = tuple(sorted({core for thread in team for core in _affinity(thread)}))
+    if not set(cores) <= set(order.cores):
         raise CoreLimitError(
-            f"computing threads run on cores {list(found)}, not on {list(order.cores)} alone: is "
+            f"computing threads run on cores {list(cores)}, not on {list(order.cores)} alone: is "
             f"VLLM_CPU_OMP_THREADS_BIND or an OpenMP variable set for this stage? Unset it, or {_FIX}"
         )
-    return CoreGrant(rank, order.share, {"cpu": len(found)}, core_ids=found)
+    return CoreGrant(rank, order.share, {"cpu": len(cores)}, core_ids=cores)
 
 
 def report(order: CoreOrder, grant: CoreGrant) -> None:

@@ -62,9 +62,9 @@ def discover(kind: str = "auto") -> DeviceInventory:
         return DeviceInventory("cpu")
     if kind != "auto":
         raise ValueError(f"unknown device kind {kind!r}: auto, npu, cuda or cpu")
-    for found in (_npu(), _cuda()):
-        if found.ids:
-            return found
+    for inventory in (_npu(), _cuda()):
+        if inventory.ids:
+            return inventory
     return DeviceInventory("cpu")
 
 
@@ -97,12 +97,12 @@ def parse_nvidia_query(table: str) -> tuple[dict[int, str], dict[str, int]]:
 
 
 def _visible(kind: Kind, names: dict[int, str], uuids: dict[str, int], variable: str, note: str) -> DeviceInventory:
-    asked = os.environ.get(variable)
+    visible = os.environ.get(variable)
     ids = sorted(names)
-    if asked is not None and names:
-        ids = [_resolve(entry.strip(), names, uuids, variable) for entry in asked.split(",") if entry.strip()]
+    if visible is not None and names:
+        ids = [_resolve(entry.strip(), names, uuids, variable) for entry in visible.split(",") if entry.strip()]
         if len(set(ids)) != len(ids):
-            raise DiscoveryError(f"{variable}={asked} names a device twice")
+            raise DiscoveryError(f"{variable}={visible} names a device twice")
         note = f"{variable} is empty" if not ids else note
     return DeviceInventory(kind, tuple(ids), tuple(names[i] for i in ids), "" if ids else note)
 
@@ -119,5 +119,5 @@ def _resolve(entry: str, names: dict[int, str], uuids: dict[str, int], variable:
 
 def _numbered_files(folder: str, prefix: str, name: str) -> dict[int, str]:
     """Device files such as /dev/davinci0: what a container without the vendor's tool still shows."""
-    found = (re.fullmatch(rf"{prefix}(\d+)", path.name) for path in Path(folder).glob(f"{prefix}*"))
-    return {int(match.group(1)): name for match in found if match is not None}
+    matches = (re.fullmatch(rf"{prefix}(\d+)", path.name) for path in Path(folder).glob(f"{prefix}*"))
+    return {int(match.group(1)): name for match in matches if match is not None}

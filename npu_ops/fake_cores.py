@@ -58,13 +58,13 @@ class FakeCores:
         self._limited = True
         if self._worked:
             raise self._breaks("set_device_limit after an operation")
-        for asked, there in ((cube_num, self.cube), (vector_num, self.vector)):
-            if asked != -1 and not 1 <= asked <= there:
-                raise self._breaks(f"set_device_limit to {asked} of {there} cores")
+        for count, there in ((cube_num, self.cube), (vector_num, self.vector)):
+            if count != -1 and not 1 <= count <= there:
+                raise self._breaks(f"set_device_limit to {count} of {there} cores")
         whole = {"cube_core_num": self.cube, "vector_core_num": self.vector}
-        asked_for = {"cube_core_num": cube_num, "vector_core_num": vector_num}
+        counts = {"cube_core_num": cube_num, "vector_core_num": vector_num}
         self.limits[device] = {
-            kind: whole[kind] if count == -1 else count - self.obeys for kind, count in asked_for.items()
+            kind: whole[kind] if count == -1 else count - self.obeys for kind, count in counts.items()
         }
 
     def get_device_limit(self, device: int) -> dict[str, int]:

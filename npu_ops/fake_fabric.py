@@ -62,10 +62,10 @@ class FakePort:
         """Bytes written; None when there is no such object; above `capacity` nothing was written."""
         self._check_range("fetch", address, capacity)
         self._fabric.gate.wait()
-        found = self._fabric.objects.get(key)
-        if found is None:
+        stored = self._fabric.objects.get(key)
+        if stored is None:
             return None
-        data, owner = found
+        data, owner = stored
         if owner is not self and owner._device.place == self._device.place and not self._fabric.connects_with_self:
             raise SameDeviceError(f"not support connect with self device {self._device.place}")
         if len(data) <= capacity:

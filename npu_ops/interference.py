@@ -91,7 +91,7 @@ def operators(kind: str, devices: int, sizes: Sizes) -> dict[str, Operator]:
     prompt, wide = s.prompt_tokens * s.heads * s.head_dim, s.prompt_tokens * s.inner
     known = 2 * s.batch * s.context * s.kv_heads * s.head_dim  # elements of K and V
     whole = s.prompt_tokens * s.width
-    found = [
+    every = [
         Operator("encoder_matmul", "E", *matmul(s.encoder_tokens, s.encoder_width, s.encoder_inner)),
         Operator("prefill_matmul", "P", *matmul(s.prompt_tokens, s.width, s.inner)),
         Operator("prefill_attention", "P", 2.0 * prompt * s.prompt_tokens, 4.0 * prompt * size),  # causal: half of it
@@ -101,15 +101,15 @@ def operators(kind: str, devices: int, sizes: Sizes) -> dict[str, Operator]:
         Operator("elementwise", "EPD", 5.0 * wide, 3.0 * wide * size),
     ]
     if kind == "cpu":
-        found.append(Operator("memory_copy", "EPD", 0.0, 2.0 * s.copy_bytes))
+        every.append(Operator("memory_copy", "EPD", 0.0, 2.0 * s.copy_bytes))
     else:
-        found += [
+        every += [
             Operator("copy_to_device", "PD", 0.0, float(s.copy_bytes), link=True),
             Operator("copy_to_host", "EP", 0.0, float(s.copy_bytes), link=True),
         ]
     if kind == "cpu" or devices >= 2:
-        found.append(Operator("all_reduce", "PD", s.reduce_bytes / size, 2.0 * s.reduce_bytes, link=True))
-    return {one.name: one for one in found}
+        every.append(Operator("all_reduce", "PD", s.reduce_bytes / size, 2.0 * s.reduce_bytes, link=True))
+    return {one.name: one for one in every}
 
 
 def needs(every: Mapping[str, Operator], alone_s: Mapping[str, float]) -> dict[str, str]:
@@ -118,10 +118,10 @@ def needs(every: Mapping[str, Operator], alone_s: Mapping[str, float]) -> dict[s
     A roofline whose roofs are the best that any of these operators reached alone on this device: what comes nearer to
     the operations per second than to the bytes per second is bound by compute.
     """
-    found = {}
+    resources = {}
     for name, (computes, moves) in shares_of_best(every, alone_s).items():
-        found[name] = "link" if every[name].link else "compute" if computes >= moves else "memory"
-    return found
+        resources[name] = "link" if every[name].link else "compute" if computes >= moves else "memory"
+    return resources
 
 
 def shares_of_best(every: Mapping[str, Operator], alone_s: Mapping[str, float]) -> dict[str, tuple[float, float]]:

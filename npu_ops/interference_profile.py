@@ -95,11 +95,11 @@ class InterferenceProfile:
         beside those of the other, norms and elementwise work apart. An estimate: how long a stage spends in each is
         its model's to say. None where nothing of it was measured.
         """
-        found = self.map_of(core_shares)
+        measured = self.map_of(core_shares)
         typical = {role: {one.name for one in self.operators if one.stages == role} for role in (stage, beside)}
         hit = [
             one.slowdown
-            for one in (found.slowdowns if found else ())
+            for one in (measured.slowdowns if measured else ())
             if one.operator in typical[stage] and one.beside in typical[beside]
         ]
         return statistics.fmean(hit) if hit else None
@@ -195,13 +195,13 @@ def _slowdown(where: str, raw: Any, names: set[str]) -> Slowdown:
     for name in pair:
         if name not in names:
             raise ProfileError(f"{where} names {name!r}, of which alone_s says nothing")
-    found = [_number(where, one, name, lambda value: value > 0) for name in ("slowdown", "p25", "p75")]
-    if not found[1] <= found[0] <= found[2]:
-        raise ProfileError(f"{where}: the median {found[0]:g} lies outside of its quartiles")
+    quartiles = [_number(where, one, name, lambda value: value > 0) for name in ("slowdown", "p25", "p75")]
+    if not quartiles[1] <= quartiles[0] <= quartiles[2]:
+        raise ProfileError(f"{where}: the median {quartiles[0]:g} lies outside of its quartiles")
     rounds = _field(where, one, "rounds", int)
     if rounds < 1:
         raise ProfileError(f"{where}.rounds is {rounds}: at least 1")
-    return Slowdown(pair[0], pair[1], found[0], found[1], found[2], rounds)
+    return Slowdown(pair[0], pair[1], quartiles[0], quartiles[1], quartiles[2], rounds)
 
 
 def _object(where: str, raw: Any) -> dict[str, Any]:

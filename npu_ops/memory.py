@@ -169,7 +169,7 @@ def proves_total(memory: DeviceMemory) -> str | None:
     try:
         block = memory.allocate(pattern.numel())
         memory.copy(block.data, pattern)
-        found = memory.total(block.data)
+        actual = memory.total(block.data)
     except RuntimeError as error:
         return f"{memory.name} cannot sum on the device: {error}"
-    return None if found == expected else f"{memory.name} sums int32 words to {found} instead of {expected}"
+    return None if actual == expected else f"{memory.name} sums int32 words to {actual} instead of {expected}"

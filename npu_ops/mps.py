@@ -47,8 +47,8 @@ def why_no_mps(environment: Mapping[str, str] = os.environ) -> str:
         return f"{_TOOL} could not be run: {error.strerror}"
     if answer.returncode == 0 and "annot find" not in answer.stdout + answer.stderr:
         return ""
-    said = " ".join((answer.stderr or answer.stdout).split())
-    return f"no MPS control daemon at {directory} ({said or f'exit code {answer.returncode}'})"
+    message = " ".join((answer.stderr or answer.stdout).split())
+    return f"no MPS control daemon at {directory} ({message or f'exit code {answer.returncode}'})"
 
 
 def percentage(share: float) -> str:

@@ -69,8 +69,8 @@ def parse_usage(table: str) -> dict[tuple[int, int], NpuUsage]:
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         ids = cells[0].split()
         if len(cells) >= 4 and len(ids) == 2 and all(text.isdecimal() for text in (*ids, cells[1])):
-            found = NpuProcess(int(cells[1]), cells[2], int(cells[3]) * _MIB if cells[3].isdecimal() else None)
-            processes.setdefault((int(ids[0]), int(ids[1])), []).append(found)
+            process = NpuProcess(int(cells[1]), cells[2], int(cells[3]) * _MIB if cells[3].isdecimal() else None)
+            processes.setdefault((int(ids[0]), int(ids[1])), []).append(process)
         elif len(cells) == 3 and _BUS_ID.fullmatch(cells[1]) and ids and ids[0].isdecimal() and len(above) >= 2:
             memories = [(int(used), int(total)) for used, total in _USED_OF_TOTAL.findall(cells[2])]
             used, total = next((pair for pair in reversed(memories) if pair[1]), (0, 0))  # HBM comes last

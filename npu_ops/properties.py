@@ -68,17 +68,17 @@ def _npus(inventory: DeviceInventory) -> tuple[DeviceProperties, ...]:
         return _unknown(inventory, note)
     chips, usages = parse_mapping(mapping), parse_usage(table)
     socs: dict[str, str] = {}  # by product name: the chips of one product are of one SoC
-    found = []
+    properties = []
     for index, name in zip(inventory.ids, inventory.names, strict=True):
         chip = chips.get(index)
         if chip is None:
-            found.append(DeviceProperties(index, name, note=f"npu-smi info -m shows no device {index}"))
+            properties.append(DeviceProperties(index, name, note=f"npu-smi info -m shows no device {index}"))
             continue
         usage = usages.get((chip.npu, chip.chip))
         if name not in socs:
             socs[name] = _soc(name, chip)
-        found.append(_npu(index, usage.name if usage is not None else name, socs[name], usage))
-    return tuple(found)
+        properties.append(_npu(index, usage.name if usage is not None else name, socs[name], usage))
+    return tuple(properties)
 
 
 def _npu(index: int, name: str, soc: str, usage: NpuUsage | None) -> DeviceProperties:
@@ -98,8 +98,8 @@ def _npu(index: int, name: str, soc: str, usage: NpuUsage | None) -> DevicePrope
 
 
 def _soc(name: str, chip: NpuChip) -> str:
-    if found := soc_of(name):
-        return found
+    if soc := soc_of(name):
+        return soc
     board, _ = ask("npu-smi", "info", "-t", "board", "-i", str(chip.npu), "-c", str(chip.chip))
     return soc_of(name, board or "")
 
@@ -127,9 +127,9 @@ def _gpus(inventory: DeviceInventory) -> tuple[DeviceProperties, ...]:
     apps, note = ask(
         "nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader,nounits"
     )
-    found, users = parse_gpus(table), parse_gpu_users(apps or "")
+    gpus, users = parse_gpus(table), parse_gpu_users(apps or "")
     return tuple(
-        _gpu(index, name, found.get(index), users, "" if apps is not None else note)
+        _gpu(index, name, gpus.get(index), users, "" if apps is not None else note)
         for index, name in zip(inventory.ids, inventory.names, strict=True)
     )
 
@@ -145,31 +145,31 @@ class GpuMemory:
 
 
 def _gpu(
-    index: int, name: str, found: GpuMemory | None, users: Mapping[str, list[DeviceUser]], note: str
+    index: int, name: str, gpu: GpuMemory | None, users: Mapping[str, list[DeviceUser]], note: str
 ) -> DeviceProperties:
-    if found is None:
+    if gpu is None:
         return DeviceProperties(index, name, note=f"nvidia-smi shows no device {index}")
-    if found.total_bytes is None:
+    if gpu.total_bytes is None:
         note = "nvidia-smi does not tell this device's memory"
     return DeviceProperties(
         index,
-        found.name,
-        total_bytes=found.total_bytes,
-        free_bytes=found.free_bytes,
-        users=tuple(users.get(found.uuid, ())),
+        gpu.name,
+        total_bytes=gpu.total_bytes,
+        free_bytes=gpu.free_bytes,
+        users=tuple(users.get(gpu.uuid, ())),
         note=note,
     )
 
 
 def parse_gpus(table: str) -> dict[int, GpuMemory]:
     """By index, from `--query-gpu=index,uuid,name,memory.total,memory.free` without units (MiB)."""
-    found = {}
+    gpus = {}
     for line in table.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) >= 5 and cells[0].isdecimal():
             name = ", ".join(cells[2:-2])
-            found[int(cells[0])] = GpuMemory(cells[1], name, _mib(cells[-2]), _mib(cells[-1]))
-    return found
+            gpus[int(cells[0])] = GpuMemory(cells[1], name, _mib(cells[-2]), _mib(cells[-1]))
+    return gpus
 
 
 def parse_gpu_users(table: str) -> dict[str, list[DeviceUser]]:

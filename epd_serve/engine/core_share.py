@@ -57,4 +57,4 @@ def _told(order: CoreOrder, grant: CoreGrant) -> None:
         report(order, grant)
     except OSError as error:
         logger.warning("%s cannot say which cores it got: %s", order.instance, error)
-    logger.info("core share %g of %s: %s", grant.share, order.instance, grant.words())
+    logger.info("core share %g of %s: %s", grant.share, order.instance, grant.summary())

@@ -24,7 +24,7 @@ from epd_serve.kv.decode_desk import DecodeDesk
 from epd_serve.kv.faults import Faults
 from epd_serve.kv.prefill_desk import PrefillDesk
 from epd_serve.sockets import Socket, milliseconds, open_socket, readable
-from epd_serve.wake import WakeLine, idle_bell
+from epd_serve.wake import WakeLine, idle_waiter
 from epd_serve.wire import TransferKey
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class PrefillControl(_Control[bytes, wire.ToDecodeScheduler]):
     """P's end. `stops` collects transfers whose sending must stop; the connector takes them with the lock held."""
 
     def __init__(
-        self, desk: PrefillDesk, endpoint: str, faults: Faults, changed: Callable[[], None] = idle_bell.ring
+        self, desk: PrefillDesk, endpoint: str, faults: Faults, changed: Callable[[], None] = idle_waiter.wake
     ) -> None:
         super().__init__("epd-kv-prefill-control", desk, faults, changed)
         self.desk = desk
@@ -150,7 +150,7 @@ class PrefillControl(_Control[bytes, wire.ToDecodeScheduler]):
 class DecodeControl(_Control[str, wire.ToPrefillScheduler]):
     """D's end: one DEALER per P, made when first needed."""
 
-    def __init__(self, desk: DecodeDesk, faults: Faults, changed: Callable[[], None] = idle_bell.ring) -> None:
+    def __init__(self, desk: DecodeDesk, faults: Faults, changed: Callable[[], None] = idle_waiter.wake) -> None:
         super().__init__("epd-kv-decode-control", desk, faults, changed)
         self.desk = desk
         self._identity = uuid.uuid4().hex.encode()

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from epd_serve.sim.ask import Ask
 from epd_serve.sim.choice import Choice
 from epd_serve.sim.http import Exchange
 from epd_serve.sim.prompts import Prompt
+from epd_serve.sim.request_params import RequestParams
 from epd_serve.sim.tokens import WORDS
 
 _json = msgspec.json.encode
@@ -29,28 +29,28 @@ class Answer:
         choices: those of the first prompt first. extras: fields for the stages' proxy, e.g. `kv_transfer_params`.
     """
 
-    def __init__(self, ask: Ask, exchange: Exchange) -> None:
+    def __init__(self, params: RequestParams, exchange: Exchange) -> None:
         self.extras: dict[str, Any] = {}
-        self._ask = ask
+        self._params = params
         self._exchange = exchange
         self._created = int(time.time())
         self.choices = [
-            Choice(prompt.seed, at, limit=ask.limit, bounded=ask.bounded, stops=ask.stops)
-            for prompt in ask.prompts
-            for at in range(ask.n)
+            Choice(prompt.seed, at, limit=params.limit, bounded=params.bounded, stops=params.stops)
+            for prompt in params.prompts
+            for at in range(params.n)
         ]
         for index, choice in enumerate(self.choices):
             choice.index = index
         self._open = len(self.choices)
-        self._told = [0] * len(self.choices)
+        self._generated = [0] * len(self.choices)
 
     def begin(self) -> None:
         """The request is taken in: nothing is said before the first token."""
 
     def token(self, index: int, number: int, last: bool) -> None:
         """Choice `index` has its token `number` (from 1 on)."""
-        self._told[index] = number
-        if self._ask.stream:
+        self._generated[index] = number
+        if self._params.stream:
             self._stream(self.choices[index], number, last)
         self._open -= last
         if not self._open:
@@ -59,32 +59,32 @@ class Answer:
     # --- in one piece ---------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        if self._ask.stream:
-            if self._ask.include_usage:
+        if self._params.stream:
+            if self._params.include_usage:
                 self._exchange.event(_data({**self._head(), "choices": [], "usage": self._usage()}))
             self._exchange.event(b"data: [DONE]\n\n")
             self._exchange.finish()
             return
-        kind = "chat.completion" if self._ask.chat else "text_completion"
-        shape = self._message_choice if self._ask.chat else self._text_choice
+        kind = "chat.completion" if self._params.chat else "text_completion"
+        shape = self._message_choice if self._params.chat else self._text_choice
         body: dict[str, Any] = {
-            "id": self._ask.id,
+            "id": self._params.id,
             "object": kind,
             "created": self._created,
-            "model": self._ask.model,
+            "model": self._params.model,
             "choices": [shape(choice) for choice in self.choices],
             "service_tier": None,
             "system_fingerprint": None,
             "usage": {**self._usage(), "prompt_tokens_details": None},
         }
-        if self._ask.chat:
+        if self._params.chat:
             body["prompt_logprobs"] = None
-            body["prompt_token_ids"] = self._ask.prompts[0].ids if self._ask.token_ids else None
+            body["prompt_token_ids"] = self._params.prompts[0].ids if self._params.token_ids else None
         body["kv_transfer_params"] = None
         self._exchange.respond_json({**body, **self.extras})
 
     def _message_choice(self, choice: Choice) -> dict[str, Any]:
-        ask, tool = self._ask, self._ask.tool
+        params, tool = self._params, self._params.tool
         text = None if tool else choice.text(choice.tokens)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         message |= {"annotations": None, "audio": None, "function_call": None, "reasoning": None}
@@ -92,24 +92,26 @@ class Answer:
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": None if ask.logprobs is None else choice.chat_logprobs(0, choice.tokens, ask.logprobs),
+            "logprobs": None if params.logprobs is None else choice.chat_logprobs(0, choice.tokens, params.logprobs),
             "finish_reason": "tool_calls" if tool else choice.finish,
             "stop_reason": choice.stop,
             "token_ids": self._ids(choice, 0, choice.tokens),
         }
 
     def _text_choice(self, choice: Choice) -> dict[str, Any]:
-        ask, prompt = self._ask, self._prompt(choice)
-        echoed = prompt.text.decode(errors="replace") if ask.echo else ""
+        params, prompt = self._params, self._prompt(choice)
+        echoed = prompt.text.decode(errors="replace") if params.echo else ""
         return {
             "index": choice.index,
             "text": echoed + choice.text(choice.tokens),
-            "logprobs": None if ask.logprobs is None else choice.completion_logprobs(0, choice.tokens, ask.logprobs),
+            "logprobs": None
+            if params.logprobs is None
+            else choice.completion_logprobs(0, choice.tokens, params.logprobs),
             "finish_reason": choice.finish,
             "stop_reason": choice.stop,
             "token_ids": self._ids(choice, 0, choice.tokens),
             "prompt_logprobs": None,
-            "prompt_token_ids": prompt.ids if ask.token_ids else None,
+            "prompt_token_ids": prompt.ids if params.token_ids else None,
         }
 
     # --- as events ------------------------------------------------------------------------------------------------
@@ -117,16 +119,16 @@ class Answer:
     def _stream(self, choice: Choice, number: int, last: bool) -> None:
         if not self._exchange.streaming:
             self._exchange.start_events()
-            if self._ask.chat:
+            if self._params.chat:
                 self._open_choices()
-        if self._ask.tool and not (last or number == 1):
+        if self._params.tool and not (last or number == 1):
             return
         piece = choice.piece(number - 1)
         if self._plain and not last:
             self._exchange.event(self._before[choice.index] + _piece_json(piece) + self._after)
             return
         event = {**self._head(), "choices": [self._stream_choice(choice, number, piece, last)]}
-        if self._ask.continuous_usage:
+        if self._params.continuous_usage:
             event["usage"] = self._usage()
         self._exchange.event(_data(event))
 
@@ -135,15 +137,17 @@ class Answer:
             delta = {"role": "assistant", "content": ""}
             event: dict[str, Any] = self._head()
             event["choices"] = [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]
-            event["prompt_token_ids"] = self._ask.prompts[0].ids if self._ask.token_ids else None
-            if self._ask.continuous_usage:
+            event["prompt_token_ids"] = self._params.prompts[0].ids if self._params.token_ids else None
+            if self._params.continuous_usage:
                 event["usage"] = self._usage()
             self._exchange.event(_data(event))
 
     @functools.cached_property
     def _plain(self) -> bool:
-        ask = self._ask
-        return ask.logprobs is None and not (ask.continuous_usage or ask.token_ids or ask.tool or ask.echo)
+        params = self._params
+        return params.logprobs is None and not (
+            params.continuous_usage or params.token_ids or params.tool or params.echo
+        )
 
     @functools.cached_property
     def _before(self) -> list[bytes]:
@@ -161,46 +165,46 @@ class Answer:
         return before, after
 
     def _stream_choice(self, choice: Choice, number: int, piece: str, last: bool) -> dict[str, Any]:
-        ask, span = self._ask, (number - 1, number)
+        params, span = self._params, (number - 1, number)
         entry: dict[str, Any] = {"index": choice.index}
-        if ask.chat:
+        if params.chat:
             entry["delta"] = {"content": piece}
-            if ask.tool:
+            if params.tool:
                 entry["delta"] = {"tool_calls": [{**self._call(choice), "index": 0}]} if number == 1 else {}
-            entry["logprobs"] = None if ask.logprobs is None else choice.chat_logprobs(*span, ask.logprobs)
+            entry["logprobs"] = None if params.logprobs is None else choice.chat_logprobs(*span, params.logprobs)
         else:
-            echoed = self._prompt(choice).text.decode(errors="replace") if ask.echo and number == 1 else ""
+            echoed = self._prompt(choice).text.decode(errors="replace") if params.echo and number == 1 else ""
             entry["text"] = echoed + piece
-            entry["logprobs"] = None if ask.logprobs is None else choice.completion_logprobs(*span, ask.logprobs)
+            entry["logprobs"] = None if params.logprobs is None else choice.completion_logprobs(*span, params.logprobs)
         entry["finish_reason"] = None
         if last:
-            entry["finish_reason"] = "tool_calls" if ask.tool else choice.finish
-        if last or not ask.chat:
+            entry["finish_reason"] = "tool_calls" if params.tool else choice.finish
+        if last or not params.chat:
             entry["stop_reason"] = choice.stop if last else None
-        if not ask.chat:
-            entry["prompt_token_ids"] = self._prompt(choice).ids if ask.token_ids and number == 1 else None
+        if not params.chat:
+            entry["prompt_token_ids"] = self._prompt(choice).ids if params.token_ids and number == 1 else None
         entry["token_ids"] = self._ids(choice, *span)
         return entry
 
     def _head(self) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self._ask.chat else "text_completion"
-        return {"id": self._ask.id, "object": kind, "created": self._created, "model": self._ask.model}
+        kind = "chat.completion.chunk" if self._params.chat else "text_completion"
+        return {"id": self._params.id, "object": kind, "created": self._created, "model": self._params.model}
 
     # --- parts ----------------------------------------------------------------------------------------------------
 
     def _usage(self) -> dict[str, Any]:
-        prompt, completion = sum(one.tokens for one in self._ask.prompts), sum(self._told)
+        prompt, completion = sum(one.tokens for one in self._params.prompts), sum(self._generated)
         return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
 
     def _prompt(self, choice: Choice) -> Prompt:
-        return self._ask.prompts[choice.index // self._ask.n]
+        return self._params.prompts[choice.index // self._params.n]
 
     def _ids(self, choice: Choice, first: int, last: int) -> list[int] | None:
-        return [choice.token_id(number) for number in range(first, last)] if self._ask.token_ids else None
+        return [choice.token_id(number) for number in range(first, last)] if self._params.token_ids else None
 
     def _call(self, choice: Choice) -> dict[str, Any]:
         name = f"chatcmpl-tool-{choice.index}"
-        return {"id": name, "type": "function", "function": {"name": self._ask.tool, "arguments": "{}"}}
+        return {"id": name, "type": "function", "function": {"name": self._params.tool, "arguments": "{}"}}
 
 
 def _data(event: dict[str, Any]) -> bytes:

@@ -69,10 +69,10 @@ class Choice:
         words = [word(self._seed, number) for number in range(self.tokens)]
         ends = list(itertools.accumulate(len(one) for one in words))
         text = "".join(words)
-        found = [(text.index(stop) + len(stop), text.index(stop), stop) for stop in stops if stop in text]
-        if not found:
+        matches = [(text.index(stop) + len(stop), text.index(stop), stop) for stop in stops if stop in text]
+        if not matches:
             return
-        complete, kept, stop = min(found)
+        complete, kept, stop = min(matches)
         self.tokens = next(count for count, end in enumerate(ends, 1) if end >= complete)
         self.finish, self.stop = "stop", stop
         starts = [0, *ends]

@@ -19,7 +19,7 @@ import zmq.asyncio
 from epd_serve import wire
 from epd_serve.sim.feature import DTYPE, belongs_to, feature_bytes, feature_shape
 from epd_serve.sim.items import Item
-from epd_serve.sim.news import Paced, Publisher
+from epd_serve.sim.publishing import Publisher, RateLimitedPublisher
 from epd_serve.sim.store_report import store_report
 from epd_serve.wiring import StageWiring
 from store.errors import CorruptFeatureError, StoreError
@@ -59,11 +59,11 @@ class Consumer:
         self._wiring, self._store, self._publisher = wiring, store, publisher
         self._bytes_per_token = bytes_per_token
         self._waits: dict[Wait, None] = {}
-        self._line: deque[Wait] = deque()  # lost features, no slot to recompute them yet
+        self._recompute_queue: deque[Wait] = deque()  # lost features, no slot to recompute them yet
         self._recomputing = 0
         self._elsewhere: OrderedDict[str, int] = OrderedDict()  # key → bytes, on other hosts
         self.counters: Counter[str] = Counter()
-        self._reports = Paced(self._report, change_s=0.05, idle_s=0.5)
+        self._reports = RateLimitedPublisher(self._report, change_s=0.05, idle_s=0.5)
         self._tasks: list[asyncio.Task[None]] = []
         self._looking: asyncio.TimerHandle | None = None
 
@@ -103,11 +103,11 @@ class Consumer:
         for lease in wait.pins.values():
             lease.release()
         wait.pins.clear()
-        if wait in self._line:
-            self._line.remove(wait)
+        if wait in self._recompute_queue:
+            self._recompute_queue.remove(wait)
         if wait.recomputes:
             self._recomputing -= 1
-            self._serve_line()
+            self._start_recomputes()
         self._reports.changed()
 
     # --- features -------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class Consumer:
         elif self._recomputing < self._wiring.recompute_limit:
             self._go(wait)
         else:
-            self._line.append(wait)
+            self._recompute_queue.append(wait)
 
     def _go(self, wait: Wait) -> None:
         self._waits.pop(wait, None)
@@ -197,9 +197,9 @@ class Consumer:
         self._reports.changed()
         wait.ready([item for item in wait.items if item.key in wait.lost])
 
-    def _serve_line(self) -> None:
-        while self._line and self._recomputing < self._wiring.recompute_limit:
-            self._go(self._line.popleft())
+    def _start_recomputes(self) -> None:
+        while self._recompute_queue and self._recomputing < self._wiring.recompute_limit:
+            self._go(self._recompute_queue.popleft())
 
     # --- announcements --------------------------------------------------------------------------------------------
 
@@ -213,11 +213,11 @@ class Consumer:
             while True:
                 frames = await socket.recv_multipart()
                 try:
-                    self._heard(wire.announcements.decode(frames[-1]))
+                    self._on_announcement(wire.announcements.decode(frames[-1]))
                 except wire.DecodeError as error:
                     logger.warning("ignoring a malformed announcement: %s", error)
 
-    def _heard(self, message: wire.Announcement) -> None:
+    def _on_announcement(self, message: wire.Announcement) -> None:
         now = asyncio.get_running_loop().time()
         if isinstance(message, wire.FeatureReady):
             if message.host != self._wiring.arena_id and message.pooled:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from epd_serve import wire
 from epd_serve.sim.feature import DTYPE, feature_bytes, feature_shape
 from epd_serve.sim.items import Item
-from epd_serve.sim.news import Paced, Publisher
+from epd_serve.sim.publishing import Publisher, RateLimitedPublisher
 from epd_serve.sim.store_report import store_report
 from epd_serve.wiring import StageWiring
 from store.errors import StoreError, StoreFullError
@@ -53,8 +53,8 @@ class Encoder:
         self._counters: Counter[str] = Counter()
         self._waiting_puts = 0
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="epd-sim-put")
-        self._reports = Paced(self._report, change_s=0.05, idle_s=0.5)
-        self._renewals = Paced(self._renew, change_s=RENEW_S, idle_s=RENEW_S)
+        self._reports = RateLimitedPublisher(self._report, change_s=0.05, idle_s=0.5)
+        self._renewals = RateLimitedPublisher(self._renew, change_s=RENEW_S, idle_s=RENEW_S)
 
     def start(self) -> None:
         if self._wiring.publish:

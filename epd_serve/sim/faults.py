@@ -75,7 +75,7 @@ class SimFaults:
         if self.state.poison and self.state.poison.encode() in body:
             _crash()
 
-    def shown(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, object]:
         return asdict(self.state)
 
     def hits(self, rate: float) -> bool:

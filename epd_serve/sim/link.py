@@ -52,7 +52,7 @@ class Link:
             self._task.cancel()
 
     async def done(self, message: wire.Done, target: str, timeout_s: float) -> str:
-        """Tell the life `target` of D that a transfer is over. Why that is impossible, or ""."""
+        """Tells incarnation `target` of D that a transfer is over. Returns why that is impossible, or ""."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._up.wait()

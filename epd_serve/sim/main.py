@@ -16,11 +16,11 @@ from epd_serve import garbage
 from epd_serve.errors import ConfigError
 from epd_serve.lifeline import die_with_parent
 from epd_serve.roles import Role
-from epd_serve.sim.courses import Courses
 from epd_serve.sim.engine import Engine
 from epd_serve.sim.faults import SimFaults, fault_of
 from epd_serve.sim.http import Connection
 from epd_serve.sim.profile import Profile, read_profile
+from epd_serve.sim.request_lifecycle import RequestLifecycle
 from epd_serve.sim.stage import Stage
 from epd_serve.stage_plan import LAUNCHER_ENV
 from epd_serve.wiring import StageWiring
@@ -113,7 +113,7 @@ def _run(serving: object) -> None:
     try:
         import uvloop
     except ImportError:
-        garbage.settle()
+        garbage.freeze_gc()
         asyncio.run(serving)
     else:
         uvloop.run(serving)
@@ -132,10 +132,10 @@ async def _serve(
     faults = SimFaults(lambda state: setattr(engine, "slowness", state.slow))
     for text in arguments.fault:
         faults.change(fault_of(text))
-    courses = Courses(wiring, engine, faults, ranks=arguments.tensor_parallel_size)
-    courses.start()
+    lifecycle = RequestLifecycle(wiring, engine, faults, ranks=arguments.tensor_parallel_size)
+    lifecycle.start()
     model = arguments.served_model_name or arguments.model
-    stage = Stage(engine, courses, faults, model=model, model_path=arguments.model, key=key)
+    stage = Stage(engine, lifecycle, faults, model=model, model_path=arguments.model, key=key)
     connections: set[Connection] = set()
     running = asyncio.create_task(engine.run(), name="engine")
     server = await loop.create_server(lambda: Connection(stage.handle, connections), sock=listening)
@@ -151,7 +151,7 @@ async def _serve(
         running.cancel()
         for connection in list(connections):
             connection.abort()
-        courses.close()
+        lifecycle.close()
 
 
 async def _drained(connections: set[Connection]) -> None:

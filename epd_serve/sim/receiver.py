@@ -46,7 +46,7 @@ class Incoming:
     freed: Callable[[], None]
     reserved: bool = False
     gone: bool = False
-    heard: set[int] = field(default_factory=set)  # ranks of D that got DONE
+    done_ranks: set[int] = field(default_factory=set)  # ranks of D that got DONE
 
 
 class Receiver:
@@ -181,8 +181,8 @@ class Receiver:
             if one is not None and not message.ok:
                 self._end(message.key, message.reason or "no reason given")
             elif one is not None:
-                one.heard.add(rank)
-                if len(one.heard) == len(self._endpoints):
+                one.done_ranks.add(rank)
+                if len(one.done_ranks) == len(self._endpoints):
                     self._end(message.key)
             return None
         return wire.Credit(message.seq)  # a probe or a packet of no meaning here

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from epd_serve.sim.ask import Ask
 from epd_serve.sim.choice import Choice
 from epd_serve.sim.http import Exchange
+from epd_serve.sim.request_params import RequestParams
 
 _DEFAULTS: dict[str, Any] = {
     "instructions": None,
@@ -40,25 +40,25 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class ResponseAnswer:
-    """One per request; the same part for a course as `Answer`.
+    """One per request; to the request's lifecycle the same as `Answer`.
 
     Attributes:
         choices: the only one. extras: fields for the stages' proxy, e.g. `kv_transfer_params`.
     """
 
-    def __init__(self, ask: Ask, exchange: Exchange) -> None:
+    def __init__(self, params: RequestParams, exchange: Exchange) -> None:
         self.extras: dict[str, Any] = {}
-        (prompt,) = ask.prompts
-        choice = Choice(prompt.seed, 0, limit=ask.limit, bounded=ask.bounded, stops=ask.stops)
+        (prompt,) = params.prompts
+        choice = Choice(prompt.seed, 0, limit=params.limit, bounded=params.bounded, stops=params.stops)
         self.choices = [choice]
-        self._ask, self._exchange = ask, exchange
+        self._params, self._exchange = params, exchange
         self._created = int(time.time())
-        self._message = f"msg_{ask.id.removeprefix('resp_')}"
+        self._message = f"msg_{params.id.removeprefix('resp_')}"
         self._sent = 0
 
     def begin(self) -> None:
         """The request is taken in."""
-        if self._ask.stream:
+        if self._params.stream:
             response = self._response("in_progress", [], None)
             self._event("response.created", response=response)
             self._event("response.in_progress", response=response)
@@ -66,7 +66,7 @@ class ResponseAnswer:
     def token(self, index: int, number: int, last: bool) -> None:
         """The answer has its token `number` (from 1 on)."""
         choice = self.choices[index]
-        if self._ask.stream:
+        if self._params.stream:
             if number == 1:
                 self._open_message()
             self._part_event("response.output_text.delta", delta=choice.piece(number - 1), logprobs=[])
@@ -78,7 +78,7 @@ class ResponseAnswer:
         message = self._item("completed", [_text_part(text)])
         status = "incomplete" if choice.finish == "length" else "completed"
         response = {**self._response(status, [message], self._usage(choice.tokens)), **self.extras}
-        if not self._ask.stream:
+        if not self._params.stream:
             self._exchange.respond_json(response)
             return
         self._part_event("response.output_text.done", text=text, logprobs=[])
@@ -104,27 +104,27 @@ class ResponseAnswer:
         return {**head, "content": content, "status": status, "phase": None}
 
     def _response(self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
-        ask = self._ask
+        params = self._params
         return {
-            "id": ask.id,
+            "id": params.id,
             "object": "response",
             "created_at": self._created,
-            "model": ask.model,
+            "model": params.model,
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": output,
-            "max_output_tokens": ask.limit,
+            "max_output_tokens": params.limit,
             "usage": usage,
             "kv_transfer_params": None,
             "ec_transfer_params": None,
             "input_messages": None,
             "output_messages": None,
             **_DEFAULTS,
-            **{name: ask.body[name] for name in _DEFAULTS if ask.body.get(name) is not None},
+            **{name: params.body[name] for name in _DEFAULTS if params.body.get(name) is not None},
         }
 
     def _usage(self, output: int) -> dict[str, Any]:
-        prompt = self._ask.prompts[0].tokens
+        prompt = self._params.prompts[0].tokens
         read = {"cached_tokens": 0, "cache_write_tokens": 0, "input_tokens_per_turn": [], "cached_tokens_per_turn": []}
         written: dict[str, Any] = {"reasoning_tokens": 0, "tool_output_tokens": 0}
         written |= {"output_tokens_per_turn": [], "tool_output_tokens_per_turn": []}

@@ -22,8 +22,8 @@ from epd_serve.kv.params import send_params
 from epd_serve.kv.prefill_desk import Admission, PrefillDesk
 from epd_serve.sim.link import Link
 from epd_serve.sim.loop_calls import caller
-from epd_serve.sim.news import Paced, Publisher
 from epd_serve.sim.prompts import Prompt
+from epd_serve.sim.publishing import Publisher, RateLimitedPublisher
 from epd_serve.wire import TransferKey
 from epd_serve.wiring import StageWiring, worker_endpoints
 
@@ -74,8 +74,8 @@ class Sender:
         self._transfers: dict[TransferKey, Outgoing] = {}
         self._waiting: dict[TransferKey, Outgoing] = {}
         connect = wiring.publish_by_connecting
-        self._news = [Publisher(one, connect=connect) for one in worker_endpoints(wiring.kv_publish, ranks)]
-        self._reports = Paced(self._report, change_s=0.2, idle_s=1.0)
+        self._publishers = [Publisher(one, connect=connect) for one in worker_endpoints(wiring.kv_publish, ranks)]
+        self._reports = RateLimitedPublisher(self._report, change_s=0.2, idle_s=1.0)
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -84,7 +84,7 @@ class Sender:
         for endpoints in self._wiring.kv_peers:
             for rank, endpoint in enumerate(endpoints):
                 self._link(endpoint, rank)
-        if self._news:
+        if self._publishers:
             self._reports.start()
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class Sender:
             link.close()
         if self._control is not None:
             self._control.close()
-        for publisher in self._news:
+        for publisher in self._publishers:
             publisher.close()
 
     # --- requests -------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class Sender:
             return None
         out = Outgoing(params.key, prompt, admitted, freed)
         self._transfers[out.key] = self._waiting[out.key] = out
-        self._ask(out)
+        self._admit(out)
         return out
 
     def prefilled(self, out: Outgoing) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Sender:
 
     # --- with the desk ----------------------------------------------------------------------------------------------
 
-    def _ask(self, out: Outgoing) -> None:
+    def _admit(self, out: Outgoing) -> None:
         assert self._control is not None
         with self._control.lock:
             admission = self._desk.admit(
@@ -172,7 +172,7 @@ class Sender:
         if stops:
             self._control.flush()
         for out in list(self._waiting.values()):
-            self._ask(out)
+            self._admit(out)
 
     def _desk_ready(self, out: Outgoing) -> wire.Ready | None:
         assert self._control is not None
@@ -226,5 +226,5 @@ class Sender:
     def _report(self) -> None:
         wiring = self._wiring
         links: Sequence[wire.KvLink] = [link.report() for link in self._links.values()]
-        for rank, publisher in enumerate(self._news):
+        for rank, publisher in enumerate(self._publishers):
             publisher.send(wire.KvReport(wiring.instance, wiring.incarnation, rank, "sim", 0.0, list(links)))

@@ -11,13 +11,12 @@ import msgspec
 
 from epd_serve import __version__
 from epd_serve.errors import ConfigError
-from epd_serve.sim.ask import ask_of
-from epd_serve.sim.courses import Courses
 from epd_serve.sim.engine import Engine
 from epd_serve.sim.faults import SimFaults
 from epd_serve.sim.http import Exchange
-from epd_serve.sim.metrics import metrics_text
 from epd_serve.sim.prompts import CHAT, COMPLETIONS, RESPONSES, prompts_of
+from epd_serve.sim.request_lifecycle import RequestLifecycle
+from epd_serve.sim.request_params import parse_params
 from epd_serve.sim.tokens import text_of
 
 
@@ -25,14 +24,21 @@ class Stage:
     """Handles exchanges; `handle` is what the HTTP server calls.
 
     Args:
-        courses: what generates.
+        lifecycle: what generates.
         key: bearer token that every path but /health wants; "" for none.
     """
 
     def __init__(
-        self, engine: Engine, courses: Courses, faults: SimFaults, *, model: str, model_path: str, key: str = ""
+        self,
+        engine: Engine,
+        lifecycle: RequestLifecycle,
+        faults: SimFaults,
+        *,
+        model: str,
+        model_path: str,
+        key: str = "",
     ) -> None:
-        self._engine, self._courses, self._faults = engine, courses, faults
+        self._engine, self._lifecycle, self._faults = engine, lifecycle, faults
         self._profile = engine.profile
         self._model = model
         self._model_path = model_path
@@ -86,7 +92,7 @@ class Stage:
 
     def _generate(self, exchange: Exchange, body: dict[str, Any]) -> None:
         given = exchange.headers.get(b"x-request-id", b"").decode("latin-1")
-        ask = ask_of(exchange.path, body, given or uuid.uuid4().hex, self._model, self._profile)
+        params = parse_params(exchange.path, body, given or uuid.uuid4().hex, self._model, self._profile)
         state = self._faults.state
         self._faults.swallow(exchange.body)
         if state.refuse:
@@ -95,12 +101,12 @@ class Stage:
             exchange.refuse(state.error_status, "this simulated stage fails on demand")
         else:
             self.served += 1
-            self._courses.run(ask, exchange)
+            self._lifecycle.run(params, exchange)
 
     # --- failures on demand ---------------------------------------------------------------------------------------
 
     def _show_faults(self, exchange: Exchange) -> None:
-        exchange.respond_json(self._faults.shown())
+        exchange.respond_json(self._faults.as_dict())
 
     def _change_faults(self, exchange: Exchange, body: dict[str, Any]) -> None:
         try:
@@ -118,7 +124,7 @@ class Stage:
         exchange.respond_json({"object": "list", "data": [{**card, "permission": []}]})
 
     def _metrics(self, exchange: Exchange) -> None:
-        text = metrics_text(self._engine, self._model, served=self.served)
+        text = _metrics_text(self._engine, self._model, served=self.served)
         exchange.respond(200, text.encode(), b"text/plain; version=0.0.4; charset=utf-8")
 
     def _tokenize(self, exchange: Exchange, body: dict[str, Any]) -> None:
@@ -135,3 +141,25 @@ class Stage:
         if not isinstance(ids, list) or not all(type(one) is int for one in ids):
             raise ValueError("tokens has to be a list of token ids")
         exchange.respond_json({"prompt": text_of(ids)})
+
+
+def _metrics_text(engine: Engine, model: str, *, served: int) -> str:
+    """Prometheus text: those of vLLM's names that say how busy the stage is. `served`: requests that have begun."""
+    scheduler = engine.scheduler
+    used = 1 - scheduler.free_blocks / scheduler.blocks if scheduler.blocks else 0.0
+    label = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    gauges = {
+        "vllm:num_requests_running": len(scheduler.running),
+        "vllm:num_requests_waiting": len(scheduler.waiting) + len(scheduler.held),
+        "vllm:kv_cache_usage_perc": used,
+    }
+    counters = {
+        "vllm:num_preemptions_total": scheduler.preemptions,
+        "epd_sim:requests_total": served,
+        "epd_sim:steps_total": engine.steps,
+    }
+    lines: list[str] = []
+    for kind, values in (("gauge", gauges), ("counter", counters)):
+        for name, value in values.items():
+            lines += [f"# TYPE {name} {kind}", f'{name}{{model_name="{label}"}} {value}']
+    return "\n".join(lines) + "\n"

@@ -78,8 +78,8 @@ class OwnerTable:
 
     def _is_locked(self, row: int) -> bool:
         """By another description than ours."""
-        found: int = _FLOCK.unpack(self._call(fcntl.F_OFD_GETLK, row, fcntl.F_WRLCK))[0]
-        return found != fcntl.F_UNLCK
+        kind: int = _FLOCK.unpack(self._call(fcntl.F_OFD_GETLK, row, fcntl.F_WRLCK))[0]
+        return kind != fcntl.F_UNLCK
 
     def _lock(self, row: int, kind: int) -> bool:
         try:

@@ -89,14 +89,14 @@ def test_decode_gets_twice_the_cache_that_prefill_gets_beyond_the_least() -> Non
     _, prefill, decode = found.grants
     beyond_p, beyond_d = prefill.kv - 2 * GIB, decode.kv - 2 * GIB
     assert beyond_p > 0 and abs(beyond_d - 2 * beyond_p) <= 2
-    assert (prefill.kv_told, decode.kv_told) == (prefill.kv, decode.kv)
+    assert (prefill.kv_override, decode.kv_override) == (prefill.kv, decode.kv)
 
 
 def test_neighbours_are_told_their_cache_and_an_instance_alone_is_not() -> None:
     shared = divide(64 * GIB, [encoder(), model("P0")])
-    assert [grant.kv_told is not None for grant in shared.grants] == [False, True]
+    assert [grant.kv_override is not None for grant in shared.grants] == [False, True]
     (alone,) = divide(64 * GIB, [model("P0")]).grants
-    assert alone.share is None and alone.kv_told is None
+    assert alone.share is None and alone.kv_override is None
     assert alone.kv == int(64 * GIB * ENGINE_DEFAULT_SHARE) - 18 * GIB
 
 
@@ -121,9 +121,9 @@ def test_a_device_in_use_has_less_to_divide() -> None:
 
 def test_a_share_of_the_operators_own_is_kept() -> None:
     _, own = divide(64 * GIB, [encoder(), model("P0", fixed_share=0.5)]).grants
-    assert own.share == 0.5 and own.kv == 32 * GIB - 18 * GIB and own.kv_told is None
+    assert own.share == 0.5 and own.kv == 32 * GIB - 18 * GIB and own.kv_override is None
     _, told = divide(64 * GIB, [encoder(), model("P0", fixed_kv=3 * GIB)]).grants
-    assert told.kv == 3 * GIB and told.kv_told is None
+    assert told.kv == 3 * GIB and told.kv_override is None
 
 
 @given(st.lists(st.sampled_from(list(Role)), min_size=1, max_size=6))

@@ -1,4 +1,4 @@
-"""The bell that an idle scheduler sleeps on: who waits in the same step hears the same ring."""
+"""What an idle scheduler sleeps on: who waits in the same step hears the same ring."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable
 import pytest
 
 from epd_serve import wake
-from epd_serve.wake import IdleBell
+from epd_serve.wake import IdleWaiter
 from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
-def bell(monkeypatch: pytest.MonkeyPatch) -> IdleBell:
+def waiter(monkeypatch: pytest.MonkeyPatch) -> IdleWaiter:
     """One whose waiters return by a ring alone."""
     monkeypatch.setattr(wake, "_IDLE_WAIT_S", 10 * PATIENCE_S)
-    return IdleBell()
+    return IdleWaiter()
 
 
 def returns(wait: Callable[[], None]) -> bool:
@@ -26,29 +26,29 @@ def returns(wait: Callable[[], None]) -> bool:
     return not thread.is_alive()
 
 
-def test_one_ring_wakes_everyone_who_waits_after_it(bell: IdleBell) -> None:
-    features, kv = bell.waiter(), bell.waiter()
-    bell.ring()
+def test_one_ring_wakes_everyone_who_waits_after_it(waiter: IdleWaiter) -> None:
+    features, kv = waiter.sleeper(), waiter.sleeper()
+    waiter.wake()
     assert returns(features)
     assert returns(kv), "the first waiter of the step has taken the second one's ring"
 
 
-def test_one_ring_wakes_everyone_who_waits_already(bell: IdleBell) -> None:
-    threads = [threading.Thread(target=bell.waiter(), daemon=True) for _ in range(3)]
+def test_one_ring_wakes_everyone_who_waits_already(waiter: IdleWaiter) -> None:
+    threads = [threading.Thread(target=waiter.sleeper(), daemon=True) for _ in range(3)]
     for thread in threads:
         thread.start()
-    bell.ring()
+    waiter.wake()
     for thread in threads:
         thread.join(PATIENCE_S)
     assert not any(thread.is_alive() for thread in threads)
 
 
 def test_a_ring_is_heard_once_by_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    bell = IdleBell()
-    wait, naps = bell.waiter(), []
-    monkeypatch.setattr(bell._changed, "wait_for", lambda rung, nap_s: naps.append(rung()))
-    bell.ring()
-    bell.ring()
+    waiter = IdleWaiter()
+    wait, naps = waiter.sleeper(), []
+    monkeypatch.setattr(waiter._changed, "wait_for", lambda rung, nap_s: naps.append(rung()))
+    waiter.wake()
+    waiter.wake()
     wait()
     wait()
     assert naps == [True, False], "what was heard keeps nobody from sleeping"

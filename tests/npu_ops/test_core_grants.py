@@ -42,4 +42,4 @@ def test_what_is_no_grant_is_left_out(tmp_path: Path, text: str) -> None:
     ],
 )
 def test_a_grant_in_words(grant: CoreGrant, words: str) -> None:
-    assert grant.words() == words
+    assert grant.summary() == words

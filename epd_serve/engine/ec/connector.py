@@ -30,7 +30,7 @@ from epd_serve.engine.ec.request_facts import item_keys, must_not_recompute, not
 from epd_serve.engine.ec.step import FeatureSlot, FeatureStep
 from epd_serve.engine.ec.store_access import open_local_store, open_reader
 from epd_serve.trace import Trace
-from epd_serve.wake import idle_bell
+from epd_serve.wake import idle_waiter
 from epd_serve.wiring import StageWiring
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class FeatureConnector(ECConnectorBase):
         self._late_release = bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
         self._finished: set[str] = set()
         self._loads: list[FeatureSlot] = []
-        self._wait_for_change = idle_bell.waiter()
+        self._wait_for_change = idle_waiter.sleeper()
         self._promised: set[str] = set()  # answers of has_cache_item within one step
         self._consumer: FeatureConsumer | None = None
         self._encoder: EncoderScheduler | None = None

@@ -28,7 +28,7 @@ from epd_serve.engine.ec.subscription import Subscription
 from epd_serve.engine.traffic import TrafficBoard
 from epd_serve.sockets import milliseconds
 from epd_serve.trace import Trace
-from epd_serve.wake import WakeLine, idle_bell
+from epd_serve.wake import WakeLine, idle_waiter
 from epd_serve.wiring import StageWiring
 from store.errors import CorruptFeatureError, StoreError
 
@@ -215,14 +215,14 @@ class FeatureListener:
             self._table.not_found(key)
         self._last_look.discard(key)
         self._changed()
-        idle_bell.ring()
+        idle_waiter.wake()
 
     def _arrived(self, key: str, held: Held) -> None:
         with self._lock:
             # Counted once: the copy that a fetch brings may be found here before the fetch reports it.
             self._desk.counters["prefetched"] += self._table.accepts(key) and not self._table.requested(key)
             self._table.arrived(key, Pin(held, self._pins), time.monotonic())
-        idle_bell.ring()
+        idle_waiter.wake()
         self._changed()
         self._trace.stamp(key, "feature_pinned", nbytes=held.nbytes)
 

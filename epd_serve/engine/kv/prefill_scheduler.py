@@ -13,7 +13,7 @@ from epd_serve.kv.params import prompt_hash, send_params
 from epd_serve.kv.prefill_desk import Admission, PrefillDesk
 from epd_serve.kv.sending import Sending
 from epd_serve.trace import Trace
-from epd_serve.wake import idle_bell
+from epd_serve.wake import idle_waiter
 from epd_serve.wire import TransferKey
 from epd_serve.wiring import StageWiring
 
@@ -50,7 +50,7 @@ class PrefillScheduler:
         self._request_of: dict[TransferKey, str] = {}
         self._hashes: dict[str, str] = {}
         self._stops: list[str] = []
-        self._wait_for_change = idle_bell.waiter()
+        self._wait_for_change = idle_waiter.sleeper()
 
     def may_run(self, request: Request) -> bool:
         """False defers the request (vLLM asks again at the next step) until D has reserved its blocks."""

@@ -16,11 +16,11 @@ import httpx
 from PIL import Image
 
 from epd_serve.roles import Role
-from epd_serve.sim.courses import Courses
 from epd_serve.sim.engine import Engine
 from epd_serve.sim.faults import SimFaults
 from epd_serve.sim.http import Connection
 from epd_serve.sim.profile import Profile
+from epd_serve.sim.request_lifecycle import RequestLifecycle
 from epd_serve.sim.stage import Stage
 from epd_serve.wiring import StageWiring
 from store.arena import Arena
@@ -41,9 +41,9 @@ async def served(
     wiring = wiring or StageWiring(instance=f"{role}0", role=role, incarnation="test")
     engine = Engine(profile, wiring.instance, priorities=priorities)
     faults = SimFaults(lambda state: setattr(engine, "slowness", state.slow))
-    courses = Courses(wiring, engine, faults)
-    courses.start()
-    stage = Stage(engine, courses, faults, model=MODEL, model_path=MODEL, key=key)
+    lifecycle = RequestLifecycle(wiring, engine, faults)
+    lifecycle.start()
+    stage = Stage(engine, lifecycle, faults, model=MODEL, model_path=MODEL, key=key)
     connections: set[Connection] = set()
     listening = socket.create_server(("127.0.0.1", 0))
     server = await asyncio.get_running_loop().create_server(
@@ -60,7 +60,7 @@ async def served(
             connection.abort()
         server.close()
         await asyncio.wait([running])
-        courses.close()
+        lifecycle.close()
 
 
 @dataclass

@@ -13,9 +13,9 @@ from epd_serve import wire
 from epd_serve.roles import Role
 from epd_serve.sim.engine import Engine
 from epd_serve.sim.load import stage_report
-from epd_serve.sim.news import Paced
 from epd_serve.sim.profile import Capacity, Line, Profile
 from epd_serve.sim.prompts import CHAT
+from epd_serve.sim.publishing import RateLimitedPublisher
 from epd_serve.sim.sequence import Sequence
 from epd_serve.wiring import StageWiring
 from tests.epd_serve.sim.served import chat, served
@@ -79,11 +79,11 @@ async def test_reports_come_at_most_so_often_and_at_least_so_often() -> None:
         times.append(loop.time())
         if len(times) == 6:
             enough.set()
-        paced.changed()
+        limited.changed()
 
-    paced = Paced(report, change_s=0.02, idle_s=FOR_EVER)
-    paced.start()
+    limited = RateLimitedPublisher(report, change_s=0.02, idle_s=FOR_EVER)
+    limited.start()
     await asyncio.wait_for(enough.wait(), 60)
-    paced.close()
+    limited.close()
     gaps = [later - sooner for sooner, later in itertools.pairwise(times)]
     assert min(gaps) >= 0.02 - 0.002, "the resolution of timers"

@@ -143,7 +143,7 @@ def test_the_bell_rings_an_idle_scheduler_awake_when_a_feature_is_lost(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rings: list[bool] = []
-    monkeypatch.setattr("epd_serve.engine.ec.listener.idle_bell.ring", lambda: rings.append(True))
+    monkeypatch.setattr("epd_serve.engine.ec.listener.idle_waiter.wake", lambda: rings.append(True))
     p = stages.consumer(hears=False, feature_wait_s=0.1)
     settled(p, "k")
     wait_for(lambda: rings)

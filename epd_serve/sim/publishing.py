@@ -46,8 +46,8 @@ class Publisher:
             self._socket = None
 
 
-class Paced:
-    """Calls `report` on change, at most every `change_s`, and every `idle_s` when nothing changes. Once started."""
+class RateLimitedPublisher:
+    """Once started, calls `report` on change, at most every `change_s`, and every `idle_s` when nothing changes."""
 
     def __init__(self, report: Callable[[], None], *, change_s: float, idle_s: float) -> None:
         self._report = report

@@ -1,4 +1,4 @@
-"""What a request asks of a simulated stage beyond its prompts: checked once, with vLLM's defaults. Pure."""
+"""The parameters of a request to a simulated stage beyond its prompts: checked once, with vLLM's defaults. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LARGEST_N = 128
 
 
 @dataclass(frozen=True)
-class Ask:
+class RequestParams:
     """One request.
 
     Attributes:
@@ -46,8 +46,8 @@ class Ask:
     xargs: Mapping[str, Any]
 
 
-def ask_of(path: str, body: Mapping[str, Any], request_id: str, model: str, profile: Profile) -> Ask:
-    """Check a body.
+def parse_params(path: str, body: Mapping[str, Any], request_id: str, model: str, profile: Profile) -> RequestParams:
+    """Checks a body.
 
     Raises:
         ValueError: which field is wrong.
@@ -72,7 +72,7 @@ def ask_of(path: str, body: Mapping[str, Any], request_id: str, model: str, prof
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise ValueError("stream_options has to be an object")
-    return Ask(
+    return RequestParams(
         id=_response_id(body, request_id) if responses else f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
         body=body,
         chat=chat,

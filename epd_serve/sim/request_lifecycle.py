@@ -1,4 +1,4 @@
-"""The course of a request through a simulated stage, by the stage's role: features, KV, engine, answer.
+"""The lifecycle of a request in a simulated stage, by the stage's role: features, KV, engine, answer.
 
 A child of a request runs when its features are here and the other side of its transfer is ready, as with real stages;
 whatever ends it lets go of its pins and tells the other side. A stage that is wired to nobody does without either: its
@@ -14,7 +14,6 @@ from pathlib import Path
 
 from epd_serve.roles import Role
 from epd_serve.sim.answers import Answer
-from epd_serve.sim.ask import Ask
 from epd_serve.sim.consumer import Consumer, Wait
 from epd_serve.sim.encoder import Encoder
 from epd_serve.sim.engine import Engine
@@ -22,9 +21,10 @@ from epd_serve.sim.faults import SimFaults
 from epd_serve.sim.http import Exchange
 from epd_serve.sim.items import Item
 from epd_serve.sim.load import stage_report
-from epd_serve.sim.news import Paced, Publisher
 from epd_serve.sim.prompts import Prompt
+from epd_serve.sim.publishing import Publisher, RateLimitedPublisher
 from epd_serve.sim.receiver import Receiver
+from epd_serve.sim.request_params import RequestParams
 from epd_serve.sim.response_answer import ResponseAnswer
 from epd_serve.sim.sender import Sender
 from epd_serve.sim.sequence import Sequence
@@ -43,7 +43,7 @@ class _Child:
     over: bool = False
 
 
-class Courses:
+class RequestLifecycle:
     """Runs requests between `start` and `close`.
 
     Args:
@@ -54,8 +54,8 @@ class Courses:
         self._wiring, self._engine, self._faults = wiring, engine, faults
         profile, role = engine.profile, wiring.role
         self._seq = 0
-        self._load_news = Publisher(wiring.load_publish, connect=wiring.publish_by_connecting)
-        self._load = Paced(self._report_load, change_s=0.05, idle_s=0.5)
+        self._load_publisher = Publisher(wiring.load_publish, connect=wiring.publish_by_connecting)
+        self._load = RateLimitedPublisher(self._report_load, change_s=0.05, idle_s=0.5)
         self._publisher = Publisher(wiring.publish, connect=wiring.publish_by_connecting)
         self._store: FeatureStore | None = _open_store(wiring)
         per_token = profile.feature_bytes_per_token
@@ -93,19 +93,19 @@ class Courses:
         for part in (self._encoder, self._consumer, self._sender, self._receiver):
             if part is not None:
                 part.close()
-        for publisher in (self._publisher, self._load_news):
+        for publisher in (self._publisher, self._load_publisher):
             publisher.close()
         if self._store is not None:
             self._store.close()
 
     # --- requests -------------------------------------------------------------------------------------------------
 
-    def run(self, ask: Ask, exchange: Exchange) -> None:
+    def run(self, params: RequestParams, exchange: Exchange) -> None:
         """Answer a request, in the engine's time."""
-        answer = ResponseAnswer(ask, exchange) if ask.responses else Answer(ask, exchange)
+        answer = ResponseAnswer(params, exchange) if params.responses else Answer(params, exchange)
         children: list[_Child] = []
         breaks = self._faults.hits(self._faults.state.break_rate)
-        if breaks and not ask.stream:
+        if breaks and not params.stream:
             exchange.abort()
             return
 
@@ -116,17 +116,19 @@ class Courses:
         exchange.on_gone = lambda: self._leave(children)
         answer.begin()
         for index in range(len(answer.choices)):
-            children.append(self._child(ask, answer, index, fail))
+            children.append(self._child(params, answer, index, fail))
             if breaks:
                 children[-1].sequence.on_token = _breaking(children[-1].sequence.on_token, exchange)
         for child in children:
             if not child.over:
                 self._engine.submit(child.sequence, held=bool(child.gates))
 
-    def _child(self, ask: Ask, answer: Answer | ResponseAnswer, index: int, fail: Callable[[str], None]) -> _Child:
-        prompt = ask.prompts[index // ask.n]
+    def _child(
+        self, params: RequestParams, answer: Answer | ResponseAnswer, index: int, fail: Callable[[str], None]
+    ) -> _Child:
+        prompt = params.prompts[index // params.n]
         sequence = Sequence(
-            prompt_tokens=prompt.tokens, limit=answer.choices[index].tokens, priority=ask.priority, on_token=_nothing
+            prompt_tokens=prompt.tokens, limit=answer.choices[index].tokens, priority=params.priority, on_token=_nothing
         )
         child = _Child(sequence)
 
@@ -136,26 +138,26 @@ class Courses:
             answer.token(index, number, last)
 
         sequence.on_token = token
-        role, request = self._wiring.role, _child_id(ask, index)
+        role, request = self._wiring.role, _child_id(params, index)
         if role is Role.E:
-            self._to_encode(child, ask, prompt, answer)
+            self._to_encode(child, params, prompt, answer)
         elif role.encodes:
             sequence.items = tuple(item.tokens for item in prompt.items)
         elif role.prefills and prompt.items and self._consumer is not None:
-            self._await_features(child, ask, prompt, request, fail)
+            self._await_features(child, params, prompt, request, fail)
         if role.sends_kv:
-            self._send_kv(child, ask, prompt, request, answer)
+            self._send_kv(child, params, prompt, request, answer)
         elif role.takes_kv:
-            self._take_kv(child, ask, prompt, request, fail)
+            self._take_kv(child, params, prompt, request, fail)
         return child
 
     # --- by role --------------------------------------------------------------------------------------------------
 
-    def _to_encode(self, child: _Child, ask: Ask, prompt: Prompt, answer: Answer | ResponseAnswer) -> None:
+    def _to_encode(self, child: _Child, params: RequestParams, prompt: Prompt, answer: Answer | ResponseAnswer) -> None:
         """An encoder's request has no prompt: it is over when its items are encoded."""
         assert self._encoder is not None
         encoder = self._encoder
-        again = str(ask.xargs.get(ENCODE_AGAIN_XARG, "")).split(",")
+        again = str(params.xargs.get(ENCODE_AGAIN_XARG, "")).split(",")
         distinct = {item.key: item for item in prompt.items}
         wanted = [item for item in distinct.values() if encoder.wants(item, again=item.key in again)]
         left = dict(enumerate(wanted))
@@ -177,7 +179,7 @@ class Courses:
             entry["item_indices"].append(at)
 
     def _await_features(
-        self, child: _Child, ask: Ask, prompt: Prompt, request: str, fail: Callable[[str], None]
+        self, child: _Child, params: RequestParams, prompt: Prompt, request: str, fail: Callable[[str], None]
     ) -> None:
         assert self._consumer is not None
         consumer = self._consumer
@@ -188,24 +190,26 @@ class Courses:
             child.sequence.encoding = list(range(len(to_encode)))
             self._open(child)
 
-        must_not = ask.xargs.get(ON_MISSING_XARG) == ON_MISSING_FAIL
+        must_not = params.xargs.get(ON_MISSING_XARG) == ON_MISSING_FAIL
         wait = Wait(request, list(distinct.values()), must_not, ready, fail)
         child.gates += 1
         child.ends.append(lambda: consumer.done(wait))
-        given_up = [key for key in str(ask.xargs.get(MISSING_XARG, "")).split(",") if key]
+        given_up = [key for key in str(params.xargs.get(MISSING_XARG, "")).split(",") if key]
         asyncio.get_running_loop().call_soon(consumer.need, wait, given_up)
 
-    def _send_kv(self, child: _Child, ask: Ask, prompt: Prompt, request: str, answer: Answer | ResponseAnswer) -> None:
+    def _send_kv(
+        self, child: _Child, params: RequestParams, prompt: Prompt, request: str, answer: Answer | ResponseAnswer
+    ) -> None:
         sequence = child.sequence
-        if self._sender is None or ask.kv is None:
-            if ask.kv is not None:
+        if self._sender is None or params.kv is None:
+            if params.kv is not None:
                 answer.extras["kv_transfer_params"] = {"ok": True, "reason": ""}
             return
         sender = self._sender
         sequence.keeps_kv = True
         child.gates += 1
         out = sender.take(
-            ask.kv,
+            params.kv,
             request,
             prompt,
             admitted=lambda: self._soon(self._open, child),
@@ -218,17 +222,19 @@ class Courses:
 
         def end() -> None:
             if sequence.generated >= sequence.limit:
-                told = sender.prefilled(out)
+                transfer = sender.prefilled(out)
                 if answer.extras.get("kv_transfer_params", {"ok": True})["ok"]:
-                    answer.extras["kv_transfer_params"] = told
+                    answer.extras["kv_transfer_params"] = transfer
             else:
                 sender.left(out)
 
         child.ends.append(end)
 
-    def _take_kv(self, child: _Child, ask: Ask, prompt: Prompt, request: str, fail: Callable[[str], None]) -> None:
+    def _take_kv(
+        self, child: _Child, params: RequestParams, prompt: Prompt, request: str, fail: Callable[[str], None]
+    ) -> None:
         sequence = child.sequence
-        if ask.kv is None:
+        if params.kv is None:
             return
         if self._receiver is None:
             nbytes = prompt.tokens * self._engine.profile.kv_bytes_per_token
@@ -237,7 +243,7 @@ class Courses:
             return
         receiver = self._receiver
         one = receiver.take(
-            ask.kv,
+            params.kv,
             request,
             prompt,
             loaded=lambda: self._engine.loaded(sequence),
@@ -281,7 +287,7 @@ class Courses:
 
     def _report_load(self) -> None:
         self._seq += 1
-        self._load_news.send(stage_report(self._wiring, self._engine, self._seq))
+        self._load_publisher.send(stage_report(self._wiring, self._engine, self._seq))
 
 
 def _open_store(wiring: StageWiring) -> FeatureStore | None:
@@ -292,11 +298,11 @@ def _open_store(wiring: StageWiring) -> FeatureStore | None:
     return Arena.attach(Path(wiring.arena), prefault=False)
 
 
-def _child_id(ask: Ask, index: int) -> str:
+def _child_id(params: RequestParams, index: int) -> str:
     """As vLLM names it: the same on both ends of a transfer."""
-    prompt, at = divmod(index, ask.n)
-    name = ask.id if ask.chat or ask.responses else f"{ask.id}-{prompt}"
-    return f"{at}_{name}" if ask.n > 1 else name
+    prompt, at = divmod(index, params.n)
+    name = params.id if params.chat or params.responses else f"{params.id}-{prompt}"
+    return f"{at}_{name}" if params.n > 1 else name
 
 
 def _nothing(number: int, last: bool) -> None:
