@@ -59,35 +59,39 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m epd_serve.demo.training", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    made = commands.add_parser("train", help="train, or go on where the folder's checkpoint ends; then write the model")
-    made.add_argument("--out", type=Path, required=True, metavar="DIR", help="checkpoint, training.json, model/")
-    made.add_argument("--seed", type=_whole(0), metavar="N", help="another model; the built-in one has the default")
-    made.add_argument("--quick", action="store_true", help="a few steps: the whole path, and no useful model")
-    made.set_defaults(command=_train)
+    command = commands.add_parser(
+        "train", help="train, or go on where the folder's checkpoint ends; then write the model"
+    )
+    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="checkpoint, training.json, model/")
+    command.add_argument("--seed", type=_whole(0), metavar="N", help="another model; the built-in one has the default")
+    command.add_argument("--quick", action="store_true", help="a few steps: the whole path, and no useful model")
+    command.set_defaults(command=_train)
 
-    made = commands.add_parser("export", help="write the model folder of a checkpoint, finished or not")
-    made.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the training")
-    made.add_argument("--model", type=Path, required=True, metavar="DIR", help="a new folder")
-    made.set_defaults(command=_export)
+    command = commands.add_parser("export", help="write the model folder of a checkpoint, finished or not")
+    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the training")
+    command.add_argument("--model", type=Path, required=True, metavar="DIR", help="a new folder")
+    command.set_defaults(command=_export)
 
-    made = commands.add_parser("look", help="accuracy of a checkpoint in this process: fast, float32, no server")
-    made.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the training")
-    made.add_argument("--number", type=_whole(1), default=100, metavar="N", help="questions per task")
-    made.set_defaults(command=_look)
+    command = commands.add_parser("look", help="accuracy of a checkpoint in this process: fast, float32, no server")
+    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the training")
+    command.add_argument("--number", type=_whole(1), default=100, metavar="N", help="questions per task")
+    command.set_defaults(command=_look)
 
-    made = commands.add_parser("evaluate", help="accuracy of a served model, which is what the model card states")
-    made.add_argument("--url", required=True, help="an OpenAI endpoint over the model")
-    made.add_argument("--served-as", required=True, metavar="TEXT", help="how, for the card: TP1, (E-P)-D")
-    made.add_argument("--json", type=Path, required=True, metavar="FILE", help="the result, with every answer")
-    made.add_argument("--number", type=_whole(1), default=500, metavar="N", help="questions per task")
-    made.add_argument("--at-once", type=_whole(1), default=4, metavar="N", help="requests in flight")
-    made.add_argument("--task", action="append", default=[], help="this one only; may be repeated")
-    made.set_defaults(command=_evaluate)
+    command = commands.add_parser("evaluate", help="accuracy of a served model, which is what the model card states")
+    command.add_argument("--url", required=True, help="an OpenAI endpoint over the model")
+    command.add_argument("--served-as", required=True, metavar="TEXT", help="how, for the card: TP1, (E-P)-D")
+    command.add_argument("--json", type=Path, required=True, metavar="FILE", help="the result, with every answer")
+    command.add_argument("--number", type=_whole(1), default=500, metavar="N", help="questions per task")
+    command.add_argument("--at-once", type=_whole(1), default=4, metavar="N", help="requests in flight")
+    command.add_argument("--task", action="append", default=[], help="this one only; may be repeated")
+    command.set_defaults(command=_evaluate)
 
-    made = commands.add_parser("card", help="write the model card from results of evaluate")
-    made.add_argument("model", type=Path, metavar="MODEL")
-    made.add_argument("results", type=Path, nargs="+", metavar="RESULT", help="of evaluate, about the same questions")
-    made.set_defaults(command=_card)
+    command = commands.add_parser("card", help="write the model card from results of evaluate")
+    command.add_argument("model", type=Path, metavar="MODEL")
+    command.add_argument(
+        "results", type=Path, nargs="+", metavar="RESULT", help="of evaluate, about the same questions"
+    )
+    command.set_defaults(command=_card)
     return parser
 
 
@@ -102,18 +106,18 @@ def _bar(text: str) -> Progress:
     return Progress(*columns, console=Console(stderr=True), refresh_per_second=2)
 
 
-def _stop_when_asked() -> Callable[[], bool]:
+def _stop_on_signal() -> Callable[[], bool]:
     """From now on the first Ctrl-C or SIGTERM only asks for an end, which the function tells; a second one ends."""
-    asked = threading.Event()
+    requested = threading.Event()
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        asked.set()
+    def request(number: int, frame: FrameType | None) -> None:
+        requested.set()
         for one in _ENDS:
             signal.signal(one, signal.default_int_handler)
 
     for number in _ENDS:
-        signal.signal(number, ask)
-    return asked.is_set
+        signal.signal(number, request)
+    return requested.is_set
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -125,13 +129,13 @@ def _train(arguments: argparse.Namespace) -> int:
     plan = train.QUICK if arguments.quick else train.Plan()
     if arguments.seed is not None:
         plan = dataclasses.replace(plan, seed=arguments.seed)
-    stop = _stop_when_asked()
+    stop = _stop_on_signal()
     with _bar("training") as bar:
-        shown = bar.add_task("", total=plan.steps, note="")
+        bar_task = bar.add_task("", total=plan.steps, note="")
 
         def tell(progress: train.Progress) -> None:
             note = f"loss {progress.loss:.3f}, vision {progress.auxiliary:.3f}, right {progress.right:.0%}"
-            bar.update(shown, completed=progress.step, note=note)
+            bar.update(bar_task, completed=progress.step, note=note)
             if progress.looked or (progress.step % 25 == 0 and not bar.console.is_terminal):
                 shares = "; " + ", ".join(f"{task} {share:.0%}" for task, share in (progress.looked or {}).items())
                 bar.console.print(f"step {progress.step}, {progress.cpu_s:.0f} CPU s: {note}{shares}", soft_wrap=True)
@@ -190,12 +194,12 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     evaluation.check_writable(arguments.json)
     questions = examination(arguments.number, EVALUATION_SEED, tuple(dict.fromkeys(arguments.task)) or TASKS)
     with _bar("evaluating") as bar:
-        shown = bar.add_task("", total=len(questions), note="")
+        bar_task = bar.add_task("", total=len(questions), note="")
         answers = evaluation.ask_all(
             arguments.url,
             questions,
             at_once=arguments.at_once,
-            tell=lambda number: bar.update(shown, completed=number),
+            tell=lambda number: bar.update(bar_task, completed=number),
         )
     about = {"served_as": arguments.served_as, "per_task": arguments.number, "seed": EVALUATION_SEED}
     evaluation.write(arguments.json, answers, about)
@@ -207,8 +211,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _card(arguments: argparse.Namespace) -> int:
     from epd_serve.demo.training import card, results
 
-    found = [results.read(path) for path in arguments.results]
-    card.write(arguments.model, found)
+    loaded = [results.read(path) for path in arguments.results]
+    card.write(arguments.model, loaded)
     print(arguments.model / card.NAME)
     return 0
 

@@ -119,14 +119,14 @@ def batch_of(
     ids = torch.zeros(len(tokens), length, dtype=torch.long)
     positions = torch.zeros(len(tokens), length, 3, dtype=torch.long)
     branch = torch.zeros(len(tokens), length, dtype=torch.long)
-    said = torch.zeros(len(tokens), length, dtype=torch.bool)
+    is_answer = torch.zeros(len(tokens), length, dtype=torch.bool)
     for row, it in enumerate(tokens):
         used = len(it.ids)
         ids[row, :used] = torch.tensor(it.ids)
         positions[row, :used] = torch.tensor(it.positions)
         branch[row, :used] = torch.tensor(it.branch)
-        said[row, :used] = torch.tensor(it.said)
-    answers = said.flatten().nonzero()[:, 0]
+        is_answer[row, :used] = torch.tensor(it.is_answer)
+    answers = is_answer.flatten().nonzero()[:, 0]
     scenes = [[scene for turn in turns for scene in turn.scenes] for turns in dialogues]
     groups = []
     for place in range(len(scenes[0])):
@@ -165,7 +165,7 @@ def _numbers(tokens: Sequence[Tokens]) -> Tensor:
     number = -1
     for it in tokens:
         before = False
-        for says in it.said:
+        for says in it.is_answer:
             number += says and not before
             if says:
                 numbers.append(number)

@@ -17,11 +17,11 @@ from epd_serve.demo.pictures import BACKGROUNDS, COLOURS, KINDS
 from epd_serve.demo.training import files
 from epd_serve.demo.training.architecture import DEMO, FACTOR, MAX_PIXELS, MIN_PIXELS, TRAINING
 from epd_serve.demo.training.dialogue import ONE_PICTURE, SEVERAL
+from epd_serve.demo.training.eval_templates import EVAL_TEMPLATES
 from epd_serve.demo.training.evaluation import share
 from epd_serve.demo.training.results import Result, alike, commonest, different, interval, split
 from epd_serve.demo.training.scenes import HELD_OUT_OF
-from epd_serve.demo.training.seen import SEEN
-from epd_serve.demo.training.unseen import UNSEEN
+from epd_serve.demo.training.train_templates import TRAIN_TEMPLATES
 from epd_serve.demo.training.wordings import SMALL_TALK
 from epd_serve.errors import ConfigError
 
@@ -111,9 +111,9 @@ def _training(plan: Mapping[str, Any], cpu_s: float) -> list[str]:
 
 def _accuracy(results: Sequence[Result]) -> list[str]:
     first = results[0]
-    trained = sum(map(len, SEEN.values())) + sum(len(seen) for _, seen, _ in SMALL_TALK)
-    kept = sum(map(len, UNSEEN.values())) + sum(len(unseen) for _, _, unseen in SMALL_TALK)
-    same, asked = alike(results)
+    trained = sum(map(len, TRAIN_TEMPLATES.values())) + sum(len(seen) for _, seen, _ in SMALL_TALK)
+    kept = sum(map(len, EVAL_TEMPLATES.values())) + sum(len(unseen) for _, _, unseen in SMALL_TALK)
+    same, questions = alike(results)
     lines = [
         "## How well it does",
         "",
@@ -134,7 +134,7 @@ def _accuracy(results: Sequence[Result]) -> list[str]:
         lines.append(f"| {task} | {_ABOUT[task]} | {' | '.join(cells)} |")
     lines += ["", f"The last column is what always giving the commonest answer would get. {_fewer(first)}"]
     if len(results) > 1:
-        lines += ["", f"{' and '.join(it.served_as for it in results)} gave the same answer to {same} of {asked}."]
+        lines += ["", f"{' and '.join(it.served_as for it in results)} gave the same answer to {same} of {questions}."]
     one = split([it for it in first.answers if it.task in ONE_PICTURE], _BY_SIZE)
     several = split([it for it in first.answers if it.task in SEVERAL], _BY_NUMBER)
     lines += ["", *_split("Questions about one picture", one), *_split("Questions about several", several)]
@@ -164,8 +164,8 @@ def _fewer(result: Result) -> str:
     return f"Some questions repeat, and count once for the interval: {', '.join(repeated)}." if repeated else ""
 
 
-def _split(title: str, found: Mapping[str, tuple[float, int]]) -> list[str]:
-    parts = [f"{kind} {_percent(right)} (of {number})" for kind, (right, number) in found.items()]
+def _split(title: str, groups: Mapping[str, tuple[float, int]]) -> list[str]:
+    parts = [f"{kind} {_percent(right)} (of {number})" for kind, (right, number) in groups.items()]
     return [f"{title}: {', '.join(parts)}."] if parts else []
 
 

@@ -144,22 +144,22 @@ def without_picture(chance: np.random.Generator, *, unseen: bool) -> tuple[str, 
     scenes = tuple(random_scene(chance, evaluation=unseen, size=(224, 224), count=2) for _ in range(MOST_PICTURES))
     while True:
         task = _pick(chance, ("describe", *ONE_PICTURE, *SEVERAL))
-        asked = (
+        question = (
             about_several(chance, task, scenes, unseen=unseen)
             if task in SEVERAL
             else about_one(chance, task, scenes[0], unseen=unseen)
         )
-        if asked:
-            return asked[0], NO_PICTURE
+        if question:
+            return question[0], NO_PICTURE
 
 
 def questions(chance: np.random.Generator, sizes: tuple[tuple[int, int], ...], number: int) -> tuple[Turn, ...]:
     """`number` questions about the same pictures, one per entry of `sizes` (may be none), all sent with the first."""
     scenes = tuple(random_scene(chance, size=size) for size in sizes)
-    asked = [_training_question(chance, scenes) for _ in range(number)]
+    drawn = [_training_question(chance, scenes) for _ in range(number)]
     return tuple(
         Turn(varied(chance, question), answer, scenes if index == 0 else ())
-        for index, (question, answer) in enumerate(asked)
+        for index, (question, answer) in enumerate(drawn)
     )
 
 
@@ -169,7 +169,7 @@ def conversation(chance: np.random.Generator, sizes: tuple[tuple[int, int], ...]
     """
     scenes = tuple(random_scene(chance, size=size) for size in sizes)
     late = int(chance.integers(1, turns)) if len(scenes) > 1 and turns > 1 and chance.random() < 0.5 else 0
-    made: list[Turn] = []
+    dialogue: list[Turn] = []
     answered: set[str] = set()
     for index in range(turns):
         seen = scenes[:-1] if index < late else scenes
@@ -179,8 +179,8 @@ def conversation(chance: np.random.Generator, sizes: tuple[tuple[int, int], ...]
             if answer not in answered:
                 break
         answered.add(answer)
-        made.append(Turn(varied(chance, question), answer, new))
-    return tuple(made)
+        dialogue.append(Turn(varied(chance, question), answer, new))
+    return tuple(dialogue)
 
 
 def _training_question(chance: np.random.Generator, scenes: tuple[Scene, ...]) -> tuple[str, str]:
@@ -189,12 +189,12 @@ def _training_question(chance: np.random.Generator, scenes: tuple[Scene, ...]) -
     if not scenes:
         return without_picture(chance, unseen=False)
     while True:
-        asked: tuple[str, str] | None
+        turn: tuple[str, str] | None
         if chance.random() < (_ABOUT_SEVERAL if len(scenes) > 1 else _AS_IF_SEVERAL):
             task = str(chance.choice(SEVERAL, p=_SEVERAL_WEIGHTS))
-            asked = about_several(chance, task, scenes, unseen=False)
+            turn = about_several(chance, task, scenes, unseen=False)
         else:
             task = str(chance.choice(ONE_PICTURE, p=_WEIGHTS))
-            asked = about_one(chance, task, scenes[-1], unseen=False)
-        if asked:
-            return asked
+            turn = about_one(chance, task, scenes[-1], unseen=False)
+        if turn:
+            return turn

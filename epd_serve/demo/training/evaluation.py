@@ -28,7 +28,7 @@ _TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class AnsweredQuestion:
     """One answered item; `right` is exact match but for white space around the answer.
 
     Attributes:
@@ -55,17 +55,17 @@ def picture_url(scene: Scene) -> str:
     return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
 
 
-def ask(client: httpx.Client, url: str, model: str, question: Question) -> Asked:
+def ask(client: httpx.Client, url: str, model: str, question: Question) -> AnsweredQuestion:
     """Ask turn by turn; later turns see the endpoint's own earlier answers, right or wrong.
 
     Raises:
         StageError: no answer.
     """
     messages: list[dict[str, Any]] = []
-    said = ""
+    reply = ""
     for turn in question.turns:
-        shown = [{"type": "image_url", "image_url": {"url": picture_url(scene)}} for scene in turn.scenes]
-        messages.append({"role": "user", "content": [*shown, {"type": "text", "text": turn.question}]})
+        images = [{"type": "image_url", "image_url": {"url": picture_url(scene)}} for scene in turn.scenes]
+        messages.append({"role": "user", "content": [*images, {"type": "text", "text": turn.question}]})
         body = {"model": model, "messages": messages, "max_tokens": MAX_TOKENS, "temperature": 0}
         try:
             response = client.post(f"{url}/v1/chat/completions", json=body)
@@ -74,15 +74,17 @@ def ask(client: httpx.Client, url: str, model: str, question: Question) -> Asked
         if response.status_code != 200:
             raise StageError(f"{url} answers {response.status_code}: {response.text[:300]}", stage=url)
         try:
-            said = response.json()["choices"][0]["message"]["content"] or ""
+            reply = response.json()["choices"][0]["message"]["content"] or ""
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise StageError(f"{url} answers no chat completion: {response.text[:300]}", stage=url) from error
-        messages.append({"role": "assistant", "content": said})
+        messages.append({"role": "assistant", "content": reply})
     sizes = tuple(scene.size for turn in question.turns for scene in turn.scenes)
-    return Asked(question.task, question.turns[-1].question, question.answer, said, sizes)
+    return AnsweredQuestion(question.task, question.turns[-1].question, question.answer, reply, sizes)
 
 
-def ask_all(url: str, questions: Sequence[Question], *, at_once: int, tell: Callable[[int], None]) -> list[Asked]:
+def ask_all(
+    url: str, questions: Sequence[Question], *, at_once: int, tell: Callable[[int], None]
+) -> list[AnsweredQuestion]:
     """Ask everything, `at_once` at a time, in the order of `questions`; `tell` gets the number answered so far.
 
     Raises:
@@ -94,9 +96,9 @@ def ask_all(url: str, questions: Sequence[Question], *, at_once: int, tell: Call
         model = _model(client, url)
         with ThreadPoolExecutor(at_once) as pool:
             try:
-                answers: list[Asked] = []
-                for asked in _in_order(pool, client, url, model, questions, at_once):
-                    answers.append(asked)
+                answers: list[AnsweredQuestion] = []
+                for answer in _in_order(pool, client, url, model, questions, at_once):
+                    answers.append(answer)
                     tell(len(answers))
                 return answers
             except BaseException:
@@ -106,7 +108,7 @@ def ask_all(url: str, questions: Sequence[Question], *, at_once: int, tell: Call
 
 def _in_order(
     pool: ThreadPoolExecutor, client: httpx.Client, url: str, model: str, questions: Sequence[Question], at_once: int
-) -> Iterator[Asked]:
+) -> Iterator[AnsweredQuestion]:
     waiting = [pool.submit(ask, client, url, model, it) for it in questions[: 2 * at_once]]
     for number in range(len(questions)):
         yield waiting.pop(0).result()
@@ -121,12 +123,12 @@ def _model(client: httpx.Client, url: str) -> str:
         raise StageError(f"{url}/v1/models names no model: {error!r}", stage=url) from error
 
 
-def share(answers: Sequence[Asked]) -> float:
+def share(answers: Sequence[AnsweredQuestion]) -> float:
     """Share of right answers, 0 … 1; of at least one."""
     return sum(it.right for it in answers) / len(answers)
 
 
-def accuracy(answers: Sequence[Asked]) -> dict[str, float]:
+def accuracy(answers: Sequence[AnsweredQuestion]) -> dict[str, float]:
     """Share of right answers per task, in the order in which tasks appear."""
     tasks = dict.fromkeys(it.task for it in answers)
     return {task: share([it for it in answers if it.task == task]) for task in tasks}
@@ -143,7 +145,7 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"{path} is a folder: name a file", param="--json")
 
 
-def write(path: Path, answers: Sequence[Asked], about: dict[str, Any]) -> None:
+def write(path: Path, answers: Sequence[AnsweredQuestion], about: dict[str, Any]) -> None:
     """Write accuracy, what was asked of whom, and every answer; whole or not at all.
 
     Raises:

@@ -1,6 +1,6 @@
 """The questions of the evaluation: unseen scenes in unseen wordings, the same for every way of asking them.
 
-Owns the tasks and their making from a seed. Leaves to others: asking (`evaluation`, `quick_look`), scoring.
+Owns the tasks and their making from a seed. Leaves to others: asking (`evaluation`, `preview`), scoring.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def question(task: str, number: int, seed: int) -> Question:
             return Question(task, (Turn(*about_several(chance, task, scenes, unseen=True), scenes),))
         scene = random_scene(chance, evaluation=True)
         if task != "second turn":
-            if asked := about_one(chance, task, scene, unseen=True):
-                return Question(task, (Turn(*asked, (scene,)),))
+            if turn := about_one(chance, task, scene, unseen=True):
+                return Question(task, (Turn(*turn, (scene,)),))
             continue
         tasks = chance.choice(ONE_PICTURE, 2, replace=False)
         both = [about_one(chance, str(it), scene, unseen=True) for it in tasks]

@@ -38,7 +38,7 @@ class Heads(nn.Module):
 
 
 @dataclass(frozen=True)
-class Said:
+class BatchLoss:
     """Result of one batch.
 
     Attributes:
@@ -57,7 +57,7 @@ def pictures_loss(network: Network, heads: Heads, pictures: Pictures) -> tuple[T
     return heads(features, pictures.labels)
 
 
-def dialogue_loss(network: Network, heads: Heads, batch: Batch) -> Said:
+def dialogue_loss(network: Network, heads: Heads, batch: Batch) -> BatchLoss:
     """Run a batch.
 
     Greedy decoding says an answer exactly if, given the answer so far, each token of it is the most likely one: so no
@@ -75,4 +75,4 @@ def dialogue_loss(network: Network, heads: Heads, batch: Batch) -> Said:
         wrong.index_add_(0, batch.answer_of, (logits.argmax(-1) != batch.answers).float())
     loss = torch.stack(auxiliary).mean() if auxiliary else torch.zeros(())
     spoken = (F.cross_entropy(logits, batch.answers, reduction="none") * batch.weights).sum()
-    return Said(spoken, loss, wrong == 0)
+    return BatchLoss(spoken, loss, wrong == 0)

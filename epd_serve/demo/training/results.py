@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from epd_serve.demo.training.evaluation import Asked, share
+from epd_serve.demo.training.evaluation import AnsweredQuestion, share
 from epd_serve.demo.training.examination import TASKS, WITHOUT_PICTURE
 from epd_serve.errors import ConfigError
 
@@ -32,13 +32,13 @@ class Result:
     served_as: str
     per_task: int
     seed: int
-    answers: tuple[Asked, ...]
+    answers: tuple[AnsweredQuestion, ...]
 
     @property
     def tasks(self) -> list[str]:
         return list(dict.fromkeys(it.task for it in self.answers))
 
-    def of(self, task: str) -> list[Asked]:
+    def of(self, task: str) -> list[AnsweredQuestion]:
         return [it for it in self.answers if it.task == task]
 
 
@@ -51,13 +51,13 @@ def read(path: Path) -> Result:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         about = content["about"]
-        answers = tuple(_asked(it) for it in content["answers"])
+        answers = tuple(_answered_question(it) for it in content["answers"])
         return Result(str(about["served_as"]), int(about["per_task"]), int(about["seed"]), answers)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no result of evaluate: {error!r}", param="RESULT") from error
 
 
-def _asked(written: Mapping[str, Any]) -> Asked:
+def _answered_question(written: Mapping[str, Any]) -> AnsweredQuestion:
     sizes = tuple((int(width), int(height)) for width, height in written["sizes"])
     texts = [written[name] for name in ("task", "question", "expected", "answer")]
     if not all(isinstance(text, str) for text in texts) or texts[0] not in TASKS:
@@ -65,7 +65,7 @@ def _asked(written: Mapping[str, Any]) -> Asked:
     if bool(sizes) == (texts[0] in WITHOUT_PICTURE):
         raise ValueError(f"{len(sizes)} pictures in {texts[0]}")
     task, question, expected, answer = texts
-    return Asked(task, question, expected, answer, sizes)
+    return AnsweredQuestion(task, question, expected, answer, sizes)
 
 
 def alike(results: Sequence[Result]) -> tuple[int, int]:
@@ -75,29 +75,29 @@ def alike(results: Sequence[Result]) -> tuple[int, int]:
         ConfigError: they were asked different things.
     """
     first, *others = results
-    asked = [(it.task, it.question, it.expected, it.sizes) for it in first.answers]
+    items = [(it.task, it.question, it.expected, it.sizes) for it in first.answers]
     for other in others:
-        if asked != [(it.task, it.question, it.expected, it.sizes) for it in other.answers]:
+        if items != [(it.task, it.question, it.expected, it.sizes) for it in other.answers]:
             raise ConfigError(
                 f"{other.served_as} was asked other questions than {first.served_as}: evaluate both with the same "
                 "--number, --task and version of this program",
                 param="RESULT",
             )
     answers = zip(*([it.answer for it in result.answers] for result in results), strict=True)
-    return sum(len(set(it)) == 1 for it in answers), len(asked)
+    return sum(len(set(it)) == 1 for it in answers), len(items)
 
 
-def commonest(answers: Sequence[Asked]) -> float:
+def commonest(answers: Sequence[AnsweredQuestion]) -> float:
     """Share that the commonest answer alone would get."""
     return Counter(it.expected for it in answers).most_common(1)[0][1] / len(answers)
 
 
-def different(answers: Sequence[Asked]) -> list[Asked]:
+def different(answers: Sequence[AnsweredQuestion]) -> list[AnsweredQuestion]:
     """One answer per question of a task, where questions repeat: without pictures. With them each is another."""
     return list(answers) if answers[0].sizes else list({it.question: it for it in answers}.values())
 
 
-def interval(answers: Sequence[Asked]) -> tuple[float, float]:
+def interval(answers: Sequence[AnsweredQuestion]) -> tuple[float, float]:
     """95 % interval of `share` (Wilson's score interval), over different questions of a task."""
     answers = different(answers)
     number, z = len(answers), 1.96
@@ -108,7 +108,9 @@ def interval(answers: Sequence[Asked]) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def split(answers: Sequence[Asked], kinds: dict[str, Callable[[Asked], bool]]) -> dict[str, tuple[float, int]]:
+def split(
+    answers: Sequence[AnsweredQuestion], kinds: dict[str, Callable[[AnsweredQuestion], bool]]
+) -> dict[str, tuple[float, int]]:
     """Per kind of question (share of right answers, number), without kinds that nobody was asked."""
-    found = {kind: [it for it in answers if belongs(it)] for kind, belongs in kinds.items()}
-    return {kind: (share(group), len(group)) for kind, group in found.items() if group}
+    groups = {kind: [it for it in answers if belongs(it)] for kind, belongs in kinds.items()}
+    return {kind: (share(group), len(group)) for kind, group in groups.items() if group}

@@ -84,13 +84,13 @@ class Tokens:
 
     Attributes:
         ids: tokens; one placeholder per picture token.
-        said: which of them the model has to say: answers and their ends.
+        is_answer: which of them the model has to say: answers and their ends.
         branch: per token the number of its question where questions do not see each other, 0 where all see it.
         positions: [length, 3], M-RoPE.
     """
 
     ids: list[int]
-    said: list[bool]
+    is_answer: list[bool]
     branch: list[int]
     positions: list[tuple[int, int, int]]
 
@@ -123,25 +123,25 @@ class Encoder:
             branched: every question sees the pictures and itself only, as if it were the first; all pictures have to
                 come with the first turn.
         """
-        made = Tokens([], [], [], [])
+        tokens = Tokens([], [], [], [])
         start, end, pad = self.ids["<|im_start|>"], self.ids["<|im_end|>"], self.ids["<|image_pad|>"]
         at = branch = pictures = 0
 
         def add(new: tuple[int, ...], says: bool = False) -> None:
             nonlocal at
-            made.ids.extend(new)
-            made.said.extend([says] * len(new))
-            made.branch.extend([branch] * len(new))
-            made.positions.extend((at + i,) * 3 for i in range(len(new)))
+            tokens.ids.extend(new)
+            tokens.is_answer.extend([says] * len(new))
+            tokens.branch.extend([branch] * len(new))
+            tokens.positions.extend((at + i,) * 3 for i in range(len(new)))
             at += len(new)
 
         def show(scene: Scene) -> None:
             nonlocal at
             rows, columns = (side // MERGE for side in picture_grid(*scene.size))
-            made.ids.extend([pad] * (rows * columns))
-            made.said.extend([False] * (rows * columns))
-            made.branch.extend([branch] * (rows * columns))
-            made.positions.extend((at, at + row, at + column) for row in range(rows) for column in range(columns))
+            tokens.ids.extend([pad] * (rows * columns))
+            tokens.is_answer.extend([False] * (rows * columns))
+            tokens.branch.extend([branch] * (rows * columns))
+            tokens.positions.extend((at, at + row, at + column) for row in range(rows) for column in range(columns))
             at += max(rows, columns)
 
         shared = 0
@@ -159,4 +159,4 @@ class Encoder:
             add((*self._encoded(turn.question), end, *self._encoded("\n"), start, *self._encoded("assistant\n")))
             add((*self._encoded(turn.answer), end), says=True)
             add(self._encoded("\n"))
-        return made
+        return tokens

@@ -28,7 +28,7 @@ from epd_serve.demo.training.examination import examination
 from epd_serve.demo.training.losses import Heads, dialogue_loss, pictures_loss
 from epd_serve.demo.training.muon import optimizers
 from epd_serve.demo.training.network import Network
-from epd_serve.demo.training.quick_look import accuracy
+from epd_serve.demo.training.preview import accuracy
 from epd_serve.demo.training.tokenizer import Encoder, build
 from epd_serve.errors import ConfigError
 
@@ -148,12 +148,12 @@ class Training:
 
     def _check(self, then: Plan, step: int) -> None:
         """A run may be made longer or shorter while its learning rate is level; all else has to stay."""
-        asked = dataclasses.asdict(self.plan)
+        wanted = dataclasses.asdict(self.plan)
         level = step <= min(then.level_steps, self.plan.level_steps)
         for key, value in dataclasses.asdict(then).items():
-            if value != asked[key] and not (level and key in ("dialogue_steps", "falling")):
+            if value != wanted[key] and not (level and key in ("dialogue_steps", "falling")):
                 raise ConfigError(
-                    f"{self.folder} was begun with {key} = {value}, asked is {asked[key]}: name another folder to "
+                    f"{self.folder} was begun with {key} = {value}, asked is {wanted[key]}: name another folder to "
                     "start anew, or ask for the same to go on",
                     param="--out",
                 )
@@ -194,15 +194,15 @@ class Training:
     def _dialogue_step(self) -> Progress:
         batches = self._batches()
         answers = sum(it.weights.sum() for it in batches)
-        shown = sum(bool(it.pictures) for it in batches)
+        with_pictures = sum(bool(it.pictures) for it in batches)
         loss = auxiliary = right = total = 0.0
         for batch in batches:
             with _products():
-                said = dialogue_loss(self.network, self.heads, batch)
-            (said.answers / answers + self.plan.auxiliary * said.auxiliary / shown).backward()
-            loss += said.answers.item() / float(answers)
-            auxiliary += said.auxiliary.item() / shown
-            right, total = right + said.right.sum().item(), total + len(said.right)
+                batch_loss = dialogue_loss(self.network, self.heads, batch)
+            (batch_loss.answers / answers + self.plan.auxiliary * batch_loss.auxiliary / with_pictures).backward()
+            loss += batch_loss.answers.item() / float(answers)
+            auxiliary += batch_loss.auxiliary.item() / with_pictures
+            right, total = right + batch_loss.right.sum().item(), total + len(batch_loss.right)
         self._update()
         return Progress(self.step, loss, auxiliary, right / total, self.cpu_s)
 

@@ -1,6 +1,6 @@
 """The questions that the demo model knows, chosen and varied; small talk, which needs no picture.
 
-Leaves to others: the sentences about pictures (`seen` are trained on, `unseen` are evaluated with), what is asked about
+Leaves to others: the sentences about pictures (`train_templates`, `eval_templates`), what is asked about
 which scene, and the answers (`dialogue`).
 """
 
@@ -10,8 +10,8 @@ import re
 
 import numpy as np
 
-from epd_serve.demo.training.seen import SEEN
-from epd_serve.demo.training.unseen import UNSEEN
+from epd_serve.demo.training.eval_templates import EVAL_TEMPLATES
+from epd_serve.demo.training.train_templates import TRAIN_TEMPLATES
 
 # Questions and answers that need no picture: (answer, seen wordings, unseen wordings).
 SMALL_TALK: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
@@ -152,7 +152,7 @@ def picture_names(number: int, of: int) -> tuple[str, ...]:
 
 def wording(chance: np.random.Generator, task: str, *, unseen: bool) -> str:
     """A sentence for `task`, with its fields still open; small talk is not among them."""
-    sentences = (UNSEEN if unseen else SEEN)[task]
+    sentences = (EVAL_TEMPLATES if unseen else TRAIN_TEMPLATES)[task]
     return sentences[int(chance.integers(len(sentences)))]
 
 
@@ -169,7 +169,7 @@ def varied(chance: np.random.Generator, sentence: str) -> str:
 
 def corpus() -> list[str]:
     """Every sentence of training once: what the tokenizer learns its words from."""
-    sentences = [sentence for group in SEEN.values() for sentence in group]
+    sentences = [sentence for group in TRAIN_TEMPLATES.values() for sentence in group]
     sentences += [sentence for _, seen, _ in SMALL_TALK for sentence in seen]
     sentences += [answer for answer, _, _ in SMALL_TALK] + [opening + "." for opening in OPENINGS]
     sentences += [name + "." for number in (1, 2, 3, 4) for name in picture_names(number, number)]

@@ -18,10 +18,10 @@ from epd_serve.demo.training.dialogue import (
     questions,
     without_picture,
 )
+from epd_serve.demo.training.eval_templates import EVAL_TEMPLATES
 from epd_serve.demo.training.examination import TASKS, examination, question
 from epd_serve.demo.training.scenes import Scene, held_out
-from epd_serve.demo.training.seen import SEEN
-from epd_serve.demo.training.unseen import UNSEEN
+from epd_serve.demo.training.train_templates import TRAIN_TEMPLATES
 from epd_serve.demo.training.wordings import OPENINGS, SMALL_TALK, picture_names, varied
 from tests.e2e.demo_prompts import OTHER_QUESTIONS, PAIRWISE_DIFFERENT, TEXT_ONLY
 
@@ -41,25 +41,29 @@ def core(sentence: str) -> str:
 
 
 def test_no_wording_is_both_trained_and_evaluated_whatever_it_opens_with_and_however_it_is_typed():
-    trained = [it for group in SEEN.values() for it in group] + [it for _, seen, _ in SMALL_TALK for it in seen]
-    kept = [it for group in UNSEEN.values() for it in group] + [it for _, _, unseen in SMALL_TALK for it in unseen]
+    trained = [it for group in TRAIN_TEMPLATES.values() for it in group] + [
+        it for _, seen, _ in SMALL_TALK for it in seen
+    ]
+    kept = [it for group in EVAL_TEMPLATES.values() for it in group] + [
+        it for _, _, unseen in SMALL_TALK for it in unseen
+    ]
     seen = {core(opening + it) for it in trained for opening in ("", *OPENINGS)}
 
-    assert SEEN.keys() == UNSEEN.keys()
+    assert TRAIN_TEMPLATES.keys() == EVAL_TEMPLATES.keys()
     assert [it for it in kept if core(it) in seen] == []
     assert len(set(map(core, kept))) == len(kept)
 
 
 def test_unseen_wordings_are_made_of_seen_words():
-    seen = {word for group in SEEN.values() for it in group for word in core(it).split()}
-    kept = {word for group in UNSEEN.values() for it in group for word in core(it).split()}
+    seen = {word for group in TRAIN_TEMPLATES.values() for it in group for word in core(it).split()}
+    kept = {word for group in EVAL_TEMPLATES.values() for it in group for word in core(it).split()}
 
     assert kept - seen == set()
 
 
 def test_every_wording_keeps_the_fields_of_its_task():
-    for task, group in SEEN.items():
-        fields = {frozenset(re.findall(r"\{(\w+)\}", sentence)) for sentence in group + UNSEEN[task]}
+    for task, group in TRAIN_TEMPLATES.items():
+        fields = {frozenset(re.findall(r"\{(\w+)\}", sentence)) for sentence in group + EVAL_TEMPLATES[task]}
         assert len(fields) == 1, task
 
 
@@ -125,7 +129,7 @@ def test_one_picture_is_described_in_order_too():
 def test_every_kind_of_question_is_asked_without_a_picture():
     made = [without_picture(np.random.default_rng(seed), unseen=True) for seed in range(600)]
     words = {text for text, _ in made}
-    alike = [re.sub(r"\\{\w+\\}", ".+", re.escape(it)) for group in UNSEEN.values() for it in group]
+    alike = [re.sub(r"\\{\w+\\}", ".+", re.escape(it)) for group in EVAL_TEMPLATES.values() for it in group]
 
     assert {answer for _, answer in made} == {NO_PICTURE}
     assert [it for it in alike if not any(re.fullmatch(it, word) for word in words)] == []
@@ -180,11 +184,11 @@ def test_an_item_does_not_depend_on_how_many_are_asked():
 
 
 def test_the_prompts_of_the_end_to_end_tests_are_trained_on():
-    sentences = {sentence for group in SEEN.values() for sentence in group}
+    sentences = {sentence for group in TRAIN_TEMPLATES.values() for sentence in group}
     sentences |= {
         sentence.format(kind="circle", colour="green", name="red circle")
         for task in ("colour", "shape", "where")
-        for sentence in SEEN[task]
+        for sentence in TRAIN_TEMPLATES[task]
     }
     talk = {sentence: answer for answer, seen, _ in SMALL_TALK for sentence in seen}
 

@@ -18,7 +18,7 @@ from PIL import Image
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.demo.training import __main__ as command
 from epd_serve.demo.training.card import NAME, parameters, write
-from epd_serve.demo.training.evaluation import Asked, accuracy, ask_all
+from epd_serve.demo.training.evaluation import AnsweredQuestion, accuracy, ask_all
 from epd_serve.demo.training.examination import TASKS, Question, examination
 from epd_serve.demo.training.results import Result, interval
 from epd_serve.errors import StageError
@@ -194,8 +194,8 @@ def test_results_about_other_questions_make_no_card(
     assert not (model / NAME).exists()
 
 
-def answered(task: str, right: bool, *sizes: tuple[int, int], question: str = "what?") -> Asked:
-    return Asked(task, question, "yes", "yes" if right else "no", sizes)
+def answered(task: str, right: bool, *sizes: tuple[int, int], question: str = "what?") -> AnsweredQuestion:
+    return AnsweredQuestion(task, question, "yes", "yes" if right else "no", sizes)
 
 
 def test_the_card_counts_by_size_and_by_number_of_pictures(model: Path) -> None:

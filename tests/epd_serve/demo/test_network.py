@@ -38,7 +38,7 @@ from epd_serve.demo.training.batches import batch_of
 from epd_serve.demo.training.dialogue import Turn
 from epd_serve.demo.training.export import export
 from epd_serve.demo.training.network import Network
-from epd_serve.demo.training.quick_look import drawn
+from epd_serve.demo.training.preview import drawn
 from epd_serve.demo.training.scenes import random_scene
 from epd_serve.demo.training.tokenizer import Encoder, TEMPLATE, build
 import numpy as np

@@ -13,9 +13,9 @@ pytest.importorskip("tokenizers")
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.demo.training.architecture import picture_grid
 from epd_serve.demo.training.dialogue import Turn, conversation, questions
-from epd_serve.demo.training.seen import SEEN
+from epd_serve.demo.training.eval_templates import EVAL_TEMPLATES
 from epd_serve.demo.training.tokenizer import SPECIAL, TEMPLATE, Encoder, build
-from epd_serve.demo.training.unseen import UNSEEN
+from epd_serve.demo.training.train_templates import TRAIN_TEMPLATES
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_a_conversation_has_the_tokens_of_the_chat_template(encoder, pictures):
 
 def test_only_answers_and_their_ends_are_said(encoder):
     made = encoder.dialogue(conversation(np.random.default_rng(1), ((224, 224),), 3))
-    said = [token for token, says in zip(made.ids, made.said, strict=True) if says]
+    said = [token for token, says in zip(made.ids, made.is_answer, strict=True) if says]
 
     assert said.count(encoder.ids["<|im_end|>"]) == 3
     assert encoder.ids["<|im_start|>"] not in said and encoder.ids["<|image_pad|>"] not in said
@@ -86,7 +86,7 @@ def test_the_second_picture_of_a_conversation_is_numbered():
 def test_words_inside_sentences_are_single_tokens(encoder):
     words = {
         word.strip("?.,:;!").removesuffix("'s")
-        for group in (*SEEN.values(), *UNSEEN.values())
+        for group in (*TRAIN_TEMPLATES.values(), *EVAL_TEMPLATES.values())
         for sentence in group
         for word in sentence.split()[1:]
         if "{" not in word

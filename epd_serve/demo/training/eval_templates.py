@@ -1,12 +1,12 @@
 """The wordings that the demo model is evaluated with and never trained on, per task: new sentences of seen words.
 
-A test holds them apart from `seen`, whose fields they have. One that was looked at while wordings were added belongs
-there: what is evaluated with has to be new to whoever trains, too.
+A test holds them apart from `train_templates`, whose fields they have. One that was looked at while wordings were added
+belongs there: what is evaluated with has to be new to whoever trains, too.
 """
 
 from __future__ import annotations
 
-UNSEEN: dict[str, tuple[str, ...]] = {
+EVAL_TEMPLATES: dict[str, tuple[str, ...]] = {
     "describe": (
         "Tell me what you see.",
         "Name the shapes you see.",

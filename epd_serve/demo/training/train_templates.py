@@ -6,7 +6,7 @@ second picture", "image 2" and the like.
 
 from __future__ import annotations
 
-SEEN: dict[str, tuple[str, ...]] = {
+TRAIN_TEMPLATES: dict[str, tuple[str, ...]] = {
     "describe": (
         "What is in the picture?",
         "What do you see?",

@@ -37,7 +37,7 @@ def accuracy(network: Network, encoder: Encoder, questions: Sequence[Question]) 
     for group in groups.values():
         rasters = [[drawn(scene) for turn in it.turns for scene in turn.scenes] for it in group]
         batch = batch_of([it.turns for it in group], encoder, rasters=rasters)
-        said = dialogue_loss(network, heads, batch).right.view(len(group), -1)[:, -1]
-        for it, correct in zip(group, said.tolist(), strict=True):
+        answers_right = dialogue_loss(network, heads, batch).right.view(len(group), -1)[:, -1]
+        for it, correct in zip(group, answers_right.tolist(), strict=True):
             right[it.task].append(correct)
     return {task: sum(answers) / len(answers) for task, answers in right.items()}
