@@ -16,8 +16,9 @@ from deploy.environment import stage_environment
 from deploy.health import health_status
 from deploy.ports import free_ports
 from deploy.rundir import RunDir
+from deploy.shared_memory import SharedMemory
 from deploy.stage_life import Spawn, StageLife
-from deploy.wiring_plan import STAGE_HOST, SharedMemory, WiringPlan
+from deploy.wiring_plan import STAGE_HOST, WiringPlan
 from epd_serve.engine.argv import stage_command
 from epd_serve.errors import StageError
 from epd_serve.placement import InstancePlan

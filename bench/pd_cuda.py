@@ -37,7 +37,8 @@ from epd_serve.kv.grouping import Cuts, Grouping, LinkCost, Step, parse_grouping
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 from npu_ops.fences import TimedFence
-from npu_ops.memory import DeviceMemory, open_memory
+from npu_ops.memory import DeviceMemory
+from npu_ops.torch_memory import open_memory
 
 PATHS = ("host", "device")
 BLOCK_SIZE = 16

@@ -248,7 +248,7 @@ def run_proxy(
 ) -> int:
     """Serve the proxy alone until a signal (`deploy/ending.py`); each stage's /health is asked every second."""
     from deploy.config import check_admin_port, check_drain, check_workers
-    from deploy.proxy_settings import apply_overrides, proxy_overrides
+    from deploy.proxy_overrides import apply_overrides, proxy_overrides
     from proxy.server import bind
     from proxy.settings import ModelIdentity, ProxySettings
 

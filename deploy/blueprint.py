@@ -19,7 +19,7 @@ from deploy.memory_check import NO_MEMORY, OneStage, share_memory
 from deploy.memory_plan import MemoryPlan
 from deploy.mm_store import choose_pool
 from deploy.mooncake_package import client_warnings, reads_device_memory
-from deploy.proxy_settings import proxy_overrides
+from deploy.proxy_overrides import proxy_overrides
 from deploy.stage_args import StageArgs, parse_stage_args
 from deploy.ways import Ways, draw_ways
 from epd_serve.errors import ConfigError

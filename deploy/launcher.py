@@ -36,11 +36,11 @@ from deploy.reaper import reap_dead
 from deploy.rundir import RunDir
 from deploy.screen import Screen
 from deploy.second_tier import SecondTier
-from deploy.shared_memory import fit_shared_memory, free_mib
+from deploy.shared_memory import SharedMemory, fit_shared_memory, free_mib
 from deploy.stage_life import Spawn
 from deploy.stage_news import StageNews
 from deploy.supervisor import Patience, StageSpec, Supervisor
-from deploy.wiring_plan import STAGE_HOST, SharedMemory, WiringPlan
+from deploy.wiring_plan import STAGE_HOST, WiringPlan
 from epd_serve.errors import ConfigError, EpdError, StageError
 from epd_serve.placement import InstancePlan
 from epd_serve.stage_plan import StageCommand, StagePlan

@@ -5,14 +5,23 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.wiring_plan import SharedMemory
 from epd_serve.errors import ConfigError
 from epd_serve.placement import InstancePlan
 
 RESERVE_MIB = 32
 """Left for vLLM's own message queues."""
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """MiB of /dev/shm: the arena, and the staging buffer of each KV link (sending worker and receiver)."""
+
+    arena_mib: int
+    staging_mib: int
+
 
 SMALLEST = SharedMemory(arena_mib=8, staging_mib=4)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from deploy.blueprint import Blueprint
 from deploy.core_plan import order_for
 from deploy.rundir import RunDir
+from deploy.shared_memory import SharedMemory
 from epd_serve.instances import Instance
 from epd_serve.placement import InstancePlan
 from epd_serve.stage_plan import StagePlan
@@ -16,14 +17,6 @@ from epd_serve.wiring import StageWiring, worker_endpoints
 
 STAGE_HOST = "127.0.0.1"
 """Stages bind loopback: the proxy is their only client."""
-
-
-@dataclass(frozen=True)
-class SharedMemory:
-    """MiB of /dev/shm: the arena, and the staging buffer of each KV link (sending worker and receiver)."""
-
-    arena_mib: int
-    staging_mib: int
 
 
 @dataclass(frozen=True)

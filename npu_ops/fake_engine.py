@@ -31,7 +31,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from npu_ops.fake import FakeDevice, RuleBrokenError
-from npu_ops.fake_network import DONE, FAILED, PENDING, FakeNetwork, Task, Tasks, execute
+from npu_ops.fake_network import DONE, FAILED, PENDING, FakeNetwork, Peer, Task, Tasks, execute
 from npu_ops.memory import MAX_REGIONS, NPU_ALIGNMENT
 
 MAX_DESCRIPTORS = 2048
@@ -153,11 +153,11 @@ class FakeTransferEngine:
         """Whether these bytes are registered, all in one region."""
         return any(start <= address and address + nbytes <= end for start, end in self.regions)
 
-    def _reaches(self, target: FakeTransferEngine) -> bool:
+    def _reaches(self, target: Peer) -> bool:
         same = target is not self and target.device.place == self.device.place
         return self._network.connects_with_self or not (self._ascend and same)
 
-    def _registered(self, task: Task, target: FakeTransferEngine) -> bool:
+    def _registered(self, task: Task, target: Peer) -> bool:
         if not self.holds(task.source, task.nbytes):
             self._breaks(f"write of {task.nbytes} bytes from {task.source:#x}, which are not registered")
             return False

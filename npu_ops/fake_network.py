@@ -15,10 +15,9 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from npu_ops.fake_engine import FakeTransferEngine
+from npu_ops.fake import FakeDevice
 
 MAX_WAITING = 1024  # tasks of one engine; further ones fail. Mooncake's default for TCP
 PENDING, DONE, FAILED, TOO_LATE = 0, 1, -1, -2
@@ -37,6 +36,15 @@ class Fault(enum.Enum):
 
 _SAYS = {Fault.LATE: PENDING, Fault.TOO_LATE: TOO_LATE, Fault.LOST: PENDING}
 _LANDS_LATE = (Fault.LATE, Fault.TOO_LATE, Fault.FAILS_AND_LANDS)
+
+
+class Peer(Protocol):
+    """What an engine has to know of another one that it reaches."""
+
+    device: FakeDevice
+
+    def holds(self, address: int, nbytes: int) -> bool:
+        """Whether these bytes are registered, all in one region."""
 
 
 class FakeNetwork:
@@ -72,16 +80,16 @@ class FakeNetwork:
         self.by_hand = by_hand
         self.gate = threading.Event()
         self.gate.set()
-        self._engines = weakref.WeakValueDictionary[str, "FakeTransferEngine"]()
+        self._engines = weakref.WeakValueDictionary[str, Peer]()
         self._ports = itertools.count(20000)
 
-    def join(self, host: str, engine: FakeTransferEngine) -> int:
+    def join(self, host: str, engine: Peer) -> int:
         """The RPC port at `host` under which other engines find this one."""
         port = next(self._ports)
         self._engines[f"{host}:{port}"] = engine
         return port
 
-    def at(self, session: str) -> FakeTransferEngine | None:
+    def at(self, session: str) -> Peer | None:
         return self._engines.get(session)
 
 

@@ -17,7 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import distributed
 
-from npu_ops.memory import DeviceMemory, open_memory
+from npu_ops.memory import DeviceMemory
+from npu_ops.torch_memory import open_memory
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 JOIN_S = 120.0

@@ -15,7 +15,8 @@ from npu_ops.core_limits import cpu_grant, cuda_grant, limit_npu
 from npu_ops.interference import Sizes
 from npu_ops.interference_calls import Call, call_of
 from npu_ops.interference_ring import Ring
-from npu_ops.memory import DeviceMemory, open_memory
+from npu_ops.memory import DeviceMemory
+from npu_ops.torch_memory import open_memory
 
 Span = tuple[float, float]
 """When a sample began and ended: seconds of CLOCK_MONOTONIC, which the processes of a machine share."""

@@ -135,24 +135,6 @@ class DeviceMemory(Protocol):
         """The sum of flat bytes read as little-endian int32 words, modulo 2^64, computed on the device."""
 
 
-def open_memory(kind: str, index: int = 0) -> DeviceMemory:
-    """The memory of a device of this process. `kind`: `cpu`, `cuda` or `npu`, as vLLM's platform names it."""
-    from npu_ops.torch_memory import CudaMemory, HostMemory, NpuMemory  # they are made of what is above
-
-    if kind == "cpu":
-        return HostMemory()
-    if kind == "cuda":
-        return CudaMemory(index)
-    if kind == "npu":
-        return NpuMemory(index)
-    raise DeviceMemoryError(f"no device memory of kind {kind!r}: cpu, cuda or npu")
-
-
-def memory_here(kind: str) -> DeviceMemory:
-    """The memory of the device that the calling thread has set, as vLLM's worker does before it makes connectors."""
-    return open_memory(kind, torch.empty(0, device=kind).device.index or 0)
-
-
 def whole_words(data: torch.Tensor) -> torch.Tensor:
     """The int32 words of flat bytes; up to three last bytes are left out."""
     return data[: data.numel() // 4 * 4].view(torch.int32)

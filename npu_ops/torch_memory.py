@@ -24,7 +24,7 @@ from npu_ops.blocks import (
 )
 from npu_ops.buffers import PAGE, Bounce, nothing_registered, pinned, register_with_cuda
 from npu_ops.fences import EventFence, ReachedFence, TimedFence, fence
-from npu_ops.memory import NPU_ALIGNMENT, DeviceBlock, DeviceMemoryError, whole_words
+from npu_ops.memory import NPU_ALIGNMENT, DeviceBlock, DeviceMemory, DeviceMemoryError, whole_words
 
 logger = logging.getLogger(__name__)
 
@@ -219,3 +219,19 @@ class NpuMemory(_StreamMemory):
 
 def _queued(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
+
+
+def open_memory(kind: str, index: int = 0) -> DeviceMemory:
+    """The memory of a device of this process. `kind`: `cpu`, `cuda` or `npu`, as vLLM's platform names it."""
+    if kind == "cpu":
+        return HostMemory()
+    if kind == "cuda":
+        return CudaMemory(index)
+    if kind == "npu":
+        return NpuMemory(index)
+    raise DeviceMemoryError(f"no device memory of kind {kind!r}: cpu, cuda or npu")
+
+
+def memory_here(kind: str) -> DeviceMemory:
+    """The memory of the device that the calling thread has set, as vLLM's worker does before it makes connectors."""
+    return open_memory(kind, torch.empty(0, device=kind).device.index or 0)

@@ -10,8 +10,7 @@ from deploy.doctor.facts import Wanted
 from deploy.doctor.gather import gather
 from deploy.doctor.report import document, failed, text
 from deploy.environment import environment, is_terminal
-from deploy.shared_memory import wanted_mib
-from deploy.wiring_plan import SharedMemory
+from deploy.shared_memory import SharedMemory, wanted_mib
 from epd_serve.errors import ConfigError, EpdError
 from epd_serve.layout_parser import parse
 from epd_serve.model_facts import check_model_fits, read_model_facts

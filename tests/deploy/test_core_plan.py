@@ -12,7 +12,8 @@ from deploy.config import DeployConfig, build_config
 from deploy.core_plan import CorePlan, joined_order, named_order, order_for, plan_cores
 from deploy.ready_message import ready_message
 from deploy.rundir import RunDir
-from deploy.wiring_plan import SharedMemory, WiringPlan
+from deploy.shared_memory import SharedMemory
+from deploy.wiring_plan import WiringPlan
 from epd_serve.engine.argv import stage_command
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse

@@ -9,12 +9,13 @@ import pytest
 
 from deploy.blueprint import draw
 from deploy.config import DeployConfig
-from deploy.proxy_settings import build_proxy_settings, proxy_overrides
+from deploy.proxy_overrides import proxy_overrides
+from deploy.proxy_settings import build_proxy_settings
 from deploy.ready_message import curl, endpoint_url, ready_message
 from deploy.rundir import RunDir
-from deploy.shared_memory import fit_shared_memory
+from deploy.shared_memory import SharedMemory, fit_shared_memory
 from deploy.ways import Ways, draw_ways
-from deploy.wiring_plan import SharedMemory, WiringPlan
+from deploy.wiring_plan import WiringPlan
 from epd_serve.engine.argv import stage_command
 from epd_serve.engine.kv.transports import offered, quarantine_s
 from epd_serve.errors import ConfigError

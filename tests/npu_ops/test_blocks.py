@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from npu_ops.blocks import BlockRun, Blocks, BlocksError, Indices, proves_blocks, scatter_by_index
 from npu_ops.fake import FakeDevice, RuleBrokenError
-from npu_ops.memory import DeviceMemory, open_memory
-from npu_ops.torch_memory import CudaMemory, HostMemory, NpuMemory
+from npu_ops.memory import DeviceMemory
+from npu_ops.torch_memory import CudaMemory, HostMemory, NpuMemory, open_memory
 
 FEW = settings(max_examples=40, deadline=None)
 

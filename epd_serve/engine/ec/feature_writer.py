@@ -12,12 +12,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import Protocol
 
 import torch
 
 from epd_serve.engine.ec.feature_exit import DirectExit, NoDirectExit
-from epd_serve.engine.ec.publishing import SecondTierPublisher
+from epd_serve.engine.ec.publishing import SecondTierPublisher, Tell
 from epd_serve.engine.ec.write_queue import Job, WriteQueue
 from epd_serve.trace import Trace
 from npu_ops.memory import DeviceMemory
@@ -31,17 +30,6 @@ PUT_TIMEOUT_S = 30.0
 _RETRY_S = 0.02
 _OTHER_WRITER_S, _RETRY_TAKEN_S = 3.0, 0.005  # a fetch of the same feature ends at its own deadline, unless stopped
 _RENEWED_WHILE_FULL_S = 3.0  # whoever waits for a feature that has no room longer than that may recompute it
-
-
-class Tell(Protocol):
-    """What became of a key. `reason`: it failed. `nbytes` > 0: it is readable, on other hosts too if `pooled`.
-
-    `in_arena`: False when it went past the host.
-    """
-
-    def __call__(
-        self, key: str, event: str, nbytes: int = 0, *, pooled: bool = False, in_arena: bool = True, reason: str = ""
-    ) -> None: ...
 
 
 class FeatureWriter:

@@ -25,7 +25,7 @@ from epd_serve.engine.ec.store_access import open_exit, open_store
 from epd_serve.engine.ec.write_queue import WriteQueue
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring
-from npu_ops.memory import memory_here
+from npu_ops.torch_memory import memory_here
 from store.errors import StoreError
 from store.feature_pool import FeaturePool
 

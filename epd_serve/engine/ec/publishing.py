@@ -12,18 +12,26 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from store.errors import StoreError
-
-if TYPE_CHECKING:
-    from epd_serve.engine.ec.feature_writer import Tell
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _GIVE_UP_S = 30.0
 _MAX_WAITING = 1024
+
+
+class Tell(Protocol):
+    """What became of a key. `reason`: it failed. `nbytes` > 0: it is readable, on other hosts too if `pooled`.
+
+    `in_arena`: False when it went past the host.
+    """
+
+    def __call__(
+        self, key: str, event: str, nbytes: int = 0, *, pooled: bool = False, in_arena: bool = True, reason: str = ""
+    ) -> None: ...
 
 
 @dataclass(order=True)

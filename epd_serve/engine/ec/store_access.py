@@ -15,7 +15,8 @@ from epd_serve.engine.ec.feature_exit import DirectExit, NoDirectExit
 from epd_serve.engine.ec.feature_source import FeatureSource, HostSource
 from epd_serve.engine.ec.loading import ArenaReader, FeatureReader, SlabReader
 from epd_serve.wiring import StageWiring, worker_endpoint
-from npu_ops.memory import DeviceMemory, memory_here
+from npu_ops.memory import DeviceMemory
+from npu_ops.torch_memory import memory_here
 from store.arena import Arena
 from store.feature_pool import FeaturePool, open_pool
 from store.mooncake.client import MooncakeConfig

@@ -33,7 +33,7 @@ from epd_serve.kv.slices import LARGEST_PROBE_BYTES, SLICE_BYTES
 from epd_serve.kv.ways import MOONCAKE, SHM
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring, worker_endpoint
-from npu_ops.memory import memory_here
+from npu_ops.torch_memory import memory_here
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -6,7 +6,7 @@ from bench import pd_cuda
 from bench.transfer_pd_figures import cells, lines
 from deploy.placement_table import table
 from epd_serve.demo.decoder_layers import DecoderShape
-from npu_ops.memory import open_memory
+from npu_ops.torch_memory import open_memory
 from tests.npu.rig import Rig, Skipped
 
 MODES = ("bulk", "layerwise", "adaptive")

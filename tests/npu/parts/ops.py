@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from npu_ops.blocks import BlockRun, Blocks, gather_by_copies, proves_blocks, scatter_by_copies
-from npu_ops.memory import DeviceMemory, open_memory, proves_total
+from npu_ops.memory import DeviceMemory, proves_total
+from npu_ops.torch_memory import open_memory
 from store.arena import Arena
 from tests.npu.rig import Rig
 
