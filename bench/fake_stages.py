@@ -19,14 +19,15 @@ from yarl import URL
 from epd_serve import wire
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
-from proxy.stage_client import Answer, Transport
+from proxy.stages.client import Answer, Transport
 
 METADATA = {"image_grid_thw": [[1, 4, 4]]}
 LIFE = "bench"
 
 
 class FakeStages:
-    """What `transport` leads to, for `proxy.app.create_app`: requests go to the stage that their host names (`http://E0`).
+    """What `transport` leads to, for `proxy.http.app.create_app`: requests go to the stage that their host names
+    (`http://E0`).
 
     Args:
         encoders: how many. encode_s: time that one encode takes.
@@ -83,7 +84,7 @@ class FakeStages:
 
 
 class _InProcess:
-    """`proxy.stage_client.Transport` without a network."""
+    """`proxy.stages.client.Transport` without a network."""
 
     def __init__(self, stages: FakeStages) -> None:
         self._stages = stages

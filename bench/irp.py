@@ -14,10 +14,10 @@ from typing import Any
 
 from bench.goals import Goal
 from bench.proxy_part import Found, Options, Part
-from proxy.cost import PIXELS_PER_TOKEN
-from proxy.policy import Candidate
-from proxy.schedule import makespan_s
-from proxy.spread import spread
+from proxy.encode.assignment import spread
+from proxy.encode.schedule import makespan_s
+from proxy.routing.policy import Candidate
+from proxy.stages.cost import PIXELS_PER_TOKEN
 
 PICTURES = 8
 ENCODERS = 4

@@ -16,9 +16,9 @@ import httpx
 from bench.chat import body, picture
 from bench.fake_stages import FakeStages
 from epd_serve.errors import StageError
-from proxy.app import create_app
-from proxy.settings import ModelIdentity, ProxySettings
-from proxy.table import InstanceTable
+from proxy.config.settings import ModelIdentity, ProxySettings
+from proxy.http.app import create_app
+from proxy.registry.table import InstanceTable
 
 MODEL = "bench"
 ENCODE_S = 0.2  # longer than 64 requests take to arrive, so that all are duplicates of one that is under way

@@ -84,7 +84,7 @@ class Storm:
 
 
 def encoder_bodies(model: str, url: str) -> Iterator[dict[str, Any]]:
-    """What the proxy would ask of an encoder (`proxy/bodies.py`), without end; each under a key of its own."""
+    """What the proxy would ask of an encoder (`proxy/stages/bodies.py`), without end; each under a key of its own."""
     for number in _NUMBERS:
         key = hashlib.sha256(f"storm {number}".encode()).hexdigest()
         part = {"type": "image_url", "image_url": {"url": url}, "uuid": key}

@@ -1,4 +1,5 @@
-"""The admin listener of a deployment: its socket and its key, by the flags. `proxy/admin.py` is what answers there."""
+"""The admin listener of a deployment: its socket and its key, by the flags. `proxy/http/admin.py` is what answers
+there."""
 
 from __future__ import annotations
 

@@ -249,8 +249,8 @@ def run_proxy(
     """Serve the proxy alone until a signal (`deploy/ending.py`); each stage's /health is asked every second."""
     from deploy.config import check_admin_port, check_drain, check_workers
     from deploy.proxy_overrides import apply_overrides, proxy_overrides
-    from proxy.server import bind
-    from proxy.settings import ModelIdentity, ProxySettings
+    from proxy.config.settings import ModelIdentity, ProxySettings
+    from proxy.server.uvicorn_server import bind
 
     check_drain(lame_duck_s, "lame_duck_s")
     check_drain(drain_s)

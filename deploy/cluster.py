@@ -48,8 +48,8 @@ from epd_serve.errors import ConfigError
 from store.mooncake.master import MasterSettings
 
 if TYPE_CHECKING:
-    from proxy.cluster import Membership
-    from proxy.settings import ProxySettings
+    from proxy.cluster.membership import Membership
+    from proxy.config.settings import ProxySettings
 
 SILENCE_EVERY_S = 0.5
 BUS_EVERY_S = 0.5
@@ -216,8 +216,8 @@ async def _serve(
     bus: EventBus,
     screen: Screen,
 ) -> None:
-    from proxy.cluster import Membership
-    from proxy.cluster_admission import ClusterIdentity
+    from proxy.cluster.compatibility import ClusterIdentity
+    from proxy.cluster.membership import Membership
     from proxy.errors import most_telling
 
     facts, config = head.blueprint.facts, head.blueprint.config

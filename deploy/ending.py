@@ -19,7 +19,7 @@ MAX_DRAIN_S = 24 * 3600.0
 
 
 class Draining(Protocol):
-    """The proxy's side of it (`proxy/drain.py`)."""
+    """The proxy's side of it (`proxy/admission/drain.py`)."""
 
     @property
     def running(self) -> int: ...

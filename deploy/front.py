@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 from deploy.ending import Draining
 from deploy.environment import LAUNCH_ENV, LAUNCHER_PID_ENV, module_environment
 from deploy.ports import BACKLOG
-from proxy.warm_links import GRACE_S
+from proxy.registry.warm_links import GRACE_S
 
 if TYPE_CHECKING:
     from deploy.admin import Admin
     from deploy.proxy_workers import ProxyWorkers
     from proxy.background import Background
-    from proxy.circuits import Circuits
-    from proxy.cluster import Membership
+    from proxy.cluster.membership import Membership
+    from proxy.config.settings import ProxySettings
     from proxy.pipeline import Pipeline
-    from proxy.settings import ProxySettings
-    from proxy.table import InstanceTable
+    from proxy.registry.table import InstanceTable
+    from proxy.stages.circuits import Circuits
 
 
 class Front:
@@ -83,13 +83,13 @@ class Front:
         return Background()
 
     def _make_table(self) -> InstanceTable:
-        from proxy.table import InstanceTable
+        from proxy.registry.table import InstanceTable
 
         if self._workers == 1:
             return InstanceTable(link_grace_s=self._link_grace_s)
-        from proxy.board import Board, shared_memory
-        from proxy.ledger_shared import COUNTS, SharedLedger
-        from proxy.roster import TableOfParent
+        from proxy.workers.roster import TableOfParent
+        from proxy.workers.shared_counters import Board, shared_memory
+        from proxy.workers.shared_ledger import COUNTS, SharedLedger
 
         self._listening.listen(BACKLOG)  # connections wait there while no worker is ready
         size_bytes = Board.size_bytes(self._workers, COUNTS)
@@ -107,7 +107,7 @@ class Front:
             EpdError: a worker does not start.
         """
         framework = self._workers == 1 or self._admin is not None
-        await asyncio.to_thread(importlib.import_module, "proxy.app" if framework else "proxy.worker_hub")
+        await asyncio.to_thread(importlib.import_module, "proxy.http.app" if framework else "proxy.workers.hub")
         from proxy.errors import most_telling
 
         assert members is None or self._admin is not None, "members call on the admin listener"
@@ -123,8 +123,8 @@ class Front:
             await self.background.stop()
 
     async def _serve_admin(self, admin: Admin, answers: _Answers, members: Membership | None, cluster_key: str) -> None:
-        from proxy.admin import create_admin
-        from proxy.server import serve
+        from proxy.http.admin import create_admin
+        from proxy.server.uvicorn_server import serve
 
         app = create_admin(
             self.table,
@@ -137,8 +137,8 @@ class Front:
         await serve(app, "", 0, sockets=[admin.listening], grace_s=self._grace_s, background=self.background)
 
     def _here(self) -> _Answers:
-        from proxy.app import create_app
-        from proxy.server import serve
+        from proxy.http.app import create_app
+        from proxy.server.uvicorn_server import serve
 
         app = create_app(self.settings, self.table, background=self.background)
         pipeline: Pipeline = app.state.pipeline
@@ -152,10 +152,10 @@ class Front:
 
     def _by_workers(self) -> _Answers:
         from deploy.proxy_workers import ProxyWorkers
-        from proxy.roster import TableOfParent
-        from proxy.shares import share_of
-        from proxy.worker_hub import WorkerHub
-        from proxy.worker_wire import Setup
+        from proxy.workers.hub import WorkerHub
+        from proxy.workers.limit_shares import share_of
+        from proxy.workers.roster import TableOfParent
+        from proxy.workers.wire import Setup
 
         assert isinstance(self.table, TableOfParent), "made for several workers"
         share = share_of(self.settings, self._workers)

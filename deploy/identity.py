@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from deploy.blueprint import Blueprint
-    from proxy.settings import ModelIdentity
+    from proxy.config.settings import ModelIdentity
 
 PROCESSING_FLAGS = frozenset(
     {
@@ -37,7 +37,7 @@ _SHORT = {"-q": "--quantization"}
 
 def model_identity(blueprint: Blueprint) -> ModelIdentity:
     """The identity that enters the keys of this deployment's features."""
-    from proxy.settings import ModelIdentity
+    from proxy.config.settings import ModelIdentity
 
     facts = blueprint.facts
     flags = processing_digest(blueprint.stage_args.of(plan) for plan in blueprint.plans)

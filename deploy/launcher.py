@@ -47,7 +47,7 @@ from epd_serve.stage_plan import StageCommand, StagePlan
 from store.mooncake.master import MasterSettings
 
 if TYPE_CHECKING:
-    from proxy.table import InstanceTable
+    from proxy.registry.table import InstanceTable
 
 GRACE_S = 2.0
 """How long requests in flight may go on when all is taken down; with the stages' 8 s the end is below 15 s away."""

@@ -1,7 +1,7 @@
 """Ports: free loopback ones for the stages, and the public one, taken before anything slow starts.
 
-`proxy.server` can bind too; it is not imported here because its web framework takes longer to load than all of the
-launcher, and the stages should be loading theirs meanwhile.
+`proxy.server.uvicorn_server` can bind too; it is not imported here because its web framework takes longer to load than
+all of the launcher, and the stages should be loading theirs meanwhile.
 """
 
 from __future__ import annotations

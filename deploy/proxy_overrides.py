@@ -17,7 +17,7 @@ from deploy.suggestions import unknown
 from epd_serve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from proxy.settings import ProxySettings
+    from proxy.config.settings import ProxySettings
 
 _DECIDED = (
     "served_models",
@@ -43,7 +43,7 @@ def proxy_overrides(entries: Iterable[str]) -> dict[str, Any]:
     Raises:
         ConfigError: no `=`, unknown key (names the nearest), or a value of the wrong type.
     """
-    from proxy.settings import ProxySettings
+    from proxy.config.settings import ProxySettings
 
     overrides: dict[str, Any] = {}
     for entry in entries:

@@ -20,12 +20,12 @@ from epd_serve.model_support import left_out, undecodable
 
 if TYPE_CHECKING:
     from deploy.blueprint import Blueprint
-    from proxy.settings import ProxySettings
+    from proxy.config.settings import ProxySettings
 
 
 def build_proxy_settings(blueprint: Blueprint, arena: Path | None = None) -> ProxySettings:
     """The settings of the proxy in front of a deployment; `arena` is the one that all its stages share."""
-    from proxy.settings import ProxySettings
+    from proxy.config.settings import ProxySettings
 
     config, facts = blueprint.config, blueprint.facts
     overrides = proxy_overrides(config.proxy)

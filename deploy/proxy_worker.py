@@ -30,7 +30,7 @@ def main() -> None:
 
 
 async def _run(feed: int, listening: int, board: int) -> None:
-    from proxy.worker import Orders, run_worker
+    from proxy.workers.worker import Orders, run_worker
 
     orders = Orders()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, orders.leave.set)

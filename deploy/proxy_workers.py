@@ -1,7 +1,7 @@
 """Several proxy processes behind one listening socket: starts them, restarts the dead, ends them all.
 
 The parent keeps the socket, so that no connection is refused while one of them is away, and the memory of the board
-they count on. What is said to them is `proxy/worker_hub.py`'s business. One that dies takes its clients' connections
+they count on. What is said to them is `proxy/workers/hub.py`'s business. One that dies takes its clients' connections
 with it, and nothing else: what it held is released on the board as soon as it is collected.
 """
 
@@ -22,8 +22,8 @@ from deploy.environment import module_command
 from epd_serve.errors import EpdError
 
 if TYPE_CHECKING:
-    from proxy.board import Board
-    from proxy.worker_hub import WorkerHub
+    from proxy.workers.hub import WorkerHub
+    from proxy.workers.shared_counters import Board
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.02
@@ -107,7 +107,7 @@ class ProxyWorkers:
 
     async def _live(self, row: int, lived: _Lived) -> None:
         """One life, from its start until it is collected."""
-        from proxy.ledger_shared import settle
+        from proxy.workers.shared_ledger import settle
 
         ours, theirs = socket.socketpair()
         with theirs:

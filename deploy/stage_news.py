@@ -10,7 +10,7 @@ from deploy.wiring_plan import WiringPlan
 from npu_ops.core_grants import CoreGrant, read_grants
 
 if TYPE_CHECKING:
-    from proxy.table import InstanceTable
+    from proxy.registry.table import InstanceTable
 
 
 class StageNews:

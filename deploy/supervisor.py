@@ -55,7 +55,8 @@ class Patience:
         health_timeout_s: one health request. `sick_after`: consecutive refusals (not time-outs) that mean sick.
         hung_s: silence that means hung; long, for a stage under load may answer late.
         stop_grace_s: from SIGTERM to SIGKILL.
-        links_s: from its first 200 until a stage is used although its KV links are not up (`proxy/warm_links.py`).
+        links_s: from its first 200 until a stage is used although its KV links are not up
+            (`proxy/registry/warm_links.py`).
     """
 
     start_s: float = 900.0

@@ -52,7 +52,7 @@ class StageTimeout(StageError):
 
 
 class PoisonousRequest(RequestError):
-    """Instances died under this very body: it is refused for a while (`proxy/suspects.py`)."""
+    """Instances died under this very body: it is refused for a while (`proxy/stages/suspects.py`)."""
 
     status = 422
     code = "poisonous_request"

@@ -16,43 +16,43 @@ from msgspec import structs
 
 from epd_serve.errors import OverloadedError, RequestError
 from epd_serve.trace import PROXY, Trace
-from proxy.attempt import Attempt
-from proxy.auth import DEFAULT_TENANT
+from proxy.admission.capacity_tracker import Room
+from proxy.admission.demand import kind_of, priority_of, sequences_of
+from proxy.admission.drain import Drain
+from proxy.admission.gate import Gate, Pass
 from proxy.background import Background
-from proxy.bodies import base_body
-from proxy.circuits import Circuits
-from proxy.cost import prompt_tokens
-from proxy.demand import kind_of, priority_of, sequences_of
-from proxy.directory import FeatureDirectory
-from proxy.drain import Drain
-from proxy.encode import EncodeStep
-from proxy.encoders import Encoders
-from proxy.explain import UNASKED, Explanation
-from proxy.fair_share import FairShare
-from proxy.fetch import Resolver, UrlFetcher, resolve
-from proxy.gate import Gate, Pass
-from proxy.generate import GenerateStep
-from proxy.hearsay import Hearsay
-from proxy.host_arena import HostArena
-from proxy.job import Job
-from proxy.key_limits import KeyGate
-from proxy.kv_metrics import KvMetrics
-from proxy.media import LoadedItem, MediaLoader, source_bytes
-from proxy.memory_budget import Holding, MemoryBudget
+from proxy.config.settings import ProxySettings
+from proxy.encode.encoders import Encoders
+from proxy.encode.host_arena import HostArena
+from proxy.encode.step import EncodeStep
+from proxy.generate.attempt import Attempt
+from proxy.generate.router import Router
+from proxy.generate.step import GenerateStep
+from proxy.generate.tokenize import TokenizeStep
+from proxy.media.fetch import Resolver, UrlFetcher, resolve
+from proxy.media.loader import LoadedItem, MediaLoader, source_bytes
 from proxy.metrics import Metrics
-from proxy.request import Endpoint, ParsedRequest, parse
-from proxy.request_memory import weighed
-from proxy.retry_budget import RetryBudget
-from proxy.room import Room
-from proxy.routing import Router
-from proxy.settings import ProxySettings
-from proxy.sink import ClientSink
-from proxy.stage_client import StageClient, Transport
-from proxy.stage_metrics import StageMetrics
-from proxy.store_metrics import StoreMetrics
-from proxy.suspects import Suspects, Trial
-from proxy.table import InstanceTable
-from proxy.tokenize_step import TokenizeStep
+from proxy.registry.announcement_dispatcher import Hearsay
+from proxy.registry.feature_directory import FeatureDirectory
+from proxy.registry.kv_metrics import KvMetrics
+from proxy.registry.stage_metrics import StageMetrics
+from proxy.registry.store_metrics import StoreMetrics
+from proxy.registry.table import InstanceTable
+from proxy.request.body_memory import weighed
+from proxy.request.client_sink import ClientSink
+from proxy.request.explanation import UNASKED, Explanation
+from proxy.request.parse import Endpoint, ParsedRequest, parse
+from proxy.stages.bodies import base_body
+from proxy.stages.circuits import Circuits
+from proxy.stages.client import StageClient, Transport
+from proxy.stages.cost import prompt_tokens
+from proxy.stages.job import Job
+from proxy.stages.retry_budget import RetryBudget
+from proxy.stages.suspects import Suspects, Trial
+from proxy.tenants.auth import DEFAULT_TENANT
+from proxy.tenants.fair_share import FairShare
+from proxy.tenants.key_limits import KeyGate
+from proxy.tenants.memory_budget import Holding, MemoryBudget
 
 
 class Pipeline:

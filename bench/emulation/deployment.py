@@ -22,10 +22,10 @@ from epd_serve.roles import Role
 from epd_serve.sim.load import stage_report
 from epd_serve.sim.sequence import Sequence
 from epd_serve.wiring import StageWiring
-from proxy.load import reported_pending, reported_rate
-from proxy.paths import Path, paths
-from proxy.policy import Candidate, least_loaded
-from proxy.spread import spread
+from proxy.encode.assignment import spread
+from proxy.registry.load import reported_pending, reported_rate
+from proxy.routing.paths import Path, paths
+from proxy.routing.policy import Candidate, least_loaded
 
 
 @dataclass(eq=False)

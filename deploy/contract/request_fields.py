@@ -1,6 +1,7 @@
-"""The fields of vLLM's requests by release: asked of the wheels, written to `proxy/vllm_fields.py`, and all judged.
+"""The fields of vLLM's requests by release: asked of the wheels, written to `proxy/fields/vllm_fields.py`, and all
+judged.
 
-The proxy lets through what vLLM has and `proxy/field_rules.py` allows. A field that a release has and nobody judged is
+The proxy lets through what vLLM has and `proxy/fields/rules.py` allows. A field that a release has and nobody judged is
 a finding by its name, and so is a judgement of what no release has, and a generated file that has fallen behind.
 """
 
@@ -13,10 +14,10 @@ from deploy.contract.asking import NotRecordedError
 from deploy.contract.facts import Facts
 from deploy.contract.findings import Finding
 from deploy.contract.wheels import Wheel
-from proxy.field_rules import IGNORED, NESTED, PASSED, REFUSED, names_of
+from proxy.fields.rules import IGNORED, NESTED, PASSED, REFUSED, names_of
 
-GENERATED = "proxy/vllm_fields.py"
-RULES = "proxy/field_rules.py"
+GENERATED = "proxy/fields/vllm_fields.py"
+RULES = "proxy/fields/rules.py"
 MODELS = {
     "chat": "vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest",
     "completion": "vllm.entrypoints.openai.completion.protocol.CompletionRequest",

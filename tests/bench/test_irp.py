@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from bench.goals import goal_table
 from bench.irp import ENCODERS, GOALS, PICTURES, RATES, irp_figures, optimum
-from proxy.policy import Candidate
-from proxy.schedule import makespan_s
-from proxy.spread import spread
+from proxy.encode.assignment import spread
+from proxy.encode.schedule import makespan_s
+from proxy.routing.policy import Candidate
 
 
 def test_the_figures_meet_the_goals_of_the_issue_on_every_run() -> None:

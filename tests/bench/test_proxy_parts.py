@@ -102,12 +102,12 @@ def test_every_part_has_a_name_of_its_own_and_no_two_set_one_goal() -> None:
 
 
 def test_a_sample_counts_for_the_innermost_file_that_is_known() -> None:
-    assert part_of([f"{SITE}/aiohttp/client.py", "/x/proxy/stage_client.py"]) == "client: aiohttp"
-    assert part_of(["/usr/lib/python3.11/contextlib.py", "/x/proxy/exchange.py"]) == "exchange, admission"
-    assert part_of(["/x/proxy/policies/slo.py"]) == "routing: table, policies"
+    assert part_of([f"{SITE}/aiohttp/client.py", "/x/proxy/stages/client.py"]) == "client: aiohttp"
+    assert part_of(["/usr/lib/python3.11/contextlib.py", "/x/proxy/http/exchange.py"]) == "exchange, admission"
+    assert part_of(["/x/proxy/routing/policy.py"]) == "routing: table, policies"
     assert part_of([f"{SITE}/uvloop/__init__.py"]) == "event loop, tasks, timers"
     assert part_of(["<string>"]) == "other"
-    found = shares([(["/x/proxy/sse.py"], 3), ([f"{SITE}/uvicorn/server.py"], 1)])
+    found = shares([(["/x/proxy/stages/sse.py"], 3), ([f"{SITE}/uvicorn/server.py"], 1)])
     assert found == {"relay: HTTP to stages, events": 0.75, "server: uvicorn": 0.25}
 
 

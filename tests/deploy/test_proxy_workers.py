@@ -25,11 +25,11 @@ from deploy.proxy_workers import ProxyWorkers
 from epd_serve.errors import EpdError
 from epd_serve.roles import Role
 from proxy.background import Background
-from proxy.board import Board, shared_memory
-from proxy.ledger_shared import COUNTS, SharedLedger
-from proxy.roster import TableOfParent
-from proxy.worker_hub import WorkerHub
-from proxy.worker_wire import Setup
+from proxy.workers.hub import WorkerHub
+from proxy.workers.roster import TableOfParent
+from proxy.workers.shared_counters import Board, shared_memory
+from proxy.workers.shared_ledger import COUNTS, SharedLedger
+from proxy.workers.wire import Setup
 from tests.deploy.launched import REPOSITORY, FakeLaunch, wait_until
 from tests.proxy.fakes import FakeStage, answer, once, served, settings, text_body
 

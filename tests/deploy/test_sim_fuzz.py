@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.request import Endpoint
+from proxy.request.parse import Endpoint
 from tests.deploy.hosts import until
 from tests.deploy.sim_load import in_flight
 from tests.deploy.test_sim_launch import launched

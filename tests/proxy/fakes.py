@@ -21,11 +21,11 @@ from starlette.types import Receive, Scope, Send
 
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
-from proxy.app import create_app
+from proxy.config.settings import MediaLimits, ModelIdentity, ProxySettings, Timeouts
+from proxy.http.app import create_app
 from proxy.pipeline import Pipeline
-from proxy.server import bind
-from proxy.settings import MediaLimits, ModelIdentity, ProxySettings, Timeouts
-from proxy.table import InstanceTable
+from proxy.registry.table import InstanceTable
+from proxy.server.uvicorn_server import bind
 from tests.waiting import PATIENCE_S
 
 MODEL = "demo"

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
-from proxy.openapi import document
-from proxy.request import Endpoint
+from proxy.http.openapi import document
+from proxy.request.parse import Endpoint
 from tests.proxy.fakes import data_url, picture, picture_body, text_body
 from tests.proxy.fakes import settings as proxy_settings
 

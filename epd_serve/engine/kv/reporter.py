@@ -1,7 +1,7 @@
 """Says how the links of one sending worker are: a thread with a PUB socket that sends `KvReport`s.
 
 Owns the pace: on change at most every 200 ms, else every second, because an idle worker does not step. What a report
-tells is the links' business. The proxy subscribes (`proxy/kv_links.py`); a report that is lost costs nothing.
+tells is the links' business. The proxy subscribes (`proxy/registry/kv_links.py`); a report that is lost costs nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What AISBench and vLLM bench count on in a server, item by item, held to our proxy over stages that speak as vLLM.
 
 Held elsewhere: a failure after the first byte ends in one error event without `[DONE]` and an aborted connection, and a
-stream is relayed byte for byte (tests/proxy/test_generate.py); `/v1/models` (tests/proxy/test_openai_sdk.py).
+stream is relayed byte for byte (tests/proxy/generate/test_step.py); `/v1/models` (tests/proxy/http/test_openai_sdk.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from starlette.types import Receive, Send
 
 from bench.aisbench.stream import Shape, look
 from bench.client.target import Target
-from proxy.settings import ModelIdentity
+from proxy.config.settings import ModelIdentity
 from tests.proxy.fakes import (
     DONE,
     MODEL,

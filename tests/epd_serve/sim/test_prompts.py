@@ -13,7 +13,7 @@ from epd_serve.sim.choice import Choice
 from epd_serve.sim.items import Item, item_of, picture_size
 from epd_serve.sim.prompts import CHAT, COMPLETIONS, prompts_of
 from epd_serve.sim.tokens import text_of, token_ids
-from proxy.directory import placeholder_metadata
+from proxy.registry.feature_directory import placeholder_metadata
 from tests.epd_serve.sim.served import data_url
 
 

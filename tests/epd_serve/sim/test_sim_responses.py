@@ -9,7 +9,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from epd_serve.sim.prompts import RESPONSES
-from proxy import sse
+from proxy.stages import sse
 from tests.epd_serve.sim.served import MODEL, served
 
 

@@ -1,0 +1,201 @@
+"""The gate in front of the stages: `proxy/admission/queue.py` with a clock, and waiters for whom it is a wait with an
+end.
+
+Lives in the proxy's event loop. Owns the waits, their deadlines and what a refusal says. What may be with the stages at
+once is `proxy/admission/capacity.py`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Self
+
+from epd_serve.errors import OverloadedError
+from proxy.admission.queue import AdmissionQueue, Capacity, Kind, Place, QueueFull, Ticket
+from proxy.config.settings import Admission
+from proxy.metrics import Metrics
+from proxy.request.client_deadline import DeadlineUnreachable
+
+RELOOK_S = 0.1
+"""While somebody waits: capacity follows from reports, which wake nobody."""
+
+REMEMBERED = 32
+"""Requests from which it is known how quickly, at best, an answer begins."""
+
+
+class Gate:
+    """One per process.
+
+    Args:
+        capacity: what may be with the stages now.
+    """
+
+    def __init__(self, settings: Admission, capacity: Callable[[], Capacity], metrics: Metrics) -> None:
+        self.queue = AdmissionQueue(settings)
+        self._settings = settings
+        self._capacity = capacity
+        self._metrics = metrics
+        self._waiters: dict[Ticket, asyncio.Future[None]] = {}
+        self._begin_s = {kind: deque[float](maxlen=REMEMBERED) for kind in Kind}
+        self._relook: asyncio.TimerHandle | None = None
+        self._show(metrics)
+
+    def _show(self, metrics: Metrics) -> None:
+        for kind in Kind:
+            metrics.queue_waiting.labels(kind.value).set_function(partial(self.queue.waiting, kind))
+            metrics.queue_served.labels(kind.value).set_function(partial(self.queue.served, kind))
+        metrics.queue_encoding.set_function(lambda: self.queue.encoding)
+        for of in ("encodes", "sequences", "prefill_tokens"):
+            metrics.capacity.labels(of).set_function(partial(self._part_of_capacity, of))
+
+    def _part_of_capacity(self, of: str) -> float:
+        return float(getattr(self._capacity(), of))
+
+    def admitted(self, kind: Kind, *, priority: int = 0, sequences: int = 1, until: float | None = None) -> Pass:
+        """Let a request in for the time of the context that the pass is.
+
+        Args:
+            until: loop time at which the client wants its whole answer.
+
+        Raises:
+            OverloadedError: too many wait, or it would wait too long. DeadlineUnreachable: longer than `until`.
+        """
+        now = _now()
+        self._refuse_hopeless(kind, self.queue.due_at(kind, now, priority), now, until)
+        try:
+            ticket = self.queue.admit(kind, now, priority=priority, sequences=sequences)
+        except QueueFull as full:
+            self._metrics.refused.labels("queue_full").inc()
+            message = f"{full.waiting} requests with {_what(kind)} wait already; try again later"
+            raise self._overloaded(message, full.retry_after_s) from None
+        return Pass(self, ticket)
+
+    def _leave(self, ticket: Ticket) -> None:
+        self.queue.leave(ticket, _now())
+        self._pump()
+
+    def _refuse_hopeless(self, kind: Kind, due: float, now: float, until: float | None) -> None:
+        wait_s = self.queue.predicted_wait_s(kind, due, now, at_least=True) or 0.0
+        best_s = min(self._begin_s[kind], default=0.0)
+        if until is not None and now + wait_s + best_s > until:
+            self._metrics.refused.labels("deadline").inc()
+            raise DeadlineUnreachable(
+                f"an answer would begin in {wait_s + best_s:.1f} s at best, later than the deadline of the request"
+            )
+        if wait_s > self._settings.max_wait_s:
+            self._metrics.refused.labels("wait").inc()
+            likely_s = self.queue.predicted_wait_s(kind, due, now)
+            message = f"a request with {_what(kind)} would wait about {likely_s or wait_s:.0f} s now; try again later"
+            raise self._overloaded(message, likely_s)
+
+    def _overloaded(self, message: str, retry_after_s: float | None) -> OverloadedError:
+        # Spread: clients that are refused together must not come back together.
+        return OverloadedError(message, retry_after_s=(retry_after_s or 1.0) * random.uniform(1.0, 1.25))
+
+    async def _stand(self, ticket: Ticket, *, encode: bool) -> None:
+        """Wait for the ticket's turn. Raises OverloadedError after `max_wait_s`, if nothing was done for it yet."""
+        begun = _now()
+        if not self.queue.goes_at_once(ticket, begun, self._capacity(), encode=encode):
+            self.queue.stand(ticket, begun, encode=encode)
+            await self._turn(ticket, begun)
+        self._metrics.queue_seconds.labels(ticket.kind.value, "encode" if encode else "serve").observe(_now() - begun)
+
+    async def _turn(self, ticket: Ticket, begun: float) -> None:
+        turn = self._waiters[ticket] = asyncio.get_running_loop().create_future()
+        try:
+            self._pump(begun)
+            begun_before = ticket.encoding or ticket.granted_at
+            async with asyncio.timeout(None if begun_before else self._settings.max_wait_s):
+                await turn
+        except TimeoutError:
+            self._metrics.refused.labels("wait").inc()
+            wait_s = self.queue.predicted_wait_s(ticket.kind, ticket.due, _now())
+            message = f"a request with {_what(ticket.kind)} has waited {_now() - begun:.0f} s for its turn in vain"
+            raise self._overloaded(message, wait_s) from None
+        finally:
+            del self._waiters[ticket]
+            self.queue.step_back(ticket)  # what else the request began may take a while to end
+
+    def _prefilled(self, ticket: Ticket) -> None:
+        if ticket.prefilling:
+            self._begin_s[ticket.kind].append(_now() - ticket.granted_at)
+            self.queue.prefilled(ticket)
+            self._pump()
+
+    def _pump(self, now: float | None = None) -> None:
+        """Let through whoever may go now."""
+        if not self.queue.somebody_waits():
+            return
+        for ticket in self.queue.grants(_now() if now is None else now, self._capacity()):
+            turn = self._waiters[ticket]
+            if not turn.done():
+                turn.set_result(None)
+        if self._relook is None and self.queue.somebody_waits():
+            self._relook = asyncio.get_running_loop().call_later(RELOOK_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._relook = None
+        self._pump()
+
+
+class Pass:
+    """What one admitted request holds, until the context that it is ends."""
+
+    def __init__(self, gate: Gate, ticket: Ticket) -> None:
+        self._gate = gate
+        self._ticket = ticket
+        self._turns = asyncio.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._gate._leave(self._ticket)
+
+    def weighs(self, tokens: float) -> None:
+        """How long its prompt is, before it stands anywhere."""
+        self._ticket.tokens = tokens
+
+    async def to_encoders(self) -> None:
+        """Wait until encoders take it. Any number of times, and at the same time."""
+        async with self._turns:
+            if self._ticket.place is Place.LOADING:
+                await self._gate._stand(self._ticket, encode=True)
+
+    def give_back(self) -> None:
+        """Give a place back, at the encoders or with the stages: something has to be encoded first, or others are
+        having it encoded or are on trial, and whoever is waited for may need this very place."""
+        self._gate.queue.give_back(self._ticket)
+        self._gate._pump()
+
+    async def to_stages(self) -> None:
+        """Wait until the instances that prefill and decode take it, unless it has a place there."""
+        if self._ticket.place is not Place.SERVED:
+            await self._gate._stand(self._ticket, encode=False)
+
+    def prefilled(self) -> None:
+        """Its prompt is computed, or nobody can tell when it is. Any number of times."""
+        self._gate._prefilled(self._ticket)
+
+    @property
+    def stage_priority(self) -> int:
+        """For vLLM's priority policy, lower is sooner: when it is due, in ms since the epoch, so that the stages age
+        requests as the lines here do, and several proxies agree."""
+        return round((time.time() + self._ticket.due - _now()) * 1000)
+
+    @property
+    def served(self) -> bool:
+        return self._ticket.place is Place.SERVED
+
+
+def _what(kind: Kind) -> str:
+    return "text" if kind is Kind.TEXT else "media"
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,77 @@
+"""Which encoder gets which items: to be done soon, and equal items at the same encoder. Pure.
+
+Two wishes meet. A key should have one owner that every proxy agrees on, so that equal work meets in one place
+(`proxy/routing/rendezvous.py`, design §4.2), and a request's items should be encoded in parallel by cost and by the
+encoders' speeds (EPD §3.3.2, design §4.3; `proxy/encode/schedule.py`). `spread` grants the first within a bound on the
+second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from proxy.encode.schedule import makespan_s, schedule
+from proxy.routing.policy import SLACK, Candidate
+from proxy.routing.rendezvous import owners
+
+TOLERANCE = 1.05
+"""By how much a request's items may take longer because they go to their owners."""
+
+SAME_SPEED = 1.25
+"""Encoders whose measured speeds differ by less than this from the usual one count as equal: measurements are noisy,
+and proxies that heard different ones must agree on owners all the same."""
+
+
+def spread(keys: Sequence[str], costs: Sequence[float], workers: Sequence[Candidate]) -> tuple[tuple[int, ...], ...]:
+    """Spread distinct items over workers: each to its owner, unless it would be done too late there.
+
+    The costliest item goes first. It goes to the first in its order of owners who is done with it within
+
+        bound = max(TOLERANCE x best makespan known, SLACK x mean present load + TOLERANCE x mean share of the items)
+
+    in seconds at the workers' speeds, so a single item meets its owner unless that one is slow or has more to do than
+    others, and items of a request do not queue behind each other while a worker is idle. Where that cannot be kept for
+    every item, all go as the best schedule says.
+
+    Args:
+        keys, costs: of the items; keys differ. workers: their ids, present loads in the unit of the costs, and speeds.
+
+    Returns:
+        For each worker the indices of its items, ascending. No worker that got an item is done after the bound.
+    """
+    assert workers, "no worker to spread over"
+    loads = [worker.load for worker in workers]
+    speeds = relative_speeds([worker.rate for worker in workers])
+    best = schedule(costs, loads, speeds)
+    bound_s = max(TOLERANCE * best.makespan_s, (SLACK * sum(loads) + TOLERANCE * sum(costs)) / sum(speeds))
+    at = _to_owners(keys, costs, workers, speeds, bound_s)
+    if makespan_s(at, costs, loads, speeds) > bound_s:
+        at = list(best.at)
+    return tuple(tuple(item for item in range(len(keys)) if at[item] == worker) for worker in range(len(workers)))
+
+
+def relative_speeds(rates: Sequence[float]) -> list[float]:
+    """Measured rates as multiples of the usual one. Unknown ones (0) and those near the usual one count as it."""
+    known = [rate for rate in rates if rate > 0]
+    usual = median(known) if known else 1.0
+    return [rate / usual if rate > 0 and not 1 / SAME_SPEED < rate / usual < SAME_SPEED else 1.0 for rate in rates]
+
+
+def _to_owners(
+    keys: Sequence[str], costs: Sequence[float], workers: Sequence[Candidate], speeds: Sequence[float], bound_s: float
+) -> list[int]:
+    """For each item its worker: the first of its owners within the bound, else whoever is done first."""
+    totals = [worker.load for worker in workers]
+    ids = [worker.id for worker in workers]
+    at = [0] * len(keys)
+
+    def done_s(worker: int, cost: float) -> float:
+        return (totals[worker] + cost) / speeds[worker]
+
+    for item in sorted(range(len(keys)), key=lambda index: (-costs[index], index)):
+        order = owners(keys[item], ids)
+        within = [worker for worker in order if done_s(worker, costs[item]) <= bound_s]
+        at[item] = within[0] if within else min(order, key=lambda worker: done_s(worker, costs[item]))
+        totals[at[item]] += costs[item]
+    return at

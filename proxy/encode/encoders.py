@@ -1,0 +1,266 @@
+"""Calls to encoders: which of them gets which items, one call per item, another one elsewhere when it fails.
+
+Owns back-pressure (an encoder whose store has no room is left alone), the retries, and when an encoder that hangs is
+given up. Which items need encoding at all is `proxy/encode/step.py`'s business.
+
+Each item has a call of its own, so that it is known, forwarded and waited for by itself, and fails by itself. Only
+small ones share a call (`calls`), since a call costs the proxy time whatever is in it. Within a call each item is still
+stored and announced when it is done, so a consumer's prefetch never waits for the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from msgspec import structs
+
+from epd_serve.errors import DeadlineError, EpdError, StageError
+from epd_serve.instances import Instance
+from epd_serve.roles import Role
+from epd_serve.trace import Trace
+from proxy.config.settings import Timeouts
+from proxy.encode.assignment import spread
+from proxy.encode.learnt_speeds import LearntSpeeds
+from proxy.errors import StageDied, most_telling
+from proxy.media.loader import LoadedItem
+from proxy.metrics import Metrics
+from proxy.registry.instance_state import Lease, Work
+from proxy.registry.table import InstanceTable
+from proxy.request.parse import Endpoint
+from proxy.request.payload import encoded
+from proxy.routing.policy import Candidate
+from proxy.stages.bodies import encode_body
+from proxy.stages.circuits import Circuits
+from proxy.stages.client import StageClient
+from proxy.stages.cost import item_tokens
+from proxy.stages.job import Job
+from proxy.stages.retry_budget import RetryBudget
+
+logger = logging.getLogger(__name__)
+CALL_TOKENS = 256.0
+"""Items share a call up to so much work: some 10 ms of a datacentre device, against about 2 ms of the proxy's CPU time
+that a further call costs. With a call for each thumbnail the proxy would be busy before its encoders are."""
+RELOOK_S = 0.5  # a full store's last report may lapse, and an encoder fall silent, without any news
+Life = tuple[str, str]
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class EncodeOrder:
+    """What is the same for all calls about one request's items.
+
+    Attributes:
+        again: keys to be encoded even where an encoder believes that they are there.
+        shunned: incarnations of encoders to ask last (they made what got lost).
+        done: called for each item with the encoder that has it and its entry of `ec_transfer_params`, or {}.
+        known: whether a key's feature is there, although the call that was to make it failed.
+        waits: called before these items wait for the request's trial: nobody else must wait for them then.
+    """
+
+    job: Job
+    done: Callable[[LoadedItem, Instance, dict[str, Any]], None]
+    known: Callable[[str], bool] = lambda _: False
+    waits: Callable[[Sequence[LoadedItem]], None] = lambda _: None
+    again: frozenset[str] = frozenset()
+    shunned: frozenset[str] = frozenset()
+
+
+class Encoders:
+    """All encoders of the table."""
+
+    def __init__(
+        self,
+        table: InstanceTable,
+        stages: StageClient,
+        metrics: Metrics,
+        timeouts: Timeouts,
+        *,
+        retries: int,
+        trace: Trace,
+        circuits: Circuits,
+        budget: RetryBudget,
+    ) -> None:
+        self._table = table
+        self._stages = stages
+        self._metrics = metrics
+        self._timeouts = timeouts
+        self._retries = retries
+        self._trace = trace
+        self._circuits = circuits
+        self._budget = budget
+        self._speeds = LearntSpeeds()
+
+    async def encode(
+        self, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[Life] = frozenset()
+    ) -> None:
+        """Have distinct items encoded in parallel, each by its owner or where it is done sooner
+        (`proxy/encode/assignment.py`), once the encoders take the request, and alone if it is suspected.
+
+        An item that fails is tried elsewhere, alone. Items that no encoder produced are logged and counted;
+        `order.done` is not called for them.
+
+        Raises:
+            StageRefusal: an encoder refuses an item.
+        """
+        async with order.job.trial.turn(lambda: order.waits(items)):
+            await order.job.passed.to_encoders()
+            await self._encode(order, items, tried)
+
+    async def _encode(self, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[Life]) -> None:
+        encoders, reason = await self._available(order, tried)
+        if not encoders:
+            self._give_up(order, items, reason)
+            return
+        costs = [item_tokens(item) for item in items]
+        shares = spread([item.key for item in items], costs, [self._with_speed(encoder) for encoder in encoders])
+        with ExitStack() as leases:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for encoder, share in zip(encoders, shares, strict=True):
+                        for part in calls([costs[index] for index in share], alone=bool(tried)):
+                            called = [items[share[place]] for place in part]
+                            # Counted before the first call begins: who chooses next has to see all of them.
+                            weight = sum(map(item_tokens, called))
+                            lease = self._table.acquire(encoder.id, Work.ENCODE, weight)
+                            leases.callback(lease.release)
+                            group.create_task(self._encode_at(lease, weight, order, called, tried))
+            except BaseExceptionGroup as failed:
+                raise most_telling(failed) from None
+
+    async def _available(self, order: EncodeOrder, tried: Collection[Life]) -> tuple[list[Candidate], str]:
+        """Encoders to choose from, or none and why. Waits for room in a store, `encode_s` at most."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._timeouts.encode_s
+        while True:
+            untried = [encoder for encoder in self._table.live(Role.E) if encoder.life not in tried]
+            if not untried:
+                return [], "encoder_failed" if tried else "no_encoder"
+            untried = [encoder for encoder in untried if not self._hangs(encoder.life)]
+            if not untried:
+                return [], "encoder_silent"
+            roomy = [encoder for encoder in untried if not encoder.full]
+            if roomy:
+                liked = [encoder for encoder in roomy if encoder.incarnation not in order.shunned] or roomy
+                return [encoder for encoder in liked if not encoder.suspended] or liked, ""
+            left_s = until - loop.time()
+            if left_s <= 0:
+                return [], "store_full"
+            self._metrics.store_waits.inc()
+            await self._table.changed(min(left_s, RELOOK_S))
+
+    def _with_speed(self, encoder: Candidate) -> Candidate:
+        """What it reports of its speed, or what was learnt."""
+        return encoder if encoder.rate > 0 else structs.replace(encoder, rate=self._speeds.rate(encoder.life))
+
+    async def _encode_at(
+        self, lease: Lease, weight: float, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[Life]
+    ) -> None:
+        """One call. Releases `lease`."""
+        job, instance = order.job, lease.instance
+        life = (instance.id, instance.incarnation)
+        done, sent_at = 0.0, asyncio.get_running_loop().time()
+        job.trial.sent()
+        self._speeds.begin(life, time.monotonic())
+        try:
+            with self._circuits.call(instance):
+                answer = await self._post(order, instance, items)
+            done = weight
+        except (StageError, DeadlineError) as error:
+            logger.warning("request %s: %s", job.id, error.message)
+            if isinstance(error, StageDied):
+                job.trial.died(life, sent_at=sent_at, encoding=True, ago_s=error.ago_s)
+        finally:
+            self._speeds.end(life, time.monotonic(), done=done)
+            lease.release()
+        if done:
+            entries = answer.get("ec_transfer_params")
+            entries = entries if isinstance(entries, dict) else {}
+            for item in items:
+                entry = entries.get(item.key)
+                order.done(item, instance, entry if isinstance(entry, dict) else {})
+            return
+        there = {item.key for item in items if order.known(item.key)}  # announced before the encoder died
+        for item in items:
+            if item.key in there:
+                order.done(item, instance, {})
+        items = [item for item in items if item.key not in there]
+        tried = tried | {life}
+        if not items:
+            return
+        if len(tried) > self._retries or job.trial.exhausted:
+            self._give_up(order, items, "encoder_failed")
+            return
+        if any(other.life not in tried for other in self._table.live(Role.E)):
+            if not self._budget.withdraw(time.monotonic()):
+                self._metrics.retries_refused.inc()
+                self._give_up(order, items, "no_retries_left")
+                return
+            self._metrics.retries.labels(instance.id).inc()
+        await self.encode(order, items, tried)
+
+    async def _post(self, order: EncodeOrder, instance: Instance, items: Sequence[LoadedItem]) -> dict[str, Any]:
+        job = order.job
+        body = encoded(encode_body(job.base, items, order.again))
+        begun, outcome = time.perf_counter(), "cancelled"
+        self._trace.stamp(job.id, "encode_sent", to=instance.id)
+        try:
+            answer = await self._unless_it_hangs(
+                instance,
+                self._stages.post(instance, Endpoint.CHAT, body, job.headers, timeout_s=self._timeouts.encode_s),
+            )
+            outcome = "ok"
+            job.explanation.encoded_by(instance.id)
+            return answer
+        except EpdError as error:
+            outcome = error.code or type(error).__name__
+            raise
+        finally:
+            self._metrics.stage_seconds.labels("E", outcome).observe(time.perf_counter() - begun)
+            self._trace.stamp(job.id, "encode_done", by=instance.id, outcome=outcome)
+
+    def _hangs(self, life: Life) -> bool:
+        return self._table.silence_s(*life) > self._timeouts.encode_silence_s
+
+    async def _unless_it_hangs(self, instance: Instance, call: Coroutine[Any, Any, Answer]) -> Answer:
+        """The call's answer. Raises StageDied when the encoder falls silent meanwhile: its queue may be long, and then
+        `encode_s` is right, or its processes may be stopped, and then it is not."""
+        task = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait([task], timeout=RELOOK_S))[0]:
+                if self._hangs(life := (instance.id, instance.incarnation)):
+                    silent_s = self._table.silence_s(*life)
+                    raise StageDied(f"stage {instance.id} has stopped to report", stage=instance.id, ago_s=silent_s)
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+
+    def _give_up(self, order: EncodeOrder, items: Sequence[LoadedItem], reason: str) -> None:
+        logger.warning("request %s: %d items go on unencoded (%s)", order.job.id, len(items), reason)
+        self._metrics.encode_fallback.labels(reason).inc(len(items))
+
+
+def calls(costs: Sequence[float], *, alone: bool = False) -> list[list[int]]:
+    """The items of one encoder's share as calls: each alone but for small ones, which go together up to `CALL_TOKENS`.
+
+    Args:
+        alone: the small ones too, so that one that fails takes no other with it.
+    """
+    parts: list[list[int]] = []
+    together: list[int] = []
+    for index, cost in enumerate(costs):
+        if alone or cost >= CALL_TOKENS:
+            parts.append([index])
+        elif together and sum(costs[other] for other in together) + cost <= CALL_TOKENS:
+            together.append(index)
+        else:
+            together = [index]
+            parts.append(together)
+    return parts

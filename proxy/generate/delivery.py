@@ -1,0 +1,108 @@
+"""How P and D are given a request's media, attempt by attempt. Pure.
+
+    METADATA   grid and key instead of the media (design §4.4). The stage cannot recompute: a lost feature fails it.
+    FEATURES   the media rides along, yet a lost feature fails the request, because it has to be encoded again first, or
+               because the stage must not recompute it under this name (below).
+    PIXELS     the media rides along, and a lost feature is recomputed from it. The last resort, which cannot be lost.
+
+A failed attempt is followed by the next of METADATA | FEATURES -> [encoded again: METADATA | FEATURES] -> PIXELS; each
+step down happens at most once, and does not use up a retry.
+
+Why a name matters: vLLM (0.32, `multimodal/cache/lru.py`) caches processed items by `uuid` on both sides of its engine.
+An item sent with its media, then as metadata, then with its media again is dropped from the third message as known, and
+the engine finds the second one's: no pixels. That is well while the feature is there and kills the engine when it
+recomputes. So where metadata travels, media to be recomputed goes under a name of its own, all items of the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from epd_serve.wire import ALL_MISSING, MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG
+from proxy.config.settings import ProxySettings
+from proxy.media.loader import LoadedItem
+from proxy.stages.bodies import media_name, placeholder_body, renamed_body, with_xargs
+from proxy.stages.job import Job
+
+
+class Delivery(StrEnum):
+    METADATA = "metadata"
+    FEATURES = "features"
+    PIXELS = "pixels"
+
+
+def first_delivery(job: Job, settings: ProxySettings) -> Delivery:
+    """What to try first. `job.features` says what the encoders made of the items."""
+    if job.features is None or job.features.missing:
+        return Delivery.PIXELS
+    if settings.send_pixels == "auto" and metadata_suffices(job):
+        return Delivery.METADATA
+    if settings.on_missing_feature == "reencode" or _only_under_another_name(job, settings):
+        return Delivery.FEATURES
+    return Delivery.PIXELS
+
+
+def delivery_after_encoding_again(before: Delivery, job: Job, settings: ProxySettings) -> Delivery:
+    """What to try once the lost features were encoded again."""
+    assert job.features is not None, "only requests with features are encoded again"
+    if job.features.missing:
+        return Delivery.PIXELS
+    if before is Delivery.METADATA and metadata_suffices(job):
+        return Delivery.METADATA
+    return Delivery.FEATURES if _only_under_another_name(job, settings) else Delivery.PIXELS
+
+
+def metadata_suffices(job: Job) -> bool:
+    """Whether P and D can do without the media of `job`.
+
+    Not with processor options: vLLM makes another identity of `uuid` and options, and embeddings have none. All items
+    or none, since media and metadata must not mix within a modality, whose items have the same fields.
+    """
+    if job.features is None or job.request.processor_options:
+        return False
+    fields: dict[str, set[str]] = {}
+    for item in job.items:
+        metadata = job.features.metadata.get(item.key)
+        if not metadata or fields.setdefault(item.ref.modality, set(metadata)) != set(metadata):
+            return False
+    return bool(job.items)
+
+
+def delivered(job: Job, delivery: Delivery, settings: ProxySettings) -> Mapping[str, Any]:
+    """The body that both P's and D's are made from."""
+    if job.features is None:
+        return job.base
+    if delivery is Delivery.METADATA:
+        return with_xargs(placeholder_body(job.base, job.items, job.features.metadata), **_FAIL)
+    if delivery is Delivery.FEATURES:
+        return with_xargs(job.base, **_FAIL)
+    base, missing = job.base, job.features.missing
+    if renamed := _renamed(job, settings):
+        base = renamed_body(base, renamed)
+        missing = tuple(dict.fromkeys(media_name(item.key) for item in renamed))
+    if job.request.processor_options and set(missing) == {item.key for item in job.items}:
+        missing = (ALL_MISSING,)
+    return with_xargs(base, **{MISSING_XARG: ",".join(missing)}) if missing else base
+
+
+def _renamed(job: Job, settings: ProxySettings) -> Sequence[LoadedItem]:
+    """Items of `job` whose media goes under a name of its own. What is surely recomputed needs no feature's name, and
+    another life of this proxy may have sent it as metadata."""
+    assert job.features is not None, "only requests with features are asked about"
+    if _only_under_another_name(job, settings):
+        return job.items
+    if settings.send_pixels != "auto" or job.request.processor_options:
+        return ()
+    return [item for item in job.items if item.key in job.features.missing]
+
+
+def _only_under_another_name(job: Job, settings: ProxySettings) -> bool:
+    """Whether stages may hold an item of `job` without its media under its key. Not with processor options: vLLM's own
+    name for the item has them in it."""
+    assert job.features is not None, "only requests with features are asked about"
+    return settings.send_pixels == "auto" and job.features.metadata_in_use and not job.request.processor_options
+
+
+_FAIL = {ON_MISSING_XARG: ON_MISSING_FAIL}

@@ -1,0 +1,175 @@
+"""Pick the instances of one attempt, and wait for a missing role: the table meets the policies here.
+
+Every instance that takes prompts (a head: P, EP, PD, EPD) competes with every other one, whatever its kind: loads of
+heads are all prompt tokens. Whether a request's items are encoded apart follows from the head, not from the layout, and
+is decided twice: before the encode step by where the request would go (`encodes_apart`), and by the route itself, which
+prefers heads for which the items are ready (`Job.features`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Collection, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from epd_serve.errors import NoInstanceError, RequestError
+from epd_serve.roles import Role
+from proxy.media.loader import LoadedItem
+from proxy.registry.instance_state import Lease, Work
+from proxy.registry.table import InstanceTable
+from proxy.routing.paths import Path, paths
+from proxy.routing.policy import POLICIES, Ask, Candidate, burden, least_loaded, preferred
+from proxy.routing.prompt_affinity import prompt_affinity
+from proxy.stages.cost import item_tokens
+from proxy.stages.job import Job
+
+Life = tuple[str, str]  # (instance id, incarnation)
+
+
+class Route(Struct, frozen=True):
+    """The instances of one attempt, already counted as busy. Whoever holds it releases it."""
+
+    path: Path
+    prefill: Lease | None
+    decode: Lease
+
+    def release(self) -> None:
+        self.decode.release()
+        if self.prefill is not None:
+            self.prefill.release()
+
+
+class _Way(Struct, frozen=True):
+    """One head that a request can go to, and what comes with it.
+
+    Attributes:
+        head: as the policy sees it: encoding that the request has to wait for first counts as load of its own.
+        tail: who decodes, where the head does not.
+        rank: what speaks against it, before any load.
+    """
+
+    path: Path
+    head: Candidate
+    tail: Candidate | None
+    rank: tuple[int, ...]
+
+
+class Router:
+    """Routes over the instances of one table.
+
+    Args:
+        layout: the configured roles, or empty.
+        policy: name of the one that chooses (`proxy/routing/policy.py`).
+    """
+
+    def __init__(
+        self, table: InstanceTable, layout: Collection[Role], *, instance_wait_s: float, policy: str = "least-loaded"
+    ) -> None:
+        self._table = table
+        self._layout = frozenset(layout)
+        self._instance_wait_s = instance_wait_s
+        self._policy = POLICIES[policy]
+        self._by_affinity = policy == "cache-affine"
+        self._random = random.Random()
+
+    def check_servable(self, *, fused_for: str | None) -> None:
+        """Refuse what no instance of the layout could ever serve. Raises RequestError naming the field."""
+        roles = self._layout or self._table.roles()
+        if fused_for is not None and roles and not paths(roles, multimodal=False, fused=True):
+            raise RequestError(
+                f"{fused_for} needs an instance that prefills and decodes; this layout has none.", param=fused_for
+            )
+
+    def encodes_apart(self, job: Job) -> bool:
+        """Whether the items of `job` are to go to encoders before it is routed: whether the head that it would go to
+        now leaves encoding to others. Nothing is counted as busy by this."""
+        if not job.items:
+            return False
+        way = self._pick(job, (), self._ask(job))
+        if way is not None:
+            return way.path.encode
+        # Nobody is up: encode meanwhile where there is no other way; else decide when somebody is.
+        possible = paths(self._layout or self._table.roles(), multimodal=True, fused=_fused(job))
+        return bool(possible) and all(path.encode for path in possible)
+
+    async def route(self, job: Job, *, avoid: Collection[Life] = ()) -> Route:
+        """A way through the live instances, by the policy, preferring lives not in `avoid`.
+
+        Its path may encode apart although `job.features` is None (the heads that would not are gone): then the encode
+        step comes first. Waits up to `instance_wait_s` for a missing role. Raises NoInstanceError after that.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._instance_wait_s
+        ask = self._ask(job)
+        while (way := self._pick(job, avoid, ask)) is None:
+            if not await self._table.changed(until - loop.time()):
+                missing = ", ".join(self._table.missing(self._layout)) or "an instance"
+                raise NoInstanceError(f"no live instance: {missing} is missing; try again later")
+        if way.tail is None:
+            return Route(way.path, None, self._table.acquire(way.head.id, Work.DECODE, ask.cost))
+        prefill = self._table.acquire(way.head.id, Work.PREFILL, ask.cost)
+        return Route(way.path, prefill, self._table.acquire(way.tail.id, Work.DECODE))
+
+    def has_alternative(self, job: Job, *, avoid: Collection[Life]) -> bool:
+        """True when an attempt that touches no life in `avoid` is possible right now."""
+        way = self._pick(job, avoid, self._ask(job))
+        return way is not None and not any(part is not None and part.life in avoid for part in (way.head, way.tail))
+
+    def _ask(self, job: Job) -> Ask:
+        affinity = prompt_affinity(job.base) if self._by_affinity else ""
+        return Ask(job.tokens, affinity, self._random.getrandbits(32))
+
+    def _pick(self, job: Job, avoid: Collection[Life], ask: Ask) -> _Way | None:
+        ways = self._ways(job, avoid, ask)
+        if len(ways) <= 1:
+            return ways[0] if ways else None
+        fittest = min(way.rank for way in ways)
+        ways = [way for way in ways if way.rank == fittest]
+        head = self._policy([way.head for way in ways], ask)
+        return next(way for way in ways if way.head is head)
+
+    def _ways(self, job: Job, avoid: Collection[Life], ask: Ask) -> list[_Way]:
+        """Every live head that the job can go to, and of each kind with which tail."""
+        encoders: Sequence[Candidate] = ()
+        roles = self._table.live_roles()
+        if job.items:
+            encoders = self._table.live(Role.E)
+            # E counts as present while the layout has one: the encode step itself copes with none being up.
+            roles |= (self._layout or self._table.roles()) & {Role.E}
+        ways = []
+        for path in paths(roles, multimodal=bool(job.items), fused=_fused(job)):
+            tail = self._tail(path, avoid, ask)
+            for head in self._table.live(path.head):
+                rank = (
+                    burden(head, avoid) + (burden(tail, avoid) if tail is not None else 0),
+                    int(job.features is not None and not path.encode),
+                    int(path.encode and job.features is None and not encoders),
+                )
+                if job.items and job.features is None:
+                    head = _with_encoding(head, job.items, encoders if path.encode else ())
+                ways.append(_Way(path, head, tail, rank))
+        return ways
+
+    def _tail(self, path: Path, avoid: Collection[Life], ask: Ask) -> Candidate | None:
+        if path.tail is None:
+            return None
+        return self._policy(preferred(self._table.live(path.tail), avoid), replace(ask, cost=1.0))
+
+
+def _fused(job: Job) -> bool:
+    return job.request.needs_fused is not None
+
+
+def _with_encoding(head: Candidate, items: Sequence[LoadedItem], encoders: Sequence[Candidate]) -> Candidate:
+    """`head` with the encoding that the request has to wait for first as load of its own: at the head itself, or shared
+    by `encoders` and behind what the least loaded of them has to do, in the head's time where both speeds are known."""
+    tokens = sum(map(item_tokens, items))
+    if encoders:
+        encoder = least_loaded(encoders)
+        tokens = encoder.load + tokens / min(len(items), len(encoders))
+        if head.rate > 0 and encoder.rate > 0:
+            tokens *= head.rate / encoder.rate
+    return replace(head, load=head.load + tokens)

@@ -1,0 +1,220 @@
+"""The prefill and decode step: attempts until one succeeds, repeated before the first byte, never after.
+
+Owns when to try again, where, and how the media is delivered then (`proxy/generate/delivery.py` says what there is to
+choose from). One attempt is `proxy/generate/attempt.py`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from dataclasses import dataclass, field, replace
+
+from msgspec import structs
+
+from epd_serve.errors import EpdError, StageError
+from epd_serve.wire import FeatureMissing
+from proxy.config.settings import ProxySettings
+from proxy.encode.step import EncodeStep
+from proxy.errors import KvNotDelivered, StageDied, StageRefusal, StageTimeout, StageUnreachable
+from proxy.generate.attempt import Attempt
+from proxy.generate.delivery import Delivery, delivered, delivery_after_encoding_again, first_delivery
+from proxy.generate.router import Life, Route, Router
+from proxy.metrics import Metrics
+from proxy.registry.announcement_dispatcher import Hearsay
+from proxy.registry.table import InstanceTable
+from proxy.request.client_sink import ClientSink
+from proxy.stages.job import Job
+from proxy.stages.retry_budget import RetryBudget
+
+logger = logging.getLogger(__name__)
+BACKOFF_S = 0.2
+REPROBE_S = 1.0
+
+
+@dataclass
+class _Progress:
+    """Where a request stands between two attempts."""
+
+    job: Job
+    delivery: Delivery
+    avoid: set[Life] = field(default_factory=set)
+    failures: int = 0
+    probing_until: float | None = None
+    encoded_again: bool = False
+    doubted: bool = False  # an attempt failed with nobody saying that a feature was missing
+
+
+class GenerateStep:
+    """Answers a job through `sink`, or raises what to answer instead."""
+
+    def __init__(
+        self,
+        settings: ProxySettings,
+        table: InstanceTable,
+        router: Router,
+        encode: EncodeStep,
+        attempt: Attempt,
+        hearsay: Hearsay,
+        metrics: Metrics,
+        budget: RetryBudget,
+    ) -> None:
+        self._settings = settings
+        self._table = table
+        self._router = router
+        self._encode = encode
+        self._attempt = attempt
+        self._hearsay = hearsay
+        self._metrics = metrics
+        self._budget = budget
+
+    async def run(self, job: Job, sink: ClientSink) -> None:
+        """Attempt until one succeeds, the client has its first byte, or the retries are used up.
+
+        Retries are paid for from the budget of the whole proxy, and an instance that was too slow is not asked again.
+        Two kinds of failure do not use up a retry. An instance that cannot be reached at all has just died and the
+        launcher is about to say so; such probing is bounded by `instance_wait_s`. An attempt that a lost feature could
+        fail is followed by one that it can fail no more (`_step_down`), at most twice in all.
+        """
+        progress = _Progress(job, first_delivery(job, self._settings))
+        while True:
+            job.trial.check()
+            async with job.trial.turn(job.passed.give_back):
+                job.trial.check()  # other copies may have been on trial meanwhile
+                await job.passed.to_stages()  # to wait, to encode after all, or again, is to give the place back
+                route = await self._router.route(progress.job, avoid=progress.avoid)
+                # An instance that encodes for itself takes the media, and nothing but the media.
+                delivery = progress.delivery if route.path.encode else Delivery.PIXELS
+                failure: StageError | StageRefusal | None = None
+                sent_at = asyncio.get_running_loop().time()
+                try:
+                    if not (route.path.encode and progress.job.features is None):
+                        await self._run_attempt(progress.job, delivery, route, sink)
+                        return
+                except (StageError, StageRefusal) as error:
+                    if sink.committed:
+                        raise
+                    failure = error
+                    self._note_death(job, failure, route, sent_at)
+                finally:
+                    route.release()
+            if failure is None:  # whoever would have encoded it itself is gone
+                progress.job = await self._encode.run(progress.job)
+                progress.delivery = first_delivery(progress.job, self._settings)
+                continue
+            job.trial.check()
+            if _may_step_down(delivery, failure) and await self._step_down(progress, delivery, failure, route):
+                continue
+            pause_s = self._retry_pause_s(progress, failure, route)
+            if not self._router.has_alternative(progress.job, avoid=progress.avoid):
+                # The same instance again: after the launcher's word about it, or a little later.
+                await self._table.changed(pause_s * random.uniform(0.5, 1.0))
+
+    async def _run_attempt(self, job: Job, delivery: Delivery, route: Route, sink: ClientSink) -> None:
+        if job.items and route.path.encode:
+            self._metrics.deliveries.labels(delivery.value).inc()
+        job.trial.sent()
+        base = delivered(job, delivery, self._settings) if route.path.encode else job.base
+        await self._attempt.run(job, base, route, sink)
+
+    def _note_death(self, job: Job, failure: EpdError, route: Route, sent_at: float) -> None:
+        """Where the failure was the end of an instance, hold it against the request."""
+        if not isinstance(failure, StageError) or isinstance(failure, StageUnreachable | KvNotDelivered):
+            return
+        life = _life_of(failure, route)
+        if isinstance(failure, StageDied) or not self._table.lives(*life):
+            ago_s = failure.ago_s if isinstance(failure, StageDied) else 0.0
+            job.trial.died(life, sent_at=sent_at, ago_s=ago_s)
+
+    def _retry_pause_s(self, progress: _Progress, failure: EpdError, route: Route) -> float:
+        """Count a failure; how long to wait where the same instance is to be tried. Raises it if it was the last."""
+        if not isinstance(failure, StageError) or not failure.retryable:
+            raise failure
+        progress.avoid.add(_life_of(failure, route))
+        timeouts = self._settings.timeouts
+        if isinstance(failure, StageUnreachable):
+            now = asyncio.get_running_loop().time()
+            progress.probing_until = progress.probing_until or now + timeouts.instance_wait_s
+            give_up, pause_s = now >= progress.probing_until, REPROBE_S
+        else:
+            progress.failures += 1
+            give_up, pause_s = progress.failures > self._settings.retries, BACKOFF_S * progress.failures
+            if isinstance(failure, StageTimeout) and not self._router.has_alternative(
+                progress.job, avoid=progress.avoid
+            ):
+                give_up = True
+            if not give_up and not self._budget.withdraw(time.monotonic()):
+                self._metrics.retries_refused.inc()
+                give_up = True
+        if give_up:
+            raise failure
+        logger.warning("request %s: %s; trying again", progress.job.id, failure.message)
+        self._metrics.retries.labels(failure.stage).inc()
+        return pause_s
+
+    async def _step_down(self, progress: _Progress, delivery: Delivery, failure: EpdError, route: Route) -> bool:
+        """Choose the next delivery after one that a lost feature may have failed. Both stages have been left.
+
+        False: nobody says that a feature was missing, so it may be the stage that is ill. Once, that is believed: a
+        stage that dies must not have its features computed again elsewhere.
+        """
+        job = progress.job
+        missing: FeatureMissing | None = None
+        if isinstance(failure, StageError):
+            missing = await self._hearsay.missing_for(job.id)
+            if missing is None:
+                progress.avoid.add(_life_of(failure, route))
+                if self._hearsay.listening and not progress.doubted:
+                    progress.doubted = True
+                    return False
+        else:  # with the media, the stage judges what the client wrote
+            self._hearsay.directory.distrust(item.key for item in job.items)
+        cause = missing.cause if missing is not None else failure.code or "refused"
+        lost = missing.keys if missing is not None else [item.key for item in job.items]
+        told = missing is not None or (isinstance(failure, StageError) and not self._hearsay.listening)
+        if told:
+            self._hearsay.directory.lost(lost)
+        if told and self._settings.on_missing_feature == "reencode" and not progress.encoded_again:
+            progress.encoded_again = True
+            progress.job = await self._encode.again(job, lost)
+            progress.delivery = delivery_after_encoding_again(delivery, progress.job, self._settings)
+        else:
+            progress.job = _given_up(job, missing.keys) if missing is not None else job
+            progress.delivery = Delivery.PIXELS
+        self._metrics.step_downs.labels(delivery.value, progress.delivery.value, cause).inc()
+        logger.warning(
+            "request %s: %s (feature missing: %s); trying again with %s",
+            job.id,
+            failure.message,
+            cause,
+            progress.delivery.value,
+        )
+        return True
+
+
+def _may_step_down(delivery: Delivery, failure: EpdError) -> bool:
+    """Whether the way of delivery can be what failed the attempt."""
+    if isinstance(failure, StageRefusal):
+        return delivery is Delivery.METADATA
+    return delivery is not Delivery.PIXELS and not isinstance(failure, StageUnreachable | StageTimeout)
+
+
+def _lives_of(route: Route) -> list[Life]:
+    leases = [lease for lease in (route.decode, route.prefill) if lease is not None]
+    return [(lease.instance.id, lease.instance.incarnation) for lease in leases]
+
+
+def _life_of(failure: StageError, route: Route) -> Life:
+    for life in _lives_of(route):
+        if life[0] == failure.stage:
+            return life
+    raise AssertionError(f"{failure.stage} is not on the route") from failure
+
+
+def _given_up(job: Job, keys: list[str]) -> Job:
+    """`job` whose prefilling stage need not wait for these any more."""
+    assert job.features is not None, "only requests with features lose one"
+    missing = tuple(dict.fromkeys((*job.features.missing, *keys)))
+    return structs.replace(job, features=replace(job.features, missing=missing))

@@ -1,0 +1,201 @@
+"""Fetch a client's http(s) URL without becoming the client's tool inside our network (SSRF).
+
+The host is resolved here, every address is judged, and the connection goes to the very address that was judged:
+the URL's host is replaced by it, the name travels as Host header and TLS server name. Each redirect starts over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+
+from epd_serve.errors import PayloadTooLargeError, RequestError
+from proxy.config.domains import DomainRules
+from proxy.config.settings import MediaLimits
+from proxy.errors import BusyError
+from proxy.tenants.fair_semaphore import NoTurn, Turns
+
+Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
+Grow = Callable[[int], None]
+NAT64 = ipaddress.ip_network("64:ff9b::/96")
+LOOKUPS = 128
+"""Of names at once. One whose fetch was given up goes on until the system gives it up, and must hold up no other."""
+_lookups = ThreadPoolExecutor(LOOKUPS, thread_name_prefix="lookup")
+
+
+async def resolve(host: str, port: int) -> Sequence[str]:
+    """Addresses of `host`, as the system resolves it (which also unfolds forms like 0x7f.1)."""
+
+    def found() -> Sequence[str]:
+        return [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+
+    return await asyncio.get_running_loop().run_in_executor(_lookups, found)
+
+
+def is_public(address: str) -> bool:
+    """True for a globally routable unicast address, also when an IPv4 address hides inside an IPv6 one."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        embedded = [ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())]
+        if ip in NAT64:
+            embedded.append(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF))
+        if ip.is_site_local or any(inner is not None and not is_public(str(inner)) for inner in embedded):
+            return False
+        if ip.ipv4_mapped is not None:
+            return True
+    return ip.is_global and not ip.is_multicast and not ip.is_reserved and not ip.is_unspecified
+
+
+class UrlFetcher:
+    """One process's fetcher. `transport` and `resolver` are the seams for tests."""
+
+    def __init__(
+        self,
+        limits: MediaLimits,
+        *,
+        apart: bool = False,
+        transport: httpx.AsyncBaseTransport | None = None,
+        resolver: Resolver = resolve,
+    ) -> None:
+        """`apart`: accounts are told apart, so that none of them takes every slot."""
+        self._limits = limits
+        self._domains = DomainRules(limits.allowed_domains, limits.denied_domains)
+        self._resolver = resolver
+        # No keep-alive: a pooled TLS connection was verified for one name and must not serve another on that address.
+        self._client = httpx.AsyncClient(
+            transport=transport,
+            trust_env=False,
+            follow_redirects=False,
+            timeout=limits.fetch_timeout_s,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        )
+        self._turns = Turns(limits.max_parallel_fetches, spare=apart)
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    async def fetch(self, url: str, *, param: str, account: str, grow: Grow) -> bytearray:
+        """The bytes behind `url`.
+
+        Args:
+            grow: told of every further bytes before they are kept, and may refuse them.
+
+        Raises:
+            RequestError: 400. PayloadTooLargeError: 413; both name `param`. BusyError: 503, its turn did not come in
+            time. What `grow` raises.
+        """
+        try:
+            async with self._turns.turn(account, within_s=self._limits.fetch_wait_s):
+                return await self._fetch(url, param, grow)
+        except NoTurn:
+            raise BusyError(
+                f"{param}: this server fetches as many media as it may; try again later",
+                param=param,
+                code="fetches_full",
+            ) from None
+
+    async def _fetch(self, url: str, param: str, grow: Grow) -> bytearray:
+        try:
+            async with asyncio.timeout(self._limits.fetch_timeout_s):
+                return await self._follow(url, param, grow)
+        except TimeoutError:
+            raise _unreachable(param, f"no complete answer within {self._limits.fetch_timeout_s:g} s") from None
+        except (httpx.InvalidURL, UnicodeError):  # what it says quotes the URL, which may hold a secret
+            raise _unreachable(param, "not a valid URL") from None
+        except httpx.HTTPError as error:
+            raise _unreachable(param, f"cannot be fetched ({type(error).__name__})") from error
+
+    async def _follow(self, url: str, param: str, grow: Grow) -> bytearray:
+        target = httpx.URL(url)
+        for _ in range(self._limits.max_redirects + 1):
+            answer = await self._get(target, param, grow)
+            if isinstance(answer, bytearray):
+                return answer
+            target = target.join(answer)
+        raise _unreachable(param, f"more than {self._limits.max_redirects} redirects")
+
+    async def _get(self, url: httpx.URL, param: str, grow: Grow) -> bytearray | str:
+        """The body at `url`, or the location it redirects to."""
+        if url.scheme not in ("http", "https") or not url.host:
+            raise _unreachable(param, f"scheme {url.scheme!r} is not supported")
+        if url.userinfo:
+            raise _unreachable(param, "credentials in URLs are not supported")
+        host = url.raw_host.decode("ascii")
+        if url.scheme not in self._limits.schemes or not self._domains.admit(host):
+            raise RequestError(
+                f"{param}: this server does not fetch from {url.scheme}://{host}.",
+                param=param,
+                code="media_domain_refused",
+            )
+        port = url.port or (443 if url.scheme == "https" else 80)
+        if not 0 < port < 65536:
+            raise _unreachable(param, f"there is no port {port}")
+        error: httpx.ConnectError | None = None
+        for address in await self._allowed_addresses(url.host, port, param):
+            try:
+                return await self._get_from(address, url, param, grow)
+            except httpx.ConnectError as refused:
+                error = refused
+        assert error is not None, "a resolved host has an address"
+        raise error
+
+    async def _allowed_addresses(self, host: str, port: int, param: str) -> Sequence[str]:
+        try:
+            addresses = list(dict.fromkeys(await self._resolver(host, port)))
+        except (OSError, UnicodeError):
+            addresses = []
+        if not addresses:
+            raise _unreachable(param, f"host {host!r} cannot be resolved")
+        if not self._limits.allow_private_addresses and not all(map(is_public, addresses)):
+            raise RequestError(
+                f"{param}: host {host!r} is not a public address, and this server fetches from public ones only.",
+                param=param,
+                code="media_address_refused",
+            )
+        return addresses
+
+    async def _get_from(self, address: str, url: httpx.URL, param: str, grow: Grow) -> bytearray | str:
+        host = url.netloc.decode("ascii")
+        request = self._client.build_request(
+            "GET",
+            url.copy_with(host=address, fragment=None),
+            headers={"host": host, "accept-encoding": "identity", "user-agent": "epd-serve"},
+            extensions={"sni_hostname": url.raw_host.decode("ascii")},
+        )
+        response = await self._client.send(request, stream=True)
+        try:
+            if response.is_redirect and "location" in response.headers:
+                return response.headers["location"]
+            if response.status_code != 200:
+                raise _unreachable(param, f"the server answered {response.status_code}")
+            if response.headers.get("content-encoding", "identity") != "identity":
+                raise _unreachable(param, "the server sent a compressed answer that was not asked for")
+            return await self._read(response, param, grow)
+        finally:
+            await response.aclose()
+
+    async def _read(self, response: httpx.Response, param: str, grow: Grow) -> bytearray:
+        limit = self._limits.max_bytes
+        received = bytearray()
+        announced = response.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > limit:
+            raise too_large(param, limit)
+        async for chunk in response.aiter_raw():
+            if len(received) + len(chunk) > limit:
+                raise too_large(param, limit)
+            grow(len(chunk))
+            received += chunk
+        return received
+
+
+def too_large(param: str, limit: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(f"{param}: larger than {limit:,} bytes.", param=param, code="media_too_large")
+
+
+def _unreachable(param: str, what: str) -> RequestError:
+    return RequestError(f"{param}: {what}.", param=param, code="media_unreachable")

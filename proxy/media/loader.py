@@ -1,0 +1,307 @@
+"""Load every media item of a request once, safely, and give it its key.
+
+Owns the order of checks and the bounds over a whole request. How to fetch is `fetch.py`'s and `local_files.py`'s,
+how to judge a picture `images.py`'s, how keys are made `store/keys.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+
+import pybase64
+
+from epd_serve.errors import PayloadTooLargeError, RequestError
+from proxy.config.settings import SCHEMES, ProxySettings
+from proxy.errors import most_telling
+from proxy.fields.parts import MediaRef, Modality
+from proxy.media.clips import frames_asked, inspect_clip
+from proxy.media.fetch import UrlFetcher, too_large
+from proxy.media.images import inspect_picture
+from proxy.media.local_files import read_local
+from proxy.request.parse import ParsedRequest
+from proxy.request.payload import Inlined
+from proxy.tenants.fair_semaphore import Turns
+from proxy.tenants.memory_budget import Holding
+from store.errors import StoreError
+from store.keys import feature_key
+
+MAX_SCHEME = 16  # characters looked at: the rest may be megabytes
+MAX_HEAD = 256  # of a data URL, to its comma
+TOGETHER_BYTES = 256 << 10
+"""Small items share a thread's turn up to so much: a turn costs as much as a small picture. A large one has its own, so
+that other requests come in between."""
+DEFAULT_MIME = {Modality.IMAGE: "image/png", Modality.AUDIO: "audio/wav", Modality.VIDEO: "video/mp4"}
+
+
+@dataclass(frozen=True)
+class LoadedItem:
+    """A media item on its way to the stages.
+
+    Attributes:
+        ref: where it was. Its `source` is gone: it would hold the client's own words for as long as the request lasts.
+        source: data URL (base64 for `input_audio`): what replaces the client's URL.
+        key: its feature key, the `uuid` that every stage sees.
+        weight: encoding cost for LPT: pixels of a picture, bytes of anything else.
+        size_bytes: of the media itself.
+    """
+
+    ref: MediaRef
+    source: Inlined
+    key: str
+    weight: float
+    size_bytes: int = 0
+
+
+class MediaLoader:
+    """Loads items. Blocking work runs on a few threads of its own, which accounts get in turns."""
+
+    def __init__(self, settings: ProxySettings, fetcher: UrlFetcher) -> None:
+        self._identity = settings.identity
+        self._limits = settings.media
+        self._fetcher = fetcher
+        self._threads = ThreadPoolExecutor(settings.media.threads, thread_name_prefix="media")
+        self._turns = Turns(settings.media.threads)
+        self._outliving: set[asyncio.Task[None]] = set()
+
+    async def aclose(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        await self._fetcher.aclose()
+
+    async def load(self, request: ParsedRequest, *, tenant: str, held: Holding) -> tuple[LoadedItem, ...]:
+        """All items of `request`, in order. Their bytes are counted in `held`.
+
+        Raises:
+            RequestError: naming the item at fault. BusyError. What `held.take` raises.
+        """
+        refs = request.media
+        if not refs:
+            return ()
+        if len(refs) > self._limits.max_items:
+            raise RequestError(
+                f"messages: {len(refs)} media items, the limit is {self._limits.max_items}.", param="messages"
+            )
+        for ref in refs:
+            self._check_scheme(ref)
+        options = request.processor_options
+        videos = any(ref.modality is Modality.VIDEO for ref in refs)
+        frames = frames_asked(options, self._limits.max_frames) if videos else 0
+        total = _Total(self._limits.max_total_bytes)
+        fetched = await self._fetched([ref for ref in refs if _scheme(ref) in ("http", "https")], total, held)
+
+        def item(ref: MediaRef) -> LoadedItem:
+            """In a thread."""
+            mime, data, inlined = self._bytes_of(ref, fetched)
+            return self._item(ref, mime, data, inlined, frames, options, tenant)
+
+        loaded: list[LoadedItem] = []
+        for together in self._shares(refs, fetched):
+            most_bytes = sum(self._most_bytes(ref, fetched) for ref in together)
+            held.take(most_bytes)
+            items = await self._in_turn(lambda refs=together: [item(ref) for ref in refs], held)  # type: ignore[misc]
+            gone = sum(len(fetched.pop(ref.param, b"")) for ref in together)
+            held.give_back(most_bytes + gone - sum(one.source.size_bytes for one in items))
+            total.grow(sum(one.size_bytes for one in items) - gone)
+            loaded += items
+        return tuple(loaded)
+
+    async def _fetched(self, refs: Sequence[MediaRef], total: _Total, held: Holding) -> dict[str, bytearray]:
+        """What other hosts have, by the parameter that names it."""
+        if not refs:
+            return {}
+
+        def grow(more_bytes: int) -> None:
+            total.grow(more_bytes)
+            held.take(more_bytes)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                fetching = {
+                    ref.param: group.create_task(
+                        self._fetcher.fetch(ref.source, param=ref.param, account=held.account, grow=grow)
+                    )
+                    for ref in refs
+                }
+        except BaseExceptionGroup as failed:
+            raise most_telling(failed) from None
+        return {param: task.result() for param, task in fetching.items()}
+
+    def _check_scheme(self, ref: MediaRef) -> None:
+        if ref.key == "input_audio":
+            return
+        scheme = _scheme(ref)
+        if scheme not in SCHEMES:
+            raise RequestError(
+                f"{ref.param}: the URL must begin with data:, http:// or https://.",
+                param=ref.param,
+                code="media_scheme",
+            )
+        if scheme not in self._limits.schemes:
+            raise RequestError(
+                f"{ref.param}: this server takes no {scheme}: URLs, only {', '.join(self._limits.schemes) or 'none'}.",
+                param=ref.param,
+                code="media_scheme",
+            )
+
+    def _shares(self, refs: Iterable[MediaRef], fetched: Mapping[str, bytearray]) -> Iterator[list[MediaRef]]:
+        """Which items are loaded within one turn, in order."""
+        together: list[MediaRef] = []
+        size = 0
+        for ref in refs:
+            most = self._most_bytes(ref, fetched)
+            if together and size + most > TOGETHER_BYTES:
+                yield together
+                together, size = [], 0
+            together.append(ref)
+            size += most
+        yield together
+
+    def _most_bytes(self, ref: MediaRef, fetched: Mapping[str, bytearray]) -> int:
+        """What loading an item takes at most beside what is held of it: its bytes, and as many in base64 as stay."""
+        if ref.param in fetched:
+            own = len(fetched[ref.param])
+            return own + _base64_bytes(own)
+        if ref.key == "input_audio" or _scheme(ref) == "data":
+            return len(ref.source) + len(ref.source) * 3 // 4 + MAX_HEAD
+        return self._limits.max_bytes + _base64_bytes(self._limits.max_bytes)
+
+    def _bytes_of(self, ref: MediaRef, fetched: Mapping[str, bytearray]) -> tuple[str, bytes, memoryview | None]:
+        """(MIME type, bytes, their base64 where the client sent it) of one item."""
+        mime, limit = DEFAULT_MIME[ref.modality], self._limits.max_bytes
+        if ref.param in fetched:
+            return mime, bytes(fetched[ref.param]), None
+        if ref.key == "input_audio":
+            return mime, *_base64(memoryview(_ascii(ref.source, ref.param)), ref.param, limit)
+        if _scheme(ref) == "data":
+            return _data_url(ref.source, ref.param, mime, limit)
+        data = read_local(ref.source, root=self._limits.allowed_local_root, max_bytes=limit, param=ref.param)
+        return mime, data, None
+
+    def _item(
+        self,
+        ref: MediaRef,
+        mime: str,
+        data: bytes,
+        inlined: memoryview | None,
+        frames: int,
+        options: dict[str, object],
+        tenant: str,
+    ) -> LoadedItem:
+        if not data:
+            raise RequestError(f"{ref.param}: empty.", param=ref.param)
+        weight, limits = len(data), self._limits
+        if ref.modality is Modality.IMAGE:
+            mime, weight = inspect_picture(data, param=ref.param, max_pixels=limits.max_pixels)
+        else:
+            max_s = limits.max_audio_s if ref.modality is Modality.AUDIO else limits.max_video_s
+            pixels = inspect_clip(data, param=ref.param, max_s=max_s, max_pixels=limits.max_pixels)
+            if ref.modality is Modality.VIDEO and (pixels or 0) * frames > limits.max_video_pixels:
+                raise RequestError(
+                    f"{ref.param}: {frames} frames of {pixels:,} pixels, the limit is {limits.max_video_pixels:,}.",
+                    param=ref.param,
+                    code="too_many_pixels",
+                )
+        try:
+            key = feature_key(
+                data,
+                processor_options=options,
+                model=self._identity.model,
+                revision=self._identity.revision,
+                dtype=self._identity.dtype,
+                tenant=tenant,
+                modality=ref.modality.value,
+            )
+        except StoreError as error:
+            raise RequestError(f"{', '.join(options)}: {error}.", param=next(iter(options))) from None
+        head = b"" if ref.key == "input_audio" else f"data:{mime};base64,".encode("ascii")
+        # The client's own base64 where there is some: decoding it was strict, and encoding again takes its time.
+        source = Inlined(head, inlined if inlined is not None else pybase64.b64encode(data))
+        return LoadedItem(replace(ref, source=""), source, key, float(weight), len(data))
+
+    async def _in_turn(self, work: Callable[[], list[LoadedItem]], held: Holding) -> list[LoadedItem]:
+        """Do it in a thread. No thread can be stopped: where the request ends first, its turn and all that it holds
+        last until the thread is done."""
+        async with AsyncExitStack() as until_done:
+            await until_done.enter_async_context(self._turns.turn(held.account))
+            running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+            try:
+                return await asyncio.shield(running)
+            except asyncio.CancelledError:
+                if not running.done():
+                    until_done.enter_context(held.handed_over())
+                    ending = asyncio.create_task(_close_after(running, until_done.pop_all()))
+                    self._outliving.add(ending)
+                    ending.add_done_callback(self._outliving.discard)
+                raise
+
+
+async def _close_after(running: asyncio.Future[list[LoadedItem]], held: AsyncExitStack) -> None:
+    await asyncio.wait([running])
+    await held.aclose()
+
+
+class _Total:
+    """All media of one request, as they come."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._size_bytes = 0
+
+    def grow(self, more_bytes: int) -> None:
+        self._size_bytes += more_bytes
+        if self._size_bytes > self._limit_bytes:
+            raise PayloadTooLargeError(
+                f"messages: media of more than {self._limit_bytes:,} bytes in all.", param="messages"
+            )
+
+
+def source_bytes(refs: Iterable[MediaRef]) -> int:
+    """Of the media that stand in the body itself, as the client wrote them."""
+    return sum(len(ref.source) for ref in refs)
+
+
+def _scheme(ref: MediaRef) -> str:
+    return "" if ref.key == "input_audio" else ref.source[:MAX_SCHEME].partition(":")[0].lower()
+
+
+def _data_url(url: str, param: str, default_mime: str, max_bytes: int) -> tuple[str, bytes, memoryview]:
+    head, comma, _ = url[:MAX_HEAD].partition(",")
+    mime, *attributes = head[len("data:") :].split(";")
+    if not comma or "base64" not in (attribute.strip().lower() for attribute in attributes):
+        raise RequestError(
+            f"{param}: a data URL must read data:<type>;base64,<data>.", param=param, code="invalid_data_url"
+        )
+    plain = mime.replace("-", "").replace("+", "").replace(".", "").split("/")
+    if not mime.isascii() or not all(part.isalnum() for part in plain):
+        mime = ""  # would otherwise be copied into the URL that the stages parse
+    payload = memoryview(_ascii(url, param))[len(head) + 1 :]  # of characters: a head that is not ASCII was refused
+    return mime or default_mime, *_base64(payload, param, max_bytes)
+
+
+def _ascii(text: str, param: str) -> bytes:
+    try:
+        return text.encode("ascii")
+    except UnicodeEncodeError:
+        raise _invalid_base64(param, "characters that are not ASCII") from None
+
+
+def _base64(payload: memoryview, param: str, max_bytes: int) -> tuple[bytes, memoryview]:
+    """What `payload` says, and `payload`. As strict as vLLM, which reads it with the same library."""
+    if len(payload) * 3 // 4 > max_bytes + 2:
+        raise too_large(param, max_bytes)
+    try:
+        return pybase64.b64decode(payload, validate=True), payload
+    except (binascii.Error, ValueError) as error:
+        raise _invalid_base64(param, str(error)) from None
+
+
+def _invalid_base64(param: str, what: str) -> RequestError:
+    return RequestError(f"{param}: invalid base64 ({what}).", param=param, code="invalid_base64")
+
+
+def _base64_bytes(size_bytes: int) -> int:
+    return -(-size_bytes // 3) * 4 + MAX_HEAD

@@ -1,0 +1,78 @@
+"""What the stages announce, put where it is needed: features into the directory, reports into the status table, causes
+to the requests that failed of them. Owns none of it being true: announcements get lost.
+"""
+
+from __future__ import annotations
+
+import time
+
+from epd_serve.wire import (
+    Announcement,
+    FeatureFailed,
+    FeatureMissing,
+    FeaturePath,
+    FeaturePending,
+    FeatureReady,
+    KvReport,
+    StageReport,
+    StoreReport,
+)
+from proxy.background import Background
+from proxy.metrics import Metrics
+from proxy.registry.announcements import Announcements
+from proxy.registry.feature_directory import FeatureDirectory
+from proxy.registry.missing_features import MissingFeatures
+from proxy.registry.table import InstanceTable
+
+MISSING_WAIT_S = 0.05
+
+
+class Hearsay:
+    """Everything that reaches this proxy without having been asked for."""
+
+    def __init__(
+        self, table: InstanceTable, directory: FeatureDirectory, metrics: Metrics, background: Background
+    ) -> None:
+        self.directory = directory
+        self._table = table
+        self._metrics = metrics
+        self._missing = MissingFeatures()
+        self._announcements = Announcements(table, self.heard, background)
+
+    def start(self) -> None:
+        """Begin to listen, in the running event loop."""
+        self._announcements.start()
+
+    async def stop(self) -> None:
+        await self._announcements.stop()
+
+    @property
+    def listening(self) -> bool:
+        """Whether a consumer's word about a missing feature would be heard."""
+        return self._announcements.listening
+
+    def heard(self, message: Announcement) -> None:
+        """Take in one announcement."""
+        self._metrics.announcements.labels(type(message).__name__).inc()
+        match message:
+            case FeatureReady():
+                self.directory.announced(message, time.monotonic())
+            case FeatureFailed():
+                self.directory.lost([message.key])
+            case FeatureMissing():
+                self.directory.lost(message.keys)
+                self._missing.heard(message)
+            case StoreReport():
+                self._table.report(message)
+            case KvReport():
+                self._table.report_kv(message)
+            case StageReport():
+                self._table.report_stage(message)
+            case FeaturePending():  # for consumers: here a flight or the encoder's answer says as much
+                pass
+            case FeaturePath():  # for encoders
+                pass
+
+    async def missing_for(self, request_id: str) -> FeatureMissing | None:
+        """What a consumer said about a request that has just failed. It may be a moment behind the failure."""
+        return await self._missing.of(request_id, timeout_s=MISSING_WAIT_S if self.listening else 0.0)

@@ -1,0 +1,151 @@
+"""One life of one instance as the status table keeps it, what requests hold of it, and what others see of it.
+
+How much is held is the ledger's (`proxy/registry/ledger.py`), what it amounts to `proxy/registry/load.py`'s.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from epd_serve.instances import Instance
+from epd_serve.wire import KvReport, StageReport, StoreReport
+from proxy.registry.ledger import PER_UNIT, Ledger, LifeId
+from proxy.registry.ledger import Work as Work  # those who hold leases know it from here
+from proxy.registry.load import Acquired
+
+REPORT_TRUST_S = 3.0
+"""Instances report every 0.5 s at least: what one that has fallen silent said of its store or load holds no more."""
+
+KV_TRUST_S = 5.0
+"""The same of KV links, which are reported every second at least."""
+
+
+@dataclass(frozen=True)
+class InstanceView:
+    """A row of the table as others may see it.
+
+    Attributes:
+        load: pending work, in the unit of its role (`proxy/registry/load.py`).
+        report: its last word on the store, if any. kv: the fresh ones of its workers that send KV, by rank.
+        stage: its last word on its load, if any, and stage_age_s: how old that is.
+        warming: it answers, and waits for its KV links to be used.
+    """
+
+    instance: Instance
+    up: bool
+    reason: str
+    in_flight: dict[Work, int]
+    load: float
+    report: StoreReport | None
+    kv: tuple[KvReport, ...]
+    warming: bool
+    stage: StageReport | None = None
+    stage_age_s: float = 0.0
+
+
+@dataclass(eq=False)
+class Life:
+    """One incarnation of one instance.
+
+    Attributes:
+        up: it gets requests, unless it is silent. reason: why not.
+        silent: it has reported before, and not for a while in which others have.
+        suspended: requests go to others while there are others.
+        healthy_since: when it answered first, None while it does not.
+        warm: it has been up, so its KV links matter no more.
+        kv, kv_heard: the last report of each worker that sends KV, and when it came; by rank.
+    """
+
+    instance: Instance
+    up: bool
+    reason: str = ""
+    silent: bool = False
+    suspended: bool = False
+    last_pick: int = 0
+    report: StoreReport | None = None
+    reported_at: float = 0.0
+    stage: StageReport | None = None
+    stage_heard: float = 0.0
+    counted: int = 0  # weight acquired when that report was made
+    acquired: Acquired = field(default_factory=Acquired)
+    kv: dict[int, KvReport] = field(default_factory=dict)
+    kv_heard: dict[int, float] = field(default_factory=dict)
+    healthy_since: float | None = None
+    warm: bool = False
+
+    @property
+    def id(self) -> LifeId:
+        return (self.instance.id, self.instance.incarnation)
+
+    @property
+    def serving(self) -> bool:
+        return self.up and not self.silent
+
+    @property
+    def heard(self) -> float:
+        """When it reported last, whatever of; 0 for one that never did."""
+        return max(self.reported_at, self.stage_heard)
+
+    @property
+    def warming(self) -> bool:
+        return self.healthy_since is not None and not self.up
+
+    @property
+    def full(self) -> bool:
+        """Features wait for room in its store."""
+        trusted = self.report is not None and time.monotonic() - self.reported_at < REPORT_TRUST_S
+        return trusted and self.report is not None and self.report.waiting_puts > 0
+
+    @property
+    def pending(self) -> StageReport | None:
+        """Its last word on its load, while it can be trusted."""
+        return self.stage if time.monotonic() - self.stage_heard < REPORT_TRUST_S else None
+
+    def view(self, in_flight: dict[Work, int], load: float) -> InstanceView:
+        now = time.monotonic()
+        kv = tuple(report for rank, report in sorted(self.kv.items()) if self.kv_heard[rank] >= now - KV_TRUST_S)
+        return InstanceView(
+            self.instance,
+            self.serving,
+            "silent, while others report" if self.up and self.silent else self.reason,
+            in_flight,
+            load,
+            self.report,
+            kv,
+            self.warming,
+            self.stage,
+            now - self.stage_heard if self.stage is not None else 0.0,
+        )
+
+
+class Lease:
+    """One unit of in-flight work on one incarnation. Released exactly once, whoever calls first.
+
+    Args:
+        weight: in the unit of the instance's role (`proxy/registry/load.py`), >= 0.
+    """
+
+    def __init__(self, ledger: Ledger, instance: Instance, work: Work, weight: float) -> None:
+        assert weight >= 0, f"a lease weighs {weight}"
+        self.instance = instance
+        self._ledger = ledger
+        self._life = (instance.id, instance.incarnation)
+        self._work = work
+        self._weight = round(weight * PER_UNIT)
+        self._held = True
+        ledger.acquire(self._life, work, self._weight)
+
+    def release(self) -> None:
+        if self._held:
+            self._held = False
+            self._ledger.release(self._life, self._work, self._weight)
+
+    def __enter__(self) -> Instance:
+        return self.instance
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()

@@ -1,0 +1,73 @@
+"""uvicorn's HTTP protocol with what it lacks: bounds on heads, and a word to a request whose client has left.
+
+A bound on what it collects before a request's head, or a trailer, is complete: httptools has none, it joins what has
+come of a header with every read, so that a client without any key could fill the memory with one endless line, and stop
+the event loop for seconds by copying it again and again. Until when a head has to be complete,
+`proxy/server/idle_clients.py` sees to, and what that needs to know is here. The word is
+`proxy/server/client_disconnect.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from proxy.server.client_disconnect import EXTENSION, Departure
+
+MAX_HEAD_BYTES = 64 << 10
+
+
+class FrontProtocol(HttpToolsProtocol):
+    """Answers 400 and closes the connection beyond `MAX_HEAD_BYTES`.
+
+    Attributes:
+        heads: of requests, complete ones so far.
+    """
+
+    heads = 0
+    _pending_bytes = 0
+    """Received since anything of a message was complete."""
+
+    _departure: Departure
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is asked of us: no request is complete that has not got its answer."""
+        return self.cycle is None or (self.cycle.response_complete and not self.pipeline)
+
+    @property
+    def owes(self) -> bool:
+        """The client has not ended what it began, a head or a body that was answered early, or has never begun."""
+        return self.cycle is None or self._pending_bytes > 0 or self.cycle.more_body
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        super().connection_made(transport)
+        self._departure = Departure(self.flow.resume_reading)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._departure.lost()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {EXTENSION: self._departure}  # type: ignore[dict-item]  # one of ours
+
+    def data_received(self, data: bytes) -> None:
+        self._pending_bytes += len(data)
+        super().data_received(data)
+        if self._pending_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The head of a request is larger than {MAX_HEAD_BYTES:,} bytes.")
+
+    def on_headers_complete(self) -> None:
+        self._pending_bytes = 0
+        self.heads += 1
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._pending_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._pending_bytes = 0
+        super().on_message_complete()

@@ -1,0 +1,5 @@
+"""What every step needs to call a stage: the HTTP client, bodies, circuits, suspects, the retry budget, the job.
+
+May import `admission`, `media`, `request`, `registry` and what is below those. The steps themselves are in `encode`
+and `generate`.
+"""

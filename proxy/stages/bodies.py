@@ -1,0 +1,156 @@
+"""The bodies that each stage gets, made from one client body. Pure. With which media is `proxy/generate/delivery.py`'s
+choice.
+
+E sees only its share of the items; D sees the client's request; P sees the same prompt but is asked for one token,
+so that its answer costs nothing. Whatever can change the prompt is kept in both, or P's KV would not fit D's tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from epd_serve.instances import Instance
+from epd_serve.wire import ENCODE_AGAIN_XARG
+from proxy.fields.parts import MediaRef, placeholder_part, rewritten_part
+from proxy.fields.response_parts import as_chat_part, placeholder_response_part, rewritten_response_part
+from proxy.media.loader import LoadedItem
+from proxy.registry.feature_directory import Metadata
+from proxy.request.parse import Endpoint, ParsedRequest
+
+# Concern sampling or the form of the answer, never the prompt. `response_format`, `tools` and `tool_choice` stay:
+# some renderers (Kimi-K3, harmony) write them into the prompt.
+NOT_FOR_PREFILL = frozenset({
+    "stream_options", "stream_interval", "max_completion_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
+    "logprobs", "top_logprobs", "logprob_token_ids", "structured_outputs", "return_token_ids", "return_prompt_text",
+    "repetition_detection", "thinking_token_budget", "include", "enable_response_messages", "max_tool_calls",
+})  # fmt: skip
+RESPONSE_ID = "resp_"
+"""What OpenAI's and vLLM's ids of responses begin with."""
+INTERNAL_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+
+
+def base_body(
+    request: ParsedRequest, items: Sequence[LoadedItem], cache_salt: str | None, *, request_id: str = ""
+) -> dict[str, Any]:
+    """The client's body with every media item loaded, keyed and inlined, and the tenant's salt.
+
+    Args:
+        request_id: named in the body where vLLM heeds no header: its Responses. There nothing is stored either: what
+            one stage keeps, the next request would not find.
+    """
+    body = _with_parts(request.body, items, _rewritten)
+    if request.endpoint is Endpoint.RESPONSES:
+        body |= {"request_id": RESPONSE_ID + request_id, "store": False}
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
+    return body
+
+
+def inlined_body(request: ParsedRequest, items: Sequence[LoadedItem]) -> dict[str, Any]:
+    """The client's body with every media item loaded and inlined, under no name."""
+    body = _with_parts(request.body, items, _rewritten)
+    return _with_parts(body, items, lambda _, part: {name: value for name, value in part.items() if name != "uuid"})
+
+
+def placeholder_body(
+    base: Mapping[str, Any], items: Sequence[LoadedItem], metadata: Mapping[str, Metadata]
+) -> dict[str, Any]:
+    """`base` with every item's metadata in place of its media. `metadata` has all of their keys."""
+    return _with_parts(base, items, lambda item, _: _placeholder(item, metadata[item.key]))
+
+
+def renamed_body(base: Mapping[str, Any], items: Sequence[LoadedItem]) -> dict[str, Any]:
+    """`base` with its media under names that are not those of any feature (`media_name`)."""
+    return _with_parts(base, items, lambda item, part: {**part, "uuid": media_name(item.key)})
+
+
+def media_name(key: str) -> str:
+    """Another name for the item of `key`, the same one every time."""
+    return hashlib.sha256(b"epd-serve/media/" + key.encode()).hexdigest()
+
+
+def with_xargs(base: Mapping[str, Any], **words: str) -> dict[str, Any]:
+    """`base` with words for the connectors of the stage, beside the client's own `vllm_xargs`."""
+    return {**base, "vllm_xargs": {**(base.get("vllm_xargs") or {}), **words}}
+
+
+def encode_body(base: Mapping[str, Any], items: Iterable[LoadedItem], again: Collection[str] = ()) -> dict[str, Any]:
+    """A chat request of media parts only. The answer's text is of no interest.
+
+    Args:
+        again: keys that the encoder must encode even where it believes that they are there.
+    """
+    parts = [_for_encoder(item, part_of(base, item.ref)) for item in items]
+    kept = ("mm_processor_kwargs", "media_io_kwargs", "cache_salt")
+    body = {
+        "model": base["model"],
+        "messages": [{"role": "user", "content": parts}],
+        "max_tokens": 1,
+        "stream": False,
+        **{name: base[name] for name in kept if base.get(name) is not None},
+    }
+    return with_xargs(body, **{ENCODE_AGAIN_XARG: ",".join(sorted(again))}) if again else body
+
+
+def prefill_body(
+    base: Mapping[str, Any], transfer_id: str, prefill: Instance, endpoint: Endpoint = Endpoint.CHAT
+) -> dict[str, Any]:
+    """The same prompt, one token, no frills. `n` and prompt lists stay: transfers are keyed (id, child)."""
+    body = {name: value for name, value in base.items() if name not in NOT_FOR_PREFILL}
+    params = {"transfer_id": transfer_id, "incarnation": prefill.incarnation}
+    limit = "max_output_tokens" if endpoint is Endpoint.RESPONSES else "max_tokens"
+    return {**body, "stream": False, limit: 1, "kv_transfer_params": params}
+
+
+def decode_body(base: Mapping[str, Any], transfer_id: str, prefill: Instance) -> dict[str, Any]:
+    """The client's request, and where its KV comes from."""
+    peer = {"instance": prefill.id, "incarnation": prefill.incarnation, "endpoint": prefill.kv_endpoint}
+    return {**base, "kv_transfer_params": {"transfer_id": transfer_id, "peer": peer}}
+
+
+def public_answer(answer: Mapping[str, Any], *, keep_token_ids: bool) -> dict[str, Any]:
+    """A stage's JSON answer without what only stages may see. Prompt token ids stay if the client asked for them."""
+    internal = INTERNAL_FIELDS if keep_token_ids else (*INTERNAL_FIELDS, "prompt_token_ids")
+    return {name: value for name, value in answer.items() if name not in internal}
+
+
+def _with_parts(
+    body: Mapping[str, Any],
+    items: Sequence[LoadedItem],
+    rewritten: Callable[[LoadedItem, Mapping[str, Any]], Mapping[str, Any]],
+) -> dict[str, Any]:
+    """A copy of `body` with the part of every item rewritten."""
+    if not items:
+        return dict(body)
+    name = items[0].ref.messages  # one body, one list of messages
+    messages = list(body[name])
+    for item in items:
+        ref = item.ref
+        parts = list(messages[ref.message][ref.parts])
+        parts[ref.part] = rewritten(item, parts[ref.part])
+        messages[ref.message] = {**messages[ref.message], ref.parts: parts}
+    return {**body, name: messages}
+
+
+def part_of(body: Mapping[str, Any], ref: MediaRef) -> Mapping[str, Any]:
+    """The part that `ref` stands for."""
+    part: Mapping[str, Any] = body[ref.messages][ref.message][ref.parts][ref.part]
+    return part
+
+
+def _rewritten(item: LoadedItem, part: Mapping[str, Any]) -> Mapping[str, Any]:
+    if item.ref.messages == "input":
+        return rewritten_response_part(part, source=item.source, uuid=item.key)
+    return rewritten_part(part, item.ref, source=item.source, uuid=item.key)
+
+
+def _placeholder(item: LoadedItem, metadata: Metadata) -> Mapping[str, Any]:
+    if item.ref.messages == "input":
+        return placeholder_response_part(metadata, uuid=item.key)
+    return placeholder_part(item.ref, metadata, uuid=item.key)
+
+
+def _for_encoder(item: LoadedItem, part: Mapping[str, Any]) -> Mapping[str, Any]:
+    return as_chat_part(part) if item.ref.messages == "input" else part

@@ -1,0 +1,142 @@
+"""The circuits of all lives: watches calls to stages, and has the status table suspend whom they condemn.
+
+Lives in the proxy's event loop. What a verdict does to one circuit is `proxy/stages/circuit.py`'s business; here is
+what counts as one: an answer, a refusal included, speaks for the instance; a broken connection, a 5xx or a deadline
+against it; a cancellation, and KV that one instance could not hand to another, for neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import TracebackType
+from typing import Self
+
+from epd_serve.errors import DeadlineError, RequestError, StageError
+from epd_serve.instances import Instance
+from proxy.errors import KvNotDelivered
+from proxy.metrics import Metrics
+from proxy.registry.table import InstanceTable
+from proxy.stages.circuit import Circuit, CircuitLimits, State
+
+logger = logging.getLogger(__name__)
+MAX_CIRCUITS = 4096
+"""Lives with something to remember; those that failed longest ago are forgotten first."""
+
+CLOCK_S = 0.001
+"""The event loop calls back a little early, within the resolution of its clock."""
+
+LifeId = tuple[str, str]
+
+
+class Circuits:
+    """A life has a circuit from its first failure until its next success."""
+
+    def __init__(self, table: InstanceTable, metrics: Metrics, limits: CircuitLimits | None = None) -> None:
+        self._table = table
+        self._metrics = metrics
+        self._limits = limits or CircuitLimits()
+        self._circuits: dict[LifeId, Circuit] = {}
+
+    def call(self, instance: Instance) -> StageCall:
+        """Announce a call to `instance`. Enter it as a context; leaving that gives the verdict."""
+        return StageCall(self, instance)
+
+    def state(self, instance_id: str, incarnation: str) -> State:
+        circuit = self._circuits.get((instance_id, incarnation))
+        return circuit.state(_now()) if circuit is not None else State.CLOSED
+
+    def _began(self, call: StageCall) -> None:
+        circuit = self._circuits.get(call.life)
+        if circuit is not None:
+            circuit.began(call, _now())
+            self._tell(call.life, circuit)
+
+    def _ended(self, call: StageCall) -> None:
+        circuit = self._circuits.get(call.life)
+        if circuit is not None:
+            circuit.ended(call)
+            self._tell(call.life, circuit)
+
+    def _succeeded(self, call: StageCall) -> None:
+        circuit = self._circuits.pop(call.life, None)
+        if circuit is not None:
+            circuit.succeeded()
+            self._tell(call.life, circuit)
+
+    def _failed(self, call: StageCall) -> None:
+        if call.life not in self._circuits and len(self._circuits) >= MAX_CIRCUITS:
+            self._forget(next(iter(self._circuits)))
+        circuit = self._circuits.pop(call.life, Circuit(self._limits))
+        self._circuits[call.life] = circuit  # as the one that failed last
+        now = _now()
+        if circuit.failed(now):
+            logger.warning("%s fails again and again: others are asked while there are others", call.life[0])
+            self._metrics.circuit_opened.labels(call.life[0]).inc()
+            asyncio.get_running_loop().call_later(circuit.open_for_s(now) + CLOCK_S, self._look_again, call.life)
+        self._tell(call.life, circuit)
+
+    def _forget(self, life: LifeId) -> None:
+        """With its circuit goes whoever would end its suspension."""
+        del self._circuits[life]
+        self._table.suspend(*life, False)
+
+    def _tell(self, life: LifeId, circuit: Circuit) -> None:
+        self._table.suspend(*life, circuit.suspended(_now()))
+
+    def _look_again(self, life: LifeId) -> None:
+        circuit = self._circuits.get(life)
+        if circuit is not None:
+            self._table.suspend(*life, circuit.suspended(_now()))
+
+
+class StageCall:
+    """One call to one instance, from its choice on: a half-open circuit has its probe at once.
+
+    `judged`: the instance has answered, or failed. `ended`: nothing more comes of it.
+    """
+
+    def __init__(self, circuits: Circuits, instance: Instance) -> None:
+        self.life = (instance.id, instance.incarnation)
+        self.judged = self.ended = False
+        self._failed = False
+        self._circuits = circuits
+        circuits._began(self)
+
+    def succeeded(self) -> None:
+        """It answers: for a stream that is known at the first event."""
+        if not self.judged:
+            self.judged = True
+            self._circuits._succeeded(self)
+
+    def failed(self) -> None:
+        """It failed, though it may have begun well. Any number of times."""
+        if not self._failed:
+            self.judged = self._failed = True
+            self._circuits._failed(self)
+
+    def over(self) -> None:
+        """Nothing more comes of it. Any number of times."""
+        self.ended = True
+        self._circuits._ended(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, RequestError):
+            self.succeeded()
+        elif self._condemned_by(error):
+            self.failed()
+        self.over()
+
+    def _condemned_by(self, error: BaseException) -> bool:
+        if isinstance(error, StageError):
+            return error.stage == self.life[0] and not isinstance(error, KvNotDelivered)
+        return isinstance(error, DeadlineError)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,65 @@
+"""What work costs before anybody has done it: tokens of media items and of prompts, estimated. Pure.
+
+Loads of the status table are sums of these and of what stages report, which count real tokens, so both are in tokens.
+Nothing here needs to be exact: placing work well needs costs that are right relative to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from proxy.fields.parts import MEDIA_KEYS, Modality
+from proxy.media.loader import LoadedItem
+from proxy.request.parse import ParsedRequest
+
+PIXELS_PER_TOKEN = 784
+"""28 x 28 pixels, a merged patch of Qwen2-VL and 2.5-VL (Qwen3-VL's has 32 x 32, others tile: all grow with area)."""
+
+BYTES_PER_TOKEN = {Modality.AUDIO: 1000, Modality.VIDEO: 500}
+"""Compressed files: 25 tokens a second of speech at 200 kbit/s; two frames a second of some 250 tokens at 2 Mbit/s."""
+
+CHARACTERS_PER_TOKEN = 4
+
+MAX_LEVELS = 500
+"""Of nesting within a prompt. Stages walk it by recursion, of which Python allows a thousand calls."""
+
+
+def item_tokens(item: LoadedItem) -> float:
+    """Tokens that an encoder makes of an item, which is what encoding it costs. At least 1."""
+    per_token = BYTES_PER_TOKEN.get(item.ref.modality, PIXELS_PER_TOKEN)
+    return max(item.weight / per_token, 1.0)
+
+
+def prompt_tokens(request: ParsedRequest, items: Sequence[LoadedItem] = ()) -> float:
+    """Tokens of a request's prompt, its items among them. At least 1. Of text in other scripts than Latin, whose
+    characters are tokens more often, the UTF-8 bytes are counted.
+
+    Raises:
+        RecursionError: it is nested more deeply than a stage could walk it.
+    """
+    body = request.body
+    said = (body.get("messages"), body.get("tools"), body.get("prompt"), body.get("input"), body.get("instructions"))
+    return max(_text_tokens([value for value in said if value]) + sum(map(item_tokens, items)), 1.0)
+
+
+def _text_tokens(values: list[Any]) -> float:
+    """Of all text within these. A list of numbers is one of token ids. Media are left out: their data is no text."""
+    characters = tokens = levels = 0
+    while values:
+        levels += 1
+        if levels > MAX_LEVELS:
+            raise RecursionError("a prompt is nested too deeply")
+        inner: list[Any] = []
+        for value in values:
+            if isinstance(value, str):
+                characters += len(value) if value.isascii() else len(value.encode("utf-8", "surrogatepass"))
+            elif isinstance(value, dict):
+                inner += [part for name, part in value.items() if name not in MEDIA_KEYS]
+            elif isinstance(value, list) and value:
+                if isinstance(value[0], int):
+                    tokens += len(value)
+                else:
+                    inner += value
+        values = inner
+    return characters / CHARACTERS_PER_TOKEN + tokens

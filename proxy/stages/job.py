@@ -1,0 +1,61 @@
+"""One client request on its way through the stages: what every step may read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import Struct
+
+from proxy.admission.gate import Pass
+from proxy.media.loader import LoadedItem
+from proxy.registry.feature_directory import Metadata
+from proxy.request.explanation import UNASKED, Explanation
+from proxy.request.parse import ParsedRequest
+from proxy.stages.suspects import Trial
+
+
+@dataclass(frozen=True)
+class Features:
+    """What became of a job's items at the encoders.
+
+    Attributes:
+        missing: keys of items that no encoder produced; the prefilling stage encodes them from the media.
+        metadata: what stands in for the media, by key, where that is known.
+        metadata_in_use: the encoders of this deployment give metadata, for whatever item.
+    """
+
+    missing: tuple[str, ...] = ()
+    metadata: Mapping[str, Metadata] = field(default_factory=dict)
+    metadata_in_use: bool = False
+
+
+class Job(Struct, frozen=True):
+    """
+    Attributes:
+        id: sent to every stage as `X-Request-Id`.
+        base: the client's body with media inlined and keyed (`proxy.stages.bodies.base_body`).
+        items: the media items behind it.
+        tokens: of the whole prompt, estimated (`proxy/stages/cost.py`).
+        features: what the encoders have made of the items; None where no encoder was to be asked.
+        arrived: loop time in seconds when the request came in.
+        passed: its place with the stages.
+        trial: whether its body is suspected of killing instances.
+        explanation: what the client may want to be told; steps stamp it.
+    """
+
+    id: str
+    request: ParsedRequest
+    base: Mapping[str, Any]
+    items: tuple[LoadedItem, ...]
+    tokens: float
+    arrived: float
+    passed: Pass
+    trial: Trial
+    features: Features | None = None
+    explanation: Explanation = UNASKED
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"x-request-id": self.id}

@@ -1,0 +1,297 @@
+"""Bodies under which instances died: tried once more, alone, and refused for a while when that one dies, too.
+
+A poisonous body kills whoever works on it, so repeating it elsewhere walks through the fleet. Whoever shared an
+instance with it at its death looks just as guilty. What tells them apart:
+
+- *Suspected* is a body that an instance had when it died, sent there within the last `blame_s`, and of which nothing
+  had come back: who has answered has survived what kills, and who has been computing for long is not what killed.
+- Suspects are tried one at a time, the one that was sent last before the death first, since that is what killed most
+  likely. A trial lasts until the answer, and not much longer than the instance had lasted with it. Whoever has waited
+  for that during `blame_s` goes on untried: most instances die of something else, and then all of them are innocent.
+- *Convicted* is only who is alone on trial when a second instance dies. A node that takes several instances with it
+  therefore convicts nobody, however popular a body was on all of them.
+- An answer acquits a body, and so everything else that is sent often: between two deaths it is answered somewhere. A
+  conviction acquits whoever was suspected for the same deaths only: they have been explained.
+
+A convicted body is refused for `quarantine_s`, twice as long each further time; between, one death convicts again.
+
+All of it is counted by one process: neither workers nor replicas know of each other's suspects, so N of them lose at
+most 2 N instances to one body. What is kept is a digest with a salt of this process, never a body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import xxhash
+
+from epd_serve.errors import StageError
+from proxy.config.settings import PoisonLimits
+from proxy.errors import PoisonousRequest
+from proxy.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+DEATHS = 2
+"""Attempts at one request that may end with an instance, and instances that convict a body."""
+
+GATHER_S = 0.05
+"""After a death, until everybody who was there has noticed: only then can the one that was sent last go first."""
+
+LEAST_S = 1.0
+"""How long a trial lasts at least, where no answer ends it: an instance may have more to do than the one that died."""
+
+Life = tuple[str, str]  # (instance id, incarnation)
+
+
+@dataclass
+class _Record:
+    """What is held against one body.
+
+    Attributes:
+        deaths: lives that ended while it was there, and whether it was being encoded then.
+        sent_at: when it was sent to the last of them. age_s: how long that one lived on.
+        convictions: so far. refused_until: loop time. seen_at: when there was news of it.
+    """
+
+    deaths: dict[Life, bool] = field(default_factory=dict)
+    sent_at: float = 0.0
+    age_s: float = 0.0
+    convictions: int = 0
+    refused_until: float = 0.0
+    seen_at: float = 0.0
+
+
+class Suspects:
+    """Of one process, in its event loop.
+
+    Args:
+        wait_s: how long the one on trial may wait for an instance, and so the others for it.
+    """
+
+    def __init__(self, limits: PoisonLimits, metrics: Metrics, *, wait_s: float) -> None:
+        self._limits = limits
+        self._metrics = metrics
+        self._wait_s = wait_s
+        self._salt = secrets.randbits(64)
+        self._records: OrderedDict[bytes, _Record] = OrderedDict()
+        self._on_trial: Trial | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiting: dict[asyncio.Future[None], Trial] = {}
+        self._explained: deque[Life] = deque(maxlen=64)  # lives that ended by a body that is convicted
+        metrics.suspects.labels("suspected").set_function(lambda: self._count(lambda record: not record.refused_until))
+        metrics.suspects.labels("refused").set_function(lambda: self._count(lambda record: record.refused_until > 0))
+
+    def trial(self, body: bytes | bytearray) -> Trial:
+        """Of a request with this body."""
+        return Trial(self, xxhash.xxh3_128_digest(body, seed=self._salt))
+
+    # --- what trials ask and say --------------------------------------------------------------------------------
+
+    def _record(self, digest: bytes) -> _Record | None:
+        """What is held against a body now. What is old is forgotten here."""
+        now = _now()
+        while self._records:
+            oldest = next(iter(self._records.values()))
+            if max(oldest.seen_at, oldest.refused_until) + self._limits.memory_s >= now:
+                break
+            self._records.popitem(last=False)
+        record = self._records.get(digest)
+        if record is not None and 0 < record.refused_until <= now:  # on probation: one death convicts
+            record.refused_until = 0.0
+            record.deaths = dict(list(record.deaths.items())[-1:])
+        return record
+
+    def _check(self, digest: bytes) -> None:
+        record = self._record(digest)
+        if record is not None and record.refused_until:
+            self._metrics.refused.labels("poisonous").inc()
+            raise PoisonousRequest(
+                f"{DEATHS} instances ended while they worked on this request body; it is refused for "
+                f"{record.refused_until - _now():.0f} s. Change it, or report it to the operator.",
+            )
+
+    def _suspected(self, digest: bytes) -> bool:
+        record = self._record(digest)
+        return record is not None and bool(record.deaths) and not record.refused_until
+
+    def _died(self, trial: Trial, life: Life, sent_at: float, encoding: bool, ago_s: float) -> None:
+        now = _now()
+        died_at = now - ago_s
+        age_s = max(0.0, died_at - sent_at)
+        if age_s > self._limits.blame_s or life in self._explained:
+            return
+        record = self._record(trial.digest)
+        if record is None:
+            while len(self._records) >= self._limits.bodies:
+                self._records.popitem(last=False)
+            record = self._records[trial.digest] = _Record()
+        elif record.refused_until or (record.deaths and self._on_trial is not trial and died_at > trial.ended_at):
+            return
+        record.deaths[life] = encoding
+        record.sent_at, record.age_s, record.seen_at = sent_at, age_s, now
+        self._records.move_to_end(trial.digest)
+        if len(record.deaths) >= DEATHS:
+            self._convict(record, now)
+
+    def _convict(self, record: _Record, now: float) -> None:
+        limits = self._limits
+        for_s = min(limits.quarantine_max_s, limits.quarantine_s * 2.0**record.convictions)
+        record.convictions += 1
+        record.refused_until = now + for_s
+        self._explained.extend(record.deaths)
+        self._metrics.poisonous.inc()
+        logger.error("a request body under which %s ended is refused for %.0f s", _names(record), for_s)
+        for digest, other in list(self._records.items()):
+            if other is not record and not other.refused_until:
+                other.deaths = {life: other.deaths[life] for life in other.deaths if life not in record.deaths}
+                self._forget_if_clear(digest, other)
+        self._wake()
+
+    def _survived(self, digest: bytes, *, encoding: bool) -> None:
+        record = self._records.get(digest)
+        if record is None or record.refused_until:
+            return
+        if encoding:
+            record.deaths = {life: encoded for life, encoded in record.deaths.items() if not encoded}
+        else:
+            record.deaths, record.convictions = {}, 0
+        self._forget_if_clear(digest, record)
+        self._wake()
+
+    def _forget_if_clear(self, digest: bytes, record: _Record) -> None:
+        if not record.deaths and not record.convictions:
+            del self._records[digest]
+
+    # --- one at a time ------------------------------------------------------------------------------------------
+
+    async def _turn(self, trial: Trial, before_waiting: Callable[[], None]) -> None:
+        """Wait until `trial` is the only one that is on trial, or need not be, or has waited for too long."""
+        if self._on_trial is trial or not self._suspected(trial.digest):
+            return
+        before_waiting()
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        self._waiting[waiter] = trial
+        if self._on_trial is None:
+            loop.call_later(GATHER_S, self._wake)
+        try:
+            await asyncio.wait([waiter], timeout=self._wait_s + 2 * self._limits.blame_s)
+        except BaseException:
+            self._end(trial)  # it may have been its turn
+            raise
+        finally:
+            del self._waiting[waiter]
+            waiter.cancel()
+
+    def _send(self, trial: Trial) -> None:
+        if self._on_trial is not trial:
+            return
+        record = self._records.get(trial.digest)
+        if self._timer is not None:
+            self._timer.cancel()
+        loop, blame_s = asyncio.get_running_loop(), self._limits.blame_s
+        lasts_s = LEAST_S + 2 * record.age_s if record is not None else 0.0
+        self._timer = loop.call_later(min(blame_s, lasts_s), self._end, trial)
+        if self._waiting:
+            loop.call_later(blame_s, _let_go, tuple(self._waiting))
+
+    def _end(self, trial: Trial) -> None:
+        if self._on_trial is trial:
+            self._on_trial = None
+            trial.ended_at = _now()
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = None
+            self._wake()
+
+    def _wake(self) -> None:
+        """Whoever is no suspect any more goes on; of the others the one that was sent last, when none is on trial."""
+        suspects = [trial for trial in self._waiting.values() if self._suspected(trial.digest)]
+        if suspects and self._on_trial is None:
+            self._on_trial = max(suspects, key=lambda trial: self._records[trial.digest].sent_at)
+        stay = {id(trial) for trial in suspects if trial is not self._on_trial}
+        _let_go(waiter for waiter, trial in self._waiting.items() if id(trial) not in stay)
+
+    def _count(self, which: Callable[[_Record], bool]) -> int:
+        return sum(bool(record.deaths) and which(record) for record in self._records.values())
+
+
+class Trial:
+    """One request on its way, before `Suspects`."""
+
+    def __init__(self, suspects: Suspects, digest: bytes) -> None:
+        self.digest = digest
+        self.ended_at = float("-inf")  # when it was on trial last
+        self._suspects = suspects
+        self._deaths: set[Life] = set()
+        self._attempts_ended = 0  # by deaths
+        self._died_at = float("-inf")
+        self._turns = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """It was tried once more after an instance had died under it, and another one died."""
+        return self._attempts_ended >= DEATHS
+
+    def check(self) -> None:
+        """Raises PoisonousRequest: its body is refused. StageError: enough instances have died under this request."""
+        self._suspects._check(self.digest)
+        if self.exhausted:
+            names = " and ".join(sorted(name for name, _ in self._deaths))
+            raise StageError(f"{names} ended while they worked on this request; it is not tried again", stage=names)
+
+    @asynccontextmanager
+    async def turn(self, before_waiting: Callable[[], None]) -> AsyncIterator[None]:
+        """For one attempt, of several tasks too: wait until no other suspect is on trial, if this is one.
+
+        Args:
+            before_waiting: gives back what others would have to wait for meanwhile.
+        """
+        await self._suspects._turn(self, before_waiting)
+        self._turns += 1
+        try:
+            yield
+        finally:
+            self._turns -= 1
+            if not self._turns:
+                self._suspects._end(self)
+
+    def sent(self) -> None:
+        """The attempt has an instance from now on: if it is a trial, its time begins."""
+        self._suspects._send(self)
+
+    def died(self, life: Life, *, sent_at: float, encoding: bool = False, ago_s: float = 0.0) -> None:
+        """An instance died under this request, to which it was sent at loop time `sent_at`. `ago_s`: before now."""
+        if life not in self._deaths and sent_at >= self._died_at:  # of what was sent together, all is one attempt
+            self._attempts_ended += 1
+            self._died_at = _now()
+        self._deaths.add(life)
+        self._suspects._metrics.deaths.labels(life[0]).inc()
+        self._suspects._died(self, life, sent_at, encoding, ago_s)
+
+    def survived(self, *, encoding: bool = False) -> None:
+        """It was answered, or only encoded: what an encoder died of was something else."""
+        self._suspects._survived(self.digest, encoding=encoding)
+        if not encoding:
+            self._suspects._end(self)
+
+
+def _names(record: _Record) -> str:
+    return " and ".join(sorted(name for name, _ in record.deaths))
+
+
+def _let_go(waiters: Iterable[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,176 @@
+"""What the parent of several proxy processes and its workers tell each other, and the frames it travels in.
+
+Both ends come from one start of one program, so there are no versions here. Nothing is pickled: settings and instances
+are checked again where they are decoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from epd_serve.errors import EpdError
+from epd_serve.instances import Instance
+from proxy.config.settings import ProxySettings
+
+MAX_FRAME_BYTES = 16 << 20
+_LENGTH_BYTES = 4
+
+
+class FeedError(EpdError):
+    """The other end says what it cannot say: our fault, in one program of two processes."""
+
+
+class Family(msgspec.Struct, frozen=True, array_like=True):
+    """One metric as a process counts it. `samples`: name, labels in order, value."""
+
+    name: str
+    kind: str
+    help: str
+    samples: list[tuple[str, tuple[tuple[str, str], ...], float]]
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One instance as the parent knows it.
+
+    Attributes:
+        healthy: it answers. reason: why not.
+        served: the parent has seen its KV links used, so a worker that starts later need not wait for them.
+    """
+
+    instance: Instance
+    healthy: bool
+    reason: str
+    served: bool
+
+
+# From the parent.
+
+
+class Setup(msgspec.Struct, tag=True, frozen=True):
+    """The first message.
+
+    Attributes:
+        row: where on the board this worker counts. rows: of the whole board, one per worker.
+        grace_s: how long requests in flight may go on when all workers end. drain_s: when only this one does.
+        link_grace_s: as of `InstanceTable`.
+    """
+
+    settings: ProxySettings
+    row: int
+    rows: int
+    grace_s: float
+    drain_s: float
+    link_grace_s: float
+
+
+class Roster(msgspec.Struct, tag=True, frozen=True):
+    """All instances there are. Replaces what was said before.
+
+    Attributes:
+        down: tasks of the parent that feed the workers and do not run, and why.
+    """
+
+    rows: tuple[Row, ...]
+    down: dict[str, str] = {}
+
+
+class Tell(msgspec.Struct, tag=True, frozen=True):
+    """Say what you have counted. Asked regularly, so that it is known of a worker that dies, and of one that hangs."""
+
+    number: int
+
+
+class Leave(msgspec.Struct, tag=True, frozen=True):
+    """Be ready no more, and go on serving: a `Drain` follows."""
+
+
+class Drain(msgspec.Struct, tag=True, frozen=True):
+    """Take on no more requests, and say when none is left."""
+
+
+class Answer(msgspec.Struct, tag=True, frozen=True):
+    """To a worker's `Sum` of that number: of all workers together."""
+
+    number: int
+    counted: list[Family]
+
+
+# From a worker.
+
+
+class Serving(msgspec.Struct, tag=True, frozen=True):
+    """It takes connections from now on."""
+
+
+class Told(msgspec.Struct, tag=True, frozen=True):
+    """Answers a `Tell`. `running`: requests that it holds."""
+
+    number: int
+    counted: list[Family]
+    running: int
+
+
+class Running(msgspec.Struct, tag=True, frozen=True):
+    """So many requests are left. Said by a worker that drains: at once, and when it is 0."""
+
+    running: int
+
+
+class Sum(msgspec.Struct, tag=True, frozen=True):
+    """What have all workers counted, with this one's counts as given?"""
+
+    number: int
+    counted: list[Family]
+
+
+Message = TypeVar("Message")
+FromParent = Setup | Roster | Tell | Leave | Drain | Answer
+FromWorker = Serving | Told | Running | Sum
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"{type(value).__name__} cannot be told to a worker")
+
+
+def _restored(kind: type, value: Any) -> Any:
+    if kind is Path:
+        return Path(value)
+    raise NotImplementedError(f"{kind.__name__} cannot be told to a worker")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+from_parent: msgspec.msgpack.Decoder[FromParent] = msgspec.msgpack.Decoder(FromParent, dec_hook=_restored)
+from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+
+
+def frame(message: FromParent | FromWorker) -> bytes:
+    """The bytes of one message, its length before it. Raises FeedError when it is too large."""
+    raw = _encoder.encode(message)
+    if len(raw) > MAX_FRAME_BYTES:
+        raise FeedError(f"a {type(message).__name__} of {len(raw):,} bytes; {MAX_FRAME_BYTES:,} may travel")
+    return len(raw).to_bytes(_LENGTH_BYTES, "big") + raw
+
+
+def decoded(raw: bytes, decoder: msgspec.msgpack.Decoder[Message]) -> Message:
+    """Raises FeedError."""
+    try:
+        return decoder.decode(raw)
+    except msgspec.DecodeError as error:
+        raise FeedError(f"not a message: {error}") from error
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
+    """The next message's bytes; None when the other end has gone. Raises FeedError on one that is too large."""
+    try:
+        length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
+        if length > MAX_FRAME_BYTES:
+            raise FeedError(f"a frame of {length:,} bytes; {MAX_FRAME_BYTES:,} may travel")
+        return await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None

@@ -1,0 +1,296 @@
+"""The gate in front of the stages, over HTTP: order, refusals, and that whoever leaves leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from epd_serve.errors import ConfigError
+from proxy.admission.gate import Gate
+from proxy.admission.queue import Capacity, Kind
+from proxy.config.settings import Admission, ProxySettings
+from proxy.metrics import Metrics
+from proxy.request.parse import Endpoint
+from tests.proxy.fakes import (
+    QUICK,
+    Cluster,
+    answer,
+    breaks,
+    cluster,
+    data_url,
+    encodes,
+    hangs,
+    once,
+    picture,
+    picture_body,
+    replies,
+    settings,
+    text_body,
+)
+from tests.waiting import PATIENCE_S
+
+CHAT = Endpoint.CHAT.value
+ONE = Admission(sequences_per_instance=1, encodes_per_instance=1)
+
+
+def narrow(**changes: Any) -> ProxySettings:
+    """A stage that takes one request at a time, and a proxy that knows it."""
+    limited: ProxySettings = settings(admission=replace(ONE, **changes))
+    return limited
+
+
+async def until_waiting(c: Cluster, kind: Kind, count: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while c.pipeline.gate.queue.waiting(kind) != count:
+            await asyncio.sleep(0.002)
+
+
+async def once_answered(c: Cluster, released: asyncio.Event) -> asyncio.Task[httpx.Response]:
+    """A request that the only stage holds until `released`."""
+    c["PD0"].script.append(once(released, answer))
+    first = asyncio.create_task(c.client.post(CHAT, json=text_body()))
+    await c["PD0"].until(lambda stage: stage.active == 1)
+    return first
+
+
+async def test_text_overtakes_pictures_that_wait() -> None:
+    async with cluster("EPD0", config=narrow()) as c:
+        released = asyncio.Event()
+        c["EPD0"].script.append(once(released, answer))
+        asked = [asyncio.create_task(c.client.post(CHAT, json=text_body(user="first")))]
+        await c["EPD0"].until(lambda stage: stage.active == 1)
+        asked.append(asyncio.create_task(c.client.post(CHAT, json=picture_body(user="picture"))))
+        await until_waiting(c, Kind.MEDIA, 1)
+        asked.append(asyncio.create_task(c.client.post(CHAT, json=text_body(user="text"))))
+        await until_waiting(c, Kind.TEXT, 1)
+        assert c.metric("epd_proxy_queue_waiting", kind="media") == 1
+        released.set()
+        assert {(await one).status_code for one in asked} == {200}
+        assert [call.body["user"] for call in c["EPD0"].calls] == ["first", "text", "picture"]
+        await c.idle()
+        assert c.metric("epd_proxy_queue_seconds_count", kind="text", line="serve") == 2
+
+
+async def test_a_full_line_is_a_429_that_says_when_to_come_back() -> None:
+    async with cluster("PD0", config=narrow(text_queue=1)) as c:
+        released = asyncio.Event()
+        c["PD0"].script.append(once(released, answer))
+        asked = [asyncio.create_task(c.client.post(CHAT, json=text_body()))]
+        await c["PD0"].until(lambda stage: stage.active == 1)
+        asked.append(asyncio.create_task(c.client.post(CHAT, json=text_body())))
+        await until_waiting(c, Kind.TEXT, 1)
+        refused = await c.client.post(CHAT, json=text_body())
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "overloaded"
+        assert c.metric("epd_proxy_refused_total", reason="queue_full") == 1
+        released.set()
+        assert [(await one).status_code for one in asked] == [200, 200]
+
+
+async def test_nobody_waits_for_ever() -> None:
+    async with cluster("PD0", config=narrow(max_wait_s=0.05)) as c:
+        released = asyncio.Event()
+        c["PD0"].script.append(once(released, answer))
+        first = asyncio.create_task(c.client.post(CHAT, json=text_body()))
+        await c["PD0"].until(lambda stage: stage.active == 1)
+        refused = await c.client.post(CHAT, json=text_body())
+        assert refused.status_code == 429 and "in vain" in refused.json()["error"]["message"]
+        released.set()
+        assert (await first).status_code == 200
+        await c.idle()
+        assert len(c["PD0"].calls) == 1
+
+
+async def test_whoever_leaves_while_waiting_gives_the_place_up() -> None:
+    async with cluster("PD0", config=narrow()) as c:
+        released = asyncio.Event()
+        c["PD0"].script.append(once(released, answer))
+        first = asyncio.create_task(c.client.post(CHAT, json=text_body()))
+        await c["PD0"].until(lambda stage: stage.active == 1)
+        leaver = asyncio.create_task(c.client.post(CHAT, json=text_body()))
+        await until_waiting(c, Kind.TEXT, 1)
+        leaver.cancel()
+        await until_waiting(c, Kind.TEXT, 0)
+        last = asyncio.create_task(c.client.post(CHAT, json=text_body()))
+        await until_waiting(c, Kind.TEXT, 1)
+        released.set()
+        assert [(await one).status_code for one in (first, last)] == [200, 200]
+        await c.idle()
+        assert len(c["PD0"].calls) == 2
+
+
+async def test_an_encoder_takes_no_more_requests_than_it_may() -> None:
+    async with cluster("E0", "PD0", config=narrow()) as c:
+        released = asyncio.Event()
+        c["E0"].script.append(once(released, encodes()))
+        c["E0"].usual = encodes()
+        asked = [asyncio.create_task(c.client.post(CHAT, json=picture_body()))]
+        await c["E0"].until(lambda stage: stage.active == 1)
+        asked.append(asyncio.create_task(c.ask(data_url(picture(color="blue")))))
+        await until_waiting(c, Kind.MEDIA, 1)
+        assert (await c.client.post(CHAT, json=text_body())).status_code == 200, "text waits for no encoder"
+        assert c.metric("epd_proxy_queue_encoding") == 1
+        released.set()
+        assert [(await one).status_code for one in asked] == [200, 200]
+        await c.idle()
+        assert c.metric("epd_proxy_queue_encoding") == 0
+
+
+async def test_one_that_waits_for_another_s_encoding_does_not_keep_it_from_encoding() -> None:
+    """B has the encoding of `shared` to do and waits for a place, which A holds, who waits for `shared`."""
+    own, shared = (data_url(picture(color=color)) for color in ("red", "blue"))
+    async with cluster("E0", "PD0", config=narrow()) as c:
+        released, second = asyncio.Event(), asyncio.Event()
+        c["E0"].script.extend([once(released, encodes()), once(second, encodes())])
+        c["E0"].usual = encodes()
+        asked = [asyncio.create_task(c.ask(data_url(picture(color="green"))))]
+        await c["E0"].until(lambda stage: stage.active == 1)
+        asked.append(asyncio.create_task(c.ask(shared, priority=3)))  # B, in no hurry
+        await until_waiting(c, Kind.MEDIA, 1)
+        asked.append(asyncio.create_task(c.ask(own, shared)))  # A
+        await until_waiting(c, Kind.MEDIA, 2)
+        released.set()
+        await c["E0"].until(lambda stage: len(stage.calls) == 2)
+        assert len(c["E0"].keys[1]) == 1, "A's own picture"
+        second.set()
+        assert [(await one).status_code for one in asked] == [200, 200, 200]
+        await c.idle()
+        assert c.pipeline.gate.queue.encoding == 0
+
+
+async def test_one_that_is_to_be_encoded_after_all_holds_no_place_that_its_encoding_waits_for() -> None:
+    """A had the room at the stages and lost its instance; it wants what B has the encoding of to do, who waits for the
+    encoder's place of C, who waits for the room of A."""
+    async with cluster("EPD0", "E0", "P0", "D0", config=narrow(text_share=0.0)) as c:
+        for name in ("E0", "P0", "D0"):
+            c.table.mark_down(name, "not yet")
+        released, encoded = asyncio.Event(), asyncio.Event()
+        c["EPD0"].script.append(once(released, breaks))
+        c["E0"].script.append(once(encoded, encodes()))
+        c["E0"].usual = encodes()
+        asked = [asyncio.create_task(c.ask(n=2))]  # A
+        await c["EPD0"].until(lambda stage: stage.active == 1)
+        for name in ("E0", "P0", "D0"):
+            c.table.mark_up(name)
+        asked.append(asyncio.create_task(c.ask(data_url(picture(color="blue")))))  # C
+        await c["E0"].until(lambda stage: stage.active == 1)
+        asked.append(asyncio.create_task(c.ask()))  # B
+        await until_waiting(c, Kind.MEDIA, 1)
+        encoded.set()
+        await c["E0"].until(lambda stage: stage.active == 0)
+        c.table.mark_down("EPD0", "gone")
+        released.set()
+        assert [(await one).status_code for one in asked] == [200, 200, 200]
+        await c.idle()
+        assert sorted(map(len, c["E0"].keys)) == [1, 1], "A and B share one encoding"
+        queue = c.pipeline.gate.queue
+        assert queue.encoding == queue.waiting(Kind.MEDIA) == queue.served(Kind.MEDIA) == 0
+
+
+async def test_who_gave_a_place_back_for_others_is_not_refused_for_waiting_for_it_again() -> None:
+    hasty = replace(ONE, max_wait_s=0.01)
+    gate = Gate(hasty, lambda: Capacity(encodes=1, sequences=1, prefill_tokens=1), Metrics())
+    with gate.admitted(Kind.MEDIA) as first:
+        await first.to_stages()
+        first.give_back()
+        assert not first.served and gate.queue.waiting(Kind.MEDIA) == 1
+        with gate.admitted(Kind.MEDIA) as second:
+            await second.to_stages()
+            back = asyncio.create_task(first.to_stages())
+            await asyncio.wait([back], timeout=0.05)
+            assert not back.done(), "it neither got through nor was refused"
+        async with asyncio.timeout(PATIENCE_S):
+            await back
+        await first.to_stages()  # has it already
+        assert first.served and gate.queue.served(Kind.MEDIA) == 1
+    assert gate.queue.served(Kind.MEDIA) == gate.queue.waiting(Kind.MEDIA) == 0
+
+
+async def test_what_others_have_encoded_waits_for_no_encoder() -> None:
+    async with cluster("E0", "PD0", config=narrow()) as c:
+        released = asyncio.Event()
+        c["E0"].script.append(once(released, encodes()))
+        asked = [asyncio.create_task(c.ask()) for _ in range(4)]
+        await c.until_metric("epd_proxy_encode_coalesced_total", 3)
+        released.set()
+        assert {(await one).status_code for one in asked} == {200}
+        assert len(c["E0"].calls) == 1
+
+
+async def test_who_stops_waiting_is_not_called_while_the_rest_of_the_request_is_taken_down() -> None:
+    gate = Gate(ONE, lambda: Capacity(encodes=1, sequences=1, prefill_tokens=1), Metrics())
+    with gate.admitted(Kind.MEDIA) as leaving, gate.admitted(Kind.MEDIA) as staying:
+        with gate.admitted(Kind.MEDIA) as first:
+            await first.to_encoders()
+            waits = [asyncio.create_task(one.to_encoders()) for one in (leaving, staying)]
+            await asyncio.sleep(0)
+            waits[0].cancel()
+            await asyncio.wait([waits[0]])
+        async with asyncio.timeout(5):
+            await waits[1]
+        assert gate.queue.encoding == 1
+    assert gate.queue.encoding == gate.queue.waiting(Kind.MEDIA) == 0
+
+
+@pytest.mark.parametrize("single", [False, True])
+async def test_stages_are_told_priorities_where_they_heed_them(single: bool) -> None:
+    config = settings(stage_priorities=True, admission=Admission(single_queue=single))
+    async with cluster("E0", "P0", "D0", config=config) as c:
+        c["E0"].usual = encodes()
+        await c.client.post(CHAT, json=picture_body())
+        await c.client.post(CHAT, json=text_body())
+        await c.client.post(CHAT, json=text_body(priority=10))
+        await c.idle()
+        said = [[call.body.get("priority") for call in c[name].calls] for name in ("P0", "D0")]
+        assert said[0] == said[1], "both stages of a request order it alike"
+        if single:
+            assert said[0] == [None, None, None]
+        else:
+            picture, text, patient = said[0]
+            assert text - 5000 < picture, "a picture yields to text that comes up to 5 s later"
+            assert patient > text + 40_000
+        assert "priority" not in c["E0"].calls[0].body
+
+
+async def test_a_priority_is_kept_from_stages_that_would_refuse_it_and_bad_ones_are_named() -> None:
+    async with cluster("PD0") as c:
+        assert (await c.client.post(CHAT, json=text_body(priority=-5))).status_code == 200
+        assert "priority" not in c["PD0"].calls[0].body
+        for wrong in ("high", 1.5, True, 1 << 64):
+            refused = await c.client.post(CHAT, json=text_body(priority=wrong))
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "priority"
+
+
+async def test_nothing_is_left_in_the_lines_whatever_happened() -> None:
+    config = settings(
+        admission=Admission(sequences_per_instance=2, encodes_per_instance=1, text_queue=8, media_queue=6),
+        timeouts=replace(QUICK, first_byte_s=0.3),
+    )
+    async with cluster("E0", "P0", "D0", config=config) as c:
+        c["E0"].script.extend([encodes(), hangs, replies(500, {}), replies(400, {})])
+        c["P0"].script.extend([answer, hangs, replies(500, {}), answer, replies(400, {})])
+        c["D0"].script.extend([answer, replies(500, {}), hangs, answer, hangs])
+
+        async def one(index: int) -> None:
+            body = (picture_body if index % 2 else text_body)(stream=bool(index % 3), n=1 + index % 3)
+            headers = {"x-epd-deadline-ms": "200"} if index % 5 == 0 else {}
+            try:
+                await asyncio.wait_for(c.client.post(CHAT, json=body, headers=headers), timeout=0.5)
+            except TimeoutError:
+                return
+
+        await asyncio.gather(*(one(index) for index in range(24)))
+        await c.idle()
+        queue = c.pipeline.gate.queue
+        assert not queue.somebody_waits() and queue.encoding == 0
+        assert all(queue.waiting(kind) == queue.served(kind) == 0 for kind in Kind)
+
+
+def test_settings_of_the_lines_are_checked() -> None:
+    for wrong in ({"text_queue": 0}, {"text_share": 1.0}, {"text_share": 0.6, "media_share": 0.6}, {"prefill_s": -1.0}):
+        with pytest.raises(ConfigError):
+            Admission(**wrong)

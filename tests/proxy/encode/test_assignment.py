@@ -1,0 +1,93 @@
+"""Items over encoders: to their owners, within a bound on when they are done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proxy.encode.assignment import SAME_SPEED, TOLERANCE, relative_speeds, spread
+from proxy.encode.schedule import schedule
+from proxy.routing.policy import SLACK, Candidate
+from proxy.routing.rendezvous import owners
+
+KEYS = st.lists(st.text("abcdef", min_size=1, max_size=6), max_size=12, unique=True)
+LOADS = st.lists(st.integers(0, 1000), min_size=1, max_size=5)
+
+
+def workers(loads: Sequence[float], rates: Sequence[float] = ()) -> list[Candidate]:
+    rates = rates or [0.0] * len(loads)
+    return [Candidate(f"E{index}", "1", load, rate=rates[index]) for index, load in enumerate(loads)]
+
+
+def loads_after(keys: Sequence[str], costs: Sequence[float], loads: Sequence[float]) -> list[float]:
+    shares = spread(keys, costs, workers(loads))
+    return [load + sum(costs[item] for item in share) for load, share in zip(loads, shares, strict=True)]
+
+
+@settings(max_examples=50)
+@given(KEYS, LOADS, st.data())
+def test_every_item_goes_to_exactly_one_worker(keys: list[str], loads: list[int], data: st.DataObject) -> None:
+    costs = data.draw(st.lists(st.integers(1, 1000), min_size=len(keys), max_size=len(keys)))
+    shares = spread(keys, costs, workers(loads))
+    assert len(shares) == len(loads)
+    assert sorted(item for share in shares for item in share) == list(range(len(keys)))
+    assert all(list(share) == sorted(share) for share in shares)
+
+
+@settings(max_examples=50)
+@given(KEYS, LOADS, st.data())
+def test_nobody_who_gets_an_item_is_done_after_the_bound(
+    keys: list[str], loads: list[int], data: st.DataObject
+) -> None:
+    costs = data.draw(st.lists(st.integers(1, 1000), min_size=len(keys), max_size=len(keys)))
+    rates = data.draw(st.lists(st.sampled_from([0, 100, 300, 900]), min_size=len(loads), max_size=len(loads)))
+    speeds = relative_speeds(rates)
+    best_s = schedule(costs, loads, speeds).makespan_s
+    bound_s = max(TOLERANCE * best_s, (SLACK * sum(loads) + TOLERANCE * sum(costs)) / sum(speeds))
+    for load, speed, share in zip(loads, speeds, spread(keys, costs, workers(loads, rates)), strict=True):
+        assert not share or (load + sum(costs[item] for item in share)) / speed <= bound_s * (1 + 1e-9)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.text(min_size=1), min_size=8, max_size=8, unique=True))
+def test_eight_equal_pictures_over_four_idle_encoders_are_two_each(keys: list[str]) -> None:
+    assert loads_after(keys, [1.0] * 8, [0.0] * 4) == [2.0] * 4
+
+
+@settings(max_examples=50)
+@given(st.text(), st.floats(1, 1e6), st.lists(st.floats(1000, 1000 * (SAME_SPEED**0.5 - 0.01)), min_size=5, max_size=5))
+def test_a_single_item_meets_its_owner_among_idle_workers_of_about_one_speed(
+    key: str, cost: float, rates: list[float]
+) -> None:
+    owner = owners(key, [f"E{index}" for index in range(5)])[0]
+    assert spread([key], [cost], workers([0.0] * 5))[owner] == (0,)
+    assert spread([key], [cost], workers([0.0] * 5, rates))[owner] == (0,)
+
+
+@settings(max_examples=50)
+@given(st.text(), st.integers(0, 100), st.integers(1, 10))
+def test_a_single_item_meets_its_owner_among_equally_busy_workers(key: str, load: int, cost: int) -> None:
+    owner = owners(key, [f"E{index}" for index in range(4)])[0]
+    assert spread([key], [cost], workers([float(load)] * 4))[owner] == (0,)
+
+
+def test_an_owner_that_is_busy_while_others_are_idle_is_passed_over() -> None:
+    first, second, *_ = owners("key", ["E0", "E1", "E2"])
+    loads = [0.0] * 3
+    loads[first] = 100.0
+    assert spread(["key"], [1.0], workers(loads))[second] == (0,)
+
+
+def test_an_encoder_of_twice_the_speed_gets_twice_the_work() -> None:
+    keys = [f"key {index}" for index in range(12)]
+    shares = spread(keys, [10.0] * 12, workers([0.0] * 3, [100.0, 100.0, 200.0]))
+    assert [len(share) for share in shares] == [3, 3, 6]
+
+
+def test_speeds_are_relative_to_the_usual_one_and_noise_is_no_difference() -> None:
+    assert relative_speeds([0, 0]) == [1, 1]
+    assert relative_speeds([90, 100, 110, 0]) == [1, 1, 1, 1]
+    assert relative_speeds([100, 100, 400]) == [1, 1, 4]
+    assert relative_speeds([25, 100, 100]) == [0.25, 1, 1]

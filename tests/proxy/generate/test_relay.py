@@ -1,0 +1,73 @@
+"""Relaying a stream, read by read: what the client gets, and what an error in a read costs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, MutableMapping
+from typing import Any
+
+import pytest
+
+from epd_serve.errors import StageError
+from proxy.errors import StageRefusal
+from proxy.generate.relay import relay
+from proxy.request.client_sink import ClientSink
+from tests.proxy.fakes import DONE, chunk, opening
+
+
+def failure(code: int) -> bytes:
+    return b'data: {"error": {"message": "boom", "type": "x", "param": null, "code": %d}}\n\n' % code
+
+
+class Client:
+    """What a client was sent, and how often the relay said that it had begun."""
+
+    def __init__(self) -> None:
+        self.got = b""
+        self.begun = 0
+        self.sink = ClientSink(self._send, {})
+
+    async def _send(self, message: MutableMapping[str, Any]) -> None:
+        self.got += message.get("body", b"")
+
+    async def relay(self, *reads: bytes) -> None:
+        await relay(_each(reads), self.sink, stage="D0", on_first=self._began)
+
+    def _began(self) -> None:
+        self.begun += 1
+
+
+async def _each(reads: tuple[bytes, ...]) -> AsyncIterator[bytes]:
+    for read in reads:
+        yield read
+
+
+@pytest.mark.parametrize("before", [b"", chunk("a"), opening(0) + chunk("a") + chunk("b")], ids=["0", "1", "3"])
+@pytest.mark.parametrize(("code", "error"), [(500, StageError), (400, StageRefusal)])
+async def test_an_error_in_the_first_read_leaves_the_client_with_nothing(
+    before: bytes, code: int, error: type[Exception]
+) -> None:
+    client = Client()
+    with pytest.raises(error):
+        await client.relay(before + failure(code) + DONE)
+    assert client.got == b"" and client.begun == 0 and not client.sink.committed, "so the attempt can be repeated"
+
+
+async def test_what_comes_with_an_error_after_the_first_read_still_reaches_the_client() -> None:
+    client = Client()
+    with pytest.raises(StageError):
+        await client.relay(chunk("a"), chunk("b") + failure(500) + DONE)
+    assert client.got == chunk("a") + chunk("b") and client.begun == 1 and not client.sink.finished
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_the_client_gets_every_byte_however_they_come(whole: bool) -> None:
+    events = (opening(0), chunk("a"), chunk("b"), DONE)
+    client = Client()
+    await client.relay(*([b"".join(events)] if whole else events))
+    assert client.got == b"".join(events) and client.begun == 1 and client.sink.finished
+
+
+async def test_a_stream_without_an_end_is_an_error() -> None:
+    client = Client()
+    with pytest.raises(StageError, match="early"):
+        await client.relay(chunk("a"))

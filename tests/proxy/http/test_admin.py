@@ -1,0 +1,73 @@
+"""Who sees the status table, the metrics and the document: on the clients' port with its keys, or on one of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from epd_serve.roles import Role
+from proxy.http.admin import create_admin
+from proxy.http.openapi import document
+from proxy.registry.table import InstanceTable
+from tests.proxy.fakes import cluster, settings
+from tests.proxy.http.test_openapi import schema_of
+
+TELLING = ("/instances", "/metrics", "/openapi.json", "/version")
+KEY = {"authorization": "Bearer key"}
+
+
+async def test_without_keys_and_without_an_admin_listener_all_is_open() -> None:
+    async with cluster("PD0") as c:
+        for path in TELLING:
+            assert (await c.client.get(path)).status_code == 200, path
+
+
+async def test_with_keys_nothing_is_told_to_those_who_have_none_but_health() -> None:
+    async with cluster("PD0", config=settings(api_keys=("key",))) as c:
+        for path in TELLING:
+            assert (await c.client.get(path)).status_code == 401, path
+            assert (await c.client.get(path, headers=KEY)).status_code == 200, path
+        assert (await c.client.get("/health")).status_code == 200
+        c.table.mark_down("PD0", "secret reason")
+
+
+@pytest.mark.parametrize("more", [{"api_keys": ("key",)}, {"observed": False}])
+async def test_where_the_table_is_closed_the_probes_tell_what_is_served_and_not_by_whom(more: dict[str, Any]) -> None:
+    config = settings(roles=(Role.E, Role.P, Role.D), modalities=frozenset({"image"}), **more)
+    async with cluster("E0", "P0", "D0", config=config) as c:
+        assert (await c.client.get("/ready")).json() == {
+            "status": "ready", "kinds": {"text": {"served": True}, "image": {"served": True}}
+        }  # fmt: skip
+        c.table.mark_down("P0", "secret reason")
+        unhealthy = await c.client.get("/health")
+        assert (unhealthy.status_code, unhealthy.json()) == (503, {"status": "unavailable"})
+        unready = await c.client.get("/ready", headers=KEY)
+        jsonschema.validate(unready.json(), schema_of(document(config, "1"), "Ready"))
+        assert unready.status_code == 503 and unready.json() == {
+            "status": "unavailable", "kinds": {"text": {"served": False}, "image": {"served": False}}
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", [(), ("key",)])
+async def test_what_an_admin_listener_has_is_not_on_the_clients_port(keys: tuple[str, ...]) -> None:
+    async with cluster("PD0", config=settings(api_keys=keys, observed=False)) as c:
+        for path in ("/instances", "/metrics"):
+            assert (await c.client.get(path, headers=KEY)).status_code == 404, path
+        document = (await c.client.get("/openapi.json", headers=KEY)).json()
+        assert not {"/instances", "/metrics"} & document["paths"].keys()
+
+
+async def test_an_admin_listener_without_a_key_asks_for_none_and_serves_no_model() -> None:
+    async def counts() -> bytes:
+        return b"counted 1.0\n"
+
+    app = create_admin(InstanceTable(), counts)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin") as client:
+        assert (await client.get("/metrics")).content == await counts()
+        assert (await client.get("/instances")).json() == {"instances": []}
+        for path in ("/v1/models", "/openapi.json", "/docs", "/cluster/join"):
+            answer = await client.get(path)
+            assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_url"

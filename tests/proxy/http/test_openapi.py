@@ -1,0 +1,99 @@
+"""The document at /openapi.json is valid, complete, and names what this server has."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+
+from proxy.http.openapi import document
+from proxy.request.parse import Endpoint
+from tests.proxy.fakes import cluster, data_url, encodes, picture, picture_body, settings, text_body
+
+SECURED = settings(api_keys=("k",), served_models=("demo", "org/other"))
+
+
+def references(node: Any) -> set[str]:
+    if isinstance(node, dict):
+        own = {node["$ref"]} if "$ref" in node else set()
+        return own.union(*(references(value) for value in node.values()))
+    return set().union(*(references(value) for value in node)) if isinstance(node, list) else set()
+
+
+def schema_of(doc: dict[str, Any], name: str) -> dict[str, Any]:
+    """A schema that stands alone."""
+    return {"$ref": f"#/components/schemas/{name}", "components": doc["components"]}
+
+
+async def test_every_route_of_the_app_is_in_the_document_and_no_other() -> None:
+    async with cluster("PD0") as c:
+        doc = (await c.client.get("/openapi.json")).json()
+        routes = {
+            (re.sub(r"\{.*\}", "{}", route.path), method.lower())
+            for route in c.app.routes
+            for method in getattr(route, "methods", None) or ()
+            if method != "HEAD" and route.path != "/openapi.json"  # type: ignore[attr-defined]
+        }
+    told = {(re.sub(r"\{.*\}", "{}", path), method) for path, found in doc["paths"].items() for method in found}
+    assert told == routes
+
+
+def test_the_document_is_whole() -> None:
+    doc = document(SECURED, "1")
+    for name, schema in doc["components"]["schemas"].items():
+        jsonschema.Draft202012Validator.check_schema(schema)
+        assert references(schema) <= {f"#/components/schemas/{known}" for known in doc["components"]["schemas"]}, name
+    assert references(doc["paths"]) <= {f"#/components/schemas/{known}" for known in doc["components"]["schemas"]}
+    names = [one["operationId"] for path in doc["paths"].values() for one in path.values()]
+    assert len(names) == len(set(names))
+
+
+def test_models_and_keys_are_this_server_s() -> None:
+    doc = document(SECURED, "1")
+    assert doc["components"]["schemas"]["Model"]["enum"] == ["demo", "org/other"]
+    assert doc["paths"][Endpoint.CHAT.value]["post"]["security"] == [{"key": []}]
+    assert "security" not in document(settings(), "1")["paths"][Endpoint.CHAT.value]["post"]
+
+
+@pytest.mark.parametrize("body", [text_body(n=2, stream=True), picture_body(data_url(picture()))])
+def test_what_the_proxy_takes_the_document_allows(body: dict[str, Any]) -> None:
+    jsonschema.validate(body, schema_of(document(settings(), "1"), "ChatRequest"))
+
+
+@pytest.mark.parametrize("body", [text_body(n=0), text_body(model="other"), text_body(messages=[]), {"model": "demo"}])
+def test_what_the_proxy_refuses_the_document_forbids(body: dict[str, Any]) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(body, schema_of(document(settings(), "1"), "ChatRequest"))
+
+
+def test_limits_are_those_of_the_settings() -> None:
+    doc = document(settings(max_n=3, max_sequences=5), "1")
+    for name, body in (("ChatRequest", text_body()), ("CompletionRequest", {"model": "demo", "prompt": "x"})):
+        jsonschema.validate({**body, "n": 3}, schema_of(doc, name))
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**body, "n": 4}, schema_of(doc, name))
+    for prompt in ("x", [[1, 2]]):
+        several = {"model": "demo", "prompt": [prompt] * 5 if isinstance(prompt, str) else prompt * 5}
+        jsonschema.validate(several, schema_of(doc, "CompletionRequest"))
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**several, "prompt": several["prompt"] * 2}, schema_of(doc, "CompletionRequest"))
+    jsonschema.validate({"model": "demo", "prompt": list(range(50))}, schema_of(doc, "CompletionRequest"))
+
+
+async def test_health_is_as_the_document_says_to_the_end() -> None:
+    async with cluster("PD0") as c:
+        doc = (await c.client.get("/openapi.json")).json()
+        for begin in (lambda: None, c.pipeline.drain.begin):
+            begin()
+            jsonschema.validate((await c.client.get("/health")).json(), schema_of(doc, "Health"))
+
+
+async def test_one_model_is_found_by_its_name_with_slashes_too() -> None:
+    async with cluster("PD0", config=settings(served_models=("demo", "org/other"))) as c:
+        c["PD0"].usual = encodes()
+        found = await c.client.get("/v1/models/org/other")
+        assert found.json()["id"] == "org/other"
+        missing = await c.client.get("/v1/models/nothing")
+        assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"

@@ -1,0 +1,105 @@
+"""What the proxy believes about features, and for how long."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from epd_serve.wire import FeatureReady
+from proxy.encode.host_arena import HostArena
+from proxy.registry.feature_directory import PROMISE_S, TRUST_S, FeatureDirectory, placeholder_metadata
+from store.arena import Arena
+
+GRID = {"image_grid_thw": [1, 4, 4]}
+
+
+def ready(key: str = "k", *, pooled: bool = False, **more: object) -> FeatureReady:
+    return FeatureReady(key, 100, "E0-life1", pooled=pooled, **more)  # type: ignore[arg-type]
+
+
+def test_an_announced_feature_is_known_for_a_while_and_its_metadata_for_ever() -> None:
+    directory = FeatureDirectory(8)
+    assert not directory.knows("k", 0)
+    directory.announced(ready(metadata=GRID), 0)
+    assert directory.knows("k", TRUST_S - 1) and not directory.knows("k", TRUST_S + 1)
+    assert directory.metadata("k") == GRID and directory.makers(["k", "other"]) == {"E0-life1"}
+
+
+def test_an_encoders_answer_is_a_promise_that_lapses_unless_the_feature_is_announced() -> None:
+    directory = FeatureDirectory(8)
+    directory.promised("k", GRID, maker="E0-life1", now=0)
+    assert directory.knows("k", PROMISE_S - 0.1) and not directory.knows("k", PROMISE_S + 0.1)
+    directory.announced(ready(), 1)
+    assert directory.knows("k", PROMISE_S + 1) and directory.metadata("k") == GRID
+
+
+def test_what_got_lost_is_not_known_but_its_metadata_stays() -> None:
+    directory = FeatureDirectory(8)
+    directory.announced(ready(metadata=GRID), 0)
+    directory.lost(["k", "unheard of"])
+    assert not directory.knows("k", 0) and directory.metadata("k") == GRID
+    directory.distrust(["k", "unheard of"])
+    assert directory.metadata("k") is None and len(directory) == 1
+
+
+def test_the_arena_is_the_truth_where_there_is_one() -> None:
+    held: dict[str, bool | None] = {}
+    directory = FeatureDirectory(8, holds=lambda key: held.get(key, False))
+    held["k"] = True
+    assert directory.knows("k", 0), "never announced, but there"
+    directory.announced(ready("gone"), 0)
+    assert not directory.knows("gone", 0)
+    directory.announced(ready("elsewhere", pooled=True), 0)
+    assert directory.knows("elsewhere", 0) and not directory.knows("elsewhere", TRUST_S + 1)
+    held["silent"] = None
+    directory.announced(ready("silent"), 0)
+    assert directory.knows("silent", 0), "no answer: announcements have to do"
+
+
+def test_the_least_recently_used_are_forgotten() -> None:
+    directory = FeatureDirectory(3)
+    for key in ("a", "b", "c"):
+        directory.announced(ready(key), 0)
+    assert directory.knows("a", 0)
+    directory.announced(ready("d"), 0)
+    assert [directory.knows(key, 0) for key in ("a", "b", "c", "d")] == [True, False, True, True]
+    assert len(directory) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        (GRID, GRID),
+        ({"image_grid_thw": [[1, 4, 4]]}, GRID),
+        ({"video_grid_thw": (2, 4, 4), "timestamps": [0.5]}, {"video_grid_thw": [2, 4, 4], "timestamps": [0.5]}),
+        ({}, None),
+        (None, None),
+        ("text", None),
+        ({"image_grid_thw": [[1, 4, 4], [1, 2, 2]]}, None),
+        ({"image_grid_thw": "AAAA"}, None),
+        ({"image_grid_thw": [True]}, None),
+        ({"timestamps": [float("nan")]}, None),
+    ],
+)  # fmt: skip
+def test_metadata_is_sent_as_flat_numeric_lists_or_not_at_all(given: object, sent: object) -> None:
+    assert placeholder_metadata(given) == sent
+
+
+def test_the_hosts_arena_is_asked_once_it_is_there_and_never_raises() -> None:
+    path = Path(f"/dev/shm/epd-test-{uuid.uuid4().hex}-arena")
+    asked = HostArena(path)
+    assert HostArena(None).holds("k" * 64) is None
+    assert asked.holds("k" * 64) is None, "not there yet"
+    arena = Arena.create(path, 16 * 4096, slots=8, owners=4)
+    try:
+        asked._not_before = 0.0
+        key = "ab" * 32
+        assert asked.holds(key) is False
+        arena.put(key, b"feature", shape=(7,), dtype="uint8")
+        assert asked.holds(key) is True
+        asked.close()
+    finally:
+        arena.close()
+        Arena.unlink(path)

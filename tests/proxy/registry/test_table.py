@@ -1,0 +1,177 @@
+"""The status table: lives, leases, waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from epd_serve.instances import Instance
+from epd_serve.roles import Role
+from epd_serve.wire import StageReport, StoreReport
+from proxy.registry.instance_state import Work
+from proxy.registry.table import InstanceTable
+
+P0 = Instance("P0", Role.P, "http://x", "one")
+
+
+def test_an_instance_is_up_once_applied_and_down_until_its_next_life() -> None:
+    table = InstanceTable()
+    table.apply(P0)
+    assert table.live_roles() == {Role.P}
+    table.mark_down("P0", "killed by signal 9")
+    table.apply(P0)
+    assert table.missing() == (Role.P,) and table.snapshot()[0].reason == "killed by signal 9"
+    table.apply(replace(P0, incarnation="two"))
+    assert not table.missing() and table.snapshot()[0].reason == ""
+    table.mark_down("P0", "late word", incarnation="one")
+    assert not table.missing()
+    table.mark_down("P0", "hung")
+    table.mark_up("P0")
+    assert not table.missing()
+
+
+def test_whatever_an_instance_announces_is_listened_to_until_it_is_gone() -> None:
+    table = InstanceTable()
+    table.apply(replace(P0, events="ipc:///e", load_news="ipc:///l", kv_news=("ipc:///k",)), up=False)
+    assert table.news_addresses() == {"ipc:///e", "ipc:///l", "ipc:///k"} and table.event_addresses() == {"ipc:///e"}
+    table.remove("P0")
+    assert not table.news_addresses()
+
+
+def test_an_instance_that_starts_is_known_but_missing() -> None:
+    table = InstanceTable()
+    table.apply(P0, up=False)
+    assert table.roles() == {Role.P} and table.missing((Role.P, Role.D)) == (Role.D, Role.P)
+    table.mark_up("P0")
+    assert table.missing((Role.P, Role.D)) == (Role.D,)
+    table.remove("P0")
+    assert table.roles() == frozenset()
+
+
+def test_leases_count_on_the_life_they_were_taken_on_and_are_released_once() -> None:
+    table = InstanceTable()
+    table.apply(P0)
+    first, second = table.acquire("P0", Work.PREFILL, 3.0), table.acquire("P0", Work.DECODE)
+    assert table.live(Role.P)[0].load == 4.0 and table.total_in_flight() == 2
+    table.apply(replace(P0, incarnation="two"))
+    assert table.live(Role.P)[0].load == 0.0 and table.total_in_flight() == 2
+    first.release()
+    first.release()
+    assert table.total_in_flight() == 1 and table.live(Role.P)[0].load == 0.0
+    with second as instance:
+        assert instance.incarnation == "one"
+    assert table.total_in_flight() == 0
+
+
+async def test_waiters_wake_on_change_and_give_up_at_their_deadline() -> None:
+    table = InstanceTable()
+    waiting = [asyncio.create_task(table.changed(5)) for _ in range(3)]
+    await asyncio.sleep(0)
+    table.apply(P0)
+    assert await asyncio.gather(*waiting) == [True, True, True]
+    assert await table.changed(0.01) is False
+    assert await table.changed(-1) is False
+
+
+def test_a_life_that_comes_back_is_counted_once() -> None:
+    table = InstanceTable()
+    table.apply(P0)
+    lease = table.acquire("P0", Work.PREFILL)
+    table.remove("P0")
+    assert table.total_in_flight() == 1
+    table.apply(P0)
+    assert table.total_in_flight() == 1
+    lease.release()
+    assert table.total_in_flight() == 0
+
+
+class Silences:
+    """Two instances that report, and a clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("proxy.registry.table.time.monotonic", lambda: self.now)
+        self.table = InstanceTable(silence_s=5.0)
+        for name in ("P0", "P1"):
+            self.table.apply(Instance(name, Role.P, "http://x", "one"))
+        self._seq = 0
+
+    def report(self, *names: str) -> None:
+        self._seq += 1
+        for name in names:
+            self.table.report_stage(StageReport(name, "one", self._seq))
+
+    def for_s(self, seconds: float, *names: str) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 0.5
+            self.report(*names)
+
+    @property
+    def live(self) -> list[str]:
+        return [candidate.id for candidate in self.table.live(Role.P)]
+
+
+@pytest.fixture
+def silences(monkeypatch: pytest.MonkeyPatch) -> Silences:
+    return Silences(monkeypatch)
+
+
+def test_one_that_stops_to_report_leaves_and_returns_with_its_next_report(silences: Silences) -> None:
+    silences.for_s(1, "P0", "P1")
+    silences.for_s(4, "P0")
+    assert silences.live == ["P0", "P1"]
+    silences.for_s(3, "P0")
+    assert silences.live == ["P0"]
+    assert not silences.table.snapshot()[1].up and "silent" in silences.table.snapshot()[1].reason
+    silences.table.mark_up("P1")  # its port still answers
+    assert silences.live == ["P0"]
+    silences.report("P1")
+    assert silences.live == ["P0", "P1"]
+
+
+def test_one_that_never_reported_is_not_silent(silences: Silences) -> None:
+    silences.for_s(20, "P0")
+    assert silences.live == ["P0", "P1"]
+
+
+def test_when_nobody_is_heard_it_is_this_end_that_is_deaf(silences: Silences) -> None:
+    silences.report("P0", "P1")
+    silences.now += 60
+    silences.report("P0")
+    assert silences.live == ["P0", "P1"]
+    silences.for_s(6, "P0")
+    assert silences.live == ["P0"]
+
+
+def test_a_pause_of_this_end_condemns_nobody_whatever_is_heard_first_after_it(silences: Silences) -> None:
+    silences.report("P0", "P1")
+    silences.now += 60
+    silences.table.report(StoreReport("P0", "one", 1000, 0, 0))
+    silences.report("P0")
+    assert silences.table.silence_s("P1", "one") == 0.0
+    assert silences.live == ["P0", "P1"]
+    silences.for_s(6, "P0")
+    assert silences.table.silence_s("P1", "one") == 6.0
+
+
+def test_a_new_life_is_not_silent(silences: Silences) -> None:
+    silences.report("P0", "P1")
+    silences.for_s(7, "P0")
+    assert silences.live == ["P0"]
+    silences.table.apply(Instance("P1", Role.P, "http://x", "two"))
+    assert silences.live == ["P0", "P1"]
+
+
+async def test_those_who_wait_hear_of_silence_and_of_its_end(silences: Silences) -> None:
+    silences.report("P0", "P1")
+    waiting = asyncio.create_task(silences.table.changed(5))
+    await asyncio.sleep(0)
+    silences.for_s(7, "P0")
+    assert await waiting
+    waiting = asyncio.create_task(silences.table.changed(5))
+    await asyncio.sleep(0)
+    silences.report("P1")
+    assert await waiting

@@ -1,0 +1,184 @@
+"""Policies: what each of them picks, and what holds for all: nobody starves, imbalance is bounded, chance is given."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from proxy.routing.policy import POLICIES, SLACK, Ask, Candidate, burden, least_loaded, preferred
+from proxy.routing.rendezvous import owners
+
+NAMES = sorted(POLICIES)
+CANDIDATES = st.lists(
+    st.builds(
+        Candidate,
+        id=st.sampled_from([f"P{index}" for index in range(12)]),
+        incarnation=st.just("1"),
+        load=st.floats(0, 1e6),
+        last_pick=st.integers(0, 1000),
+        rate=st.sampled_from([0.0, 10.0, 1e4]),
+    ),
+    min_size=1,
+    max_size=8,
+    unique_by=lambda candidate: candidate.id,
+)
+ASKS = st.builds(Ask, st.floats(1, 1e5), st.sampled_from(["", "a", "b"]), st.integers(0, 2**32 - 1))
+
+
+def pick(name: str, candidates: Sequence[Candidate], cost: float = 1.0, affinity: str = "", draw: int = 0) -> str:
+    return POLICIES[name](candidates, Ask(cost, affinity, draw)).id
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=40)
+@given(CANDIDATES, ASKS)
+def test_a_policy_picks_one_of_the_candidates_and_the_same_one_again(
+    name: str, candidates: list[Candidate], ask: Ask
+) -> None:
+    found = POLICIES[name](candidates, ask)
+    assert any(found is candidate for candidate in candidates)
+    assert POLICIES[name](candidates, ask) is found
+
+
+def test_the_least_loaded_is_picked_and_ties_are_broken_in_turn() -> None:
+    a, b, c = Candidate("A", "1", 5, 1), Candidate("B", "1", 2, 9), Candidate("C", "1", 2, 3)
+    assert least_loaded([a, b]) is b and least_loaded([a, b, c]) is c
+
+
+def test_round_robin_ignores_loads() -> None:
+    assert pick("round-robin", [Candidate("A", "1", 0, 5), Candidate("B", "1", 99, 4)]) == "B"
+
+
+def test_power_of_two_takes_the_less_loaded_of_two_and_draws_every_pair() -> None:
+    candidates = [Candidate(f"P{index}", "1", index) for index in range(4)]
+    picks = [pick("power-of-two", candidates, draw=draw) for draw in range(12)]
+    # Of the 12 ordered pairs 6 have P0 in them, 4 of the others P1, and P3 never wins.
+    assert [picks.count(f"P{index}") for index in range(4)] == [6, 4, 2, 0]
+
+
+def test_what_belongs_together_meets_until_its_owner_has_too_much() -> None:
+    ids = ["P0", "P1", "P2", "P3"]
+    first, second, *_ = owners("talk", ids)
+    loads = [10.0] * 4
+    assert pick("cache-affine", [Candidate(one, "1", 10.0) for one in ids], affinity="talk") == ids[first]
+    loads[first] = 20.0
+    busy = [Candidate(one, "1", load) for one, load in zip(ids, loads, strict=True)]
+    assert pick("cache-affine", busy, affinity="talk") == ids[second]
+    loads[first] = 12.0
+    less = [Candidate(one, "1", load) for one, load in zip(ids, loads, strict=True)]
+    assert pick("cache-affine", less, affinity="talk") == ids[first], "within the slack"
+    assert pick("cache-affine", busy) != ids[first], "without an affinity the least loaded"
+
+
+def test_slo_takes_who_is_done_first_and_gives_unknown_speeds_a_chance() -> None:
+    slow, fast, new = Candidate("S", "1", 100, rate=10), Candidate("F", "1", 300, rate=100), Candidate("N", "1", 0)
+    assert pick("slo", [slow, fast], cost=10) == "F"
+    assert pick("slo", [slow, fast, new], cost=10) == "N"
+    assert pick("slo", [replace(slow, rate=0), replace(fast, rate=0)], cost=10) == "S"
+
+
+@settings(max_examples=40)
+@given(CANDIDATES, st.data())
+def test_avoided_and_suspended_instances_come_last(candidates: list[Candidate], data: st.DataObject) -> None:
+    candidates = [replace(candidate, suspended=data.draw(st.booleans())) for candidate in candidates]
+    avoid = {candidate.life for candidate in candidates if data.draw(st.booleans())}
+    fit = preferred(candidates, avoid)
+    assert fit and {burden(one, avoid) for one in fit} == {min(burden(one, avoid) for one in candidates)}
+    assert preferred([]) == []
+    other_life = replace(candidates[0], incarnation="2", suspended=False)
+    assert burden(other_life, {candidates[0].life}) == 0
+
+
+class Instances:
+    """Instances whose loads a policy sees late: as of the last report, and what was placed since.
+
+    A report is made every `stale` placements; work that ends in between is `unseen` until then.
+    """
+
+    def __init__(self, count: int, stale: int, chance: random.Random) -> None:
+        self.load = [0.0] * count
+        self.seen = [0.0] * count
+        self.picked = [0] * count
+        self.unseen = 0.0
+        self._last_pick = [0] * count
+        self._stale = stale
+        self._chance = chance
+
+    def pick(self, policy: str, cost: float, affinity: str = "") -> int:
+        candidates = [
+            Candidate(f"P{index}", "1", load, last, rate=100.0)
+            for index, (load, last) in enumerate(zip(self.seen, self._last_pick, strict=True))
+        ]
+        return int(POLICIES[policy](candidates, Ask(cost, affinity, self._chance.getrandbits(32))).id[1:])
+
+    def place(self, index: int, cost: float) -> None:
+        self.picked[index] += 1
+        self._last_pick[index] = sum(self.picked)
+        self.load[index] += cost
+        self.seen[index] += cost
+        if sum(self.picked) % self._stale == 0:
+            self.seen, self.unseen = list(self.load), 0.0
+
+    def end(self, index: int, work: float) -> None:
+        """Something gets done, which no proxy learns before the next report."""
+        ended = min(self.load[index], work)
+        self.load[index] -= ended
+        self.unseen += ended
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=10)
+@given(st.integers(2, 6), st.integers(1, 20), st.integers(0, 2**32))
+def test_nobody_starves_while_work_piles_up(name: str, count: int, stale: int, seed: int) -> None:
+    chance = random.Random(seed)
+    instances = Instances(count, stale, chance)
+    for _ in range(30 * count):
+        cost = chance.choice([1.0, 2.0])
+        instances.place(instances.pick(name, cost, chance.choice(["", "one talk", "another talk"])), cost)
+    assert min(instances.picked) > 0
+
+
+@pytest.mark.parametrize("name", ["least-loaded", "slo", "round-robin"])
+@settings(max_examples=10)
+@given(st.integers(2, 6), st.integers(1, 20), st.integers(0, 2**32))
+def test_nobody_starves_while_work_ends_at_once(name: str, count: int, stale: int, seed: int) -> None:
+    instances = Instances(count, stale, random.Random(seed))
+    for _ in range(2 * count * stale):
+        index = instances.pick(name, 1.0)
+        instances.place(index, 1.0)
+        instances.end(index, 1.0)
+    assert min(instances.picked) > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=10)
+@given(
+    st.integers(2, 6),
+    st.integers(1, 20),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=60),
+    st.data(),
+)
+def test_stale_reports_cost_no_more_imbalance_than_what_ended_unseen(
+    name: str, count: int, stale: int, endings: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    instances = Instances(count, stale, random.Random(data.draw(st.integers(0, 2**32))))
+    for who, work in endings:
+        index = instances.pick(name, 1.0, "one talk")
+        load, mine = instances.load, instances.load[index]
+        others = load[:index] + load[index + 1 :]
+        near_least = mine <= min(load) + instances.unseen + 1e-9
+        if name in ("least-loaded", "slo"):
+            assert near_least
+        elif name == "cache-affine":
+            assert near_least or mine + 1 <= SLACK * (sum(load) + instances.unseen + 1) / count + 1e-9
+        elif name == "power-of-two":
+            assert mine <= max(others) + instances.unseen + 1e-9, "never the one with the most"
+        else:
+            assert instances.picked[index] == min(instances.picked), "it looks at no load, but takes turns"
+        instances.place(index, 1.0)
+        instances.end(who % count, float(work))

@@ -1,0 +1,87 @@
+"""What a client may send before its request has a head."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable
+
+import pytest
+
+from proxy.http.app import create_app
+from proxy.registry.table import InstanceTable
+from proxy.server.http_protocol import MAX_HEAD_BYTES
+from proxy.server.uvicorn_server import bind, serve
+from tests.proxy.fakes import settings
+
+PIECE = b"a" * 8192
+CHUNKED = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@contextlib.asynccontextmanager
+async def serving() -> AsyncIterator[int]:
+    """The port of a proxy without stages, on the server that the product uses."""
+    listening = bind("127.0.0.1", 0)
+    listening.listen()
+    port: int = listening.getsockname()[1]
+    app = create_app(settings(), InstanceTable())
+    running = asyncio.create_task(serve(app, "127.0.0.1", port, sockets=[listening], grace_s=1.0))
+    try:
+        yield port
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def exchange(port: int, pieces: Iterable[bytes]) -> tuple[int, bytes]:
+    """(bytes that were taken, what came back) until the server closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            sent += len(piece)
+            if reader.at_eof():
+                break
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+    writer.close()
+    return sent, answer
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (b"GET /health HTTP/1.1\r\nhost: x\r\nx: ", PIECE),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\n", b"x: " + PIECE + b"\r\n"),
+        (CHUNKED + b"0\r\nx: ", PIECE),
+    ],
+    ids=["a header", "headers", "a trailer"],
+)
+async def test_one_that_does_not_end_is_refused(begin: bytes, piece: bytes) -> None:
+    async with serving() as port:
+        sent, _ = await exchange(port, [begin, *[piece] * 4096])
+        assert sent < 16 << 20, "it took all of it"
+
+
+async def test_a_refusal_says_why() -> None:
+    async with serving() as port:
+        # As much as makes it too large, since a reset for what nobody reads may overtake the answer.
+        _, answer = await exchange(port, [b"GET / HTTP/1.1\r\nx: " + b"a" * (MAX_HEAD_BYTES - 18)])
+        assert answer.startswith(b"HTTP/1.1 400 ") and b"65,536 bytes" in answer
+
+
+async def test_bodies_and_many_requests_on_one_connection_are_no_heads() -> None:
+    async with serving() as port:
+        body = b"[" + b" " * (4 * MAX_HEAD_BYTES) + b"]"
+        post = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+        whole = post + b"content-length: %d\r\n\r\n" % len(body) + body
+        chunked = CHUNKED + (b"%x\r\n" % len(PIECE) + PIECE + b"\r\n") * 40 + b"0\r\n\r\n"
+        get = b"GET /version HTTP/1.1\r\nhost: x\r\nx: " + PIECE + b"\r\n\r\n"
+        last = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        _, answer = await exchange(port, [whole, chunked, *[get] * 20, last])
+        assert answer.count(b"HTTP/1.1 400 ") == 2 and answer.count(b"invalid_json") == 2
+        assert answer.count(b"HTTP/1.1 200 ") == 21

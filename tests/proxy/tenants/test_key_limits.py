@@ -1,0 +1,149 @@
+"""What one key may do at once and per minute; others are not concerned."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from epd_serve.errors import ConfigError
+from proxy.admission.demand import priority_of
+from proxy.config.settings import KeyLimits
+from proxy.request.parse import Endpoint, parse
+from proxy.tenants.key_limits import PRUNE_FROM, KeyGate, KeyLimitError
+from tests.proxy.fakes import cluster, hangs, settings, text_body
+
+CHAT = "/v1/chat/completions"
+ANNE, BERT = {"authorization": "Bearer anne-key"}, {"authorization": "Bearer bert-key"}
+KEYS = ("anne-key", "bert-key")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def ask(gate: KeyGate, account: str) -> bool:
+    try:
+        with gate.admitted(account):
+            return True
+    except KeyLimitError:
+        return False
+
+
+def test_a_minute_s_requests_may_come_at_once_and_then_one_by_one() -> None:
+    clock = Clock()
+    gate = KeyGate(KeyLimits(requests_per_minute=6), clock=clock)
+    assert [ask(gate, "a") for _ in range(8)] == [True] * 6 + [False] * 2
+    clock.now += 10.0
+    assert [ask(gate, "a") for _ in range(2)] == [True, False]
+
+
+def test_the_time_to_wait_is_the_time_after_which_it_works() -> None:
+    clock = Clock()
+    gate = KeyGate(KeyLimits(requests_per_minute=2), clock=clock)
+    assert ask(gate, "a") and ask(gate, "a")
+    clock.now += 7.0
+    with pytest.raises(KeyLimitError) as refused, gate.admitted("a"):
+        pass
+    assert refused.value.retry_after_s == pytest.approx(23.0)
+    clock.now += refused.value.retry_after_s
+    assert ask(gate, "a")
+
+
+def test_a_refused_request_costs_nothing() -> None:
+    clock = Clock()
+    gate = KeyGate(KeyLimits(requests_per_minute=1), clock=clock)
+    assert ask(gate, "a")
+    assert not any(ask(gate, "a") for _ in range(100))
+    clock.now += 60.0
+    assert ask(gate, "a")
+
+
+def test_requests_in_flight_are_counted_per_account_and_given_back() -> None:
+    gate = KeyGate(KeyLimits(requests_in_flight=1))
+    with gate.admitted("a"):
+        assert not ask(gate, "a") and ask(gate, "b")
+    assert ask(gate, "a")
+    with pytest.raises(RuntimeError), gate.admitted("a"):
+        raise RuntimeError
+    assert ask(gate, "a")
+
+
+def test_accounts_that_matter_no_more_are_forgotten() -> None:
+    clock = Clock()
+    gate = KeyGate(KeyLimits(requests_in_flight=1, requests_per_minute=1), clock=clock)
+    for index in range(20 * PRUNE_FROM):
+        clock.now += 1.0
+        assert ask(gate, f"tenant {index}")
+    assert len(gate._full_at) <= PRUNE_FROM + 1 and not gate._in_flight
+
+
+def test_limits_are_shared_out_among_processes() -> None:
+    assert KeyLimits(10, 61).shared_by(4) == KeyLimits(3, 16)
+    assert KeyLimits().shared_by(4) == KeyLimits()
+
+
+@pytest.mark.parametrize("name", ["requests_in_flight", "requests_per_minute"])
+def test_a_negative_limit_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        KeyLimits(**{name: -1})
+
+
+def test_a_priority_counts_up_to_the_best_that_a_key_may_have() -> None:
+    def counts(limits: KeyLimits, **body: int) -> int:
+        return priority_of(parse(Endpoint.CHAT, json.dumps(text_body(**body)).encode(), settings()), limits)
+
+    yields_only = KeyLimits(best_priority=0)
+    assert [counts(yields_only, priority=asked) for asked in (-9, 0, 9)] == [0, 0, 9]
+    assert counts(KeyLimits(best_priority=-2), priority=-9) == -2
+    assert counts(KeyLimits(best_priority=3)) == 3, "who asks for nothing asks for 0"
+    assert counts(KeyLimits(), priority=-9) == -9
+    assert yields_only.shared_by(4) == yields_only
+
+
+async def test_who_may_not_push_ahead_does_not() -> None:
+    config = settings(stage_priorities=True, key_limits=KeyLimits(best_priority=0))
+    async with cluster("PD0", config=config) as c:
+        for asked in (0, -9):
+            assert (await c.client.post(CHAT, json=text_body(priority=asked))).status_code == 200
+        first, second = (call.body["priority"] for call in c["PD0"].calls)
+        assert second >= first, "due by arrival"
+
+
+async def test_a_key_over_its_limit_gets_429_and_another_key_is_served() -> None:
+    config = settings(api_keys=KEYS, key_limits=KeyLimits(requests_in_flight=1))
+    async with cluster("PD0", config=config) as c:
+        c["PD0"].script.append(hangs)
+        first = asyncio.create_task(c.client.post(CHAT, json=text_body(), headers=ANNE))
+        await c["PD0"].until(lambda stage: stage.active == 1)
+        second = await c.client.post(CHAT, json=text_body(), headers=ANNE)
+        assert second.status_code == 429 and int(second.headers["retry-after"]) >= 1
+        assert second.json()["error"]["code"] == "rate_limit_exceeded"
+        assert (await c.client.post(CHAT, json=text_body(), headers=BERT)).status_code == 200
+        first.cancel()
+        await c.idle()
+        assert (await c.client.post(CHAT, json=text_body(), headers=ANNE)).status_code == 200
+
+
+async def test_tenants_named_under_one_key_count_against_that_key() -> None:
+    config = settings(api_keys=KEYS, tenant_header="x-tenant", key_limits=KeyLimits(requests_per_minute=2))
+    async with cluster("PD0", config=config) as c:
+        codes = [
+            (await c.client.post(CHAT, json=text_body(), headers={**ANNE, "x-tenant": name})).status_code
+            for name in "abc"
+        ]
+    assert codes == [200, 200, 429]
+
+
+async def test_without_keys_every_tenant_has_the_limit_to_itself() -> None:
+    config = settings(tenant_header="x-tenant", key_limits=KeyLimits(requests_per_minute=1))
+    async with cluster("PD0", config=config) as c:
+        codes = [
+            (await c.client.post(CHAT, json=text_body(), headers={"x-tenant": name})).status_code for name in "aba"
+        ]
+    assert codes == [200, 200, 429]

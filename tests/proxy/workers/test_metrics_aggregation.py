@@ -1,0 +1,71 @@
+"""Counts of several proxy processes added up."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.parser import text_string_to_metric_families
+
+from proxy.metrics import Metrics
+from proxy.workers.metrics_aggregation import COUNTED_PREFIX, added, counted, exposition, lasting
+
+
+def registry(requests: int, held: int, seconds: float) -> CollectorRegistry:
+    made = CollectorRegistry()
+    Counter("epd_proxy_requests", "Ended.", ("status",), registry=made).labels("200").inc(requests)
+    Gauge("epd_proxy_in_flight", "Held.", registry=made).set(held)
+    Histogram("epd_proxy_ttft_seconds", "TTFT.", buckets=(1, 2), registry=made).observe(seconds)
+    Gauge("epd_store_leased", "As the table says.", registry=made).set(7)
+    return made
+
+
+def samples(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    families = text_string_to_metric_families(text.decode())
+    return {
+        (sample.name, tuple(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def test_counts_are_added_and_what_the_table_says_is_said_once() -> None:
+    one, other = registry(3, 1, 0.5), registry(4, 2, 1.5)
+    shown = samples(exposition(one, added([counted(one), counted(other)])))
+    assert shown["epd_proxy_requests_total", (("status", "200"),)] == 7
+    assert shown["epd_proxy_in_flight", ()] == 3
+    assert shown["epd_proxy_ttft_seconds_bucket", (("le", "1.0"),)] == 1
+    assert shown["epd_proxy_ttft_seconds_bucket", (("le", "+Inf"),)] == 2
+    assert shown["epd_proxy_ttft_seconds_sum", ()] == 2.0
+    assert shown["epd_store_leased", ()] == 7
+
+
+def test_of_one_process_the_text_is_what_it_would_say_alone() -> None:
+    metrics = Metrics()
+    metrics.requests.labels("/v1/completions", "200").inc()
+    metrics.ttft_seconds.observe(0.2)
+    together = exposition(metrics.registry, added([counted(metrics.registry)]))
+    assert samples(together) == samples(metrics.text())
+
+
+def test_a_process_that_has_ended_leaves_what_it_did_and_not_what_it_held() -> None:
+    names = {family.name for family in lasting(counted(registry(3, 1, 0.5)))}
+    assert names == {"epd_proxy_requests", "epd_proxy_ttft_seconds"}
+
+
+def test_creation_times_are_the_earliest() -> None:
+    one, other = counted(registry(1, 0, 0.5)), counted(registry(1, 0, 0.5))
+    times = [
+        value for family in (*one, *other) for name, _, value in family.samples if name == "epd_proxy_requests_created"
+    ]
+    (together,) = [
+        value
+        for family in added([one, other])
+        for name, _, value in family.samples
+        if name == "epd_proxy_requests_created"
+    ]
+    assert together == min(times)
+
+
+def test_everything_that_the_proxy_itself_counts_is_named_so() -> None:
+    metrics = Metrics()
+    assert all(family.name.startswith(COUNTED_PREFIX) for family in metrics.registry.collect())

@@ -1,0 +1,214 @@
+"""Counts that several processes share: what they add up to, and what a writer leaves that is killed."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epd_serve.errors import ConfigError
+from proxy.registry.ledger import Ledger, OwnLedger, Work
+from proxy.workers.shared_counters import Board, shared_memory
+from proxy.workers.shared_ledger import COUNTS, SharedLedger, settle
+from tests.waiting import wait_for
+
+REPOSITORY = Path(__file__).parents[3]
+LIVES = [("P0", "a"), ("P0", "b"), ("D0", "a")]
+SLOTS = 4
+
+
+def board(rows: int, slots: int = SLOTS) -> Board:
+    return Board(memoryview(bytearray(Board.size_bytes(rows, COUNTS, slots=slots))), rows, COUNTS, slots=slots)
+
+
+def test_a_buffer_of_another_shape_is_refused() -> None:
+    buffer = memoryview(bytearray(Board.size_bytes(3, COUNTS)))
+    Board(buffer, 3, COUNTS)
+    with pytest.raises(ConfigError, match="no board of 2 rows"):
+        Board(buffer, 2, COUNTS)
+
+
+def test_what_one_process_acquires_all_see() -> None:
+    shared = board(2)
+    one, other = SharedLedger(shared, 0), SharedLedger(shared, 1)
+    one.acquire(LIVES[0], Work.PREFILL, 700)
+    other.acquire(LIVES[0], Work.PREFILL, 300)
+    tally = one.tallies(LIVES[0])[Work.PREFILL]
+    assert (tally.held, tally.held_weight) == (2, 1000)
+    assert one.tallies(LIVES[0])[Work.DECODE].held == 0
+    assert one.tallies(LIVES[1])[Work.PREFILL].held == 0
+    one.release(LIVES[0], Work.PREFILL, 700)
+    tally = other.tallies(LIVES[0])[Work.PREFILL]
+    assert (tally.held, tally.held_weight, tally.acquired_weight) == (1, 300, 1000)
+
+
+def test_a_killed_process_holds_nothing_and_its_counts_stay() -> None:
+    shared = board(2)
+    killed, reader = SharedLedger(shared, 0), SharedLedger(shared, None)
+    killed.acquire(LIVES[0], Work.DECODE, 1000)
+    killed.acquire(LIVES[1], Work.ENCODE, 50)
+    settle(shared, 0)
+    for life in LIVES:
+        assert all(tally.held == 0 and tally.held_weight == 0 for tally in reader.tallies(life).values())
+    successor = SharedLedger(shared, 0)
+    successor.acquire(LIVES[0], Work.DECODE, 500)
+    tally = reader.tallies(LIVES[0])[Work.DECODE]
+    assert (tally.held, tally.held_weight, tally.acquired_weight) == (1, 500, 1500)
+
+
+def test_a_tag_that_was_written_just_before_the_kill_is_found() -> None:
+    shared = board(1)
+    reader = SharedLedger(shared, None)
+    assert reader.tallies(LIVES[0])[Work.DECODE].acquired == 0
+    killed = SharedLedger(shared, 0)
+    shared.say_changed = lambda row: None  # type: ignore[method-assign]  # it is killed before it can say so
+    killed.acquire(LIVES[0], Work.DECODE, 1000)
+    del shared.say_changed
+    settle(shared, 0)
+    assert reader.tallies(LIVES[0])[Work.DECODE].released == 1
+
+
+def test_lives_beyond_the_room_of_a_row_are_counted_by_their_process_alone() -> None:
+    shared = board(2, slots=2)
+    one, other = SharedLedger(shared, 0), SharedLedger(shared, 1)
+    for life in LIVES:
+        one.acquire(life, Work.DECODE, 1000)
+    assert [one.tallies(life)[Work.DECODE].held for life in LIVES] == [1, 1, 1]
+    assert [other.tallies(life)[Work.DECODE].held for life in LIVES] == [1, 1, 0]
+    one.release(LIVES[0], Work.DECODE, 1000)
+    one.forget(LIVES[0])
+    one.release(LIVES[2], Work.DECODE, 1000)
+    one.acquire(LIVES[2], Work.DECODE, 1000)
+    assert [other.tallies(life)[Work.DECODE].held for life in LIVES] == [0, 1, 1]
+
+
+def test_slots_of_lives_that_a_former_process_knew_are_taken_when_there_is_no_other_room() -> None:
+    shared = board(1, slots=2)
+    former = SharedLedger(shared, 0)
+    former.acquire(LIVES[0], Work.DECODE, 1000)
+    former.acquire(LIVES[1], Work.DECODE, 1000)
+    settle(shared, 0)
+    successor = SharedLedger(shared, 0)
+    successor.acquire(LIVES[1], Work.DECODE, 1000)
+    successor.acquire(LIVES[2], Work.DECODE, 1000)
+    assert [successor.tallies(life)[Work.DECODE].held for life in LIVES] == [0, 1, 1]
+    assert 0 not in shared.tags(0)
+
+
+steps = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from(LIVES), st.sampled_from(list(Work)), st.integers(0, 5000)),
+    max_size=60,
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(steps=steps, ends=st.lists(st.integers(0, 200), max_size=60), kills=st.lists(st.integers(0, 59), max_size=4))
+def test_several_processes_count_as_one(
+    steps: list[tuple[int, tuple[str, str], Work, int]], ends: list[int], kills: list[int]
+) -> None:
+    """Three that share a board against one that counts everything, with processes killed on the way."""
+    shared = board(3)
+    processes, alone = [SharedLedger(shared, row) for row in range(3)], OwnLedger()
+    held: list[list[tuple[tuple[str, str], Work, int]]] = [[], [], []]
+    for number, (row, life, work, weight) in enumerate(steps):
+        processes[row].acquire(life, work, weight)
+        alone.acquire(life, work, weight)
+        held[row].append((life, work, weight))
+        if number < len(ends) and held[row]:
+            ended = held[row].pop(ends[number] % len(held[row]))
+            processes[row].release(*ended)
+            alone.release(*ended)
+        if number in kills:
+            settle(shared, row)
+            for lost in held[row]:
+                alone.release(*lost)
+            held[row], processes[row] = [], SharedLedger(shared, row)
+        for asked in processes:
+            assert_equal(asked, alone)
+
+
+def assert_equal(one: Ledger, other: Ledger) -> None:
+    for life in LIVES:
+        assert dict(one.tallies(life)) == dict(other.tallies(life))
+
+
+WRITER = """
+import mmap, random, sys
+from proxy.workers.shared_counters import Board
+from proxy.registry.ledger import Work
+from proxy.workers.shared_ledger import COUNTS, SharedLedger
+fd, row, rows, seed = map(int, sys.argv[1:])
+ledger = SharedLedger(Board(mmap.mmap(fd, 0), rows, COUNTS), row)
+draw, held = random.Random(seed), []
+print("counting", flush=True)
+while True:
+    life, work = ("P%d" % draw.randrange(3), "a"), draw.choice(list(Work))
+    if len(held) < 20 and draw.random() < 0.6:
+        held.append((life, work, draw.randrange(1, 1000)))
+        ledger.acquire(*held[-1])
+    elif held:
+        ledger.release(*held.pop(draw.randrange(len(held))))
+    if draw.random() < 0.01:
+        gone = ("gone", str(draw.randrange(99)))
+        ledger.acquire(gone, work, 1)
+        ledger.release(gone, work, 1)
+        ledger.forget(gone)
+"""
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    fd = shared_memory(Board.size_bytes(3, COUNTS))
+    yield fd
+    os.close(fd)
+
+
+def writer(memory: int, row: int, seed: int) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-c", WRITER, str(memory), str(row), "3", str(seed)]
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.Popen(argv, pass_fds=[memory], env=env, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"counting\n"
+    return process
+
+
+def test_writers_that_are_killed_anywhere_leave_counts_that_only_grow_and_nothing_held(memory: int) -> None:
+    shared = Board(mmap.mmap(memory, 0), 3, COUNTS)
+    reader = SharedLedger(shared, None)
+    lives = [(f"P{number}", "a") for number in range(3)]
+    processes = [writer(memory, row, seed=row) for row in range(3)]
+    draw, before = random.Random(0), dict.fromkeys((life, work) for life in lives for work in Work)
+    try:
+        wait_for(lambda: all(reader.tallies(life)[work].acquired for life in lives for work in Work))
+        for kill in range(3):
+            until = time.monotonic() + draw.random() * 0.05
+            looks = 0
+            while time.monotonic() < until or looks < 20:
+                looks += 1
+                for life, work in before:
+                    tally, former = reader.tallies(life)[work], before[life, work]
+                    assert tally.held >= 0
+                    assert former is None or tally.acquired >= former.acquired
+                    assert former is None or tally.released >= former.released
+                    before[life, work] = tally
+            processes[kill].kill()
+            processes[kill].wait()
+            settle(shared, kill)
+        for life in lives:
+            for tally in reader.tallies(life).values():
+                assert (tally.held, tally.held_weight) == (0, 0)
+                assert tally.acquired > 0
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
