@@ -16,8 +16,8 @@ class Instance:
         id: name within the launch, e.g. `P0`; stable across restarts.
         role: stages it runs.
         url: base URL of its OpenAI server, e.g. `http://127.0.0.1:41001` (loopback; the proxy is its only client).
-        incarnation: hex id of this run of the process; changes at every restart and tags transfers, so that late messages
-            of the previous run are recognised.
+        incarnation: hex id of this run of the process; changes at every restart and tags transfers, so that late
+            messages of the previous run are recognised.
         kv_endpoint: ZMQ address where this instance takes READY (only roles that send KV), else None.
         events: ZMQ address on which it announces (`epd_serve.wire.Announcement`), else None.
         devices: device ids it occupies, in order; co-located instances name the same one.
