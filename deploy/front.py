@@ -87,15 +87,15 @@ class Front:
 
         if self._workers == 1:
             return InstanceTable(link_grace_s=self._link_grace_s)
-        from proxy.workers.roster import TableOfParent
-        from proxy.workers.shared_counters import Board, shared_memory
+        from proxy.workers.roster import ParentTable
+        from proxy.workers.shared_counters import SharedCounters, shared_memory
         from proxy.workers.shared_ledger import COUNTS, SharedLedger
 
         self._listening.listen(BACKLOG)  # connections wait there while no worker is ready
-        size_bytes = Board.size_bytes(self._workers, COUNTS)
+        size_bytes = SharedCounters.size_bytes(self._workers, COUNTS)
         self._memory = shared_memory(size_bytes)
-        self._board = Board(mmap.mmap(self._memory, size_bytes), self._workers, COUNTS)
-        return TableOfParent(ledger=SharedLedger(self._board, None), link_grace_s=self._link_grace_s)
+        self._counters = SharedCounters(mmap.mmap(self._memory, size_bytes), self._workers, COUNTS)
+        return ParentTable(ledger=SharedLedger(self._counters, None), link_grace_s=self._link_grace_s)
 
     async def serve(self, members: Membership | None = None, cluster_key: str = "") -> None:
         """Until cancelled. The web framework loads in a thread, while others in this loop go on.
@@ -154,10 +154,10 @@ class Front:
         from deploy.proxy_workers import ProxyWorkers
         from proxy.workers.hub import WorkerHub
         from proxy.workers.limit_shares import share_of
-        from proxy.workers.roster import TableOfParent
+        from proxy.workers.roster import ParentTable
         from proxy.workers.wire import Setup
 
-        assert isinstance(self.table, TableOfParent), "made for several workers"
+        assert isinstance(self.table, ParentTable), "made for several workers"
         share = share_of(self.settings, self._workers)
         common = Setup(share, 0, self._workers, self._grace_s, self._drain_s, self._link_grace_s)
         hub = WorkerHub(self.table, common, self.background)
@@ -167,7 +167,7 @@ class Front:
             environment[LAUNCH_ENV] = self._launch_id
         workers = ProxyWorkers(
             hub,
-            self._board,
+            self._counters,
             self._memory,
             self._listening,
             environment,

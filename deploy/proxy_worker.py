@@ -1,4 +1,4 @@
-"""`python -m deploy.proxy_worker FEED LISTENING BOARD`: one proxy process of several, on inherited descriptors.
+"""`python -m deploy.proxy_worker FEED LISTENING COUNTERS`: one proxy process of several, on inherited descriptors.
 
 Ties its life to the launcher's; everything else it is told over the feed. Started by `deploy/proxy_workers.py` only,
 which ends it by SIGINT. SIGTERM is an operator's: it ends when its requests have, and another follows.
@@ -19,23 +19,23 @@ from epd_serve.lifeline import die_with_parent
 
 
 def main() -> None:
-    feed, listening, board = map(int, sys.argv[1:])
+    feed, listening, counters = map(int, sys.argv[1:])
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)  # until there is something to end gracefully
     launcher = os.environ.get(LAUNCHER_PID_ENV)
     if launcher is not None:
         die_with_parent(int(launcher))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    event_loop.run(_run(feed, listening, board))
+    event_loop.run(_run(feed, listening, counters))
 
 
-async def _run(feed: int, listening: int, board: int) -> None:
-    from proxy.workers.worker import Orders, run_worker
+async def _run(feed: int, listening: int, counters: int) -> None:
+    from proxy.workers.worker import WorkerSignals, run_worker
 
-    orders = Orders()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, orders.leave.set)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, orders.stop.set)
-    await run_worker(socket.socket(fileno=feed), socket.socket(fileno=listening), board, orders)
+    signals = WorkerSignals()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signals.leave.set)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, signals.stop.set)
+    await run_worker(socket.socket(fileno=feed), socket.socket(fileno=listening), counters, signals)
 
 
 if __name__ == "__main__":

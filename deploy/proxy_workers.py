@@ -1,8 +1,8 @@
 """Several proxy processes behind one listening socket: starts them, restarts the dead, ends them all.
 
-The parent keeps the socket, so that no connection is refused while one of them is away, and the memory of the board
-they count on. What is said to them is `proxy/workers/hub.py`'s business. One that dies takes its clients' connections
-with it, and nothing else: what it held is released on the board as soon as it is collected.
+The parent keeps the socket, so that no connection is refused while one of them is away, and the memory of the counters
+they share. What is said to them is `proxy/workers/hub.py`'s business. One that dies takes its clients' connections
+with it, and nothing else: what it held is released in the counters as soon as it is collected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from epd_serve.errors import EpdError
 
 if TYPE_CHECKING:
     from proxy.workers.hub import WorkerHub
-    from proxy.workers.shared_counters import Board
+    from proxy.workers.shared_counters import SharedCounters
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.02
@@ -43,10 +43,10 @@ class _Lived:
 
 
 class ProxyWorkers:
-    """Runs as many workers as the board has rows.
+    """Runs as many workers as the shared counters have rows.
 
     Args:
-        board, memory: the board, and the descriptor of its memory.
+        counters, memory: the shared counters, and the descriptor of their memory.
         listening: what all of them accept from. It has to be listening.
         environment: of the processes.
         grace_s: how long a worker that is told to end may take.
@@ -56,7 +56,7 @@ class ProxyWorkers:
     def __init__(
         self,
         hub: WorkerHub,
-        board: Board,
+        counters: SharedCounters,
         memory: int,
         listening: socket.socket,
         environment: Mapping[str, str],
@@ -65,7 +65,7 @@ class ProxyWorkers:
         say: Callable[[str], None],
     ) -> None:
         self._hub = hub
-        self._board = board
+        self._counters = counters
         self._memory = memory
         self._listening = listening
         self._environment = environment
@@ -82,7 +82,7 @@ class ProxyWorkers:
         self._hub.start()
         try:
             async with asyncio.TaskGroup() as group:
-                for row in range(self._board.rows):
+                for row in range(self._counters.rows):
                     group.create_task(self._keep(row), name=f"proxy worker {row}")
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
@@ -128,7 +128,7 @@ class ProxyWorkers:
                 lived.served_s = time.monotonic() - began[0]
             await self._end(process, attending)
             del self.pids[row]
-            settle(self._board, row)
+            settle(self._counters, row)
 
     def _spawn(self, feed: socket.socket) -> subprocess.Popen[bytes]:
         inherited = (feed.fileno(), self._listening.fileno(), self._memory)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from epd_serve.roles import Role
 from npu_ops.core_grants import CoreGrant
 
+IncarnationId = tuple[str, str]
+"""(instance id, incarnation)"""
+
 
 @dataclass(frozen=True)
 class Instance:
@@ -41,3 +44,8 @@ class Instance:
     load_news: str | None = None
     core_share: float | None = None
     cores: tuple[CoreGrant, ...] = ()
+
+    @property
+    def incarnation_id(self) -> IncarnationId:
+        """Names this run of this instance among all runs of all instances."""
+        return (self.id, self.incarnation)

@@ -1,7 +1,7 @@
 """Tasks that run as long as their process: started again when they end, counted, and shown while they are down.
 
-Everything here that feeds the proxy without a request (announcements, health of stages, beats of members, notes on a
-shared board) runs under one `Background`. A message that its handler fails on is counted by its kind, logged at most
+Everything here that feeds the proxy without a request (announcements, health of stages, beats of members, notes on
+shared counters) runs under one `Background`. A message that its handler fails on is counted by its kind, logged at most
 once a minute, and skipped. Work of one request is not for here: it belongs to the request's own TaskGroup.
 """
 
@@ -43,7 +43,7 @@ class Background:
         self.changed: Callable[[], None] = lambda: None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._down: dict[str, str] = {}
-        self._said: dict[str, float] = {}
+        self._logged_at: dict[str, float] = {}
         self._failed = LabelledCounter(
             "epd_proxy_background_failed",
             "Times that a task that has to run for ever ended, and was started again.",
@@ -130,8 +130,8 @@ class Background:
         self._gauge.labels(name).set(bool(why))
         self.changed()
 
-    def _say(self, what: str, line: str, error: BaseException) -> None:
+    def _say(self, what: str, message: str, error: BaseException) -> None:
         now = time.monotonic()
-        if now >= self._said.get(what, float("-inf")) + SAY_AGAIN_S:
-            self._said[what] = now
-            logger.error("%s; the same is not said again within %.0f s", line, SAY_AGAIN_S, exc_info=error)
+        if now >= self._logged_at.get(what, float("-inf")) + SAY_AGAIN_S:
+            self._logged_at[what] = now
+            logger.error("%s; the same is not said again within %.0f s", message, SAY_AGAIN_S, exc_info=error)

@@ -143,8 +143,8 @@ def stage_answer_error(raw: bytes | str, *, stage: str, status: int) -> EpdError
     if isinstance(decoded, dict):
         inner = decoded.get("error", decoded)
         fields = inner if isinstance(inner, dict) else {"message": str(inner)}
-    said = str(fields.get("message") or text)[:MAX_JUDGED_CHARS]
-    message = redacted(said)[:MAX_STAGE_MESSAGE_CHARS] or f"HTTP {status}"
+    stage_message = str(fields.get("message") or text)[:MAX_JUDGED_CHARS]
+    message = redacted(stage_message)[:MAX_STAGE_MESSAGE_CHARS] or f"HTTP {status}"
     if 400 <= status < 500:
         code = fields.get("code")
         param = fields.get("param")
@@ -155,7 +155,7 @@ def stage_answer_error(raw: bytes | str, *, stage: str, status: int) -> EpdError
             param=param if isinstance(param, str) else None,
             code=code if isinstance(code, str) else None,
         )
-    kind = StageDied if ENGINE_DEAD in said else StageError
+    kind = StageDied if ENGINE_DEAD in stage_message else StageError
     return kind(f"stage {stage} failed with {status}: {message}", stage=stage)
 
 

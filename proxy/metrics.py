@@ -18,14 +18,13 @@ class _Labelled:
     """Children by their labels: prometheus_client's `labels` checks and locks, which costs more than counting does."""
 
     @functools.cached_property
-    def _known(self) -> dict[tuple[str, ...], Self]:
+    def _children(self) -> dict[tuple[str, ...], Self]:
         return {}
 
     def labels(self, *values: str) -> Self:
-        child = self._known.get(values)
+        child: Self | None = self._children.get(values)
         if child is None:
-            made: Self = super().labels(*values)  # type: ignore[misc]  # of the metric's own class
-            child = self._known[values] = made
+            child = self._children[values] = super().labels(*values)  # type: ignore[misc]  # of the metric's own class
         return child
 
 
@@ -95,7 +94,7 @@ class Metrics:
         )
         self.queue_seconds = LabelledHistogram(
             "epd_proxy_queue_seconds",
-            "Time in a line in front of the stages.",
+            "Time in a queue in front of the stages.",
             ("kind", "line"),
             buckets=SECONDS,
             registry=self.registry,

@@ -1,7 +1,7 @@
-"""A request's life in order: parse, load media, encode, then prefill and decode (design §4), each when the gate says.
+"""A request's life in order: parse, load media, encode, then prefill and decode, each when the gate says.
 
 The steps decide how; this file only says when. One per process; owns what they share. An item's key is salted with the
-tenant unless features are shared; vLLM's prefix cache always is, since prompts are never shared (design §4.1).
+tenant unless features are shared; vLLM's prefix cache always is, since prompts are never shared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from msgspec import structs
 
 from epd_serve.errors import OverloadedError, RequestError
 from epd_serve.trace import PROXY, Trace
-from proxy.admission.capacity_tracker import Room
+from proxy.admission.capacity_tracker import CapacityTracker
 from proxy.admission.demand import kind_of, priority_of, sequences_of
 from proxy.admission.drain import Drain
 from proxy.admission.gate import Gate, Pass
@@ -32,7 +32,7 @@ from proxy.generate.tokenize import TokenizeStep
 from proxy.media.fetch import Resolver, UrlFetcher, resolve
 from proxy.media.loader import LoadedItem, MediaLoader, source_bytes
 from proxy.metrics import Metrics
-from proxy.registry.announcement_dispatcher import Hearsay
+from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
 from proxy.registry.feature_directory import FeatureDirectory
 from proxy.registry.kv_metrics import KvMetrics
 from proxy.registry.stage_metrics import StageMetrics
@@ -52,7 +52,7 @@ from proxy.stages.suspects import Suspects, Trial
 from proxy.tenants.auth import DEFAULT_TENANT
 from proxy.tenants.fair_share import FairShare
 from proxy.tenants.key_limits import KeyGate
-from proxy.tenants.memory_budget import Holding, MemoryBudget
+from proxy.tenants.memory_budget import MemoryBudget, MemoryReservation
 
 
 class Pipeline:
@@ -85,7 +85,7 @@ class Pipeline:
         self.metrics.registry.register(KvMetrics(table))
         self.trace = Trace(str(settings.trace_path or ""), PROXY)
         self.circuits = Circuits(table, self.metrics)
-        self.gate = Gate(settings.admission, Room(table, settings), self.metrics)
+        self.gate = Gate(settings.admission, CapacityTracker(table, settings), self.metrics)
         self._budget = RetryBudget(settings.retry, now=time.monotonic())
         self.metrics.retry_budget.set_function(lambda: self._budget.left(time.monotonic()))
         self.metrics.in_flight.set_function(lambda: self.drain.running)
@@ -98,7 +98,7 @@ class Pipeline:
         self._router = Router(table, settings.roles, instance_wait_s=timeouts.instance_wait_s, policy=settings.policy)
         self._arena = HostArena(settings.arena)
         self.directory = FeatureDirectory(settings.max_known_features, holds=self._arena.holds)
-        self.hearsay = Hearsay(table, self.directory, self.metrics, self.background)
+        self.dispatcher = AnnouncementDispatcher(table, self.directory, self.metrics, self.background)
         self._encode = EncodeStep(
             Encoders(
                 table,
@@ -120,7 +120,7 @@ class Pipeline:
             self._router,
             self._encode,
             Attempt(table, self._stages, self.circuits, timeouts, self.metrics, self.trace, self.background),
-            self.hearsay,
+            self.dispatcher,
             self.metrics,
             self._budget,
         )
@@ -128,10 +128,10 @@ class Pipeline:
 
     def start(self) -> None:
         """Listen to the stages. In the running event loop, which is the status table's too."""
-        self.hearsay.start()
+        self.dispatcher.start()
 
     async def aclose(self) -> None:
-        await self.hearsay.stop()
+        await self.dispatcher.stop()
         self._arena.close()
         await self._media.aclose()
         await self._stages.aclose()
@@ -154,7 +154,7 @@ class Pipeline:
         endpoint: Endpoint,
         raw: bytearray,
         tenant: str,
-        held: Holding,
+        held: MemoryReservation,
         sink: ClientSink,
         explanation: Explanation = UNASKED,
         *,
@@ -190,7 +190,7 @@ class Pipeline:
         except RecursionError:  # what can just be decoded may be too deep to be measured, or written again
             raise RequestError("The request body is nested too deeply.", code="invalid_json") from None
 
-    def _parsed(self, endpoint: Endpoint, raw: bytearray, held: Holding) -> ParsedRequest:
+    def _parsed(self, endpoint: Endpoint, raw: bytearray, held: MemoryReservation) -> ParsedRequest:
         """The checked request. Decoding takes memory before anybody has seen what is in the body."""
         weight = weighed(raw)
         with held.borrowed(weight.decoding_bytes):
@@ -205,7 +205,7 @@ class Pipeline:
         request_id: str,
         request: ParsedRequest,
         tenant: str,
-        held: Holding,
+        held: MemoryReservation,
         passed: Pass,
         trial: Trial,
         explanation: Explanation,
@@ -233,7 +233,7 @@ class Pipeline:
         await self._generate.run(job, sink)
 
     async def _load(
-        self, request_id: str, request: ParsedRequest, tenant: str, held: Holding
+        self, request_id: str, request: ParsedRequest, tenant: str, held: MemoryReservation
     ) -> tuple[LoadedItem, ...]:
         begun = time.perf_counter()
         owner = DEFAULT_TENANT if self.settings.shared_features else tenant

@@ -1,6 +1,6 @@
 """What must not stand in a log or in another's error: tokens, data URLs, credentials and query strings of URLs.
 
-Clients' pictures and signed URLs come back in the words of stages and libraries. Those are cut where they enter
+Clients' images and signed URLs come back in the words of stages and libraries. Those are cut where they enter
 (`proxy/errors.py`), and once more where log records leave, tracebacks included.
 """
 
@@ -20,7 +20,7 @@ LONG_BASE64 = re.compile(r"[A-Za-z0-9+/_-]{120,}={0,2}")
 def redacted(text: str) -> str:
     """`text` without them. Ids, digests and paths stay."""
     text = DATA_URL.sub(r"data:\1,...", text)
-    text = URL_SECRETS.sub(lambda found: f"{found[1]}{found[2]}", text)
+    text = URL_SECRETS.sub(lambda match: f"{match[1]}{match[2]}", text)
     text = BEARER.sub(r"\1 ...", text)
     return LONG_BASE64.sub("...", text)
 
@@ -30,10 +30,10 @@ class RedactingFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:
-            said = record.getMessage()
+            message = record.getMessage()
         except (TypeError, ValueError):  # its words and values do not fit: no reason to fail whoever says so
-            said = f"{record.msg} {record.args}"
-        record.msg, record.args = redacted(said), None
+            message = f"{record.msg} {record.args}"
+        record.msg, record.args = redacted(message), None
         if record.exc_info and record.exc_info[0] is not None:
             record.exc_text = redacted(logging.Formatter().formatException(record.exc_info))
         return True

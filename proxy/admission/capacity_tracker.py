@@ -15,22 +15,22 @@ TRUST_S = 0.05
 """Stages report no more often, and with many of them working it out takes as long as routing a request."""
 
 
-class Room:
+class CapacityTracker:
     """Worked out anew when the last answer is too old."""
 
     def __init__(self, table: InstanceTable, settings: ProxySettings) -> None:
         self._table = table
         self._settings = settings
-        self._known: Capacity | None = None
-        self._known_at = 0.0
+        self._latest: Capacity | None = None
+        self._computed_at = 0.0
 
     def __call__(self) -> Capacity:
         now = time.monotonic()
-        if self._known is None or now > self._known_at + TRUST_S:
+        if self._latest is None or now > self._computed_at + TRUST_S:
             stages = [LiveStage(view.instance.role, _fresh(view)) for view in self._table.snapshot() if view.up]
-            self._known = capacity(stages, self._settings.admission, processes=self._settings.processes)
-            self._known_at = now
-        return self._known
+            self._latest = capacity(stages, self._settings.admission, processes=self._settings.processes)
+            self._computed_at = now
+        return self._latest
 
 
 def _fresh(view: InstanceView) -> StageReport | None:

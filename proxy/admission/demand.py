@@ -1,4 +1,4 @@
-"""What a request asks of the lines in front of the stages: modality, priority, sequences that it decodes."""
+"""What a request asks of the admission queues: its modality, its priority, and how many sequences it decodes."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def sequences_of(request: ParsedRequest, most: int) -> int:
     Raises:
         RequestError: a list of prompts asks for more than `most`, `max_sequences` of the settings.
     """
-    asked = request.body.get("n")
-    answers = asked if isinstance(asked, int) else 1
+    n = request.body.get("n")
+    answers = n if isinstance(n, int) else 1
     prompts = request.body["prompt"] if request.endpoint is Endpoint.COMPLETIONS else None
     if not isinstance(prompts, list) or isinstance(prompts[0], int):
         return answers

@@ -97,11 +97,11 @@ class Gate:
         # Spread: clients that are refused together must not come back together.
         return OverloadedError(message, retry_after_s=(retry_after_s or 1.0) * random.uniform(1.0, 1.25))
 
-    async def _stand(self, ticket: Ticket, *, encode: bool) -> None:
+    async def _wait_turn(self, ticket: Ticket, *, encode: bool) -> None:
         """Wait for the ticket's turn. Raises OverloadedError after `max_wait_s`, if nothing was done for it yet."""
         begun = _now()
         if not self.queue.goes_at_once(ticket, begun, self._capacity(), encode=encode):
-            self.queue.stand(ticket, begun, encode=encode)
+            self.queue.enqueue(ticket, begun, encode=encode)
             await self._turn(ticket, begun)
         self._metrics.queue_seconds.labels(ticket.kind.value, "encode" if encode else "serve").observe(_now() - begun)
 
@@ -165,7 +165,7 @@ class Pass:
         """Wait until encoders take it. Any number of times, and at the same time."""
         async with self._turns:
             if self._ticket.place is Place.LOADING:
-                await self._gate._stand(self._ticket, encode=True)
+                await self._gate._wait_turn(self._ticket, encode=True)
 
     def give_back(self) -> None:
         """Give a place back, at the encoders or with the stages: something has to be encoded first, or others are
@@ -176,7 +176,7 @@ class Pass:
     async def to_stages(self) -> None:
         """Wait until the instances that prefill and decode take it, unless it has a place there."""
         if self._ticket.place is not Place.SERVED:
-            await self._gate._stand(self._ticket, encode=False)
+            await self._gate._wait_turn(self._ticket, encode=False)
 
     def prefilled(self) -> None:
         """Its prompt is computed, or nobody can tell when it is. Any number of times."""
@@ -185,7 +185,7 @@ class Pass:
     @property
     def stage_priority(self) -> int:
         """For vLLM's priority policy, lower is sooner: when it is due, in ms since the epoch, so that the stages age
-        requests as the lines here do, and several proxies agree."""
+        requests as the queues here do, and several proxies agree."""
         return round((time.time() + self._ticket.due - _now()) * 1000)
 
     @property

@@ -1,4 +1,4 @@
-"""How fast a line moves while somebody stands in it: what predicted waits, and so Retry-After, rest on. Pure."""
+"""How fast a queue moves while somebody is in it: what predicted waits, and so Retry-After, rest on. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LEAST_GRANTS = 3.0
 
 
 class Pace:
-    """Grants per second of backlog, of late. Time without a backlog says nothing: the line was waiting, not moving."""
+    """Grants per second of backlog, of late. Time without a backlog says nothing: the queue was waiting, not moving."""
 
     def __init__(self) -> None:
         self._grants = 0.0
@@ -22,13 +22,13 @@ class Pace:
         """From now on there is a backlog, or none."""
         if self._backlog and self._at is not None and now > self._at:
             passed_s = now - self._at
-            kept = 0.5 ** (passed_s / HALF_LIFE_S)
-            self._grants *= kept
-            self._backlog_s = self._backlog_s * kept + passed_s
+            decay = 0.5 ** (passed_s / HALF_LIFE_S)
+            self._grants *= decay
+            self._backlog_s = self._backlog_s * decay + passed_s
         self._at, self._backlog = now, backlog
 
     def granted(self) -> None:
-        """One that had to stand in the line has gone."""
+        """One that had to wait in the queue has gone."""
         self._grants += 1.0
 
     def wait_s(self, ahead: int, now: float, *, at_least: bool = False) -> float | None:

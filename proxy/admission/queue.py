@@ -1,14 +1,14 @@
-"""Who may go to the stages, and when: one line per modality in front of them. Pure: time and capacity come in.
+"""Who may go to the stages, and when: one queue per modality in front of them. Pure: time and capacity come in.
 
-    admit -> LOADING --stand(encode)--> TO_ENCODE --grant--> ENCODING --stand--> TO_SERVE --grant--> SERVED
-                \\------------------------stand-----------------------------------^
+    admit -> LOADING --enqueue(encode)--> TO_ENCODE --grant--> ENCODING --enqueue--> TO_SERVE --grant--> SERVED
+                \\-------------------------enqueue----------------------------------^
     ENCODING, SERVED --give back--> LOADING        from every place: leave -> GONE, exactly once
     TO_ENCODE, TO_SERVE --step back--> where it came from
 
 Text and media share the instances that prefill and decode, and only those, so only there the two compete. Each ticket
 has a time at which it is *due*: its arrival, later for media (`media_yields_s`) and by what the client asks
 (`priority`). Whoever is due first goes first. As nobody who comes later than that time is due earlier, nobody starves:
-that is the aging. Where the head of the lines does not fit yet, nobody smaller overtakes it. Beyond that each modality
+that is the aging. Where the head of the queues does not fit yet, nobody smaller overtakes it. Beyond that each modality
 has a share that the other cannot take while both are about, so that neither waits for the other to end.
 
 A media ticket keeps its encoder's place until it is served: features that nobody fetches would crowd the MM Store.
@@ -68,7 +68,7 @@ class Ticket(Struct, eq=False):
         due: when it is to go, in seconds on the caller's clock; `number` tells equals apart.
         tokens: of its prompt, estimated. sequences: how many it decodes at once.
         encoding: it holds a place at the encoders. prefilling: its tokens count.
-        stood_at: when it joined the line it is or was in. granted_at: when its turn to be served came, or last came.
+        queued_at: when it joined the queue it is or was in. granted_at: when its turn to be served came, or last came.
     """
 
     kind: Kind
@@ -80,7 +80,7 @@ class Ticket(Struct, eq=False):
     place: Place = Place.LOADING
     encoding: bool = False
     prefilling: bool = False
-    stood_at: float = 0.0
+    queued_at: float = 0.0
     granted_at: float = 0.0
 
     @property
@@ -88,8 +88,8 @@ class Ticket(Struct, eq=False):
         return (self.due, self.number)
 
     @property
-    def stands(self) -> bool:
-        """It waits for its turn in one of the lines."""
+    def is_queued(self) -> bool:
+        """It waits for its turn in one of the queues."""
         return self.place is Place.TO_ENCODE or self.place is Place.TO_SERVE
 
 
@@ -104,7 +104,7 @@ class QueueFull(Exception):
 
 
 @dataclass
-class _Line:
+class _TicketQueue:
     """Tickets in the order of their turn."""
 
     tickets: list[Ticket] = field(default_factory=list)
@@ -114,7 +114,7 @@ class _Line:
 
     def remove(self, ticket: Ticket) -> None:
         index = self.ahead_of(ticket.order)
-        assert self.tickets[index] is ticket, "a ticket stands where its order says"
+        assert self.tickets[index] is ticket, "a ticket is where its order says"
         del self.tickets[index]
 
     def ahead_of(self, order: tuple[float, int]) -> int:
@@ -122,13 +122,13 @@ class _Line:
 
 
 class AdmissionQueue:
-    """The lines, and what is with the stages. Call `grants` after everything that may have made room."""
+    """The queues, and what is with the stages. Call `grants` after everything that may have made room."""
 
     def __init__(self, settings: Admission) -> None:
         self._settings = settings
         self._numbers = itertools.count()
-        self._to_encode = _Line()
-        self._to_serve = {kind: _Line() for kind in Kind}
+        self._to_encode = _TicketQueue()
+        self._to_serve = {kind: _TicketQueue() for kind in Kind}
         self._waiting = dict.fromkeys(Kind, 0)  # with no place at any stage yet
         self._seen = dict.fromkeys(Kind, float("-inf"))
         self._encoding = 0
@@ -165,8 +165,8 @@ class AdmissionQueue:
         if self._settings.single_queue:
             return arrived
         limit = self._settings.priority_limit
-        asked_s = max(-limit, min(limit, priority)) * self._settings.priority_step_s
-        return arrived + asked_s + (self._settings.media_yields_s if kind is Kind.MEDIA else 0.0)
+        priority_s = max(-limit, min(limit, priority)) * self._settings.priority_step_s
+        return arrived + priority_s + (self._settings.media_yields_s if kind is Kind.MEDIA else 0.0)
 
     def predicted_wait_s(self, kind: Kind, due: float, now: float, *, at_least: bool = False) -> float | None:
         """How long a newcomer would wait, or would at least (`Pace.wait_s`); 0 where nobody is ahead, None while nobody
@@ -174,12 +174,12 @@ class AdmissionQueue:
         if not self.somebody_waits():
             return 0.0
         newest = (due, 1 << 62)
-        ahead = sum(line.ahead_of(newest) for line in self._to_serve.values())
+        ahead = sum(queue.ahead_of(newest) for queue in self._to_serve.values())
         waits = [self._serve_pace.wait_s(ahead, now, at_least=at_least)]
         if kind is Kind.MEDIA:
             waits.append(self._encode_pace.wait_s(self._to_encode.ahead_of(newest), now, at_least=at_least))
-        known = [wait for wait in waits if wait is not None]
-        return sum(known) if len(known) == len(waits) else None
+        predicted = [wait for wait in waits if wait is not None]
+        return sum(predicted) if len(predicted) == len(waits) else None
 
     # A request's life.
 
@@ -187,7 +187,7 @@ class AdmissionQueue:
         """Let a request in.
 
         Raises:
-            QueueFull: its line is as long as it may be.
+            QueueFull: its queue is as long as it may be.
         """
         limit = self._settings.text_queue if kind is Kind.TEXT else self._settings.media_queue
         due = self.due_at(kind, now, priority)
@@ -198,8 +198,8 @@ class AdmissionQueue:
         return Ticket(kind, now, due, next(self._numbers), max(1, sequences))
 
     def goes_at_once(self, ticket: Ticket, now: float, capacity: Capacity, *, encode: bool = False) -> bool:
-        """Let it go where nobody stands in any line and there is room, which costs less than standing. False: it has to
-        stand."""
+        """Let it go where nobody is in any queue and there is room, which costs less than queueing. False: it has to
+        queue."""
         if self.somebody_waits():
             return False
         if encode:
@@ -207,18 +207,18 @@ class AdmissionQueue:
                 return False
         elif not (self._within_share(ticket, now, capacity) and self._fits(ticket, capacity)):
             return False
-        ticket.stood_at = now
+        ticket.queued_at = now
         self._go(ticket, now, encode=encode)
         return True
 
-    def stand(self, ticket: Ticket, now: float, *, encode: bool = False, tokens: float | None = None) -> None:
-        """Stand in the line for the encoders, or in the one for prefill and decode."""
-        assert ticket.place in (Place.LOADING, Place.ENCODING), f"a {ticket.place} ticket stands in no line"
+    def enqueue(self, ticket: Ticket, now: float, *, encode: bool = False, tokens: float | None = None) -> None:
+        """Join the queue for the encoders, or the one for prefill and decode."""
+        assert ticket.place in (Place.LOADING, Place.ENCODING), f"a {ticket.place} ticket joins no queue"
         if tokens is not None:
             ticket.tokens = max(0.0, tokens)
         ticket.place = Place.TO_ENCODE if encode else Place.TO_SERVE
-        ticket.stood_at = now
-        self._line(ticket).add(ticket)
+        ticket.queued_at = now
+        self._queue_of(ticket).add(ticket)
         self._keep_time(now)
 
     def grants(self, now: float, capacity: Capacity) -> list[Ticket]:
@@ -252,8 +252,8 @@ class AdmissionQueue:
 
     def step_back(self, ticket: Ticket) -> None:
         """It waits for its turn no more, and so must not get one. Any number of times."""
-        if ticket.stands:
-            self._line(ticket).remove(ticket)
+        if ticket.is_queued:
+            self._queue_of(ticket).remove(ticket)
             ticket.place = Place.ENCODING if ticket.encoding else Place.LOADING
 
     def leave(self, ticket: Ticket, now: float) -> None:
@@ -270,7 +270,7 @@ class AdmissionQueue:
         ticket.place = Place.GONE
         self._keep_time(now)
 
-    def _line(self, ticket: Ticket) -> _Line:
+    def _queue_of(self, ticket: Ticket) -> _TicketQueue:
         if ticket.place is Place.TO_ENCODE:
             return self._to_encode
         return self._to_serve[Kind.TEXT if self._settings.single_queue else ticket.kind]
@@ -278,7 +278,7 @@ class AdmissionQueue:
     def _next(self, now: float, capacity: Capacity) -> Ticket | None:
         if self._to_encode.tickets and self._encoding < max(1, capacity.encodes):
             return self._to_encode.tickets[0]
-        heads = [line.tickets[0] for line in self._to_serve.values() if line.tickets]
+        heads = [queue.tickets[0] for queue in self._to_serve.values() if queue.tickets]
         heads = [head for head in heads if self._within_share(head, now, capacity)]
         first = min(heads, key=_order, default=None)
         return first if first is not None and self._fits(first, capacity) else None
@@ -305,7 +305,7 @@ class AdmissionQueue:
         )
 
     def _grant(self, ticket: Ticket, now: float) -> None:
-        self._line(ticket).remove(ticket)
+        self._queue_of(ticket).remove(ticket)
         self._go(ticket, now, encode=ticket.place is Place.TO_ENCODE)
 
     def _go(self, ticket: Ticket, now: float, *, encode: bool) -> None:
@@ -315,7 +315,7 @@ class AdmissionQueue:
             ticket.place = Place.ENCODING
             ticket.encoding = True
             self._encoding += 1
-            if now > ticket.stood_at:
+            if now > ticket.queued_at:
                 self._encode_pace.granted()
             return
         ticket.place = Place.SERVED
@@ -326,7 +326,7 @@ class AdmissionQueue:
         self._tokens[ticket.kind] += ticket.tokens
         self._prefilling[ticket.kind] += 1
         self._served[ticket.kind] += 1
-        if now > ticket.stood_at:
+        if now > ticket.queued_at:
             self._serve_pace.granted()
 
     def _served_no_more(self, ticket: Ticket) -> None:

@@ -67,23 +67,23 @@ def _check_names(request: JoinRequest) -> None:
 def _check_address(request: JoinRequest, caller: str) -> None:
     """Every address is the stage's own: what the others connect to, with the stages' key, is where it says it is."""
     try:
-        given = ipaddress.IPv4Address(request.host)
+        host = ipaddress.IPv4Address(request.host)
     except ValueError:
         raise JoinRefusedError(
             f"host {request.host[:80]!r} is no IPv4 address", param="--host", code="bad_address"
         ) from None
-    if given.is_unspecified or given.is_multicast:
+    if host.is_unspecified or host.is_multicast:
         raise JoinRefusedError(f"host {request.host} is no machine's address", param="--host", code="bad_address")
-    for what, address, form, wanted in (
+    for what, address, form, expected in (
         ("url", request.url, _URL, "http://HOST:PORT"),
         ("kv_endpoint", request.kv_endpoint, _CHANNEL, "tcp://HOST:PORT"),
         ("kv_workers", request.kv_workers, _CHANNEL, "tcp://HOST:PORT"),
     ):
-        found = form.fullmatch(address)
-        right = found is not None and found["host"] == request.host and 1 <= int(found["port"]) <= 65535
+        match = form.fullmatch(address)
+        right = match is not None and match["host"] == request.host and 1 <= int(match["port"]) <= 65535
         if not right and (address or what == "url"):
             raise JoinRefusedError(
-                f"{what} {address[:80]!r} is not {wanted} of {request.host}", param="--host", code="bad_address"
+                f"{what} {address[:80]!r} is not {expected} of {request.host}", param="--host", code="bad_address"
             )
     if caller and _is_loopback(request.host) and not _is_loopback(caller):
         raise JoinRefusedError(
@@ -131,7 +131,7 @@ def _check_model(request: JoinRequest, identity: ClusterIdentity) -> None:
     if identity.processing != request.processing:
         raise JoinRefusedError(
             f"vLLM flags differ: the head has {identity.processing or 'none'}, this stage "
-            f"{request.processing or 'none'}: the same picture would mean different things; give all the same flags "
+            f"{request.processing or 'none'}: the same image would mean different things; give all the same flags "
             "after --",
             code="processing_differs",
         )

@@ -6,7 +6,7 @@ A member's life in one table:
     JOINED --leave--> LEAVING, down --drained--> (unknown)         JOINED --FORGET_S of silence--> (unknown)
 
 The instance table carries what requests see (up, down, incarnation); this file adds who may speak for an instance.
-What is compared at a join is in `cluster_admission.py`.
+What is compared at a join is in `compatibility.py`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DRAIN_POLL_S = 0.05
 class _Member:
     request: JoinRequest
     id: str
-    heard: float
+    last_beat_at: float
     number: int = 0
     incarnation: str = ""
     silent: bool = False
@@ -99,13 +99,13 @@ class Membership:
         return JoinAnswer(name, self._settings, peers if request.role.sends_kv else [])
 
     def beat(self, beat: Beat) -> None:
-        """A member lives. Raises NotAMemberError, JoinRefusedError (its life has no name)."""
+        """A member lives. Raises NotAMemberError, JoinRefusedError (its incarnation has no name)."""
         member = self._speaker(beat.id, beat.agent)
         if beat.incarnation and not NAME.fullmatch(beat.incarnation):
             raise JoinRefusedError("the incarnation is no name", code="bad_name")
         if beat.number <= member.number or member.leaving:
             return
-        member.number, member.heard, member.silent = beat.number, self._now(), False
+        member.number, member.last_beat_at, member.silent = beat.number, self._now(), False
         if beat.incarnation != member.incarnation:
             member.incarnation = beat.incarnation
             self._table.apply(self._instance(member), up=False)
@@ -140,7 +140,7 @@ class Membership:
     def notice_silence(self) -> None:
         """Mark down who missed its beats, forget who has been silent for long. Call about once a second."""
         for member in list(self._members.values()):
-            silence = self._now() - member.heard
+            silence = self._now() - member.last_beat_at
             if silence > FORGET_S:
                 logger.warning("%s is forgotten after %.0f s of silence", member.id, silence)
                 self._forget(member)
@@ -153,14 +153,14 @@ class Membership:
 
     def _name(self, request: JoinRequest) -> str:
         """The wanted name if it is free, the name of the one whose address it has taken over, else the next free."""
-        wanted = request.instance
-        if wanted:
-            holder = self._members.get(wanted)
+        name = request.instance
+        if name:
+            holder = self._members.get(name)
             if holder is None or self._gives_way(holder, request):
-                return wanted
+                return name
             if request.instance_fixed:
                 raise JoinRefusedError(
-                    f"the name {wanted} belongs to the stage at {holder.request.url}, which lives; choose another "
+                    f"the name {name} belongs to the stage at {holder.request.url}, which lives; choose another "
                     "with --instance, or leave it out",
                     param="--instance",
                     code="name_taken",

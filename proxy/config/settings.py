@@ -59,7 +59,7 @@ class MediaLimits:
 
     Attributes:
         max_bytes: one item. `max_total_bytes`: all items of one request.
-        max_pixels: width x height of a picture or a video's frames, checked on headers before anything decodes them.
+        max_pixels: width x height of an image or a video's frames, checked on headers before anything decodes them.
         max_video_s, max_audio_s: length of a clip in seconds, where its container tells.
         max_frames: that a stage decodes of a video, as the request asks. max_video_pixels: of all of them.
         max_items: items of one request.
@@ -164,7 +164,7 @@ class KeyLimits:
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What a feature depends on besides its bytes: part of every key (design §4.1)."""
+    """What a feature depends on besides its bytes: part of every key."""
 
     model: str
     revision: str = ""
@@ -173,10 +173,10 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class Admission:
-    """The lines in front of the stages (`proxy/admission/queue.py`, `proxy/admission/capacity.py`).
+    """The queues in front of the stages (`proxy/admission/queue.py`, `proxy/admission/capacity.py`).
 
     Attributes:
-        single_queue: one line in order of arrival and no priorities at the stages, to compare with.
+        single_queue: one queue in order of arrival and no priorities at the stages, to compare with.
         text_queue, media_queue: requests that may wait; beyond it the answer is 429.
         max_wait_s: nobody waits longer, and who would is refused at once.
         media_yields_s: text that arrives up to this much later than a request with media goes first.
@@ -274,7 +274,7 @@ class ProxySettings:
         tenant_header: request header whose value names the tenant, set by a gateway that is trusted to; empty to
             heed none. A request without it belongs to the default tenant.
         shared_features: all tenants share features (they can tell by the time taken that somebody else sent the same
-            picture). Prefix caches stay apart.
+            image). Prefix caches stay apart.
         modalities: what the model takes (`image`, `video`, `audio`), or None to leave it to the stages to refuse.
         send_pixels: `auto` sends P and D an item's metadata instead of the media where that is known, `always` never.
         on_missing_feature: `recompute` lets P encode what got lost, `reencode` has an encoder do it again first.

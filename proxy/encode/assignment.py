@@ -1,8 +1,8 @@
 """Which encoder gets which items: to be done soon, and equal items at the same encoder. Pure.
 
 Two wishes meet. A key should have one owner that every proxy agrees on, so that equal work meets in one place
-(`proxy/routing/rendezvous.py`, design §4.2), and a request's items should be encoded in parallel by cost and by the
-encoders' speeds (EPD §3.3.2, design §4.3; `proxy/encode/schedule.py`). `spread` grants the first within a bound on the
+(`proxy/routing/rendezvous.py`), and a request's items should be encoded in parallel by cost and by the
+encoders' speeds (EPD §3.3.2; `proxy/encode/schedule.py`). `spread` grants the first within a bound on the
 second.
 """
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from epd_serve.errors import DeadlineError, EpdError, StageError
-from epd_serve.instances import Instance
+from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
 from epd_serve.trace import Trace
 from proxy.config.settings import Timeouts
@@ -47,7 +47,6 @@ CALL_TOKENS = 256.0
 """Items share a call up to so much work: some 10 ms of a datacentre device, against about 2 ms of the proxy's CPU time
 that a further call costs. With a call for each thumbnail the proxy would be busy before its encoders are."""
 RELOOK_S = 0.5  # a full store's last report may lapse, and an encoder fall silent, without any news
-Life = tuple[str, str]
 Answer = TypeVar("Answer")
 
 
@@ -59,13 +58,13 @@ class EncodeOrder:
         again: keys to be encoded even where an encoder believes that they are there.
         shunned: incarnations of encoders to ask last (they made what got lost).
         done: called for each item with the encoder that has it and its entry of `ec_transfer_params`, or {}.
-        known: whether a key's feature is there, although the call that was to make it failed.
+        is_known: whether a key's feature is there, although the call that was to make it failed.
         waits: called before these items wait for the request's trial: nobody else must wait for them then.
     """
 
     job: Job
     done: Callable[[LoadedItem, Instance, dict[str, Any]], None]
-    known: Callable[[str], bool] = lambda _: False
+    is_known: Callable[[str], bool] = lambda _: False
     waits: Callable[[Sequence[LoadedItem]], None] = lambda _: None
     again: frozenset[str] = frozenset()
     shunned: frozenset[str] = frozenset()
@@ -97,7 +96,7 @@ class Encoders:
         self._speeds = LearntSpeeds()
 
     async def encode(
-        self, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[Life] = frozenset()
+        self, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[IncarnationId] = frozenset()
     ) -> None:
         """Have distinct items encoded in parallel, each by its owner or where it is done sooner
         (`proxy/encode/assignment.py`), once the encoders take the request, and alone if it is suspected.
@@ -112,7 +111,7 @@ class Encoders:
             await order.job.passed.to_encoders()
             await self._encode(order, items, tried)
 
-    async def _encode(self, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[Life]) -> None:
+    async def _encode(self, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[IncarnationId]) -> None:
         encoders, reason = await self._available(order, tried)
         if not encoders:
             self._give_up(order, items, reason)
@@ -133,21 +132,21 @@ class Encoders:
             except BaseExceptionGroup as failed:
                 raise most_telling(failed) from None
 
-    async def _available(self, order: EncodeOrder, tried: Collection[Life]) -> tuple[list[Candidate], str]:
+    async def _available(self, order: EncodeOrder, tried: Collection[IncarnationId]) -> tuple[list[Candidate], str]:
         """Encoders to choose from, or none and why. Waits for room in a store, `encode_s` at most."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._timeouts.encode_s
         while True:
-            untried = [encoder for encoder in self._table.live(Role.E) if encoder.life not in tried]
+            untried = [encoder for encoder in self._table.live(Role.E) if encoder.incarnation_id not in tried]
             if not untried:
                 return [], "encoder_failed" if tried else "no_encoder"
-            untried = [encoder for encoder in untried if not self._hangs(encoder.life)]
+            untried = [encoder for encoder in untried if not self._hangs(encoder.incarnation_id)]
             if not untried:
                 return [], "encoder_silent"
             roomy = [encoder for encoder in untried if not encoder.full]
             if roomy:
-                liked = [encoder for encoder in roomy if encoder.incarnation not in order.shunned] or roomy
-                return [encoder for encoder in liked if not encoder.suspended] or liked, ""
+                preferred = [encoder for encoder in roomy if encoder.incarnation not in order.shunned] or roomy
+                return [encoder for encoder in preferred if not encoder.suspended] or preferred, ""
             left_s = until - loop.time()
             if left_s <= 0:
                 return [], "store_full"
@@ -156,17 +155,22 @@ class Encoders:
 
     def _with_speed(self, encoder: Candidate) -> Candidate:
         """What it reports of its speed, or what was learnt."""
-        return encoder if encoder.rate > 0 else structs.replace(encoder, rate=self._speeds.rate(encoder.life))
+        return encoder if encoder.rate > 0 else structs.replace(encoder, rate=self._speeds.rate(encoder.incarnation_id))
 
     async def _encode_at(
-        self, lease: Lease, weight: float, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[Life]
+        self,
+        lease: Lease,
+        weight: float,
+        order: EncodeOrder,
+        items: Sequence[LoadedItem],
+        tried: frozenset[IncarnationId],
     ) -> None:
         """One call. Releases `lease`."""
         job, instance = order.job, lease.instance
-        life = (instance.id, instance.incarnation)
+        incarnation_id = instance.incarnation_id
         done, sent_at = 0.0, asyncio.get_running_loop().time()
         job.trial.sent()
-        self._speeds.begin(life, time.monotonic())
+        self._speeds.begin(incarnation_id, time.monotonic())
         try:
             with self._circuits.call(instance):
                 answer = await self._post(order, instance, items)
@@ -174,9 +178,9 @@ class Encoders:
         except (StageError, DeadlineError) as error:
             logger.warning("request %s: %s", job.id, error.message)
             if isinstance(error, StageDied):
-                job.trial.died(life, sent_at=sent_at, encoding=True, ago_s=error.ago_s)
+                job.trial.died(incarnation_id, sent_at=sent_at, encoding=True, ago_s=error.ago_s)
         finally:
-            self._speeds.end(life, time.monotonic(), done=done)
+            self._speeds.end(incarnation_id, time.monotonic(), done=done)
             lease.release()
         if done:
             entries = answer.get("ec_transfer_params")
@@ -185,18 +189,18 @@ class Encoders:
                 entry = entries.get(item.key)
                 order.done(item, instance, entry if isinstance(entry, dict) else {})
             return
-        there = {item.key for item in items if order.known(item.key)}  # announced before the encoder died
+        there = {item.key for item in items if order.is_known(item.key)}  # announced before the encoder died
         for item in items:
             if item.key in there:
                 order.done(item, instance, {})
         items = [item for item in items if item.key not in there]
-        tried = tried | {life}
+        tried = tried | {incarnation_id}
         if not items:
             return
         if len(tried) > self._retries or job.trial.exhausted:
             self._give_up(order, items, "encoder_failed")
             return
-        if any(other.life not in tried for other in self._table.live(Role.E)):
+        if any(other.incarnation_id not in tried for other in self._table.live(Role.E)):
             if not self._budget.withdraw(time.monotonic()):
                 self._metrics.retries_refused.inc()
                 self._give_up(order, items, "no_retries_left")
@@ -224,8 +228,8 @@ class Encoders:
             self._metrics.stage_seconds.labels("E", outcome).observe(time.perf_counter() - begun)
             self._trace.stamp(job.id, "encode_done", by=instance.id, outcome=outcome)
 
-    def _hangs(self, life: Life) -> bool:
-        return self._table.silence_s(*life) > self._timeouts.encode_silence_s
+    def _hangs(self, incarnation_id: IncarnationId) -> bool:
+        return self._table.silence_s(*incarnation_id) > self._timeouts.encode_silence_s
 
     async def _unless_it_hangs(self, instance: Instance, call: Coroutine[Any, Any, Answer]) -> Answer:
         """The call's answer. Raises StageDied when the encoder falls silent meanwhile: its queue may be long, and then
@@ -233,8 +237,8 @@ class Encoders:
         task = asyncio.ensure_future(call)
         try:
             while not (await asyncio.wait([task], timeout=RELOOK_S))[0]:
-                if self._hangs(life := (instance.id, instance.incarnation)):
-                    silent_s = self._table.silence_s(*life)
+                if self._hangs(instance.incarnation_id):
+                    silent_s = self._table.silence_s(*instance.incarnation_id)
                     raise StageDied(f"stage {instance.id} has stopped to report", stage=instance.id, ago_s=silent_s)
             return task.result()
         finally:

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from epd_serve.instances import IncarnationId
+
 HORIZON_S = 10.0
 """Busy seconds after which what was learnt begins to be forgotten."""
 
 ENOUGH_S = 0.05
 """Busy seconds before which nothing is believed: the first calls are slow for reasons of their own."""
 
-MAX_LIVES = 1024
-Life = tuple[str, str]
+MAX_INCARNATIONS = 1024
 
 
 @dataclass
@@ -37,30 +38,31 @@ class _Account:
 
 
 class LearntSpeeds:
-    """Rates by life, in work per second; the least recently begun lives are forgotten beyond `MAX_LIVES`."""
+    """Rates by incarnation, in work per second; the least recently begun incarnations are forgotten beyond
+    `MAX_INCARNATIONS`."""
 
     def __init__(self) -> None:
-        self._accounts: OrderedDict[Life, _Account] = OrderedDict()
+        self._accounts: OrderedDict[IncarnationId, _Account] = OrderedDict()
 
-    def begin(self, life: Life, now: float) -> None:
-        """A call to `life` begins. Every call ends by `end`."""
-        account = self._accounts.setdefault(life, _Account())
-        self._accounts.move_to_end(life)
+    def begin(self, incarnation_id: IncarnationId, now: float) -> None:
+        """A call to `incarnation_id` begins. Every call ends by `end`."""
+        account = self._accounts.setdefault(incarnation_id, _Account())
+        self._accounts.move_to_end(incarnation_id)
         account.settle(now)
         account.open += 1
-        if len(self._accounts) > MAX_LIVES:
+        if len(self._accounts) > MAX_INCARNATIONS:
             self._accounts.popitem(last=False)
 
-    def end(self, life: Life, now: float, *, done: float) -> None:
+    def end(self, incarnation_id: IncarnationId, now: float, *, done: float) -> None:
         """A call ends that got `done` done; 0 for one that failed or was left."""
-        account = self._accounts.get(life)
+        account = self._accounts.get(incarnation_id)
         if account is not None and account.open:
             account.settle(now)
             account.open -= 1
             account.done += done
             account.fade()  # once its work is counted along with its time
 
-    def rate(self, life: Life) -> float:
+    def rate(self, incarnation_id: IncarnationId) -> float:
         """Work per second, 0 while too little is known."""
-        account = self._accounts.get(life)
+        account = self._accounts.get(incarnation_id)
         return account.done / account.busy_s if account is not None and account.busy_s > ENOUGH_S else 0.0

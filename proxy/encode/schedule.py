@@ -1,6 +1,6 @@
 """Items over workers of different speeds, so that the last one is done as early as can be. Pure.
 
-Longest processing time first (design §4.3), then a bounded search for something better: with two or three items per
+Longest processing time first, then a bounded search for something better: with two or three items per
 worker, as requests have them, LPT alone is up to a quarter above the optimum. `bench/irp.py` holds the result against
 brute force.
 """
@@ -39,11 +39,11 @@ def schedule(costs: Sequence[float], loads: Sequence[float], speeds: Sequence[fl
         costs: of the items. loads: what the workers have to do before, in the same unit, and speeds: how much of it
             they do per second (positive).
     """
-    found = longest_first(costs, loads, speeds)
+    greedy = longest_first(costs, loads, speeds)
     shortest_s = shortest_possible_s(costs, loads, speeds)
-    if len(costs) > MAX_SEARCHED or found.makespan_s <= GOOD_ENOUGH * shortest_s:
-        return found
-    search = _Search(costs, loads, speeds, found, shortest_s)
+    if len(costs) > MAX_SEARCHED or greedy.makespan_s <= GOOD_ENOUGH * shortest_s:
+        return greedy
+    search = _Search(costs, loads, speeds, greedy, shortest_s)
     search.place(0, 0.0)
     return search.best
 

@@ -4,7 +4,7 @@ Owns who leads and who follows, never what flying means. A leader that fails han
 after `tries` failures all give up together; a leader that leaves (its client did) hands over without a failure. Lives
 in one event loop, no locks.
 
-    LEADS --land--> everybody has the result          LEADS --fail, leave--> the next in line LEADS
+    LEADS --land--> everybody has the result          LEADS --fail, leave--> the next in the queue LEADS
     LEADS --fail for the last time--> everybody has None      follows --leave--> gone
 """
 
@@ -20,7 +20,7 @@ TRIES = 2
 
 class _Flight(Generic[T]):
     def __init__(self) -> None:
-        self.line: list[Seat[T]] = []  # the first one leads
+        self.queue: list[Seat[T]] = []  # the first one leads
         self.failures = 0
 
 
@@ -40,7 +40,7 @@ class Seat(Generic[T]):
 
     @property
     def leads(self) -> bool:
-        return not self.settled and self._flight.line[0] is self
+        return not self.settled and self._flight.queue[0] is self
 
     async def turn(self) -> bool:
         """Wait until this seat leads (True) or all is settled (False)."""
@@ -67,16 +67,16 @@ class Seat(Generic[T]):
             self.leave()
 
     def leave(self) -> None:
-        """Give the place up; a leader's goes to the next in line. Any number of calls."""
+        """Give the place up; a leader's goes to the next in the queue. Any number of calls."""
         if self.settled:
             return
         led = self.leads
         self._settle(None)
-        self._flight.line.remove(self)
-        if not self._flight.line:
+        self._flight.queue.remove(self)
+        if not self._flight.queue:
             self._flights._end(self._key, self._flight, None)
         elif led:
-            self._flight.line[0]._moved.set()
+            self._flight.queue[0]._moved.set()
 
     def _settle(self, result: T | None) -> None:
         self.settled, self.result = True, result
@@ -102,7 +102,7 @@ class SingleFlight(Generic[T]):
         """A place in the flight of `key`; the first one leads."""
         flight = self._flights.setdefault(key, _Flight())
         seat = Seat(self, key, flight)
-        flight.line.append(seat)
+        flight.queue.append(seat)
         return seat
 
     def __contains__(self, key: str) -> bool:
@@ -112,7 +112,7 @@ class SingleFlight(Generic[T]):
         return len(self._flights)
 
     def _end(self, key: str, flight: _Flight[T], result: T | None) -> None:
-        for seat in flight.line:
+        for seat in flight.queue:
             seat._settle(result)
-        flight.line.clear()
+        flight.queue.clear()
         assert self._flights.pop(key) is flight, "one flight per key"

@@ -148,8 +148,8 @@ class EncodeStep:
             self._directory.promised(item.key, entry.get("metadata"), maker=instance.incarnation, now=time.monotonic())
 
     def _with_features(self, job: Job, missing: Sequence[str]) -> Job:
-        known = {item.key: self._directory.metadata(item.key) for item in job.items}
-        metadata = {key: fields for key, fields in known.items() if fields is not None}
+        by_key = {item.key: self._directory.metadata(item.key) for item in job.items}
+        metadata = {key: fields for key, fields in by_key.items() if fields is not None}
         return structs.replace(job, features=Features(tuple(missing), metadata, self._directory.has_had_metadata))
 
 

@@ -135,8 +135,10 @@ def _ref(raw: object, i: int, j: int) -> MediaRef | None:
         return None  # text, or a type that vLLM knows or refuses
     expected = KEY_OF_TYPE.get(kind, "") if kind is not None else keys[0]
     if keys != [expected]:
-        found = ", ".join(keys) or "none"
-        raise RequestError(f"{where} of type {kind!r} must carry {expected or 'no media'}, found {found}.", param=where)
+        carried = ", ".join(keys) or "none"
+        raise RequestError(
+            f"{where} of type {kind!r} must carry {expected or 'no media'}, found {carried}.", param=where
+        )
     return MediaRef(i, j, expected, f"{where}.{expected}", _source(part[expected], expected, f"{where}.{expected}"))
 
 

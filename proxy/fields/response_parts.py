@@ -1,4 +1,4 @@
-"""Pictures in the `input` of `/v1/responses`: where they are, and how they are rewritten for the stages.
+"""Images in the `input` of `/v1/responses`: where they are, and how they are rewritten for the stages.
 
 vLLM (0.32, `entrypoints/openai/responses`) takes media there as `input_image` with a URL and as nothing else. It hands
 the parts of messages and of tool outputs on as they are, unknown fields included, so all of them are judged here, by
@@ -19,17 +19,17 @@ IMAGE_KEY = "image_url"
 
 
 def response_refs(items: list[Any]) -> tuple[MediaRef, ...]:
-    """All pictures of `input`, in order. Raises RequestError naming the offending part."""
+    """All images of `input`, in order. Raises RequestError naming the offending part."""
     return tuple(_refs(items))
 
 
 def rewritten_response_part(part: Mapping[str, Any], *, source: object, uuid: str) -> dict[str, Any]:
-    """`part` with its picture replaced by `source` (a data URL) and its key as `uuid`."""
+    """`part` with its image replaced by `source` (a data URL) and its key as `uuid`."""
     return {"detail": "auto", **part, "type": "input_image", IMAGE_KEY: source, "uuid": uuid}
 
 
 def placeholder_response_part(metadata: Mapping[str, Any], *, uuid: str) -> dict[str, Any]:
-    """A part without its picture: vLLM judges its form by `type`, and by `uuid` reads it as what it carries."""
+    """A part without its image: vLLM judges its form by `type`, and by `uuid` reads it as what it carries."""
     return {"type": "input_image", "detail": "auto", "image_embeds": dict(metadata), "uuid": uuid}
 
 
@@ -50,18 +50,18 @@ def _refs(items: list[Any]) -> Iterator[MediaRef]:
             if not isinstance(parts, list):
                 raise RequestError(f"{where} must be a string or a list of parts.", param=where)
             for j, part in enumerate(parts):
-                url = _picture(part, f"{where}[{j}]")
+                url = _image_url(part, f"{where}[{j}]")
                 if url is not None:
                     yield MediaRef(i, j, IMAGE_KEY, f"{where}[{j}].{IMAGE_KEY}", url, "input", name)
 
 
-def _picture(raw: object, where: str) -> str | None:
+def _image_url(raw: object, where: str) -> str | None:
     part = checked_part(raw, where)
     if part is None:
         return None
     kind = part.get("type")
     if kind == "input_file":
-        raise RequestError(f"{where}: files are not supported; send pictures as input_image.", param=f"{where}.type")
+        raise RequestError(f"{where}: files are not supported; send images as input_image.", param=f"{where}.type")
     if part.get("file_id") is not None:
         raise RequestError(f"{where}: this server stores no files; send image_url.", param=f"{where}.file_id")
     keys = [key for key in MEDIA_KEYS if key in part]

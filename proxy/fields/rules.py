@@ -24,7 +24,7 @@ _NO_MEMORY = "is not supported: this server keeps no responses; "
 _GUIDED = Refusal("is gone from vLLM, which would answer unconstrained; use structured_outputs or response_format.")
 _FUNCTIONS = Refusal("is OpenAI's old form and unknown to vLLM; use tools and tool_choice.", ([],))
 _MEDIA_OPTIONS = Refusal(
-    "changes what a picture costs to preprocess, without a bound, so it is taken from trusted clients only: "
+    "changes what an image costs to preprocess, without a bound, so it is taken from trusted clients only: "
     "--proxy trust_request_mm_kwargs=true.",
     ({},),
 )
@@ -57,7 +57,7 @@ PASSED = {
         "chat_template"
     ),
     "read by nobody, or written back into the answer": "user metadata service_tier prompt_cache_key",
-    "judged by the lines in front of the stages; what reaches a stage is the proxy's own": "priority",
+    "judged by the queues in front of the stages; what reaches a stage is the proxy's own": "priority",
     "an object of words for the operator's own extensions, who says which names it may have": "vllm_xargs",
 }
 """Reason → names, for all endpoints whose vLLM model has them."""

@@ -1,7 +1,8 @@
 """One attempt at prefill and decode: D and P at once under one transfer id.
 
-D is dispatched first, because P's packets need D's blocks (design §4.5). Closing a stage's connection cancels it, so
-cancellation of the task that runs here cancels every stage, and an attempt that fails has left both when it raises.
+D is dispatched first, because P's packets go straight into blocks that D has to allot first. Closing a stage's
+connection cancels it, so cancellation of the task that runs here cancels every stage, and an attempt that fails has
+left both when it raises.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from proxy.config.settings import Timeouts
 from proxy.errors import KvNotDelivered, StageTimeout, most_telling
 from proxy.generate.relay import relay
 from proxy.generate.router import Route
-from proxy.generate.stall_watchdog import Lookout
+from proxy.generate.stall_watchdog import StallWatchdog
 from proxy.metrics import Metrics
 from proxy.registry.table import InstanceTable
-from proxy.request.cancel_scope import Cut
+from proxy.request.cancel_scope import CancelScope
 from proxy.request.client_sink import ClientSink
 from proxy.request.payload import Pieces, encoded
 from proxy.stages.bodies import decode_body, prefill_body, public_answer
@@ -49,7 +50,7 @@ class Attempt:
         trace: Trace,
         background: Background,
     ) -> None:
-        self._lookout = Lookout(table, timeouts.stage_silence_s, background)
+        self._watchdog = StallWatchdog(table, timeouts.stage_silence_s, background)
         self._stages = stages
         self._circuits = circuits
         self._metrics = metrics
@@ -67,18 +68,18 @@ class Attempt:
         decoding = self._circuits.call(route.decode.instance)
         prefilling = self._circuits.call(route.prefill.instance) if route.prefill is not None else None
         calls = (decoding,) if prefilling is None else (prefilling, decoding)
-        cut: Cut[StageError] = Cut()
-        self._lookout.watch(cut, sink, calls)
+        cancel_scope: CancelScope[StageError] = CancelScope()
+        self._watchdog.watch(cancel_scope, sink, calls)
         try:
-            with cut:
+            with cancel_scope:
                 await self._run(job, base, route, sink, decoding, prefilling)
                 return
-            assert cut.reason is not None, "nothing else swallows an end"
-            raise cut.reason
+            assert cancel_scope.reason is not None, "nothing else swallows an end"
+            raise cancel_scope.reason
         except BaseExceptionGroup as failed:
             raise most_telling(failed) from None
         finally:
-            self._lookout.unwatch(cut)
+            self._watchdog.unwatch(cancel_scope)
             for call in calls:
                 call.over()
 
@@ -173,7 +174,7 @@ class Attempt:
                     # Before P has answered, it is P for whom D waits.
                     late = prefilling if prefilling is not None and not prefilling.judged else call
                     late.failed()
-                    raise StageTimeout(error.message, stage=late.life[0]) from error
+                    raise StageTimeout(error.message, stage=late.incarnation_id[0]) from error
             outcome = "ok"
         except EpdError as error:
             outcome = error.code or type(error).__name__

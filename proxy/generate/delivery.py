@@ -1,6 +1,6 @@
 """How P and D are given a request's media, attempt by attempt. Pure.
 
-    METADATA   grid and key instead of the media (design §4.4). The stage cannot recompute: a lost feature fails it.
+    METADATA   grid and key instead of the media. The stage cannot recompute: a lost feature fails it.
     FEATURES   the media rides along, yet a lost feature fails the request, because it has to be encoded again first, or
                because the stage must not recompute it under this name (below).
     PIXELS     the media rides along, and a lost feature is recomputed from it. The last resort, which cannot be lost.

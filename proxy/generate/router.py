@@ -16,17 +16,16 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from epd_serve.errors import NoInstanceError, RequestError
+from epd_serve.instances import IncarnationId
 from epd_serve.roles import Role
 from proxy.media.loader import LoadedItem
 from proxy.registry.instance_state import Lease, Work
 from proxy.registry.table import InstanceTable
 from proxy.routing.paths import Path, paths
-from proxy.routing.policy import POLICIES, Ask, Candidate, burden, least_loaded, preferred
+from proxy.routing.policy import POLICIES, Candidate, Placement, burden, least_loaded, preferred
 from proxy.routing.prompt_affinity import prompt_affinity
 from proxy.stages.cost import item_tokens
 from proxy.stages.job import Job
-
-Life = tuple[str, str]  # (instance id, incarnation)
 
 
 class Route(Struct, frozen=True):
@@ -42,7 +41,7 @@ class Route(Struct, frozen=True):
             self.prefill.release()
 
 
-class _Way(Struct, frozen=True):
+class _HeadChoice(Struct, frozen=True):
     """One head that a request can go to, and what comes with it.
 
     Attributes:
@@ -88,50 +87,52 @@ class Router:
         now leaves encoding to others. Nothing is counted as busy by this."""
         if not job.items:
             return False
-        way = self._pick(job, (), self._ask(job))
-        if way is not None:
-            return way.path.encode
+        choice = self._pick(job, (), self._placement(job))
+        if choice is not None:
+            return choice.path.encode
         # Nobody is up: encode meanwhile where there is no other way; else decide when somebody is.
         possible = paths(self._layout or self._table.roles(), multimodal=True, fused=_fused(job))
         return bool(possible) and all(path.encode for path in possible)
 
-    async def route(self, job: Job, *, avoid: Collection[Life] = ()) -> Route:
-        """A way through the live instances, by the policy, preferring lives not in `avoid`.
+    async def route(self, job: Job, *, avoid: Collection[IncarnationId] = ()) -> Route:
+        """A way through the live instances, by the policy, preferring incarnations not in `avoid`.
 
         Its path may encode apart although `job.features` is None (the heads that would not are gone): then the encode
         step comes first. Waits up to `instance_wait_s` for a missing role. Raises NoInstanceError after that.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + self._instance_wait_s
-        ask = self._ask(job)
-        while (way := self._pick(job, avoid, ask)) is None:
+        placement = self._placement(job)
+        while (choice := self._pick(job, avoid, placement)) is None:
             if not await self._table.changed(until - loop.time()):
                 missing = ", ".join(self._table.missing(self._layout)) or "an instance"
                 raise NoInstanceError(f"no live instance: {missing} is missing; try again later")
-        if way.tail is None:
-            return Route(way.path, None, self._table.acquire(way.head.id, Work.DECODE, ask.cost))
-        prefill = self._table.acquire(way.head.id, Work.PREFILL, ask.cost)
-        return Route(way.path, prefill, self._table.acquire(way.tail.id, Work.DECODE))
+        if choice.tail is None:
+            return Route(choice.path, None, self._table.acquire(choice.head.id, Work.DECODE, placement.cost))
+        prefill = self._table.acquire(choice.head.id, Work.PREFILL, placement.cost)
+        return Route(choice.path, prefill, self._table.acquire(choice.tail.id, Work.DECODE))
 
-    def has_alternative(self, job: Job, *, avoid: Collection[Life]) -> bool:
-        """True when an attempt that touches no life in `avoid` is possible right now."""
-        way = self._pick(job, avoid, self._ask(job))
-        return way is not None and not any(part is not None and part.life in avoid for part in (way.head, way.tail))
+    def has_alternative(self, job: Job, *, avoid: Collection[IncarnationId]) -> bool:
+        """True when an attempt that touches no incarnation in `avoid` is possible right now."""
+        choice = self._pick(job, avoid, self._placement(job))
+        return choice is not None and not any(
+            part is not None and part.incarnation_id in avoid for part in (choice.head, choice.tail)
+        )
 
-    def _ask(self, job: Job) -> Ask:
+    def _placement(self, job: Job) -> Placement:
         affinity = prompt_affinity(job.base) if self._by_affinity else ""
-        return Ask(job.tokens, affinity, self._random.getrandbits(32))
+        return Placement(job.tokens, affinity, self._random.getrandbits(32))
 
-    def _pick(self, job: Job, avoid: Collection[Life], ask: Ask) -> _Way | None:
-        ways = self._ways(job, avoid, ask)
-        if len(ways) <= 1:
-            return ways[0] if ways else None
-        fittest = min(way.rank for way in ways)
-        ways = [way for way in ways if way.rank == fittest]
-        head = self._policy([way.head for way in ways], ask)
-        return next(way for way in ways if way.head is head)
+    def _pick(self, job: Job, avoid: Collection[IncarnationId], placement: Placement) -> _HeadChoice | None:
+        choices = self._choices(job, avoid, placement)
+        if len(choices) <= 1:
+            return choices[0] if choices else None
+        fittest = min(choice.rank for choice in choices)
+        choices = [choice for choice in choices if choice.rank == fittest]
+        head = self._policy([choice.head for choice in choices], placement)
+        return next(choice for choice in choices if choice.head is head)
 
-    def _ways(self, job: Job, avoid: Collection[Life], ask: Ask) -> list[_Way]:
+    def _choices(self, job: Job, avoid: Collection[IncarnationId], placement: Placement) -> list[_HeadChoice]:
         """Every live head that the job can go to, and of each kind with which tail."""
         encoders: Sequence[Candidate] = ()
         roles = self._table.live_roles()
@@ -139,9 +140,9 @@ class Router:
             encoders = self._table.live(Role.E)
             # E counts as present while the layout has one: the encode step itself copes with none being up.
             roles |= (self._layout or self._table.roles()) & {Role.E}
-        ways = []
+        choices = []
         for path in paths(roles, multimodal=bool(job.items), fused=_fused(job)):
-            tail = self._tail(path, avoid, ask)
+            tail = self._tail(path, avoid, placement)
             for head in self._table.live(path.head):
                 rank = (
                     burden(head, avoid) + (burden(tail, avoid) if tail is not None else 0),
@@ -150,13 +151,13 @@ class Router:
                 )
                 if job.items and job.features is None:
                     head = _with_encoding(head, job.items, encoders if path.encode else ())
-                ways.append(_Way(path, head, tail, rank))
-        return ways
+                choices.append(_HeadChoice(path, head, tail, rank))
+        return choices
 
-    def _tail(self, path: Path, avoid: Collection[Life], ask: Ask) -> Candidate | None:
+    def _tail(self, path: Path, avoid: Collection[IncarnationId], placement: Placement) -> Candidate | None:
         if path.tail is None:
             return None
-        return self._policy(preferred(self._table.live(path.tail), avoid), replace(ask, cost=1.0))
+        return self._policy(preferred(self._table.live(path.tail), avoid), replace(placement, cost=1.0))
 
 
 def _fused(job: Job) -> bool:

@@ -1,4 +1,4 @@
-"""Looks after attempts that wait for their first byte: cuts those of which an instance has stopped to report.
+"""Watches attempts that wait for their first byte: cancels those of which an instance has stopped to report.
 
 A stage that hangs keeps its connections open, so nothing else ends such a wait before its deadline. One look a second
 over all of them, since an instance falls silent without any news.
@@ -13,14 +13,14 @@ from epd_serve.errors import StageError
 from proxy.background import Background
 from proxy.errors import StageDied
 from proxy.registry.table import InstanceTable
-from proxy.request.cancel_scope import Cut
+from proxy.request.cancel_scope import CancelScope
 from proxy.request.client_sink import ClientSink
 from proxy.stages.circuits import StageCall
 
-LOOK_S = 1.0
+CHECK_EVERY_S = 1.0
 
 
-class Lookout:
+class StallWatchdog:
     """One per process, in its event loop.
 
     Args:
@@ -32,32 +32,32 @@ class Lookout:
         self._table = table
         self._silence_s = silence_s
         self._background = background
-        self._watched: dict[Cut[StageError], tuple[ClientSink, Sequence[StageCall]]] = {}
+        self._watched: dict[CancelScope[StageError], tuple[ClientSink, Sequence[StageCall]]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def watch(self, cut: Cut[StageError], sink: ClientSink, calls: Sequence[StageCall]) -> None:
-        """An attempt makes these calls, until `unwatch`: cut it before its first byte with what is to be said of a
+    def watch(self, cancel_scope: CancelScope[StageError], sink: ClientSink, calls: Sequence[StageCall]) -> None:
+        """An attempt makes these calls, until `unwatch`: cancel it before its first byte with the error about a
         silent one."""
-        self._watched[cut] = (sink, calls)
+        self._watched[cancel_scope] = (sink, calls)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+            self._timer = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self._check)
 
-    def unwatch(self, cut: Cut[StageError]) -> None:
-        self._watched.pop(cut, None)
+    def unwatch(self, cancel_scope: CancelScope[StageError]) -> None:
+        self._watched.pop(cancel_scope, None)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
-        for cut, (sink, calls) in self._watched.items():
+        for cancel_scope, (sink, calls) in self._watched.items():
             if not sink.committed:
                 with self._background.handling("look at a stage"):
-                    self._judge(cut, calls)
+                    self._judge(cancel_scope, calls)
         if self._watched:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+            self._timer = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self._check)
 
-    def _judge(self, cut: Cut[StageError], calls: Sequence[StageCall]) -> None:
+    def _judge(self, cancel_scope: CancelScope[StageError], calls: Sequence[StageCall]) -> None:
         for call in calls:
-            silent_s = 0.0 if call.ended else self._table.silence_s(*call.life)
+            silent_s = 0.0 if call.ended else self._table.silence_s(*call.incarnation_id)
             if silent_s > self._silence_s:
                 call.failed()
-                stage = call.life[0]
-                cut.now(StageDied(f"stage {stage} has stopped to report", stage=stage, ago_s=silent_s))
+                stage = call.incarnation_id[0]
+                cancel_scope.cancel(StageDied(f"stage {stage} has stopped to report", stage=stage, ago_s=silent_s))

@@ -15,15 +15,16 @@ from dataclasses import dataclass, field, replace
 from msgspec import structs
 
 from epd_serve.errors import EpdError, StageError
+from epd_serve.instances import IncarnationId
 from epd_serve.wire import FeatureMissing
 from proxy.config.settings import ProxySettings
 from proxy.encode.step import EncodeStep
 from proxy.errors import KvNotDelivered, StageDied, StageRefusal, StageTimeout, StageUnreachable
 from proxy.generate.attempt import Attempt
 from proxy.generate.delivery import Delivery, delivered, delivery_after_encoding_again, first_delivery
-from proxy.generate.router import Life, Route, Router
+from proxy.generate.router import Route, Router
 from proxy.metrics import Metrics
-from proxy.registry.announcement_dispatcher import Hearsay
+from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
 from proxy.registry.table import InstanceTable
 from proxy.request.client_sink import ClientSink
 from proxy.stages.job import Job
@@ -40,7 +41,7 @@ class _Progress:
 
     job: Job
     delivery: Delivery
-    avoid: set[Life] = field(default_factory=set)
+    avoid: set[IncarnationId] = field(default_factory=set)
     failures: int = 0
     probing_until: float | None = None
     encoded_again: bool = False
@@ -57,7 +58,7 @@ class GenerateStep:
         router: Router,
         encode: EncodeStep,
         attempt: Attempt,
-        hearsay: Hearsay,
+        dispatcher: AnnouncementDispatcher,
         metrics: Metrics,
         budget: RetryBudget,
     ) -> None:
@@ -66,7 +67,7 @@ class GenerateStep:
         self._router = router
         self._encode = encode
         self._attempt = attempt
-        self._hearsay = hearsay
+        self._dispatcher = dispatcher
         self._metrics = metrics
         self._budget = budget
 
@@ -123,16 +124,16 @@ class GenerateStep:
         """Where the failure was the end of an instance, hold it against the request."""
         if not isinstance(failure, StageError) or isinstance(failure, StageUnreachable | KvNotDelivered):
             return
-        life = _life_of(failure, route)
-        if isinstance(failure, StageDied) or not self._table.lives(*life):
+        incarnation_id = _incarnation_of(failure, route)
+        if isinstance(failure, StageDied) or not self._table.is_alive(*incarnation_id):
             ago_s = failure.ago_s if isinstance(failure, StageDied) else 0.0
-            job.trial.died(life, sent_at=sent_at, ago_s=ago_s)
+            job.trial.died(incarnation_id, sent_at=sent_at, ago_s=ago_s)
 
     def _retry_pause_s(self, progress: _Progress, failure: EpdError, route: Route) -> float:
         """Count a failure; how long to wait where the same instance is to be tried. Raises it if it was the last."""
         if not isinstance(failure, StageError) or not failure.retryable:
             raise failure
-        progress.avoid.add(_life_of(failure, route))
+        progress.avoid.add(_incarnation_of(failure, route))
         timeouts = self._settings.timeouts
         if isinstance(failure, StageUnreachable):
             now = asyncio.get_running_loop().time()
@@ -163,20 +164,20 @@ class GenerateStep:
         job = progress.job
         missing: FeatureMissing | None = None
         if isinstance(failure, StageError):
-            missing = await self._hearsay.missing_for(job.id)
+            missing = await self._dispatcher.missing_for(job.id)
             if missing is None:
-                progress.avoid.add(_life_of(failure, route))
-                if self._hearsay.listening and not progress.doubted:
+                progress.avoid.add(_incarnation_of(failure, route))
+                if self._dispatcher.listening and not progress.doubted:
                     progress.doubted = True
                     return False
         else:  # with the media, the stage judges what the client wrote
-            self._hearsay.directory.distrust(item.key for item in job.items)
+            self._dispatcher.directory.distrust(item.key for item in job.items)
         cause = missing.cause if missing is not None else failure.code or "refused"
         lost = missing.keys if missing is not None else [item.key for item in job.items]
-        told = missing is not None or (isinstance(failure, StageError) and not self._hearsay.listening)
-        if told:
-            self._hearsay.directory.lost(lost)
-        if told and self._settings.on_missing_feature == "reencode" and not progress.encoded_again:
+        confirmed = missing is not None or (isinstance(failure, StageError) and not self._dispatcher.listening)
+        if confirmed:
+            self._dispatcher.directory.lost(lost)
+        if confirmed and self._settings.on_missing_feature == "reencode" and not progress.encoded_again:
             progress.encoded_again = True
             progress.job = await self._encode.again(job, lost)
             progress.delivery = delivery_after_encoding_again(delivery, progress.job, self._settings)
@@ -201,15 +202,15 @@ def _may_step_down(delivery: Delivery, failure: EpdError) -> bool:
     return delivery is not Delivery.PIXELS and not isinstance(failure, StageUnreachable | StageTimeout)
 
 
-def _lives_of(route: Route) -> list[Life]:
+def _incarnations_of(route: Route) -> list[IncarnationId]:
     leases = [lease for lease in (route.decode, route.prefill) if lease is not None]
-    return [(lease.instance.id, lease.instance.incarnation) for lease in leases]
+    return [lease.instance.incarnation_id for lease in leases]
 
 
-def _life_of(failure: StageError, route: Route) -> Life:
-    for life in _lives_of(route):
-        if life[0] == failure.stage:
-            return life
+def _incarnation_of(failure: StageError, route: Route) -> IncarnationId:
+    for incarnation_id in _incarnations_of(route):
+        if incarnation_id[0] == failure.stage:
+            return incarnation_id
     raise AssertionError(f"{failure.stage} is not on the route") from failure
 
 

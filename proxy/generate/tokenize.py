@@ -1,8 +1,8 @@
 """`/tokenize` and `/detokenize`: answered by any stage with a language model, since all have the same tokenizer.
 
-No lease is taken, and nobody waits in the lines: no engine is asked, only the stage's API server, by `AT_ONCE` requests
-at most. Media are loaded like everybody's, and go to the stage without a key: vLLM counts the pictures of a tokenized
-prompt, and caches none of them.
+No lease is taken, and nobody waits in the admission queues: no engine is asked, only the stage's API server, by
+`MAX_CONCURRENT` requests at most. Media are loaded like everybody's, and go to the stage without a key: vLLM counts the
+images of a tokenized prompt, and caches none of them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from epd_serve.errors import DeadlineError, NoInstanceError, OverloadedError, StageError
+from epd_serve.instances import IncarnationId
 from epd_serve.roles import Role
-from proxy.generate.router import Life
 from proxy.media.loader import LoadedItem
 from proxy.registry.table import InstanceTable
 from proxy.request.client_sink import ClientSink
@@ -27,7 +27,7 @@ from proxy.stages.client import StageClient
 TIMEOUT_S = 15.0
 """For one stage: the longest prompt takes its tokenizer a second or two, and another stage has one too."""
 
-AT_ONCE = 64
+MAX_CONCURRENT = 64
 """Over all stages. Whoever comes then waits as long as for a stage."""
 
 
@@ -38,7 +38,7 @@ class TokenizeStep:
         self._table = table
         self._stages = stages
         self._retries = retries
-        self._places = asyncio.Semaphore(AT_ONCE)
+        self._places = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def run(self, request_id: str, request: ParsedRequest, items: Sequence[LoadedItem], sink: ClientSink) -> None:
         """Answer `request` through `sink`.
@@ -50,7 +50,7 @@ class TokenizeStep:
             async with asyncio.timeout(TIMEOUT_S):
                 await self._places.acquire()
         except TimeoutError:
-            raise OverloadedError(f"{AT_ONCE} requests to tokenizers are in progress; try again later") from None
+            raise OverloadedError(f"{MAX_CONCURRENT} requests to tokenizers are in progress; try again later") from None
         try:
             answer = await self._ask(request_id, request, inlined_body(request, items))
         finally:
@@ -59,15 +59,15 @@ class TokenizeStep:
 
     async def _ask(self, request_id: str, request: ParsedRequest, body: Mapping[str, Any]) -> Mapping[str, Any]:
         payload, headers = encoded(body), {"x-request-id": request_id}
-        tried: set[Life] = set()
+        tried: set[IncarnationId] = set()
         failure: StageError | DeadlineError | None = None
         while len(tried) <= self._retries:
             live = [one for role in Role if role.has_language_model for one in self._table.live(role)]
-            untried = [one for one in live if one.life not in tried]
+            untried = [one for one in live if one.incarnation_id not in tried]
             if not untried:
                 break
             chosen = random.choice(preferred(untried))
-            tried.add(chosen.life)
+            tried.add(chosen.incarnation_id)
             instance = self._table.instance(chosen.id)
             try:
                 return await self._stages.post(instance, request.endpoint, payload, headers, timeout_s=TIMEOUT_S)

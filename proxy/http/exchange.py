@@ -1,7 +1,7 @@
 """One exchange with one client, from its body to exactly one of: response, error, cancellation.
 
 An ASGI application for one request, because only there are `receive` and `send` both at hand. All of it runs in the
-server's task for the request; the client's leaving and the end of its time cut it (`proxy/request/cancel_scope.py`),
+server's task for the request; the client's leaving and the end of its time cancel it (`proxy/request/cancel_scope.py`),
 which closes every stage connection.
 """
 
@@ -32,19 +32,19 @@ from proxy.errors import (
     internal_error,
     response_error_event,
 )
-from proxy.http.request_headers import Heads
+from proxy.http.request_headers import RequestHeaders
 from proxy.metrics import CANCELLED
 from proxy.pipeline import Pipeline
-from proxy.request.cancel_scope import Cut
+from proxy.request.cancel_scope import CancelScope
 from proxy.request.client_deadline import DeadlineLapsed, deadline_s
 from proxy.request.client_sink import ClientSink
 from proxy.request.explanation import UNASKED, Explanation, is_asked_for
 from proxy.request.parse import Endpoint
-from proxy.server.client_disconnect import Watching
+from proxy.server.client_disconnect import DisconnectWatch
 from proxy.tenants.auth import caller_of
 from proxy.tenants.fair_share import NoRoom, OverShare
 from proxy.tenants.key_limits import KeyLimitError
-from proxy.tenants.memory_budget import Holding
+from proxy.tenants.memory_budget import MemoryReservation
 
 logger = logging.getLogger(__name__)
 LAST_WORD_S = 1.0
@@ -56,8 +56,8 @@ CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 def client_request_id(headers: Headers) -> str | None:
     """The name that the client gives its request: it gets it back, and the trace has it. Stages know the request by a
     name of ours, since clients may give one name to many."""
-    given = headers.get("x-request-id", "")
-    return given if CLIENT_ID.fullmatch(given) else None
+    request_id = headers.get("x-request-id", "")
+    return request_id if CLIENT_ID.fullmatch(request_id) else None
 
 
 class ClientLeft(Exception):
@@ -65,7 +65,7 @@ class ClientLeft(Exception):
 
 
 class _Why(Enum):
-    """Why an exchange was cut."""
+    """Why an exchange was cancelled."""
 
     LEFT = auto()
     LATE = auto()
@@ -82,7 +82,7 @@ class Exchange:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pipeline = self._pipeline
-        headers = Heads(scope)
+        headers = RequestHeaders(scope)
         explained = self._settings.explain and is_asked_for(headers)
         explanation = Explanation(self._id, wanted=True) if explained else UNASKED
         named = client_request_id(headers)
@@ -118,10 +118,11 @@ class Exchange:
         begun = asyncio.get_running_loop().time()
         caller = caller_of(headers, self._settings)
         limit = _limit(headers, self._settings)
-        cut: Cut[_Why] = Cut()
-        with self._pipeline.admitted(caller.account), self._pipeline.memory.request(caller.account) as held, cut:
+        cancel_scope: CancelScope[_Why] = CancelScope()
+        admitted, memory = self._pipeline.admitted(caller.account), self._pipeline.memory.request(caller.account)
+        with admitted, memory as held, cancel_scope:
             what = "the request body"
-            cut.at(begun + limit.s, _Why.LATE)
+            cancel_scope.cancel_at(begun + limit.s, _Why.LATE)
             try:
                 raw = await self._read(headers, receive, held)
             except ClientLeft:
@@ -132,10 +133,10 @@ class Exchange:
             def left() -> None:
                 if not sink.finished:
                     logger.info("request %s: the client left", self._id)
-                    cut.now(_Why.LEFT)
+                    cancel_scope.cancel(_Why.LEFT)
 
             until = begun + limit.s if limit.clients else None
-            with Watching(scope, receive, left):
+            with DisconnectWatch(scope, receive, left):
                 try:
                     await self._pipeline.run(
                         self._id, self._endpoint, raw, caller.tenant, held, sink, explanation, until=until
@@ -143,7 +144,7 @@ class Exchange:
                 except EpdError as error:
                     return await self._answer_error(error, sink)
             return str(sink.status)
-        if cut.reason is _Why.LEFT or sink.finished:
+        if cancel_scope.reason is _Why.LEFT or sink.finished:
             return CANCELLED
         if limit.clients:
             self._pipeline.metrics.deadlines_lapsed.inc()
@@ -165,7 +166,7 @@ class Exchange:
                     await sink.write(response_error_event(error) if responses else error_event(error))
         return "broken"
 
-    async def _read(self, headers: Headers, receive: Receive, held: Holding) -> bytearray:
+    async def _read(self, headers: Headers, receive: Receive, held: MemoryReservation) -> bytearray:
         """The whole body, for as long as it comes fast enough. Raises SlowBodyError and the like."""
         max_bytes = self._settings.max_body_bytes
         announced = headers.get("content-length", "")
@@ -240,5 +241,5 @@ class _Limit:
 
 
 def _limit(headers: Headers, settings: ProxySettings) -> _Limit:
-    total_s, asked_s = settings.timeouts.total_s, deadline_s(headers)
-    return _Limit(total_s, False) if asked_s is None or asked_s > total_s else _Limit(asked_s, True)
+    total_s, client_s = settings.timeouts.total_s, deadline_s(headers)
+    return _Limit(total_s, False) if client_s is None or client_s > total_s else _Limit(client_s, True)

@@ -103,20 +103,20 @@ def _metrics(secured: bool) -> Json:
 
 
 def _model(secured: bool) -> Json:
-    found = _get("retrieveModel", "One model.", "ModelCard", secured=secured)
+    operation = _get("retrieveModel", "One model.", "ModelCard", secured=secured)
     name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    responses = {**found["responses"], **_errors({404: "No such model."}, secured=False)}
-    return {**found, "parameters": [name], "responses": responses}
+    responses = {**operation["responses"], **_errors({404: "No such model."}, secured=False)}
+    return {**operation, "parameters": [name], "responses": responses}
 
 
 def _probe(operation: str, summary: str, schema: str) -> Json:
-    found = _get(operation, summary, schema)
+    probe = _get(operation, summary, schema)
     no = _json("It is not, or the server is coming to an end.", reference(schema))
-    return {**found, "responses": {**found["responses"], "503": no}}
+    return {**probe, "responses": {**probe["responses"], "503": no}}
 
 
 def _ready() -> Json:
-    found = _probe(
+    operation = _probe(
         "getReady", "Which kinds of requests are served; 200 while any is, or all that was asked for.", "Ready"
     )
     kind = {
@@ -133,8 +133,8 @@ def _ready() -> Json:
         "schema": {"type": "string"},
         "description": "Ask for everything: all kinds, roles and instances, and all that feeds the status table.",
     }
-    responses = {**found["responses"], **_errors({404: "No such kind here."}, secured=False)}
-    return {**found, "parameters": [kind, everything], "responses": responses}
+    responses = {**operation["responses"], **_errors({404: "No such kind here."}, secured=False)}
+    return {**operation, "parameters": [kind, everything], "responses": responses}
 
 
 def _errors(statuses: dict[int, str], *, secured: bool) -> Json:

@@ -20,8 +20,8 @@ def reference(name: str) -> Json:
 
 
 def _object(properties: Json, *required: str, closed: bool = False) -> Json:
-    found: Json = {"type": "object", "properties": properties, "required": list(required)}
-    return {**found, "additionalProperties": False} if closed else found
+    schema: Json = {"type": "object", "properties": properties, "required": list(required)}
+    return {**schema, "additionalProperties": False} if closed else schema
 
 
 def _or_null(schema: Json) -> Json:

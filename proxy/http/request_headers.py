@@ -10,7 +10,7 @@ from starlette.types import Scope
 T = TypeVar("T")
 
 
-class Heads(Headers):
+class RequestHeaders(Headers):
     """As starlette's, which goes over all of them for every question. `get` gives the first of several."""
 
     def __init__(self, scope: Scope) -> None:

@@ -18,7 +18,7 @@ from proxy.admission.drain import Drain
 from proxy.config.settings import ProxySettings
 from proxy.fields.parts import Modality
 from proxy.registry.instance_state import InstanceView
-from proxy.registry.kv_links import link_views, shown
+from proxy.registry.kv_links import link_fields, link_views
 from proxy.registry.table import InstanceTable
 from proxy.routing.paths import paths
 from proxy.stages.circuit import State
@@ -60,7 +60,7 @@ class Readiness:
             return 503, {"status": "draining", "running": self._drain.running}
         if any(self._how.values()):
             return 200, {"status": "ok"}
-        return 503, {"status": "unavailable", **self._told(missing=self._missing)}
+        return 503, {"status": "unavailable", **self._if_open(missing=self._missing)}
 
     def ready(self, kind: str | None = None, *, everything: bool = False) -> tuple[int, dict[str, Any]]:
         """200 while any kind is served; of `kind`, while that is; of `everything`, while all are, as the layout means
@@ -82,13 +82,13 @@ class Readiness:
         return 200 if served else 503, {
             "status": status,
             "kinds": {
-                name: {"served": bool(how), **self._told(how=how or "no path of live instances")}
+                name: {"served": bool(how), **self._if_open(how=how or "no path of live instances")}
                 for name, how in self._how.items()
             },
-            **self._told(missing=self._missing, waiting=self._waiting, down=self._down),
+            **self._if_open(missing=self._missing, waiting=self._waiting, down=self._down),
         }
 
-    def _told(self, **of_the_table: object) -> dict[str, object]:
+    def _if_open(self, **of_the_table: object) -> dict[str, object]:
         return of_the_table if self._open else {}
 
 
@@ -140,7 +140,7 @@ def instances(table: InstanceTable, circuits: Circuits | None = None) -> dict[st
                 "circuit": _circuit(circuits, view.instance),
                 "stage": _stage(view),
                 "store": _store(view.report),
-                "kv_links": [shown(link) for link in links if link.sender == view.instance.id],
+                "kv_links": [link_fields(link) for link in links if link.sender == view.instance.id],
             }
             for view in views
         ]
@@ -167,10 +167,10 @@ def _stage(view: InstanceView) -> dict[str, Any] | None:
     """What its scheduler reports, and how long ago; None for one that has not reported yet."""
     if view.stage is None:
         return None
-    told = {
+    fields = {
         name: value for name, value in structs.asdict(view.stage).items() if name not in ("instance", "incarnation")
     }
-    return {**told, "age_s": round(view.stage_age_s, 3)}
+    return {**fields, "age_s": round(view.stage_age_s, 3)}
 
 
 def _store(report: StoreReport | None) -> dict[str, Any] | None:

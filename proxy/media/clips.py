@@ -54,8 +54,8 @@ def frames_asked(options: Mapping[str, object], max_frames: int) -> int:
     if not isinstance(video, Mapping):
         return min(USUAL_FRAMES, max_frames)
     for name in ("num_frames", "max_frames"):
-        asked = video.get(name, 1)
-        if not isinstance(asked, int) or isinstance(asked, bool) or not 0 < asked <= max_frames:
+        frames = video.get(name, 1)
+        if not isinstance(frames, int) or isinstance(frames, bool) or not 0 < frames <= max_frames:
             where = f"media_io_kwargs.video.{name}"
             raise RequestError(f"{where} must be from 1 to {max_frames}.", param=where, code="too_many_frames")
     return int(video.get("num_frames", min(USUAL_FRAMES, max_frames)))

@@ -18,7 +18,7 @@ from epd_serve.errors import PayloadTooLargeError, RequestError
 from proxy.config.domains import DomainRules
 from proxy.config.settings import MediaLimits
 from proxy.errors import BusyError
-from proxy.tenants.fair_semaphore import NoTurn, Turns
+from proxy.tenants.fair_semaphore import FairSemaphore, TurnTimeout
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 Grow = Callable[[int], None]
@@ -31,10 +31,10 @@ _lookups = ThreadPoolExecutor(LOOKUPS, thread_name_prefix="lookup")
 async def resolve(host: str, port: int) -> Sequence[str]:
     """Addresses of `host`, as the system resolves it (which also unfolds forms like 0x7f.1)."""
 
-    def found() -> Sequence[str]:
+    def lookup() -> Sequence[str]:
         return [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
-    return await asyncio.get_running_loop().run_in_executor(_lookups, found)
+    return await asyncio.get_running_loop().run_in_executor(_lookups, lookup)
 
 
 def is_public(address: str) -> bool:
@@ -74,7 +74,7 @@ class UrlFetcher:
             timeout=limits.fetch_timeout_s,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
-        self._turns = Turns(limits.max_parallel_fetches, spare=apart)
+        self._turns = FairSemaphore(limits.max_parallel_fetches, spare=apart)
 
     async def aclose(self) -> None:
         await self._client.aclose()
@@ -92,7 +92,7 @@ class UrlFetcher:
         try:
             async with self._turns.turn(account, within_s=self._limits.fetch_wait_s):
                 return await self._fetch(url, param, grow)
-        except NoTurn:
+        except TurnTimeout:
             raise BusyError(
                 f"{param}: this server fetches as many media as it may; try again later",
                 param=param,

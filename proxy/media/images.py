@@ -1,6 +1,6 @@
-"""Pictures are judged by their header and their ends before any stage decodes them.
+"""Images are judged by their header and their ends before any stage decodes them.
 
-Owns the allowed formats, the pixel limit and the truncation check; a few milliseconds at most for a sound picture.
+Owns the allowed formats, the pixel limit and the truncation check; a few milliseconds at most for a sound image.
 Stages decode the first frame alone (vLLM, `multimodal/media/image.py`), so its pixels are what decoding costs them;
 what costs without pixels, parts by the thousand and progressive scans by the hundred, is counted here.
 """
@@ -11,7 +11,7 @@ import io
 import warnings
 from collections.abc import Iterator
 
-# The two plugins are imported for their registration: without them the first such picture imports all of Pillow's.
+# The two plugins are imported for their registration: without them the first such image imports all of Pillow's.
 from PIL import Image, TiffImagePlugin, WebPImagePlugin  # noqa: F401
 
 from epd_serve.errors import RequestError
@@ -26,8 +26,8 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
-def inspect_picture(data: bytes, *, param: str, max_pixels: int) -> tuple[str, int]:
-    """Check a picture.
+def inspect_image(data: bytes, *, param: str, max_pixels: int) -> tuple[str, int]:
+    """Check an image.
 
     Args:
         data: the encoded file. param: the field to name in errors. max_pixels: limit of width x height.
@@ -36,67 +36,67 @@ def inspect_picture(data: bytes, *, param: str, max_pixels: int) -> tuple[str, i
         (MIME type, pixels). Pixels of the first frame.
 
     Raises:
-        RequestError: not a picture, of a format not allowed, too many pixels, or broken.
+        RequestError: not an image, of a format not allowed, too many pixels, or broken.
     """
     if data.startswith(PNG_SIGNATURE) and sum(1 for _ in _chunks(data)) > MAX_PARTS:
         raise _invalid(param, f"a PNG of more than {MAX_PARTS:,} chunks")
     if data.startswith(b"\xff\xd8") and data.count(b"\xff\xda") > MAX_SCANS:
         raise _invalid(param, f"a JPEG of more than {MAX_SCANS} scans")
     try:
-        picture = Image.open(io.BytesIO(data), formats=FORMATS)
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise RequestError(
             f"{param}: {error} (limit {max_pixels:,} pixels).", param=param, code="too_many_pixels"
         ) from None
     except Exception as error:  # Pillow raises whatever a broken file leads its plugins to
-        raise _invalid(param, f"not a readable picture (accepted: {', '.join(FORMATS)})") from error
-    with picture:
-        width, height = picture.size
+        raise _invalid(param, f"not a readable image (accepted: {', '.join(FORMATS)})") from error
+    with image:
+        width, height = image.size
         if width * height > max_pixels:
             raise RequestError(
-                f"{param}: the picture has {width}x{height} = {width * height:,} pixels, the limit is {max_pixels:,}.",
+                f"{param}: the image has {width}x{height} = {width * height:,} pixels, the limit is {max_pixels:,}.",
                 param=param,
                 code="too_many_pixels",
             )
         if width == 0 or height == 0:
-            raise _invalid(param, f"the picture has {width}x{height} pixels")
-        mime = Image.MIME[picture.format or ""]
+            raise _invalid(param, f"the image has {width}x{height} pixels")
+        mime = Image.MIME[image.format or ""]
         try:
-            _refuse_truncated(picture, data)
+            _refuse_truncated(image, data)
         except Exception as error:
-            raise _invalid(param, f"the picture is corrupt or truncated ({error})") from error
+            raise _invalid(param, f"the image is corrupt or truncated ({error})") from error
     return mime, width * height
 
 
-def _refuse_truncated(picture: Image.Image, data: bytes) -> None:
+def _refuse_truncated(image: Image.Image, data: bytes) -> None:
     """Raise when the file is cut short. Decoded is only where neither its end nor its header tells, and what is small:
     the eighth of a JPEG, the bytes of a GIF's first frame."""
-    if picture.format == "PNG":
-        picture.verify()  # walks the chunks and their CRCs, decodes nothing
+    if image.format == "PNG":
+        image.verify()  # walks the chunks and their CRCs, decodes nothing
         return
     # After the last start-of-scan marker, 0xFF is stuffed: an end-of-image marker there is a real one.
-    if picture.format in ("JPEG", "MPO") and data.rfind(b"\xff\xd9") > data.rfind(b"\xff\xda"):
+    if image.format in ("JPEG", "MPO") and data.rfind(b"\xff\xd9") > data.rfind(b"\xff\xda"):
         return
-    if picture.format == "WEBP" and len(data) >= 8 + int.from_bytes(data[4:8], "little"):
+    if image.format == "WEBP" and len(data) >= 8 + int.from_bytes(data[4:8], "little"):
         return
-    if isinstance(picture, TiffImagePlugin.TiffImageFile):
-        tags = picture.tag_v2
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        tags = image.tag_v2
         starts, sizes = ((tags.get(old) or tags.get(tiled) or ()) for old, tiled in ((273, 324), (279, 325)))
         if not starts or max(start + size for start, size in zip(starts, sizes, strict=True)) > len(data):
             raise ValueError("the file ends before its last strip")
         return
-    if picture.format == "BMP" and not picture.info.get("compression"):
-        row_bytes = (picture.width * int.from_bytes(data[28:30], "little") + 31) // 32 * 4
-        if int.from_bytes(data[10:14], "little") + row_bytes * picture.height > len(data):
+    if image.format == "BMP" and not image.info.get("compression"):
+        row_bytes = (image.width * int.from_bytes(data[28:30], "little") + 31) // 32 * 4
+        if int.from_bytes(data[10:14], "little") + row_bytes * image.height > len(data):
             raise ValueError("the file ends before its last row")
         return
-    if picture.format == "GIF" and data.rstrip(b"\0").endswith(b";"):
+    if image.format == "GIF" and data.rstrip(b"\0").endswith(b";"):
         return
-    if picture.format in ("JPEG", "MPO"):
-        if picture.info.get("progressive"):  # its decoder holds every pixel, whatever size is asked of it
+    if image.format in ("JPEG", "MPO"):
+        if image.info.get("progressive"):  # its decoder holds every pixel, whatever size is asked of it
             raise ValueError("it has no end")
-        picture.draft("RGB", (picture.width // 8, picture.height // 8))
-    picture.load()
+        image.draft("RGB", (image.width // 8, image.height // 8))
+    image.load()
 
 
 def _chunks(data: bytes) -> Iterator[int]:

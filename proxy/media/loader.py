@@ -1,7 +1,7 @@
 """Load every media item of a request once, safely, and give it its key.
 
 Owns the order of checks and the bounds over a whole request. How to fetch is `fetch.py`'s and `local_files.py`'s,
-how to judge a picture `images.py`'s, how keys are made `store/keys.py`'s.
+how to judge an image `images.py`'s, how keys are made `store/keys.py`'s.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from proxy.errors import most_telling
 from proxy.fields.parts import MediaRef, Modality
 from proxy.media.clips import frames_asked, inspect_clip
 from proxy.media.fetch import UrlFetcher, too_large
-from proxy.media.images import inspect_picture
+from proxy.media.images import inspect_image
 from proxy.media.local_files import read_local
 from proxy.request.parse import ParsedRequest
 from proxy.request.payload import Inlined
-from proxy.tenants.fair_semaphore import Turns
-from proxy.tenants.memory_budget import Holding
+from proxy.tenants.fair_semaphore import FairSemaphore
+from proxy.tenants.memory_budget import MemoryReservation
 from store.errors import StoreError
 from store.keys import feature_key
 
 MAX_SCHEME = 16  # characters looked at: the rest may be megabytes
 MAX_HEAD = 256  # of a data URL, to its comma
 TOGETHER_BYTES = 256 << 10
-"""Small items share a thread's turn up to so much: a turn costs as much as a small picture. A large one has its own, so
+"""Small items share a thread's turn up to so much: a turn costs as much as a small image. A large one has its own, so
 that other requests come in between."""
 DEFAULT_MIME = {Modality.IMAGE: "image/png", Modality.AUDIO: "audio/wav", Modality.VIDEO: "video/mp4"}
 
@@ -46,7 +46,7 @@ class LoadedItem:
         ref: where it was. Its `source` is gone: it would hold the client's own words for as long as the request lasts.
         source: data URL (base64 for `input_audio`): what replaces the client's URL.
         key: its feature key, the `uuid` that every stage sees.
-        weight: encoding cost for LPT: pixels of a picture, bytes of anything else.
+        weight: encoding cost for LPT: pixels of an image, bytes of anything else.
         size_bytes: of the media itself.
     """
 
@@ -65,14 +65,14 @@ class MediaLoader:
         self._limits = settings.media
         self._fetcher = fetcher
         self._threads = ThreadPoolExecutor(settings.media.threads, thread_name_prefix="media")
-        self._turns = Turns(settings.media.threads)
+        self._turns = FairSemaphore(settings.media.threads)
         self._outliving: set[asyncio.Task[None]] = set()
 
     async def aclose(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._fetcher.aclose()
 
-    async def load(self, request: ParsedRequest, *, tenant: str, held: Holding) -> tuple[LoadedItem, ...]:
+    async def load(self, request: ParsedRequest, *, tenant: str, held: MemoryReservation) -> tuple[LoadedItem, ...]:
         """All items of `request`, in order. Their bytes are counted in `held`.
 
         Raises:
@@ -109,7 +109,7 @@ class MediaLoader:
             loaded += items
         return tuple(loaded)
 
-    async def _fetched(self, refs: Sequence[MediaRef], total: _Total, held: Holding) -> dict[str, bytearray]:
+    async def _fetched(self, refs: Sequence[MediaRef], total: _Total, held: MemoryReservation) -> dict[str, bytearray]:
         """What other hosts have, by the parameter that names it."""
         if not refs:
             return {}
@@ -195,7 +195,7 @@ class MediaLoader:
             raise RequestError(f"{ref.param}: empty.", param=ref.param)
         weight, limits = len(data), self._limits
         if ref.modality is Modality.IMAGE:
-            mime, weight = inspect_picture(data, param=ref.param, max_pixels=limits.max_pixels)
+            mime, weight = inspect_image(data, param=ref.param, max_pixels=limits.max_pixels)
         else:
             max_s = limits.max_audio_s if ref.modality is Modality.AUDIO else limits.max_video_s
             pixels = inspect_clip(data, param=ref.param, max_s=max_s, max_pixels=limits.max_pixels)
@@ -222,7 +222,7 @@ class MediaLoader:
         source = Inlined(head, inlined if inlined is not None else pybase64.b64encode(data))
         return LoadedItem(replace(ref, source=""), source, key, float(weight), len(data))
 
-    async def _in_turn(self, work: Callable[[], list[LoadedItem]], held: Holding) -> list[LoadedItem]:
+    async def _in_turn(self, work: Callable[[], list[LoadedItem]], held: MemoryReservation) -> list[LoadedItem]:
         """Do it in a thread. No thread can be stopped: where the request ends first, its turn and all that it holds
         last until the thread is done."""
         async with AsyncExitStack() as until_done:

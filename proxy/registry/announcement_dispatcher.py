@@ -27,7 +27,7 @@ from proxy.registry.table import InstanceTable
 MISSING_WAIT_S = 0.05
 
 
-class Hearsay:
+class AnnouncementDispatcher:
     """Everything that reaches this proxy without having been asked for."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Hearsay:
         self._table = table
         self._metrics = metrics
         self._missing = MissingFeatures()
-        self._announcements = Announcements(table, self.heard, background)
+        self._announcements = Announcements(table, self.dispatch, background)
 
     def start(self) -> None:
         """Begin to listen, in the running event loop."""
@@ -51,7 +51,7 @@ class Hearsay:
         """Whether a consumer's word about a missing feature would be heard."""
         return self._announcements.listening
 
-    def heard(self, message: Announcement) -> None:
+    def dispatch(self, message: Announcement) -> None:
         """Take in one announcement."""
         self._metrics.announcements.labels(type(message).__name__).inc()
         match message:
@@ -61,7 +61,7 @@ class Hearsay:
                 self.directory.lost([message.key])
             case FeatureMissing():
                 self.directory.lost(message.keys)
-                self._missing.heard(message)
+                self._missing.announced(message)
             case StoreReport():
                 self._table.report(message)
             case KvReport():

@@ -31,15 +31,15 @@ class Announcements:
     """Runs between `start` and `stop`. Without an address it holds no socket.
 
     Args:
-        heard: called with every message, in order. One that it fails on, or that does not decode, is skipped.
+        handler: called with every message, in order. One that it fails on, or that does not decode, is skipped.
         background: what runs it.
     """
 
     def __init__(
-        self, table: InstanceTable, heard: Callable[[wire.Announcement], None], background: Background
+        self, table: InstanceTable, handler: Callable[[wire.Announcement], None], background: Background
     ) -> None:
         self._table = table
-        self._heard = heard
+        self._handler = handler
         self._background = background
         self._connected: set[str] = set()
         self._refused: set[str] = set()
@@ -57,7 +57,7 @@ class Announcements:
         await self._background.stop(TASK)
 
     async def _run(self) -> None:
-        while not self._table.news_addresses():
+        while not self._table.announcement_addresses():
             await self._table.changed(RELOOK_S)
         with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
             socket.setsockopt(zmq.LINGER, 0)
@@ -78,11 +78,11 @@ class Announcements:
         """Keep the connections equal to the addresses of the table. One that is refused is tried again at the next
         change."""
         while True:
-            wanted = self._table.news_addresses()
-            self._refused &= wanted
-            for address in sorted(wanted - self._connected):
+            addresses = self._table.announcement_addresses()
+            self._refused &= addresses
+            for address in sorted(addresses - self._connected):
                 self._connect(socket, address)
-            for address in sorted(self._connected - wanted):
+            for address in sorted(self._connected - addresses):
                 socket.disconnect(address)
                 self._connected.discard(address)
             await self._table.changed(RELOOK_S)
@@ -106,4 +106,4 @@ class Announcements:
                 message = wire.announcements.decode(frames[-1])
             if message is not None:
                 with self._background.handling(type(message).__name__):
-                    self._heard(message)
+                    self._handler(message)

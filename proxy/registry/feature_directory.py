@@ -125,16 +125,16 @@ class FeatureDirectory:
             self._entries.popitem(last=False)
 
 
-def placeholder_metadata(given: object) -> Metadata | None:
+def placeholder_metadata(metadata: object) -> Metadata | None:
     """An item's metadata in the form that vLLM takes in a `*_embeds` part: flat lists of finite numbers.
 
     A list that holds the one row of the one item is unfolded. None where anything else is in it, or nothing: what
     cannot be sent is treated like what is not known.
     """
-    if not isinstance(given, Mapping) or not given:
+    if not isinstance(metadata, Mapping) or not metadata:
         return None
     fields: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in metadata.items():
         if isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], list | tuple):
             value = value[0]
         if not isinstance(name, str) or not isinstance(value, list | tuple) or not all(map(_is_number, value)):

@@ -1,4 +1,4 @@
-"""One life of one instance as the status table keeps it, what requests hold of it, and what others see of it.
+"""One incarnation of one instance as the status table keeps it, what requests hold of it, and what others see of it.
 
 How much is held is the ledger's (`proxy/registry/ledger.py`), what it amounts to `proxy/registry/load.py`'s.
 """
@@ -11,7 +11,7 @@ from types import TracebackType
 
 from epd_serve.instances import Instance
 from epd_serve.wire import KvReport, StageReport, StoreReport
-from proxy.registry.ledger import PER_UNIT, Ledger, LifeId
+from proxy.registry.ledger import PER_UNIT, Ledger
 from proxy.registry.ledger import Work as Work  # those who hold leases know it from here
 from proxy.registry.load import Acquired
 
@@ -46,7 +46,7 @@ class InstanceView:
 
 
 @dataclass(eq=False)
-class Life:
+class InstanceState:
     """One incarnation of one instance.
 
     Attributes:
@@ -55,7 +55,7 @@ class Life:
         suspended: requests go to others while there are others.
         healthy_since: when it answered first, None while it does not.
         warm: it has been up, so its KV links matter no more.
-        kv, kv_heard: the last report of each worker that sends KV, and when it came; by rank.
+        kv, kv_reported_at: the last report of each worker that sends KV, and when it came; by rank.
     """
 
     instance: Instance
@@ -67,26 +67,22 @@ class Life:
     report: StoreReport | None = None
     reported_at: float = 0.0
     stage: StageReport | None = None
-    stage_heard: float = 0.0
+    stage_reported_at: float = 0.0
     counted: int = 0  # weight acquired when that report was made
     acquired: Acquired = field(default_factory=Acquired)
     kv: dict[int, KvReport] = field(default_factory=dict)
-    kv_heard: dict[int, float] = field(default_factory=dict)
+    kv_reported_at: dict[int, float] = field(default_factory=dict)
     healthy_since: float | None = None
     warm: bool = False
-
-    @property
-    def id(self) -> LifeId:
-        return (self.instance.id, self.instance.incarnation)
 
     @property
     def serving(self) -> bool:
         return self.up and not self.silent
 
     @property
-    def heard(self) -> float:
+    def last_report_at(self) -> float:
         """When it reported last, whatever of; 0 for one that never did."""
-        return max(self.reported_at, self.stage_heard)
+        return max(self.reported_at, self.stage_reported_at)
 
     @property
     def warming(self) -> bool:
@@ -101,11 +97,11 @@ class Life:
     @property
     def pending(self) -> StageReport | None:
         """Its last word on its load, while it can be trusted."""
-        return self.stage if time.monotonic() - self.stage_heard < REPORT_TRUST_S else None
+        return self.stage if time.monotonic() - self.stage_reported_at < REPORT_TRUST_S else None
 
     def view(self, in_flight: dict[Work, int], load: float) -> InstanceView:
         now = time.monotonic()
-        kv = tuple(report for rank, report in sorted(self.kv.items()) if self.kv_heard[rank] >= now - KV_TRUST_S)
+        kv = tuple(report for rank, report in sorted(self.kv.items()) if self.kv_reported_at[rank] >= now - KV_TRUST_S)
         return InstanceView(
             self.instance,
             self.serving,
@@ -116,7 +112,7 @@ class Life:
             kv,
             self.warming,
             self.stage,
-            now - self.stage_heard if self.stage is not None else 0.0,
+            now - self.stage_reported_at if self.stage is not None else 0.0,
         )
 
 
@@ -131,16 +127,16 @@ class Lease:
         assert weight >= 0, f"a lease weighs {weight}"
         self.instance = instance
         self._ledger = ledger
-        self._life = (instance.id, instance.incarnation)
+        self._incarnation_id = instance.incarnation_id
         self._work = work
         self._weight = round(weight * PER_UNIT)
         self._held = True
-        ledger.acquire(self._life, work, self._weight)
+        ledger.acquire(self._incarnation_id, work, self._weight)
 
     def release(self) -> None:
         if self._held:
             self._held = False
-            self._ledger.release(self._life, self._work, self._weight)
+            self._ledger.release(self._incarnation_id, self._work, self._weight)
 
     def __enter__(self) -> Instance:
         return self.instance

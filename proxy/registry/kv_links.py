@@ -1,6 +1,6 @@
 """The KV links of the layout as their senders report them, and what their counters say of each. Pure.
 
-The figures are means since the start of the sending worker (definitions: design §6). Rates over a time are for whoever
+The figures are means since the start of the sending worker. Rates over a time are for whoever
 reads the counters twice (`proxy/registry/kv_metrics.py`).
 """
 
@@ -56,7 +56,7 @@ def link_views(views: Iterable[InstanceView]) -> Iterator[LinkView]:
                 yield LinkView(view.instance.id, report.rank, next(names, link.peer), link)
 
 
-def shown(one: LinkView) -> dict[str, Any]:
+def link_fields(one: LinkView) -> dict[str, Any]:
     """A link as `/instances` shows it."""
     link, speed, exposed_s = one.link, one.bytes_per_s, one.exposed_s
     return {

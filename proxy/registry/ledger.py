@@ -1,4 +1,4 @@
-"""What requests hold of each life of each instance: a seam, so that several proxy processes can count as one.
+"""What requests hold of each incarnation of each instance: a seam, so that several proxy processes can count as one.
 
 Only ever grows: acquired and released are counted apart, so that a process that shares its counts writes cells of its
 own, and "since then" is a difference. What a weight means, and how loads follow from it, is `proxy/registry/load.py`'s
@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-LifeId = tuple[str, str]
-"""(instance id, incarnation)"""
+from epd_serve.instances import IncarnationId
 
 PER_UNIT = 1000
-"""Weights are counted in thousandths, as integers: sums stay exact however long a life is."""
+"""Weights are counted in thousandths, as integers: sums stay exact however long an incarnation is."""
 
 
 class Work(StrEnum):
@@ -27,7 +26,7 @@ class Work(StrEnum):
 
 
 class Tally(NamedTuple):
-    """Counts of one kind of work on one life since it is known; weights in thousandths of a unit."""
+    """Counts of one kind of work on one incarnation since it is known; weights in thousandths of a unit."""
 
     acquired: int = 0
     released: int = 0
@@ -49,43 +48,43 @@ NOTHING: Mapping[Work, Tally] = dict.fromkeys(Work, Tally())
 class Ledger(Protocol):
     """Counts of leases. Called from one thread of a process; none of it waits."""
 
-    def acquire(self, life: LifeId, work: Work, weight: int) -> None:
-        """This process has given `life` one more piece of `work`; weight >= 0."""
+    def acquire(self, incarnation_id: IncarnationId, work: Work, weight: int) -> None:
+        """This process has given `incarnation_id` one more piece of `work`; weight >= 0."""
 
-    def release(self, life: LifeId, work: Work, weight: int) -> None:
+    def release(self, incarnation_id: IncarnationId, work: Work, weight: int) -> None:
         """One that this process acquired has ended, with the weight it was acquired with."""
 
-    def tallies(self, life: LifeId) -> Mapping[Work, Tally]:
-        """Of all processes that share this ledger; every `Work` is in it. Unknown lives have held nothing."""
+    def tallies(self, incarnation_id: IncarnationId) -> Mapping[Work, Tally]:
+        """Of all processes that share this ledger; every `Work` is in it. Unknown incarnations have held nothing."""
 
-    def forget(self, life: LifeId) -> None:
-        """Nothing is held of `life` any more, by anybody, and this process will not acquire there again."""
+    def forget(self, incarnation_id: IncarnationId) -> None:
+        """Nothing is held of `incarnation_id` any more, by anybody, and this process will not acquire there again."""
 
 
 class OwnLedger:
     """The ledger of a proxy that is alone."""
 
     def __init__(self) -> None:
-        self._tallies: dict[LifeId, dict[Work, Tally]] = {}
+        self._tallies: dict[IncarnationId, dict[Work, Tally]] = {}
 
-    def acquire(self, life: LifeId, work: Work, weight: int) -> None:
-        old = self._of(life)[work]
-        self._tallies[life][work] = Tally(
+    def acquire(self, incarnation_id: IncarnationId, work: Work, weight: int) -> None:
+        old = self._of(incarnation_id)[work]
+        self._tallies[incarnation_id][work] = Tally(
             old.acquired + 1, old.released, old.acquired_weight + weight, old.released_weight
         )
 
-    def release(self, life: LifeId, work: Work, weight: int) -> None:
-        old = self._of(life)[work]
-        assert old.held > 0 and old.held_weight >= weight, f"released more {work} of {life} than was acquired"
-        self._tallies[life][work] = Tally(
+    def release(self, incarnation_id: IncarnationId, work: Work, weight: int) -> None:
+        old = self._of(incarnation_id)[work]
+        assert old.held > 0 and old.held_weight >= weight, f"released more {work} of {incarnation_id} than was acquired"
+        self._tallies[incarnation_id][work] = Tally(
             old.acquired, old.released + 1, old.acquired_weight, old.released_weight + weight
         )
 
-    def tallies(self, life: LifeId) -> Mapping[Work, Tally]:
-        return self._tallies.get(life, NOTHING)
+    def tallies(self, incarnation_id: IncarnationId) -> Mapping[Work, Tally]:
+        return self._tallies.get(incarnation_id, NOTHING)
 
-    def forget(self, life: LifeId) -> None:
-        self._tallies.pop(life, None)
+    def forget(self, incarnation_id: IncarnationId) -> None:
+        self._tallies.pop(incarnation_id, None)
 
-    def _of(self, life: LifeId) -> dict[Work, Tally]:
-        return self._tallies.setdefault(life, dict(NOTHING))
+    def _of(self, incarnation_id: IncarnationId) -> dict[Work, Tally]:
+        return self._tallies.setdefault(incarnation_id, dict(NOTHING))

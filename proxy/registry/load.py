@@ -23,7 +23,7 @@ STEP_S = 0.005
 
 
 class Acquired:
-    """How much had been acquired of one life a short time ago. Remembers `REPORT_LAG_S` and little more."""
+    """How much had been acquired of one incarnation a short time ago. Remembers `REPORT_LAG_S` and little more."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[int, int]] = deque([(-1, 0)])  # (steps since the epoch of the clock, total weight)
@@ -63,11 +63,11 @@ def reported_rate(role: Role, report: StageReport) -> float:
 
 
 def load(role: Role, tallies: Iterable[Tally], report: StageReport | None, counted: int) -> float:
-    """Pending work of one life.
+    """Pending work of one incarnation.
 
     Without a report: what is in flight. With one: what it says is pending, and what it cannot contain: whatever was
     acquired since, and requests in flight beyond those that the stage counted (its API server still prepares them: for
-    a large picture that takes longer than any lag), at the mean weight. Never more than what is in flight is added, so
+    a large image that takes longer than any lag), at the mean weight. Never more than what is in flight is added, so
     nothing is left of leases that have ended.
 
     Args:

@@ -24,10 +24,10 @@ class MissingFeatures:
         self._events: OrderedDict[str, FeatureMissing] = OrderedDict()
         self._waiting: dict[str, asyncio.Future[None]] = {}
 
-    def heard(self, event: FeatureMissing) -> None:
+    def announced(self, event: FeatureMissing) -> None:
         """Keep what a consumer said. Stages lengthen the id that we gave them; ours is still in it."""
-        found = _OUR_ID.search(event.request_id)
-        ours = found.group() if found else event.request_id
+        match = _OUR_ID.search(event.request_id)
+        ours = match.group() if match else event.request_id
         self._events[ours] = event
         if len(self._events) > self._limit:
             self._events.popitem(last=False)

@@ -5,9 +5,9 @@ and `mark_down` directly; the instances' own reports come in through `report`, `
 hold a `Lease` while a stage works for them. What an instance's load is follows from both (`proxy/registry/load.py`).
 Choosing among instances is `proxy/routing/policy.py`'s business.
 
-A life that answers is healthy. It is up, and gets requests, once its KV links to and from the others that are healthy
-are warm (`proxy/registry/warm_links.py`), or a grace has passed; from then on links do not matter: retries are for
-those. One that stops to report, while others do, leaves until its next report: it may be stopped and still accept
+An instance that answers is healthy. It is up, and gets requests, once its KV links to and from the others that are
+healthy are warm (`proxy/registry/warm_links.py`), or a grace has passed; from then on links do not matter: retries are
+for those. One that stops to report, while others do, leaves until its next report: it may be stopped and still accept
 connections.
 """
 
@@ -18,11 +18,11 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from epd_serve.instances import Instance
+from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
 from epd_serve.wire import KvReport, StageReport, StoreReport
-from proxy.registry.instance_state import InstanceView, Lease, Life, Work
-from proxy.registry.ledger import Ledger, LifeId, OwnLedger
+from proxy.registry.instance_state import InstanceState, InstanceView, Lease, Work
+from proxy.registry.ledger import Ledger, OwnLedger
 from proxy.registry.load import load, reported_rate
 from proxy.registry.warm_links import GRACE_S, why_cold
 from proxy.routing.policy import Candidate
@@ -49,174 +49,176 @@ class InstanceTable:
         self._ledger = ledger if ledger is not None else OwnLedger()
         self._silence_s = silence_s
         self._looked_at = 0.0  # when silences were looked for last
-        self._listens_since = 0.0
-        self._lives: dict[str, Life] = {}
-        self._by_role: dict[Role, list[Life]] | None = None
-        self._retired: list[LifeId] = []
+        self._listening_since = 0.0
+        self._states: dict[str, InstanceState] = {}
+        self._by_role: dict[Role, list[InstanceState]] | None = None
+        self._retired: list[IncarnationId] = []
         self._picks = 0
         self._waiters: set[asyncio.Future[None]] = set()
-        self._heard_at = 0.0  # when anybody reported last
+        self._last_report_at = 0.0  # when anybody reported last
 
     # What the launcher says.
 
     def apply(self, instance: Instance, *, up: bool = True) -> None:
         """Make `instance` known. A new id or a new incarnation starts as `up` says, with nothing in flight;
         the same incarnation keeps its state and only takes over changed fields."""
-        life = self._lives.get(instance.id)
-        if life is not None and life.instance.incarnation == instance.incarnation:
-            life.instance = instance
+        state = self._states.get(instance.id)
+        if state is not None and state.instance.incarnation == instance.incarnation:
+            state.instance = instance
         else:
-            if life is not None:
-                self._retire(life)
+            if state is not None:
+                self._retire(state)
             since = time.monotonic() if up else None
-            self._lives[instance.id] = Life(instance, up, "" if up else "starting", healthy_since=since, warm=up)
-            self._retired = [gone for gone in self._retired if gone != (instance.id, instance.incarnation)]
+            reason = "" if up else "starting"
+            self._states[instance.id] = InstanceState(instance, up, reason, healthy_since=since, warm=up)
+            self._retired = [gone for gone in self._retired if gone != instance.incarnation_id]
             self._settle()
         self._announce()
 
     def mark_up(self, instance_id: str) -> None:
         """The instance answers. Unknown ids raise KeyError: announce it with `apply` first."""
-        life = self._lives[instance_id]
-        begins = life.healthy_since is None
+        state = self._states[instance_id]
+        begins = state.healthy_since is None
         if begins:
-            life.healthy_since = time.monotonic()
+            state.healthy_since = time.monotonic()
         self._settle()
-        if begins and life.warming:
+        if begins and state.warming:
             asyncio.get_running_loop().call_later(self._link_grace_s, self._settle)
 
     def mark_down(self, instance_id: str, reason: str, *, incarnation: str | None = None) -> None:
-        """Send it nothing more. With `incarnation`, a late word about a previous life is ignored."""
-        life = self._lives[instance_id]
-        if incarnation is None or incarnation == life.instance.incarnation:
-            life.healthy_since = None
-            self._set(life, False, reason)
+        """Send it nothing more. With `incarnation`, a late word about a previous incarnation is ignored."""
+        state = self._states[instance_id]
+        if incarnation is None or incarnation == state.instance.incarnation:
+            state.healthy_since = None
+            self._set(state, False, reason)
             self._settle()
 
     def remove(self, instance_id: str) -> None:
         """Forget an instance (re-layout)."""
-        self._retire(self._lives.pop(instance_id))
+        self._retire(self._states.pop(instance_id))
         self._settle()
         self._announce()
 
     # What the instances say.
 
     def report(self, report: StoreReport) -> None:
-        """Take in what an instance sees of the MM Store. Words of unknown instances and past lives are ignored."""
-        life = self._lives.get(report.instance)
-        if life is None or life.instance.incarnation != report.incarnation:
+        """Take in what an instance sees of the MM Store. Reports of unknown instances and past incarnations are
+        ignored."""
+        state = self._states.get(report.instance)
+        if state is None or state.instance.incarnation != report.incarnation:
             return
-        was_full = life.full
-        life.report, life.reported_at = report, self._hear()
-        self._end_silence(life)
-        if was_full and not life.full:
+        was_full = state.full
+        state.report, state.reported_at = report, self._note_report()
+        self._end_silence(state)
+        if was_full and not state.full:
             self._announce()
 
     def report_kv(self, report: KvReport) -> None:
         """Take in how the KV links of one worker are. Ignored as in `report`, and of ranks that are not there."""
-        life = self._lives.get(report.instance)
-        if life is None or life.instance.incarnation != report.incarnation:
+        state = self._states.get(report.instance)
+        if state is None or state.instance.incarnation != report.incarnation:
             return
-        if 0 <= report.rank < len(life.instance.kv_news):
-            life.kv[report.rank] = report
-            life.kv_heard[report.rank] = time.monotonic()
+        if 0 <= report.rank < len(state.instance.kv_news):
+            state.kv[report.rank] = report
+            state.kv_reported_at[report.rank] = time.monotonic()
             self._settle()
 
     def report_stage(self, report: StageReport) -> None:
         """Take in how busy an instance is. Ignored as in `report`, and when a later one is known."""
-        life = self._lives.get(report.instance)
-        if life is None or life.instance.incarnation != report.incarnation:
+        state = self._states.get(report.instance)
+        if state is None or state.instance.incarnation != report.incarnation:
             return
-        if life.stage is not None and report.seq <= life.stage.seq:
+        if state.stage is not None and report.seq <= state.stage.seq:
             return
-        self._hear()
-        self._note(life)
-        life.counted = life.acquired.before(self._heard_at)
-        life.stage, life.stage_heard = report, self._heard_at
-        self._end_silence(life)
-        self._find_silent()
+        self._note_report()
+        self._note(state)
+        state.counted = state.acquired.before(self._last_report_at)
+        state.stage, state.stage_reported_at = report, self._last_report_at
+        self._end_silence(state)
+        self._find_silent_instances()
 
     def suspend(self, instance_id: str, incarnation: str, suspended: bool) -> None:
-        """Have this life picked only where nothing else is there, or again like any other. Past lives are ignored.
-        Wakes nobody: who waits for a change would only run to an instance that has just one probe to give."""
-        life = self._lives.get(instance_id)
-        if life is not None and life.instance.incarnation == incarnation:
-            life.suspended = suspended
+        """Have this incarnation picked only where nothing else is there, or again like any other. Past ones are
+        ignored. Wakes nobody: who waits for a change would only run to an instance that has just one probe to give."""
+        state = self._states.get(instance_id)
+        if state is not None and state.instance.incarnation == incarnation:
+            state.suspended = suspended
 
     # What requests ask.
 
     def acquire(self, instance_id: str, work: Work, weight: float = 1.0) -> Lease:
         """Count one piece of work on the current incarnation of `instance_id`; `weight` in the unit of its role."""
-        life = self._lives[instance_id]
+        state = self._states[instance_id]
         self._picks += 1
-        life.last_pick = self._picks
-        lease = Lease(self._ledger, life.instance, work, weight)
-        self._note(life)
+        state.last_pick = self._picks
+        lease = Lease(self._ledger, state.instance, work, weight)
+        self._note(state)
         return lease
 
     def note_acquired(self) -> None:
         """Look at what has been acquired. Call it every few milliseconds where other processes share the ledger: what
         they acquire passes through no other method here."""
-        for life in self._lives.values():
-            self._note(life)
+        for state in self._states.values():
+            self._note(state)
 
     def live(self, role: Role) -> tuple[Candidate, ...]:
         """Instances of `role` that are up, as the policies see them."""
         return tuple(
             [
                 Candidate(
-                    life.instance.id,
-                    life.instance.incarnation,
-                    self._load(life),
-                    life.last_pick,
-                    life.full,
-                    reported_rate(role, life.stage) if life.stage is not None else 0.0,
-                    life.suspended,
+                    state.instance.id,
+                    state.instance.incarnation,
+                    self._load(state),
+                    state.last_pick,
+                    state.full,
+                    reported_rate(role, state.stage) if state.stage is not None else 0.0,
+                    state.suspended,
                 )
-                for life in self._serving().get(role, ())
+                for state in self._serving().get(role, ())
             ]
         )
 
     def silence_s(self, instance_id: str, incarnation: str) -> float:
-        """For how long this life has reported nothing while others did; 0 for one that never reports. A stage that
-        hangs looks alive for longer than its reports, which come twice a second, stay away."""
-        life = self._lives.get(instance_id)
-        if life is None or life.instance.incarnation != incarnation or not life.heard:
+        """For how long this incarnation has reported nothing while others did; 0 for one that never reports. A stage
+        that hangs looks alive for longer than its reports, which come twice a second, stay away."""
+        state = self._states.get(instance_id)
+        if state is None or state.instance.incarnation != incarnation or not state.last_report_at:
             return 0.0
-        return max(0.0, self._heard_at - max(life.heard, self._listens_since))
+        return max(0.0, self._last_report_at - max(state.last_report_at, self._listening_since))
 
-    def lives(self, instance_id: str, incarnation: str) -> bool:
-        """Whether this life is still there, as far as the launcher has said."""
-        life = self._lives.get(instance_id)
-        return life is not None and life.instance.incarnation == incarnation and life.healthy_since is not None
+    def is_alive(self, instance_id: str, incarnation: str) -> bool:
+        """Whether this incarnation is still there, as far as the launcher has said."""
+        state = self._states.get(instance_id)
+        return state is not None and state.instance.incarnation == incarnation and state.healthy_since is not None
 
     def instance(self, instance_id: str) -> Instance:
-        return self._lives[instance_id].instance
+        return self._states[instance_id].instance
 
     def roles(self) -> frozenset[Role]:
         """Roles that some instance has, up or not."""
-        return frozenset(life.instance.role for life in self._lives.values())
+        return frozenset(state.instance.role for state in self._states.values())
 
     def event_addresses(self) -> frozenset[str]:
         """Where instances announce what concerns features, up or not."""
-        return frozenset(life.instance.events for life in self._lives.values() if life.instance.events)
+        return frozenset(state.instance.events for state in self._states.values() if state.instance.events)
 
-    def news_addresses(self) -> frozenset[str]:
+    def announcement_addresses(self) -> frozenset[str]:
         """Where anything is announced."""
-        lives = self._lives.values()
-        links = (address for life in lives for address in life.instance.kv_news)
-        loads = (life.instance.load_news for life in lives if life.instance.load_news)
+        states = self._states.values()
+        links = (address for state in states for address in state.instance.kv_news)
+        loads = (state.instance.load_news for state in states if state.instance.load_news)
         return self.event_addresses() | frozenset(links) | frozenset(loads)
 
     def live_roles(self) -> frozenset[Role]:
         return frozenset(self._serving())
 
-    def _serving(self) -> Mapping[Role, Sequence[Life]]:
-        """Lives that get requests, by role, in order. The same object until somebody comes or goes."""
+    def _serving(self) -> Mapping[Role, Sequence[InstanceState]]:
+        """Incarnations that get requests, by role, in order. The same object until somebody comes or goes."""
         if self._by_role is None:
             self._by_role = {}
-            for life in self._lives.values():
-                if life.serving:
-                    self._by_role.setdefault(life.instance.role, []).append(life)
+            for state in self._states.values():
+                if state.serving:
+                    self._by_role.setdefault(state.instance.role, []).append(state)
         return self._by_role
 
     def missing(self, wanted: Iterable[Role] = ()) -> tuple[Role, ...]:
@@ -226,17 +228,18 @@ class InstanceTable:
 
     def snapshot(self) -> tuple[InstanceView, ...]:
         return tuple(
-            life.view(
-                {work: tally.held for work, tally in self._ledger.tallies(life.id).items()},
-                self._load(life),
+            state.view(
+                {work: tally.held for work, tally in self._ledger.tallies(state.instance.incarnation_id).items()},
+                self._load(state),
             )
-            for life in self._lives.values()
+            for state in self._states.values()
         )
 
     def total_in_flight(self) -> int:
         """Leases not yet released, on present and past incarnations."""
         self._forget_idle()
-        return sum(self._held(life) for life in (*(life.id for life in self._lives.values()), *self._retired))
+        present = [state.instance.incarnation_id for state in self._states.values()]
+        return sum(map(self._held, (*present, *self._retired)))
 
     async def changed(self, timeout_s: float) -> bool:
         """Wait until an instance comes, goes, goes up or down, or has room in its store again; False when `timeout_s`
@@ -254,78 +257,79 @@ class InstanceTable:
 
     def _settle(self) -> None:
         """Take into service who is healthy and has waited for its links long enough."""
-        for life in self._lives.values():
-            if not life.warming or life.healthy_since is None:
+        for state in self._states.values():
+            if not state.warming or state.healthy_since is None:
                 continue
-            cold = "" if life.warm else self._why_cold(life)
-            if cold and time.monotonic() < life.healthy_since + self._link_grace_s:
-                life.reason = cold
+            cold = "" if state.warm else self._why_cold(state)
+            if cold and time.monotonic() < state.healthy_since + self._link_grace_s:
+                state.reason = cold
                 continue
             if cold:
-                logger.warning("%s serves although %s", life.instance.id, cold)
-            life.warm = True
-            self._set(life, True, "")
+                logger.warning("%s serves although %s", state.instance.id, cold)
+            state.warm = True
+            self._set(state, True, "")
 
-    def _why_cold(self, life: Life) -> str:
+    def _why_cold(self, state: InstanceState) -> str:
         """Of the links between this one and the others that are healthy, the first that is not warm."""
-        for other in self._lives.values():
-            if other is not life and other.healthy_since is not None:
-                for sender, receiver in ((life, other), (other, life)):
+        for other in self._states.values():
+            if other is not state and other.healthy_since is not None:
+                for sender, receiver in ((state, other), (other, state)):
                     if cold := why_cold(sender.instance, sender.kv, receiver.instance):
                         return cold
         return ""
 
-    def _set(self, life: Life, up: bool, reason: str) -> None:
-        changed = life.up is not up
-        life.up, life.reason = up, reason
+    def _set(self, state: InstanceState, up: bool, reason: str) -> None:
+        changed = state.up is not up
+        state.up, state.reason = up, reason
         if changed:  # a poller repeats itself every second; those who wait want news
             self._announce()
 
-    def _retire(self, life: Life) -> None:
-        life.up = False
+    def _retire(self, state: InstanceState) -> None:
+        state.up = False
         self._by_role = None
-        self._retired.append(life.id)
+        self._retired.append(state.instance.incarnation_id)
         self._forget_idle()
 
     def _forget_idle(self) -> None:
-        for life in [one for one in self._retired if not self._held(one)]:
-            self._retired.remove(life)
-            self._ledger.forget(life)
+        for gone in [one for one in self._retired if not self._held(one)]:
+            self._retired.remove(gone)
+            self._ledger.forget(gone)
 
-    def _held(self, life: LifeId) -> int:
-        return sum(tally.held for tally in self._ledger.tallies(life).values())
+    def _held(self, incarnation_id: IncarnationId) -> int:
+        return sum(tally.held for tally in self._ledger.tallies(incarnation_id).values())
 
-    def _load(self, life: Life) -> float:
-        return load(life.instance.role, self._ledger.tallies(life.id).values(), life.pending, life.counted)
+    def _load(self, state: InstanceState) -> float:
+        tallies = self._ledger.tallies(state.instance.incarnation_id)
+        return load(state.instance.role, tallies.values(), state.pending, state.counted)
 
-    def _note(self, life: Life) -> None:
-        tallies = self._ledger.tallies(life.id).values()
-        life.acquired.note(time.monotonic(), sum(tally.acquired_weight for tally in tallies))
+    def _note(self, state: InstanceState) -> None:
+        tallies = self._ledger.tallies(state.instance.incarnation_id).values()
+        state.acquired.note(time.monotonic(), sum(tally.acquired_weight for tally in tallies))
 
-    def _hear(self) -> float:
+    def _note_report(self) -> float:
         """Somebody reports, now."""
         now = time.monotonic()
-        if now > self._heard_at + self._silence_s / 2:
-            self._listens_since = now  # nobody was heard: what is silent is this end, or was
-        self._heard_at = now
+        if now > self._last_report_at + self._silence_s / 2:
+            self._listening_since = now  # nobody was heard: what is silent is this end, or was
+        self._last_report_at = now
         return now
 
-    def _find_silent(self) -> None:
+    def _find_silent_instances(self) -> None:
         """Called while somebody reports. An instance that never did is not known to report at all."""
-        if self._heard_at < self._looked_at + self._silence_s / 10:
+        if self._last_report_at < self._looked_at + self._silence_s / 10:
             return
-        self._looked_at = self._heard_at
-        for life in self._lives.values():
-            heard = max(life.heard, self._listens_since)
-            if life.stage is not None and not life.silent and self._heard_at > heard + self._silence_s:
-                logger.warning("%s has stopped to report", life.instance.id)
-                life.silent = True
+        self._looked_at = self._last_report_at
+        for state in self._states.values():
+            last_report_at = max(state.last_report_at, self._listening_since)
+            if state.stage is not None and not state.silent and self._last_report_at > last_report_at + self._silence_s:
+                logger.warning("%s has stopped to report", state.instance.id)
+                state.silent = True
                 self._announce()
 
-    def _end_silence(self, life: Life) -> None:
-        if life.silent:
-            logger.info("%s reports again", life.instance.id)
-            life.silent = False
+    def _end_silence(self, state: InstanceState) -> None:
+        if state.silent:
+            logger.info("%s reports again", state.instance.id)
+            state.silent = False
             self._announce()
 
     def _announce(self) -> None:

@@ -1,10 +1,10 @@
 """When the KV links between two stages are warm: part of being ready, for a first transfer costs seconds more. Pure.
 
 Senders open and probe their links by themselves and report them (`epd_serve.wire.KvReport`). A pair of healthy stages
-is warm when all workers of the sender have reported in this life, and no link of theirs to the other one is still being
-opened. Links that nobody reports are not waited for: a sender that tells no news, or a receiver that joined a cluster
-after the sender and that it meets with its first transfer. The status table asks this at the start of a life only, and
-for `GRACE_S` at most (`proxy/registry/table.py`).
+is warm when all workers of the sender have reported in this incarnation, and no link of theirs to the other one is
+still being opened. Links that nobody reports are not waited for: a sender that tells no news, or a receiver that joined
+a cluster after the sender and that it meets with its first transfer. The status table asks this at the start of an
+incarnation only, and for `GRACE_S` at most (`proxy/registry/table.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def why_cold(sender: Instance, reports: Mapping[int, KvReport], receiver: Instan
     """The link that is not up and why, or "" where there is nothing to wait for.
 
     Args:
-        reports: the last ones of this life of the sender, by rank of its workers.
+        reports: the last ones of this incarnation of the sender, by rank of its workers.
     """
     if not (sender.role.sends_kv and receiver.role.takes_kv):
         return ""

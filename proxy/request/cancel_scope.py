@@ -1,7 +1,7 @@
 """Work that may be ended early from outside: its client has left, its time is over, its stage has fallen silent.
 
-`with Cut() as cut:` runs the work in the task that enters it, so that a bound costs no task of its own. Owns only the
-ending; who decides on it calls `now` or says a time beforehand.
+`with CancelScope() as scope:` runs the work in the task that enters it, so that a bound costs no task of its own. Owns
+only the ending; who decides on it calls `cancel`, or `cancel_at` beforehand.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ RECANCEL_S = 0.5
 interrupts the closing of connections that is under way, and leaves them open."""
 
 
-class Cut(Generic[Reason]):
-    """Entered once. `reason` tells afterwards why it was cut; None where it came to an end of its own.
+class CancelScope(Generic[Reason]):
+    """Entered once. `reason` tells afterwards why it was cancelled; None where it came to an end of its own.
 
-    Where it was cut, leaving the context swallows the cancellation that did it. Any other one passes.
+    Where it was cancelled, leaving the context swallows the cancellation that did it. Any other one passes.
     """
 
     def __init__(self) -> None:
@@ -31,13 +31,13 @@ class Cut(Generic[Reason]):
         self._timer: asyncio.TimerHandle | None = None
         self._again: asyncio.TimerHandle | None = None
 
-    def at(self, when: float, reason: Reason) -> None:
-        """Cut at this loop time, unless it has ended by then."""
+    def cancel_at(self, when: float, reason: Reason) -> None:
+        """Cancel at this loop time, unless it has ended by then."""
         assert self._timer is None, "one time"
-        self._timer = self._loop.call_at(when, self.now, reason)
+        self._timer = self._loop.call_at(when, self.cancel, reason)
 
-    def now(self, reason: Reason) -> None:
-        """Cut. The first reason counts; without effect once it has ended."""
+    def cancel(self, reason: Reason) -> None:
+        """Cancel. The first reason counts; without effect once it has ended."""
         if self._task is not None and self.reason is None:
             self.reason = reason
             self._cancel()

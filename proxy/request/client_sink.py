@@ -1,6 +1,6 @@
 """The client's side of one exchange: writes an ASGI response and knows whether it has begun.
 
-The commit point (design §4.6) is `committed`: before it a failed attempt may be repeated, after it never.
+The commit point is `committed`: before it a failed attempt may be repeated, after it never.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Explanation:
         self._clock = clock
         self._begun = clock()
         self._stamps: list[str] = []
-        self._said = {"request-id": request_id}
+        self._facts = {"request-id": request_id}
         self._attempts = 0
         self._encoders: dict[str, None] = {}
 
@@ -46,7 +46,7 @@ class Explanation:
     def say(self, name: str, value: object) -> None:
         """A fact for the header `x-epd-<name>`; the last one counts. Lower-case words joined by `-`."""
         if self._wanted:
-            self._said[name] = str(value)
+            self._facts[name] = str(value)
 
     def encoded_by(self, instance: str) -> None:
         """`instance` has encoded an item of the request."""
@@ -68,8 +68,8 @@ class Explanation:
         """The response headers so far; none where nobody asked. `x-epd-timing-ms` counts from the arrival."""
         if not self._wanted:
             return {}
-        told = {f"x-epd-{name}": _printable(value) for name, value in self._said.items()}
-        return {**told, "x-epd-timing-ms": ", ".join(self._stamps)}
+        headers = {f"x-epd-{name}": _printable(value) for name, value in self._facts.items()}
+        return {**headers, "x-epd-timing-ms": ", ".join(self._stamps)}
 
 
 UNASKED = Explanation("", wanted=False)

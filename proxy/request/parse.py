@@ -1,7 +1,7 @@
 """From an OpenAI body to a `ParsedRequest`: what the proxy must know, and what it must not let through.
 
 Only fields that are known go on (`proxy/fields/sieve.py`); those that could kill an engine or fetch another tenant's
-feature are refused by name (design §4.1). Checked here are the fields that the proxy acts on; their values otherwise
+feature are refused by name. Checked here are the fields that the proxy acts on; their values otherwise
 are vLLM's to judge. No I/O.
 """
 

@@ -71,20 +71,20 @@ class Pieces(Payload):
 
 def encoded(body: Mapping[str, Any]) -> bytes | Pieces:
     """JSON for a stage. Whatever JSON could carry in goes out again, each `Inlined` as the string that it is."""
-    found: list[Inlined] = []
+    inlined: list[Inlined] = []
 
     def mark(value: object) -> str:
         if not isinstance(value, Inlined):
             raise TypeError(f"{type(value).__name__} is no JSON")
-        found.append(value)
-        return f"{_MARK}{len(found) - 1};"
+        inlined.append(value)
+        return f"{_MARK}{len(inlined) - 1};"
 
     raw = strict_json.encode(body, mark)
-    if not found:
+    if not inlined:
         return raw
     first, *others = _MARKED.split(raw)
     pieces: list[bytes | memoryview] = [first]
     for index, after in zip(others[::2], others[1::2], strict=True):
-        one = found[int(index)]
+        one = inlined[int(index)]
         pieces += (one.head, one.data, after)
     return Pieces(pieces) if sum(map(len, pieces)) > ONE_PIECE_BYTES else b"".join(pieces)

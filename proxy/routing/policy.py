@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from msgspec import Struct
 
+from epd_serve.instances import IncarnationId
 from proxy.routing.rendezvous import owners
 
 SLACK = 1.25
@@ -39,11 +40,11 @@ class Candidate(Struct, frozen=True):
     suspended: bool = False
 
     @property
-    def life(self) -> tuple[str, str]:
+    def incarnation_id(self) -> IncarnationId:
         return (self.id, self.incarnation)
 
 
-class Ask(Struct, frozen=True):
+class Placement(Struct, frozen=True):
     """The piece of work that is to be placed.
 
     Attributes:
@@ -57,52 +58,52 @@ class Ask(Struct, frozen=True):
     draw: int = 0
 
 
-Policy = Callable[[Sequence[Candidate], Ask], Candidate]
+Policy = Callable[[Sequence[Candidate], Placement], Candidate]
 """One of the candidates, of which there is at least one."""
 
 
-def least_loaded(candidates: Sequence[Candidate], _: Ask = Ask()) -> Candidate:
+def least_loaded(candidates: Sequence[Candidate], _: Placement = Placement()) -> Candidate:
     """The one with the least load; of equals, whoever was not picked for longest."""
     return min(candidates, key=lambda candidate: (candidate.load, candidate.last_pick))
 
 
-def round_robin(candidates: Sequence[Candidate], _: Ask) -> Candidate:
+def round_robin(candidates: Sequence[Candidate], _: Placement) -> Candidate:
     """Whoever was not picked for longest, whatever its load."""
     return min(candidates, key=lambda candidate: candidate.last_pick)
 
 
-def power_of_two(candidates: Sequence[Candidate], ask: Ask) -> Candidate:
+def power_of_two(candidates: Sequence[Candidate], placement: Placement) -> Candidate:
     """The less loaded of two drawn at random: many proxies with the same stale table do not all run to the same one."""
     count = len(candidates)
     if count == 1:
         return candidates[0]
-    first, rest = ask.draw % count, ask.draw // count
+    first, rest = placement.draw % count, placement.draw // count
     second = (first + 1 + rest % (count - 1)) % count
     return least_loaded((candidates[first], candidates[second]))
 
 
-def cache_affine(candidates: Sequence[Candidate], ask: Ask) -> Candidate:
+def cache_affine(candidates: Sequence[Candidate], placement: Placement) -> Candidate:
     """The owner of the affinity, or the first of those who inherit it whose load stays within the bound (consistent
     hashing with bounded loads): `SLACK` times the mean with this work placed, or just this work. Without an affinity
     the least loaded."""
-    if not ask.affinity:
+    if not placement.affinity:
         return least_loaded(candidates)
-    mean = (sum(candidate.load for candidate in candidates) + ask.cost) / len(candidates)
-    bound = max(SLACK * mean, ask.cost)
-    for index in owners(ask.affinity, [candidate.id for candidate in candidates]):
-        if candidates[index].load + ask.cost <= bound:
+    mean = (sum(candidate.load for candidate in candidates) + placement.cost) / len(candidates)
+    bound = max(SLACK * mean, placement.cost)
+    for index in owners(placement.affinity, [candidate.id for candidate in candidates]):
+        if candidates[index].load + placement.cost <= bound:
             return candidates[index]
     return least_loaded(candidates)
 
 
-def least_predicted(candidates: Sequence[Candidate], ask: Ask) -> Candidate:
+def least_predicted(candidates: Sequence[Candidate], placement: Placement) -> Candidate:
     """The one that will be done with this work first, by load and measured speed. An unknown speed counts as the mean
     of the known ones: who is new gets work, and with it a speed."""
     known = [candidate.rate for candidate in candidates if candidate.rate > 0]
     usual = sum(known) / len(known) if known else 1.0
 
     def predicted_s(candidate: Candidate) -> float:
-        return (candidate.load + ask.cost) / (candidate.rate or usual)
+        return (candidate.load + placement.cost) / (candidate.rate or usual)
 
     return min(candidates, key=lambda candidate: (predicted_s(candidate), candidate.last_pick))
 
@@ -116,13 +117,13 @@ POLICIES: Mapping[str, Policy] = MappingProxyType({
 })  # fmt: skip
 
 
-def preferred(candidates: Sequence[Candidate], avoid: Collection[tuple[str, str]] = ()) -> Sequence[Candidate]:
+def preferred(candidates: Sequence[Candidate], avoid: Collection[IncarnationId] = ()) -> Sequence[Candidate]:
     """Those most fit to be picked: neither in `avoid` nor suspended, else only suspended, else what is left."""
     ranks = [burden(candidate, avoid) for candidate in candidates]
     least = min(ranks, default=0)
     return [candidate for candidate, rank in zip(candidates, ranks, strict=True) if rank == least]
 
 
-def burden(candidate: Candidate, avoid: Collection[tuple[str, str]] = ()) -> int:
+def burden(candidate: Candidate, avoid: Collection[IncarnationId] = ()) -> int:
     """What speaks against picking it, 0 for nothing: this request failed there (2), its circuit is open (1)."""
-    return 2 * (candidate.life in avoid) + candidate.suspended
+    return 2 * (candidate.incarnation_id in avoid) + candidate.suspended

@@ -30,8 +30,8 @@ def prompt_affinity(base: Mapping[str, Any]) -> str:
             beginning.append(_without_media(message))
             if isinstance(message, Mapping) and message.get("role") == "user":
                 break
-    words = json.dumps([base.get("model"), base.get("cache_salt"), base.get("instructions"), beginning], default=str)
-    return hashlib.blake2b(words.encode("ascii"), digest_size=16).hexdigest()
+    identity = json.dumps([base.get("model"), base.get("cache_salt"), base.get("instructions"), beginning], default=str)
+    return hashlib.blake2b(identity.encode("ascii"), digest_size=16).hexdigest()
 
 
 def _without_media(message: Any) -> Any:

@@ -1,6 +1,6 @@
 """Owners of keys by highest random weight: everybody who knows the names agrees on them, without asking anybody. Pure.
 
-Equal work meets at its owner, which is what makes the single flight of several proxies one flight (design §4.2) and a
+Equal work meets at its owner, which is what makes the single flight of several proxies one flight and a
 prompt find the prefix cache that its last turn filled. How much load an owner may have is its user's business.
 """
 

@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 from starlette.types import Receive, Scope
 
-EXTENSION = "epd.departure"
-"""Where the `Departure` of a connection is among the extensions of an ASGI scope."""
+EXTENSION = "epd.client_disconnect"
+"""Where the `ClientDisconnect` of a connection is among the extensions of an ASGI scope."""
 
 Left = Callable[[], None]
 
 
-class Departure:
+class ClientDisconnect:
     """Of one connection with a client.
 
     Args:
@@ -56,24 +56,24 @@ class Departure:
             self._left()
 
 
-class Watching:
+class DisconnectWatch:
     """For the time of the context, `left` is called when the client leaves. After the whole body has been received."""
 
     def __init__(self, scope: Scope, receive: Receive, left: Left) -> None:
-        self._departure: Departure | None = scope.get("extensions", {}).get(EXTENSION)
+        self._disconnect: ClientDisconnect | None = scope.get("extensions", {}).get(EXTENSION)
         self._receive = receive
         self._left = left
         self._listening: asyncio.Task[None] | None = None
 
     def __enter__(self) -> None:
-        if self._departure is not None:
-            self._departure.watch(self._left)
+        if self._disconnect is not None:
+            self._disconnect.watch(self._left)
         else:
             self._listening = asyncio.get_running_loop().create_task(_listen(self._receive, self._left))
 
     def __exit__(self, *_: object) -> None:
-        if self._departure is not None:
-            self._departure.unwatch(self._left)
+        if self._disconnect is not None:
+            self._disconnect.unwatch(self._left)
         if self._listening is not None:
             self._listening.cancel()
 

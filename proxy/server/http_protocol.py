@@ -13,7 +13,7 @@ import asyncio
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from proxy.server.client_disconnect import EXTENSION, Departure
+from proxy.server.client_disconnect import EXTENSION, ClientDisconnect
 
 MAX_HEAD_BYTES = 64 << 10
 
@@ -29,7 +29,7 @@ class FrontProtocol(HttpToolsProtocol):
     _pending_bytes = 0
     """Received since anything of a message was complete."""
 
-    _departure: Departure
+    _disconnect: ClientDisconnect
 
     @property
     def idle(self) -> bool:
@@ -43,15 +43,15 @@ class FrontProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
-        self._departure = Departure(self.flow.resume_reading)
+        self._disconnect = ClientDisconnect(self.flow.resume_reading)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._departure.lost()
+        self._disconnect.lost()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {EXTENSION: self._departure}  # type: ignore[dict-item]  # one of ours
+        self.scope["extensions"] = {EXTENSION: self._disconnect}  # type: ignore[dict-item]  # one of ours
 
     def data_received(self, data: bytes) -> None:
         self._pending_bytes += len(data)

@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 LOOKS = 12
 """Within the shortest time: so often a client that does a little has to be met just as before."""
 
-AT_ONCE = struct.pack("ii", 1, 0)
+RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 """SO_LINGER: what the kernel holds of the connection goes with it."""
 
 
 @dataclass(frozen=True)
-class Patience:
+class IdleTimeouts:
     """
     Attributes:
         take_s: for a client that takes nothing of what waits for it.
@@ -54,10 +54,10 @@ class Connection(Protocol):
 class IdleClients:
     """Asked again and again (`look`), it remembers since when each connection is just as it is now."""
 
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
+    def __init__(self, idle_timeouts: IdleTimeouts) -> None:
+        self._timeouts = idle_timeouts
         self._since: dict[Connection, tuple[Hashable, float]] = {}
-        self._look_every_s = min(patience.take_s, patience.head_s, patience.keep_alive_s) / LOOKS
+        self._look_every_s = min(idle_timeouts.take_s, idle_timeouts.head_s, idle_timeouts.keep_alive_s) / LOOKS
         self._look_at = 0.0
 
     def look(self, connections: Iterable[Connection], now: float) -> None:
@@ -83,14 +83,14 @@ class IdleClients:
 
     def _limit_s(self, one: Connection, waiting_bytes: int) -> float:
         if waiting_bytes:
-            return self._patience.take_s
-        return self._patience.head_s if one.owes else self._patience.keep_alive_s
+            return self._timeouts.take_s
+        return self._timeouts.head_s if one.owes else self._timeouts.keep_alive_s
 
     def _abort(self, transport: asyncio.Transport, waiting_bytes: int) -> None:
         logger.info(
-            "a client has taken nothing for %g s: %d bytes for it are dropped", self._patience.take_s, waiting_bytes
+            "a client has taken nothing for %g s: %d bytes for it are dropped", self._timeouts.take_s, waiting_bytes
         )
         connected = transport.get_extra_info("socket")
         if connected is not None:
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
         transport.abort()

@@ -18,11 +18,11 @@ from epd_serve.errors import ConfigError
 from proxy.background import Background
 from proxy.redact import redact_logs
 from proxy.server.http_protocol import FrontProtocol
-from proxy.server.idle_clients import IdleClients, Patience
+from proxy.server.idle_clients import IdleClients, IdleTimeouts
 from proxy.server.shared_listener import SharedListener
 
 BACKLOG = 2048
-PATIENCE = Patience()
+IDLE_TIMEOUTS = IdleTimeouts()
 
 
 class _Server(uvicorn.Server):
@@ -59,8 +59,9 @@ class _Server(uvicorn.Server):
 
     def _protocol(self) -> asyncio.Protocol:
         kind: Any = self.config.http_protocol_class
-        made: asyncio.Protocol = kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
-        return made
+        state = self.lifespan.state
+        protocol: asyncio.Protocol = kind(config=self.config, server_state=self.server_state, app_state=state)
+        return protocol
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -105,7 +106,7 @@ async def serve(
     shared: SharedListener | None = None,
     grace_s: float = 3.0,
     started: Callable[[], None] = lambda: None,
-    patience: Patience = PATIENCE,
+    idle_timeouts: IdleTimeouts = IDLE_TIMEOUTS,
     background: Background | None = None,
 ) -> None:
     """Serve until cancelled.
@@ -129,7 +130,7 @@ async def serve(
         log_level="warning",
         access_log=False,
         backlog=BACKLOG,
-        timeout_keep_alive=math.ceil(patience.keep_alive_s),
+        timeout_keep_alive=math.ceil(idle_timeouts.keep_alive_s),
         timeout_graceful_shutdown=max(1, round(grace_s)),
         server_header=False,
         proxy_headers=False,  # the only address that counts is the connection's own
@@ -138,7 +139,7 @@ async def serve(
         lifespan="on",
     )
     redact_logs()  # after uvicorn has set up its own logging
-    server = _Server(config, shared, started, IdleClients(patience), background or Background())
+    server = _Server(config, shared, started, IdleClients(idle_timeouts), background or Background())
     try:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(server.serve(listening))

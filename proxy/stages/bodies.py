@@ -71,9 +71,9 @@ def media_name(key: str) -> str:
     return hashlib.sha256(b"epd-serve/media/" + key.encode()).hexdigest()
 
 
-def with_xargs(base: Mapping[str, Any], **words: str) -> dict[str, Any]:
+def with_xargs(base: Mapping[str, Any], **xargs: str) -> dict[str, Any]:
     """`base` with words for the connectors of the stage, beside the client's own `vllm_xargs`."""
-    return {**base, "vllm_xargs": {**(base.get("vllm_xargs") or {}), **words}}
+    return {**base, "vllm_xargs": {**(base.get("vllm_xargs") or {}), **xargs}}
 
 
 def encode_body(base: Mapping[str, Any], items: Iterable[LoadedItem], again: Collection[str] = ()) -> dict[str, Any]:
@@ -83,13 +83,13 @@ def encode_body(base: Mapping[str, Any], items: Iterable[LoadedItem], again: Col
         again: keys that the encoder must encode even where it believes that they are there.
     """
     parts = [_for_encoder(item, part_of(base, item.ref)) for item in items]
-    kept = ("mm_processor_kwargs", "media_io_kwargs", "cache_salt")
+    copied_fields = ("mm_processor_kwargs", "media_io_kwargs", "cache_salt")
     body = {
         "model": base["model"],
         "messages": [{"role": "user", "content": parts}],
         "max_tokens": 1,
         "stream": False,
-        **{name: base[name] for name in kept if base.get(name) is not None},
+        **{name: base[name] for name in copied_fields if base.get(name) is not None},
     }
     return with_xargs(body, **{ENCODE_AGAIN_XARG: ",".join(sorted(again))}) if again else body
 

@@ -1,4 +1,4 @@
-"""The circuit breaker of one life of one instance. Pure: time comes in, nothing waits.
+"""The circuit breaker of one incarnation of one instance. Pure: time comes in, nothing waits.
 
     CLOSED --failures in a row--> OPEN --its time has passed--> HALF_OPEN --the probe succeeds--> CLOSED
                                     ^------------------------------ the probe fails, and the time doubles

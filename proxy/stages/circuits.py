@@ -1,4 +1,4 @@
-"""The circuits of all lives: watches calls to stages, and has the status table suspend whom they condemn.
+"""The circuits of all incarnations: watches calls to stages, and has the status table suspend whom they condemn.
 
 Lives in the proxy's event loop. What a verdict does to one circuit is `proxy/stages/circuit.py`'s business; here is
 what counts as one: an answer, a refusal included, speaks for the instance; a broken connection, a 5xx or a deadline
@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from epd_serve.errors import DeadlineError, RequestError, StageError
-from epd_serve.instances import Instance
+from epd_serve.instances import IncarnationId, Instance
 from proxy.errors import KvNotDelivered
 from proxy.metrics import Metrics
 from proxy.registry.table import InstanceTable
@@ -21,22 +21,20 @@ from proxy.stages.circuit import Circuit, CircuitLimits, State
 
 logger = logging.getLogger(__name__)
 MAX_CIRCUITS = 4096
-"""Lives with something to remember; those that failed longest ago are forgotten first."""
+"""Incarnations with something to remember; those that failed longest ago are forgotten first."""
 
 CLOCK_S = 0.001
 """The event loop calls back a little early, within the resolution of its clock."""
 
-LifeId = tuple[str, str]
-
 
 class Circuits:
-    """A life has a circuit from its first failure until its next success."""
+    """An incarnation has a circuit from its first failure until its next success."""
 
     def __init__(self, table: InstanceTable, metrics: Metrics, limits: CircuitLimits | None = None) -> None:
         self._table = table
         self._metrics = metrics
         self._limits = limits or CircuitLimits()
-        self._circuits: dict[LifeId, Circuit] = {}
+        self._circuits: dict[IncarnationId, Circuit] = {}
 
     def call(self, instance: Instance) -> StageCall:
         """Announce a call to `instance`. Enter it as a context; leaving that gives the verdict."""
@@ -47,47 +45,49 @@ class Circuits:
         return circuit.state(_now()) if circuit is not None else State.CLOSED
 
     def _began(self, call: StageCall) -> None:
-        circuit = self._circuits.get(call.life)
+        circuit = self._circuits.get(call.incarnation_id)
         if circuit is not None:
             circuit.began(call, _now())
-            self._tell(call.life, circuit)
+            self._tell(call.incarnation_id, circuit)
 
     def _ended(self, call: StageCall) -> None:
-        circuit = self._circuits.get(call.life)
+        circuit = self._circuits.get(call.incarnation_id)
         if circuit is not None:
             circuit.ended(call)
-            self._tell(call.life, circuit)
+            self._tell(call.incarnation_id, circuit)
 
     def _succeeded(self, call: StageCall) -> None:
-        circuit = self._circuits.pop(call.life, None)
+        circuit = self._circuits.pop(call.incarnation_id, None)
         if circuit is not None:
             circuit.succeeded()
-            self._tell(call.life, circuit)
+            self._tell(call.incarnation_id, circuit)
 
     def _failed(self, call: StageCall) -> None:
-        if call.life not in self._circuits and len(self._circuits) >= MAX_CIRCUITS:
+        if call.incarnation_id not in self._circuits and len(self._circuits) >= MAX_CIRCUITS:
             self._forget(next(iter(self._circuits)))
-        circuit = self._circuits.pop(call.life, Circuit(self._limits))
-        self._circuits[call.life] = circuit  # as the one that failed last
+        circuit = self._circuits.pop(call.incarnation_id, Circuit(self._limits))
+        self._circuits[call.incarnation_id] = circuit  # as the one that failed last
         now = _now()
         if circuit.failed(now):
-            logger.warning("%s fails again and again: others are asked while there are others", call.life[0])
-            self._metrics.circuit_opened.labels(call.life[0]).inc()
-            asyncio.get_running_loop().call_later(circuit.open_for_s(now) + CLOCK_S, self._look_again, call.life)
-        self._tell(call.life, circuit)
+            logger.warning("%s fails again and again: others are asked while there are others", call.incarnation_id[0])
+            self._metrics.circuit_opened.labels(call.incarnation_id[0]).inc()
+            asyncio.get_running_loop().call_later(
+                circuit.open_for_s(now) + CLOCK_S, self._look_again, call.incarnation_id
+            )
+        self._tell(call.incarnation_id, circuit)
 
-    def _forget(self, life: LifeId) -> None:
+    def _forget(self, incarnation_id: IncarnationId) -> None:
         """With its circuit goes whoever would end its suspension."""
-        del self._circuits[life]
-        self._table.suspend(*life, False)
+        del self._circuits[incarnation_id]
+        self._table.suspend(*incarnation_id, False)
 
-    def _tell(self, life: LifeId, circuit: Circuit) -> None:
-        self._table.suspend(*life, circuit.suspended(_now()))
+    def _tell(self, incarnation_id: IncarnationId, circuit: Circuit) -> None:
+        self._table.suspend(*incarnation_id, circuit.suspended(_now()))
 
-    def _look_again(self, life: LifeId) -> None:
-        circuit = self._circuits.get(life)
+    def _look_again(self, incarnation_id: IncarnationId) -> None:
+        circuit = self._circuits.get(incarnation_id)
         if circuit is not None:
-            self._table.suspend(*life, circuit.suspended(_now()))
+            self._table.suspend(*incarnation_id, circuit.suspended(_now()))
 
 
 class StageCall:
@@ -97,7 +97,7 @@ class StageCall:
     """
 
     def __init__(self, circuits: Circuits, instance: Instance) -> None:
-        self.life = (instance.id, instance.incarnation)
+        self.incarnation_id = instance.incarnation_id
         self.judged = self.ended = False
         self._failed = False
         self._circuits = circuits
@@ -134,7 +134,7 @@ class StageCall:
 
     def _condemned_by(self, error: BaseException) -> bool:
         if isinstance(error, StageError):
-            return error.stage == self.life[0] and not isinstance(error, KvNotDelivered)
+            return error.stage == self.incarnation_id[0] and not isinstance(error, KvNotDelivered)
         return isinstance(error, DeadlineError)
 
 

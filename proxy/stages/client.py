@@ -156,7 +156,7 @@ class StageClient:
         """
         whole = WholeEvents()
         async with self._open(instance, path, body, headers, self._timeouts.first_byte_s) as answer:
-            patience = _Patience(answer, self._timeouts.first_byte_s, f"the first token from stage {instance.id}")
+            patience = _ReadTimeouts(answer, self._timeouts.first_byte_s, f"the first token from stage {instance.id}")
             try:
                 while True:
                     with _named(instance, patience):
@@ -215,7 +215,7 @@ class StageClient:
             )
 
 
-class _Patience:
+class _ReadTimeouts:
     """Bounds each wait for a stream's next bytes. One timer for all of them, put off when it fires early: a timer per
     token would cost more than the token. Runs out by closing the answer, which ends the wait."""
 
@@ -294,7 +294,7 @@ class _named:
 
     __slots__ = ("_instance", "_patience")
 
-    def __init__(self, instance: Instance, patience: _Patience | None = None) -> None:
+    def __init__(self, instance: Instance, patience: _ReadTimeouts | None = None) -> None:
         self._instance = instance
         self._patience = patience
 

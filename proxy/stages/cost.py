@@ -20,6 +20,7 @@ BYTES_PER_TOKEN = {Modality.AUDIO: 1000, Modality.VIDEO: 500}
 """Compressed files: 25 tokens a second of speech at 200 kbit/s; two frames a second of some 250 tokens at 2 Mbit/s."""
 
 CHARACTERS_PER_TOKEN = 4
+PROMPT_FIELDS = ("messages", "tools", "prompt", "input", "instructions")
 
 MAX_LEVELS = 500
 """Of nesting within a prompt. Stages walk it by recursion, of which Python allows a thousand calls."""
@@ -39,8 +40,8 @@ def prompt_tokens(request: ParsedRequest, items: Sequence[LoadedItem] = ()) -> f
         RecursionError: it is nested more deeply than a stage could walk it.
     """
     body = request.body
-    said = (body.get("messages"), body.get("tools"), body.get("prompt"), body.get("input"), body.get("instructions"))
-    return max(_text_tokens([value for value in said if value]) + sum(map(item_tokens, items)), 1.0)
+    prompt_parts = [body[name] for name in PROMPT_FIELDS if body.get(name)]
+    return max(_text_tokens(prompt_parts) + sum(map(item_tokens, items)), 1.0)
 
 
 def _text_tokens(values: list[Any]) -> float:

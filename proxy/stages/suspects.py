@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from epd_serve.errors import StageError
+from epd_serve.instances import IncarnationId
 from proxy.config.settings import PoisonLimits
 from proxy.errors import PoisonousRequest
 from proxy.metrics import Metrics
@@ -47,25 +48,23 @@ GATHER_S = 0.05
 LEAST_S = 1.0
 """How long a trial lasts at least, where no answer ends it: an instance may have more to do than the one that died."""
 
-Life = tuple[str, str]  # (instance id, incarnation)
-
 
 @dataclass
 class _Record:
     """What is held against one body.
 
     Attributes:
-        deaths: lives that ended while it was there, and whether it was being encoded then.
+        deaths: incarnations that ended while it was there, and whether it was being encoded then.
         sent_at: when it was sent to the last of them. age_s: how long that one lived on.
-        convictions: so far. refused_until: loop time. seen_at: when there was news of it.
+        convictions: so far. refused_until: loop time. updated_at: when there was news of it.
     """
 
-    deaths: dict[Life, bool] = field(default_factory=dict)
+    deaths: dict[IncarnationId, bool] = field(default_factory=dict)
     sent_at: float = 0.0
     age_s: float = 0.0
     convictions: int = 0
     refused_until: float = 0.0
-    seen_at: float = 0.0
+    updated_at: float = 0.0
 
 
 class Suspects:
@@ -84,7 +83,7 @@ class Suspects:
         self._on_trial: Trial | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: dict[asyncio.Future[None], Trial] = {}
-        self._explained: deque[Life] = deque(maxlen=64)  # lives that ended by a body that is convicted
+        self._explained: deque[IncarnationId] = deque(maxlen=64)  # incarnations that ended by a body that is convicted
         metrics.suspects.labels("suspected").set_function(lambda: self._count(lambda record: not record.refused_until))
         metrics.suspects.labels("refused").set_function(lambda: self._count(lambda record: record.refused_until > 0))
 
@@ -99,7 +98,7 @@ class Suspects:
         now = _now()
         while self._records:
             oldest = next(iter(self._records.values()))
-            if max(oldest.seen_at, oldest.refused_until) + self._limits.memory_s >= now:
+            if max(oldest.updated_at, oldest.refused_until) + self._limits.memory_s >= now:
                 break
             self._records.popitem(last=False)
         record = self._records.get(digest)
@@ -121,11 +120,11 @@ class Suspects:
         record = self._record(digest)
         return record is not None and bool(record.deaths) and not record.refused_until
 
-    def _died(self, trial: Trial, life: Life, sent_at: float, encoding: bool, ago_s: float) -> None:
+    def _died(self, trial: Trial, incarnation_id: IncarnationId, sent_at: float, encoding: bool, ago_s: float) -> None:
         now = _now()
         died_at = now - ago_s
         age_s = max(0.0, died_at - sent_at)
-        if age_s > self._limits.blame_s or life in self._explained:
+        if age_s > self._limits.blame_s or incarnation_id in self._explained:
             return
         record = self._record(trial.digest)
         if record is None:
@@ -134,8 +133,8 @@ class Suspects:
             record = self._records[trial.digest] = _Record()
         elif record.refused_until or (record.deaths and self._on_trial is not trial and died_at > trial.ended_at):
             return
-        record.deaths[life] = encoding
-        record.sent_at, record.age_s, record.seen_at = sent_at, age_s, now
+        record.deaths[incarnation_id] = encoding
+        record.sent_at, record.age_s, record.updated_at = sent_at, age_s, now
         self._records.move_to_end(trial.digest)
         if len(record.deaths) >= DEATHS:
             self._convict(record, now)
@@ -150,7 +149,7 @@ class Suspects:
         logger.error("a request body under which %s ended is refused for %.0f s", _names(record), for_s)
         for digest, other in list(self._records.items()):
             if other is not record and not other.refused_until:
-                other.deaths = {life: other.deaths[life] for life in other.deaths if life not in record.deaths}
+                other.deaths = {name: encoded for name, encoded in other.deaths.items() if name not in record.deaths}
                 self._forget_if_clear(digest, other)
         self._wake()
 
@@ -159,7 +158,7 @@ class Suspects:
         if record is None or record.refused_until:
             return
         if encoding:
-            record.deaths = {life: encoded for life, encoded in record.deaths.items() if not encoded}
+            record.deaths = {name: encoded for name, encoded in record.deaths.items() if not encoded}
         else:
             record.deaths, record.convictions = {}, 0
         self._forget_if_clear(digest, record)
@@ -230,7 +229,7 @@ class Trial:
         self.digest = digest
         self.ended_at = float("-inf")  # when it was on trial last
         self._suspects = suspects
-        self._deaths: set[Life] = set()
+        self._deaths: set[IncarnationId] = set()
         self._attempts_ended = 0  # by deaths
         self._died_at = float("-inf")
         self._turns = 0
@@ -267,14 +266,17 @@ class Trial:
         """The attempt has an instance from now on: if it is a trial, its time begins."""
         self._suspects._send(self)
 
-    def died(self, life: Life, *, sent_at: float, encoding: bool = False, ago_s: float = 0.0) -> None:
+    def died(
+        self, incarnation_id: IncarnationId, *, sent_at: float, encoding: bool = False, ago_s: float = 0.0
+    ) -> None:
         """An instance died under this request, to which it was sent at loop time `sent_at`. `ago_s`: before now."""
-        if life not in self._deaths and sent_at >= self._died_at:  # of what was sent together, all is one attempt
+        # Of what was sent together, all is one attempt.
+        if incarnation_id not in self._deaths and sent_at >= self._died_at:
             self._attempts_ended += 1
             self._died_at = _now()
-        self._deaths.add(life)
-        self._suspects._metrics.deaths.labels(life[0]).inc()
-        self._suspects._died(self, life, sent_at, encoding, ago_s)
+        self._deaths.add(incarnation_id)
+        self._suspects._metrics.deaths.labels(incarnation_id[0]).inc()
+        self._suspects._died(self, incarnation_id, sent_at, encoding, ago_s)
 
     def survived(self, *, encoding: bool = False) -> None:
         """It was answered, or only encoded: what an encoder died of was something else."""

@@ -74,12 +74,12 @@ def _key_of(authorization: str | None, api_keys: Sequence[str]) -> bytes:
     if not api_keys:
         return b""
     scheme, _, token = (authorization or "").partition(" ")
-    given = token.strip().encode("utf-8", "replace")
+    token_bytes = token.strip().encode("utf-8", "replace")
     # Every key is compared, so that the time taken tells nothing about which one was close.
-    matches = [hmac.compare_digest(given, key.encode()) for key in api_keys]
+    matches = [hmac.compare_digest(token_bytes, key.encode()) for key in api_keys]
     if scheme.lower() != "bearer" or not any(matches):
         raise AuthenticationError("Missing or invalid API key: send it as `Authorization: Bearer <key>`.")
-    return given
+    return token_bytes
 
 
 def _named(headers: Headers, tenant_header: str) -> str:

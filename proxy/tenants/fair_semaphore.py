@@ -14,11 +14,11 @@ from contextlib import asynccontextmanager
 from proxy.tenants.fair_share import FairShare, NoRoom, OverShare
 
 
-class NoTurn(Exception):
+class TurnTimeout(Exception):
     """None came in time."""
 
 
-class Turns:
+class FairSemaphore:
     """In one event loop.
 
     Args:
@@ -62,30 +62,30 @@ class Turns:
             else:
                 self._leave(account, turn)
             if isinstance(error, TimeoutError):
-                raise NoTurn from None
+                raise TurnTimeout from None
             raise
 
     def _leave(self, account: str, turn: asyncio.Future[None]) -> None:
-        line = self._waiting.get(account)
-        if line is not None and turn in line:
-            line.remove(turn)
-            if not line:
+        queue = self._waiting.get(account)
+        if queue is not None and turn in queue:
+            queue.remove(turn)
+            if not queue:
                 del self._waiting[account]
 
     def _hand_out(self) -> None:
         while (account := self._next()) is not None:
-            line = self._waiting.pop(account)
-            line.popleft().set_result(None)
-            if line:
-                self._waiting[account] = line
+            queue = self._waiting.pop(account)
+            queue.popleft().set_result(None)
+            if queue:
+                self._waiting[account] = queue
 
     def _next(self) -> str | None:
         """The account whose first waiter gets a turn, which is taken; None where nobody may have one."""
         for account in sorted(self._waiting, key=self._share.held_by):  # stable: who was served longest ago
-            line = self._waiting[account]
-            while line and line[0].done():  # given up, and has not run since
-                line.popleft()
-            if not line:
+            queue = self._waiting[account]
+            while queue and queue[0].done():  # given up, and has not run since
+                queue.popleft()
+            if not queue:
                 del self._waiting[account]
             elif self._take(account):
                 return account

@@ -16,7 +16,7 @@ from proxy.tenants.fair_share import FairShare, NoRoom, OverShare
 from proxy.tenants.key_limits import KeyLimitError
 
 
-class Holding:
+class MemoryReservation:
     """What one request holds, until the context that it is ends. From `MemoryBudget.request`."""
 
     def __init__(self, share: FairShare, account: str) -> None:
@@ -64,9 +64,9 @@ class Holding:
         self.size_bytes -= less_bytes
         self._share.give_back(self.account, less_bytes)
 
-    def handed_over(self) -> Holding:
+    def handed_over(self) -> MemoryReservation:
         """All of it, for what outlives the request. This one holds nothing then."""
-        other = Holding(self._share, self.account)
+        other = MemoryReservation(self._share, self.account)
         other.size_bytes, self.size_bytes = self.size_bytes, 0
         return other
 
@@ -92,6 +92,6 @@ class MemoryBudget:
         """By all requests, now."""
         return self._share.held
 
-    def request(self, account: str) -> Holding:
+    def request(self, account: str) -> MemoryReservation:
         """For a request of `account` of which nothing has come yet."""
-        return Holding(self._share, account)
+        return MemoryReservation(self._share, account)

@@ -24,10 +24,11 @@ from proxy.registry.announcements import Announcements
 from proxy.registry.kv_metrics import KvMetrics
 from proxy.registry.stage_metrics import StageMetrics
 from proxy.registry.store_metrics import StoreMetrics
-from proxy.workers.metrics_aggregation import added, counted, exposition, lasting
-from proxy.workers.roster import TableOfParent
+from proxy.workers.metrics_aggregation import exposition, lasting, own_counts, summed
+from proxy.workers.roster import ParentTable
 from proxy.workers.wire import (
-    Answer,
+    CountsQuery,
+    CountsReply,
     Drain,
     Family,
     FeedError,
@@ -37,9 +38,8 @@ from proxy.workers.wire import (
     Running,
     Serving,
     Setup,
-    Sum,
-    Tell,
-    Told,
+    TotalQuery,
+    TotalReply,
     decoded,
     frame,
     from_worker,
@@ -58,17 +58,17 @@ class WorkerHungError(EpdError):
 
 
 class _Worker:
-    """One life of one worker, as this end sees it."""
+    """One run of one worker, as this end sees it."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self.writer = writer
-        self.counted: list[Family] = []
+        self.counts: list[Family] = []
         self.running = 0
         self.drained = False
         self.roster_is_old = asyncio.Event()
         self.begun = asyncio.Event()
         self._numbers = itertools.count()
-        self._asked: dict[int, asyncio.Future[None]] = {}
+        self._pending: dict[int, asyncio.Future[None]] = {}
 
     def send(self, message: FromParent) -> None:
         with contextlib.suppress(ConnectionError):  # its end is noticed by who reads
@@ -76,21 +76,21 @@ class _Worker:
 
     async def tell(self, timeout_s: float) -> bool:
         """Have it say what it has counted. False when it did not in time."""
-        number, told = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._asked[number] = told
-        self.send(Tell(number))
+        number, reply = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._pending[number] = reply
+        self.send(CountsQuery(number))
         try:
             async with asyncio.timeout(timeout_s):
-                await told
+                await reply
         except TimeoutError:
             return False
         finally:
-            del self._asked[number]
+            del self._pending[number]
         return True
 
-    def told(self, message: Told) -> None:
-        self.counted, self.running = message.counted, message.running
-        waiting = self._asked.get(message.number)
+    def reply(self, message: CountsReply) -> None:
+        self.counts, self.running = message.counts, message.running
+        waiting = self._pending.get(message.number)
         if waiting is not None and not waiting.done():
             waiting.set_result(None)
 
@@ -103,7 +103,7 @@ class WorkerHub:
         background: of this process; what is down in it the workers are told.
     """
 
-    def __init__(self, table: TableOfParent, setup: Setup, background: Background) -> None:
+    def __init__(self, table: ParentTable, setup: Setup, background: Background) -> None:
         self._table = table
         self._background = background
         self._setup = setup
@@ -115,7 +115,7 @@ class WorkerHub:
         self._registry = CollectorRegistry()
         for collector in (StoreMetrics(table), StageMetrics(table), KvMetrics(table)):
             self._registry.register(collector)
-        self._announcements = Announcements(table, self._heard, background)
+        self._announcements = Announcements(table, self._on_announcement, background)
         table.on_change = background.changed = self._roster_changed
 
     def start(self) -> None:
@@ -158,7 +158,7 @@ class WorkerHub:
             self._drained.set()
 
     async def attend(self, row: int, feed: socket.socket, serving: Callable[[], None]) -> None:
-        """Talk with one life of one worker until its end of the feed closes. `feed` is closed at the end.
+        """Talk with one run of one worker until its end of the feed closes. `feed` is closed at the end.
 
         Args:
             serving: called once it takes connections.
@@ -185,12 +185,12 @@ class WorkerHub:
                         case Serving():
                             worker.begun.set()
                             serving()
-                        case Told():
-                            worker.told(message)
+                        case CountsReply():
+                            worker.reply(message)
                         case Running():
                             worker.running, worker.drained = message.running, message.running == 0
                             self._look_for_drained()
-                        case Sum():
+                        case TotalQuery():
                             if len(answers) >= MAX_QUESTIONS:
                                 raise FeedError("more questions at a time than a worker asks")
                             answers.add(task := group.create_task(self._answer(worker, message)))
@@ -202,7 +202,7 @@ class WorkerHub:
         finally:
             self._workers.discard(worker)
             self._look_for_drained()
-            self._past = added([self._past, lasting(worker.counted)])
+            self._past = summed([self._past, lasting(worker.counts)])
             self._ended += 1
             writer.transport.abort()
 
@@ -227,10 +227,10 @@ class WorkerHub:
         """Prometheus text of all workers together, and of the table."""
         return exposition(self._registry, await self._all_counted(None))
 
-    async def _answer(self, worker: _Worker, question: Sum) -> None:
-        with self._background.handling("Sum"):  # who asked waits for its deadline, and nobody else
-            worker.counted = question.counted
-            worker.send(Answer(question.number, await self._all_counted(worker)))
+    async def _answer(self, worker: _Worker, question: TotalQuery) -> None:
+        with self._background.handling(TotalQuery.__name__):  # who asked waits for its deadline, and nobody else
+            worker.counts = question.counts
+            worker.send(TotalReply(question.number, await self._all_counted(worker)))
 
     async def _all_counted(self, asker: _Worker | None) -> list[Family]:
         others = [worker for worker in self._workers if worker is not asker and worker.begun.is_set()]
@@ -250,13 +250,13 @@ class WorkerHub:
                 [("epd_proxy_workers_ended_total", (), self._ended)],
             ),
         ]
-        return added([self._past, *(worker.counted for worker in serving), counted(self._background.registry), mine])
+        return summed([self._past, *(worker.counts for worker in serving), own_counts(self._background.registry), mine])
 
     def _roster_changed(self) -> None:
         for worker in self._workers:
             worker.roster_is_old.set()
 
-    def _heard(self, message: Announcement) -> None:
+    def _on_announcement(self, message: Announcement) -> None:
         """The parent routes nothing, but says when all is ready, and knows which links are in use."""
         match message:
             case StoreReport():

@@ -21,7 +21,7 @@ _LASTING = ("counter", "histogram", "summary")
 _Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
-def counted(registry: CollectorRegistry) -> list[Family]:
+def own_counts(registry: CollectorRegistry) -> list[Family]:
     """What this process has counted until now."""
     return [
         Family(
@@ -35,7 +35,7 @@ def counted(registry: CollectorRegistry) -> list[Family]:
     ]
 
 
-def added(parts: Iterable[Iterable[Family]]) -> list[Family]:
+def summed(parts: Iterable[Iterable[Family]]) -> list[Family]:
     """The sum of several processes' counts, sample by sample. A creation time is the earliest."""
     families: dict[str, Family] = {}
     sums: dict[str, dict[_Key, float]] = {}

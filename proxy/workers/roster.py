@@ -1,7 +1,7 @@
-"""How workers learn of the instances: the parent's table writes down what it is told, a worker's table takes it in.
+"""How workers learn of the instances: the parent's table keeps rows for them, a worker's table takes these in.
 
 Only what the launcher says travels (which instances there are, whether they answer). What the stages say of themselves
-every process hears itself, and what requests hold is on the board.
+every process hears itself, and what requests hold is in the shared counters.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from proxy.registry.table import InstanceTable
 from proxy.workers.wire import Row
 
 
-class TableOfParent(InstanceTable):
-    """An instance table that calls `changed_rows` when its `rows` are others than before.
+class ParentTable(InstanceTable):
+    """An instance table that calls `on_change` when its `rows` are others than before.
 
     Args:
         options: those of `InstanceTable`.
@@ -23,30 +23,30 @@ class TableOfParent(InstanceTable):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._told: dict[str, tuple[Instance, bool, str]] = {}
+        self._rows_told: dict[str, tuple[Instance, bool, str]] = {}
         self.on_change: Callable[[], None] = lambda: None
 
     def apply(self, instance: Instance, *, up: bool = True) -> None:
         super().apply(instance, up=up)
-        told = self._told.get(instance.id)
-        if told is not None and told[0].incarnation == instance.incarnation:
-            self._tell(instance, *told[1:])
+        row = self._rows_told.get(instance.id)
+        if row is not None and row[0].incarnation == instance.incarnation:
+            self._tell(instance, *row[1:])
         else:
             self._tell(instance, up, "" if up else "starting")
 
     def mark_up(self, instance_id: str) -> None:
         super().mark_up(instance_id)
-        self._tell(self._told[instance_id][0], True, "")
+        self._tell(self._rows_told[instance_id][0], True, "")
 
     def mark_down(self, instance_id: str, reason: str, *, incarnation: str | None = None) -> None:
         super().mark_down(instance_id, reason, incarnation=incarnation)
-        instance = self._told[instance_id][0]
+        instance = self._rows_told[instance_id][0]
         if incarnation is None or incarnation == instance.incarnation:
             self._tell(instance, False, reason)
 
     def remove(self, instance_id: str) -> None:
         super().remove(instance_id)
-        del self._told[instance_id]
+        del self._rows_told[instance_id]
         self.on_change()
 
     def rows(self) -> tuple[Row, ...]:
@@ -54,17 +54,17 @@ class TableOfParent(InstanceTable):
         served = {view.instance.id for view in self.snapshot() if view.up}
         return tuple(
             Row(instance, healthy, reason, served=instance.id in served)
-            for instance, healthy, reason in self._told.values()
+            for instance, healthy, reason in self._rows_told.values()
         )
 
     def _tell(self, instance: Instance, healthy: bool, reason: str) -> None:
-        told = (instance, healthy, reason)
-        if self._told.get(instance.id) != told:  # a poller repeats itself every second
-            self._told[instance.id] = told
+        row = (instance, healthy, reason)
+        if self._rows_told.get(instance.id) != row:  # a poller repeats itself every second
+            self._rows_told[instance.id] = row
             self.on_change()
 
 
-class RosterOfWorker:
+class WorkerRoster:
     """Keeps a worker's table as the last roster says."""
 
     def __init__(self, table: InstanceTable) -> None:
@@ -78,7 +78,7 @@ class RosterOfWorker:
             self._table.remove(gone)
         for instance_id, row in now.items():
             before = self._rows.get(instance_id)
-            if before is not None and _said(before) == _said(row):
+            if before is not None and _content(before) == _content(row):
                 continue
             self._table.apply(row.instance, up=row.healthy and row.served)
             if row.healthy:
@@ -88,5 +88,5 @@ class RosterOfWorker:
         self._rows = now
 
 
-def _said(row: Row) -> tuple[Instance, bool, str]:
+def _content(row: Row) -> tuple[Instance, bool, str]:
     return row.instance, row.healthy, row.reason

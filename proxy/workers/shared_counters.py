@@ -1,8 +1,8 @@
-"""The board: counts that several processes share, in one piece of shared memory. Pure layout over a buffer.
+"""Counters that several processes share, in one piece of shared memory. Pure layout over a buffer.
 
 One row per process, and only that process writes there, so nothing is locked. A row holds slots, each under a tag:
 
-    cell 0      format of the board          row r, cell 0          how often its tags have changed
+    cell 0      format of the counters       row r, cell 0          how often its tags have changed
     cell 1      rows                         cell 1                 how often something was counted up
     cell 2      slots of a row               then SLOTS cells       tags; 0 is a free slot
                                              then SLOTS × COUNTS    counts of each slot
@@ -23,18 +23,18 @@ from epd_serve.errors import ConfigError
 
 FORMAT = 0x45504401
 SLOTS = 1024
-"""Tags that one process can count under at a time: lives of instances, of which a deployment has dozens."""
+"""Tags that one process can count under at a time: incarnations of instances, of which a deployment has dozens."""
 
 CELL_BYTES = 8
 _HEADER = 3
 _ROW_HEADER = 3
 
 
-class Board:
-    """A board over `buffer`, whose first use makes it.
+class SharedCounters:
+    """Counters over `buffer`, which is laid out at first use.
 
     Args:
-        buffer: `size_bytes(rows, counts)` bytes of zeros, or a board of that shape.
+        buffer: `size_bytes(rows, counts)` bytes of zeros, or counters of that shape.
         counts: how many counts a slot has.
     """
 
@@ -44,13 +44,13 @@ class Board:
         self.slots = slots
         self._cells = memoryview(buffer).cast("B").cast("q")
         self._row_cells = _ROW_HEADER + slots * (1 + counts)
-        wanted = [FORMAT, rows, slots]
-        found = self._cells[:_HEADER].tolist()
-        if found == [0, 0, 0]:
-            for at, value in enumerate(wanted):
+        expected = [FORMAT, rows, slots]
+        stored = self._cells[:_HEADER].tolist()
+        if stored == [0, 0, 0]:
+            for at, value in enumerate(expected):
                 self._cells[at] = value
-        elif found != wanted:
-            raise ConfigError(f"this is no board of {rows} rows and {slots} slots: {found}")
+        elif stored != expected:
+            raise ConfigError(f"these are no counters of {rows} rows and {slots} slots: {stored}")
 
     @staticmethod
     def size_bytes(rows: int, counts: int, *, slots: int = SLOTS) -> int:
@@ -76,8 +76,8 @@ class Board:
 
     def least_connections(self, but: int) -> int | None:
         """Of the process that has fewest among those that take any, without that of row `but`; None without others."""
-        known = (self.connections(row) for row in range(self.rows) if row != but)
-        return min((connections for connections in known if connections is not None), default=None)
+        others = (self.connections(row) for row in range(self.rows) if row != but)
+        return min((connections for connections in others if connections is not None), default=None)
 
     def tags(self, row: int) -> list[int]:
         at = self._at(row) + _ROW_HEADER
@@ -131,11 +131,11 @@ def shared_memory(size_bytes: int) -> int:
     """
     try:
         if hasattr(os, "memfd_create"):
-            made = os.memfd_create("epd-serve-board", os.MFD_CLOEXEC)
+            descriptor = os.memfd_create("epd-serve-board", os.MFD_CLOEXEC)
         else:
             with tempfile.TemporaryFile() as file:
-                made = os.dup(file.fileno())
-        os.ftruncate(made, size_bytes)
+                descriptor = os.dup(file.fileno())
+        os.ftruncate(descriptor, size_bytes)
     except OSError as error:
         raise ConfigError(f"no shared memory for {size_bytes} bytes of counts: {error.strerror}") from error
-    return made
+    return descriptor

@@ -54,7 +54,7 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     """The first message.
 
     Attributes:
-        row: where on the board this worker counts. rows: of the whole board, one per worker.
+        row: of the shared counters, where this worker counts. rows: of all of them, one per worker.
         grace_s: how long requests in flight may go on when all workers end. drain_s: when only this one does.
         link_grace_s: as of `InstanceTable`.
     """
@@ -78,7 +78,7 @@ class Roster(msgspec.Struct, tag=True, frozen=True):
     down: dict[str, str] = {}
 
 
-class Tell(msgspec.Struct, tag=True, frozen=True):
+class CountsQuery(msgspec.Struct, tag=True, frozen=True):
     """Say what you have counted. Asked regularly, so that it is known of a worker that dies, and of one that hangs."""
 
     number: int
@@ -92,11 +92,11 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
     """Take on no more requests, and say when none is left."""
 
 
-class Answer(msgspec.Struct, tag=True, frozen=True):
-    """To a worker's `Sum` of that number: of all workers together."""
+class TotalReply(msgspec.Struct, tag=True, frozen=True):
+    """To a worker's `TotalQuery` of that number: of all workers together."""
 
     number: int
-    counted: list[Family]
+    counts: list[Family]
 
 
 # From a worker.
@@ -106,11 +106,11 @@ class Serving(msgspec.Struct, tag=True, frozen=True):
     """It takes connections from now on."""
 
 
-class Told(msgspec.Struct, tag=True, frozen=True):
-    """Answers a `Tell`. `running`: requests that it holds."""
+class CountsReply(msgspec.Struct, tag=True, frozen=True):
+    """Answers a `CountsQuery`. `running`: requests that it holds."""
 
     number: int
-    counted: list[Family]
+    counts: list[Family]
     running: int
 
 
@@ -120,16 +120,16 @@ class Running(msgspec.Struct, tag=True, frozen=True):
     running: int
 
 
-class Sum(msgspec.Struct, tag=True, frozen=True):
+class TotalQuery(msgspec.Struct, tag=True, frozen=True):
     """What have all workers counted, with this one's counts as given?"""
 
     number: int
-    counted: list[Family]
+    counts: list[Family]
 
 
 Message = TypeVar("Message")
-FromParent = Setup | Roster | Tell | Leave | Drain | Answer
-FromWorker = Serving | Told | Running | Sum
+FromParent = Setup | Roster | CountsQuery | Leave | Drain | TotalReply
+FromWorker = Serving | CountsReply | Running | TotalQuery
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,6 @@
 """One of several proxy processes behind one listening socket: the same application as a proxy that is alone.
 
-What differs is handed in: the status table counts on a board that all workers share, instances come from the parent's
+What differs is handed in: the status table counts in counters that all workers share, instances come from the parent's
 feed, and `/metrics` speaks for all workers. It ends when it is told to, and when the parent's end of the feed closes.
 """
 
@@ -23,12 +23,13 @@ from proxy.pipeline import Pipeline
 from proxy.registry.table import InstanceTable
 from proxy.server.shared_listener import SharedListener
 from proxy.server.uvicorn_server import serve
-from proxy.workers.metrics_aggregation import counted, exposition
-from proxy.workers.roster import RosterOfWorker
-from proxy.workers.shared_counters import Board
+from proxy.workers.metrics_aggregation import exposition, own_counts
+from proxy.workers.roster import WorkerRoster
+from proxy.workers.shared_counters import SharedCounters
 from proxy.workers.shared_ledger import COUNTS, SharedLedger
 from proxy.workers.wire import (
-    Answer,
+    CountsQuery,
+    CountsReply,
     Drain,
     FeedError,
     FromParent,
@@ -38,9 +39,8 @@ from proxy.workers.wire import (
     Running,
     Serving,
     Setup,
-    Sum,
-    Tell,
-    Told,
+    TotalQuery,
+    TotalReply,
     decoded,
     frame,
     from_parent,
@@ -61,7 +61,7 @@ class Feed:
         self._reader = reader
         self._writer = writer
         self._numbers = itertools.count()
-        self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._pending: dict[int, asyncio.Future[TotalReply]] = {}
         self._drain: asyncio.Task[None] | None = None
 
     async def setup(self) -> Setup | None:
@@ -74,7 +74,7 @@ class Feed:
             raise FeedError(f"the first message is a {type(message).__name__}")
         return message
 
-    async def listen(self, roster: RosterOfWorker, pipeline: Pipeline) -> None:
+    async def listen(self, roster: WorkerRoster, pipeline: Pipeline) -> None:
         """Take in what the parent says, until it has gone."""
         while (raw := await read_frame(self._reader)) is not None:
             message = decoded(raw, from_parent)
@@ -83,21 +83,21 @@ class Feed:
             with pipeline.background.handling(type(message).__name__):
                 self._take_in(message, roster, pipeline)
 
-    def _take_in(self, message: FromParent, roster: RosterOfWorker, pipeline: Pipeline) -> None:
+    def _take_in(self, message: FromParent, roster: WorkerRoster, pipeline: Pipeline) -> None:
         match message:
             case Roster():
                 pipeline.background.elsewhere = message.down
                 roster.take_in(message.rows)
-            case Tell():
-                self.say(Told(message.number, counted(pipeline.metrics.registry), pipeline.drain.running))
+            case CountsQuery():
+                self.say(CountsReply(message.number, own_counts(pipeline.metrics.registry), pipeline.drain.running))
             case Leave():
                 pipeline.drain.announce()
             case Drain():
                 pipeline.drain.begin()
                 self.say(Running(pipeline.drain.running))
                 self._drain = asyncio.create_task(self._say_idle(pipeline))
-            case Answer():
-                waiting = self._asked.get(message.number)
+            case TotalReply():
+                waiting = self._pending.get(message.number)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
 
@@ -115,23 +115,23 @@ class Feed:
         Raises:
             DeadlineError: the parent does not answer. OverloadedError: too many questions at a time.
         """
-        if len(self._asked) >= MAX_QUESTIONS:
+        if len(self._pending) >= MAX_QUESTIONS:
             raise OverloadedError("too many questions wait for the launcher; try again later")
         number = next(self._numbers)
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._asked[number] = answer
+        answer: asyncio.Future[TotalReply] = asyncio.get_running_loop().create_future()
+        self._pending[number] = answer
         try:
-            self.say(Sum(number, counted(pipeline.metrics.registry)))
+            self.say(TotalQuery(number, own_counts(pipeline.metrics.registry)))
             async with asyncio.timeout(SUM_S):
-                return exposition(pipeline.metrics.registry, (await answer).counted)
+                return exposition(pipeline.metrics.registry, (await answer).counts)
         except TimeoutError:
             raise DeadlineError(f"the launcher did not answer within {SUM_S:.0f} s") from None
         finally:
-            del self._asked[number]
+            del self._pending[number]
 
 
 @dataclass(frozen=True)
-class Orders:
+class WorkerSignals:
     """What a worker is told by signals.
 
     Attributes:
@@ -142,11 +142,11 @@ class Orders:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-async def run_worker(feed: socket.socket, listening: socket.socket, board: int, orders: Orders) -> None:
+async def run_worker(feed: socket.socket, listening: socket.socket, counters: int, signals: WorkerSignals) -> None:
     """Serve until it is told otherwise, or the parent has gone.
 
     Args:
-        feed: connected to the parent's end; closed at the end. board: descriptor of the board's memory.
+        feed: connected to the parent's end; closed at the end. counters: descriptor of the shared counters' memory.
 
     Raises:
         FeedError: the parent says what no parent says.
@@ -156,19 +156,21 @@ async def run_worker(feed: socket.socket, listening: socket.socket, board: int, 
         parent = Feed(reader, writer)
         setup = await parent.setup()
         if setup is not None:
-            await _serve(parent, setup, listening, Board(mmap.mmap(board, 0), setup.rows, COUNTS), orders)
+            await _serve(parent, setup, listening, SharedCounters(mmap.mmap(counters, 0), setup.rows, COUNTS), signals)
     except ExceptionGroup as failed:
         raise most_telling(failed) from None
     finally:
         writer.transport.abort()
 
 
-async def _serve(parent: Feed, setup: Setup, listening: socket.socket, board: Board, orders: Orders) -> None:
-    ledger = SharedLedger(board, setup.row)
+async def _serve(
+    parent: Feed, setup: Setup, listening: socket.socket, counters: SharedCounters, signals: WorkerSignals
+) -> None:
+    ledger = SharedLedger(counters, setup.row)
     table = InstanceTable(ledger=ledger, link_grace_s=setup.link_grace_s)
     background = Background()
     app = create_app(setup.settings, table, metrics_text=parent.metrics, background=background)
-    shared = SharedListener(listening, lambda: board.least_connections(setup.row))
+    shared = SharedListener(listening, lambda: counters.least_connections(setup.row))
     try:
         async with asyncio.TaskGroup() as group:
 
@@ -186,11 +188,11 @@ async def _serve(parent: Feed, setup: Setup, listening: socket.socket, board: Bo
                     background=background,
                 )
             )
-            leave, stop = start(orders.leave.wait()), start(orders.stop.wait())
-            fed = start(parent.listen(RosterOfWorker(table), app.state.pipeline))
+            leave, stop = start(signals.leave.wait()), start(signals.stop.wait())
+            fed = start(parent.listen(WorkerRoster(table), app.state.pipeline))
             background.start(
                 "notes on the board",
-                lambda: _take_notes(table, ledger, lambda: board.say_connections(setup.row, shared.connections)),
+                lambda: _take_notes(table, ledger, lambda: counters.say_connections(setup.row, shared.connections)),
             )
             await asyncio.wait((front, leave, stop, fed), return_when=asyncio.FIRST_COMPLETED)
             front.cancel()  # it takes no more connections; what is in flight goes on, and so does the feed

@@ -26,8 +26,8 @@ from epd_serve.errors import EpdError
 from epd_serve.roles import Role
 from proxy.background import Background
 from proxy.workers.hub import WorkerHub
-from proxy.workers.roster import TableOfParent
-from proxy.workers.shared_counters import Board, shared_memory
+from proxy.workers.roster import ParentTable
+from proxy.workers.shared_counters import SharedCounters, shared_memory
 from proxy.workers.shared_ledger import COUNTS, SharedLedger
 from proxy.workers.wire import Setup
 from tests.deploy.launched import REPOSITORY, FakeLaunch, wait_until
@@ -157,13 +157,13 @@ def are_gone(pids: set[int]) -> bool:
 
 
 async def test_a_worker_that_does_not_start_ends_the_launch() -> None:
-    memory = shared_memory(Board.size_bytes(1, COUNTS))
-    board = Board(mmap.mmap(memory, 0), 1, COUNTS)
-    table = TableOfParent(ledger=SharedLedger(board, None))
+    memory = shared_memory(SharedCounters.size_bytes(1, COUNTS))
+    counters = SharedCounters(mmap.mmap(memory, 0), 1, COUNTS)
+    table = ParentTable(ledger=SharedLedger(counters, None))
     hub = WorkerHub(table, Setup(settings(), 0, 1, 1.0, 1.0, 1.0), Background())
     with socket.create_server(("127.0.0.1", 0)) as listening:
         environment = {**os.environ, "PYTHONHOME": "/nonexistent"}  # installed or not, Python itself does not start
-        workers = ProxyWorkers(hub, board, memory, listening, environment, grace_s=1.0, say=lambda line: None)
+        workers = ProxyWorkers(hub, counters, memory, listening, environment, grace_s=1.0, say=lambda line: None)
         with pytest.raises(EpdError, match="proxy worker 0 did not start: exit code 1"):
             async with asyncio.timeout(DEADLINE_S):
                 await workers.run()

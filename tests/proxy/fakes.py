@@ -161,7 +161,7 @@ def refuses(status: int, message: str, param: str | None = None) -> Behaviour:
 
 
 def encodes(**metadata: Any) -> Behaviour:
-    """Answer as an encoder of vLLM 0.32 does, every item with this metadata (default: of a picture)."""
+    """Answer as an encoder of vLLM 0.32 does, every item with this metadata (default: of an image)."""
 
     async def behave(stage: FakeStage, call: Call, receive: Receive, send: Send) -> None:
         entries: dict[str, Any] = {}
@@ -237,8 +237,8 @@ class Cluster:
         return pipeline
 
     async def ask(self, *urls: str, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
-        """One chat request with pictures."""
-        return await self.client.post("/v1/chat/completions", json=picture_body(*urls, **more), headers=headers)
+        """One chat request with images."""
+        return await self.client.post("/v1/chat/completions", json=image_body(*urls, **more), headers=headers)
 
     async def until_metric(self, name: str, value: float, **labels: str) -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -339,7 +339,7 @@ def refused_instance(instance_id: str, role: Role) -> Instance:
 # Requests.
 
 
-def picture(width: int = 8, height: int = 8, color: str = "red", kind: str = "PNG") -> bytes:
+def image_file(width: int = 8, height: int = 8, color: str = "red", kind: str = "PNG") -> bytes:
     file = io.BytesIO()
     Image.new("RGB", (width, height), color).save(file, kind)
     return file.getvalue()
@@ -353,7 +353,7 @@ def text_body(**more: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, **more}
 
 
-def picture_body(*urls: str, **more: Any) -> dict[str, Any]:
+def image_body(*urls: str, **more: Any) -> dict[str, Any]:
     parts: list[dict[str, Any]] = [{"type": "text", "text": "what is this?"}]
-    parts += [{"type": "image_url", "image_url": {"url": url}} for url in urls or (data_url(picture()),)]
+    parts += [{"type": "image_url", "image_url": {"url": url}} for url in urls or (data_url(image_file()),)]
     return {"model": MODEL, "messages": [{"role": "user", "content": parts}], "max_tokens": 4, **more}

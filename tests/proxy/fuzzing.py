@@ -14,18 +14,18 @@ from hypothesis.errors import Unsatisfiable
 
 from proxy.http.openapi import document
 from proxy.request.parse import Endpoint
-from tests.proxy.fakes import data_url, picture, picture_body, text_body
+from tests.proxy.fakes import data_url, image_body, image_file, text_body
 from tests.proxy.fakes import settings as proxy_settings
 
 TIMEOUT_S = 30.0
 """A request that takes this long hangs."""
 KEY = {"authorization": "Bearer fuzz-key"}
 GOOD: dict[Endpoint, dict[str, Any]] = {
-    Endpoint.CHAT: picture_body(data_url(picture()), stream=True, n=2, tools=[], vllm_xargs={"a": 1}, unheard_of=1),
+    Endpoint.CHAT: image_body(data_url(image_file()), stream=True, n=2, tools=[], vllm_xargs={"a": 1}, unheard_of=1),
     Endpoint.COMPLETIONS: {"model": "demo", "prompt": ["a", "b"], "max_tokens": 3, "logprobs": 1},
     Endpoint.RESPONSES: {
         "model": "demo",
-        "input": [{"role": "user", "content": [{"type": "input_image", "image_url": data_url(picture())}]}],
+        "input": [{"role": "user", "content": [{"type": "input_image", "image_url": data_url(image_file())}]}],
         "truncation": "disabled",
     },
     Endpoint.TOKENIZE: {"messages": text_body()["messages"], "add_generation_prompt": True},

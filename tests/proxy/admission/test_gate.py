@@ -24,9 +24,9 @@ from tests.proxy.fakes import (
     data_url,
     encodes,
     hangs,
+    image_body,
+    image_file,
     once,
-    picture,
-    picture_body,
     replies,
     settings,
     text_body,
@@ -57,20 +57,20 @@ async def once_answered(c: Cluster, released: asyncio.Event) -> asyncio.Task[htt
     return first
 
 
-async def test_text_overtakes_pictures_that_wait() -> None:
+async def test_text_overtakes_images_that_wait() -> None:
     async with cluster("EPD0", config=narrow()) as c:
         released = asyncio.Event()
         c["EPD0"].script.append(once(released, answer))
         asked = [asyncio.create_task(c.client.post(CHAT, json=text_body(user="first")))]
         await c["EPD0"].until(lambda stage: stage.active == 1)
-        asked.append(asyncio.create_task(c.client.post(CHAT, json=picture_body(user="picture"))))
+        asked.append(asyncio.create_task(c.client.post(CHAT, json=image_body(user="image"))))
         await until_waiting(c, Kind.MEDIA, 1)
         asked.append(asyncio.create_task(c.client.post(CHAT, json=text_body(user="text"))))
         await until_waiting(c, Kind.TEXT, 1)
         assert c.metric("epd_proxy_queue_waiting", kind="media") == 1
         released.set()
         assert {(await one).status_code for one in asked} == {200}
-        assert [call.body["user"] for call in c["EPD0"].calls] == ["first", "text", "picture"]
+        assert [call.body["user"] for call in c["EPD0"].calls] == ["first", "text", "image"]
         await c.idle()
         assert c.metric("epd_proxy_queue_seconds_count", kind="text", line="serve") == 2
 
@@ -128,9 +128,9 @@ async def test_an_encoder_takes_no_more_requests_than_it_may() -> None:
         released = asyncio.Event()
         c["E0"].script.append(once(released, encodes()))
         c["E0"].usual = encodes()
-        asked = [asyncio.create_task(c.client.post(CHAT, json=picture_body()))]
+        asked = [asyncio.create_task(c.client.post(CHAT, json=image_body()))]
         await c["E0"].until(lambda stage: stage.active == 1)
-        asked.append(asyncio.create_task(c.ask(data_url(picture(color="blue")))))
+        asked.append(asyncio.create_task(c.ask(data_url(image_file(color="blue")))))
         await until_waiting(c, Kind.MEDIA, 1)
         assert (await c.client.post(CHAT, json=text_body())).status_code == 200, "text waits for no encoder"
         assert c.metric("epd_proxy_queue_encoding") == 1
@@ -142,12 +142,12 @@ async def test_an_encoder_takes_no_more_requests_than_it_may() -> None:
 
 async def test_one_that_waits_for_another_s_encoding_does_not_keep_it_from_encoding() -> None:
     """B has the encoding of `shared` to do and waits for a place, which A holds, who waits for `shared`."""
-    own, shared = (data_url(picture(color=color)) for color in ("red", "blue"))
+    own, shared = (data_url(image_file(color=color)) for color in ("red", "blue"))
     async with cluster("E0", "PD0", config=narrow()) as c:
         released, second = asyncio.Event(), asyncio.Event()
         c["E0"].script.extend([once(released, encodes()), once(second, encodes())])
         c["E0"].usual = encodes()
-        asked = [asyncio.create_task(c.ask(data_url(picture(color="green"))))]
+        asked = [asyncio.create_task(c.ask(data_url(image_file(color="green"))))]
         await c["E0"].until(lambda stage: stage.active == 1)
         asked.append(asyncio.create_task(c.ask(shared, priority=3)))  # B, in no hurry
         await until_waiting(c, Kind.MEDIA, 1)
@@ -155,7 +155,7 @@ async def test_one_that_waits_for_another_s_encoding_does_not_keep_it_from_encod
         await until_waiting(c, Kind.MEDIA, 2)
         released.set()
         await c["E0"].until(lambda stage: len(stage.calls) == 2)
-        assert len(c["E0"].keys[1]) == 1, "A's own picture"
+        assert len(c["E0"].keys[1]) == 1, "A's own image"
         second.set()
         assert [(await one).status_code for one in asked] == [200, 200, 200]
         await c.idle()
@@ -176,7 +176,7 @@ async def test_one_that_is_to_be_encoded_after_all_holds_no_place_that_its_encod
         await c["EPD0"].until(lambda stage: stage.active == 1)
         for name in ("E0", "P0", "D0"):
             c.table.mark_up(name)
-        asked.append(asyncio.create_task(c.ask(data_url(picture(color="blue")))))  # C
+        asked.append(asyncio.create_task(c.ask(data_url(image_file(color="blue")))))  # C
         await c["E0"].until(lambda stage: stage.active == 1)
         asked.append(asyncio.create_task(c.ask()))  # B
         await until_waiting(c, Kind.MEDIA, 1)
@@ -241,7 +241,7 @@ async def test_stages_are_told_priorities_where_they_heed_them(single: bool) -> 
     config = settings(stage_priorities=True, admission=Admission(single_queue=single))
     async with cluster("E0", "P0", "D0", config=config) as c:
         c["E0"].usual = encodes()
-        await c.client.post(CHAT, json=picture_body())
+        await c.client.post(CHAT, json=image_body())
         await c.client.post(CHAT, json=text_body())
         await c.client.post(CHAT, json=text_body(priority=10))
         await c.idle()
@@ -250,8 +250,8 @@ async def test_stages_are_told_priorities_where_they_heed_them(single: bool) -> 
         if single:
             assert said[0] == [None, None, None]
         else:
-            picture, text, patient = said[0]
-            assert text - 5000 < picture, "a picture yields to text that comes up to 5 s later"
+            image, text, patient = said[0]
+            assert text - 5000 < image, "an image yields to text that comes up to 5 s later"
             assert patient > text + 40_000
         assert "priority" not in c["E0"].calls[0].body
 
@@ -276,7 +276,7 @@ async def test_nothing_is_left_in_the_lines_whatever_happened() -> None:
         c["D0"].script.extend([answer, replies(500, {}), hangs, answer, hangs])
 
         async def one(index: int) -> None:
-            body = (picture_body if index % 2 else text_body)(stream=bool(index % 3), n=1 + index % 3)
+            body = (image_body if index % 2 else text_body)(stream=bool(index % 3), n=1 + index % 3)
             headers = {"x-epd-deadline-ms": "200"} if index % 5 == 0 else {}
             try:
                 await asyncio.wait_for(c.client.post(CHAT, json=body, headers=headers), timeout=0.5)

@@ -19,17 +19,17 @@ ROOM = Capacity(encodes=2, sequences=8, prefill_tokens=1000)
 def stands(queue: AdmissionQueue, kind: Kind, now: float = 0.0, *, tokens: float = 1.0, **more: int) -> Ticket:
     """A request that waits for the stages that prefill and decode."""
     ticket = queue.admit(kind, now, **more)
-    queue.stand(ticket, now, tokens=tokens)
+    queue.enqueue(ticket, now, tokens=tokens)
     return ticket
 
 
 def test_an_idle_proxy_lets_everybody_through_at_once() -> None:
     queue = AdmissionQueue(LIMITS)
     text, media = stands(queue, Kind.TEXT), queue.admit(Kind.MEDIA, 0.0)
-    queue.stand(media, 0.0, encode=True, tokens=1.0)
+    queue.enqueue(media, 0.0, encode=True, tokens=1.0)
     assert queue.grants(0.0, ROOM) == [media, text]
     assert (text.place, media.place) == (Place.SERVED, Place.ENCODING)
-    queue.stand(media, 1.0)
+    queue.enqueue(media, 1.0)
     assert queue.grants(1.0, ROOM) == [media]
     assert queue.encoding == 0 and queue.served(Kind.MEDIA) == 1
 
@@ -96,8 +96,8 @@ def test_a_client_s_priority_moves_its_turn_by_so_much_and_no_more() -> None:
 def test_neither_modality_takes_the_other_s_share_while_both_are_about() -> None:
     queue = AdmissionQueue(LIMITS)
     text = stands(queue, Kind.TEXT)
-    pictures = [stands(queue, Kind.MEDIA, -10.0) for _ in range(20)]
-    assert queue.grants(0.0, ROOM) == [*pictures[:6], text]
+    images = [stands(queue, Kind.MEDIA, -10.0) for _ in range(20)]
+    assert queue.grants(0.0, ROOM) == [*images[:6], text]
     assert len(queue.grants(0.0, ROOM)) == 0
     texts = [stands(queue, Kind.TEXT) for _ in range(20)]
     assert queue.grants(0.0, ROOM) == texts[:1], "the rest of their share"
@@ -109,10 +109,10 @@ def test_neither_modality_takes_the_other_s_share_while_both_are_about() -> None
 
 def test_one_line_in_order_of_arrival_where_that_is_asked_for() -> None:
     queue = AdmissionQueue(replace(LIMITS, single_queue=True))
-    pictures = [stands(queue, Kind.MEDIA, at) for at in range(8)]
+    images = [stands(queue, Kind.MEDIA, at) for at in range(8)]
     text = stands(queue, Kind.TEXT, 8.0, priority=-3)
-    assert queue.grants(8.0, ROOM) == pictures, "no share is kept for text"
-    queue.leave(pictures[0], 9.0)
+    assert queue.grants(8.0, ROOM) == images, "no share is kept for text"
+    queue.leave(images[0], 9.0)
     assert queue.grants(9.0, ROOM) == [text]
 
 
@@ -130,15 +130,15 @@ def test_a_line_has_an_end_for_each_modality() -> None:
 
 def test_encoded_media_keeps_its_encoder_s_place_until_it_is_served() -> None:
     queue = AdmissionQueue(LIMITS)
-    pictures = [queue.admit(Kind.MEDIA, 0.0) for _ in range(3)]
-    for ticket in pictures:
-        queue.stand(ticket, 0.0, encode=True, tokens=900)
-    assert queue.grants(0.0, ROOM) == pictures[:2]
-    for ticket in pictures[:2]:
-        queue.stand(ticket, 1.0)
+    images = [queue.admit(Kind.MEDIA, 0.0) for _ in range(3)]
+    for ticket in images:
+        queue.enqueue(ticket, 0.0, encode=True, tokens=900)
+    assert queue.grants(0.0, ROOM) == images[:2]
+    for ticket in images[:2]:
+        queue.enqueue(ticket, 1.0)
     # The first one's tokens fill the stages: the second waits, and with it its place.
-    assert queue.grants(1.0, ROOM) == [pictures[0], pictures[2]]
-    assert (pictures[1].place, queue.encoding) == (Place.TO_SERVE, 2)
+    assert queue.grants(1.0, ROOM) == [images[0], images[2]]
+    assert (images[1].place, queue.encoding) == (Place.TO_SERVE, 2)
 
 
 def test_the_wait_is_predicted_from_how_fast_the_line_moves() -> None:
@@ -209,7 +209,7 @@ def test_every_admitted_request_leaves_exactly_once_and_nothing_stays(data: st.D
             ticket = data.draw(st.sampled_from(tickets))
             if move == "stand" and ticket.place in (Place.LOADING, Place.ENCODING):
                 encode = ticket.kind is Kind.MEDIA and not ticket.encoding and data.draw(st.booleans())
-                queue.stand(ticket, now, encode=encode, tokens=data.draw(st.sampled_from([1.0, 60.0, 500.0])))
+                queue.enqueue(ticket, now, encode=encode, tokens=data.draw(st.sampled_from([1.0, 60.0, 500.0])))
             elif move == "give back":
                 queue.give_back(ticket)
             elif move == "prefilled":
@@ -223,7 +223,7 @@ def test_every_admitted_request_leaves_exactly_once_and_nothing_stays(data: st.D
         now += 1.0
         for ticket in tickets:
             if ticket.place in (Place.LOADING, Place.ENCODING):
-                queue.stand(ticket, now)
+                queue.enqueue(ticket, now)
             elif ticket.place is Place.SERVED:
                 queue.leave(ticket, now)
         queue.grants(now, capacity)
@@ -294,9 +294,9 @@ def test_to_go_at_once_is_what_standing_in_an_empty_line_comes_to(
             one, other = stood.admit(kind, now), went.admit(kind, now)
             one.tokens = other.tokens = tokens
             encode = encode and kind is Kind.MEDIA
-            stood.stand(one, now, encode=encode)
+            stood.enqueue(one, now, encode=encode)
             if not went.goes_at_once(other, now, ROOM, encode=encode):
-                went.stand(other, now, encode=encode)
+                went.enqueue(other, now, encode=encode)
             here.append((one, other))
         stood.grants(now, ROOM)
         went.grants(now, ROOM)

@@ -28,7 +28,7 @@ from proxy.http.app import create_app
 from proxy.registry.instance_state import Work
 from proxy.registry.table import InstanceTable
 from tests.proxy.fakes import cluster as fake_stages
-from tests.proxy.fakes import data_url, picture, picture_body, settings
+from tests.proxy.fakes import data_url, image_body, image_file, settings
 from tests.waiting import PATIENCE_S
 
 KEY = "a-cluster-key-of-some-length"
@@ -410,7 +410,7 @@ async def test_stages_hear_their_own_key_and_never_the_clients() -> None:
     for key, heard in (("the-stages-key", "Bearer the-stages-key"), ("", None)):
         async with fake_stages("E0", "PD0", config=settings(stage_key=key, api_keys=("client",))) as c:
             answer = await c.client.post(
-                "/v1/chat/completions", json=picture_body(data_url(picture())), headers=bearer("client")
+                "/v1/chat/completions", json=image_body(data_url(image_file())), headers=bearer("client")
             )
             assert answer.status_code == 200
             for stage in ("E0", "PD0"):

@@ -52,7 +52,7 @@ def test_nobody_who_gets_an_item_is_done_after_the_bound(
 
 @settings(max_examples=50)
 @given(st.lists(st.text(min_size=1), min_size=8, max_size=8, unique=True))
-def test_eight_equal_pictures_over_four_idle_encoders_are_two_each(keys: list[str]) -> None:
+def test_eight_equal_images_over_four_idle_encoders_are_two_each(keys: list[str]) -> None:
     assert loads_after(keys, [1.0] * 8, [0.0] * 4) == [2.0] * 4
 
 

@@ -31,8 +31,8 @@ from tests.proxy.fakes import (
     data_url,
     encodes,
     hangs,
+    image_file,
     once,
-    picture,
     refuses,
     replies,
     settings,
@@ -40,11 +40,11 @@ from tests.proxy.fakes import (
 
 
 def coloured(*colors: str) -> list[str]:
-    return [data_url(picture(color=color)) for color in colors]
+    return [data_url(image_file(color=color)) for color in colors]
 
 
 def owner_of(c: Cluster, *, place: int = 0) -> str:
-    """The encoder that owns the default picture, once some stage has seen its key; `place` 1: who inherits it."""
+    """The encoder that owns the default image, once some stage has seen its key; `place` 1: who inherits it."""
     [[key]] = {tuple(keys) for name in c.stages for keys in c[name].keys}
     encoders = [name for name in c.stages if name.startswith("E")]
     return encoders[owners(key, encoders)[place]]
@@ -68,9 +68,9 @@ async def test_an_announced_feature_is_not_encoded_and_one_that_failed_is() -> N
     async with cluster("E0", "PD0") as c:
         assert (await c.ask()).status_code == 200
         [[key]] = c["E0"].keys
-        c.pipeline.hearsay.heard(FeatureReady(key, 100, "E0-life1", pooled=True))
+        c.pipeline.dispatcher.dispatch(FeatureReady(key, 100, "E0-life1", pooled=True))
         assert (await c.ask()).status_code == 200 and len(c["E0"].calls) == 1
-        c.pipeline.hearsay.heard(FeatureFailed(key, "no room"))
+        c.pipeline.dispatcher.dispatch(FeatureFailed(key, "no room"))
         assert (await c.ask()).status_code == 200 and len(c["E0"].calls) == 2
 
 
@@ -83,7 +83,7 @@ async def test_what_the_hosts_arena_holds_is_not_encoded_and_what_it_has_lost_is
             [[key]] = c["E0"].keys
             arena.put(key, b"feature", shape=(7,), dtype="uint8")
             assert (await c.ask()).status_code == 200 and len(c["E0"].calls) == 1
-            c.pipeline.hearsay.heard(FeatureReady(key, 7, "E0-life1"))
+            c.pipeline.dispatcher.dispatch(FeatureReady(key, 7, "E0-life1"))
             arena.remove(key)
             assert (await c.ask()).status_code == 200 and len(c["E0"].calls) == 2
     finally:
@@ -148,11 +148,11 @@ async def test_a_leader_whose_client_leaves_hands_over() -> None:
         assert len(c["E0"].calls) == 2 and c.metric("epd_proxy_encode_fallback_total", reason="leader_failed") == 0
 
 
-async def test_a_refused_picture_is_refused_to_everybody_who_sent_it() -> None:
+async def test_a_refused_image_is_refused_to_everybody_who_sent_it() -> None:
     async with cluster("E0", "PD0") as c:
         released = asyncio.Event()
-        c["E0"].usual = once(released, refuses(400, "bad picture"))
-        c["PD0"].usual = refuses(400, "bad picture")
+        c["E0"].usual = once(released, refuses(400, "bad image"))
+        c["PD0"].usual = refuses(400, "bad image")
         asked = [asyncio.create_task(c.ask()) for _ in range(6)]
         await c.until_metric("epd_proxy_encode_coalesced_total", 5)
         released.set()
@@ -220,7 +220,7 @@ async def test_an_encoder_that_falls_silent_is_given_up_long_before_its_deadline
         c.table.report(report("PD0", 0))  # others are heard: it is E that hangs, not we that are deaf
         assert (await asyncio.wait_for(asking, 5)).status_code == 200
         assert c.metric("epd_proxy_encode_fallback_total", reason="encoder_failed") == 1
-        assert (await c.ask(data_url(picture(color="green")))).status_code == 200
+        assert (await c.ask(data_url(image_file(color="green")))).status_code == 200
         assert c.metric("epd_proxy_encode_fallback_total", reason="encoder_silent") == 1
         assert len(c["E0"].calls) == 1
 

@@ -32,13 +32,13 @@ from proxy.stages.circuits import Circuits
 from proxy.stages.job import Job
 from proxy.stages.retry_budget import RetryBudget
 from proxy.stages.suspects import Suspects
-from tests.proxy.fakes import Cluster, breaks, cluster, data_url, encodes, hangs, picture, refuses
+from tests.proxy.fakes import Cluster, breaks, cluster, data_url, encodes, hangs, image_file, refuses
 
 SIDE = 460  # 270 tokens: a call of its own
 
 
-def pictures(count: int, side: int = SIDE) -> list[str]:
-    return [data_url(picture(side, side, color=f"#{index:02x}0000")) for index in range(count)]
+def images(count: int, side: int = SIDE) -> list[str]:
+    return [data_url(image_file(side, side, color=f"#{index:02x}0000")) for index in range(count)]
 
 
 def encoded_by(c: Cluster) -> dict[str, list[list[str]]]:
@@ -60,13 +60,13 @@ def test_calls_hold_every_item_once_and_only_small_ones_together(costs: list[flo
 
 async def test_each_item_has_a_call_of_its_own_and_small_ones_share_one() -> None:
     async with cluster("E0", "PD0") as c:
-        assert (await c.ask(*pictures(2), *pictures(2, side=28))).status_code == 200
+        assert (await c.ask(*images(2), *images(2, side=28))).status_code == 200
         assert sorted(len(keys) for keys in c["E0"].keys) == [1, 1, 2]
 
 
 async def test_an_item_is_known_as_soon_as_it_is_done_and_not_when_its_request_is() -> None:
     async with cluster("E0", "PD0") as c:
-        first, second = pictures(2)
+        first, second = images(2)
         c["E0"].script.extend([encodes(), hangs])
         both = asyncio.create_task(c.ask(first, second))
         await c.until_metric("epd_proxy_stage_seconds_count", 1, stage="E", outcome="ok")
@@ -90,7 +90,7 @@ async def test_only_the_items_that_failed_are_encoded_again_and_each_elsewhere()
     async with cluster("E0", "E1", "PD0") as c:
         c["E0"].script.append(refuses(500, "boom"))
         c["E0"].usual = c["E1"].usual = encodes()
-        assert (await c.ask(*pictures(4))).status_code == 200
+        assert (await c.ask(*images(4))).status_code == 200
         e0, e1 = ([key for [key] in c[name].keys] for name in ("E0", "E1"))
         assert len(e0) + len(e1) == 5 and set(e0) & set(e1) == {e0[0]}
         assert c.metric("epd_proxy_encode_fallback_total", reason="encoder_failed") == 0
@@ -100,7 +100,7 @@ async def test_an_encoder_that_dies_loses_its_own_items_only() -> None:
     async with cluster("E0", "E1", "E2", "PD0") as c:
         c["E0"].usual = breaks
         c["E1"].usual = c["E2"].usual = encodes()
-        assert (await c.ask(*pictures(4))).status_code == 200
+        assert (await c.ask(*images(4))).status_code == 200
         lost = {key for [key] in c["E0"].keys}
         others = [key for name in ("E1", "E2") for [key] in c[name].keys]
         assert len(others) == len(set(others)) == 4 and lost <= set(others)
@@ -108,7 +108,7 @@ async def test_an_encoder_that_dies_loses_its_own_items_only() -> None:
 
 async def test_one_bad_item_of_a_shared_call_does_not_take_the_others_with_it() -> None:
     async with cluster("E0", "E1", "PD0") as c:
-        small = pictures(3, side=28)
+        small = images(3, side=28)
         bad = await keys_of(small[0])
 
         async def behave(stage: Any, call: Any, receive: Any, send: Any) -> None:
@@ -125,21 +125,21 @@ async def test_what_an_encoder_announced_before_it_died_is_not_encoded_again() -
 
         async def announces_and_dies(stage: Any, call: Any, receive: Any, send: Any) -> None:
             for part in call.body["messages"][0]["content"]:
-                c.pipeline.hearsay.heard(FeatureReady(part["uuid"], 100, f"{stage.id}-life1", pooled=True))
+                c.pipeline.dispatcher.dispatch(FeatureReady(part["uuid"], 100, f"{stage.id}-life1", pooled=True))
             await breaks(stage, call, receive, send)
 
         c["E0"].usual = c["E1"].usual = announces_and_dies
-        assert (await c.ask(*pictures(3))).status_code == 200
+        assert (await c.ask(*images(3))).status_code == 200
         assert sum(len(keys) for keys in encoded_by(c).values()) == 3
 
 
 async def test_suspended_encoders_get_items_only_where_there_are_no_others() -> None:
     async with cluster("E0", "E1", "PD0") as c:
         c.table.suspend("E0", "E0-life1", True)
-        assert (await c.ask(*pictures(4))).status_code == 200
+        assert (await c.ask(*images(4))).status_code == 200
         assert not c["E0"].calls and len(c["E1"].calls) == 4
         c.table.mark_down("E1", "killed")
-        assert (await c.ask(data_url(picture(color="green")))).status_code == 200
+        assert (await c.ask(data_url(image_file(color="green")))).status_code == 200
         assert len(c["E0"].calls) == 1
 
 
@@ -161,7 +161,7 @@ class Stages:
         if ending == "late":
             raise DeadlineError("late")
         if ending == "refusal":
-            raise StageRefusal("bad picture", status=400, stage=instance.id)
+            raise StageRefusal("bad image", status=400, stage=instance.id)
         if ending == "hangs":
             await asyncio.Event().wait()
         if ending == "down":

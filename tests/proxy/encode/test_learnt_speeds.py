@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.encode.learnt_speeds import HORIZON_S, MAX_LIVES, LearntSpeeds
+from proxy.encode.learnt_speeds import HORIZON_S, MAX_INCARNATIONS, LearntSpeeds
 
 E0, E1 = ("E0", "1"), ("E1", "1")
 
@@ -58,8 +58,8 @@ def test_a_speed_lies_between_the_slowest_and_the_fastest_call(turns: list[tuple
 
 def test_past_lives_are_forgotten() -> None:
     speeds = LearntSpeeds()
-    for life in range(MAX_LIVES + 10):
+    for life in range(MAX_INCARNATIONS + 10):
         speeds.begin((f"E{life}", "1"), 0.0)
         speeds.end((f"E{life}", "1"), 1.0, done=1)
-    assert speeds.rate(E0) == 0 and speeds.rate((f"E{MAX_LIVES}", "1")) == 1
+    assert speeds.rate(E0) == 0 and speeds.rate((f"E{MAX_INCARNATIONS}", "1")) == 1
     speeds.end(("E0", "1"), 2.0, done=1)  # a late word about one of them is no harm

@@ -13,8 +13,8 @@ from tests.proxy.fakes import (
     cluster,
     data_url,
     hangs,
-    picture,
-    picture_body,
+    image_body,
+    image_file,
     refuses,
     settings,
 )
@@ -22,10 +22,10 @@ from tests.proxy.fakes import (
 CHAT = Endpoint.CHAT.value
 
 
-async def test_the_encoder_gets_the_pictures_and_everyone_gets_the_same_keys() -> None:
-    urls = [data_url(picture(color=color)) for color in ("red", "blue")]
+async def test_the_encoder_gets_the_images_and_everyone_gets_the_same_keys() -> None:
+    urls = [data_url(image_file(color=color)) for color in ("red", "blue")]
     async with cluster("E0", "P0", "D0", config=settings(trust_request_mm_kwargs=True)) as c:
-        body = picture_body(*urls, mm_processor_kwargs={"max_pixels": 100}, temperature=0)
+        body = image_body(*urls, mm_processor_kwargs={"max_pixels": 100}, temperature=0)
         assert (await c.client.post(CHAT, json=body)).status_code == 200
         await c.idle()
         [encode], [prefill], [decode] = c["E0"].calls, c["P0"].calls, c["D0"].calls
@@ -37,9 +37,9 @@ async def test_the_encoder_gets_the_pictures_and_everyone_gets_the_same_keys() -
     keys = [part["uuid"] for part in message["content"]]
     assert len(set(keys)) == 2 and all(len(key) == 64 for key in keys)
     for call in (prefill, decode):
-        text, *pictures = call.body["messages"][0]["content"]
+        text, *images = call.body["messages"][0]["content"]
         assert text == {"type": "text", "text": "what is this?"}
-        assert pictures == message["content"]
+        assert images == message["content"]
         assert call.headers["x-request-id"] == encode.headers["x-request-id"]
 
 
@@ -52,7 +52,7 @@ async def test_prefill_and_decode_wait_for_every_encoder() -> None:
             await refuses(500, "late")(*arguments)  # type: ignore[arg-type]
 
         c["E0"].script.append(slow)
-        request = asyncio.create_task(c.client.post(CHAT, json=picture_body()))
+        request = asyncio.create_task(c.client.post(CHAT, json=image_body()))
         await c["E0"].until(lambda stage: stage.active == 1)
         assert not c["P0"].calls and not c["D0"].calls
         released.set()
@@ -61,13 +61,13 @@ async def test_prefill_and_decode_wait_for_every_encoder() -> None:
 
 async def test_items_are_spread_over_encoders_by_pixels_and_sent_once() -> None:
     sizes = [(64, 64), (8, 8), (32, 64), (64, 32)]
-    urls = [data_url(picture(*size)) for size in sizes]
+    urls = [data_url(image_file(*size)) for size in sizes]
     async with cluster("E0", "E1", "PD0", config=settings()) as c:
-        assert (await c.client.post(CHAT, json=picture_body(*urls))).status_code == 200
+        assert (await c.client.post(CHAT, json=image_body(*urls))).status_code == 200
         shares = [[urls.index(part["image_url"]["url"]) for part in content(c[name])] for name in ("E0", "E1")]
         assert sorted([index for index in share if index != 1] for share in shares) == [[0], [2, 3]]
-        same = [data_url(picture(color="green"))] * 3
-        assert (await c.client.post(CHAT, json=picture_body(*same))).status_code == 200
+        same = [data_url(image_file(color="green"))] * 3
+        assert (await c.client.post(CHAT, json=image_body(*same))).status_code == 200
         assert len(c["E0"].calls) + len(c["E1"].calls) == 3
         assert len(c["PD0"].calls[1].body["messages"][0]["content"]) == 4
 
@@ -79,7 +79,7 @@ def content(stage: object) -> list[dict[str, dict[str, str]]]:
 async def test_an_encoder_that_fails_is_replaced_by_another() -> None:
     async with cluster("E0", "E1", "PD0") as c:
         c["E0"].script.append(refuses(500, "boom"))
-        assert (await c.client.post(CHAT, json=picture_body())).status_code == 200
+        assert (await c.client.post(CHAT, json=image_body())).status_code == 200
         assert len(c["E0"].calls) == len(c["E1"].calls) == 1
         assert c.metric("epd_proxy_encode_fallback_total", reason="encoder_failed") == 0
 
@@ -89,30 +89,30 @@ async def test_without_a_working_encoder_the_request_goes_on_with_pixels(failure
     hurried = settings(timeouts=Timeouts(encode_s=0.2))
     async with cluster("E0", "P0", "D0", config=hurried) as c:
         c["E0"].script.append(failure)  # type: ignore[arg-type]
-        assert (await c.client.post(CHAT, json=picture_body())).status_code == 200
+        assert (await c.client.post(CHAT, json=image_body())).status_code == 200
         assert c.metric("epd_proxy_encode_fallback_total", reason="encoder_failed") == 1
 
 
 async def test_with_every_encoder_down_nothing_waits_for_one() -> None:
     async with cluster("E0", "P0", "D0") as c:
         c.table.mark_down("E0", "killed")
-        assert (await c.client.post(CHAT, json=picture_body())).status_code == 200
+        assert (await c.client.post(CHAT, json=image_body())).status_code == 200
         assert c.metric("epd_proxy_encode_fallback_total", reason="no_encoder") == 1
         assert not c["E0"].calls
 
 
 async def test_an_encoders_refusal_is_the_clients_error() -> None:
     async with cluster("E0", "E1", "P0", "D0") as c:
-        c["E0"].script.append(refuses(400, "bad picture"))
-        response = await c.client.post(CHAT, json=picture_body())
-        assert response.status_code == 400 and response.json()["error"]["message"] == "bad picture"
+        c["E0"].script.append(refuses(400, "bad image"))
+        response = await c.client.post(CHAT, json=image_body())
+        assert response.status_code == 400 and response.json()["error"]["message"] == "bad image"
         assert not c["P0"].calls and not c["E1"].calls
 
 
 async def test_a_client_that_leaves_cancels_the_encoder() -> None:
     async with cluster("E0", "P0", "D0") as c:
         c["E0"].script.append(hangs)
-        request = asyncio.create_task(c.client.post(CHAT, json=picture_body()))
+        request = asyncio.create_task(c.client.post(CHAT, json=image_body()))
         await c["E0"].until(lambda stage: stage.active == 1)
         request.cancel()
         await c["E0"].until(lambda stage: stage.cancelled == 1)
@@ -121,6 +121,6 @@ async def test_a_client_that_leaves_cancels_the_encoder() -> None:
 
 async def test_fused_encoders_get_no_encode_step() -> None:
     async with cluster("EP0", "D0") as c:
-        assert (await c.client.post(CHAT, json=picture_body())).status_code == 200
+        assert (await c.client.post(CHAT, json=image_body())).status_code == 200
         await c.idle()
         assert len(c["EP0"].calls) == 1 and "kv_transfer_params" in c["EP0"].calls[0].body

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from epd_serve.wire import ALL_MISSING, ENCODE_AGAIN_XARG, MISSING_XARG, ON_MISSING_XARG, FeatureMissing
-from proxy.registry.announcement_dispatcher import Hearsay
+from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
 from proxy.registry.instance_state import Work
 from proxy.request.parse import Endpoint
 from tests.proxy.fakes import (
@@ -23,9 +23,9 @@ from tests.proxy.fakes import (
     data_url,
     encodes,
     hangs,
+    image_body,
+    image_file,
     parts,
-    picture,
-    picture_body,
     refused_instance,
     refuses,
     replies,
@@ -58,13 +58,13 @@ def loses(c: Cluster, cause: str = "evicted", *, keys: list[str] | None = None) 
     async def behave(stage: Any, call: Call, receive: Any, send: Any) -> None:
         lost = keys if keys is not None else [part["uuid"] for part in parts(call)]
         request_id = f"{call.headers['x-request-id']}-1a2b3c4d"
-        c.pipeline.hearsay.heard(FeatureMissing(request_id, lost, cause))
+        c.pipeline.dispatcher.dispatch(FeatureMissing(request_id, lost, cause))
         await refuses(500, "Internal server error")(stage, call, receive, send)
 
     return behave
 
 
-async def test_p_and_d_get_grid_and_key_instead_of_the_picture() -> None:
+async def test_p_and_d_get_grid_and_key_instead_of_the_image() -> None:
     async with cluster("E0", "P0", "D0", config=settings(xargs=("theirs",))) as c:
         c["E0"].usual = encodes()
         assert (await c.ask(vllm_xargs={"theirs": 1})).status_code == 200
@@ -110,7 +110,7 @@ async def test_pixels_are_sent_where_asked_for_or_where_the_options_matter(confi
 
 
 async def test_one_item_without_metadata_is_reason_enough_for_pixels_of_all() -> None:
-    urls = [data_url(picture(color=color)) for color in ("red", "blue")]
+    urls = [data_url(image_file(color=color)) for color in ("red", "blue")]
     async with cluster("E0", "PD0") as c:
         c["E0"].script.append(encodes())
         assert (await c.ask(urls[0])).status_code == 200
@@ -119,7 +119,7 @@ async def test_one_item_without_metadata_is_reason_enough_for_pixels_of_all() ->
 
 
 async def test_items_whose_fields_differ_are_not_mixed() -> None:
-    urls = [data_url(picture(color=color)) for color in ("red", "blue")]
+    urls = [data_url(image_file(color=color)) for color in ("red", "blue")]
     async with cluster("E0", "PD0") as c:
         c["E0"].script.extend([encodes(), encodes(other=[1])])
         for url in urls:
@@ -176,7 +176,7 @@ async def test_a_failure_nobody_explains_is_also_followed_by_pixels_and_the_inst
 async def test_a_proxy_that_hears_its_stages_first_believes_that_the_stage_was_ill(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Hearsay, "listening", property(lambda _: True))
+    monkeypatch.setattr(AnnouncementDispatcher, "listening", property(lambda _: True))
     async with cluster("E0", "PD0", "PD1") as c:
         c["E0"].usual = encodes()
         c["PD0"].script.append(breaks)
@@ -217,7 +217,7 @@ async def test_refused_metadata_is_judged_again_with_the_media_and_not_trusted_a
 
 async def test_where_metadata_travels_media_that_may_be_recomputed_never_has_a_features_name() -> None:
     """vLLM would take it for the item that it was sent without its media (`proxy/generate/delivery.py`)."""
-    urls = [data_url(picture(color=color)) for color in ("red", "blue")]
+    urls = [data_url(image_file(color=color)) for color in ("red", "blue")]
     for config in (settings(), REENCODE):
         async with cluster("E0", "PD0", config=config) as c:
             c["E0"].script.extend([encodes(), encodes(), breaks])
@@ -333,6 +333,6 @@ async def test_undelivered_kv_and_metadata() -> None:
 @pytest.mark.parametrize("name", ["epd_on_missing", "epd_missing", "epd_encode_again"])
 async def test_our_own_words_are_not_accepted_from_clients(name: str) -> None:
     async with cluster("E0", "PD0") as c:
-        response = await c.client.post(CHAT, json=picture_body(vllm_xargs={name: "fail"}))
+        response = await c.client.post(CHAT, json=image_body(vllm_xargs={name: "fail"}))
         assert response.status_code == 400 and response.json()["error"]["param"] == f"vllm_xargs.{name}"
         assert not any(stage.calls for stage in c.stages.values())

@@ -19,7 +19,7 @@ from tests.proxy.fakes import (
     cluster,
     encodes,
     hangs,
-    picture_body,
+    image_body,
     refuses,
     settings,
     streams,
@@ -45,13 +45,13 @@ async def test_without_budget_the_first_failure_is_the_answer() -> None:
         assert c.metric("epd_proxy_retry_budget") == 0
 
 
-async def test_without_budget_pictures_are_left_to_prefill() -> None:
+async def test_without_budget_images_are_left_to_prefill() -> None:
     config = settings(retry=RetryLimits(ratio=0, floor_per_s=0, burst=1))
     async with cluster("E0", "E1", "PD0", config=config) as c:
         for name in ("E0", "E1"):
             c[name].usual = refuses(500, "boom")
-        assert (await c.client.post(CHAT, json=picture_body())).status_code == 200
-        assert (await c.client.post(CHAT, json=picture_body())).status_code == 200
+        assert (await c.client.post(CHAT, json=image_body())).status_code == 200
+        assert (await c.client.post(CHAT, json=image_body())).status_code == 200
         assert len(c["E0"].calls) + len(c["E1"].calls) == 3
         assert c.metric("epd_proxy_encode_fallback_total", reason="no_retries_left") == 1
 
@@ -113,10 +113,10 @@ async def test_an_encoder_has_a_circuit_too() -> None:
         c.pipeline.circuits._limits = CircuitLimits(open_s=1000.0, open_max_s=1000.0)
         c["E0"].usual = breaks
         for _ in range(5):
-            assert (await c.client.post(CHAT, json=picture_body())).status_code == 200
+            assert (await c.client.post(CHAT, json=image_body())).status_code == 200
         assert circuit(c, "E0") is State.OPEN
         c["E0"].usual = encodes()
-        assert (await c.client.post(CHAT, json=picture_body())).status_code == 200
+        assert (await c.client.post(CHAT, json=image_body())).status_code == 200
         assert circuit(c, "E0") is State.CLOSED
 
 
@@ -142,7 +142,7 @@ async def test_of_a_late_first_token_prefill_is_blamed_while_it_has_not_answered
 
 
 async def test_an_instance_that_falls_silent_loses_its_requests_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.generate.stall_watchdog.LOOK_S", 0.02)
+    monkeypatch.setattr("proxy.generate.stall_watchdog.CHECK_EVERY_S", 0.02)
     async with cluster("PD0", "PD1", config=settings(timeouts=replace(QUICK, stage_silence_s=0.2))) as c:
         for name in ("PD0", "PD1"):
             c["PD0"].script.append(hangs)

@@ -18,8 +18,8 @@ from tests.proxy.fakes import (
     data_url,
     encodes,
     hangs,
-    picture,
-    picture_body,
+    image_body,
+    image_file,
     refuses,
     settings,
     streams,
@@ -28,7 +28,7 @@ from tests.proxy.fakes import (
 from tests.waiting import PATIENCE_S
 
 CHAT = "/v1/chat/completions"
-LARGE = data_url(picture(280, 280))
+LARGE = data_url(image_file(280, 280))
 
 
 def calls(c: Cluster) -> dict[str, int]:
@@ -58,18 +58,18 @@ async def test_text_goes_to_whichever_head_is_idle_whatever_its_kind() -> None:
 async def test_a_head_that_encodes_for_itself_waits_for_no_encoder_in_a_mixed_layout() -> None:
     async with cluster("EPD0", "E0", "P0", "D0", config=settings(roles=(Role.EPD, Role.E, Role.P, Role.D))) as c:
         with c.table.acquire("P0", Work.PREFILL, 10_000):
-            assert await asked(c, picture_body(LARGE)) == {"EPD0": 1}
+            assert await asked(c, image_body(LARGE)) == {"EPD0": 1}
         with c.table.acquire("EPD0", Work.DECODE, 10_000):
-            assert await asked(c, picture_body(LARGE)) == {"E0": 1, "P0": 1, "D0": 1}
+            assert await asked(c, image_body(LARGE)) == {"E0": 1, "P0": 1, "D0": 1}
         assert c.metric("epd_proxy_encode_fallback_total", reason="no_encoder") == 0
 
 
 async def test_what_encoders_have_to_do_counts_against_the_heads_that_wait_for_them() -> None:
     async with cluster("E0", "PD0", "EP0", "D0") as c:
         with c.table.acquire("E0", Work.ENCODE, 10_000):
-            assert await asked(c, picture_body(LARGE)) == {"EP0": 1, "D0": 1}
+            assert await asked(c, image_body(LARGE)) == {"EP0": 1, "D0": 1}
             with c.table.acquire("EP0", Work.PREFILL, 20_000):
-                assert await asked(c, picture_body(LARGE)) == {"E0": 1, "PD0": 1}
+                assert await asked(c, image_body(LARGE)) == {"E0": 1, "PD0": 1}
         with c.table.acquire("EP0", Work.PREFILL, 1000):
             assert await asked(c, text_body()) == {"PD0": 1}
 
@@ -78,9 +78,9 @@ async def test_with_every_encoder_down_a_mixed_layout_goes_where_none_is_needed(
     async with cluster("E0", "PD0", "EP0", "D0", config=settings(roles=(Role.E, Role.PD, Role.EP, Role.D))) as c:
         c.table.mark_down("E0", "killed")
         with c.table.acquire("EP0", Work.PREFILL, 10_000):
-            assert await asked(c, picture_body(LARGE)) == {"EP0": 1, "D0": 1}
+            assert await asked(c, image_body(LARGE)) == {"EP0": 1, "D0": 1}
         c.table.mark_down("EP0", "killed")
-        assert await asked(c, picture_body(LARGE)) == {"PD0": 1}
+        assert await asked(c, image_body(LARGE)) == {"PD0": 1}
 
 
 async def test_encoded_items_go_where_they_are_of_use_though_another_head_has_less_to_do() -> None:
@@ -93,7 +93,7 @@ async def test_encoded_items_go_where_they_are_of_use_though_another_head_has_le
             await encodes()(*arguments)  # type: ignore[arg-type]
 
         c["E0"].script.append(slow)
-        request = asyncio.create_task(c.client.post(CHAT, json=picture_body(LARGE)))
+        request = asyncio.create_task(c.client.post(CHAT, json=image_body(LARGE)))
         await c["E0"].until(lambda stage: stage.active == 1)
         busy.release()
         with c.table.acquire("P0", Work.PREFILL, 10_000):
@@ -106,7 +106,7 @@ async def test_a_request_whose_own_encoding_head_fails_is_encoded_apart_before_i
     async with cluster("EPD0", "E0", "P0", "D0") as c:
         c["EPD0"].usual = breaks
         with c.table.acquire("P0", Work.PREFILL, 10_000):
-            assert await asked(c, picture_body(LARGE)) == {"EPD0": 1, "E0": 1, "P0": 1, "D0": 1}
+            assert await asked(c, image_body(LARGE)) == {"EPD0": 1, "E0": 1, "P0": 1, "D0": 1}
         assert c["E0"].keys == c["P0"].keys
 
 
@@ -116,7 +116,7 @@ async def test_a_request_whose_items_are_encoded_takes_its_pixels_where_no_other
         c["P0"].usual = breaks
         c["D0"].usual = hangs
         with c.table.acquire("EPD0", Work.DECODE, 10_000):
-            found = await asked(c, picture_body(LARGE))
+            found = await asked(c, image_body(LARGE))
         assert found == {"E0": 1, "P0": 1, "D0": 1, "EPD0": 1}
         [part] = [part for part in c["EPD0"].calls[0].body["messages"][0]["content"] if part["type"] == "image_url"]
         assert part["image_url"]["url"] == LARGE
@@ -126,7 +126,7 @@ async def test_what_needs_one_instance_goes_to_one_in_a_mixed_layout() -> None:
     async with cluster("E0", "PD0", "P0", "D0") as c:
         c["E0"].usual = encodes()
         with c.table.acquire("PD0", Work.DECODE, 10_000):
-            assert await asked(c, picture_body(LARGE, prompt_logprobs=1)) == {"E0": 1, "PD0": 1}
+            assert await asked(c, image_body(LARGE, prompt_logprobs=1)) == {"E0": 1, "PD0": 1}
 
 
 async def test_suspended_instances_are_asked_only_where_nobody_else_is() -> None:
@@ -148,13 +148,13 @@ async def test_no_load_is_leaked_whatever_the_ending(policy: str) -> None:
             for name in ids:
                 if ending is not None:
                     c[name].script.append(ending)
-            for body in (picture_body(LARGE, seed=turn), text_body(seed=turn)):  # or they would be poisonous
+            for body in (image_body(LARGE, seed=turn), text_body(seed=turn)):  # or they would be poisonous
                 await c.client.post(CHAT, json=body)
             for stage in c.stages.values():
                 stage.script.clear()
         for name in ids:
             c[name].usual = hangs
-        leaving = [asyncio.create_task(c.client.post(CHAT, json=body)) for body in (picture_body(LARGE), text_body())]
+        leaving = [asyncio.create_task(c.client.post(CHAT, json=body)) for body in (image_body(LARGE), text_body())]
         await c.until_metric("epd_proxy_in_flight", 2)
         for request in leaving:
             request.cancel()

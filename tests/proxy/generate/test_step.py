@@ -21,8 +21,8 @@ from tests.proxy.fakes import (
     chunk,
     cluster,
     hangs,
+    image_body,
     opening,
-    picture_body,
     refused_instance,
     refuses,
     replies,
@@ -340,7 +340,7 @@ async def test_nothing_stays_in_flight_whatever_happened() -> None:
         c["D1"].script.extend([hangs, refuses(503, "dead"), refuses(422, "bad")])
 
         async def one(index: int) -> None:
-            body = (picture_body if index % 2 else text_body)(stream=bool(index % 3))
+            body = (image_body if index % 2 else text_body)(stream=bool(index % 3))
             try:
                 await asyncio.wait_for(c.client.post(CHAT, json=body), timeout=0.8)
             except (TimeoutError, httpx.HTTPError):

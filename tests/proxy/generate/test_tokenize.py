@@ -16,9 +16,9 @@ from tests.proxy.fakes import (
     breaks,
     cluster,
     data_url,
+    image_body,
+    image_file,
     once,
-    picture,
-    picture_body,
     replies,
     settings,
     text_body,
@@ -38,12 +38,12 @@ async def test_a_prompt_is_tokenized_by_a_stage_that_has_a_tokenizer() -> None:
         assert not c["E0"].calls and c.table.total_in_flight() == 0
 
 
-async def test_pictures_of_a_tokenized_chat_are_loaded_here_and_have_no_name() -> None:
-    url = data_url(picture())
+async def test_images_of_a_tokenized_chat_are_loaded_here_and_have_no_name() -> None:
+    url = data_url(image_file())
     async with cluster("E0", "P0", "D0") as c:
         for stage in c.stages.values():
             stage.usual = replies(200, TOKENS)
-        messages = picture_body(url)["messages"]
+        messages = image_body(url)["messages"]
         assert (await c.client.post("/tokenize", json={"messages": messages})).status_code == 200
         (call,) = c["P0"].calls + c["D0"].calls
         part = call.body["messages"][0]["content"][1]
@@ -128,7 +128,7 @@ async def test_it_neither_waits_behind_generation_nor_takes_a_place_from_it() ->
 async def test_as_many_are_with_the_stages_as_may_and_the_rest_are_told_to_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("proxy.generate.tokenize.AT_ONCE", 1)
+    monkeypatch.setattr("proxy.generate.tokenize.MAX_CONCURRENT", 1)
     async with cluster("PD0") as c:
         released = asyncio.Event()
         c["PD0"].script.append(once(released, replies(200, TOKENS)))

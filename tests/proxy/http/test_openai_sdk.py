@@ -25,14 +25,14 @@ from tests.proxy.fakes import (
     data_url,
     encodes,
     hangs,
-    picture,
+    image_file,
     replies,
     settings,
     streams,
 )
 
 KEY = "sdk-key"
-PNG = picture(16, 16)
+PNG = image_file(16, 16)
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 ASK: Any = [{"role": "user", "content": "hello"}]
@@ -172,7 +172,7 @@ async def test_logprobs_and_a_json_schema() -> None:
 
 
 @pytest.mark.parametrize("url", ["https://pics.example.com/cat.png", data_url(PNG)])
-async def test_a_picture_by_url_and_by_its_bytes(url: str) -> None:
+async def test_an_image_by_url_and_by_its_bytes(url: str) -> None:
     async with sdk() as (client, c):
         await client.chat.completions.create(model=MODEL, messages=shows(url))
         assert c["E0"].calls[0].body["messages"][0]["content"][0]["image_url"]["url"] == data_url(PNG)
@@ -184,15 +184,15 @@ async def test_completions_of_several_prompts() -> None:
     assert [one.text for one in answer.choices] == ["hi", "hi"]
 
 
-async def test_responses_whole_streamed_and_with_a_picture() -> None:
+async def test_responses_whole_streamed_and_with_an_image() -> None:
     content: Any = [{"type": "input_text", "text": "?"}, {"type": "input_image", "image_url": data_url(PNG)}]
     async with sdk() as (client, c):
         answer = await client.responses.create(model=MODEL, input="hello")
-        shown = await client.responses.create(model=MODEL, input=[{"role": "user", "content": content}])
+        link_fields = await client.responses.create(model=MODEL, input=[{"role": "user", "content": content}])
         stream = await client.responses.create(model=MODEL, input="hello", stream=True)
         events = [one async for one in stream]
         assert len(c["E0"].calls) == 1
-    assert answer.output_text == shown.output_text == "hi"
+    assert answer.output_text == link_fields.output_text == "hi"
     assert [one.type for one in events][-1] == "response.completed" and len(events) == 5
 
 

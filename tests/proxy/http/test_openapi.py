@@ -10,7 +10,7 @@ import pytest
 
 from proxy.http.openapi import document
 from proxy.request.parse import Endpoint
-from tests.proxy.fakes import cluster, data_url, encodes, picture, picture_body, settings, text_body
+from tests.proxy.fakes import cluster, data_url, encodes, image_body, image_file, settings, text_body
 
 SECURED = settings(api_keys=("k",), served_models=("demo", "org/other"))
 
@@ -57,7 +57,7 @@ def test_models_and_keys_are_this_server_s() -> None:
     assert "security" not in document(settings(), "1")["paths"][Endpoint.CHAT.value]["post"]
 
 
-@pytest.mark.parametrize("body", [text_body(n=2, stream=True), picture_body(data_url(picture()))])
+@pytest.mark.parametrize("body", [text_body(n=2, stream=True), image_body(data_url(image_file()))])
 def test_what_the_proxy_takes_the_document_allows(body: dict[str, Any]) -> None:
     jsonschema.validate(body, schema_of(document(settings(), "1"), "ChatRequest"))
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
-from proxy.http.request_headers import Heads
+from proxy.http.request_headers import RequestHeaders
 
 names = st.sampled_from(["x-a", "x-b", "x-epd"])
 
@@ -18,7 +18,7 @@ names = st.sampled_from(["x-a", "x-b", "x-epd"])
 )
 def test_they_are_what_starlette_finds(raw: list[tuple[str, str]], asked: str) -> None:
     scope = {"type": "http", "headers": [(name.encode(), value.encode("latin-1")) for name, value in raw]}
-    ours, theirs = Heads(scope), Headers(scope=scope)
+    ours, theirs = RequestHeaders(scope), Headers(scope=scope)
     assert ours.get(asked) == theirs.get(asked)
     assert ours.get(asked, "other") == theirs.get(asked, "other")
     assert ours.getlist(asked) == theirs.getlist(asked)
@@ -26,5 +26,5 @@ def test_they_are_what_starlette_finds(raw: list[tuple[str, str]], asked: str) -
 
 @pytest.mark.parametrize("asked", ["x-a", "X-A"])
 def test_of_several_the_first_counts(asked: str) -> None:
-    heads = Heads({"type": "http", "headers": [(b"x-a", b"1"), (b"x-a", b"2")]})
+    heads = RequestHeaders({"type": "http", "headers": [(b"x-a", b"1"), (b"x-a", b"2")]})
     assert heads.get(asked) == "1" and heads.getlist(asked) == ["1", "2"]

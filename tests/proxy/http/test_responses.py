@@ -19,7 +19,7 @@ from tests.proxy.fakes import (
     cluster,
     data_url,
     encodes,
-    picture,
+    image_file,
     refuses,
     replies,
     settings,
@@ -27,7 +27,7 @@ from tests.proxy.fakes import (
 )
 
 RESPONSES = "/v1/responses"
-PNG = data_url(picture())
+PNG = data_url(image_file())
 
 
 def event(kind: str, **fields: Any) -> bytes:
@@ -44,7 +44,7 @@ def body(**more: Any) -> dict[str, Any]:
     return {"model": MODEL, "input": "hello", "max_output_tokens": 16, **more}
 
 
-def with_picture(url: str = PNG, **more: Any) -> dict[str, Any]:
+def with_image(url: str = PNG, **more: Any) -> dict[str, Any]:
     parts = [{"type": "input_text", "text": "what is this?"}, {"type": "input_image", "image_url": url, **more}]
     return body(input=[{"role": "user", "content": parts}])
 
@@ -74,10 +74,10 @@ async def test_text_goes_through_prefill_and_decode_under_one_request_id() -> No
     assert to_decode["instructions"] == to_prefill["instructions"] == "be kind"
 
 
-async def test_a_picture_is_encoded_as_chat_and_travels_by_its_key() -> None:
+async def test_an_image_is_encoded_as_chat_and_travels_by_its_key() -> None:
     async with cluster("E0", "P0", "D0") as c:
         answers(c)
-        assert (await ask(c, with_picture())).status_code == 200
+        assert (await ask(c, with_image())).status_code == 200
         (encoded,) = c["E0"].calls
         part = encoded.body["messages"][0]["content"][0]
         sent = [c[name].calls[0].body["input"][0]["content"][1] for name in ("P0", "D0")]
@@ -89,20 +89,20 @@ async def test_a_picture_is_encoded_as_chat_and_travels_by_its_key() -> None:
 async def test_where_pixels_travel_they_stay_an_input_image() -> None:
     async with cluster("E0", "PD0", config=settings(send_pixels="always")) as c:
         answers(c)
-        assert (await ask(c, with_picture(detail="high"))).status_code == 200
+        assert (await ask(c, with_image(detail="high"))).status_code == 200
         part = c["PD0"].calls[0].body["input"][0]["content"][1]
     assert part["type"] == "input_image" and part["image_url"] == PNG and part["detail"] == "high" and part["uuid"]
 
 
-async def test_chat_and_responses_have_one_key_for_one_picture() -> None:
+async def test_chat_and_responses_have_one_key_for_one_image() -> None:
     async with cluster("E0", "PD0") as c, another_proxy(c) as other:
         answers(c)
-        await ask(c, with_picture())
+        await ask(c, with_image())
         await other.ask(PNG)
         assert c["E0"].keys[0] == c["E0"].keys[1]
 
 
-async def test_pictures_that_a_tool_gave_back_are_loaded_too() -> None:
+async def test_images_that_a_tool_gave_back_are_loaded_too() -> None:
     output = [{"type": "input_image", "image_url": PNG}]
     request = body(input=[{"type": "function_call_output", "call_id": "c", "output": output}])
     async with cluster("EPD0") as c:

@@ -1,4 +1,4 @@
-"""API keys, the stages' key, pictures and signed URLs stay out of logs, errors, traces, metrics and explanations."""
+"""API keys, the stages' key, images and signed URLs stay out of logs, errors, traces, metrics and explanations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from proxy.redact import RedactingFilter, redact_logs, redacted
-from tests.proxy.fakes import cluster, data_url, encodes, picture, picture_body, refuses, replies, settings, streams
+from tests.proxy.fakes import cluster, data_url, encodes, image_body, image_file, refuses, replies, settings, streams
 
 CHAT = "/v1/chat/completions"
 KEY, STAGE_KEY = "sk-client-5ecret", "stage-5ecret"
@@ -46,7 +46,7 @@ def found_in(text: str, *more: str) -> list[str]:
 
 
 async def test_no_secret_leaves_by_any_way(logged: io.StringIO, tmp_path: Path) -> None:
-    png = picture(16, 16)
+    png = image_file(16, 16)
     pixels = base64.b64encode(png).decode()[60:]
 
     def media(request: httpx.Request) -> httpx.Response:
@@ -66,7 +66,7 @@ async def test_no_secret_leaves_by_any_way(logged: io.StringIO, tmp_path: Path) 
         key = {"authorization": f"Bearer {KEY}", "x-epd-explain": "1"}
 
         async def ask(url: str, **more: str) -> None:
-            response = await c.client.post(CHAT, json=picture_body(url), headers={**key, **more})
+            response = await c.client.post(CHAT, json=image_body(url), headers={**key, **more})
             seen.append(f"{response.status_code} {response.headers} {response.text}")
 
         await ask(SIGNED)
@@ -92,12 +92,12 @@ async def test_no_secret_leaves_by_any_way(logged: io.StringIO, tmp_path: Path) 
 
 def test_a_traceback_is_logged_without_what_its_exception_quotes(logged: io.StringIO) -> None:
     try:
-        raise ValueError(f"bad picture {data_url(picture())} from {SIGNED}")
+        raise ValueError(f"bad image {data_url(image_file())} from {SIGNED}")
     except ValueError:
         logging.getLogger("uvicorn.error").exception("Exception in ASGI application for %s", f"Bearer {KEY}")
     text = logged.getvalue()
-    assert "Traceback" in text and "ValueError: bad picture data:image/png,... from https://pics" in text
-    assert not found_in(text, base64.b64encode(picture()).decode()[:40])
+    assert "Traceback" in text and "ValueError: bad image data:image/png,... from https://pics" in text
+    assert not found_in(text, base64.b64encode(image_file()).decode()[:40])
 
 
 @pytest.mark.parametrize(

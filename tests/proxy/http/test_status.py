@@ -150,5 +150,5 @@ def test_settings_are_checked() -> None:
 def test_importing_the_proxy_imports_no_engine_and_no_tensor_library() -> None:
     heavy = "{'torch', 'torch_npu', 'vllm', 'mooncake', 'transformers', 'numpy'}"
     code = f"import sys, proxy.http.app, proxy.server.uvicorn_server; print(sorted({heavy} & set(sys.modules)))"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
-    assert shown.stdout.strip() == "[]"
+    link_fields = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
+    assert link_fields.stdout.strip() == "[]"

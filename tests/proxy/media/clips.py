@@ -1,4 +1,4 @@
-"""Containers without a picture or a sound in them: headers only, as their formats define them."""
+"""Containers without an image or a sound in them: headers only, as their formats define them."""
 
 from __future__ import annotations
 

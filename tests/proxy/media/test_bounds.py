@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from proxy.config.settings import BodyPace, MediaLimits, Memory, ProxySettings
-from proxy.media.images import inspect_picture
-from proxy.tenants.fair_semaphore import NoTurn
-from tests.proxy.fakes import Cluster, cluster, data_url, encodes, picture, settings, text_body
+from proxy.media.images import inspect_image
+from proxy.tenants.fair_semaphore import TurnTimeout
+from tests.proxy.fakes import Cluster, cluster, data_url, encodes, image_file, settings, text_body
 from tests.waiting import PATIENCE_S
 
 CHAT = "/v1/chat/completions"
@@ -30,7 +30,7 @@ def by_url(*urls: str) -> dict[str, Any]:
 
 
 class Host:
-    """A media host: `/slow` sends a piece and then nothing until `released`, everything else a picture."""
+    """A media host: `/slow` sends a piece and then nothing until `released`, everything else an image."""
 
     def __init__(self) -> None:
         self.released = asyncio.Event()
@@ -42,7 +42,7 @@ class Host:
             return httpx.Response(200, stream=_Slow(self.released))
         if request.url.path == "/large":
             return httpx.Response(200, content=_many(b"x" * 1000, 100))
-        return httpx.Response(200, stream=httpx.ByteStream(picture()))
+        return httpx.Response(200, stream=httpx.ByteStream(image_file()))
 
 
 class _Slow(httpx.AsyncByteStream):
@@ -96,7 +96,7 @@ async def test_one_tenant_s_slow_urls_turn_away_nobody_else_s() -> None:
         other = await c.client.post(CHAT, json=by_url("http://h/a.png"), headers={"x-tenant": "other"})
         assert other.status_code == 200
         host.released.set()
-        assert {(await task).status_code for task in slow} == {503, 400}  # what came at last is no picture
+        assert {(await task).status_code for task in slow} == {503, 400}  # what came at last is no image
 
 
 async def test_only_the_fetch_is_timed_and_not_the_wait_for_it() -> None:
@@ -154,9 +154,9 @@ async def test_a_thread_that_outlives_its_request_keeps_its_turn_and_its_bytes(m
     def slow(*args: Any, **more: Any) -> tuple[str, int]:
         begun.set()
         assert released.wait(PATIENCE_S)
-        return inspect_picture(*args, **more)
+        return inspect_image(*args, **more)
 
-    monkeypatch.setattr("proxy.media.loader.inspect_picture", slow)
+    monkeypatch.setattr("proxy.media.loader.inspect_image", slow)
     async with fetching(settings(media=MediaLimits(threads=1))) as (c, _):
         asking = asyncio.create_task(c.client.post(CHAT, json=by_url("http://h/a.png")))
         await until(begun.is_set)
@@ -165,7 +165,7 @@ async def test_a_thread_that_outlives_its_request_keeps_its_turn_and_its_bytes(m
             await asking
         await c.idle()
         assert c.pipeline.memory.held_bytes > 0, "what the thread works with"
-        with pytest.raises(NoTurn):
+        with pytest.raises(TurnTimeout):
             async with c.pipeline._media._turns.turn("other", within_s=0.0):
                 pass
         released.set()
@@ -174,7 +174,7 @@ async def test_a_thread_that_outlives_its_request_keeps_its_turn_and_its_bytes(m
 
 
 async def test_a_request_holds_its_media_once_and_gives_them_back() -> None:
-    large = picture(200, 200)
+    large = image_file(200, 200)
     async with fetching(settings()) as (c, _):
         seen: list[int] = []
 

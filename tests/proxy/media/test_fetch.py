@@ -35,7 +35,7 @@ def fetcher(
 
 
 def ok(_: httpx.Request) -> httpx.Response:
-    return httpx.Response(200, stream=httpx.ByteStream(b"picture"))
+    return httpx.Response(200, stream=httpx.ByteStream(b"image"))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ async def test_the_connection_goes_to_the_address_that_was_judged_under_the_orig
         seen.append(request)
         return ok(request)
 
-    assert await fetcher(handler).fetch("https://example.com:8443/a?b=c#d", param="p", **FREE) == b"picture"
+    assert await fetcher(handler).fetch("https://example.com:8443/a?b=c#d", param="p", **FREE) == b"image"
     [request] = seen
     assert request.url == f"https://{PUBLIC}:8443/a?b=c"
     assert request.headers["host"] == "example.com:8443"
@@ -82,7 +82,7 @@ async def test_a_name_with_any_private_address_is_refused_before_a_connection(ad
 
 async def test_private_addresses_may_be_allowed() -> None:
     allowed = fetcher(ok, {"inner": ["10.0.0.1"]}, allow_private_addresses=True)
-    assert await allowed.fetch("http://inner/x", param="p", **FREE) == b"picture"
+    assert await allowed.fetch("http://inner/x", param="p", **FREE) == b"image"
 
 
 async def test_every_redirect_is_judged_anew() -> None:
@@ -164,7 +164,7 @@ async def test_the_next_address_is_tried_when_one_refuses() -> None:
         return ok(request)
 
     both = fetcher(first_refuses, {"example.com": [PUBLIC, "8.8.8.8"]})
-    assert await both.fetch("http://example.com/", param="p", **FREE) == b"picture"
+    assert await both.fetch("http://example.com/", param="p", **FREE) == b"image"
 
 
 @pytest.mark.parametrize("host", ["0x7f.1", "2130706433", "127.1", "localhost", "[::1]", "[::ffff:7f00:1]"])

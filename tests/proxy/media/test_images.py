@@ -1,4 +1,4 @@
-"""Pictures: what passes, what is refused, and how quickly."""
+"""Images: what passes, what is refused, and how quickly."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from epd_serve.errors import RequestError
-from proxy.media.images import inspect_picture
-from tests.proxy.fakes import picture
+from proxy.media.images import inspect_image
+from tests.proxy.fakes import image_file
 
 KINDS = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"]
 
@@ -27,17 +27,17 @@ def photo(kind: str = "JPEG", size: tuple[int, int] = (96, 64), **options: objec
 
 
 def inspect(data: bytes, max_pixels: int = 36_000_000) -> tuple[str, int]:
-    return inspect_picture(data, param="item", max_pixels=max_pixels)
+    return inspect_image(data, param="item", max_pixels=max_pixels)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sound_pictures_pass_with_their_type_and_pixels(kind: str) -> None:
+def test_sound_images_pass_with_their_type_and_pixels(kind: str) -> None:
     assert inspect(photo(kind)) == (f"image/{kind.lower()}", 96 * 64)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
-def test_pictures_cut_short_are_refused(kind: str, share: float) -> None:
+def test_images_cut_short_are_refused(kind: str, share: float) -> None:
     data = photo(kind)
     with pytest.raises(RequestError) as refused:
         inspect(data[: int(len(data) * share)])
@@ -52,7 +52,7 @@ def test_progressive_jpegs_and_trailing_bytes_are_fine() -> None:
         inspect(whole[: len(whole) * 2 // 3])
 
 
-def test_a_thumbnails_end_does_not_hide_a_cut_picture() -> None:
+def test_a_thumbnails_end_does_not_hide_a_cut_image() -> None:
     exif = Image.Exif()
     exif[0x010E] = "description"
     data = photo(exif=exif.tobytes() + b"\xff\xd8 thumb \xff\xd9")
@@ -62,16 +62,16 @@ def test_a_thumbnails_end_does_not_hide_a_cut_picture() -> None:
 
 
 def test_the_pixel_limit_is_inclusive() -> None:
-    assert inspect(picture(10, 10), max_pixels=100)[1] == 100
+    assert inspect(image_file(10, 10), max_pixels=100)[1] == 100
     with pytest.raises(RequestError, match="10x10 = 100 pixels, the limit is 99"):
-        inspect(picture(10, 10), max_pixels=99)
+        inspect(image_file(10, 10), max_pixels=99)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200), st.sampled_from(KINDS), st.integers(0, 400))
 def test_damage_never_raises_anything_but_a_request_error(noise: bytes, kind: str, at: int) -> None:
-    data = picture(16, 16, kind=kind)
+    data = image_file(16, 16, kind=kind)
     for broken in (noise, data[:at] + noise, data[:at] + noise + data[at + len(noise) :]):
         with suppress(RequestError):
             inspect(broken, max_pixels=10_000)
@@ -82,7 +82,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def png_with(*chunks: bytes) -> bytes:
-    whole = picture()
+    whole = image_file()
     return whole[:33] + b"".join(chunks) + whole[33:]  # behind IHDR
 
 
@@ -113,7 +113,7 @@ def test_what_unpacks_to_much_is_refused_and_not_unpacked(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["TIFF", "BMP", "GIF", "JPEG", "PNG", "WEBP"])
-def test_a_whole_picture_is_judged_without_being_decoded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_image_is_judged_without_being_decoded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("decoded")
 

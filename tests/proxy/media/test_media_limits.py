@@ -13,7 +13,7 @@ import pytest
 from epd_serve.errors import ConfigError
 from proxy.config.domains import DomainRules
 from proxy.config.settings import MediaLimits
-from tests.proxy.fakes import Cluster, cluster, data_url, picture, settings, text_body
+from tests.proxy.fakes import Cluster, cluster, data_url, image_file, settings, text_body
 from tests.proxy.media import clips
 
 CHAT = "/v1/chat/completions"
@@ -52,7 +52,7 @@ async def test_clips_within_the_limits_pass_and_longer_or_larger_ones_reach_no_s
 
 async def test_schemes_that_the_operator_took_away_are_refused() -> None:
     async with cluster("EPD0", config=settings(media=replace(LIMITS, schemes=("https",)))) as c:
-        for url in (data_url(picture()), "http://example.com/x.png", "file:///x.png"):
+        for url in (data_url(image_file()), "http://example.com/x.png", "file:///x.png"):
             body = part(type="image_url", image_url={"url": url})
             assert await refusal(c, body) == (400, "media_scheme")
 

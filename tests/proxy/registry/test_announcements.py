@@ -59,12 +59,12 @@ class Ear:
     """A listener, and what it heard."""
 
     def __init__(self, table: InstanceTable) -> None:
-        self.heard: asyncio.Queue[wire.Announcement] = asyncio.Queue()
+        self.received: asyncio.Queue[wire.Announcement] = asyncio.Queue()
         self.background = Background()
         self.announcements = Announcements(table, self.hear, self.background)
 
     def hear(self, message: wire.Announcement) -> None:
-        self.heard.put_nowait(message)
+        self.received.put_nowait(message)
 
     def metric(self, name: str, **labels: str) -> float:
         return self.background.registry.get_sample_value(name, labels) or 0.0
@@ -73,7 +73,7 @@ class Ear:
         return self.metric("epd_proxy_broken_messages_total", kind=kind)
 
     async def next(self) -> wire.Announcement:
-        return await asyncio.wait_for(self.heard.get(), PATIENCE_S)
+        return await asyncio.wait_for(self.received.get(), PATIENCE_S)
 
 
 @asynccontextmanager
@@ -143,7 +143,7 @@ async def test_what_a_handler_fails_on_is_counted_by_kind_and_skipped(
     def fails(self: Ear, message: wire.Announcement) -> None:
         if isinstance(message, wire.FeatureFailed):
             raise KeyError("oops")
-        self.heard.put_nowait(message)
+        self.received.put_nowait(message)
 
     monkeypatch.setattr(Ear, "hear", fails)
     table = InstanceTable()
@@ -205,7 +205,7 @@ async def test_after_an_error_of_its_socket_it_listens_again_and_says_so_meanwhi
         assert "ZMQError" in ear.background.down["announcements"]
         assert ear.metric("epd_proxy_background_down", task="announcements") == 1
         async with asyncio.timeout(PATIENCE_S):
-            while ear.heard.empty():  # whose subscription it is that comes, only the news can tell
+            while ear.received.empty():  # whose subscription it is that comes, only the news can tell
                 stage.send(wire.encode(READY))
                 await asyncio.sleep(0.01)
         async with asyncio.timeout(PATIENCE_S):
@@ -271,14 +271,14 @@ async def test_why_a_request_failed_is_told_whether_the_word_or_the_failure_come
     missing = MissingFeatures(limit=2)
     ours = "0123456789abcdef" * 2
     said = wire.FeatureMissing(f"chatcmpl-{ours}-1a2b3c4d", ["k"], "evicted")
-    missing.heard(said)
+    missing.announced(said)
     assert await missing.of(ours, timeout_s=0) == said
     assert await missing.of(ours, timeout_s=0) is None, "given out once"
     asking = asyncio.create_task(missing.of(ours, timeout_s=PATIENCE_S))
     await asyncio.sleep(0)
-    missing.heard(said)
+    missing.announced(said)
     assert await asking == said
     assert await missing.of(ours, timeout_s=0.01) is None
     for name in ("a", "b", "c"):
-        missing.heard(wire.FeatureMissing(name, [], "x"))
+        missing.announced(wire.FeatureMissing(name, [], "x"))
     assert await missing.of("a", timeout_s=0) is None and await missing.of("c", timeout_s=0) is not None

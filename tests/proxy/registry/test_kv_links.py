@@ -14,7 +14,7 @@ from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from epd_serve.wire import KvLink, KvReport
 from proxy.background import Background
-from proxy.registry.announcement_dispatcher import Hearsay
+from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
 from proxy.registry.kv_links import link_views
 from proxy.registry.table import InstanceTable
 from tests.proxy.fakes import cluster, hangs, replies, settings, text_body
@@ -147,17 +147,17 @@ async def test_reports_are_heard_at_the_workers_addresses_and_say_nothing_about_
     address = f"ipc://{tmp_path}/P0.kvnews0"
     table = InstanceTable()
     async with cluster("P0", config=settings()) as c:
-        hearsay = Hearsay(table, c.pipeline.directory, c.pipeline.metrics, Background())
+        dispatcher = AnnouncementDispatcher(table, c.pipeline.directory, c.pipeline.metrics, Background())
         with zmq.Context() as context, context.socket(zmq.PUB) as worker:
             worker.bind(address)
             table.apply(replace(P0, kv_news=(address,)))
-            hearsay.start()
+            dispatcher.start()
             async with asyncio.timeout(PATIENCE_S):
                 while not list(link_views(table.snapshot())):
                     worker.send(wire.encode(report(0, BUSY)))
                     await asyncio.sleep(0.01)
-            assert not hearsay.listening
-            await hearsay.stop()
+            assert not dispatcher.listening
+            await dispatcher.stop()
 
 
 async def test_kv_that_was_not_delivered_is_counted_by_cause() -> None:

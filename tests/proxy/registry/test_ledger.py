@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.registry.ledger import LifeId, OwnLedger, Tally, Work
+from proxy.registry.ledger import IncarnationId, OwnLedger, Tally, Work
 
 P0, P1 = ("P0", "one"), ("P1", "one")
 LEASES = st.lists(st.tuples(st.sampled_from([P0, P1]), st.sampled_from(list(Work)), st.integers(0, 10**9)), max_size=20)
@@ -14,7 +14,7 @@ LEASES = st.lists(st.tuples(st.sampled_from([P0, P1]), st.sampled_from(list(Work
 
 @given(LEASES, st.data())
 def test_what_is_held_is_what_was_acquired_and_not_released(
-    leases: list[tuple[LifeId, Work, int]], data: st.DataObject
+    leases: list[tuple[IncarnationId, Work, int]], data: st.DataObject
 ) -> None:
     ledger = OwnLedger()
     for lease in leases:

@@ -92,7 +92,7 @@ def test_what_was_acquired_just_before_a_report_is_not_taken_to_be_in_it(clock: 
 def test_a_request_that_the_stage_has_not_counted_yet_stays_a_load_however_long_it_takes(clock: Clock) -> None:
     table = tabled()
     table.acquire("P0", Work.PREFILL, 100)
-    for seq in range(1, 10):  # its API server prepares a large picture meanwhile
+    for seq in range(1, 10):  # its API server prepares a large image meanwhile
         clock.now += REPORT_LAG_S * 2
         table.report_stage(StageReport("P0", "one", seq))
         assert load(table) == 100

@@ -35,9 +35,10 @@ def test_an_instance_is_up_once_applied_and_down_until_its_next_life() -> None:
 def test_whatever_an_instance_announces_is_listened_to_until_it_is_gone() -> None:
     table = InstanceTable()
     table.apply(replace(P0, events="ipc:///e", load_news="ipc:///l", kv_news=("ipc:///k",)), up=False)
-    assert table.news_addresses() == {"ipc:///e", "ipc:///l", "ipc:///k"} and table.event_addresses() == {"ipc:///e"}
+    assert table.announcement_addresses() == {"ipc:///e", "ipc:///l", "ipc:///k"}
+    assert table.event_addresses() == {"ipc:///e"}
     table.remove("P0")
-    assert not table.news_addresses()
+    assert not table.announcement_addresses()
 
 
 def test_an_instance_that_starts_is_known_but_missing() -> None:

@@ -14,7 +14,7 @@ from epd_serve.errors import RequestError
 from proxy.admission.demand import sequences_of
 from proxy.config.settings import Memory
 from proxy.request.parse import Endpoint, parse
-from tests.proxy.fakes import answer, cluster, data_url, hangs, once, picture, picture_body, settings, text_body
+from tests.proxy.fakes import answer, cluster, data_url, hangs, image_body, image_file, once, settings, text_body
 
 CHAT, COMPLETIONS = Endpoint.CHAT.value, Endpoint.COMPLETIONS.value
 ITEM = "messages[0].content[1].image_url"
@@ -36,8 +36,8 @@ def deep(levels: int) -> bytes:
     return json.dumps(text_body(tools="?")).replace('"?"', "[" * levels + "]" * levels).encode()
 
 
-PNG = data_url(picture())
-JPEG = picture(64, 64, kind="JPEG")
+PNG = data_url(image_file())
+JPEG = image_file(64, 64, kind="JPEG")
 ROWS: list[tuple[str, str, Any, int, str | None]] = [
     ("malformed JSON", CHAT, b'{"model": ', 400, None),
     ("not UTF-8", CHAT, b'{"model": "\xff"}', 400, None),
@@ -97,11 +97,11 @@ ROWS: list[tuple[str, str, Any, int, str | None]] = [
         "messages[0].content[1].image_embeds",
     ),
     ("image_embeds part without data", CHAT, part(type="image_embeds"), 400, "messages[0].content[1].type"),
-    ("embeds beside a picture", CHAT, image(PNG, image_embeds=None), 400, "messages[0].content[1].image_embeds"),
-    ("a second URL beside a picture", CHAT, image(PNG, video_url="http://10.0.0.1/"), 400, "messages[0].content[1]"),
+    ("embeds beside an image", CHAT, image(PNG, image_embeds=None), 400, "messages[0].content[1].image_embeds"),
+    ("a second URL beside an image", CHAT, image(PNG, video_url="http://10.0.0.1/"), 400, "messages[0].content[1]"),
     ("a URL inside a text part", CHAT, part(type="text", text="x", image_url="http://x/"), 400, None),
     ("a part that is a number", CHAT, text_body(messages=[{"content": [1]}]), 400, "messages[0].content[0]"),
-    ("a picture without URL", CHAT, part(type="image_url"), 400, "messages[0].content[1]"),
+    ("an image without URL", CHAT, part(type="image_url"), 400, "messages[0].content[1]"),
     ("a URL that is no string", CHAT, image(7), 400, ITEM),
     ("an unknown scheme", CHAT, image("ftp://example.com/x.png"), 400, ITEM),
     ("a bare path", CHAT, image("/etc/passwd"), 400, ITEM),
@@ -118,20 +118,20 @@ ROWS: list[tuple[str, str, Any, int, str | None]] = [
     ("a data URL without base64", CHAT, image("data:image/png,abc"), 400, ITEM),
     ("bad base64", CHAT, image("data:image/png;base64,@@@@"), 400, ITEM),
     ("bad padding", CHAT, image("data:image/png;base64,AAAAA"), 400, ITEM),
-    ("empty picture", CHAT, image("data:image/png;base64,"), 400, ITEM),
-    ("not a picture", CHAT, image(data_url(b"hello world")), 400, ITEM),
-    ("truncated PNG", CHAT, image(data_url(picture(64, 64)[:-20])), 400, ITEM),
-    ("corrupt PNG", CHAT, image(data_url(picture(64, 64).replace(b"IDAT", b"IDAU"))), 400, ITEM),
+    ("empty image", CHAT, image("data:image/png;base64,"), 400, ITEM),
+    ("not an image", CHAT, image(data_url(b"hello world")), 400, ITEM),
+    ("truncated PNG", CHAT, image(data_url(image_file(64, 64)[:-20])), 400, ITEM),
+    ("corrupt PNG", CHAT, image(data_url(image_file(64, 64).replace(b"IDAT", b"IDAU"))), 400, ITEM),
     ("truncated JPEG", CHAT, image(data_url(JPEG[: len(JPEG) // 2])), 400, ITEM),
     ("a format that is not accepted", CHAT, image(data_url(b"%!PS-Adobe-3.0 EPSF-3.0\n")), 400, ITEM),
     (
         "processor options nested beyond what has a name",
         CHAT,
-        picture_body(mm_processor_kwargs={"a": json.loads("[" * 700 + "]" * 700)}),
+        image_body(mm_processor_kwargs={"a": json.loads("[" * 700 + "]" * 700)}),
         400,
         "mm_processor_kwargs",
     ),
-    ("too many items", CHAT, picture_body(*[PNG] * 5), 400, "messages"),
+    ("too many items", CHAT, image_body(*[PNG] * 5), 400, "messages"),
     ("an item too large", CHAT, image(data_url(b"x" * 300_000)), 413, ITEM),
     ("bad audio", CHAT, part(type="input_audio", input_audio={"data": "%%", "format": "wav"}), 400, None),
     ("a body too large", CHAT, text_body(user="x" * 2_000_000), 413, None),
@@ -153,12 +153,12 @@ async def test_every_bad_input_is_refused_with_the_field_and_the_server_stays_up
                 wrong.append((name, response.status_code, error))
         assert not wrong
         assert not any(stage.calls for stage in c.stages.values())
-        assert (await c.client.post(CHAT, json=picture_body())).status_code == 200
+        assert (await c.client.post(CHAT, json=image_body())).status_code == 200
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 async def test_a_bomb_is_refused_by_its_header_with_its_size() -> None:
-    bomb = picture(1, 1)
+    bomb = image_file(1, 1)
     size = (10_000).to_bytes(4, "big") * 2
     header = b"IHDR" + size + bomb[24:29]
     bomb = bomb[:12] + header + zlib.crc32(header).to_bytes(4, "big") + bomb[33:]
@@ -178,12 +178,12 @@ async def test_a_modality_that_the_model_does_not_take_is_refused_by_the_part() 
         assert response.status_code == 400 and error["code"] == "unsupported_modality"
         assert error["param"] == "messages[0].content[1].input_audio" and "it takes image" in error["message"]
         assert not c["E0"].calls
-        assert (await c.client.post(CHAT, json=picture_body())).status_code == 200
+        assert (await c.client.post(CHAT, json=image_body())).status_code == 200
 
 
-async def test_a_text_only_model_takes_no_picture() -> None:
+async def test_a_text_only_model_takes_no_image() -> None:
     async with cluster("PD0", config=settings(modalities=frozenset())) as c:
-        response = await c.client.post(CHAT, json=picture_body())
+        response = await c.client.post(CHAT, json=image_body())
         assert response.status_code == 400 and "text only" in response.json()["error"]["message"]
 
 

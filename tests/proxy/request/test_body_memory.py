@@ -21,7 +21,7 @@ BODIES = {
     "nested": b"[" + (b"[" * 100 + b"]" * 100 + b",") * 1000 + b"0]",
     "wide text": json.dumps({"a": "x" * COUNT + "\U0001f600"}, ensure_ascii=False).encode(),
     "escaped wide text": json.dumps({"a": "x" * COUNT + "\U0001f600"}).encode(),
-    "a large picture": b'{"a": "data:image/png;base64,' + b"A" * (2 * LARGE_BYTES) + b'"}',
+    "a large image": b'{"a": "data:image/png;base64,' + b"A" * (2 * LARGE_BYTES) + b'"}',
     "bombs behind a large string": b'["' + b"A" * (2 * LARGE_BYTES) + b'"' + b',{"a":0}' * COUNT + b"]",
     "bombs that look like a string": b'["\\"","A",' + b'{"a":0},' * 5 * COUNT + b'"' + b"A" * LARGE_BYTES + b'"]',
     "only the standard library takes it": b'["\\ud800",' + b'{"a":0},' * COUNT + b"0]",
@@ -44,6 +44,6 @@ def test_decoding_takes_no_more_than_was_counted(name: str) -> None:
         tracemalloc.stop()
 
 
-def test_a_large_picture_counts_about_what_it_is() -> None:
-    raw = BODIES["a large picture"]
+def test_a_large_image_counts_about_what_it_is() -> None:
+    raw = BODIES["a large image"]
     assert weighed(raw).decoded_bytes(media_bytes=len(raw) - 10) < len(raw) + 1000

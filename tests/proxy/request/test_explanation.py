@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from proxy.request.explanation import MAX_STAMPS, Explanation
-from tests.proxy.fakes import cluster, encodes, picture_body, replies, settings, text_body
+from tests.proxy.fakes import cluster, encodes, image_body, replies, settings, text_body
 
 CHAT = "/v1/chat/completions"
 ASK = {"x-epd-explain": "1"}
@@ -23,10 +23,10 @@ async def test_nothing_is_told_unasked() -> None:
             assert not told((await c.client.post(CHAT, json=text_body(), headers=headers)).headers)
 
 
-async def test_a_picture_s_way_through_three_stages_is_told() -> None:
+async def test_an_image_s_way_through_three_stages_is_told() -> None:
     async with cluster("E0", "P0", "D0") as c:
         c["E0"].usual = encodes()
-        response = await c.client.post(CHAT, json=picture_body(), headers=ASK)
+        response = await c.client.post(CHAT, json=image_body(), headers=ASK)
     assert response.headers["x-epd-path"] == "E-P-D" and response.headers["x-epd-attempts"] == "1"
     assert response.headers["x-epd-instances"] == "encode=E0, prefill=P0, decode=D0"
     assert response.headers["x-epd-request-id"] == c["E0"].calls[0].headers["x-request-id"]

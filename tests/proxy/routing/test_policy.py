@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from proxy.routing.policy import POLICIES, SLACK, Ask, Candidate, burden, least_loaded, preferred
+from proxy.routing.policy import POLICIES, SLACK, Candidate, Placement, burden, least_loaded, preferred
 from proxy.routing.rendezvous import owners
 
 NAMES = sorted(POLICIES)
@@ -27,22 +27,22 @@ CANDIDATES = st.lists(
     max_size=8,
     unique_by=lambda candidate: candidate.id,
 )
-ASKS = st.builds(Ask, st.floats(1, 1e5), st.sampled_from(["", "a", "b"]), st.integers(0, 2**32 - 1))
+ASKS = st.builds(Placement, st.floats(1, 1e5), st.sampled_from(["", "a", "b"]), st.integers(0, 2**32 - 1))
 
 
 def pick(name: str, candidates: Sequence[Candidate], cost: float = 1.0, affinity: str = "", draw: int = 0) -> str:
-    return POLICIES[name](candidates, Ask(cost, affinity, draw)).id
+    return POLICIES[name](candidates, Placement(cost, affinity, draw)).id
 
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=40)
 @given(CANDIDATES, ASKS)
 def test_a_policy_picks_one_of_the_candidates_and_the_same_one_again(
-    name: str, candidates: list[Candidate], ask: Ask
+    name: str, candidates: list[Candidate], placement: Placement
 ) -> None:
-    found = POLICIES[name](candidates, ask)
-    assert any(found is candidate for candidate in candidates)
-    assert POLICIES[name](candidates, ask) is found
+    chosen = POLICIES[name](candidates, placement)
+    assert any(chosen is candidate for candidate in candidates)
+    assert POLICIES[name](candidates, placement) is chosen
 
 
 def test_the_least_loaded_is_picked_and_ties_are_broken_in_turn() -> None:
@@ -86,12 +86,12 @@ def test_slo_takes_who_is_done_first_and_gives_unknown_speeds_a_chance() -> None
 @given(CANDIDATES, st.data())
 def test_avoided_and_suspended_instances_come_last(candidates: list[Candidate], data: st.DataObject) -> None:
     candidates = [replace(candidate, suspended=data.draw(st.booleans())) for candidate in candidates]
-    avoid = {candidate.life for candidate in candidates if data.draw(st.booleans())}
+    avoid = {candidate.incarnation_id for candidate in candidates if data.draw(st.booleans())}
     fit = preferred(candidates, avoid)
     assert fit and {burden(one, avoid) for one in fit} == {min(burden(one, avoid) for one in candidates)}
     assert preferred([]) == []
-    other_life = replace(candidates[0], incarnation="2", suspended=False)
-    assert burden(other_life, {candidates[0].life}) == 0
+    other_incarnation = replace(candidates[0], incarnation="2", suspended=False)
+    assert burden(other_incarnation, {candidates[0].incarnation_id}) == 0
 
 
 class Instances:
@@ -114,7 +114,7 @@ class Instances:
             Candidate(f"P{index}", "1", load, last, rate=100.0)
             for index, (load, last) in enumerate(zip(self.seen, self._last_pick, strict=True))
         ]
-        return int(POLICIES[policy](candidates, Ask(cost, affinity, self._chance.getrandbits(32))).id[1:])
+        return int(POLICIES[policy](candidates, Placement(cost, affinity, self._chance.getrandbits(32))).id[1:])
 
     def place(self, index: int, cost: float) -> None:
         self.picked[index] += 1

@@ -1,4 +1,4 @@
-"""What shares a prefix cache: turns of a conversation do, other people's and other pictures' do not."""
+"""What shares a prefix cache: turns of a conversation do, other people's and other images' do not."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def test_a_later_turn_has_the_affinity_of_the_first() -> None:
     assert first not in (talk(SYSTEM, user("bye")), talk(user("hello")), talk(SYSTEM, user("hello"), cache_salt="x"))
 
 
-def test_pictures_count_by_their_keys() -> None:
-    def pictured(key: str, url: str) -> str:
+def test_images_count_by_their_keys() -> None:
+    def imaged(key: str, url: str) -> str:
         return talk(user([{"type": "image_url", "image_url": {"url": url}, "uuid": key}]))
 
-    assert pictured("a", "data:one") == pictured("a", "data:two") != pictured("b", "data:one")
+    assert imaged("a", "data:one") == imaged("a", "data:two") != imaged("b", "data:one")
 
 
 def test_responses_count_by_what_they_begin_with() -> None:

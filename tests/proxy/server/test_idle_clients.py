@@ -13,12 +13,12 @@ import pytest
 from fastapi import FastAPI
 from starlette.responses import StreamingResponse
 
-from proxy.server.idle_clients import LOOKS, IdleClients, Patience
+from proxy.server.idle_clients import LOOKS, IdleClients, IdleTimeouts
 from proxy.server.uvicorn_server import bind, serve
 from tests.waiting import PATIENCE_S
 
 TAKE_S = 60.0
-PATIENCE = Patience(take_s=TAKE_S, head_s=TAKE_S, keep_alive_s=2 * TAKE_S)
+IDLE_TIMEOUTS = IdleTimeouts(take_s=TAKE_S, head_s=TAKE_S, keep_alive_s=2 * TAKE_S)
 
 
 class Wire:
@@ -46,7 +46,7 @@ class Wire:
 
 
 def looked(wires: Sequence[Wire], *, looks: int) -> list[bool]:
-    stalled = IdleClients(PATIENCE)
+    stalled = IdleClients(IDLE_TIMEOUTS)
     for index in range(looks):
         stalled.look(wires, index * TAKE_S / LOOKS)
     return [wire.aborted for wire in wires]
@@ -67,14 +67,14 @@ def test_an_empty_buffer_between_two_full_ones_was_taken() -> None:
 
 
 def test_a_look_before_its_time_looks_at_nobody() -> None:
-    stalled, wire = IdleClients(PATIENCE), Wire(3, 2, 1)
+    stalled, wire = IdleClients(IDLE_TIMEOUTS), Wire(3, 2, 1)
     for _ in range(100):
         stalled.look([wire], 1.0)
     assert len(wire.sizes) == 2
 
 
 def test_whoever_does_not_get_to_a_request_is_closed_sooner_than_whoever_rests_between_two() -> None:
-    idle = IdleClients(PATIENCE)
+    idle = IdleClients(IDLE_TIMEOUTS)
     new, resting, busy = Wire(0, idle=True, owes=True), Wire(0, idle=True), Wire(0, owes=True)
     closed_at: dict[str, int] = {}
     for index in range(3 * LOOKS):
@@ -86,7 +86,7 @@ def test_whoever_does_not_get_to_a_request_is_closed_sooner_than_whoever_rests_b
 
 
 def test_whoever_completes_a_head_between_two_looks_has_all_the_time_again() -> None:
-    idle, slow = IdleClients(PATIENCE), Wire(0, idle=True, owes=True)
+    idle, slow = IdleClients(IDLE_TIMEOUTS), Wire(0, idle=True, owes=True)
     for index in range(4 * LOOKS):
         slow.heads = index // (LOOKS - 1)
         idle.look([slow], index * TAKE_S / LOOKS)
@@ -107,8 +107,10 @@ async def test_a_connection_on_which_nothing_is_asked_is_closed(said: bytes) -> 
     listening = bind("127.0.0.1", 0)
     listening.listen()
     address = listening.getsockname()
-    patience = Patience(head_s=0.2, keep_alive_s=0.4)
-    running = asyncio.create_task(serve(FastAPI(), *address, sockets=[listening], grace_s=1.0, patience=patience))
+    idle_timeouts = IdleTimeouts(head_s=0.2, keep_alive_s=0.4)
+    running = asyncio.create_task(
+        serve(FastAPI(), *address, sockets=[listening], grace_s=1.0, idle_timeouts=idle_timeouts)
+    )
     try:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(said)
@@ -151,7 +153,8 @@ async def test_a_client_that_reads_nothing_is_gone_before_its_request_s_deadline
     listening = bind("127.0.0.1", 0)
     listening.listen()
     address = listening.getsockname()
-    running = asyncio.create_task(serve(app, *address, sockets=[listening], grace_s=1.0, patience=Patience(take_s=0.2)))
+    idle_timeouts = IdleTimeouts(take_s=0.2)
+    running = asyncio.create_task(serve(app, *address, sockets=[listening], grace_s=1.0, idle_timeouts=idle_timeouts))
     client = socket.socket()
     try:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

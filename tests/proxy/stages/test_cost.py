@@ -43,8 +43,8 @@ def test_a_prompt_costs_its_text_and_its_items_but_not_the_data_of_its_media() -
     plain = prompt_tokens(said(text))
     assert 1000 <= plain <= 1010
     url = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
-    pictured = prompt_tokens(said([{"type": "text", "text": text}, url]), [item("image_url", 784 * 50)])
-    assert plain + 50 <= pictured <= plain + 60
+    imaged = prompt_tokens(said([{"type": "text", "text": text}, url]), [item("image_url", 784 * 50)])
+    assert plain + 50 <= imaged <= plain + 60
     assert prompt_tokens(request(messages=[], tools=[tool])) >= 100
 
 

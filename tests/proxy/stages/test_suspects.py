@@ -29,9 +29,9 @@ from tests.proxy.fakes import (
     data_url,
     encodes,
     hangs,
+    image_body,
+    image_file,
     once,
-    picture,
-    picture_body,
     refuses,
     settings,
     streams,
@@ -464,18 +464,18 @@ async def test_what_dies_after_the_first_byte_is_not_held_against_the_body() -> 
         assert c.metric("epd_proxy_suspects", state="suspected") == 0
 
 
-async def test_a_picture_that_kills_encoders_does_not_go_on_to_prefill() -> None:
+async def test_an_image_that_kills_encoders_does_not_go_on_to_prefill() -> None:
     async with cluster("E0", "E1", "E2", "PD0") as c:
         for name in ("E0", "E1", "E2"):
             c[name].usual = breaks
         assert [(await c.ask()).status_code for _ in range(2)] == [422, 422]
         assert sum(len(c[name].calls) for name in ("E0", "E1", "E2")) == 2 and not c["PD0"].calls
         c["E0"].usual = c["E1"].usual = c["E2"].usual = encodes()
-        assert (await c.client.post(CHAT, json=picture_body(seed=1))).status_code == 200
+        assert (await c.client.post(CHAT, json=image_body(seed=1))).status_code == 200
 
 
 async def test_a_stage_that_hangs_of_a_body_dies_of_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.generate.stall_watchdog.LOOK_S", 0.01)
+    monkeypatch.setattr("proxy.generate.stall_watchdog.CHECK_EVERY_S", 0.01)
     async with cluster("PD0", "PD1", "PD2") as c:
         monkeypatch.setattr(c.table, "silence_s", lambda *_: 11.0)
         for name, instance in c.instances.items():
@@ -493,7 +493,7 @@ async def test_a_stage_that_hangs_of_a_body_dies_of_it_too(monkeypatch: pytest.M
 async def test_nobody_follows_a_suspect_that_waits_for_its_trial_before_it_encodes() -> None:
     config = settings(poison=PoisonLimits(blame_s=PATIENCE_S * 2))
     async with cluster("E0", "E1", "PD0", config=config) as c:
-        red, blue = (data_url(picture(color=color)) for color in ("red", "blue"))
+        red, blue = (data_url(image_file(color=color)) for color in ("red", "blue"))
         together = asyncio.Event()
 
         async def dies(stage: FakeStage, call: Call, receive: Any, send: Any) -> None:

@@ -11,7 +11,7 @@ from epd_serve.errors import ConfigError, EpdError, RequestError
 from proxy.config.settings import ProxySettings
 from proxy.request.parse import Endpoint
 from proxy.tenants.auth import DEFAULT_TENANT, AuthenticationError, tenant_of
-from tests.proxy.fakes import Cluster, cluster, encodes, picture_body, settings, text_body
+from tests.proxy.fakes import Cluster, cluster, encodes, image_body, settings, text_body
 
 CHAT = Endpoint.CHAT.value
 KEYS = settings(api_keys=("one", "two"))
@@ -92,10 +92,10 @@ async def test_tenants_get_their_own_keys_and_salt() -> None:
 
 
 async def probe(c: Cluster) -> list[list[str]]:
-    """Ask for the same picture as a and as b at once, then as b again. Returns the items that E was asked for."""
+    """Ask for the same image as a and as b at once, then as b again. Returns the items that E was asked for."""
     c["E0"].usual = encodes()
     for name in ("a", "b", "b"):
-        assert (await c.client.post(CHAT, json=picture_body(), headers={"x-tenant": name})).status_code == 200
+        assert (await c.client.post(CHAT, json=image_body(), headers={"x-tenant": name})).status_code == 200
     return c["E0"].keys
 
 

@@ -7,11 +7,11 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from proxy.tenants.fair_semaphore import NoTurn, Turns
+from proxy.tenants.fair_semaphore import FairSemaphore, TurnTimeout
 
 
 async def test_the_next_turn_goes_to_the_account_with_fewest_and_then_to_whoever_came_first() -> None:
-    turns, order, over = Turns(2), [], asyncio.Event()
+    turns, order, over = FairSemaphore(2), [], asyncio.Event()
 
     async def work(account: str, name: str) -> None:
         async with turns.turn(account):
@@ -37,32 +37,32 @@ async def test_the_next_turn_goes_to_the_account_with_fewest_and_then_to_whoever
 
 
 async def test_an_account_with_slow_work_leaves_a_place_for_the_next() -> None:
-    turns = Turns(32, spare=True)
+    turns = FairSemaphore(32, spare=True)
     async with AsyncExitStack() as slow:
         for _ in range(16):
             await slow.enter_async_context(turns.turn("slow", within_s=0.0))
-        with pytest.raises(NoTurn):
+        with pytest.raises(TurnTimeout):
             await slow.enter_async_context(turns.turn("slow", within_s=0.0))
         async with turns.turn("other", within_s=0.0):
             pass
 
 
 async def test_the_only_place_there_is_goes_to_whoever_asks() -> None:
-    turns = Turns(1, spare=True)
+    turns = FairSemaphore(1, spare=True)
     for account in ("a", "b"):
         async with turns.turn(account, within_s=0.0):
             pass
 
 
 async def test_a_wait_that_is_cancelled_or_over_takes_no_turn_with_it() -> None:
-    turns = Turns(1)
+    turns = FairSemaphore(1)
     async with turns.turn("a"):
         waiting = asyncio.create_task(turns.turn("b").__aenter__())
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        with pytest.raises(NoTurn):
+        with pytest.raises(TurnTimeout):
             async with turns.turn("c", within_s=0.0):
                 pass
     async with turns.turn("d", within_s=0.0):
@@ -70,7 +70,7 @@ async def test_a_wait_that_is_cancelled_or_over_takes_no_turn_with_it() -> None:
 
 
 async def test_a_turn_that_comes_at_the_moment_of_a_cancellation_goes_on_to_the_next() -> None:
-    turns = Turns(1)
+    turns = FairSemaphore(1)
     first = turns.turn("a")
     await first.__aenter__()
     waiting = asyncio.create_task(turns.turn("b").__aenter__())
@@ -84,7 +84,7 @@ async def test_a_turn_that_comes_at_the_moment_of_a_cancellation_goes_on_to_the_
 
 
 async def test_a_turn_passes_over_whoever_has_given_up_and_not_run_since() -> None:
-    turns = Turns(1)
+    turns = FairSemaphore(1)
     first = turns.turn("a")
     await first.__aenter__()
     gone = asyncio.create_task(turns.turn("b").__aenter__())
@@ -95,6 +95,6 @@ async def test_a_turn_passes_over_whoever_has_given_up_and_not_run_since() -> No
     await next_one
     with pytest.raises(asyncio.CancelledError):
         await gone
-    with pytest.raises(NoTurn):
+    with pytest.raises(TurnTimeout):
         async with turns.turn("c", within_s=0.0):
             pass

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.metrics import Metrics
-from proxy.workers.metrics_aggregation import COUNTED_PREFIX, added, counted, exposition, lasting
+from proxy.workers.metrics_aggregation import COUNTED_PREFIX, exposition, lasting, own_counts, summed
 
 
 def registry(requests: int, held: int, seconds: float) -> CollectorRegistry:
@@ -30,36 +30,36 @@ def samples(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 def test_counts_are_added_and_what_the_table_says_is_said_once() -> None:
     one, other = registry(3, 1, 0.5), registry(4, 2, 1.5)
-    shown = samples(exposition(one, added([counted(one), counted(other)])))
-    assert shown["epd_proxy_requests_total", (("status", "200"),)] == 7
-    assert shown["epd_proxy_in_flight", ()] == 3
-    assert shown["epd_proxy_ttft_seconds_bucket", (("le", "1.0"),)] == 1
-    assert shown["epd_proxy_ttft_seconds_bucket", (("le", "+Inf"),)] == 2
-    assert shown["epd_proxy_ttft_seconds_sum", ()] == 2.0
-    assert shown["epd_store_leased", ()] == 7
+    link_fields = samples(exposition(one, summed([own_counts(one), own_counts(other)])))
+    assert link_fields["epd_proxy_requests_total", (("status", "200"),)] == 7
+    assert link_fields["epd_proxy_in_flight", ()] == 3
+    assert link_fields["epd_proxy_ttft_seconds_bucket", (("le", "1.0"),)] == 1
+    assert link_fields["epd_proxy_ttft_seconds_bucket", (("le", "+Inf"),)] == 2
+    assert link_fields["epd_proxy_ttft_seconds_sum", ()] == 2.0
+    assert link_fields["epd_store_leased", ()] == 7
 
 
 def test_of_one_process_the_text_is_what_it_would_say_alone() -> None:
     metrics = Metrics()
     metrics.requests.labels("/v1/completions", "200").inc()
     metrics.ttft_seconds.observe(0.2)
-    together = exposition(metrics.registry, added([counted(metrics.registry)]))
+    together = exposition(metrics.registry, summed([own_counts(metrics.registry)]))
     assert samples(together) == samples(metrics.text())
 
 
 def test_a_process_that_has_ended_leaves_what_it_did_and_not_what_it_held() -> None:
-    names = {family.name for family in lasting(counted(registry(3, 1, 0.5)))}
+    names = {family.name for family in lasting(own_counts(registry(3, 1, 0.5)))}
     assert names == {"epd_proxy_requests", "epd_proxy_ttft_seconds"}
 
 
 def test_creation_times_are_the_earliest() -> None:
-    one, other = counted(registry(1, 0, 0.5)), counted(registry(1, 0, 0.5))
+    one, other = own_counts(registry(1, 0, 0.5)), own_counts(registry(1, 0, 0.5))
     times = [
         value for family in (*one, *other) for name, _, value in family.samples if name == "epd_proxy_requests_created"
     ]
     (together,) = [
         value
-        for family in added([one, other])
+        for family in summed([one, other])
         for name, _, value in family.samples
         if name == "epd_proxy_requests_created"
     ]

@@ -7,7 +7,7 @@ import pytest
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.registry.table import InstanceTable
-from proxy.workers.roster import RosterOfWorker, TableOfParent
+from proxy.workers.roster import ParentTable, WorkerRoster
 
 
 def instance(name: str = "D0", life: str = "one") -> Instance:
@@ -15,8 +15,8 @@ def instance(name: str = "D0", life: str = "one") -> Instance:
 
 
 @pytest.fixture
-def parent() -> TableOfParent:
-    return TableOfParent()
+def parent() -> ParentTable:
+    return ParentTable()
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def state(table: InstanceTable) -> dict[str, tuple[str, bool, str]]:
     return {view.instance.id: (view.instance.incarnation, view.up, view.reason) for view in table.snapshot()}
 
 
-async def test_a_worker_knows_what_the_parent_knows(parent: TableOfParent, worker: InstanceTable) -> None:
-    roster = RosterOfWorker(worker)
+async def test_a_worker_knows_what_the_parent_knows(parent: ParentTable, worker: InstanceTable) -> None:
+    roster = WorkerRoster(worker)
     steps = [
         lambda: parent.apply(instance("P0"), up=False),
         lambda: parent.apply(instance("D0"), up=False),
@@ -48,17 +48,17 @@ async def test_a_worker_knows_what_the_parent_knows(parent: TableOfParent, worke
         assert state(worker) == state(parent)
 
 
-async def test_a_worker_that_starts_late_ends_with_the_same(parent: TableOfParent, worker: InstanceTable) -> None:
+async def test_a_worker_that_starts_late_ends_with_the_same(parent: ParentTable, worker: InstanceTable) -> None:
     for name in ("E0", "P0", "D0"):
         parent.apply(instance(name), up=False)
         parent.mark_up(name)
     parent.mark_down("E0", "hung")
-    RosterOfWorker(worker).take_in(parent.rows())
+    WorkerRoster(worker).take_in(parent.rows())
     assert state(worker) == state(parent)
 
 
 async def test_a_worker_that_starts_late_waits_for_no_links_that_are_in_use(worker: InstanceTable) -> None:
-    parent = TableOfParent(link_grace_s=0.0)
+    parent = ParentTable(link_grace_s=0.0)
     sender = Instance("P0", Role.P, "http://h:1", "one", kv_news=("ipc:///n",))
     taker = Instance("D0", Role.D, "http://h:2", "one", kv_workers=("ipc:///w",))
     for one in (sender, taker):
@@ -68,15 +68,15 @@ async def test_a_worker_that_starts_late_waits_for_no_links_that_are_in_use(work
     assert worker_of(parent, up=True) == {"P0": True, "D0": True}
 
 
-def worker_of(parent: TableOfParent, *, up: bool) -> dict[str, bool]:
+def worker_of(parent: ParentTable, *, up: bool) -> dict[str, bool]:
     """Who serves in a worker's table at once, if the parent's instances served or not."""
     table = InstanceTable()
     rows = [type(row)(row.instance, row.healthy, row.reason, served=up) for row in parent.rows()]
-    RosterOfWorker(table).take_in(rows)
+    WorkerRoster(table).take_in(rows)
     return {view.instance.id: view.up for view in table.snapshot()}
 
 
-async def test_what_is_said_twice_is_passed_on_once(parent: TableOfParent) -> None:
+async def test_what_is_said_twice_is_passed_on_once(parent: ParentTable) -> None:
     changes = []
     parent.on_change = lambda: changes.append(parent.rows())
     parent.apply(instance(), up=False)

@@ -18,95 +18,97 @@ from hypothesis import strategies as st
 
 from epd_serve.errors import ConfigError
 from proxy.registry.ledger import Ledger, OwnLedger, Work
-from proxy.workers.shared_counters import Board, shared_memory
+from proxy.workers.shared_counters import SharedCounters, shared_memory
 from proxy.workers.shared_ledger import COUNTS, SharedLedger, settle
 from tests.waiting import wait_for
 
 REPOSITORY = Path(__file__).parents[3]
-LIVES = [("P0", "a"), ("P0", "b"), ("D0", "a")]
+INCARNATIONS = [("P0", "a"), ("P0", "b"), ("D0", "a")]
 SLOTS = 4
 
 
-def board(rows: int, slots: int = SLOTS) -> Board:
-    return Board(memoryview(bytearray(Board.size_bytes(rows, COUNTS, slots=slots))), rows, COUNTS, slots=slots)
+def counters(rows: int, slots: int = SLOTS) -> SharedCounters:
+    return SharedCounters(
+        memoryview(bytearray(SharedCounters.size_bytes(rows, COUNTS, slots=slots))), rows, COUNTS, slots=slots
+    )
 
 
 def test_a_buffer_of_another_shape_is_refused() -> None:
-    buffer = memoryview(bytearray(Board.size_bytes(3, COUNTS)))
-    Board(buffer, 3, COUNTS)
-    with pytest.raises(ConfigError, match="no board of 2 rows"):
-        Board(buffer, 2, COUNTS)
+    buffer = memoryview(bytearray(SharedCounters.size_bytes(3, COUNTS)))
+    SharedCounters(buffer, 3, COUNTS)
+    with pytest.raises(ConfigError, match="no counters of 2 rows"):
+        SharedCounters(buffer, 2, COUNTS)
 
 
 def test_what_one_process_acquires_all_see() -> None:
-    shared = board(2)
+    shared = counters(2)
     one, other = SharedLedger(shared, 0), SharedLedger(shared, 1)
-    one.acquire(LIVES[0], Work.PREFILL, 700)
-    other.acquire(LIVES[0], Work.PREFILL, 300)
-    tally = one.tallies(LIVES[0])[Work.PREFILL]
+    one.acquire(INCARNATIONS[0], Work.PREFILL, 700)
+    other.acquire(INCARNATIONS[0], Work.PREFILL, 300)
+    tally = one.tallies(INCARNATIONS[0])[Work.PREFILL]
     assert (tally.held, tally.held_weight) == (2, 1000)
-    assert one.tallies(LIVES[0])[Work.DECODE].held == 0
-    assert one.tallies(LIVES[1])[Work.PREFILL].held == 0
-    one.release(LIVES[0], Work.PREFILL, 700)
-    tally = other.tallies(LIVES[0])[Work.PREFILL]
+    assert one.tallies(INCARNATIONS[0])[Work.DECODE].held == 0
+    assert one.tallies(INCARNATIONS[1])[Work.PREFILL].held == 0
+    one.release(INCARNATIONS[0], Work.PREFILL, 700)
+    tally = other.tallies(INCARNATIONS[0])[Work.PREFILL]
     assert (tally.held, tally.held_weight, tally.acquired_weight) == (1, 300, 1000)
 
 
 def test_a_killed_process_holds_nothing_and_its_counts_stay() -> None:
-    shared = board(2)
+    shared = counters(2)
     killed, reader = SharedLedger(shared, 0), SharedLedger(shared, None)
-    killed.acquire(LIVES[0], Work.DECODE, 1000)
-    killed.acquire(LIVES[1], Work.ENCODE, 50)
+    killed.acquire(INCARNATIONS[0], Work.DECODE, 1000)
+    killed.acquire(INCARNATIONS[1], Work.ENCODE, 50)
     settle(shared, 0)
-    for life in LIVES:
-        assert all(tally.held == 0 and tally.held_weight == 0 for tally in reader.tallies(life).values())
+    for incarnation in INCARNATIONS:
+        assert all(tally.held == 0 and tally.held_weight == 0 for tally in reader.tallies(incarnation).values())
     successor = SharedLedger(shared, 0)
-    successor.acquire(LIVES[0], Work.DECODE, 500)
-    tally = reader.tallies(LIVES[0])[Work.DECODE]
+    successor.acquire(INCARNATIONS[0], Work.DECODE, 500)
+    tally = reader.tallies(INCARNATIONS[0])[Work.DECODE]
     assert (tally.held, tally.held_weight, tally.acquired_weight) == (1, 500, 1500)
 
 
 def test_a_tag_that_was_written_just_before_the_kill_is_found() -> None:
-    shared = board(1)
+    shared = counters(1)
     reader = SharedLedger(shared, None)
-    assert reader.tallies(LIVES[0])[Work.DECODE].acquired == 0
+    assert reader.tallies(INCARNATIONS[0])[Work.DECODE].acquired == 0
     killed = SharedLedger(shared, 0)
     shared.say_changed = lambda row: None  # type: ignore[method-assign]  # it is killed before it can say so
-    killed.acquire(LIVES[0], Work.DECODE, 1000)
+    killed.acquire(INCARNATIONS[0], Work.DECODE, 1000)
     del shared.say_changed
     settle(shared, 0)
-    assert reader.tallies(LIVES[0])[Work.DECODE].released == 1
+    assert reader.tallies(INCARNATIONS[0])[Work.DECODE].released == 1
 
 
-def test_lives_beyond_the_room_of_a_row_are_counted_by_their_process_alone() -> None:
-    shared = board(2, slots=2)
+def test_incarnations_beyond_the_room_of_a_row_are_counted_by_their_process_alone() -> None:
+    shared = counters(2, slots=2)
     one, other = SharedLedger(shared, 0), SharedLedger(shared, 1)
-    for life in LIVES:
-        one.acquire(life, Work.DECODE, 1000)
-    assert [one.tallies(life)[Work.DECODE].held for life in LIVES] == [1, 1, 1]
-    assert [other.tallies(life)[Work.DECODE].held for life in LIVES] == [1, 1, 0]
-    one.release(LIVES[0], Work.DECODE, 1000)
-    one.forget(LIVES[0])
-    one.release(LIVES[2], Work.DECODE, 1000)
-    one.acquire(LIVES[2], Work.DECODE, 1000)
-    assert [other.tallies(life)[Work.DECODE].held for life in LIVES] == [0, 1, 1]
+    for incarnation in INCARNATIONS:
+        one.acquire(incarnation, Work.DECODE, 1000)
+    assert [one.tallies(incarnation)[Work.DECODE].held for incarnation in INCARNATIONS] == [1, 1, 1]
+    assert [other.tallies(incarnation)[Work.DECODE].held for incarnation in INCARNATIONS] == [1, 1, 0]
+    one.release(INCARNATIONS[0], Work.DECODE, 1000)
+    one.forget(INCARNATIONS[0])
+    one.release(INCARNATIONS[2], Work.DECODE, 1000)
+    one.acquire(INCARNATIONS[2], Work.DECODE, 1000)
+    assert [other.tallies(incarnation)[Work.DECODE].held for incarnation in INCARNATIONS] == [0, 1, 1]
 
 
-def test_slots_of_lives_that_a_former_process_knew_are_taken_when_there_is_no_other_room() -> None:
-    shared = board(1, slots=2)
+def test_slots_of_incarnations_that_a_former_process_knew_are_taken_when_there_is_no_other_room() -> None:
+    shared = counters(1, slots=2)
     former = SharedLedger(shared, 0)
-    former.acquire(LIVES[0], Work.DECODE, 1000)
-    former.acquire(LIVES[1], Work.DECODE, 1000)
+    former.acquire(INCARNATIONS[0], Work.DECODE, 1000)
+    former.acquire(INCARNATIONS[1], Work.DECODE, 1000)
     settle(shared, 0)
     successor = SharedLedger(shared, 0)
-    successor.acquire(LIVES[1], Work.DECODE, 1000)
-    successor.acquire(LIVES[2], Work.DECODE, 1000)
-    assert [successor.tallies(life)[Work.DECODE].held for life in LIVES] == [0, 1, 1]
+    successor.acquire(INCARNATIONS[1], Work.DECODE, 1000)
+    successor.acquire(INCARNATIONS[2], Work.DECODE, 1000)
+    assert [successor.tallies(incarnation)[Work.DECODE].held for incarnation in INCARNATIONS] == [0, 1, 1]
     assert 0 not in shared.tags(0)
 
 
 steps = st.lists(
-    st.tuples(st.integers(0, 2), st.sampled_from(LIVES), st.sampled_from(list(Work)), st.integers(0, 5000)),
+    st.tuples(st.integers(0, 2), st.sampled_from(INCARNATIONS), st.sampled_from(list(Work)), st.integers(0, 5000)),
     max_size=60,
 )
 
@@ -116,14 +118,14 @@ steps = st.lists(
 def test_several_processes_count_as_one(
     steps: list[tuple[int, tuple[str, str], Work, int]], ends: list[int], kills: list[int]
 ) -> None:
-    """Three that share a board against one that counts everything, with processes killed on the way."""
-    shared = board(3)
+    """Three that share counters against one that counts everything, with processes killed on the way."""
+    shared = counters(3)
     processes, alone = [SharedLedger(shared, row) for row in range(3)], OwnLedger()
     held: list[list[tuple[tuple[str, str], Work, int]]] = [[], [], []]
-    for number, (row, life, work, weight) in enumerate(steps):
-        processes[row].acquire(life, work, weight)
-        alone.acquire(life, work, weight)
-        held[row].append((life, work, weight))
+    for number, (row, incarnation, work, weight) in enumerate(steps):
+        processes[row].acquire(incarnation, work, weight)
+        alone.acquire(incarnation, work, weight)
+        held[row].append((incarnation, work, weight))
         if number < len(ends) and held[row]:
             ended = held[row].pop(ends[number] % len(held[row]))
             processes[row].release(*ended)
@@ -133,28 +135,28 @@ def test_several_processes_count_as_one(
             for lost in held[row]:
                 alone.release(*lost)
             held[row], processes[row] = [], SharedLedger(shared, row)
-        for asked in processes:
-            assert_equal(asked, alone)
+        for process in processes:
+            assert_equal(process, alone)
 
 
 def assert_equal(one: Ledger, other: Ledger) -> None:
-    for life in LIVES:
-        assert dict(one.tallies(life)) == dict(other.tallies(life))
+    for incarnation in INCARNATIONS:
+        assert dict(one.tallies(incarnation)) == dict(other.tallies(incarnation))
 
 
 WRITER = """
 import mmap, random, sys
-from proxy.workers.shared_counters import Board
+from proxy.workers.shared_counters import SharedCounters
 from proxy.registry.ledger import Work
 from proxy.workers.shared_ledger import COUNTS, SharedLedger
 fd, row, rows, seed = map(int, sys.argv[1:])
-ledger = SharedLedger(Board(mmap.mmap(fd, 0), rows, COUNTS), row)
+ledger = SharedLedger(SharedCounters(mmap.mmap(fd, 0), rows, COUNTS), row)
 draw, held = random.Random(seed), []
 print("counting", flush=True)
 while True:
-    life, work = ("P%d" % draw.randrange(3), "a"), draw.choice(list(Work))
+    incarnation, work = ("P%d" % draw.randrange(3), "a"), draw.choice(list(Work))
     if len(held) < 20 and draw.random() < 0.6:
-        held.append((life, work, draw.randrange(1, 1000)))
+        held.append((incarnation, work, draw.randrange(1, 1000)))
         ledger.acquire(*held[-1])
     elif held:
         ledger.release(*held.pop(draw.randrange(len(held))))
@@ -168,7 +170,7 @@ while True:
 
 @pytest.fixture
 def memory() -> Iterator[int]:
-    fd = shared_memory(Board.size_bytes(3, COUNTS))
+    fd = shared_memory(SharedCounters.size_bytes(3, COUNTS))
     yield fd
     os.close(fd)
 
@@ -183,29 +185,31 @@ def writer(memory: int, row: int, seed: int) -> subprocess.Popen[bytes]:
 
 
 def test_writers_that_are_killed_anywhere_leave_counts_that_only_grow_and_nothing_held(memory: int) -> None:
-    shared = Board(mmap.mmap(memory, 0), 3, COUNTS)
+    shared = SharedCounters(mmap.mmap(memory, 0), 3, COUNTS)
     reader = SharedLedger(shared, None)
-    lives = [(f"P{number}", "a") for number in range(3)]
+    incarnations = [(f"P{number}", "a") for number in range(3)]
     processes = [writer(memory, row, seed=row) for row in range(3)]
-    draw, before = random.Random(0), dict.fromkeys((life, work) for life in lives for work in Work)
+    draw, before = random.Random(0), dict.fromkeys((incarnation, work) for incarnation in incarnations for work in Work)
     try:
-        wait_for(lambda: all(reader.tallies(life)[work].acquired for life in lives for work in Work))
+        wait_for(
+            lambda: all(reader.tallies(incarnation)[work].acquired for incarnation in incarnations for work in Work)
+        )
         for kill in range(3):
             until = time.monotonic() + draw.random() * 0.05
             looks = 0
             while time.monotonic() < until or looks < 20:
                 looks += 1
-                for life, work in before:
-                    tally, former = reader.tallies(life)[work], before[life, work]
+                for incarnation, work in before:
+                    tally, former = reader.tallies(incarnation)[work], before[incarnation, work]
                     assert tally.held >= 0
                     assert former is None or tally.acquired >= former.acquired
                     assert former is None or tally.released >= former.released
-                    before[life, work] = tally
+                    before[incarnation, work] = tally
             processes[kill].kill()
             processes[kill].wait()
             settle(shared, kill)
-        for life in lives:
-            for tally in reader.tallies(life).values():
+        for incarnation in incarnations:
+            for tally in reader.tallies(incarnation).values():
                 assert (tally.held, tally.held_weight) == (0, 0)
                 assert tally.acquired > 0
     finally:

@@ -25,11 +25,11 @@ from proxy.registry.instance_state import Lease, Work
 from proxy.server.uvicorn_server import bind
 from proxy.workers import hub as worker_hub
 from proxy.workers.hub import WorkerHub
-from proxy.workers.roster import RosterOfWorker, TableOfParent
-from proxy.workers.shared_counters import Board, shared_memory
+from proxy.workers.roster import ParentTable, WorkerRoster
+from proxy.workers.shared_counters import SharedCounters, shared_memory
 from proxy.workers.shared_ledger import COUNTS, SharedLedger, settle
 from proxy.workers.wire import FeedError, Roster, Serving, Setup, frame, from_parent
-from proxy.workers.worker import Orders, run_worker
+from proxy.workers.worker import WorkerSignals, run_worker
 from tests.proxy.fakes import FakeStage, answer, once, served, settings, text_body
 
 DEADLINE_S = 60.0
@@ -40,13 +40,13 @@ PATIENT = Timeouts()  # requests are held for as long as a test takes
 class Crew:
     """A parent with workers that share one socket."""
 
-    table: TableOfParent
+    table: ParentTable
     hub: WorkerHub
     background: Background
-    board: Board
+    counters: SharedCounters
     url: str
     stage: FakeStage
-    orders: list[Orders] = field(default_factory=list)
+    signals: list[WorkerSignals] = field(default_factory=list)
     works: list[asyncio.Task[None]] = field(default_factory=list)
     attends: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -64,7 +64,7 @@ class Crew:
 
     def connections(self) -> list[int]:
         """Of each worker, as it says to the others."""
-        return [self.board.connections(row) or 0 for row in range(self.board.rows)]
+        return [self.counters.connections(row) or 0 for row in range(self.counters.rows)]
 
     async def metric(self, name: str) -> float:
         text = (await self.ask("/metrics")).text
@@ -74,9 +74,9 @@ class Crew:
 @asynccontextmanager
 async def crew(count: int) -> AsyncIterator[Crew]:
     stage = FakeStage("PD0", Role.PD)
-    memory = shared_memory(Board.size_bytes(count, COUNTS))
-    board = Board(mmap.mmap(memory, 0), count, COUNTS)
-    table = TableOfParent(ledger=SharedLedger(board, None))
+    memory = shared_memory(SharedCounters.size_bytes(count, COUNTS))
+    counters = SharedCounters(mmap.mmap(memory, 0), count, COUNTS)
+    table = ParentTable(ledger=SharedLedger(counters, None))
     setup = Setup(settings(timeouts=PATIENT), 0, count, 1.0, 30.0, 1.0)
     background = Background()
     hub = WorkerHub(table, setup, background)
@@ -85,21 +85,21 @@ async def crew(count: int) -> AsyncIterator[Crew]:
         table.apply(Instance("PD0", Role.PD, await stack.enter_async_context(served(stage)), "one"))
         listening = stack.enter_context(bind("127.0.0.1", 0))
         listening.listen(100)
-        made = Crew(table, hub, background, board, f"http://127.0.0.1:{listening.getsockname()[1]}", stage)
+        made = Crew(table, hub, background, counters, f"http://127.0.0.1:{listening.getsockname()[1]}", stage)
         hub.start()
         stack.push_async_callback(hub.stop)
         for row in range(count):
             ours, theirs = socket.socketpair()
-            serving, orders = asyncio.Event(), Orders()
+            serving, signals = asyncio.Event(), WorkerSignals()
             copy = socket.socket(fileno=os.dup(listening.fileno()))
-            made.orders.append(orders)
-            made.works.append(asyncio.create_task(run_worker(theirs, copy, memory, orders)))
+            made.signals.append(signals)
+            made.works.append(asyncio.create_task(run_worker(theirs, copy, memory, signals)))
             made.attends.append(asyncio.create_task(hub.attend(row, ours, serving.set)))
             async with asyncio.timeout(DEADLINE_S):
                 await serving.wait()
         yield made
-        for orders in made.orders:
-            orders.stop.set()
+        for signals in made.signals:
+            signals.stop.set()
         await asyncio.gather(*made.works, *made.attends, return_exceptions=True)
 
 
@@ -144,7 +144,7 @@ async def test_metrics_are_those_of_all_workers_and_survive_one_that_ends() -> N
         for _ in range(4):
             assert await c.metric("epd_proxy_requests_total") == 6
         assert await c.metric("epd_proxy_workers ") == 2
-        c.orders[0].leave.set()
+        c.signals[0].leave.set()
         await c.works[0]
         await c.attends[0]
         assert await c.metric("epd_proxy_requests_total") == 6
@@ -158,7 +158,7 @@ async def test_a_worker_that_is_told_to_end_finishes_what_it_has() -> None:
         c.stage.usual = once(released, answer)
         asked = asyncio.create_task(c.ask())
         await c.until(lambda: c.stage.active == 1)
-        c.orders[0].leave.set()
+        c.signals[0].leave.set()
         released.set()
         assert (await asked).status_code == 200
         await c.works[0]
@@ -194,10 +194,10 @@ async def test_a_worker_whose_parent_has_gone_ends() -> None:
 
 async def test_what_a_worker_held_that_died_is_held_by_nobody() -> None:
     async with crew(2) as c:
-        dead = SharedLedger(c.board, 0)
+        dead = SharedLedger(c.counters, 0)
         Lease(dead, c.table.instance("PD0"), Work.DECODE, 3.0)
         assert c.table.total_in_flight() == 1
-        settle(c.board, 0)
+        settle(c.counters, 0)
         assert c.table.total_in_flight() == 0
         (row,) = (await c.ask("/instances")).json()["instances"]
         assert row["load"] == 0
@@ -213,14 +213,14 @@ async def test_the_parent_tells_what_all_workers_have_counted_and_what_the_table
 
 async def test_a_roster_that_a_worker_fails_on_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     async with crew(1) as c:
-        take_in, fails = RosterOfWorker.take_in, [True]
+        take_in, fails = WorkerRoster.take_in, [True]
 
-        def broken(self: RosterOfWorker, rows: Any) -> None:
+        def broken(self: WorkerRoster, rows: Any) -> None:
             if fails:
                 raise KeyError(fails.pop())
             take_in(self, rows)
 
-        monkeypatch.setattr(RosterOfWorker, "take_in", broken)
+        monkeypatch.setattr(WorkerRoster, "take_in", broken)
         c.table.mark_down("PD0", "killed")
         await c.until(lambda: not fails)
         c.table.mark_up("PD0")
@@ -261,7 +261,7 @@ async def test_who_is_about_to_end_is_not_ready_in_any_worker_and_serves_on() ->
 
 async def test_a_worker_that_says_nothing_any_more_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_hub, "HUNG_S", 0.01)
-    hub = WorkerHub(TableOfParent(), Setup(settings(), 0, 1, 1.0, 1.0, 1.0), Background())
+    hub = WorkerHub(ParentTable(), Setup(settings(), 0, 1, 1.0, 1.0, 1.0), Background())
     ours, theirs = socket.socketpair()
     with theirs:
         theirs.sendall(frame(Serving()))
@@ -272,7 +272,7 @@ async def test_a_worker_that_says_nothing_any_more_is_noticed(monkeypatch: pytes
 
 
 async def test_a_worker_that_says_what_no_worker_says_is_noticed() -> None:
-    hub = WorkerHub(TableOfParent(), Setup(settings(), 0, 1, 1.0, 1.0, 1.0), Background())
+    hub = WorkerHub(ParentTable(), Setup(settings(), 0, 1, 1.0, 1.0, 1.0), Background())
     for said in (frame(Roster(())), (1 << 31).to_bytes(4, "big")):
         ours, theirs = socket.socketpair()
         with theirs:
