@@ -29,7 +29,7 @@ Run = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Background:
-    """Of one process, in its event loop.
+    """The background tasks of one process, in its event loop.
 
     Attributes:
         registry: its metrics, to be registered with those of the process.

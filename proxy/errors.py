@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from epd_serve.errors import EpdError, NoInstanceError, OverloadedError, RequestError, StageError
+from epd_serve.errors import EpdError, NoInstanceError, OverloadedError, PayloadTooLargeError, RequestError, StageError
 from proxy.redact import redacted
 
 NO_INSTANCE_RETRY_AFTER_S = 5.0
@@ -86,6 +86,11 @@ def internal_error() -> EpdError:
     """What a client is told of a defect of ours. Goes out with `connection: close`: the server closes the connection
     when it sees the exception, which the next request on it should not find out."""
     return EpdError("Internal error of the proxy; its log has the details.", code="internal_error")
+
+
+def media_too_large(param: str, limit_bytes: int) -> PayloadTooLargeError:
+    """One media item is larger than any may be."""
+    return PayloadTooLargeError(f"{param}: larger than {limit_bytes:,} bytes.", param=param, code="media_too_large")
 
 
 def error_body(error: EpdError) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from epd_serve.errors import OverloadedError, RequestError
 from epd_serve.trace import PROXY, Trace
-from proxy.admission.capacity_tracker import CapacityTracker
+from proxy.admission.capacity import CapacityTracker
 from proxy.admission.demand import kind_of, priority_of, sequences_of
 from proxy.admission.drain import Drain
 from proxy.admission.gate import Gate, Pass
@@ -34,13 +34,11 @@ from proxy.media.loader import LoadedItem, MediaLoader, source_bytes
 from proxy.metrics import Metrics
 from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
 from proxy.registry.feature_directory import FeatureDirectory
-from proxy.registry.kv_metrics import KvMetrics
-from proxy.registry.stage_metrics import StageMetrics
-from proxy.registry.store_metrics import StoreMetrics
+from proxy.registry.stage_metrics import register_stage_metrics
 from proxy.registry.table import InstanceTable
 from proxy.request.body_memory import weighed
 from proxy.request.client_sink import ClientSink
-from proxy.request.explanation import UNASKED, Explanation
+from proxy.request.explanation import NO_EXPLANATION, Explanation
 from proxy.request.parse import Endpoint, ParsedRequest, parse
 from proxy.stages.bodies import base_body
 from proxy.stages.circuits import Circuits
@@ -80,9 +78,7 @@ class Pipeline:
         apart = settings.tells_accounts_apart
         self.memory = MemoryBudget(settings.memory.process_bytes, apart=apart)
         self.arriving = FairShare(max(1, settings.max_in_flight // 2), apart=apart)
-        self.metrics.registry.register(StoreMetrics(table))
-        self.metrics.registry.register(StageMetrics(table))
-        self.metrics.registry.register(KvMetrics(table))
+        register_stage_metrics(self.metrics.registry, table)
         self.trace = Trace(str(settings.trace_path or ""), PROXY)
         self.circuits = Circuits(table, self.metrics)
         self.gate = Gate(settings.admission, CapacityTracker(table, settings), self.metrics)
@@ -156,7 +152,7 @@ class Pipeline:
         tenant: str,
         held: MemoryReservation,
         sink: ClientSink,
-        explanation: Explanation = UNASKED,
+        explanation: Explanation = NO_EXPLANATION,
         *,
         until: float | None = None,
     ) -> None:

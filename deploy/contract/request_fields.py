@@ -42,17 +42,17 @@ RELEASES = ({releases})
 '''
 _TAIL = '''
 
-def _in(release: str, word: str) -> bool:
-    first, _, last = word.partition("@")[2].partition("..")
+def _in(release: str, spec: str) -> bool:
+    first, _, last = spec.partition("@")[2].partition("..")
     return not first or RELEASES.index(first) <= RELEASES.index(release) <= RELEASES.index(last)
 
 
 FIELDS: dict[str, dict[str, frozenset[str]]] = {
     model: {
-        release: frozenset(word.partition("@")[0] for word in words.split() if _in(release, word))
+        release: frozenset(spec.partition("@")[0] for spec in specs.split() if _in(release, spec))
         for release in RELEASES
     }
-    for model, words in _WORDS.items()
+    for model, specs in _SPECS.items()
 }
 """Model → release → names."""
 '''
@@ -86,16 +86,16 @@ def fields_text(facts: Mapping[Wheel, Facts]) -> str:
     wheels = {wheel: answers for wheel, answers in facts.items() if wheel.package == "vllm"}
     releases = [wheel.version for wheel in wheels]
     quoted = ", ".join(f'"{release}"' for release in releases)
-    lines = ["_WORDS = {"]
+    lines = ["_SPECS = {"]
     for model in MODELS:
         by_release = {wheel.version: set(_fields(answers, MODELS[model])) for wheel, answers in wheels.items()}
-        words = [_word(name, by_release, releases) for name in sorted(set().union(*by_release.values()))]
-        wrapped = textwrap.wrap(" ".join(words), 110, break_long_words=False, break_on_hyphens=False)
+        specs = [_spec(name, by_release, releases) for name in sorted(set().union(*by_release.values()))]
+        wrapped = textwrap.wrap(" ".join(specs), 110, break_long_words=False, break_on_hyphens=False)
         lines += [f'    "{model}": """', *(f"        {line}" for line in wrapped), '    """,']
     return _HEAD.format(releases=quoted) + "\n".join([*lines, "}"]) + "\n" + _TAIL
 
 
-def _word(name: str, by_release: Mapping[str, set[str]], releases: list[str]) -> str:
+def _spec(name: str, by_release: Mapping[str, set[str]], releases: list[str]) -> str:
     has = [release for release in releases if name in by_release[release]]
     if has == releases:
         return name

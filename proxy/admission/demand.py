@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from epd_serve.errors import RequestError
-from proxy.admission.queue import Kind
-from proxy.config.settings import KeyLimits
+from proxy.admission.ticket import Kind
+from proxy.config.limits import KeyLimits
 from proxy.request.parse import Endpoint, ParsedRequest
 
 

@@ -16,8 +16,9 @@ from functools import partial
 from typing import Self
 
 from epd_serve.errors import OverloadedError
-from proxy.admission.queue import AdmissionQueue, Capacity, Kind, Place, QueueFull, Ticket
-from proxy.config.settings import Admission
+from proxy.admission.queue import AdmissionQueue
+from proxy.admission.ticket import Capacity, Kind, Place, QueueFull, Ticket
+from proxy.config.limits import AdmissionLimits
 from proxy.metrics import Metrics
 from proxy.request.client_deadline import DeadlineUnreachable
 
@@ -35,7 +36,7 @@ class Gate:
         capacity: what may be with the stages now.
     """
 
-    def __init__(self, settings: Admission, capacity: Callable[[], Capacity], metrics: Metrics) -> None:
+    def __init__(self, settings: AdmissionLimits, capacity: Callable[[], Capacity], metrics: Metrics) -> None:
         self.queue = AdmissionQueue(settings)
         self._settings = settings
         self._capacity = capacity
@@ -184,7 +185,7 @@ class Pass:
 
     @property
     def stage_priority(self) -> int:
-        """For vLLM's priority policy, lower is sooner: when it is due, in ms since the epoch, so that the stages age
+        """Its `priority` for vLLM, where lower is sooner: when it is due, in ms since the epoch, so that the stages age
         requests as the queues here do, and several proxies agree."""
         return round((time.time() + self._ticket.due - _now()) * 1000)
 

@@ -19,7 +19,7 @@ class Pace:
         self._backlog = False
 
     def tick(self, now: float, *, backlog: bool) -> None:
-        """From now on there is a backlog, or none."""
+        """Note that from `now` on there is a backlog, or none."""
         if self._backlog and self._at is not None and now > self._at:
             passed_s = now - self._at
             decay = 0.5 ** (passed_s / HALF_LIFE_S)

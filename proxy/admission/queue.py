@@ -17,120 +17,25 @@ A media ticket keeps its encoder's place until it is served: features that nobod
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, insort
-from dataclasses import dataclass, field
-from enum import StrEnum
-
-from msgspec import Struct
 
 from proxy.admission.pace import Pace
-from proxy.config.settings import Admission
+from proxy.admission.ticket import Capacity, Kind, Place, QueueFull, Ticket, TicketQueue, order_of
+from proxy.config.limits import AdmissionLimits
 
 RECENT_S = 30.0
 """A modality that has shown itself within this time keeps its share."""
 
 
-class Kind(StrEnum):
-    TEXT = "text"
-    MEDIA = "media"
-
-    @property
-    def other(self) -> Kind:
-        return Kind.MEDIA if self is Kind.TEXT else Kind.TEXT
-
-
-class Place(StrEnum):
-    LOADING = "loading"
-    TO_ENCODE = "to-encode"
-    ENCODING = "encoding"
-    TO_SERVE = "to-serve"
-    SERVED = "served"
-    GONE = "gone"
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """What may be with the stages at once, over all instances.
-
-    Attributes:
-        encodes: requests at the encoders. sequences: prefilling or decoding. prefill_tokens: of prompts not prefilled.
-    """
-
-    encodes: float
-    sequences: float
-    prefill_tokens: float
-
-
-class Ticket(Struct, eq=False):
-    """One admitted request.
-
-    Attributes:
-        due: when it is to go, in seconds on the caller's clock; `number` tells equals apart.
-        tokens: of its prompt, estimated. sequences: how many it decodes at once.
-        encoding: it holds a place at the encoders. prefilling: its tokens count.
-        queued_at: when it joined the queue it is or was in. granted_at: when its turn to be served came, or last came.
-    """
-
-    kind: Kind
-    arrived: float
-    due: float
-    number: int
-    sequences: int = 1
-    tokens: float = 0.0
-    place: Place = Place.LOADING
-    encoding: bool = False
-    prefilling: bool = False
-    queued_at: float = 0.0
-    granted_at: float = 0.0
-
-    @property
-    def order(self) -> tuple[float, int]:
-        return (self.due, self.number)
-
-    @property
-    def is_queued(self) -> bool:
-        """It waits for its turn in one of the queues."""
-        return self.place is Place.TO_ENCODE or self.place is Place.TO_SERVE
-
-
-class QueueFull(Exception):
-    """As many wait as may. `retry_after_s`: when there may be room again, None where nobody can tell."""
-
-    def __init__(self, kind: Kind, waiting: int, retry_after_s: float | None) -> None:
-        super().__init__(f"{waiting} {kind} requests wait")
-        self.kind = kind
-        self.waiting = waiting
-        self.retry_after_s = retry_after_s
-
-
-@dataclass
-class _TicketQueue:
-    """Tickets in the order of their turn."""
-
-    tickets: list[Ticket] = field(default_factory=list)
-
-    def add(self, ticket: Ticket) -> None:
-        insort(self.tickets, ticket, key=_order)
-
-    def remove(self, ticket: Ticket) -> None:
-        index = self.ahead_of(ticket.order)
-        assert self.tickets[index] is ticket, "a ticket is where its order says"
-        del self.tickets[index]
-
-    def ahead_of(self, order: tuple[float, int]) -> int:
-        return bisect_left(self.tickets, order, key=_order)
-
-
 class AdmissionQueue:
     """The queues, and what is with the stages. Call `grants` after everything that may have made room."""
 
-    def __init__(self, settings: Admission) -> None:
+    def __init__(self, settings: AdmissionLimits) -> None:
         self._settings = settings
         self._numbers = itertools.count()
-        self._to_encode = _TicketQueue()
-        self._to_serve = {kind: _TicketQueue() for kind in Kind}
+        self._to_encode = TicketQueue()
+        self._to_serve = {kind: TicketQueue() for kind in Kind}
         self._waiting = dict.fromkeys(Kind, 0)  # with no place at any stage yet
-        self._seen = dict.fromkeys(Kind, float("-inf"))
+        self._active_at = dict.fromkeys(Kind, float("-inf"))
         self._encoding = 0
         self._sequences = dict.fromkeys(Kind, 0)
         self._tokens = dict.fromkeys(Kind, 0.0)
@@ -194,7 +99,7 @@ class AdmissionQueue:
         if self._waiting[kind] >= limit:
             raise QueueFull(kind, self._waiting[kind], self.predicted_wait_s(kind, due, now))
         self._waiting[kind] += 1
-        self._seen[kind] = now
+        self._active_at[kind] = now
         return Ticket(kind, now, due, next(self._numbers), max(1, sequences))
 
     def goes_at_once(self, ticket: Ticket, now: float, capacity: Capacity, *, encode: bool = False) -> bool:
@@ -263,14 +168,14 @@ class AdmissionQueue:
         self.step_back(ticket)
         if ticket.place is Place.SERVED:
             self._served_no_more(ticket)
-            self._seen[ticket.kind] = now
+            self._active_at[ticket.kind] = now
         elif not ticket.encoding:
             self._waiting[ticket.kind] -= 1
         self._encoded(ticket)
         ticket.place = Place.GONE
         self._keep_time(now)
 
-    def _queue_of(self, ticket: Ticket) -> _TicketQueue:
+    def _queue_of(self, ticket: Ticket) -> TicketQueue:
         if ticket.place is Place.TO_ENCODE:
             return self._to_encode
         return self._to_serve[Kind.TEXT if self._settings.single_queue else ticket.kind]
@@ -280,7 +185,7 @@ class AdmissionQueue:
             return self._to_encode.tickets[0]
         heads = [queue.tickets[0] for queue in self._to_serve.values() if queue.tickets]
         heads = [head for head in heads if self._within_share(head, now, capacity)]
-        first = min(heads, key=_order, default=None)
+        first = min(heads, key=order_of, default=None)
         return first if first is not None and self._fits(first, capacity) else None
 
     def _fits(self, ticket: Ticket, capacity: Capacity) -> bool:
@@ -295,7 +200,7 @@ class AdmissionQueue:
         kind, other = ticket.kind, ticket.kind.other
         if self._settings.single_queue:
             return True
-        about = self._served[other] or self._to_serve[other].tickets or now - self._seen[other] < RECENT_S
+        about = self._served[other] or self._to_serve[other].tickets or now - self._active_at[other] < RECENT_S
         if not about:
             return True
         share = 1.0 - (self._settings.text_share if other is Kind.TEXT else self._settings.media_share)
@@ -345,7 +250,3 @@ class AdmissionQueue:
             self._encode_pace.tick(now, backlog=bool(self._to_encode.tickets))
             self._serve_pace.tick(now, backlog=self._somebody_waits_to_be_served())
         self._waited = waits
-
-
-def _order(ticket: Ticket) -> tuple[float, int]:
-    return ticket.order

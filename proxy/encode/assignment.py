@@ -53,15 +53,15 @@ def spread(keys: Sequence[str], costs: Sequence[float], workers: Sequence[Candid
 
 def relative_speeds(rates: Sequence[float]) -> list[float]:
     """Measured rates as multiples of the usual one. Unknown ones (0) and those near the usual one count as it."""
-    known = [rate for rate in rates if rate > 0]
-    usual = median(known) if known else 1.0
+    known_rates = [rate for rate in rates if rate > 0]
+    usual = median(known_rates) if known_rates else 1.0
     return [rate / usual if rate > 0 and not 1 / SAME_SPEED < rate / usual < SAME_SPEED else 1.0 for rate in rates]
 
 
 def _to_owners(
     keys: Sequence[str], costs: Sequence[float], workers: Sequence[Candidate], speeds: Sequence[float], bound_s: float
 ) -> list[int]:
-    """For each item its worker: the first of its owners within the bound, else whoever is done first."""
+    """Returns for each item its worker: the first of its owners within the bound, else whoever is done first."""
     totals = [worker.load for worker in workers]
     ids = [worker.id for worker in workers]
     at = [0] * len(keys)

@@ -24,7 +24,7 @@ from epd_serve.errors import DeadlineError, EpdError, StageError
 from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
 from epd_serve.trace import Trace
-from proxy.config.settings import Timeouts
+from proxy.config.limits import Timeouts
 from proxy.encode.assignment import spread
 from proxy.encode.learnt_speeds import LearntSpeeds
 from proxy.errors import StageDied, most_telling

@@ -26,7 +26,7 @@ from proxy.errors import StageRefusal, most_telling
 from proxy.media.loader import LoadedItem
 from proxy.metrics import Metrics
 from proxy.registry.feature_directory import FeatureDirectory
-from proxy.stages.client import deadline
+from proxy.stages.deadlines import deadline
 from proxy.stages.job import Features, Job
 
 logger = logging.getLogger(__name__)
@@ -53,10 +53,10 @@ class EncodeStep:
             StageRefusal: an encoder refuses an item.
         """
         items = _distinct(job)
-        wanted = [item for item in items if not self._knows(item.key)]
-        self._metrics.encode_skipped.inc(len(items) - len(wanted))
-        missing = await self._obtain(wanted, EncodeOrder(job, self._done, self._knows))
-        if wanted and not missing:
+        to_encode = [item for item in items if not self._knows(item.key)]
+        self._metrics.encode_skipped.inc(len(items) - len(to_encode))
+        missing = await self._obtain(to_encode, EncodeOrder(job, self._done, self._knows))
+        if to_encode and not missing:
             job.trial.survived(encoding=True)
         return self._with_features(job, missing)
 

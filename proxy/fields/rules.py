@@ -115,16 +115,17 @@ XARGS_REFUSED = frozenset({
     "kv_transfer_params", "ec_transfer_params", "request_id", "cache_salt", "uuid", "mm_hashes",
     "kv_cache_report_mode",  # `full` floods the KV events
 })  # fmt: skip
-"""Of `vllm_xargs`, which vLLM merges with words of its own. Names that begin with `OUR_XARGS` are the proxy's words."""
+"""Names in `vllm_xargs`, which vLLM merges with words of its own. Names that begin with `OUR_XARGS` are the proxy's
+words."""
 OUR_XARGS = "epd_"
 
 TEMPLATE_KWARGS_REFUSED = frozenset(
     "chat_template conversation messages tools model_config tokenizer tokenize padding truncation max_length "
     "return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
 )
-"""Of `chat_template_kwargs`: what vLLM hands on as a parameter of the tokenizer's own `apply_chat_template`, not as a
-variable of the template. `tokenize` and `padding` with a `max_length` make a prompt of a billion tokens; the rest would
-take the place of what was checked. Its other parameters are variables: documents, add_generation_prompt,
+"""Names in `chat_template_kwargs` that vLLM hands on as a parameter of the tokenizer's own `apply_chat_template`, not
+as a variable of the template. `tokenize` and `padding` with a `max_length` make a prompt of a billion tokens; the rest
+would take the place of what was checked. Its other parameters are variables: documents, add_generation_prompt,
 continue_final_message."""
 
 _TOOL = "type function name description parameters strict defer_loading"

@@ -40,7 +40,7 @@ class Rules:
 
 @functools.cache
 def rules_of(model: str, release: str = "", *, media_options: bool = False) -> Rules:
-    """Of a key of `FIELDS`.
+    """Returns the rules for `model`, a key of `FIELDS`.
 
     Args:
         release: vLLM's version; one between two that were read counts as the older of them. Empty, or older than all:
@@ -64,7 +64,7 @@ def known_release(version: str) -> str:
 
 @dataclass
 class Sieve:
-    """Of one body.
+    """Sifts one body.
 
     Attributes:
         strict: an unknown field is an error.

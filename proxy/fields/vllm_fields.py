@@ -7,7 +7,7 @@ from __future__ import annotations
 
 RELEASES = ("0.23.0", "0.26.0", "0.28.0", "0.32.0")
 
-_WORDS = {
+_SPECS = {
     "chat": """
         add_generation_prompt add_special_tokens allowed_token_ids bad_words cache_salt chat_template
         chat_template_kwargs continue_final_message documents ec_transfer_params@0.26.0..0.32.0 echo frequency_penalty
@@ -56,16 +56,16 @@ _WORDS = {
 }
 
 
-def _in(release: str, word: str) -> bool:
-    first, _, last = word.partition("@")[2].partition("..")
+def _in(release: str, spec: str) -> bool:
+    first, _, last = spec.partition("@")[2].partition("..")
     return not first or RELEASES.index(first) <= RELEASES.index(release) <= RELEASES.index(last)
 
 
 FIELDS: dict[str, dict[str, frozenset[str]]] = {
     model: {
-        release: frozenset(word.partition("@")[0] for word in words.split() if _in(release, word))
+        release: frozenset(spec.partition("@")[0] for spec in specs.split() if _in(release, spec))
         for release in RELEASES
     }
-    for model, words in _WORDS.items()
+    for model, specs in _SPECS.items()
 }
 """Model → release → names."""

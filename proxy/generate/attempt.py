@@ -18,7 +18,7 @@ from typing import Any
 from epd_serve.errors import DeadlineError, EpdError, StageError
 from epd_serve.trace import Trace
 from proxy.background import Background
-from proxy.config.settings import Timeouts
+from proxy.config.limits import Timeouts
 from proxy.errors import KvNotDelivered, StageTimeout, most_telling
 from proxy.generate.relay import relay
 from proxy.generate.router import Route

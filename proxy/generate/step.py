@@ -182,7 +182,7 @@ class GenerateStep:
             progress.job = await self._encode.again(job, lost)
             progress.delivery = delivery_after_encoding_again(delivery, progress.job, self._settings)
         else:
-            progress.job = _given_up(job, missing.keys) if missing is not None else job
+            progress.job = _without_features(job, missing.keys) if missing is not None else job
             progress.delivery = Delivery.PIXELS
         self._metrics.step_downs.labels(delivery.value, progress.delivery.value, cause).inc()
         logger.warning(
@@ -214,7 +214,7 @@ def _incarnation_of(failure: StageError, route: Route) -> IncarnationId:
     raise AssertionError(f"{failure.stage} is not on the route") from failure
 
 
-def _given_up(job: Job, keys: list[str]) -> Job:
+def _without_features(job: Job, keys: list[str]) -> Job:
     """`job` whose prefilling stage need not wait for these any more."""
     assert job.features is not None, "only requests with features lose one"
     missing = tuple(dict.fromkeys((*job.features.missing, *keys)))

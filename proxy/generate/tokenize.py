@@ -25,10 +25,11 @@ from proxy.stages.bodies import inlined_body
 from proxy.stages.client import StageClient
 
 TIMEOUT_S = 15.0
-"""For one stage: the longest prompt takes its tokenizer a second or two, and another stage has one too."""
+"""How long one stage may take: the longest prompt takes its tokenizer a second or two, and another stage has one too.
+"""
 
 MAX_CONCURRENT = 64
-"""Over all stages. Whoever comes then waits as long as for a stage."""
+"""Requests over all stages. Whoever comes then waits as long as for a stage."""
 
 
 class TokenizeStep:

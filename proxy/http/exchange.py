@@ -12,45 +12,41 @@ import logging
 import re
 import secrets
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TypeVar
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from epd_serve.errors import DeadlineError, EpdError, PayloadTooLargeError
+from epd_serve.errors import DeadlineError, EpdError
 from proxy.config.settings import ProxySettings
 from proxy.errors import (
-    BusyError,
     DrainingError,
-    SlowBodyError,
     error_body,
     error_event,
     error_headers,
     internal_error,
     response_error_event,
 )
-from proxy.http.request_headers import RequestHeaders
+from proxy.http.body import ClientLeft, read_body
 from proxy.metrics import CANCELLED
 from proxy.pipeline import Pipeline
 from proxy.request.cancel_scope import CancelScope
 from proxy.request.client_deadline import DeadlineLapsed, deadline_s
 from proxy.request.client_sink import ClientSink
-from proxy.request.explanation import UNASKED, Explanation, is_asked_for
+from proxy.request.explanation import NO_EXPLANATION, Explanation, is_requested
 from proxy.request.parse import Endpoint
 from proxy.server.client_disconnect import DisconnectWatch
 from proxy.tenants.auth import caller_of
-from proxy.tenants.fair_share import NoRoom, OverShare
-from proxy.tenants.key_limits import KeyLimitError
-from proxy.tenants.memory_budget import MemoryReservation
 
 logger = logging.getLogger(__name__)
 LAST_WORD_S = 1.0
 """How long a client may take to read the error that ends its request. One that reads nothing would be waited for as
 long as it keeps its connection."""
 CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+T = TypeVar("T")
 
 
 def client_request_id(headers: Headers) -> str | None:
@@ -60,8 +56,20 @@ def client_request_id(headers: Headers) -> str | None:
     return request_id if CLIENT_ID.fullmatch(request_id) else None
 
 
-class ClientLeft(Exception):
-    """The client closed its connection before its body was complete."""
+class RequestHeaders(Headers):
+    """Looked up by name in one step, where starlette goes over all of them for every question: each is asked for once,
+    and most are not there. `get` gives the first of several."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(scope=scope)
+        self._first = dict(reversed(self._list))
+
+    def get(self, key: str, default: T = None) -> str | T:  # type: ignore[assignment]
+        value = self._first.get(key.lower().encode("latin-1"))
+        return default if value is None else value.decode("latin-1")
+
+    def getlist(self, key: str) -> list[str]:
+        return super().getlist(key) if key.lower().encode("latin-1") in self._first else []
 
 
 class _Why(Enum):
@@ -83,8 +91,8 @@ class Exchange:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pipeline = self._pipeline
         headers = RequestHeaders(scope)
-        explained = self._settings.explain and is_asked_for(headers)
-        explanation = Explanation(self._id, wanted=True) if explained else UNASKED
+        explained = self._settings.explain and is_requested(headers)
+        explanation = Explanation(self._id, enabled=True) if explained else NO_EXPLANATION
         named = client_request_id(headers)
         sink = ClientSink(send, {"x-request-id": named or self._id}, explanation.headers)
         outcome = "500"
@@ -124,7 +132,7 @@ class Exchange:
             what = "the request body"
             cancel_scope.cancel_at(begun + limit.s, _Why.LATE)
             try:
-                raw = await self._read(headers, receive, held)
+                raw = await read_body(headers, receive, held, self._pipeline.arriving, self._settings)
             except ClientLeft:
                 return CANCELLED
             what = "the request"
@@ -166,55 +174,6 @@ class Exchange:
                     await sink.write(response_error_event(error) if responses else error_event(error))
         return "broken"
 
-    async def _read(self, headers: Headers, receive: Receive, held: MemoryReservation) -> bytearray:
-        """The whole body, for as long as it comes fast enough. Raises SlowBodyError and the like."""
-        max_bytes = self._settings.max_body_bytes
-        announced = headers.get("content-length", "")
-        if announced.isdecimal() and int(announced) > max_bytes:
-            raise _too_large(max_bytes)
-        body = bytearray()
-        pace, begun = self._settings.body_pace, asyncio.get_running_loop().time()
-        with self._arriving(held.account):
-            try:
-                async with asyncio.timeout_at(begun + min(pace.grace_s, pace.most_s)) as patience:
-                    while True:
-                        message = await receive()
-                        if message["type"] == "http.disconnect":
-                            raise ClientLeft
-                        came = message.get("body", b"")
-                        if len(body) + len(came) > max_bytes:
-                            raise _too_large(max_bytes)
-                        held.take(len(came))
-                        body += came
-                        if not message.get("more_body", False):
-                            return body
-                        earned_s = pace.grace_s + len(body) / pace.bytes_per_s
-                        patience.reschedule(begun + min(earned_s, pace.most_s))
-            except TimeoutError:
-                raise SlowBodyError(
-                    f"The request body came too slowly: {len(body):,} bytes in "
-                    f"{asyncio.get_running_loop().time() - begun:.0f} s; {pace.bytes_per_s:,} bytes a second are asked "
-                    f"for after {pace.grace_s:g} s, and all of it within {pace.most_s:g} s."
-                ) from None
-
-    @contextmanager
-    def _arriving(self, account: str) -> Iterator[None]:
-        """A place among the bodies that are arriving, of which no account gets all."""
-        arriving = self._pipeline.arriving
-        try:
-            arriving.take(account, 1)
-        except NoRoom:
-            raise BusyError("as many request bodies are arriving as may; try again later", code="bodies_full") from None
-        except OverShare:
-            raise KeyLimitError(
-                f"{arriving.held_by(account)} request bodies of this account are arriving, which is its share; "
-                "try again later"
-            ) from None
-        try:
-            yield
-        finally:
-            arriving.give_back(account, 1)
-
 
 def _let_go(error: BaseException | None) -> None:
     """Free what the frames that raised `error` held: 32 MiB of media may be among it, and tasks that failed in a group
@@ -222,10 +181,6 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
-
-
-def _too_large(max_bytes: int) -> PayloadTooLargeError:
-    return PayloadTooLargeError(f"The request body is larger than {max_bytes:,} bytes.", code="body_too_large")
 
 
 @dataclass(frozen=True)

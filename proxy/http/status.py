@@ -95,11 +95,11 @@ class Readiness:
 def _how(kind: str, live: frozenset[Role], layout: frozenset[Role]) -> str:
     """The paths on which requests of a kind are served now; "" where there is none."""
     ways = paths(live, multimodal=kind != TEXT)
-    words = ", ".join(path.name for path in ways)
+    names = ", ".join(path.name for path in ways)
     apart = kind != TEXT and Role.E in layout and Role.E not in live
-    if words and apart and any(path.head in (Role.P, Role.PD) for path in ways):
-        return f"{words} (no encoder is live: prefill encodes)"
-    return words
+    if names and apart and any(path.head in (Role.P, Role.PD) for path in ways):
+        return f"{names} (no encoder is live: prefill encodes)"
+    return names
 
 
 def models(settings: ProxySettings) -> dict[str, Any]:
@@ -113,9 +113,9 @@ def models(settings: ProxySettings) -> dict[str, Any]:
 
 def model(settings: ProxySettings, name: str) -> dict[str, Any]:
     """One entry of the model list. Raises NotFoundError."""
-    for found in models(settings)["data"]:
-        if found["id"] == name:
-            entry: dict[str, Any] = found
+    entries: list[dict[str, Any]] = models(settings)["data"]
+    for entry in entries:
+        if entry["id"] == name:
             return entry
     raise NotFoundError(f"The model `{name}` does not exist.", param="model", code="model_not_found")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_PARTS = 20_000
-"""Of one file that are looked at: a file of nothing but tiny parts must not keep a thread busy for seconds."""
+"""Parts of one file that are looked at: a file of nothing but tiny parts must not keep a thread busy for seconds."""
 
 
 @dataclass(frozen=True)

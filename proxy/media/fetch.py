@@ -14,17 +14,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
-from epd_serve.errors import PayloadTooLargeError, RequestError
+from epd_serve.errors import RequestError
 from proxy.config.domains import DomainRules
-from proxy.config.settings import MediaLimits
-from proxy.errors import BusyError
+from proxy.config.limits import MediaLimits
+from proxy.errors import BusyError, media_too_large
 from proxy.tenants.fair_semaphore import FairSemaphore, TurnTimeout
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 Grow = Callable[[int], None]
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 LOOKUPS = 128
-"""Of names at once. One whose fetch was given up goes on until the system gives it up, and must hold up no other."""
+"""Names that are resolved at a time. One whose fetch was given up goes on until the system gives it up, and must hold
+up no other."""
 _lookups = ThreadPoolExecutor(LOOKUPS, thread_name_prefix="lookup")
 
 
@@ -184,17 +185,13 @@ class UrlFetcher:
         received = bytearray()
         announced = response.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > limit:
-            raise too_large(param, limit)
+            raise media_too_large(param, limit)
         async for chunk in response.aiter_raw():
             if len(received) + len(chunk) > limit:
-                raise too_large(param, limit)
+                raise media_too_large(param, limit)
             grow(len(chunk))
             received += chunk
         return received
-
-
-def too_large(param: str, limit: int) -> PayloadTooLargeError:
-    return PayloadTooLargeError(f"{param}: larger than {limit:,} bytes.", param=param, code="media_too_large")
 
 
 def _unreachable(param: str, what: str) -> RequestError:

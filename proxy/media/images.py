@@ -20,7 +20,7 @@ from proxy.media.clip import MAX_PARTS
 # What Pillow decodes in its own memory-safe loaders; EPS, PDF and the like run interpreters.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_SCANS = 100
-"""Of a JPEG: each goes over all pixels once more. Encoders make about ten."""
+"""Scans of a JPEG: each goes over all pixels once more. Encoders make about ten."""
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 # Our own limit is enforced on the header; Pillow's warning about it is noise.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)

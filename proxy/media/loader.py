@@ -7,7 +7,6 @@ how to judge an image `images.py`'s, how keys are made `store/keys.py`'s.
 from __future__ import annotations
 
 import asyncio
-import binascii
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -16,11 +15,13 @@ from dataclasses import dataclass, replace
 import pybase64
 
 from epd_serve.errors import PayloadTooLargeError, RequestError
-from proxy.config.settings import SCHEMES, ProxySettings
+from proxy.config.limits import SCHEMES
+from proxy.config.settings import ProxySettings
 from proxy.errors import most_telling
 from proxy.fields.parts import MediaRef, Modality
-from proxy.media.clips import frames_asked, inspect_clip
-from proxy.media.fetch import UrlFetcher, too_large
+from proxy.media.containers import inspect_clip, requested_frames
+from proxy.media.data_url import MAX_HEAD, base64_bytes, read_base64, read_data_url
+from proxy.media.fetch import UrlFetcher
 from proxy.media.images import inspect_image
 from proxy.media.local_files import read_local
 from proxy.request.parse import ParsedRequest
@@ -31,7 +32,6 @@ from store.errors import StoreError
 from store.keys import feature_key
 
 MAX_SCHEME = 16  # characters looked at: the rest may be megabytes
-MAX_HEAD = 256  # of a data URL, to its comma
 TOGETHER_BYTES = 256 << 10
 """Small items share a thread's turn up to so much: a turn costs as much as a small image. A large one has its own, so
 that other requests come in between."""
@@ -89,12 +89,12 @@ class MediaLoader:
             self._check_scheme(ref)
         options = request.processor_options
         videos = any(ref.modality is Modality.VIDEO for ref in refs)
-        frames = frames_asked(options, self._limits.max_frames) if videos else 0
+        frames = requested_frames(options, self._limits.max_frames) if videos else 0
         total = _Total(self._limits.max_total_bytes)
         fetched = await self._fetched([ref for ref in refs if _scheme(ref) in ("http", "https")], total, held)
 
         def item(ref: MediaRef) -> LoadedItem:
-            """In a thread."""
+            """Loads one item, in a thread."""
             mime, data, inlined = self._bytes_of(ref, fetched)
             return self._item(ref, mime, data, inlined, frames, options, tenant)
 
@@ -164,10 +164,10 @@ class MediaLoader:
         """What loading an item takes at most beside what is held of it: its bytes, and as many in base64 as stay."""
         if ref.param in fetched:
             own = len(fetched[ref.param])
-            return own + _base64_bytes(own)
+            return own + base64_bytes(own)
         if ref.key == "input_audio" or _scheme(ref) == "data":
             return len(ref.source) + len(ref.source) * 3 // 4 + MAX_HEAD
-        return self._limits.max_bytes + _base64_bytes(self._limits.max_bytes)
+        return self._limits.max_bytes + base64_bytes(self._limits.max_bytes)
 
     def _bytes_of(self, ref: MediaRef, fetched: Mapping[str, bytearray]) -> tuple[str, bytes, memoryview | None]:
         """(MIME type, bytes, their base64 where the client sent it) of one item."""
@@ -175,9 +175,9 @@ class MediaLoader:
         if ref.param in fetched:
             return mime, bytes(fetched[ref.param]), None
         if ref.key == "input_audio":
-            return mime, *_base64(memoryview(_ascii(ref.source, ref.param)), ref.param, limit)
+            return mime, *read_base64(ref.source, ref.param, limit)
         if _scheme(ref) == "data":
-            return _data_url(ref.source, ref.param, mime, limit)
+            return read_data_url(ref.source, ref.param, mime, limit)
         data = read_local(ref.source, root=self._limits.allowed_local_root, max_bytes=limit, param=ref.param)
         return mime, data, None
 
@@ -260,48 +260,9 @@ class _Total:
 
 
 def source_bytes(refs: Iterable[MediaRef]) -> int:
-    """Of the media that stand in the body itself, as the client wrote them."""
+    """Returns how many bytes the media in the body itself take, as the client wrote them."""
     return sum(len(ref.source) for ref in refs)
 
 
 def _scheme(ref: MediaRef) -> str:
     return "" if ref.key == "input_audio" else ref.source[:MAX_SCHEME].partition(":")[0].lower()
-
-
-def _data_url(url: str, param: str, default_mime: str, max_bytes: int) -> tuple[str, bytes, memoryview]:
-    head, comma, _ = url[:MAX_HEAD].partition(",")
-    mime, *attributes = head[len("data:") :].split(";")
-    if not comma or "base64" not in (attribute.strip().lower() for attribute in attributes):
-        raise RequestError(
-            f"{param}: a data URL must read data:<type>;base64,<data>.", param=param, code="invalid_data_url"
-        )
-    plain = mime.replace("-", "").replace("+", "").replace(".", "").split("/")
-    if not mime.isascii() or not all(part.isalnum() for part in plain):
-        mime = ""  # would otherwise be copied into the URL that the stages parse
-    payload = memoryview(_ascii(url, param))[len(head) + 1 :]  # of characters: a head that is not ASCII was refused
-    return mime or default_mime, *_base64(payload, param, max_bytes)
-
-
-def _ascii(text: str, param: str) -> bytes:
-    try:
-        return text.encode("ascii")
-    except UnicodeEncodeError:
-        raise _invalid_base64(param, "characters that are not ASCII") from None
-
-
-def _base64(payload: memoryview, param: str, max_bytes: int) -> tuple[bytes, memoryview]:
-    """What `payload` says, and `payload`. As strict as vLLM, which reads it with the same library."""
-    if len(payload) * 3 // 4 > max_bytes + 2:
-        raise too_large(param, max_bytes)
-    try:
-        return pybase64.b64decode(payload, validate=True), payload
-    except (binascii.Error, ValueError) as error:
-        raise _invalid_base64(param, str(error)) from None
-
-
-def _invalid_base64(param: str, what: str) -> RequestError:
-    return RequestError(f"{param}: invalid base64 ({what}).", param=param, code="invalid_base64")
-
-
-def _base64_bytes(size_bytes: int) -> int:
-    return -(-size_bytes // 3) * 4 + MAX_HEAD

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from epd_serve.errors import RequestError
-from proxy.media.fetch import too_large
+from proxy.errors import media_too_large
 
 
 def read_local(url: str, *, root: Path | None, max_bytes: int, param: str) -> bytes:
@@ -42,5 +42,5 @@ def read_local(url: str, *, root: Path | None, max_bytes: int, param: str) -> by
     finally:
         os.close(descriptor)
     if len(data) > max_bytes:
-        raise too_large(param, max_bytes)
+        raise media_too_large(param, max_bytes)
     return data

@@ -12,7 +12,7 @@ FIRST_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide")
 HOLDERS = frozenset({b"moov", b"trak", b"mdia", b"minf", b"stbl", b"mvex"})
 MAX_DEPTH = 8
 MAX_ENTRIES = 200_000
-"""Of a table of durations: one each for the frames of the longest clip at a varying rate."""
+"""Entries of a table of durations: one each for the frames of the longest clip at a varying rate."""
 
 Span = tuple[int, int]
 

@@ -1,7 +1,7 @@
 """The KV links of the layout as their senders report them, and what their counters say of each. Pure.
 
 The figures are means since the start of the sending worker. Rates over a time are for whoever
-reads the counters twice (`proxy/registry/kv_metrics.py`).
+reads the counters twice (`proxy/registry/stage_metrics.py`).
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ class Ledger(Protocol):
         """One that this process acquired has ended, with the weight it was acquired with."""
 
     def tallies(self, incarnation_id: IncarnationId) -> Mapping[Work, Tally]:
-        """Of all processes that share this ledger; every `Work` is in it. Unknown incarnations have held nothing."""
+        """Returns the counts of all processes that share this ledger; every `Work` is in it. Unknown incarnations have
+        held nothing."""
 
     def forget(self, incarnation_id: IncarnationId) -> None:
         """Nothing is held of `incarnation_id` any more, by anybody, and this process will not acquire there again."""

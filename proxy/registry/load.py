@@ -35,8 +35,8 @@ class Acquired:
             self._samples[-1] = (step, total)
         else:
             self._samples.append((step, total))
-        kept = int((now - REPORT_LAG_S) / STEP_S)
-        while len(self._samples) > 1 and self._samples[1][0] < kept:
+        oldest_step = int((now - REPORT_LAG_S) / STEP_S)
+        while len(self._samples) > 1 and self._samples[1][0] < oldest_step:
             self._samples.popleft()
 
     def before(self, now: float) -> int:

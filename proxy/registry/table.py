@@ -24,13 +24,11 @@ from epd_serve.wire import KvReport, StageReport, StoreReport
 from proxy.registry.instance_state import InstanceState, InstanceView, Lease, Work
 from proxy.registry.ledger import Ledger, OwnLedger
 from proxy.registry.load import load, reported_rate
+from proxy.registry.silence import SILENCE_S, SilenceWatch
 from proxy.registry.warm_links import GRACE_S, why_cold
 from proxy.routing.policy import Candidate
 
 logger = logging.getLogger(__name__)
-
-SILENCE_S = 5.0
-"""Reports come twice a second. Machines that are short of cores hold them up, but not for as long as this."""
 
 
 class InstanceTable:
@@ -47,15 +45,12 @@ class InstanceTable:
     ) -> None:
         self._link_grace_s = link_grace_s
         self._ledger = ledger if ledger is not None else OwnLedger()
-        self._silence_s = silence_s
-        self._looked_at = 0.0  # when silences were looked for last
-        self._listening_since = 0.0
+        self._silences = SilenceWatch(silence_s)
         self._states: dict[str, InstanceState] = {}
         self._by_role: dict[Role, list[InstanceState]] | None = None
         self._retired: list[IncarnationId] = []
         self._picks = 0
         self._waiters: set[asyncio.Future[None]] = set()
-        self._last_report_at = 0.0  # when anybody reported last
 
     # What the launcher says.
 
@@ -108,7 +103,7 @@ class InstanceTable:
         if state is None or state.instance.incarnation != report.incarnation:
             return
         was_full = state.full
-        state.report, state.reported_at = report, self._note_report()
+        state.report, state.reported_at = report, self._silences.note_report()
         self._end_silence(state)
         if was_full and not state.full:
             self._announce()
@@ -130,12 +125,12 @@ class InstanceTable:
             return
         if state.stage is not None and report.seq <= state.stage.seq:
             return
-        self._note_report()
+        now = self._silences.note_report()
         self._note(state)
-        state.counted = state.acquired.before(self._last_report_at)
-        state.stage, state.stage_reported_at = report, self._last_report_at
+        state.counted = state.acquired.before(now)
+        state.stage, state.stage_reported_at = report, now
         self._end_silence(state)
-        self._find_silent_instances()
+        self._take_out_silent()
 
     def suspend(self, instance_id: str, incarnation: str, suspended: bool) -> None:
         """Have this incarnation picked only where nothing else is there, or again like any other. Past ones are
@@ -179,12 +174,12 @@ class InstanceTable:
         )
 
     def silence_s(self, instance_id: str, incarnation: str) -> float:
-        """For how long this incarnation has reported nothing while others did; 0 for one that never reports. A stage
-        that hangs looks alive for longer than its reports, which come twice a second, stay away."""
+        """Returns for how long this incarnation has reported nothing while others did; 0 for one that never reports. A
+        stage that hangs looks alive for longer than its reports, which come twice a second, stay away."""
         state = self._states.get(instance_id)
-        if state is None or state.instance.incarnation != incarnation or not state.last_report_at:
+        if state is None or state.instance.incarnation != incarnation:
             return 0.0
-        return max(0.0, self._last_report_at - max(state.last_report_at, self._listening_since))
+        return self._silences.silence_s(state)
 
     def is_alive(self, instance_id: str, incarnation: str) -> bool:
         """Whether this incarnation is still there, as far as the launcher has said."""
@@ -221,10 +216,10 @@ class InstanceTable:
                     self._by_role.setdefault(state.instance.role, []).append(state)
         return self._by_role
 
-    def missing(self, wanted: Iterable[Role] = ()) -> tuple[Role, ...]:
+    def missing(self, required: Iterable[Role] = ()) -> tuple[Role, ...]:
         """Roles of the layout (or, without one, of the table) that no live instance has."""
         live = self.live_roles()
-        return tuple(sorted(set(wanted or self.roles()) - live))
+        return tuple(sorted(set(required or self.roles()) - live))
 
     def snapshot(self) -> tuple[InstanceView, ...]:
         return tuple(
@@ -270,7 +265,7 @@ class InstanceTable:
             self._set(state, True, "")
 
     def _why_cold(self, state: InstanceState) -> str:
-        """Of the links between this one and the others that are healthy, the first that is not warm."""
+        """Returns the first link between this one and the others that are healthy which is not warm."""
         for other in self._states.values():
             if other is not state and other.healthy_since is not None:
                 for sender, receiver in ((state, other), (other, state)):
@@ -306,25 +301,11 @@ class InstanceTable:
         tallies = self._ledger.tallies(state.instance.incarnation_id).values()
         state.acquired.note(time.monotonic(), sum(tally.acquired_weight for tally in tallies))
 
-    def _note_report(self) -> float:
-        """Somebody reports, now."""
-        now = time.monotonic()
-        if now > self._last_report_at + self._silence_s / 2:
-            self._listening_since = now  # nobody was heard: what is silent is this end, or was
-        self._last_report_at = now
-        return now
-
-    def _find_silent_instances(self) -> None:
-        """Called while somebody reports. An instance that never did is not known to report at all."""
-        if self._last_report_at < self._looked_at + self._silence_s / 10:
-            return
-        self._looked_at = self._last_report_at
-        for state in self._states.values():
-            last_report_at = max(state.last_report_at, self._listening_since)
-            if state.stage is not None and not state.silent and self._last_report_at > last_report_at + self._silence_s:
-                logger.warning("%s has stopped to report", state.instance.id)
-                state.silent = True
-                self._announce()
+    def _take_out_silent(self) -> None:
+        for state in self._silences.newly_silent(self._states.values()):
+            logger.warning("%s has stopped to report", state.instance.id)
+            state.silent = True
+            self._announce()
 
     def _end_silence(self, state: InstanceState) -> None:
         if state.silent:

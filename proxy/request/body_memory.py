@@ -38,7 +38,7 @@ class BodyWeight:
         return 2 * self.width * self.size_bytes + self.structure_bytes
 
     def decoded_bytes(self, media_bytes: int) -> int:
-        """Of what it was decoded to, and of the stages' bodies but for the media.
+        """Returns the bytes of what it was decoded to, and of the stages' bodies but for the media.
 
         Args:
             media_bytes: of the strings in it that are media, which are ASCII.

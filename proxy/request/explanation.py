@@ -12,11 +12,11 @@ from starlette.datastructures import Headers
 
 ASK = "x-epd-explain"
 MAX_STAMPS = 64
-"""Of one request; what is retried for minutes must not make a header that clients refuse."""
+"""Stamps of one request; what is retried for minutes must not make a header that clients refuse."""
 MAX_VALUE_CHARS = 2000
 
 
-def is_asked_for(headers: Headers) -> bool:
+def is_requested(headers: Headers) -> bool:
     """Whether the client wants to be told. Anything but `1`, `true`, `yes` means no."""
     return headers.get(ASK, "").strip().lower() in ("1", "true", "yes")
 
@@ -26,11 +26,11 @@ class Explanation:
 
     Args:
         request_id: the id that the stages know the request by.
-        wanted: the client asked. clock: seconds.
+        enabled: the client asked. clock: seconds.
     """
 
-    def __init__(self, request_id: str, *, wanted: bool, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._wanted = wanted
+    def __init__(self, request_id: str, *, enabled: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._enabled = enabled
         self._clock = clock
         self._begun = clock()
         self._stamps: list[str] = []
@@ -40,22 +40,22 @@ class Explanation:
 
     def stamp(self, name: str) -> None:
         """`name` has happened now. A name may come again when a step is repeated."""
-        if self._wanted and len(self._stamps) < MAX_STAMPS:
+        if self._enabled and len(self._stamps) < MAX_STAMPS:
             self._stamps.append(f"{name}={1000 * (self._clock() - self._begun):.1f}")
 
     def say(self, name: str, value: object) -> None:
         """A fact for the header `x-epd-<name>`; the last one counts. Lower-case words joined by `-`."""
-        if self._wanted:
+        if self._enabled:
             self._facts[name] = str(value)
 
     def encoded_by(self, instance: str) -> None:
         """`instance` has encoded an item of the request."""
-        if self._wanted:
+        if self._enabled:
             self._encoders[instance] = None
 
     def attempted(self, path: str, prefill: str | None, decode: str) -> None:
         """An attempt begins on these instances."""
-        if not self._wanted:
+        if not self._enabled:
             return
         self._attempts += 1
         self.say("attempts", self._attempts)
@@ -66,14 +66,14 @@ class Explanation:
 
     def headers(self) -> dict[str, str]:
         """The response headers so far; none where nobody asked. `x-epd-timing-ms` counts from the arrival."""
-        if not self._wanted:
+        if not self._enabled:
             return {}
         headers = {f"x-epd-{name}": _printable(value) for name, value in self._facts.items()}
         return {**headers, "x-epd-timing-ms": ", ".join(self._stamps)}
 
 
-UNASKED = Explanation("", wanted=False)
-"""For a job that nobody wants explained; it keeps nothing, so all share it."""
+NO_EXPLANATION = Explanation("", enabled=False)
+"""The explanation of a job that nobody wants explained; it keeps nothing, so all share it."""
 
 
 def _printable(value: str) -> str:

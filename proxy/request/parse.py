@@ -1,4 +1,4 @@
-"""From an OpenAI body to a `ParsedRequest`: what the proxy must know, and what it must not let through.
+"""Makes a `ParsedRequest` of an OpenAI body: what the proxy must know, and what it must not let through.
 
 Only fields that are known go on (`proxy/fields/sieve.py`); those that could kill an engine or fetch another tenant's
 feature are refused by name. Checked here are the fields that the proxy acts on; their values otherwise
@@ -23,8 +23,8 @@ from proxy.fields.rules import TEMPLATE_KWARGS_REFUSED
 from proxy.fields.sieve import MEDIA_OPTIONS, Sieve, rules_of
 
 REPETITION_LIMITS = {"max_pattern_size": 64, "min_pattern_size": 64, "min_count": 16}
-"""Of `repetition_detection`, which vLLM's scheduler looks for in Python after every token, all others waiting (0.32,
-`v1/core/sched/utils.py`): at most some 30,000 comparisons."""
+"""Bounds of `repetition_detection`, which vLLM's scheduler looks for in Python after every token, all others waiting
+(0.32, `v1/core/sched/utils.py`): at most some 30,000 comparisons."""
 
 
 class Endpoint(StrEnum):
@@ -158,10 +158,10 @@ def _messages(body: Mapping[str, Any]) -> list[Any]:
 def _check_modalities(media: tuple[MediaRef, ...], settings: ProxySettings) -> None:
     for ref in media:
         if settings.modalities is not None and ref.modality.value not in settings.modalities:
-            taken = ", ".join(sorted(settings.modalities)) or "text only"
+            accepted = ", ".join(sorted(settings.modalities)) or "text only"
             raise RequestError(
                 f"{ref.param}: the model {settings.served_models[0]} does not take {ref.modality.value} (it takes "
-                f"{taken}).",
+                f"{accepted}).",
                 param=ref.param,
                 code="unsupported_modality",
             )

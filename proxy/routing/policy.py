@@ -99,8 +99,8 @@ def cache_affine(candidates: Sequence[Candidate], placement: Placement) -> Candi
 def least_predicted(candidates: Sequence[Candidate], placement: Placement) -> Candidate:
     """The one that will be done with this work first, by load and measured speed. An unknown speed counts as the mean
     of the known ones: who is new gets work, and with it a speed."""
-    known = [candidate.rate for candidate in candidates if candidate.rate > 0]
-    usual = sum(known) / len(known) if known else 1.0
+    known_rates = [candidate.rate for candidate in candidates if candidate.rate > 0]
+    usual = sum(known_rates) / len(known_rates) if known_rates else 1.0
 
     def predicted_s(candidate: Candidate) -> float:
         return (candidate.load + placement.cost) / (candidate.rate or usual)

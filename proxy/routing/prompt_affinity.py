@@ -10,7 +10,7 @@ from typing import Any
 from proxy.fields.parts import MEDIA_KEYS
 
 LEADING_CHARACTERS = 1024
-"""Of a plain prompt, which has no turns to tell apart."""
+"""How much of a plain prompt counts, which has no turns to tell apart."""
 
 
 def prompt_affinity(base: Mapping[str, Any]) -> str:

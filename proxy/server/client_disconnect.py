@@ -18,7 +18,7 @@ Left = Callable[[], None]
 
 
 class ClientDisconnect:
-    """Of one connection with a client.
+    """Says when the client of one connection has left.
 
     Args:
         listen: lets the server read on, without which it does not notice. A large body stops the reading.
@@ -57,7 +57,7 @@ class ClientDisconnect:
 
 
 class DisconnectWatch:
-    """For the time of the context, `left` is called when the client leaves. After the whole body has been received."""
+    """Calls `left` when the client leaves within the context, which begins once the whole body has been received."""
 
     def __init__(self, scope: Scope, receive: Receive, left: Left) -> None:
         self._disconnect: ClientDisconnect | None = scope.get("extensions", {}).get(EXTENSION)

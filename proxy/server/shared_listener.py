@@ -19,7 +19,7 @@ OUT_OF_FILES_S = 1.0
 
 
 class SharedListener:
-    """Between `start` and `stop`, in the running event loop.
+    """Takes connections between `start` and `stop`, in the running event loop.
 
     Args:
         listening: non-blocking; closed by `stop`.
@@ -36,7 +36,7 @@ class SharedListener:
 
     @property
     def connections(self) -> int:
-        """That this process has."""
+        """How many connections this process has."""
         return len(self._held) + len(self._beginning)
 
     def start(self, protocol: Callable[[], asyncio.BaseProtocol], held: Collection[Any]) -> None:

@@ -77,7 +77,7 @@ class Circuits:
         self._tell(call.incarnation_id, circuit)
 
     def _forget(self, incarnation_id: IncarnationId) -> None:
-        """With its circuit goes whoever would end its suspension."""
+        """Forget its circuit, and end the suspension that only the circuit would have ended."""
         del self._circuits[incarnation_id]
         self._table.suspend(*incarnation_id, False)
 

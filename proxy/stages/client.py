@@ -18,12 +18,13 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from epd_serve.errors import DeadlineError, StageError
+from epd_serve.errors import StageError
 from epd_serve.instances import Instance
 from proxy import strict_json
-from proxy.config.settings import Timeouts
+from proxy.config.limits import Timeouts
 from proxy.errors import StageDied, StageUnreachable, stage_answer_error
 from proxy.request.payload import Pieces
+from proxy.stages.deadlines import Content, ReadTimeouts, deadline
 from proxy.stages.sse import WholeEvents
 
 # vLLM's uvicorn closes idle connections after 5 s; reuse must stop well before, or a request meets the close.
@@ -38,16 +39,6 @@ CONTENT_HEADERS = {
     "accept-encoding": "identity",
     "user-agent": "epd-serve",
 }
-
-
-class Content(Protocol):
-    """The body of an answer, as it comes."""
-
-    async def readany(self) -> bytes:
-        """What has come, waiting for some; empty at the end."""
-
-    def at_eof(self) -> bool:
-        """The end has come, and everything has been read."""
 
 
 class Answer(Protocol):
@@ -69,26 +60,6 @@ class Transport(Protocol):
     async def close(self) -> None: ...
 
 
-class deadline:
-    """Bound a wait and name it: DeadlineError when it ran out."""
-
-    def __init__(self, seconds: float, what: str) -> None:
-        self._seconds = seconds
-        self._what = what
-
-    async def __aenter__(self) -> None:
-        self._scope = asyncio.timeout(self._seconds)
-        await self._scope.__aenter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            await self._scope.__aexit__(kind, error, trace)
-        except TimeoutError as late:
-            raise DeadlineError(f"{self._what} took longer than {self._seconds:g} s") from late
-
-
 class StageClient:
     """Posts to stages. Every method raises only errors of `epd_serve.errors` (and CancelledError)."""
 
@@ -96,7 +67,7 @@ class StageClient:
         """`key`: bearer token of the stages; "" where they bind loopback and need none."""
         self._timeouts = timeouts
         self._headers = {**CONTENT_HEADERS, **({"authorization": f"Bearer {key}"} if key else {})}
-        self._given = transport
+        self._injected = transport
         self._opened: Transport | None = None
 
     async def aclose(self) -> None:
@@ -136,7 +107,8 @@ class StageClient:
         *,
         timeout_s: float | None,
     ) -> Mapping[str, msgspec.Raw]:
-        """As `post`, for an answer that is only passed on: its fields, each as the bytes that the stage sent."""
+        """Does as `post` for an answer that is only passed on. Returns its fields, each as the bytes that the stage
+        sent."""
         raw = await self._whole(instance, path, body, headers, timeout_s)
         try:
             return strict_json.fields(raw)
@@ -156,18 +128,19 @@ class StageClient:
         """
         whole = WholeEvents()
         async with self._open(instance, path, body, headers, self._timeouts.first_byte_s) as answer:
-            patience = _ReadTimeouts(answer, self._timeouts.first_byte_s, f"the first token from stage {instance.id}")
+            first = f"the first token from stage {instance.id}"
+            reads = ReadTimeouts(answer.content, answer.close, self._timeouts.first_byte_s, first)
             try:
                 while True:
-                    with _named(instance, patience):
-                        chunk = await patience.readany()
+                    with _named(instance, reads):
+                        chunk = await reads.readany()
                     if not chunk:
                         return
                     if events := whole.feed(chunk):
-                        patience.becomes(self._timeouts.idle_s, f"the next token from stage {instance.id}")
+                        reads.becomes(self._timeouts.idle_s, f"the next token from stage {instance.id}")
                         yield events
             finally:
-                patience.end()
+                reads.end()
                 if whole.done and not answer.content.at_eof():
                     await _rest(answer.content)
 
@@ -207,62 +180,12 @@ class StageClient:
 
     async def _send(self, instance: Instance, path: str, body: bytes | Pieces, headers: Mapping[str, str]) -> Answer:
         if self._opened is None:  # not before there is an event loop
-            self._opened = self._given or _session(self._timeouts.connect_s)
+            self._opened = self._injected or _session(self._timeouts.connect_s)
         data = io.BytesIO(body) if isinstance(body, bytes) and len(body) > ONE_GO_BYTES else body
         with _named(instance):
             return await self._opened.post(
                 _url(instance.url, path), data=data, headers={**self._headers, **headers}, allow_redirects=False
             )
-
-
-class _ReadTimeouts:
-    """Bounds each wait for a stream's next bytes. One timer for all of them, put off when it fires early: a timer per
-    token would cost more than the token. Runs out by closing the answer, which ends the wait."""
-
-    def __init__(self, answer: Answer, limit_s: float, what: str) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._answer = answer
-        self._content = answer.content
-        self._waiting_since: float | None = None
-        self._late: DeadlineError | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._limit_s = 0.0
-        self.becomes(limit_s, what)
-
-    def becomes(self, limit_s: float, what: str) -> None:
-        """Another limit from now on."""
-        if limit_s != self._limit_s:
-            self._limit_s, self._what = limit_s, what
-            self.end()
-            self._timer = self._loop.call_later(limit_s, self._look)
-
-    async def readany(self) -> bytes:
-        """Raises DeadlineError, or whatever the transport raises."""
-        self._waiting_since = self._loop.time()
-        try:
-            chunk = await self._content.readany()
-        finally:
-            self._waiting_since = None
-        if self._late is not None:
-            raise self._late
-        return chunk
-
-    @property
-    def late(self) -> DeadlineError | None:
-        return self._late
-
-    def end(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _look(self) -> None:
-        now = self._loop.time()
-        due = (now if self._waiting_since is None else self._waiting_since) + self._limit_s
-        if due > now:
-            self._timer = self._loop.call_at(due, self._look)
-            return
-        self._late = DeadlineError(f"{self._what} took longer than {self._limit_s:g} s")
-        self._answer.close()
 
 
 def _session(connect_s: float) -> Transport:
@@ -292,11 +215,11 @@ def _url(base: str, path: str) -> URL:
 class _named:
     """Gives the transport's errors our names, within its context. Entered several times per request."""
 
-    __slots__ = ("_instance", "_patience")
+    __slots__ = ("_instance", "_reads")
 
-    def __init__(self, instance: Instance, patience: _ReadTimeouts | None = None) -> None:
+    def __init__(self, instance: Instance, reads: ReadTimeouts | None = None) -> None:
         self._instance = instance
-        self._patience = patience
+        self._reads = reads
 
     def __enter__(self) -> None: ...
 
@@ -309,6 +232,6 @@ class _named:
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
             raise StageUnreachable(f"stage {name} cannot be reached", stage=name) from error
         if isinstance(error, aiohttp.ClientError | OSError):
-            if self._patience is not None and self._patience.late is not None:
-                raise self._patience.late from error
+            if self._reads is not None and self._reads.late is not None:
+                raise self._reads.late from error
             raise StageDied(f"stage {name} broke its connection ({type(error).__name__})", stage=name) from error

@@ -23,7 +23,7 @@ CHARACTERS_PER_TOKEN = 4
 PROMPT_FIELDS = ("messages", "tools", "prompt", "input", "instructions")
 
 MAX_LEVELS = 500
-"""Of nesting within a prompt. Stages walk it by recursion, of which Python allows a thousand calls."""
+"""Levels of nesting within a prompt. Stages walk it by recursion, of which Python allows a thousand calls."""
 
 
 def item_tokens(item: LoadedItem) -> float:
@@ -45,7 +45,8 @@ def prompt_tokens(request: ParsedRequest, items: Sequence[LoadedItem] = ()) -> f
 
 
 def _text_tokens(values: list[Any]) -> float:
-    """Of all text within these. A list of numbers is one of token ids. Media are left out: their data is no text."""
+    """Returns the tokens of all text within these. A list of numbers is one of token ids. Media are left out: their
+    data is no text."""
     characters = tokens = levels = 0
     while values:
         levels += 1

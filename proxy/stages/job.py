@@ -11,7 +11,7 @@ from msgspec import Struct
 from proxy.admission.gate import Pass
 from proxy.media.loader import LoadedItem
 from proxy.registry.feature_directory import Metadata
-from proxy.request.explanation import UNASKED, Explanation
+from proxy.request.explanation import NO_EXPLANATION, Explanation
 from proxy.request.parse import ParsedRequest
 from proxy.stages.suspects import Trial
 
@@ -54,7 +54,7 @@ class Job(Struct, frozen=True):
     passed: Pass
     trial: Trial
     features: Features | None = None
-    explanation: Explanation = UNASKED
+    explanation: Explanation = NO_EXPLANATION
 
     @property
     def headers(self) -> dict[str, str]:

@@ -6,7 +6,7 @@ Pure: time comes in.
 
 from __future__ import annotations
 
-from proxy.config.settings import RetryLimits
+from proxy.config.limits import RetryLimits
 
 
 class RetryBudget:

@@ -33,7 +33,7 @@ import xxhash
 
 from epd_serve.errors import StageError
 from epd_serve.instances import IncarnationId
-from proxy.config.settings import PoisonLimits
+from proxy.config.limits import PoisonLimits
 from proxy.errors import PoisonousRequest
 from proxy.metrics import Metrics
 
@@ -68,7 +68,7 @@ class _Record:
 
 
 class Suspects:
-    """Of one process, in its event loop.
+    """The suspected bodies of one process, in its event loop.
 
     Args:
         wait_s: how long the one on trial may wait for an instance, and so the others for it.
@@ -88,7 +88,7 @@ class Suspects:
         metrics.suspects.labels("refused").set_function(lambda: self._count(lambda record: record.refused_until > 0))
 
     def trial(self, body: bytes | bytearray) -> Trial:
-        """Of a request with this body."""
+        """Returns the trial of a request with this body."""
         return Trial(self, xxhash.xxh3_128_digest(body, seed=self._salt))
 
     # --- what trials ask and say --------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class Trial:
 
     @asynccontextmanager
     async def turn(self, before_waiting: Callable[[], None]) -> AsyncIterator[None]:
-        """For one attempt, of several tasks too: wait until no other suspect is on trial, if this is one.
+        """Enter for one attempt, from several tasks too: waits until no other suspect is on trial, if this is one.
 
         Args:
             before_waiting: gives back what others would have to wait for meanwhile.

@@ -19,7 +19,7 @@ class TurnTimeout(Exception):
 
 
 class FairSemaphore:
-    """In one event loop.
+    """A semaphore whose places accounts get in turns. For one event loop.
 
     Args:
         places: at once. spare: keep some free for accounts that have none.

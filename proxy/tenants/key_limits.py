@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from epd_serve.errors import OverloadedError
-from proxy.config.settings import KeyLimits
+from proxy.config.limits import KeyLimits
 
 PRUNE_FROM = 1024
 UNLIMITED = nullcontext()

@@ -81,7 +81,7 @@ class MemoryReservation:
 
 
 class MemoryBudget:
-    """In one event loop."""
+    """The bytes that one process may hold, for one event loop."""
 
     def __init__(self, limit_bytes: int, *, apart: bool) -> None:
         """`apart`: accounts are told apart, so that none of them gets everything (`proxy/tenants/fair_share.py`)."""
@@ -89,9 +89,9 @@ class MemoryBudget:
 
     @property
     def held_bytes(self) -> int:
-        """By all requests, now."""
+        """Bytes that all requests hold now."""
         return self._share.held
 
     def request(self, account: str) -> MemoryReservation:
-        """For a request of `account` of which nothing has come yet."""
+        """Returns the empty reservation of a request of `account`."""
         return MemoryReservation(self._share, account)

@@ -21,9 +21,7 @@ from epd_serve.wire import Announcement, KvReport, StageReport, StoreReport
 from proxy.background import Background
 from proxy.errors import most_telling
 from proxy.registry.announcements import Announcements
-from proxy.registry.kv_metrics import KvMetrics
-from proxy.registry.stage_metrics import StageMetrics
-from proxy.registry.store_metrics import StoreMetrics
+from proxy.registry.stage_metrics import register_stage_metrics
 from proxy.workers.metrics_aggregation import exposition, lasting, own_counts, summed
 from proxy.workers.roster import ParentTable
 from proxy.workers.wire import (
@@ -113,8 +111,7 @@ class WorkerHub:
         self._leaving = self._draining = False
         self._drained = asyncio.Event()
         self._registry = CollectorRegistry()
-        for collector in (StoreMetrics(table), StageMetrics(table), KvMetrics(table)):
-            self._registry.register(collector)
+        register_stage_metrics(self._registry, table)
         self._announcements = Announcements(table, self._on_announcement, background)
         table.on_change = background.changed = self._roster_changed
 

@@ -23,12 +23,12 @@ class ParentTable(InstanceTable):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._rows_told: dict[str, tuple[Instance, bool, str]] = {}
+        self._published: dict[str, tuple[Instance, bool, str]] = {}
         self.on_change: Callable[[], None] = lambda: None
 
     def apply(self, instance: Instance, *, up: bool = True) -> None:
         super().apply(instance, up=up)
-        row = self._rows_told.get(instance.id)
+        row = self._published.get(instance.id)
         if row is not None and row[0].incarnation == instance.incarnation:
             self._tell(instance, *row[1:])
         else:
@@ -36,17 +36,17 @@ class ParentTable(InstanceTable):
 
     def mark_up(self, instance_id: str) -> None:
         super().mark_up(instance_id)
-        self._tell(self._rows_told[instance_id][0], True, "")
+        self._tell(self._published[instance_id][0], True, "")
 
     def mark_down(self, instance_id: str, reason: str, *, incarnation: str | None = None) -> None:
         super().mark_down(instance_id, reason, incarnation=incarnation)
-        instance = self._rows_told[instance_id][0]
+        instance = self._published[instance_id][0]
         if incarnation is None or incarnation == instance.incarnation:
             self._tell(instance, False, reason)
 
     def remove(self, instance_id: str) -> None:
         super().remove(instance_id)
-        del self._rows_told[instance_id]
+        del self._published[instance_id]
         self.on_change()
 
     def rows(self) -> tuple[Row, ...]:
@@ -54,13 +54,13 @@ class ParentTable(InstanceTable):
         served = {view.instance.id for view in self.snapshot() if view.up}
         return tuple(
             Row(instance, healthy, reason, served=instance.id in served)
-            for instance, healthy, reason in self._rows_told.values()
+            for instance, healthy, reason in self._published.values()
         )
 
     def _tell(self, instance: Instance, healthy: bool, reason: str) -> None:
         row = (instance, healthy, reason)
-        if self._rows_told.get(instance.id) != row:  # a poller repeats itself every second
-            self._rows_told[instance.id] = row
+        if self._published.get(instance.id) != row:  # a poller repeats itself every second
+            self._published[instance.id] = row
             self.on_change()
 
 
@@ -72,7 +72,8 @@ class WorkerRoster:
         self._rows: dict[str, Row] = {}
 
     def take_in(self, rows: Iterable[Row]) -> None:
-        """In the worker's event loop. An instance that is new here and serves elsewhere serves here at once."""
+        """Takes in the latest roster, in the worker's event loop. An instance that is new here and serves elsewhere
+        serves here at once."""
         now = {row.instance.id: row for row in rows}
         for gone in self._rows.keys() - now.keys():
             self._table.remove(gone)

@@ -75,7 +75,7 @@ class SharedCounters:
         return cell - 1 if cell else None
 
     def least_connections(self, but: int) -> int | None:
-        """Of the process that has fewest among those that take any, without that of row `but`; None without others."""
+        """Returns the fewest that any process takes but that of row `but`; None without others."""
         others = (self.connections(row) for row in range(self.rows) if row != but)
         return min((connections for connections in others if connections is not None), default=None)
 
@@ -89,7 +89,7 @@ class SharedCounters:
         return self._cells[at : at + self.counts].tolist()
 
     def add(self, row: int, slot: int, count: int, by: int) -> None:
-        """Only the row's own process may."""
+        """Counts up. Only the row's own process may."""
         self._cells[self._counts_at(row, slot) + count] += by
 
     def write(self, row: int, slot: int, counts: Sequence[int]) -> None:

@@ -93,7 +93,7 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
 
 
 class TotalReply(msgspec.Struct, tag=True, frozen=True):
-    """To a worker's `TotalQuery` of that number: of all workers together."""
+    """Answers a worker's `TotalQuery` of that number with the counts of all workers together."""
 
     number: int
     counts: list[Family]

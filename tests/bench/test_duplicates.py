@@ -14,7 +14,7 @@ from bench.duplicates import encoders, recomputes
 from bench.served import Served, Stage
 from deploy.alone import read_stages_file
 from epd_serve.wire import StoreReport
-from proxy.registry.store_metrics import StoreMetrics
+from proxy.registry.stage_metrics import StoreMetrics
 
 
 def test_encodes_are_counted_from_the_round_s_beginning(tmp_path):

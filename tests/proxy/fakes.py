@@ -21,7 +21,8 @@ from starlette.types import Receive, Scope, Send
 
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
-from proxy.config.settings import MediaLimits, ModelIdentity, ProxySettings, Timeouts
+from proxy.config.limits import MediaLimits, Timeouts
+from proxy.config.settings import ModelIdentity, ProxySettings
 from proxy.http.app import create_app
 from proxy.pipeline import Pipeline
 from proxy.registry.table import InstanceTable

@@ -46,8 +46,8 @@ def fuzz_by_document(url: str, name: str, examples: int) -> None:
     """Requests of one operation of the server's own document, as it allows them, and as it does not."""
     import schemathesis
 
-    told = httpx.get(f"{url}/openapi.json", headers=KEY, timeout=TIMEOUT_S, trust_env=False)
-    schema = schemathesis.openapi.from_dict(told.json())
+    document = httpx.get(f"{url}/openapi.json", headers=KEY, timeout=TIMEOUT_S, trust_env=False)
+    schema = schemathesis.openapi.from_dict(document.json())
     (operation,) = (one.ok() for one in schema.get_all_operations() if one.ok().definition.raw["operationId"] == name)
     for mode in schemathesis.GenerationMode:
         _fuzz_operation(operation, mode, url, examples)

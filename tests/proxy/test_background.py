@@ -104,7 +104,7 @@ async def test_a_look_at_silent_stages_that_fails_is_not_the_last_one(monkeypatc
             await held.wait()
 
         c["PD0"].usual = slow  # type: ignore[assignment]
-        asked = asyncio.create_task(c.ask())
+        requests = asyncio.create_task(c.ask())
         await until(lambda: looks >= 3)
-        asked.cancel()
+        requests.cancel()
         held.set()

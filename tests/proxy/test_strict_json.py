@@ -28,10 +28,10 @@ def test_what_goes_in_comes_out(value: object) -> None:
 @given(st.binary(max_size=40) | st.text(alphabet='{}[]",:0123456789.eE+-tfn \\u', max_size=20).map(str.encode))
 def test_nothing_is_taken_that_the_standard_library_refuses(raw: bytes) -> None:
     try:
-        found = strict_json.decode(raw)
+        decoded = strict_json.decode(raw)
     except (ValueError, RecursionError):
         return
-    assert found == json.loads(raw)
+    assert decoded == json.loads(raw)
 
 
 @pytest.mark.parametrize("raw", [b"NaN", b"[Infinity]", b"-1e999", b"9" * 5000, b"{", b'{"a":1}x', b"\xff", b""])
@@ -57,10 +57,10 @@ def test_of_a_name_that_comes_twice_the_last_one_counts() -> None:
 
 
 def test_fields_are_passed_on_as_they_came() -> None:
-    found = dict(strict_json.fields(b'{"b" : 1.50 , "a":{"x":[1, 2]},"gone":0}'))
-    del found["gone"]
-    assert strict_json.encode(found) == b'{"b":1.50,"a":{"x":[1, 2]}}'
-    assert strict_json.encode({**found, "lone": "\ud800"}) == b'{"b":1.5,"a":{"x":[1,2]},"lone":"\\ud800"}'
+    decoded = dict(strict_json.fields(b'{"b" : 1.50 , "a":{"x":[1, 2]},"gone":0}'))
+    del decoded["gone"]
+    assert strict_json.encode(decoded) == b'{"b":1.50,"a":{"x":[1, 2]}}'
+    assert strict_json.encode({**decoded, "lone": "\ud800"}) == b'{"b":1.5,"a":{"x":[1,2]},"lone":"\\ud800"}'
     for raw in (b"[1]", b"1", b"{", b""):
         with pytest.raises(ValueError):
             strict_json.fields(raw)

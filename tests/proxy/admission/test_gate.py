@@ -11,8 +11,9 @@ import pytest
 
 from epd_serve.errors import ConfigError
 from proxy.admission.gate import Gate
-from proxy.admission.queue import Capacity, Kind
-from proxy.config.settings import Admission, ProxySettings
+from proxy.admission.ticket import Capacity, Kind
+from proxy.config.limits import AdmissionLimits
+from proxy.config.settings import ProxySettings
 from proxy.metrics import Metrics
 from proxy.request.parse import Endpoint
 from tests.proxy.fakes import (
@@ -34,7 +35,7 @@ from tests.proxy.fakes import (
 from tests.waiting import PATIENCE_S
 
 CHAT = Endpoint.CHAT.value
-ONE = Admission(sequences_per_instance=1, encodes_per_instance=1)
+ONE = AdmissionLimits(sequences_per_instance=1, encodes_per_instance=1)
 
 
 def narrow(**changes: Any) -> ProxySettings:
@@ -61,15 +62,15 @@ async def test_text_overtakes_images_that_wait() -> None:
     async with cluster("EPD0", config=narrow()) as c:
         released = asyncio.Event()
         c["EPD0"].script.append(once(released, answer))
-        asked = [asyncio.create_task(c.client.post(CHAT, json=text_body(user="first")))]
+        requests = [asyncio.create_task(c.client.post(CHAT, json=text_body(user="first")))]
         await c["EPD0"].until(lambda stage: stage.active == 1)
-        asked.append(asyncio.create_task(c.client.post(CHAT, json=image_body(user="image"))))
+        requests.append(asyncio.create_task(c.client.post(CHAT, json=image_body(user="image"))))
         await until_waiting(c, Kind.MEDIA, 1)
-        asked.append(asyncio.create_task(c.client.post(CHAT, json=text_body(user="text"))))
+        requests.append(asyncio.create_task(c.client.post(CHAT, json=text_body(user="text"))))
         await until_waiting(c, Kind.TEXT, 1)
         assert c.metric("epd_proxy_queue_waiting", kind="media") == 1
         released.set()
-        assert {(await one).status_code for one in asked} == {200}
+        assert {(await one).status_code for one in requests} == {200}
         assert [call.body["user"] for call in c["EPD0"].calls] == ["first", "text", "image"]
         await c.idle()
         assert c.metric("epd_proxy_queue_seconds_count", kind="text", line="serve") == 2
@@ -79,16 +80,16 @@ async def test_a_full_line_is_a_429_that_says_when_to_come_back() -> None:
     async with cluster("PD0", config=narrow(text_queue=1)) as c:
         released = asyncio.Event()
         c["PD0"].script.append(once(released, answer))
-        asked = [asyncio.create_task(c.client.post(CHAT, json=text_body()))]
+        requests = [asyncio.create_task(c.client.post(CHAT, json=text_body()))]
         await c["PD0"].until(lambda stage: stage.active == 1)
-        asked.append(asyncio.create_task(c.client.post(CHAT, json=text_body())))
+        requests.append(asyncio.create_task(c.client.post(CHAT, json=text_body())))
         await until_waiting(c, Kind.TEXT, 1)
         refused = await c.client.post(CHAT, json=text_body())
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["code"] == "overloaded"
         assert c.metric("epd_proxy_refused_total", reason="queue_full") == 1
         released.set()
-        assert [(await one).status_code for one in asked] == [200, 200]
+        assert [(await one).status_code for one in requests] == [200, 200]
 
 
 async def test_nobody_waits_for_ever() -> None:
@@ -128,14 +129,14 @@ async def test_an_encoder_takes_no_more_requests_than_it_may() -> None:
         released = asyncio.Event()
         c["E0"].script.append(once(released, encodes()))
         c["E0"].usual = encodes()
-        asked = [asyncio.create_task(c.client.post(CHAT, json=image_body()))]
+        requests = [asyncio.create_task(c.client.post(CHAT, json=image_body()))]
         await c["E0"].until(lambda stage: stage.active == 1)
-        asked.append(asyncio.create_task(c.ask(data_url(image_file(color="blue")))))
+        requests.append(asyncio.create_task(c.ask(data_url(image_file(color="blue")))))
         await until_waiting(c, Kind.MEDIA, 1)
         assert (await c.client.post(CHAT, json=text_body())).status_code == 200, "text waits for no encoder"
         assert c.metric("epd_proxy_queue_encoding") == 1
         released.set()
-        assert [(await one).status_code for one in asked] == [200, 200]
+        assert [(await one).status_code for one in requests] == [200, 200]
         await c.idle()
         assert c.metric("epd_proxy_queue_encoding") == 0
 
@@ -147,17 +148,17 @@ async def test_one_that_waits_for_another_s_encoding_does_not_keep_it_from_encod
         released, second = asyncio.Event(), asyncio.Event()
         c["E0"].script.extend([once(released, encodes()), once(second, encodes())])
         c["E0"].usual = encodes()
-        asked = [asyncio.create_task(c.ask(data_url(image_file(color="green"))))]
+        requests = [asyncio.create_task(c.ask(data_url(image_file(color="green"))))]
         await c["E0"].until(lambda stage: stage.active == 1)
-        asked.append(asyncio.create_task(c.ask(shared, priority=3)))  # B, in no hurry
+        requests.append(asyncio.create_task(c.ask(shared, priority=3)))  # B, in no hurry
         await until_waiting(c, Kind.MEDIA, 1)
-        asked.append(asyncio.create_task(c.ask(own, shared)))  # A
+        requests.append(asyncio.create_task(c.ask(own, shared)))  # A
         await until_waiting(c, Kind.MEDIA, 2)
         released.set()
         await c["E0"].until(lambda stage: len(stage.calls) == 2)
         assert len(c["E0"].keys[1]) == 1, "A's own image"
         second.set()
-        assert [(await one).status_code for one in asked] == [200, 200, 200]
+        assert [(await one).status_code for one in requests] == [200, 200, 200]
         await c.idle()
         assert c.pipeline.gate.queue.encoding == 0
 
@@ -172,19 +173,19 @@ async def test_one_that_is_to_be_encoded_after_all_holds_no_place_that_its_encod
         c["EPD0"].script.append(once(released, breaks))
         c["E0"].script.append(once(encoded, encodes()))
         c["E0"].usual = encodes()
-        asked = [asyncio.create_task(c.ask(n=2))]  # A
+        requests = [asyncio.create_task(c.ask(n=2))]  # A
         await c["EPD0"].until(lambda stage: stage.active == 1)
         for name in ("E0", "P0", "D0"):
             c.table.mark_up(name)
-        asked.append(asyncio.create_task(c.ask(data_url(image_file(color="blue")))))  # C
+        requests.append(asyncio.create_task(c.ask(data_url(image_file(color="blue")))))  # C
         await c["E0"].until(lambda stage: stage.active == 1)
-        asked.append(asyncio.create_task(c.ask()))  # B
+        requests.append(asyncio.create_task(c.ask()))  # B
         await until_waiting(c, Kind.MEDIA, 1)
         encoded.set()
         await c["E0"].until(lambda stage: stage.active == 0)
         c.table.mark_down("EPD0", "gone")
         released.set()
-        assert [(await one).status_code for one in asked] == [200, 200, 200]
+        assert [(await one).status_code for one in requests] == [200, 200, 200]
         await c.idle()
         assert sorted(map(len, c["E0"].keys)) == [1, 1], "A and B share one encoding"
         queue = c.pipeline.gate.queue
@@ -214,10 +215,10 @@ async def test_what_others_have_encoded_waits_for_no_encoder() -> None:
     async with cluster("E0", "PD0", config=narrow()) as c:
         released = asyncio.Event()
         c["E0"].script.append(once(released, encodes()))
-        asked = [asyncio.create_task(c.ask()) for _ in range(4)]
+        requests = [asyncio.create_task(c.ask()) for _ in range(4)]
         await c.until_metric("epd_proxy_encode_coalesced_total", 3)
         released.set()
-        assert {(await one).status_code for one in asked} == {200}
+        assert {(await one).status_code for one in requests} == {200}
         assert len(c["E0"].calls) == 1
 
 
@@ -238,19 +239,19 @@ async def test_who_stops_waiting_is_not_called_while_the_rest_of_the_request_is_
 
 @pytest.mark.parametrize("single", [False, True])
 async def test_stages_are_told_priorities_where_they_heed_them(single: bool) -> None:
-    config = settings(stage_priorities=True, admission=Admission(single_queue=single))
+    config = settings(stage_priorities=True, admission=AdmissionLimits(single_queue=single))
     async with cluster("E0", "P0", "D0", config=config) as c:
         c["E0"].usual = encodes()
         await c.client.post(CHAT, json=image_body())
         await c.client.post(CHAT, json=text_body())
         await c.client.post(CHAT, json=text_body(priority=10))
         await c.idle()
-        said = [[call.body.get("priority") for call in c[name].calls] for name in ("P0", "D0")]
-        assert said[0] == said[1], "both stages of a request order it alike"
+        priorities = [[call.body.get("priority") for call in c[name].calls] for name in ("P0", "D0")]
+        assert priorities[0] == priorities[1], "both stages of a request order it alike"
         if single:
-            assert said[0] == [None, None, None]
+            assert priorities[0] == [None, None, None]
         else:
-            image, text, patient = said[0]
+            image, text, patient = priorities[0]
             assert text - 5000 < image, "an image yields to text that comes up to 5 s later"
             assert patient > text + 40_000
         assert "priority" not in c["E0"].calls[0].body
@@ -267,7 +268,7 @@ async def test_a_priority_is_kept_from_stages_that_would_refuse_it_and_bad_ones_
 
 async def test_nothing_is_left_in_the_lines_whatever_happened() -> None:
     config = settings(
-        admission=Admission(sequences_per_instance=2, encodes_per_instance=1, text_queue=8, media_queue=6),
+        admission=AdmissionLimits(sequences_per_instance=2, encodes_per_instance=1, text_queue=8, media_queue=6),
         timeouts=replace(QUICK, first_byte_s=0.3),
     )
     async with cluster("E0", "P0", "D0", config=config) as c:
@@ -293,4 +294,4 @@ async def test_nothing_is_left_in_the_lines_whatever_happened() -> None:
 def test_settings_of_the_lines_are_checked() -> None:
     for wrong in ({"text_queue": 0}, {"text_share": 1.0}, {"text_share": 0.6, "media_share": 0.6}, {"prefill_s": -1.0}):
         with pytest.raises(ConfigError):
-            Admission(**wrong)
+            AdmissionLimits(**wrong)

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from proxy.admission.queue import AdmissionQueue, Capacity, Kind, Place, QueueFull, Ticket
-from proxy.config.settings import Admission
+from proxy.admission.queue import AdmissionQueue
+from proxy.admission.ticket import Capacity, Kind, Place, QueueFull, Ticket
+from proxy.config.limits import AdmissionLimits
 
-LIMITS = Admission(media_yields_s=5.0, priority_step_s=2.0, priority_limit=3, text_share=0.25, media_share=0.25)
+LIMITS = AdmissionLimits(media_yields_s=5.0, priority_step_s=2.0, priority_limit=3, text_share=0.25, media_share=0.25)
 ROOM = Capacity(encodes=2, sequences=8, prefill_tokens=1000)
 
 

@@ -33,7 +33,7 @@ from tests.waiting import PATIENCE_S
 
 KEY = "a-cluster-key-of-some-length"
 VERSIONS = {"epd-serve": "1", "vllm": "0.32.0", "device": "cpu"}
-TOLD = ClusterSettings("demo", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "127.0.0.1:3")
+SETTINGS = ClusterSettings("demo", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "127.0.0.1:3")
 
 
 class Clock:
@@ -58,13 +58,13 @@ class Cluster:
             "version": "1",
             **identity,
         }
-        self.members = Membership(self.table, ClusterIdentity(**facts), TOLD, now=self.clock)
+        self.members = Membership(self.table, ClusterIdentity(**facts), SETTINGS, now=self.clock)
 
     def join(self, role: Role = Role.P, number: int = 0, **fields: Any) -> JoinAnswer:
         return self.members.join(asks(role, number, **fields))
 
-    def beat(self, name: str, agent: str, number: int = 1, life: str = "one", up: bool = True) -> None:
-        self.members.beat(Beat(name, agent, number, life, up, "" if up else "killed"))
+    def beat(self, name: str, agent: str, number: int = 1, incarnation: str = "one", up: bool = True) -> None:
+        self.members.beat(Beat(name, agent, number, incarnation, up, "" if up else "killed"))
 
     def up(self) -> dict[str, bool]:
         return {view.instance.id: view.up for view in self.table.snapshot()}
@@ -90,15 +90,15 @@ def asks(role: Role = Role.P, number: int = 0, **fields: Any) -> JoinRequest:
 
 def test_a_stage_that_joins_is_known_and_down_until_its_first_beat() -> None:
     cluster = Cluster()
-    assert cluster.join() == JoinAnswer("P0", TOLD, [])
+    assert cluster.join() == JoinAnswer("P0", SETTINGS, [])
     assert cluster.up() == {"P0": False}
-    cluster.beat("P0", "agent-P-0", life="one")
+    cluster.beat("P0", "agent-P-0", incarnation="one")
     instance = cluster.table.instance("P0")
     assert cluster.up() == {"P0": True}
     assert (instance.incarnation, instance.kv_endpoint) == ("one", "tcp://127.0.0.3:8002")
-    assert instance.events == TOLD.events_listen
-    assert (instance.kv_news, instance.kv_workers) == ((TOLD.events_listen,), ())
-    assert instance.load_news == TOLD.events_listen
+    assert instance.events == SETTINGS.events_listen
+    assert (instance.kv_news, instance.kv_workers) == ((SETTINGS.events_listen,), ())
+    assert instance.load_news == SETTINGS.events_listen
 
 
 def test_names_are_the_role_and_the_next_free_number() -> None:
@@ -126,7 +126,7 @@ def test_every_rank_of_a_member_has_an_address() -> None:
     cluster = Cluster()
     cluster.join(Role.P, 1, tp=2)
     cluster.join(Role.D, 2, tp=2)
-    assert cluster.table.instance("P0").kv_news == (TOLD.events_listen,) * 2
+    assert cluster.table.instance("P0").kv_news == (SETTINGS.events_listen,) * 2
     assert cluster.table.instance("D0").kv_workers == ("tcp://127.0.0.5:8002", "tcp://127.0.0.5:8003")
 
 
@@ -168,10 +168,10 @@ def test_a_name_that_the_operator_chose_is_given_or_refused_never_replaced() -> 
     assert cluster.join(Role.P, 2, instance="left", instance_fixed=True).id == "left"
 
 
-def test_after_the_head_was_restarted_a_running_stage_has_its_name_and_life_again() -> None:
+def test_after_the_head_was_restarted_a_running_stage_has_its_name_and_incarnation_again() -> None:
     cluster = Cluster()
     assert cluster.join(Role.P, 5, instance="P3", incarnation="alive").id == "P3"
-    cluster.beat("P3", "agent-P-5", number=912, life="alive")
+    cluster.beat("P3", "agent-P-5", number=912, incarnation="alive")
     assert cluster.up() == {"P3": True}
     assert cluster.table.instance("P3").incarnation == "alive"
 
@@ -180,7 +180,7 @@ def test_after_the_head_was_restarted_a_running_stage_has_its_name_and_life_agai
 
 
 @pytest.mark.parametrize(
-    ("fields", "code", "said"),
+    ("fields", "code", "reason"),
     [
         ({"revision": "r2"}, "model_differs", "revision r1, this stage m revision r2"),
         ({"revision": "", "model": "other"}, "model_differs", "the head serves m, this stage other"),
@@ -206,13 +206,13 @@ def test_after_the_head_was_restarted_a_running_stage_has_its_name_and_life_agai
         ({"devices": [-1]}, "bad_width", "no place to run"),
     ],
 )
-def test_a_stage_that_differs_is_refused_and_told_in_what(fields: dict[str, Any], code: str, said: str) -> None:
+def test_a_stage_that_differs_is_refused_and_told_in_what(fields: dict[str, Any], code: str, reason: str) -> None:
     cluster = Cluster()
     cluster.join(Role.D, 1)
     with pytest.raises(JoinRefusedError) as refused:
         cluster.join(Role.P, 0, **fields)
     assert refused.value.code == code
-    assert said in refused.value.message
+    assert reason in refused.value.message
     assert list(cluster.up()) == ["D0"]
 
 
@@ -244,7 +244,7 @@ def test_a_new_version_may_come_when_all_of_the_old_one_are_gone() -> None:
 # --- beats ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_beat_carries_lives_up_and_down() -> None:
+def test_a_beat_carries_incarnations_up_and_down() -> None:
     cluster = Cluster()
     cluster.join()
     cluster.beat("P0", "agent-P-0", 1, "one")
@@ -407,11 +407,11 @@ def test_the_stages_key_does_not_tell_the_cluster_key_and_is_the_same_everywhere
 
 
 async def test_stages_hear_their_own_key_and_never_the_clients() -> None:
-    for key, heard in (("the-stages-key", "Bearer the-stages-key"), ("", None)):
+    for key, authorization in (("the-stages-key", "Bearer the-stages-key"), ("", None)):
         async with fake_stages("E0", "PD0", config=settings(stage_key=key, api_keys=("client",))) as c:
             answer = await c.client.post(
                 "/v1/chat/completions", json=image_body(data_url(image_file())), headers=bearer("client")
             )
             assert answer.status_code == 200
             for stage in ("E0", "PD0"):
-                assert [call.headers.get("authorization") for call in c[stage].calls] == [heard]
+                assert [call.headers.get("authorization") for call in c[stage].calls] == [authorization]

@@ -13,8 +13,8 @@ import pytest
 
 from epd_serve.wire import FeatureFailed, FeatureReady, StoreReport
 from proxy.admission.gate import Gate, Pass
-from proxy.admission.queue import Capacity, Kind
-from proxy.config.settings import Admission
+from proxy.admission.ticket import Capacity, Kind
+from proxy.config.limits import AdmissionLimits
 from proxy.encode.encoders import EncodeOrder
 from proxy.encode.step import EncodeStep
 from proxy.metrics import Metrics
@@ -97,11 +97,11 @@ async def test_64_duplicates_over_two_encoders_and_two_proxies_are_encoded_where
         released = asyncio.Event()
         for name in ("E0", "E1"):
             c[name].usual = once(released, encodes())
-        asked = [asyncio.create_task(proxy.ask()) for _ in range(32) for proxy in (c, other)]
+        requests = [asyncio.create_task(proxy.ask()) for _ in range(32) for proxy in (c, other)]
         for proxy in (c, other):
             await proxy.until_metric("epd_proxy_encode_coalesced_total", 31)
         released.set()
-        assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+        assert {answer.status_code for answer in await asyncio.gather(*requests)} == {200}
         assert sorted(len(c[name].calls) for name in ("E0", "E1")) == [0, 2]
         assert len(c["P0"].calls) == 64
         assert len(c.pipeline._encode.flights) == 0
@@ -112,10 +112,10 @@ async def test_when_the_leaders_encoding_fails_one_retries_and_the_rest_follow()
         released = asyncio.Event()
         c["E0"].script.append(once(released, refuses(500, "boom")))
         c["E0"].usual = encodes()
-        asked = [asyncio.create_task(c.ask()) for _ in range(8)]
+        requests = [asyncio.create_task(c.ask()) for _ in range(8)]
         await c.until_metric("epd_proxy_encode_coalesced_total", 7)
         released.set()
-        assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+        assert {answer.status_code for answer in await asyncio.gather(*requests)} == {200}
         assert len(c["E0"].calls) == 2
         assert c.metric("epd_proxy_encode_fallback_total", reason="encoder_failed") == 1, "the leader's own request"
         await c.idle()
@@ -126,10 +126,10 @@ async def test_a_broken_encoder_is_not_asked_once_per_duplicate() -> None:
     async with cluster("E0", "P0", "D0") as c:
         released = asyncio.Event()
         c["E0"].usual = once(released, refuses(500, "boom"))
-        asked = [asyncio.create_task(c.ask()) for _ in range(8)]
+        requests = [asyncio.create_task(c.ask()) for _ in range(8)]
         await c.until_metric("epd_proxy_encode_coalesced_total", 7)
         released.set()
-        assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+        assert {answer.status_code for answer in await asyncio.gather(*requests)} == {200}
         assert len(c["E0"].calls) == 2
         assert c.metric("epd_proxy_encode_fallback_total", reason="leader_failed") == 6
 
@@ -153,10 +153,10 @@ async def test_a_refused_image_is_refused_to_everybody_who_sent_it() -> None:
         released = asyncio.Event()
         c["E0"].usual = once(released, refuses(400, "bad image"))
         c["PD0"].usual = refuses(400, "bad image")
-        asked = [asyncio.create_task(c.ask()) for _ in range(6)]
+        requests = [asyncio.create_task(c.ask()) for _ in range(6)]
         await c.until_metric("epd_proxy_encode_coalesced_total", 5)
         released.set()
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*requests)
         assert {answer.status_code for answer in answers} == {400} and len(c["E0"].calls) == 2
 
 
@@ -261,7 +261,7 @@ async def test_a_follower_that_gave_up_does_not_come_to_lead() -> None:
                 order.done(items[0], None, {})
 
     def job(*keys: str) -> Any:
-        gate = Gate(Admission(), lambda: Capacity(1, 1, 1), Metrics())
+        gate = Gate(AdmissionLimits(), lambda: Capacity(1, 1, 1), Metrics())
         passed = Pass(gate, gate.queue.admit(Kind.MEDIA, 0.0))
         return SimpleNamespace(
             id="r",

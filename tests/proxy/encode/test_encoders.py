@@ -19,8 +19,8 @@ from epd_serve.roles import Role
 from epd_serve.trace import PROXY, Trace
 from epd_serve.wire import FeatureReady
 from proxy.admission.gate import Gate, Pass
-from proxy.admission.queue import Capacity, Kind
-from proxy.config.settings import Admission, PoisonLimits, RetryLimits, Timeouts
+from proxy.admission.ticket import Capacity, Kind
+from proxy.config.limits import AdmissionLimits, PoisonLimits, RetryLimits, Timeouts
 from proxy.encode.encoders import CALL_TOKENS, EncodeOrder, Encoders, calls
 from proxy.errors import StageRefusal
 from proxy.fields.parts import MediaRef
@@ -174,7 +174,7 @@ def encoders(stages: Stages, count: int) -> tuple[Encoders, InstanceTable]:
     for index in range(count):
         table.apply(Instance(f"E{index}", Role.E, f"http://E{index}", "1"))
     metrics, budget = Metrics(), RetryBudget(RetryLimits(), now=0.0)
-    made = Encoders(
+    under_test = Encoders(
         table,
         stages,  # type: ignore[arg-type]
         metrics,
@@ -184,7 +184,7 @@ def encoders(stages: Stages, count: int) -> tuple[Encoders, InstanceTable]:
         circuits=Circuits(table, metrics),
         budget=budget,
     )
-    return made, table
+    return under_test, table
 
 
 def job(costs: list[int]) -> Job:
@@ -194,7 +194,7 @@ def job(costs: list[int]) -> Job:
         LoadedItem(MediaRef(0, index, "image_url", "x", "x"), "", f"key {index}", 784.0 * cost)
         for index, cost in enumerate(costs)
     ]
-    gate = Gate(Admission(), lambda: Capacity(1, 1, 1), Metrics())
+    gate = Gate(AdmissionLimits(), lambda: Capacity(1, 1, 1), Metrics())
     passed = Pass(gate, gate.queue.admit(Kind.MEDIA, 0.0))
     trial = Suspects(PoisonLimits(), Metrics(), wait_s=60.0).trial(b"{}")
     return Job("r", request, body, tuple(items), float(sum(costs)), 0.0, passed, trial)
@@ -211,11 +211,11 @@ def test_no_load_is_leaked_and_no_item_lost_whatever_the_calls_end_in(
     """A request whose calls hang is left by its client after a few turns of the event loop."""
 
     async def encode() -> None:
-        made, table = encoders(Stages(list(endings)), count)
+        under_test, table = encoders(Stages(list(endings)), count)
         done: list[str] = []
-        asked = job(costs)
-        order = EncodeOrder(asked, lambda item, *_: done.append(item.key))
-        task = asyncio.create_task(made.encode(order, asked.items))
+        work = job(costs)
+        order = EncodeOrder(work, lambda item, *_: done.append(item.key))
+        task = asyncio.create_task(under_test.encode(order, work.items))
         for _ in range(leave_after if "hangs" in endings else 200):
             await asyncio.sleep(0)
         task.cancel()
@@ -232,12 +232,12 @@ def test_no_load_is_leaked_and_no_item_lost_whatever_the_calls_end_in(
 def test_the_load_of_every_call_is_there_before_the_next_choice() -> None:
     async def encode() -> dict[str, int]:
         stages = Stages(["hangs"] * 8)
-        made, table = encoders(stages, 4)
+        under_test, table = encoders(stages, 4)
         orders = [job([300]) for _ in range(8)]
         for index, one in enumerate(orders):
             [item] = one.items
             orders[index] = structs.replace(one, items=(replace(item, key=f"key {index}"),))
-        tasks = [asyncio.create_task(made.encode(EncodeOrder(one, lambda *_: None), one.items)) for one in orders]
+        tasks = [asyncio.create_task(under_test.encode(EncodeOrder(one, lambda *_: None), one.items)) for one in orders]
         for _ in range(20):
             await asyncio.sleep(0)
         for task in tasks:
@@ -251,9 +251,9 @@ def test_the_load_of_every_call_is_there_before_the_next_choice() -> None:
 
 async def test_an_encoder_that_is_measured_to_be_slow_gets_less(monkeypatch: pytest.MonkeyPatch) -> None:
     stages = Stages([])
-    made, _ = encoders(stages, 3)
+    under_test, _ = encoders(stages, 3)
     rates = {"E0": 100.0, "E1": 1000.0, "E2": 1000.0}
-    monkeypatch.setattr(made._speeds, "rate", lambda life: rates[life[0]])
-    asked = job([300] * 10)
-    await made.encode(EncodeOrder(asked, lambda *_: None), asked.items)
+    monkeypatch.setattr(under_test._speeds, "rate", lambda incarnation: rates[incarnation[0]])
+    work = job([300] * 10)
+    await under_test.encode(EncodeOrder(work, lambda *_: None), work.items)
     assert stages.items.get("E0", 0) == 0 and stages.items["E1"] + stages.items["E2"] == 10

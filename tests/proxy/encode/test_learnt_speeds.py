@@ -20,7 +20,7 @@ def test_calls_that_wait_for_each_other_count_their_time_once() -> None:
     assert speeds.rate(E0) == pytest.approx(100)
 
 
-def test_idle_time_is_no_time_and_another_life_is_another_encoder() -> None:
+def test_idle_time_is_no_time_and_another_incarnation_is_another_encoder() -> None:
     speeds = LearntSpeeds()
     for begun in (0.0, 50.0):
         speeds.begin(E0, begun)
@@ -56,10 +56,10 @@ def test_a_speed_lies_between_the_slowest_and_the_fastest_call(turns: list[tuple
     assert min(rates) * 0.99 <= speeds.rate(E0) <= max(rates) * 1.01
 
 
-def test_past_lives_are_forgotten() -> None:
+def test_past_incarnations_are_forgotten() -> None:
     speeds = LearntSpeeds()
-    for life in range(MAX_INCARNATIONS + 10):
-        speeds.begin((f"E{life}", "1"), 0.0)
-        speeds.end((f"E{life}", "1"), 1.0, done=1)
+    for incarnation in range(MAX_INCARNATIONS + 10):
+        speeds.begin((f"E{incarnation}", "1"), 0.0)
+        speeds.end((f"E{incarnation}", "1"), 1.0, done=1)
     assert speeds.rate(E0) == 0 and speeds.rate((f"E{MAX_INCARNATIONS}", "1")) == 1
     speeds.end(("E0", "1"), 2.0, done=1)  # a late word about one of them is no harm

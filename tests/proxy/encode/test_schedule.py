@@ -19,13 +19,13 @@ SPEEDS = st.lists(st.sampled_from([0.5, 1, 2, 4]), min_size=3, max_size=3)
 def test_a_schedule_is_near_the_best_of_all_and_never_worse_than_longest_first(
     costs: list[int], loads: list[int], speeds: list[float]
 ) -> None:
-    found = schedule(costs, loads, speeds)
+    result = schedule(costs, loads, speeds)
     everything = product(range(3), repeat=len(costs))
     best_s = min(makespan_s(at, costs, loads, speeds) for at in everything)
-    assert makespan_s(found.at, costs, loads, speeds) == found.makespan_s
+    assert makespan_s(result.at, costs, loads, speeds) == result.makespan_s
     assert shortest_possible_s(costs, loads, speeds) <= best_s * (1 + 1e-9)
-    assert best_s * (1 - 1e-9) <= found.makespan_s <= 1.021 * best_s
-    assert found.makespan_s <= longest_first(costs, loads, speeds).makespan_s
+    assert best_s * (1 - 1e-9) <= result.makespan_s <= 1.021 * best_s
+    assert result.makespan_s <= longest_first(costs, loads, speeds).makespan_s
 
 
 def test_what_longest_first_gets_wrong_is_found() -> None:
@@ -35,8 +35,8 @@ def test_what_longest_first_gets_wrong_is_found() -> None:
 
 
 def test_many_items_are_placed_at_once() -> None:
-    found = schedule([float(1 + index % 7) for index in range(200)], [0.0] * 8, [1.0] * 8)
-    assert found.makespan_s <= 1.02 * shortest_possible_s(
+    result = schedule([float(1 + index % 7) for index in range(200)], [0.0] * 8, [1.0] * 8)
+    assert result.makespan_s <= 1.02 * shortest_possible_s(
         [float(1 + index % 7) for index in range(200)], [0] * 8, [1] * 8
     )
 

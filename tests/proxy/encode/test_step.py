@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from proxy.config.settings import Timeouts
+from proxy.config.limits import Timeouts
 from proxy.request.parse import Endpoint
 from tests.proxy.fakes import (
     breaks,

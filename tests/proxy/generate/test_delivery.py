@@ -234,7 +234,7 @@ async def test_where_metadata_travels_media_that_may_be_recomputed_never_has_a_f
 
 
 async def test_what_is_surely_recomputed_has_no_features_name_though_this_proxy_has_seen_no_metadata() -> None:
-    """Another life of the proxy may have sent the item without its media, which the stage then remembers."""
+    """Another run of the proxy may have sent the item without its media, which the stage then remembers."""
     async with cluster("E0", "PD0") as c:
         c["E0"].usual = refuses(500, "boom")
         assert (await c.ask()).status_code == 200

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from epd_serve.wire import StageReport
-from proxy.config.settings import RetryLimits
+from proxy.config.limits import RetryLimits
 from proxy.request.parse import Endpoint
 from proxy.stages.circuit import CircuitLimits, State
 from tests.proxy.fakes import (
@@ -86,15 +86,15 @@ async def test_a_half_open_circuit_gets_one_request_of_many(monkeypatch: pytest.
         while circuit(c, "PD0") is not State.OPEN:
             assert (await c.client.post(CHAT, json=text_body())).status_code == 200
         c["PD0"].usual = c["PD1"].usual = hangs
-        life = ("PD0", c.instances["PD0"].incarnation)
-        monkeypatch.setattr(c.pipeline.circuits._circuits[life], "_open_until", 0.0)
-        c.pipeline.circuits._look_again(life)
+        incarnation = ("PD0", c.instances["PD0"].incarnation)
+        monkeypatch.setattr(c.pipeline.circuits._circuits[incarnation], "_open_until", 0.0)
+        c.pipeline.circuits._look_again(incarnation)
         assert circuit(c, "PD0") is State.HALF_OPEN
         before = len(c["PD0"].calls)
-        asked = [asyncio.create_task(c.client.post(CHAT, json=text_body())) for _ in range(6)]
+        requests = [asyncio.create_task(c.client.post(CHAT, json=text_body())) for _ in range(6)]
         await c["PD1"].until(lambda stage: stage.active == 5)
         assert len(c["PD0"].calls) == before + 1
-        for one in asked:
+        for one in requests:
             one.cancel()
         await c.idle()
         assert circuit(c, "PD0") is State.HALF_OPEN, "a probe that was cancelled says nothing"
@@ -148,14 +148,14 @@ async def test_an_instance_that_falls_silent_loses_its_requests_to_others(monkey
             c["PD0"].script.append(hangs)
             c.table.report_stage(StageReport(name, c.instances[name].incarnation, 1))
         c["PD0"].usual = hangs
-        asked = asyncio.create_task(c.client.post(CHAT, json=text_body()))
+        requests = asyncio.create_task(c.client.post(CHAT, json=text_body()))
         await c["PD0"].until(lambda stage: stage.active == 1)
         seq = 1
-        while not asked.done():  # only the other one still reports
+        while not requests.done():  # only the other one still reports
             seq += 1
             c.table.report_stage(StageReport("PD1", c.instances["PD1"].incarnation, seq))
             await asyncio.sleep(0.02)
-        assert (await asked).status_code == 200
+        assert (await requests).status_code == 200
         await c["PD0"].until(lambda stage: stage.cancelled == 1)
 
 

@@ -116,8 +116,8 @@ async def test_a_request_whose_items_are_encoded_takes_its_pixels_where_no_other
         c["P0"].usual = breaks
         c["D0"].usual = hangs
         with c.table.acquire("EPD0", Work.DECODE, 10_000):
-            found = await asked(c, image_body(LARGE))
-        assert found == {"E0": 1, "P0": 1, "D0": 1, "EPD0": 1}
+            response = await asked(c, image_body(LARGE))
+        assert response == {"E0": 1, "P0": 1, "D0": 1, "EPD0": 1}
         [part] = [part for part in c["EPD0"].calls[0].body["messages"][0]["content"] if part["type"] == "image_url"]
         assert part["image_url"]["url"] == LARGE
 

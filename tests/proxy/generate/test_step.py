@@ -59,8 +59,8 @@ async def test_internals_are_stripped_from_the_answer() -> None:
         answered = (await c.client.post(CHAT, json=text_body(n=3))).json()
         assert set(answered) == {"object", "choices"}
         assert len(answered["choices"]) == 3
-        asked = (await c.client.post(CHAT, json=text_body(return_token_ids=True))).json()
-        assert asked["prompt_token_ids"] == [1, 2]
+        answer_with_ids = (await c.client.post(CHAT, json=text_body(return_token_ids=True))).json()
+        assert answer_with_ids["prompt_token_ids"] == [1, 2]
 
 
 @pytest.mark.parametrize("layout", [("PD0",), ("EPD0",), ("E0", "PD0")])
@@ -266,7 +266,7 @@ async def test_a_request_waits_for_a_restarted_stage() -> None:
         await c.idle()
 
 
-async def test_a_probed_dead_instance_is_replaced_by_its_next_life() -> None:
+async def test_a_probed_dead_instance_is_replaced_by_its_next_incarnation() -> None:
     patient = settings(timeouts=replace(QUICK, instance_wait_s=8))
     async with cluster("PD0", config=patient) as c:
         alive = c.instances["PD0"]

@@ -9,7 +9,7 @@ import pytest
 
 from epd_serve.errors import DeadlineError
 from epd_serve.instances import Instance
-from proxy.config.settings import Admission
+from proxy.config.limits import AdmissionLimits
 from proxy.generate.tokenize import TIMEOUT_S
 from tests.proxy.fakes import (
     answer,
@@ -95,24 +95,24 @@ async def test_one_that_is_suspended_is_asked_last() -> None:
 
 async def test_one_that_hangs_costs_its_own_time_only_and_another_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster("PD0", "PD1") as c:
-        asked: list[tuple[str, float | None]] = []
+        posts: list[tuple[str, float | None]] = []
 
         async def post(instance: Instance, *_: Any, timeout_s: float | None) -> dict[str, Any]:
-            asked.append((instance.id, timeout_s))
-            if len(asked) == 1:
+            posts.append((instance.id, timeout_s))
+            if len(posts) == 1:
                 raise DeadlineError("no answer in time")
             return TOKENS
 
         monkeypatch.setattr(c.pipeline._stages, "post", post)
         response = await c.client.post("/tokenize", json={"prompt": "x"})
         assert response.status_code == 200 and response.json() == TOKENS
-        assert sorted(name for name, _ in asked) == ["PD0", "PD1"]
-        assert {timeout_s for _, timeout_s in asked} == {TIMEOUT_S}
+        assert sorted(name for name, _ in posts) == ["PD0", "PD1"]
+        assert {timeout_s for _, timeout_s in posts} == {TIMEOUT_S}
         assert TIMEOUT_S * 3 < 60, "all of it within a client's patience"
 
 
 async def test_it_neither_waits_behind_generation_nor_takes_a_place_from_it() -> None:
-    one = Admission(sequences_per_instance=1, text_queue=1)
+    one = AdmissionLimits(sequences_per_instance=1, text_queue=1)
     async with cluster("PD0", config=settings(admission=one)) as c:
         released = asyncio.Event()
         c["PD0"].script.extend([once(released, answer), replies(200, TOKENS)])

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from proxy.config.settings import MediaLimits
+from proxy.config.limits import MediaLimits
 from proxy.request.parse import Endpoint
 from tests.proxy.fakes import cluster, encodes, settings
 from tests.proxy.fuzzing import GOOD, OPERATIONS, TIMEOUT_S, fuzz_by_damage, fuzz_by_document
@@ -46,8 +46,8 @@ def served_proxy() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with served_proxy() as found:
-        yield found
+    with served_proxy() as url:
+        yield url
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -13,7 +13,7 @@ import openai
 import pytest
 from starlette.types import Receive, Send
 
-from proxy.config.settings import KeyLimits
+from proxy.config.limits import KeyLimits
 from proxy.tenants.key_limits import KeyGate
 from tests.proxy.fakes import (
     DONE,
@@ -45,8 +45,8 @@ def completion(*choices: dict[str, Any]) -> dict[str, Any]:
 
 
 def choice(index: int = 0, **message: Any) -> dict[str, Any]:
-    said = {"role": "assistant", "content": None, **message}
-    return {"index": index, "message": said, "logprobs": None, "finish_reason": "stop"}
+    message = {"role": "assistant", "content": None, **message}
+    return {"index": index, "message": message, "logprobs": None, "finish_reason": "stop"}
 
 
 def chunk(**fields: Any) -> bytes:
@@ -96,9 +96,9 @@ async def vllm(stage: FakeStage, call: Call, receive: Receive, send: Send) -> No
         behaviour = replies(200, {**answer, "usage": USAGE})
     elif body.get("stream"):
         calls = [{"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}]
-        said = delta(tool_calls=calls) if body.get("tools") else delta(content="hi")
+        message = delta(tool_calls=calls) if body.get("tools") else delta(content="hi")
         usage = chunk(usage=USAGE) if (body.get("stream_options") or {}).get("include_usage") else b""
-        behaviour = streams(delta(role="assistant", content=""), said, delta("stop"), usage, DONE)
+        behaviour = streams(delta(role="assistant", content=""), message, delta("stop"), usage, DONE)
     elif body.get("tools"):
         call_ = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}
         behaviour = replies(200, completion({**choice(tool_calls=[call_]), "finish_reason": "tool_calls"}))
@@ -219,8 +219,8 @@ async def test_a_broken_stream_is_an_exception_to_the_sdk() -> None:
         with pytest.raises(openai.APIError):
             [one async for one in stream]
         opening = event("response.created", 0, response=response("", "in_progress"))
-        said = event("response.output_text.delta", 1, delta="h", item_id="m", output_index=0, content_index=0)
-        c["P0"].usual, c["D0"].usual = vllm, streams(opening, said, then="break")
+        item = event("response.output_text.delta", 1, delta="h", item_id="m", output_index=0, content_index=0)
+        c["P0"].usual, c["D0"].usual = vllm, streams(opening, item, then="break")
         events = await client.responses.create(model=MODEL, input="hello", stream=True)
         with pytest.raises(openai.APIError):
             [one async for one in events]

@@ -36,8 +36,8 @@ async def test_every_route_of_the_app_is_in_the_document_and_no_other() -> None:
             for method in getattr(route, "methods", None) or ()
             if method != "HEAD" and route.path != "/openapi.json"  # type: ignore[attr-defined]
         }
-    told = {(re.sub(r"\{.*\}", "{}", path), method) for path, found in doc["paths"].items() for method in found}
-    assert told == routes
+    documented = {(re.sub(r"\{.*\}", "{}", path), method) for path, item in doc["paths"].items() for method in item}
+    assert documented == routes
 
 
 def test_the_document_is_whole() -> None:
@@ -93,7 +93,7 @@ async def test_health_is_as_the_document_says_to_the_end() -> None:
 async def test_one_model_is_found_by_its_name_with_slashes_too() -> None:
     async with cluster("PD0", config=settings(served_models=("demo", "org/other"))) as c:
         c["PD0"].usual = encodes()
-        found = await c.client.get("/v1/models/org/other")
-        assert found.json()["id"] == "org/other"
+        response = await c.client.get("/v1/models/org/other")
+        assert response.json()["id"] == "org/other"
         missing = await c.client.get("/v1/models/nothing")
         assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"

@@ -7,24 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
-from proxy.http.request_headers import RequestHeaders
+from proxy.http.exchange import RequestHeaders
 
 names = st.sampled_from(["x-a", "x-b", "x-epd"])
 
 
 @given(
     raw=st.lists(st.tuples(names, st.text(alphabet="abc é", max_size=3))),
-    asked=st.sampled_from(["x-a", "X-A", "x-b", "X-Epd", "x-none"]),
+    name=st.sampled_from(["x-a", "X-A", "x-b", "X-Epd", "x-none"]),
 )
-def test_they_are_what_starlette_finds(raw: list[tuple[str, str]], asked: str) -> None:
+def test_they_are_what_starlette_finds(raw: list[tuple[str, str]], name: str) -> None:
     scope = {"type": "http", "headers": [(name.encode(), value.encode("latin-1")) for name, value in raw]}
     ours, theirs = RequestHeaders(scope), Headers(scope=scope)
-    assert ours.get(asked) == theirs.get(asked)
-    assert ours.get(asked, "other") == theirs.get(asked, "other")
-    assert ours.getlist(asked) == theirs.getlist(asked)
+    assert ours.get(name) == theirs.get(name)
+    assert ours.get(name, "other") == theirs.get(name, "other")
+    assert ours.getlist(name) == theirs.getlist(name)
 
 
-@pytest.mark.parametrize("asked", ["x-a", "X-A"])
-def test_of_several_the_first_counts(asked: str) -> None:
-    heads = RequestHeaders({"type": "http", "headers": [(b"x-a", b"1"), (b"x-a", b"2")]})
-    assert heads.get(asked) == "1" and heads.getlist(asked) == ["1", "2"]
+@pytest.mark.parametrize("name", ["x-a", "X-A"])
+def test_of_several_the_first_counts(name: str) -> None:
+    headers = RequestHeaders({"type": "http", "headers": [(b"x-a", b"1"), (b"x-a", b"2")]})
+    assert headers.get(name) == "1" and headers.getlist(name) == ["1", "2"]

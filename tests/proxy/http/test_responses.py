@@ -147,8 +147,8 @@ async def test_a_stage_that_dies_after_the_openings_costs_a_retry_only() -> None
         c["PD0"].script.append(streams(*OPENINGS, then="break"))
         c["PD1"].script.append(refuses(500, "boom"))
         response = await ask(c, body(stream=True))
-        asked = sum(len(stage.calls) for stage in c.stages.values())
-    assert response.content == b"".join((*OPENINGS, DELTA, COMPLETED)) and asked == 3
+        calls = sum(len(stage.calls) for stage in c.stages.values())
+    assert response.content == b"".join((*OPENINGS, DELTA, COMPLETED)) and calls == 3
 
 
 async def test_a_stream_that_breaks_ends_with_an_error_event_of_the_responses_kind() -> None:

@@ -60,14 +60,14 @@ async def test_no_secret_leaves_by_any_way(logged: io.StringIO, tmp_path: Path) 
     config = settings(api_keys=(KEY,), stage_key=STAGE_KEY, trace_path=trace, retries=0, send_pixels="always")
     assert not found_in(repr(config))
     transport = httpx.MockTransport(media)
-    seen = []
+    records = []
     async with cluster("E0", "PD0", config=config, media_transport=transport, resolver=resolver) as c:
         c["E0"].usual = encodes()
         key = {"authorization": f"Bearer {KEY}", "x-epd-explain": "1"}
 
         async def ask(url: str, **more: str) -> None:
             response = await c.client.post(CHAT, json=image_body(url), headers={**key, **more})
-            seen.append(f"{response.status_code} {response.headers} {response.text}")
+            records.append(f"{response.status_code} {response.headers} {response.text}")
 
         await ask(SIGNED)
         for name in ("gone", "refused"):
@@ -83,10 +83,10 @@ async def test_no_secret_leaves_by_any_way(logged: io.StringIO, tmp_path: Path) 
         await ask(data_url(png))
         metrics = (await c.client.get("/metrics")).text
         instances = (await c.client.get("/instances")).text
-    everything = "\n".join([logged.getvalue(), trace.read_text(), metrics, instances, *seen])
+    everything = "\n".join([logged.getvalue(), trace.read_text(), metrics, instances, *records])
     assert not found_in(everything, pixels, "pa55word", "sk-wrong-5ecret")
-    assert [one[:3] for one in seen] == ["200", "400", "400", "400", "400", "401", "400", "502", "502"]
-    assert "validation error" in seen[6]
+    assert [one[:3] for one in records] == ["200", "400", "400", "400", "400", "401", "400", "502", "502"]
+    assert "validation error" in records[6]
     assert "cannot open https://pics.example.com/cat.png" in logged.getvalue()
 
 

@@ -10,7 +10,7 @@ import pytest
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
 from epd_serve.wire import StageReport
-from proxy.config.settings import MediaLimits, Timeouts
+from proxy.config.limits import MediaLimits, Timeouts
 from tests.proxy.fakes import Cluster, cluster, settings, text_body
 
 EPD = (Role.E, Role.P, Role.D)
@@ -41,13 +41,14 @@ async def test_readiness_tells_each_kind_and_how_it_is_served_meanwhile() -> Non
             "text": {"served": True, "how": "P-D"}, "image": {"served": True, "how": "E-P-D"}
         }  # fmt: skip
         c.table.mark_down("E0", "killed")
-        found = await c.client.get("/ready?kind=image")
-        assert found.status_code == 200 and found.json()["status"] == "degraded" and found.json()["missing"] == ["E"]
-        assert found.json()["kinds"]["image"]["how"] == "P-D (no encoder is live: prefill encodes)"
+        response = await c.client.get("/ready?kind=image")
+        assert response.status_code == 200
+        assert response.json()["status"] == "degraded" and response.json()["missing"] == ["E"]
+        assert response.json()["kinds"]["image"]["how"] == "P-D (no encoder is live: prefill encodes)"
         assert (await c.ask()).status_code == 200, "as it says"
         c.table.mark_down("D0", "killed")
-        found = await c.client.get("/ready?kind=text")
-        assert found.status_code == 503 and not found.json()["kinds"]["text"]["served"]
+        response = await c.client.get("/ready?kind=text")
+        assert response.status_code == 503 and not response.json()["kinds"]["text"]["served"]
         unknown = await c.client.get("/ready?kind=audio")
         assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "unknown_kind"
 

@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.config.settings import BodyPace, MediaLimits, Memory, ProxySettings
+from proxy.config.limits import BodyPace, MediaLimits, MemoryLimits
+from proxy.config.settings import ProxySettings
 from proxy.media.images import inspect_image
 from proxy.tenants.fair_semaphore import TurnTimeout
 from tests.proxy.fakes import Cluster, cluster, data_url, encodes, image_file, settings, text_body
@@ -34,10 +35,10 @@ class Host:
 
     def __init__(self) -> None:
         self.released = asyncio.Event()
-        self.asked = 0
+        self.lookups = 0
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
-        self.asked += 1
+        self.lookups += 1
         if request.url.path == "/slow":
             return httpx.Response(200, stream=_Slow(self.released))
         if request.url.path == "/large":
@@ -114,12 +115,12 @@ async def test_the_total_of_a_request_ends_the_fetching_and_not_only_the_request
         many = by_url(*["http://h/large"] * 2, *["http://h/slow"] * 2)
         async with asyncio.timeout(PATIENCE_S):  # the slow ones never end
             refused = await c.client.post(CHAT, json=many)
-        assert refused.status_code == 413 and host.asked == 4
+        assert refused.status_code == 413 and host.lookups == 4
 
 
 async def test_media_that_do_not_fit_are_refused_while_they_come_and_leave_room_behind() -> None:
     limits = MediaLimits(max_bytes=200_000)
-    async with fetching(settings(media=limits, memory=Memory(250_000))) as (c, host):
+    async with fetching(settings(media=limits, memory=MemoryLimits(250_000))) as (c, host):
         slow = asyncio.create_task(c.client.post(CHAT, json=by_url(*["http://h/slow"] * 2)))
         with c.pipeline.memory.request("another") as held:
             held.take(180_000)
@@ -176,16 +177,16 @@ async def test_a_thread_that_outlives_its_request_keeps_its_turn_and_its_bytes(m
 async def test_a_request_holds_its_media_once_and_gives_them_back() -> None:
     large = image_file(200, 200)
     async with fetching(settings()) as (c, _):
-        seen: list[int] = []
+        concurrent: list[int] = []
 
         async def look(*arguments: Any) -> None:
-            seen.append(c.pipeline.memory.held_bytes)
+            concurrent.append(c.pipeline.memory.held_bytes)
             await encodes()(*arguments)
 
         c["E0"].usual = look
         url = data_url(large)
         assert (await c.client.post(CHAT, json=by_url(url))).status_code == 200
-        assert len(url) <= seen[0] < len(url) + 3000
+        assert len(url) <= concurrent[0] < len(url) + 3000
         assert (await c.client.post(CHAT, json=by_url("http://h/a.png"))).status_code == 200
 
 

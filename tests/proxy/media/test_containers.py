@@ -61,5 +61,5 @@ def test_no_damage_makes_it_raise_or_hang(name: str, data: st.DataObject) -> Non
     for _ in range(data.draw(st.integers(1, 6))):
         at = data.draw(st.integers(0, min(len(clip), 400) - 1))
         clip[at] = data.draw(st.sampled_from([0, 1, 0x7F, 0x80, 0xFF]))
-    found = read_clip(bytes(clip[: data.draw(st.integers(0, len(clip)))]))
-    assert found.duration_s is None or found.duration_s >= 0
+    clip_info = read_clip(bytes(clip[: data.draw(st.integers(0, len(clip)))]))
+    assert clip_info.duration_s is None or clip_info.duration_s >= 0

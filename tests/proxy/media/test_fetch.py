@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from epd_serve.errors import PayloadTooLargeError, RequestError
-from proxy.config.settings import MediaLimits
+from proxy.config.limits import MediaLimits
 from proxy.media.fetch import UrlFetcher, is_public
 
 PUBLIC = "93.184.216.34"
@@ -19,13 +19,17 @@ Handler = Callable[[httpx.Request], httpx.Response]
 
 
 def fetcher(
-    handler: Handler, names: dict[str, Sequence[str]] | None = None, *, asked: list[str] | None = None, **limits: object
+    handler: Handler,
+    names: dict[str, Sequence[str]] | None = None,
+    *,
+    resolved: list[str] | None = None,
+    **limits: object,
 ) -> UrlFetcher:
     known = names or {"example.com": [PUBLIC]}
 
     async def resolver(host: str, port: int) -> Sequence[str]:
-        if asked is not None:
-            asked.append(host)
+        if resolved is not None:
+            resolved.append(host)
         if host not in known:
             raise OSError("no such host")
         return known[host]
@@ -56,14 +60,14 @@ def test_which_addresses_are_public(address: str, public: bool) -> None:
 
 
 async def test_the_connection_goes_to_the_address_that_was_judged_under_the_original_name() -> None:
-    seen: list[httpx.Request] = []
+    sent: list[httpx.Request] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
-        seen.append(request)
+        sent.append(request)
         return ok(request)
 
     assert await fetcher(handler).fetch("https://example.com:8443/a?b=c#d", param="p", **FREE) == b"image"
-    [request] = seen
+    [request] = sent
     assert request.url == f"https://{PUBLIC}:8443/a?b=c"
     assert request.headers["host"] == "example.com:8443"
     assert request.extensions["sni_hostname"] == "example.com"
@@ -90,13 +94,13 @@ async def test_every_redirect_is_judged_anew() -> None:
         "/a": httpx.Response(302, headers={"location": "/b"}),
         "/b": httpx.Response(301, headers={"location": "http://inner/secret"}),
     }
-    asked: list[str] = []
+    resolved: list[str] = []
     names = {"example.com": [PUBLIC], "inner": ["169.254.169.254"]}
     with pytest.raises(RequestError, match="'inner'"):
-        await fetcher(lambda request: hops[request.url.path], names, asked=asked).fetch(
+        await fetcher(lambda request: hops[request.url.path], names, resolved=resolved).fetch(
             "http://example.com/a", param="p", **FREE
         )
-    assert asked == ["example.com", "example.com", "inner"]
+    assert resolved == ["example.com", "example.com", "inner"]
 
 
 @pytest.mark.parametrize("location", ["file:///etc/passwd", "ftp://example.com/", "http://u:p@example.com/"])

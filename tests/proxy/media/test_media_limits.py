@@ -12,7 +12,7 @@ import pytest
 
 from epd_serve.errors import ConfigError
 from proxy.config.domains import DomainRules
-from proxy.config.settings import MediaLimits
+from proxy.config.limits import MediaLimits
 from tests.proxy.fakes import Cluster, cluster, data_url, image_file, settings, text_body
 from tests.proxy.media import clips
 
@@ -42,12 +42,12 @@ async def test_clips_within_the_limits_pass_and_longer_or_larger_ones_reach_no_s
         assert await refusal(c, video(clips.mp4(10.0))) == (200, "")
         assert await refusal(c, audio(clips.wav(5.0))) == (200, "")
         assert await refusal(c, video(b"of no known container")) == (200, "")
-        asked = len(c["EPD0"].calls)
+        calls_before = len(c["EPD0"].calls)
         assert await refusal(c, video(clips.mp4(10.1))) == (400, "media_too_long")
         assert await refusal(c, video(clips.webm(11_000.0))) == (400, "media_too_long")
         assert await refusal(c, video(clips.mp4(1.0, width=101, height=100))) == (400, "too_many_pixels")
         assert await refusal(c, audio(clips.wav(6.0))) == (400, "media_too_long")
-        assert len(c["EPD0"].calls) == asked
+        assert len(c["EPD0"].calls) == calls_before
 
 
 async def test_schemes_that_the_operator_took_away_are_refused() -> None:
@@ -82,13 +82,13 @@ def test_what_is_no_host_name_is_refused_at_the_start(domain: str) -> None:
 
 
 async def test_a_redirect_does_not_lead_out_of_the_allowed_hosts() -> None:
-    asked: list[str] = []
+    hosts: list[str] = []
 
     async def resolver(host: str, port: int) -> Sequence[str]:
         return ["93.184.216.34"]
 
     def handler(request: httpx.Request) -> httpx.Response:
-        asked.append(request.headers["host"])
+        hosts.append(request.headers["host"])
         return httpx.Response(302, headers={"location": "https://elsewhere.org/x.png"})
 
     limits = replace(LIMITS, allowed_domains=("cdn.example.com",))
@@ -96,7 +96,7 @@ async def test_a_redirect_does_not_lead_out_of_the_allowed_hosts() -> None:
     async with cluster("EPD0", config=settings(media=limits), media_transport=transport, resolver=resolver) as c:
         body = part(type="image_url", image_url={"url": "https://cdn.example.com/x.png"})
         assert await refusal(c, body) == (400, "media_domain_refused")
-        assert asked == ["cdn.example.com"]
+        assert hosts == ["cdn.example.com"]
         body = part(type="image_url", image_url={"url": "https://93.184.216.34/x.png"})
         assert await refusal(c, body) == (400, "media_domain_refused")
 
@@ -107,10 +107,12 @@ def test_limits_that_mean_nothing_are_refused(changes: dict[str, Any]) -> None:
         MediaLimits(**changes)
 
 
-@pytest.mark.parametrize("asked", [{"num_frames": -1}, {"num_frames": 257}, {"num_frames": True}, {"max_frames": 1000}])
-async def test_a_request_cannot_have_every_frame_of_a_video_decoded(asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"num_frames": -1}, {"num_frames": 257}, {"num_frames": True}, {"max_frames": 1000}]
+)
+async def test_a_request_cannot_have_every_frame_of_a_video_decoded(options: dict[str, Any]) -> None:
     async with cluster("EPD0", config=settings(trust_request_mm_kwargs=True)) as c:
-        body = video(clips.mp4(1.0)) | {"media_io_kwargs": {"video": asked}}
+        body = video(clips.mp4(1.0)) | {"media_io_kwargs": {"video": options}}
         assert await refusal(c, body) == (400, "too_many_frames")
         assert await refusal(c, body | {"media_io_kwargs": {"video": {"num_frames": 256}}}) == (200, "")
 

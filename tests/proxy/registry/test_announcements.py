@@ -257,27 +257,27 @@ async def test_what_stages_announce_reaches_the_directory_the_table_and_the_metr
         }  # fmt: skip
         assert other["store"] is None
         text = (await c.client.get("/metrics")).text
-        for line in (
+        for message in (
             'epd_store_used_bytes{instance="E0"} 400.0',
             'epd_store_waiting_puts{instance="E0"} 1.0',
             'epd_store_pool{instance="E0",state="up"} 1.0',
             'epd_store_events_total{event="recomputed.deadline",instance="E0"} 1.0',
             'epd_proxy_announcements_total{kind="StoreReport"} 2.0',
         ):
-            assert line in text
+            assert message in text
 
 
 async def test_why_a_request_failed_is_told_whether_the_word_or_the_failure_comes_first() -> None:
     missing = MissingFeatures(limit=2)
     ours = "0123456789abcdef" * 2
-    said = wire.FeatureMissing(f"chatcmpl-{ours}-1a2b3c4d", ["k"], "evicted")
-    missing.announced(said)
-    assert await missing.of(ours, timeout_s=0) == said
+    missing_event = wire.FeatureMissing(f"chatcmpl-{ours}-1a2b3c4d", ["k"], "evicted")
+    missing.announced(missing_event)
+    assert await missing.of(ours, timeout_s=0) == missing_event
     assert await missing.of(ours, timeout_s=0) is None, "given out once"
     asking = asyncio.create_task(missing.of(ours, timeout_s=PATIENCE_S))
     await asyncio.sleep(0)
-    missing.announced(said)
-    assert await asking == said
+    missing.announced(missing_event)
+    assert await asking == missing_event
     assert await missing.of(ours, timeout_s=0.01) is None
     for name in ("a", "b", "c"):
         missing.announced(wire.FeatureMissing(name, [], "x"))

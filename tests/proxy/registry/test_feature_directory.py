@@ -69,7 +69,7 @@ def test_the_least_recently_used_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sent"),
+    ("raw_metadata", "sent"),
     [
         (GRID, GRID),
         ({"image_grid_thw": [[1, 4, 4]]}, GRID),
@@ -83,23 +83,23 @@ def test_the_least_recently_used_are_forgotten() -> None:
         ({"timestamps": [float("nan")]}, None),
     ],
 )  # fmt: skip
-def test_metadata_is_sent_as_flat_numeric_lists_or_not_at_all(given: object, sent: object) -> None:
-    assert placeholder_metadata(given) == sent
+def test_metadata_is_sent_as_flat_numeric_lists_or_not_at_all(raw_metadata: object, sent: object) -> None:
+    assert placeholder_metadata(raw_metadata) == sent
 
 
 def test_the_hosts_arena_is_asked_once_it_is_there_and_never_raises() -> None:
     path = Path(f"/dev/shm/epd-test-{uuid.uuid4().hex}-arena")
-    asked = HostArena(path)
+    host_arena = HostArena(path)
     assert HostArena(None).holds("k" * 64) is None
-    assert asked.holds("k" * 64) is None, "not there yet"
+    assert host_arena.holds("k" * 64) is None, "not there yet"
     arena = Arena.create(path, 16 * 4096, slots=8, owners=4)
     try:
-        asked._not_before = 0.0
+        host_arena._not_before = 0.0
         key = "ab" * 32
-        assert asked.holds(key) is False
+        assert host_arena.holds(key) is False
         arena.put(key, b"feature", shape=(7,), dtype="uint8")
-        assert asked.holds(key) is True
-        asked.close()
+        assert host_arena.holds(key) is True
+        host_arena.close()
     finally:
         arena.close()
         Arena.unlink(path)

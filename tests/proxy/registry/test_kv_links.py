@@ -44,8 +44,8 @@ BUSY = KvLink(
 FRESH = KvLink("ipc:///D0.kvw1", 1, "opening", "nobody answers")
 
 
-def report(rank: int, *links: KvLink, life: str = "p1", sender: str = "P0") -> KvReport:
-    return KvReport(sender, life, rank, "adaptive", 0.002, list(links))
+def report(rank: int, *links: KvLink, incarnation: str = "p1", sender: str = "P0") -> KvReport:
+    return KvReport(sender, incarnation, rank, "adaptive", 0.002, list(links))
 
 
 def reported(*reports: KvReport) -> InstanceTable:
@@ -80,14 +80,18 @@ def test_the_figures_of_a_link_are_those_of_the_design() -> None:
     assert fresh.layers_per_packet is fresh.bytes_per_s is fresh.exposed_s is fresh.overlap is None
 
 
-def test_words_of_strangers_past_lives_and_ranks_that_are_not_there_are_ignored() -> None:
+def test_words_of_strangers_past_incarnations_and_ranks_that_are_not_there_are_ignored() -> None:
     table = reported(
-        report(0, BUSY, life="p0"), report(0, BUSY, sender="P9"), report(2, BUSY), report(-1, BUSY), report(1, BUSY)
+        report(0, BUSY, incarnation="p0"),
+        report(0, BUSY, sender="P9"),
+        report(2, BUSY),
+        report(-1, BUSY),
+        report(1, BUSY),
     )
     assert [one.rank for one in link_views(table.snapshot())] == [1]
 
 
-def test_a_new_life_begins_without_the_counters_of_the_last() -> None:
+def test_a_new_incarnation_begins_without_the_counters_of_the_last() -> None:
     table = reported(report(0, BUSY))
     table.apply(replace(P0, incarnation="p2"))
     assert not list(link_views(table.snapshot()))
@@ -104,8 +108,8 @@ async def test_instances_and_metrics_show_the_links() -> None:
         sender, receiver = c.table.instance("P0"), c.table.instance("D0")
         c.table.apply(replace(sender, kv_news=P0.kv_news))
         c.table.apply(replace(receiver, kv_workers=D0.kv_workers))
-        c.table.report_kv(report(0, BUSY, life=sender.incarnation))
-        c.table.report_kv(report(1, FRESH, life=sender.incarnation))
+        c.table.report_kv(report(0, BUSY, incarnation=sender.incarnation))
+        c.table.report_kv(report(1, FRESH, incarnation=sender.incarnation))
         p, d = (await c.client.get("/instances")).json()["instances"]
         text = (await c.client.get("/metrics")).text
     assert d["kv_links"] == []

@@ -1,4 +1,4 @@
-"""Counts of leases: exact, never lost, apart by life."""
+"""Counts of leases: exact, never lost, apart by incarnation."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def test_what_is_held_is_what_was_acquired_and_not_released(
     ended = set(order[: data.draw(st.integers(0, len(leases)))])
     for index in ended:
         ledger.release(*leases[index])
-    for life in (P0, P1):
+    for incarnation in (P0, P1):
         for work in Work:
-            held = [one[2] for index, one in enumerate(leases) if one[:2] == (life, work) and index not in ended]
-            tally = ledger.tallies(life)[work]
+            held = [one[2] for index, one in enumerate(leases) if one[:2] == (incarnation, work) and index not in ended]
+            tally = ledger.tallies(incarnation)[work]
             assert (tally.held, tally.held_weight) == (len(held), sum(held))
 
 
@@ -46,7 +46,7 @@ def test_releasing_what_was_not_acquired_is_a_bug() -> None:
         ledger.release(P0, Work.DECODE, 5)
 
 
-def test_a_forgotten_life_has_held_nothing() -> None:
+def test_a_forgotten_incarnation_has_held_nothing() -> None:
     ledger = OwnLedger()
     ledger.acquire(P0, Work.DECODE, 5)
     ledger.release(P0, Work.DECODE, 5)

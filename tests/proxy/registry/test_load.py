@@ -103,7 +103,7 @@ def test_an_old_report_says_nothing_and_an_overtaken_one_neither(clock: Clock) -
     table.report_stage(StageReport("P0", "one", 7, pending_prompt_tokens=10))
     table.report_stage(StageReport("P0", "one", 6, pending_prompt_tokens=99))
     assert load(table) == 10
-    table.report_stage(StageReport("P0", "another life", 8, pending_prompt_tokens=99))
+    table.report_stage(StageReport("P0", "another incarnation", 8, pending_prompt_tokens=99))
     table.report_stage(StageReport("P9", "one", 8, pending_prompt_tokens=99))
     assert load(table) == 10
     clock.now += REPORT_TRUST_S
@@ -114,7 +114,7 @@ def test_candidates_carry_rate_and_suspension(clock: Clock) -> None:
     table = tabled()
     assert table.live(Role.P)[0].rate == 0 and not table.live(Role.P)[0].suspended
     table.report_stage(BUSY)
-    table.suspend("P0", "another life", True)
+    table.suspend("P0", "another incarnation", True)
     assert table.live(Role.P)[0].rate == 1000 and not table.live(Role.P)[0].suspended
     table.suspend("P0", "one", True)
     assert table.live(Role.P)[0].suspended

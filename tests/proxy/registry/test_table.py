@@ -1,4 +1,4 @@
-"""The status table: lives, leases, waiting."""
+"""The status table: incarnations, leases, waiting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from proxy.registry.table import InstanceTable
 P0 = Instance("P0", Role.P, "http://x", "one")
 
 
-def test_an_instance_is_up_once_applied_and_down_until_its_next_life() -> None:
+def test_an_instance_is_up_once_applied_and_down_until_its_next_incarnation() -> None:
     table = InstanceTable()
     table.apply(P0)
     assert table.live_roles() == {Role.P}
@@ -51,7 +51,7 @@ def test_an_instance_that_starts_is_known_but_missing() -> None:
     assert table.roles() == frozenset()
 
 
-def test_leases_count_on_the_life_they_were_taken_on_and_are_released_once() -> None:
+def test_leases_count_on_the_incarnation_they_were_taken_on_and_are_released_once() -> None:
     table = InstanceTable()
     table.apply(P0)
     first, second = table.acquire("P0", Work.PREFILL, 3.0), table.acquire("P0", Work.DECODE)
@@ -76,7 +76,7 @@ async def test_waiters_wake_on_change_and_give_up_at_their_deadline() -> None:
     assert await table.changed(-1) is False
 
 
-def test_a_life_that_comes_back_is_counted_once() -> None:
+def test_an_incarnation_that_comes_back_is_counted_once() -> None:
     table = InstanceTable()
     table.apply(P0)
     lease = table.acquire("P0", Work.PREFILL)
@@ -158,7 +158,7 @@ def test_a_pause_of_this_end_condemns_nobody_whatever_is_heard_first_after_it(si
     assert silences.table.silence_s("P1", "one") == 6.0
 
 
-def test_a_new_life_is_not_silent(silences: Silences) -> None:
+def test_a_new_incarnation_is_not_silent(silences: Silences) -> None:
     silences.report("P0", "P1")
     silences.for_s(7, "P0")
     assert silences.live == ["P0"]

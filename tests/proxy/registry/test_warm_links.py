@@ -1,4 +1,5 @@
-"""A stage is used once its KV links have been tried: in every order of starts, for a while at most, once per life."""
+"""A stage is used once its KV links have been tried: in every order of starts, for a while at most, once per
+incarnation."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ UP = KvLink("D0", 0, "up", transport="shm")
 DOWN = KvLink("D0", 0, "down", "broken")
 
 
-def report(*links: KvLink, rank: int = 0, life: str = "p1", sender: str = "P0") -> KvReport:
-    return KvReport(sender, life, rank, "adaptive", 0.0, list(links))
+def report(*links: KvLink, rank: int = 0, incarnation: str = "p1", sender: str = "P0") -> KvReport:
+    return KvReport(sender, incarnation, rank, "adaptive", 0.0, list(links))
 
 
 def tabled(*instances: Instance, grace_s: float = FOREVER_S) -> InstanceTable:
@@ -136,19 +137,19 @@ async def test_a_link_that_breaks_later_takes_nobody_out_of_service() -> None:
     assert up(table) == {"P0", "D0"}
     table.mark_down("P0", "no beat for 5 s")
     table.mark_up("P0")
-    assert up(table) == {"P0", "D0"}, "the same life, whose links have been warm"
+    assert up(table) == {"P0", "D0"}, "the same incarnation, whose links have been warm"
 
 
-async def test_every_life_begins_with_cold_links() -> None:
+async def test_every_incarnation_begins_with_cold_links() -> None:
     table = tabled(P0, D0)
     table.report_kv(report(UP))
     for name in ("P0", "D0"):
         table.mark_up(name)
     table.apply(replace(P0, incarnation="p2"), up=False)
     table.mark_up("P0")
-    table.report_kv(report(UP, life="p1"))
-    assert up(table) == {"D0"}, "a late word of the former life"
-    table.report_kv(report(UP, life="p2"))
+    table.report_kv(report(UP, incarnation="p1"))
+    assert up(table) == {"D0"}, "a late word of the former incarnation"
+    table.report_kv(report(UP, incarnation="p2"))
     assert up(table) == {"P0", "D0"}
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from epd_serve.errors import RequestError
 from proxy.admission.demand import sequences_of
-from proxy.config.settings import Memory
+from proxy.config.limits import MemoryLimits
 from proxy.request.parse import Endpoint, parse
 from tests.proxy.fakes import answer, cluster, data_url, hangs, image_body, image_file, once, settings, text_body
 
@@ -244,7 +244,7 @@ async def test_what_is_unusual_but_fine_passes() -> None:
 
 async def test_bodies_of_requests_in_progress_are_bounded_together() -> None:
     large = text_body(user="x" * 5000)
-    async with cluster("PD0", config=settings(memory=Memory(25_000))) as c:
+    async with cluster("PD0", config=settings(memory=MemoryLimits(25_000))) as c:
         released = asyncio.Event()
         c["PD0"].script.append(once(released, answer))
         first = asyncio.create_task(c.client.post(CHAT, json=large))

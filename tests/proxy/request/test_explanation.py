@@ -65,14 +65,14 @@ async def test_an_operator_can_keep_it_to_himself() -> None:
 
 @pytest.mark.parametrize("name", ["evil\r\nset-cookie: a=b", "ünï"])
 def test_names_from_elsewhere_cannot_break_the_headers(name: str) -> None:
-    explanation = Explanation("id", wanted=True, clock=lambda: 0.0)
+    explanation = Explanation("id", enabled=True, clock=lambda: 0.0)
     explanation.attempted("PD", None, name)
     value = explanation.headers()["x-epd-instances"]
     assert value.isascii() and value.isprintable()
 
 
 def test_stamps_are_bounded() -> None:
-    explanation = Explanation("id", wanted=True, clock=lambda: 0.0)
+    explanation = Explanation("id", enabled=True, clock=lambda: 0.0)
     for _ in range(10 * MAX_STAMPS):
         explanation.stamp("again")
     assert explanation.headers()["x-epd-timing-ms"].count("again") == MAX_STAMPS

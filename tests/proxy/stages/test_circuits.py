@@ -1,4 +1,4 @@
-"""The circuits of many lives: how many are remembered, and what happens to those that are forgotten."""
+"""The circuits of many incarnations: how many are remembered, and what happens to those that are forgotten."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_who_is_forgotten_is_not_suspended_for_ever_and_it_is_who_failed_l
 ) -> None:
     monkeypatch.setattr(circuits, "MAX_CIRCUITS", 2)
     table = InstanceTable()
-    one, two, three = (Instance(f"PD{index}", Role.PD, "http://x", "life") for index in range(3))
+    one, two, three = (Instance(f"PD{index}", Role.PD, "http://x", "incarnation") for index in range(3))
     for instance in (one, two, three):
         table.apply(instance)
     watched = Circuits(table, Metrics(), CircuitLimits(failures=1, open_s=1000.0, open_max_s=1000.0))
@@ -37,5 +37,5 @@ async def test_who_is_forgotten_is_not_suspended_for_ever_and_it_is_who_failed_l
     assert suspended(table) == {"PD0", "PD1"}
     fails(watched, three)
     assert suspended(table) == {"PD0", "PD2"}, "PD0 failed after PD1"
-    assert watched.state("PD1", "life") is State.CLOSED
-    assert watched.state("PD0", "life") is State.OPEN
+    assert watched.state("PD1", "incarnation") is State.CLOSED
+    assert watched.state("PD0", "incarnation") is State.OPEN

@@ -13,9 +13,10 @@ from epd_serve.errors import DeadlineError, StageError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy import strict_json
-from proxy.config.settings import Timeouts
+from proxy.config.limits import Timeouts
 from proxy.errors import StageRefusal, StageUnreachable
-from proxy.stages.client import ONE_GO_BYTES, StageClient, deadline
+from proxy.stages.client import ONE_GO_BYTES, StageClient
+from proxy.stages.deadlines import deadline
 from tests.proxy.fakes import (
     DONE,
     QUICK,
@@ -82,11 +83,11 @@ async def test_a_slow_reader_is_not_a_late_stage() -> None:
     quick = replace(QUICK, idle_s=0.3)
     async with stage(streams(chunk("a"), chunk("b"), DONE), timeouts=quick) as (client, instance, _):
         async with aclosing(client.events(instance, CHAT, BODY, {})) as stream:
-            seen = await anext(stream)
+            first_event = await anext(stream)
             await asyncio.sleep(0.4)
             async for several in stream:
-                seen += several
-        assert seen == chunk("a") + chunk("b") + DONE
+                first_event += several
+        assert first_event == chunk("a") + chunk("b") + DONE
 
 
 async def test_leaving_a_stream_closes_its_connection() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epd_serve.errors import ConfigError
-from proxy.config.settings import RetryLimits
+from proxy.config.limits import RetryLimits
 from proxy.stages.retry_budget import RetryBudget
 
 

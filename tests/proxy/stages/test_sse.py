@@ -33,12 +33,12 @@ def test_kinds_of_events() -> None:
 
 
 def test_several_events_are_judged_without_cutting_them() -> None:
-    said = b'data: {"choices": [{"delta": {"content": "data: [DONE]\\n\\n{\\"error\\""}}]}\n\n'
+    event = b'data: {"choices": [{"delta": {"content": "data: [DONE]\\n\\n{\\"error\\""}}]}\n\n'
     done = b"data: [DONE]\n\n"
-    assert is_plain(said) and not is_last(said)
+    assert is_plain(event) and not is_last(event)
     assert not is_plain(b"event: response.completed\ndata: {}\n\n")
-    assert is_last(done) and is_last(said + done) and not is_last(done + said)
-    assert not is_plain(said + b'data: {"error": {"code": 500}}\n\n' + done)
+    assert is_last(done) and is_last(event + done) and not is_last(done + event)
+    assert not is_plain(event + b'data: {"error": {"code": 500}}\n\n' + done)
 
 
 def test_a_stages_answer_becomes_an_error_whatever_it_looks_like() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from epd_serve.errors import StageError
 from epd_serve.wire import StageReport
-from proxy.admission.queue import Kind
-from proxy.config.settings import PoisonLimits
+from proxy.admission.ticket import Kind
+from proxy.config.limits import PoisonLimits
 from proxy.errors import PoisonousRequest
 from proxy.metrics import Metrics
 from proxy.request.parse import Endpoint
@@ -63,15 +63,15 @@ class Court:
     def metric(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
-    async def dies(self, trial: Trial, life: tuple[str, str]) -> None:
-        """An attempt at `life` that ends with it."""
+    async def dies(self, trial: Trial, incarnation: tuple[str, str]) -> None:
+        """An attempt at `incarnation` that ends with it."""
         async with trial.turn(nothing):
             trial.sent()
-            trial.died(life, sent_at=self.now)
+            trial.died(incarnation, sent_at=self.now)
 
     async def convicted(self, body: bytes = b"body") -> None:
-        for life in (P0, P1):
-            await self.dies(self.trial(body), life)
+        for incarnation in (P0, P1):
+            await self.dies(self.trial(body), incarnation)
         with pytest.raises(PoisonousRequest):
             self.trial(body).check()
 
@@ -103,8 +103,8 @@ async def test_after_its_time_one_death_refuses_it_again_for_twice_as_long(court
 
 
 async def test_an_answer_acquits(court: Court) -> None:
-    for life in (P0, P1, P2):
-        await court.dies(court.trial(), life)
+    for incarnation in (P0, P1, P2):
+        await court.dies(court.trial(), incarnation)
         court.trial().survived()
     court.trial().check()
     assert court.metric("epd_proxy_suspects", state="suspected") == 0
@@ -132,8 +132,8 @@ async def test_who_had_been_computing_for_long_is_not_suspected(court: Court) ->
 async def test_several_deaths_at_once_convict_nobody(court: Court) -> None:
     """A node that goes takes several instances with it, and a popular body was on all of them."""
     copies = [court.trial(), court.trial()]
-    for copy, life in zip(copies, (P0, P1), strict=True):
-        copy.died(life, sent_at=court.now - 1)
+    for copy, incarnation in zip(copies, (P0, P1), strict=True):
+        copy.died(incarnation, sent_at=court.now - 1)
     court.trial().check()
 
 
@@ -344,7 +344,7 @@ def dies_of_poison(c: Cluster, *, loses: asyncio.Event | None = None) -> Callabl
 
 
 def reborn(c: Cluster) -> None:
-    """Give each instance another life, as a launcher does after a death."""
+    """Give each instance another incarnation, as a launcher does after a death."""
     for name, instance in c.instances.items():
         c.instances[name] = replace(instance, incarnation=f"{name}-life{len(c.stages[name].calls) + 2}")
         c.table.apply(c.instances[name])
@@ -378,11 +378,11 @@ async def test_the_two_deaths_may_come_from_two_requests_of_clients() -> None:
 async def test_innocents_beside_a_poisonous_body_all_succeed() -> None:
     async with cluster("PD0", "PD1", "PD2") as c:
         behave = dies_of_poison(c)
-        asked = [asyncio.create_task(c.client.post(CHAT, json=text_body(seed=n))) for n in range(40)]
+        requests = [asyncio.create_task(c.client.post(CHAT, json=text_body(seed=n))) for n in range(40)]
         for stage in c.stages.values():
             await stage.until(lambda stage: stage.active >= 10)
         poisonous = asyncio.create_task(c.client.post(CHAT, json=text_body(user=POISON)))
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*requests)
         assert {one.status_code for one in answers} == {200}
         assert (await poisonous).status_code == 422
         assert sum(behave.deaths.values()) == 2  # type: ignore[attr-defined]
@@ -397,45 +397,45 @@ async def all_die_with_pd0(c: Cluster, count: int) -> list[asyncio.Task[Any]]:
         stage.usual = once(dead, breaks) if name == "PD0" else hangs
         if name != "PD0":
             c.table.mark_down(name, "not yet")
-    asked = [asyncio.create_task(c.client.post(CHAT, json=text_body(seed=n))) for n in range(count)]
+    requests = [asyncio.create_task(c.client.post(CHAT, json=text_body(seed=n))) for n in range(count)]
     await c["PD0"].until(lambda stage: stage.active >= count)
     for name in c.stages.keys() - {"PD0"}:
         c.table.apply(replace(c.instances[name], incarnation=f"{name}-life2"))
     c.table.mark_down("PD0", "died")
     dead.set()
-    return asked
+    return requests
 
 
-async def leave(asked: list[asyncio.Task[Any]]) -> None:
-    for task in asked:
+async def leave(requests: list[asyncio.Task[Any]]) -> None:
+    for task in requests:
         task.cancel()
-    await asyncio.gather(*asked, return_exceptions=True)
+    await asyncio.gather(*requests, return_exceptions=True)
 
 
 async def test_suspects_that_wait_for_a_trial_hold_no_place_and_keep_no_instance_from_others() -> None:
     config = settings(poison=PoisonLimits(blame_s=PATIENCE_S * 2))
     async with cluster("PD0", "PD1", "PD2", config=config) as c:
         queue = c.pipeline.gate.queue
-        asked = await all_die_with_pd0(c, 12)
+        requests = await all_die_with_pd0(c, 12)
         async with asyncio.timeout(PATIENCE_S):
             while queue.served(Kind.TEXT) != 1 or queue.waiting(Kind.TEXT) != 11:
                 await asyncio.sleep(0.002)
         unrelated = [asyncio.create_task(c.client.post(CHAT, json=text_body(seed=100 + n))) for n in range(20)]
         for name in ("PD1", "PD2"):
             await c[name].until(lambda stage: stage.active >= 10)
-        await leave(asked + unrelated)
+        await leave(requests + unrelated)
         await c.idle()
 
 
 async def test_after_a_death_all_who_were_there_are_soon_served_again_however_long_each_takes() -> None:
     config = settings(poison=PoisonLimits(blame_s=2.0), timeouts=replace(QUICK, instance_wait_s=0.05))
     async with cluster("PD0", "PD1", "PD2", config=config) as c:
-        asked = await all_die_with_pd0(c, 30)
+        requests = await all_die_with_pd0(c, 30)
         async with asyncio.timeout(PATIENCE_S):
             while c["PD1"].active + c["PD2"].active < 30:
-                assert not any(task.done() for task in asked)
+                assert not any(task.done() for task in requests)
                 await asyncio.sleep(0.002)
-        await leave(asked)
+        await leave(requests)
         await c.idle()
 
 

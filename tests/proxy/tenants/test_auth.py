@@ -36,8 +36,8 @@ def test_a_tenant_follows_from_the_key_or_from_the_configured_header() -> None:
 
 def test_no_client_can_name_itself_into_the_tenant_of_another_key() -> None:
     both = settings(api_keys=("one", "two"), tenant_header="X-Tenant")
-    found = {tenant(both, **bearer(key), **named) for key in ("one", "two") for named in ({}, {"x_tenant": "a"})}
-    assert len(found) == 4
+    tenants = {tenant(both, **bearer(key), **named) for key in ("one", "two") for named in ({}, {"x_tenant": "a"})}
+    assert len(tenants) == 4
     with pytest.raises(AuthenticationError):
         tenant(both, x_tenant="a")
 

@@ -9,7 +9,7 @@ import pytest
 
 from epd_serve.errors import ConfigError
 from proxy.admission.demand import priority_of
-from proxy.config.settings import KeyLimits
+from proxy.config.limits import KeyLimits
 from proxy.request.parse import Endpoint, parse
 from proxy.tenants.key_limits import PRUNE_FROM, KeyGate, KeyLimitError
 from tests.proxy.fakes import cluster, hangs, settings, text_body
@@ -99,7 +99,7 @@ def test_a_priority_counts_up_to_the_best_that_a_key_may_have() -> None:
         return priority_of(parse(Endpoint.CHAT, json.dumps(text_body(**body)).encode(), settings()), limits)
 
     yields_only = KeyLimits(best_priority=0)
-    assert [counts(yields_only, priority=asked) for asked in (-9, 0, 9)] == [0, 0, 9]
+    assert [counts(yields_only, priority=priority) for priority in (-9, 0, 9)] == [0, 0, 9]
     assert counts(KeyLimits(best_priority=-2), priority=-9) == -2
     assert counts(KeyLimits(best_priority=3)) == 3, "who asks for nothing asks for 0"
     assert counts(KeyLimits(), priority=-9) == -9
@@ -109,8 +109,8 @@ def test_a_priority_counts_up_to_the_best_that_a_key_may_have() -> None:
 async def test_who_may_not_push_ahead_does_not() -> None:
     config = settings(stage_priorities=True, key_limits=KeyLimits(best_priority=0))
     async with cluster("PD0", config=config) as c:
-        for asked in (0, -9):
-            assert (await c.client.post(CHAT, json=text_body(priority=asked))).status_code == 200
+        for priority in (0, -9):
+            assert (await c.client.post(CHAT, json=text_body(priority=priority))).status_code == 200
         first, second = (call.body["priority"] for call in c["PD0"].calls)
         assert second >= first, "due by arrival"
 

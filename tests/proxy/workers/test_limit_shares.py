@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proxy.config.settings import Admission, KeyLimits
+from proxy.config.limits import AdmissionLimits, KeyLimits
 from proxy.workers.limit_shares import share_of
 from tests.proxy.fakes import settings
 
@@ -11,7 +11,7 @@ def test_limits_that_each_counts_are_divided_and_rounded_up() -> None:
     each = share_of(settings(max_in_flight=10, key_limits=KeyLimits(4, 1)), 3)
     assert each.max_in_flight == 4
     assert each.key_limits == KeyLimits(2, 1)
-    assert share_of(settings(admission=Admission(text_queue=3)), 3).admission.text_queue == 1
+    assert share_of(settings(admission=AdmissionLimits(text_queue=3)), 3).admission.text_queue == 1
     assert each.processes == 3
 
 

@@ -10,12 +10,12 @@ from proxy.workers.metrics_aggregation import COUNTED_PREFIX, exposition, lastin
 
 
 def registry(requests: int, held: int, seconds: float) -> CollectorRegistry:
-    made = CollectorRegistry()
-    Counter("epd_proxy_requests", "Ended.", ("status",), registry=made).labels("200").inc(requests)
-    Gauge("epd_proxy_in_flight", "Held.", registry=made).set(held)
-    Histogram("epd_proxy_ttft_seconds", "TTFT.", buckets=(1, 2), registry=made).observe(seconds)
-    Gauge("epd_store_leased", "As the table says.", registry=made).set(7)
-    return made
+    own_registry = CollectorRegistry()
+    Counter("epd_proxy_requests", "Ended.", ("status",), registry=own_registry).labels("200").inc(requests)
+    Gauge("epd_proxy_in_flight", "Held.", registry=own_registry).set(held)
+    Histogram("epd_proxy_ttft_seconds", "TTFT.", buckets=(1, 2), registry=own_registry).observe(seconds)
+    Gauge("epd_store_leased", "As the table says.", registry=own_registry).set(7)
+    return own_registry
 
 
 def samples(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

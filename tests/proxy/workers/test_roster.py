@@ -10,8 +10,8 @@ from proxy.registry.table import InstanceTable
 from proxy.workers.roster import ParentTable, WorkerRoster
 
 
-def instance(name: str = "D0", life: str = "one") -> Instance:
-    return Instance(name, Role(name.rstrip("0123456789")), "http://h:1", life)
+def instance(name: str = "D0", incarnation: str = "one") -> Instance:
+    return Instance(name, Role(name.rstrip("0123456789")), "http://h:1", incarnation)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ async def test_a_worker_knows_what_the_parent_knows(parent: ParentTable, worker:
         lambda: parent.apply(instance("D0"), up=False),
         lambda: parent.mark_up("P0"),
         lambda: parent.mark_down("P0", "sick"),
-        lambda: parent.mark_down("D0", "an old life's", incarnation="zero"),
+        lambda: parent.mark_down("D0", "an old incarnation's", incarnation="zero"),
         lambda: parent.mark_up("P0"),
         lambda: parent.mark_up("D0"),
         lambda: parent.apply(instance("P0", "two"), up=False),

@@ -20,7 +20,7 @@ from epd_serve.errors import EpdError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.background import Background
-from proxy.config.settings import Timeouts
+from proxy.config.limits import Timeouts
 from proxy.registry.instance_state import Lease, Work
 from proxy.server.uvicorn_server import bind
 from proxy.workers import hub as worker_hub
@@ -85,22 +85,22 @@ async def crew(count: int) -> AsyncIterator[Crew]:
         table.apply(Instance("PD0", Role.PD, await stack.enter_async_context(served(stage)), "one"))
         listening = stack.enter_context(bind("127.0.0.1", 0))
         listening.listen(100)
-        made = Crew(table, hub, background, counters, f"http://127.0.0.1:{listening.getsockname()[1]}", stage)
+        crew = Crew(table, hub, background, counters, f"http://127.0.0.1:{listening.getsockname()[1]}", stage)
         hub.start()
         stack.push_async_callback(hub.stop)
         for row in range(count):
             ours, theirs = socket.socketpair()
             serving, signals = asyncio.Event(), WorkerSignals()
             copy = socket.socket(fileno=os.dup(listening.fileno()))
-            made.signals.append(signals)
-            made.works.append(asyncio.create_task(run_worker(theirs, copy, memory, signals)))
-            made.attends.append(asyncio.create_task(hub.attend(row, ours, serving.set)))
+            crew.signals.append(signals)
+            crew.works.append(asyncio.create_task(run_worker(theirs, copy, memory, signals)))
+            crew.attends.append(asyncio.create_task(hub.attend(row, ours, serving.set)))
             async with asyncio.timeout(DEADLINE_S):
                 await serving.wait()
-        yield made
-        for signals in made.signals:
+        yield crew
+        for signals in crew.signals:
             signals.stop.set()
-        await asyncio.gather(*made.works, *made.attends, return_exceptions=True)
+        await asyncio.gather(*crew.works, *crew.attends, return_exceptions=True)
 
 
 async def test_every_worker_says_the_same_of_instances_and_health() -> None:
@@ -108,13 +108,13 @@ async def test_every_worker_says_the_same_of_instances_and_health() -> None:
     async with crew(2) as c:
         assert (await c.ask("/health")).status_code == 200
         c.stage.usual = once(released, answer)
-        asked = [asyncio.create_task(c.ask()) for _ in range(6)]
+        requests = [asyncio.create_task(c.ask()) for _ in range(6)]
         await c.until(lambda: c.stage.active == 6)
         for _ in range(6):
             (row,) = (await c.ask("/instances")).json()["instances"]
             assert row["in_flight"]["decode"] == 6
         released.set()
-        assert {one.status_code for one in await asyncio.gather(*asked)} == {200}
+        assert {one.status_code for one in await asyncio.gather(*requests)} == {200}
         c.table.mark_down("PD0", "killed")
         await c.until(lambda: not c.table.total_in_flight())
         async with asyncio.timeout(DEADLINE_S):
@@ -126,15 +126,15 @@ async def test_connections_that_live_long_are_shared_out() -> None:
     released = asyncio.Event()
     async with crew(3) as c:
         c.stage.usual = once(released, answer)
-        asked = []
+        requests = []
         for count in range(1, 10):  # one after the other: each finds all workers idle
-            asked.append(asyncio.create_task(c.ask()))
+            requests.append(asyncio.create_task(c.ask()))
             await c.until(lambda count=count: c.stage.active == count)
             await c.until(lambda count=count: sum(c.connections()) == count)
         # Whoever is woken first would have them all; one may slip in while another is still being polite.
         assert min(c.connections()) >= 2
         released.set()
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requests)
 
 
 async def test_metrics_are_those_of_all_workers_and_survive_one_that_ends() -> None:
@@ -156,11 +156,11 @@ async def test_a_worker_that_is_told_to_end_finishes_what_it_has() -> None:
     released = asyncio.Event()
     async with crew(1) as c:
         c.stage.usual = once(released, answer)
-        asked = asyncio.create_task(c.ask())
+        requests = asyncio.create_task(c.ask())
         await c.until(lambda: c.stage.active == 1)
         c.signals[0].leave.set()
         released.set()
-        assert (await asked).status_code == 200
+        assert (await requests).status_code == 200
         await c.works[0]
 
 
@@ -168,7 +168,7 @@ async def test_draining_is_over_when_no_worker_has_a_request_left() -> None:
     released = asyncio.Event()
     async with crew(2) as c:
         c.stage.usual = once(released, answer)
-        asked = [asyncio.create_task(c.ask()) for _ in range(4)]
+        requests = [asyncio.create_task(c.ask()) for _ in range(4)]
         await c.until(lambda: c.stage.active == 4)
         c.hub.begin()
         idle = asyncio.create_task(c.hub.idle())
@@ -179,7 +179,7 @@ async def test_draining_is_over_when_no_worker_has_a_request_left() -> None:
         await c.until(lambda: c.hub.running == 4)
         assert not idle.done()
         released.set()
-        assert {one.status_code for one in await asyncio.gather(*asked)} == {200}
+        assert {one.status_code for one in await asyncio.gather(*requests)} == {200}
         async with asyncio.timeout(DEADLINE_S):
             await idle
         assert c.hub.running == 0
@@ -273,10 +273,10 @@ async def test_a_worker_that_says_nothing_any_more_is_noticed(monkeypatch: pytes
 
 async def test_a_worker_that_says_what_no_worker_says_is_noticed() -> None:
     hub = WorkerHub(ParentTable(), Setup(settings(), 0, 1, 1.0, 1.0, 1.0), Background())
-    for said in (frame(Roster(())), (1 << 31).to_bytes(4, "big")):
+    for raw_frame in (frame(Roster(())), (1 << 31).to_bytes(4, "big")):
         ours, theirs = socket.socketpair()
         with theirs:
-            theirs.sendall(said)
+            theirs.sendall(raw_frame)
             with pytest.raises(FeedError):
                 async with asyncio.timeout(DEADLINE_S):
                     await hub.attend(0, ours, lambda: None)

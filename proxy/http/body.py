@@ -1,0 +1,84 @@
+"""Reads a request's body: not more of it than may be, not more slowly, and of no account more than its share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from starlette.datastructures import Headers
+from starlette.types import Receive
+
+from epd_serve.errors import PayloadTooLargeError
+from proxy.config.settings import ProxySettings
+from proxy.errors import BusyError, SlowBodyError
+from proxy.tenants.fair_share import FairShare, NoRoom, OverShare
+from proxy.tenants.key_limits import KeyLimitError
+from proxy.tenants.memory_budget import MemoryReservation
+
+
+class ClientLeft(Exception):
+    """The client closed its connection before its body was complete."""
+
+
+async def read_body(
+    headers: Headers, receive: Receive, held: MemoryReservation, arriving: FairShare, settings: ProxySettings
+) -> bytearray:
+    """The whole body, for as long as it comes fast enough.
+
+    Args:
+        held: has the bytes of it, from before they are kept. arriving: places for the bodies that are arriving.
+
+    Raises:
+        ClientLeft: before the end. SlowBodyError: 408. PayloadTooLargeError: 413. BusyError, KeyLimitError: no place.
+    """
+    max_bytes = settings.max_body_bytes
+    announced = headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise _too_large(max_bytes)
+    body = bytearray()
+    pace, begun = settings.body_pace, asyncio.get_running_loop().time()
+    with _arriving(arriving, held.account):
+        try:
+            async with asyncio.timeout_at(begun + min(pace.grace_s, pace.most_s)) as patience:
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientLeft
+                    came = message.get("body", b"")
+                    if len(body) + len(came) > max_bytes:
+                        raise _too_large(max_bytes)
+                    held.take(len(came))
+                    body += came
+                    if not message.get("more_body", False):
+                        return body
+                    earned_s = pace.grace_s + len(body) / pace.bytes_per_s
+                    patience.reschedule(begun + min(earned_s, pace.most_s))
+        except TimeoutError:
+            raise SlowBodyError(
+                f"The request body came too slowly: {len(body):,} bytes in "
+                f"{asyncio.get_running_loop().time() - begun:.0f} s; {pace.bytes_per_s:,} bytes a second are asked "
+                f"for after {pace.grace_s:g} s, and all of it within {pace.most_s:g} s."
+            ) from None
+
+
+@contextmanager
+def _arriving(arriving: FairShare, account: str) -> Iterator[None]:
+    """A place among the bodies that are arriving, of which no account gets all."""
+    try:
+        arriving.take(account, 1)
+    except NoRoom:
+        raise BusyError("as many request bodies are arriving as may; try again later", code="bodies_full") from None
+    except OverShare:
+        raise KeyLimitError(
+            f"{arriving.held_by(account)} request bodies of this account are arriving, which is its share; "
+            "try again later"
+        ) from None
+    try:
+        yield
+    finally:
+        arriving.give_back(account, 1)
+
+
+def _too_large(max_bytes: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(f"The request body is larger than {max_bytes:,} bytes.", code="body_too_large")
