@@ -5,7 +5,7 @@ Each checks itself when it is made, and names the field and its bound where that
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from epd_serve.errors import ConfigError
@@ -144,14 +144,6 @@ class KeyLimits:
         for name in ("requests_in_flight", "requests_per_minute"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative; 0 means no limit", param=name)
-
-    def shared_by(self, processes: int) -> KeyLimits:
-        """The limits of each of several proxy processes that serve the same clients: their share, rounded up."""
-        return replace(
-            self,
-            requests_in_flight=-(-self.requests_in_flight // processes),
-            requests_per_minute=-(-self.requests_per_minute // processes),
-        )
 
 
 @dataclass(frozen=True)

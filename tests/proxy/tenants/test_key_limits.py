@@ -83,11 +83,6 @@ def test_accounts_that_matter_no_more_are_forgotten() -> None:
     assert len(gate._full_at) <= PRUNE_FROM + 1 and not gate._in_flight
 
 
-def test_limits_are_shared_out_among_processes() -> None:
-    assert KeyLimits(10, 61).shared_by(4) == KeyLimits(3, 16)
-    assert KeyLimits().shared_by(4) == KeyLimits()
-
-
 @pytest.mark.parametrize("name", ["requests_in_flight", "requests_per_minute"])
 def test_a_negative_limit_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
@@ -103,7 +98,6 @@ def test_a_priority_counts_up_to_the_best_that_a_key_may_have() -> None:
     assert counts(KeyLimits(best_priority=-2), priority=-9) == -2
     assert counts(KeyLimits(best_priority=3)) == 3, "who asks for nothing asks for 0"
     assert counts(KeyLimits(), priority=-9) == -9
-    assert yields_only.shared_by(4) == yields_only
 
 
 async def test_who_may_not_push_ahead_does_not() -> None:
