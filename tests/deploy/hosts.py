@@ -7,10 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +119,3 @@ def fetch(url: str, key: str = "") -> tuple[int, str]:
         return error.code, error.read().decode()
     except OSError:
         return 0, ""
-
-
-def until(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
-        time.sleep(0.05)

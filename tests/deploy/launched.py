@@ -10,7 +10,6 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,6 @@ from tests.waiting import PATIENCE_S, wait_for
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("fake_launch.py"))
 DEADLINE_S = PATIENCE_S
-
-
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
-    try:
-        return wait_for(condition, timeout_s)
-    except AssertionError:
-        raise AssertionError(f"not within {timeout_s} s: {what}") from None
 
 
 class FakeLaunch:
@@ -60,7 +52,7 @@ class FakeLaunch:
         return {row["id"]: row for row in body["instances"]} if body else {}
 
     def wait_ready(self) -> None:
-        wait_until(lambda: self.get("/ready?all")[0] == 200 or self.process.poll() is not None, "ready")
+        wait_for(lambda: self.get("/ready?all")[0] == 200 or self.process.poll() is not None, "ready")
         assert self.process.poll() is None, self.process.communicate()[1]
 
     @property
@@ -87,7 +79,7 @@ class FakeLaunch:
         return self.process.communicate(timeout=DEADLINE_S)
 
     def assert_nothing_remains(self, launch_id: str) -> None:
-        wait_until(lambda: not self.members(launch_id), "no process")
+        wait_for(lambda: not self.members(launch_id), "no process")
         assert not list(Path("/dev/shm").glob(f"epd-{launch_id}-*"))
         assert not (self.root / launch_id).exists()
         assert self.get("/health")[0] == 0

@@ -9,9 +9,8 @@ from typing import Any
 
 import httpx
 
-from tests.deploy.hosts import until
 from tests.epd_serve.sim.served import data_url
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_for
 
 CHAT = "/v1/chat/completions"
 TEXT = {"model": "epd-demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -88,7 +87,7 @@ def _leave(http: httpx.Client, body: dict[str, Any], events: int) -> None:
 def more(found: Load, count: int = 20) -> None:
     """Wait for so many further answers."""
     least = found.served + count
-    until(lambda: found.served >= least, f"{count} more answers")
+    wait_for(lambda: found.served >= least, f"{count} more answers")
 
 
 def in_flight(url: str, headers: dict[str, str] | None = None) -> dict[str, int]:

@@ -14,9 +14,9 @@ from deploy.cluster_key import admin_key
 from deploy.config import DeployConfig
 from deploy.ports import free_ports, listen
 from epd_serve.errors import ConfigError
-from tests.deploy.hosts import KEY, Hosts, until
+from tests.deploy.hosts import KEY, Hosts
 from tests.deploy.test_sim_launch import launched
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_for
 
 
 @pytest.fixture
@@ -91,9 +91,9 @@ def test_metrics_and_the_table_move_to_the_admin_port(tmp_path: Path, key_file: 
 
 def test_a_cluster_is_joined_at_the_admin_port_and_nowhere_else(hosts: Hosts) -> None:
     hosts.head("--workers", "2")
-    until(lambda: "stages join it at" in hosts.log("head"), "a head")
+    wait_for(lambda: "stages join it at" in hosts.log("head"), "a head")
     assert f"stages join it at {hosts.admin}" in hosts.log("head")
-    until(lambda: get(f"{hosts.url}/health").status_code in (200, 503), "a front door")
+    wait_for(lambda: get(f"{hosts.url}/health").status_code in (200, 503), "a front door")
     for path in ("/cluster/join", "/cluster/beat", "/cluster/leave"):
         headers = {"authorization": f"Bearer {KEY}"}
         assert httpx.post(f"{hosts.url}{path}", headers=headers, trust_env=False).status_code == 404
@@ -107,4 +107,4 @@ def test_a_cluster_is_joined_at_the_admin_port_and_nowhere_else(hosts: Hosts) ->
     assert httpx.post(f"{hosts.admin}/cluster/join", headers=derived, trust_env=False).status_code == 401
     assert KEY not in hosts.log("head") and admin_key(KEY) not in hosts.log("head")
     hosts.simulated("EPD", "EPD", "127.0.0.3")
-    until(lambda: hosts.up() == ["EPD0"], "a stage that has joined")
+    wait_for(lambda: hosts.up() == ["EPD0"], "a stage that has joined")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from deploy.ending import Ending
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 
 class Front:
@@ -48,14 +48,10 @@ class Case:
         self.kills += 1
 
     async def leaving(self) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not self.front.announced:
-                await asyncio.sleep(0)
+        await until(lambda: self.front.announced)
 
     async def draining(self) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not self.front.began:
-                await asyncio.sleep(0)
+        await until(lambda: self.front.began)
 
     async def over(self) -> None:
         async with asyncio.timeout(PATIENCE_S):

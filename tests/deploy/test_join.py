@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from epd_serve.cluster import stage_key
-from tests.deploy.hosts import KEY, Hosts, fetch, until
-from tests.waiting import PATIENCE_S
+from tests.deploy.hosts import KEY, Hosts, fetch
+from tests.waiting import PATIENCE_S, wait_for
 
 
 def server_pid(url: str) -> int:
@@ -22,7 +22,7 @@ def server_pid(url: str) -> int:
 
 def three(hosts: Hosts) -> dict[str, str]:
     urls = {role: hosts.stage(role, role, f"127.0.0.{n}") for n, role in enumerate("EPD", start=2)}
-    until(lambda: hosts.up() == ["D0", "E0", "P0"], "three stages")
+    wait_for(lambda: hosts.up() == ["D0", "E0", "P0"], "three stages")
     return urls
 
 
@@ -40,8 +40,8 @@ def test_three_stages_join_serve_are_restarted_and_leave_and_nobody_sees_their_k
     the_stages_key_is_in_the_servers_environment_and_in_no_command_line(hosts, server_pid(urls["D"]))
     before = hosts.instances()["P0"]["incarnation"]
     os.kill(server_pid(urls["P"]), signal.SIGKILL)
-    until(lambda: hosts.instances()["P0"]["incarnation"] != before, "another life")
-    until(lambda: hosts.up() == ["D0", "E0", "P0"], "P0 to be back")
+    wait_for(lambda: hosts.instances()["P0"]["incarnation"] != before, "another life")
+    wait_for(lambda: hosts.up() == ["D0", "E0", "P0"], "P0 to be back")
     for role in "EPD":
         assert hosts.end(role, signal.SIGINT if role == "E" else signal.SIGTERM) == 0
         assert hosts.leftovers(role) == []
@@ -73,9 +73,9 @@ def test_stages_listen_where_they_say_and_are_wired_to_the_bus(hosts: Hosts) -> 
 @pytest.mark.slow
 def test_stages_may_come_before_their_head_and_say_so_once(hosts: Hosts) -> None:
     hosts.stage("P", "P", "127.0.0.3")
-    until(lambda: "no answer from" in hosts.log("P"), "a line about the head")
+    wait_for(lambda: "no answer from" in hosts.log("P"), "a line about the head")
     hosts.head()
-    until(lambda: hosts.up() == ["P0"], "P0")
+    wait_for(lambda: hosts.up() == ["P0"], "P0")
     assert hosts.log("P").count("no answer from") == 1
 
 
@@ -87,10 +87,10 @@ def test_a_restarted_head_finds_its_stages_again_and_they_served_meanwhile(hosts
     pids = {role: server_pid(url) for role, url in urls.items()}
     hosts.send("head", signal.SIGKILL)
     hosts.processes.pop("head").wait()
-    until(lambda: all("serving on" in hosts.log(role) for role in "EPD"), "stages to notice")
+    wait_for(lambda: all("serving on" in hosts.log(role) for role in "EPD"), "stages to notice")
     assert {role: server_pid(url) for role, url in urls.items()} == pids
     hosts.head()
-    until(lambda: hosts.up() == ["D0", "E0", "P0"], "stages to join again")
+    wait_for(lambda: hosts.up() == ["D0", "E0", "P0"], "stages to join again")
     assert {name: entry["incarnation"] for name, entry in hosts.instances().items()} == lives
     assert {role: server_pid(url) for role, url in urls.items()} == pids, "nothing was restarted"
     assert all(hosts.log(role).count("serving on") <= 3 for role in "EPD")
@@ -100,10 +100,10 @@ def test_a_restarted_head_finds_its_stages_again_and_they_served_meanwhile(hosts
 def test_a_head_with_other_settings_has_its_stages_restarted_with_them(hosts: Hosts) -> None:
     hosts.head()
     hosts.stage("D", "D", "127.0.0.4")
-    until(lambda: hosts.up() == ["D0"], "D0")
+    wait_for(lambda: hosts.up() == ["D0"], "D0")
     assert hosts.end("head") == 0
     hosts.head("--kv-grouping", "fixed:2")
-    until(lambda: len(hosts.wirings("D")) == 2 and hosts.up() == ["D0"], "D0 with other settings")
+    wait_for(lambda: len(hosts.wirings("D")) == 2 and hosts.up() == ["D0"], "D0 with other settings")
     assert "'kv_grouping': 'fixed:2'" in hosts.wirings("D")[-1]
 
 
@@ -111,20 +111,20 @@ def test_a_head_with_other_settings_has_its_stages_restarted_with_them(hosts: Ho
 def test_a_killed_agent_is_noticed_and_its_successor_has_its_name(hosts: Hosts) -> None:
     hosts.head()
     url = hosts.stage("P", "P", "127.0.0.3")
-    until(lambda: hosts.up() == ["P0"], "P0")
+    wait_for(lambda: hosts.up() == ["P0"], "P0")
     hosts.send("P", signal.SIGSTOP)
-    until(lambda: hosts.instances()["P0"]["reason"] == "no beat for 5 s", "its silence to be noticed")
+    wait_for(lambda: hosts.instances()["P0"]["reason"] == "no beat for 5 s", "its silence to be noticed")
     hosts.send("P", signal.SIGCONT)
-    until(lambda: hosts.up() == ["P0"], "its next beat to bring it back")
+    wait_for(lambda: hosts.up() == ["P0"], "its next beat to bring it back")
     hosts.send("P", signal.SIGKILL)
     hosts.processes.pop("P").wait()
     pid = server_pid(url)
     os.kill(pid, signal.SIGKILL)  # a real stage dies with its agent
     hosts.stage_ports = iter([int(url.rpartition(":")[2])])
-    until(lambda: fetch(url)[0] == 0, "the address to be free")
+    wait_for(lambda: fetch(url)[0] == 0, "the address to be free")
     hosts.stage("P", "P", "127.0.0.3")
-    until(lambda: "cleaned up after launch" in hosts.log("P"), "its successor to clean up")
-    until(lambda: len(hosts.wirings("P")) == 2 and hosts.up() == ["P0"], "P0 to be back")
+    wait_for(lambda: "cleaned up after launch" in hosts.log("P"), "its successor to clean up")
+    wait_for(lambda: len(hosts.wirings("P")) == 2 and hosts.up() == ["P0"], "P0 to be back")
     assert len(hosts.instances()) == 1
 
 
@@ -155,7 +155,7 @@ def test_a_stage_that_cannot_serve_ends_with_the_reason_and_leaves_nothing(
 @pytest.mark.slow
 def test_a_stage_with_another_key_ends_and_the_head_knows_nothing_of_it(hosts: Hosts) -> None:
     hosts.head()
-    until(lambda: fetch(f"{hosts.url}/health")[0] == 503, "the head")
+    wait_for(lambda: fetch(f"{hosts.url}/health")[0] == 503, "the head")
     other = hosts.folder / "other"
     other.touch(mode=0o600)
     other.write_text("another-key-of-some-length")
@@ -169,7 +169,7 @@ def test_a_stage_with_another_key_ends_and_the_head_knows_nothing_of_it(hosts: H
 def test_a_name_that_is_taken_is_said_before_anything_slow_starts(hosts: Hosts) -> None:
     hosts.head()
     hosts.stage("one", "P", "127.0.0.3", "--instance=left")
-    until(lambda: hosts.up() == ["left"], "the first")
+    wait_for(lambda: hosts.up() == ["left"], "the first")
     hosts.stage("two", "P", "127.0.0.4", "--instance=left")
     assert hosts.processes["two"].wait(PATIENCE_S) == 1
     assert "the name left belongs to" in hosts.log("two")

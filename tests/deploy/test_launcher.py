@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from deploy.reaper import reap_dead
-from tests.deploy.launched import DEADLINE_S, FakeLaunch, wait_until
+from tests.deploy.launched import DEADLINE_S, FakeLaunch
+from tests.waiting import wait_for
 
 
 def test_a_launch_serves_and_ctrl_c_leaves_nothing(launch: Callable[..., FakeLaunch]) -> None:
@@ -36,7 +37,7 @@ def test_a_launch_whose_kv_links_stay_down_is_ready_after_a_grace_and_names_the_
     launch: Callable[..., FakeLaunch],
 ) -> None:
     one = launch("P-D", "P0=--links=opening", "links_s=3")
-    last = wait_until(
+    last = wait_for(
         lambda: next((row["id"] for row in one.instances().values() if "KV link" in row["reason"]), None),
         "one of the two waits for the link between them",
     )
@@ -70,9 +71,9 @@ def test_a_second_ctrl_c_does_not_wait(launch: Callable[..., FakeLaunch]) -> Non
 @pytest.mark.slow
 def test_ctrl_c_while_stages_start_leaves_nothing(launch: Callable[..., FakeLaunch]) -> None:
     one = launch("E-PD", "--delay=60", "--child")
-    wait_until(lambda: one.get("/health")[0] == 503, "the proxy answers while stages start")
+    wait_for(lambda: one.get("/health")[0] == 503, "the proxy answers while stages start")
     launch_id = one.run_path.name
-    wait_until(lambda: len(one.members(launch_id)) == 4, "stages and their children run")
+    wait_for(lambda: len(one.members(launch_id)) == 4, "stages and their children run")
     out, err = one.end(signal.SIGINT)
     assert one.process.returncode == 0
     assert "Ready" not in out
@@ -86,8 +87,8 @@ def test_a_killed_stage_comes_back_with_a_new_incarnation_on_the_same_port(launc
     before = one.instances()["P0"]["incarnation"]
     pid = one.stage_pid("P0")
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: one.instances()["P0"]["incarnation"] != before, "the proxy knows another life")
-    wait_until(lambda: one.instances()["P0"]["up"], "P0 is back")
+    wait_for(lambda: one.instances()["P0"]["incarnation"] != before, "the proxy knows another life")
+    wait_for(lambda: one.instances()["P0"]["up"], "P0 is back")
     assert one.stage_pid("P0") != pid
     assert one.instances()["D0"]["up"]
 
@@ -108,8 +109,8 @@ def test_a_neighbour_that_dies_frees_its_cores_and_comes_back_to_them(launch: Ca
     assert (before["E0"]["core_share"], before["PD0"]["core_share"]) == (0.5, 0.5)
     pid = one.stage_pid("E0")
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: one.instances()["E0"]["incarnation"] != before["E0"]["incarnation"], "another life of E0")
-    wait_until(lambda: one.instances()["E0"]["up"], "E0 is back")
+    wait_for(lambda: one.instances()["E0"]["incarnation"] != before["E0"]["incarnation"], "another life of E0")
+    wait_for(lambda: one.instances()["E0"]["up"], "E0 is back")
     assert ids("E0") == mine and one.stage_pid("E0") != pid
     assert one.instances()["PD0"]["incarnation"] == before["PD0"]["incarnation"], "PD0 lives on"
     assert ids("PD0") == neighbours

@@ -30,8 +30,9 @@ from proxy.workers.roster import ParentTable
 from proxy.workers.shared_counters import SharedCounters, shared_memory
 from proxy.workers.shared_ledger import COUNTS, SharedLedger
 from proxy.workers.wire import Setup
-from tests.deploy.launched import REPOSITORY, FakeLaunch, wait_until
+from tests.deploy.launched import REPOSITORY, FakeLaunch
 from tests.proxy.fakes import FakeStage, answer, once, served, settings, text_body
+from tests.waiting import until, wait_for
 
 DEADLINE_S = 60.0
 HELD = 9
@@ -56,9 +57,11 @@ class Proxy:
                 return None
 
     async def until(self, path: str, condition: Callable[[httpx.Response], Any]) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while (answered := await self.ask(path)) is None or not condition(answered):
-                await asyncio.sleep(0.05)
+        async def met() -> bool:
+            answered = await self.ask(path)
+            return answered is not None and bool(condition(answered))
+
+        await until(met, path)
 
     def workers(self) -> set[int]:
         mark = str(self.process.pid)
@@ -149,7 +152,7 @@ async def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         workers = p.workers()
         assert len(workers) == 2
         p.process.kill()
-        await asyncio.to_thread(wait_until, lambda: are_gone(workers), "the workers are gone")
+        await asyncio.to_thread(wait_for, lambda: are_gone(workers), "the workers are gone")
 
 
 def are_gone(pids: set[int]) -> bool:
@@ -174,7 +177,7 @@ def test_a_launch_with_workers_serves_and_ctrl_c_leaves_nothing(launch: Callable
     one = launch("(E-P)-D", "+workers=2")
     one.wait_ready()
     launch_id = one.run_path.name
-    wait_until(lambda: all(row["up"] for row in one.instances().values()), "all up")
+    wait_for(lambda: all(row["up"] for row in one.instances().values()), "all up")
     assert len(one.instances()) == 3
     out, err = one.end(signal.SIGINT)
     assert one.process.returncode == 0, err

@@ -13,7 +13,8 @@ import pytest
 
 from deploy import processes
 from deploy.second_tier import recorded_pool
-from tests.deploy.launched import DEADLINE_S, FakeLaunch, wait_until
+from tests.deploy.launched import DEADLINE_S, FakeLaunch
+from tests.waiting import wait_for
 
 POOLED = "+mm_store=mooncake"
 
@@ -85,9 +86,9 @@ def test_a_killed_master_is_back_on_its_ports_and_gone_after_the_launch(launch: 
     first = master_pid(one)
     assert b"mooncake_master" in Path(f"/proc/{first}/cmdline").read_bytes()
     os.kill(first, signal.SIGKILL)
-    wait_until(lambda: master_pid(one) != first and serves(f"{metrics}/health"), "the master is back")
+    wait_for(lambda: master_pid(one) != first and serves(f"{metrics}/health"), "the master is back")
     second = master_pid(one)
-    wait_until(lambda: one.instances()["E0"]["up"], "the stages never noticed")
+    wait_for(lambda: one.instances()["E0"]["up"], "the stages never noticed")
     _, err = one.end(signal.SIGINT)
     assert "mooncake_master is down: killed by SIGKILL (out of memory?); features stay on their host; restart in" in err
     assert "mooncake_master is back; features of the second tier were lost" in err
@@ -103,4 +104,4 @@ def test_the_master_dies_with_a_killed_launcher(launch: Callable[..., FakeLaunch
     pid = master_pid(one)
     assert processes.stat(pid) is not None
     one.process.kill()
-    wait_until(lambda: (now := processes.stat(pid)) is None or now.dead, "the kernel has ended the master")
+    wait_for(lambda: (now := processes.stat(pid)) is None or now.dead, "the kernel has ended the master")

@@ -12,9 +12,9 @@ import pytest
 
 from deploy.cluster_key import admin_key
 from deploy.processes import stat
-from tests.deploy.hosts import KEY, Hosts, fetch, until
+from tests.deploy.hosts import KEY, Hosts, fetch
 from tests.deploy.sim_load import TEXT, in_flight, load, more, picture
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_for
 
 ADMIN = {"authorization": f"Bearer {admin_key(KEY)}"}
 
@@ -32,7 +32,7 @@ def join(hosts: Hosts, *names: str) -> dict[str, str]:
     """Start the stages called so, and wait until all of them serve; their urls."""
     flags = profile_flags(hosts)
     urls = {name: hosts.simulated(name, name[0], ADDRESSES[name[0]], "--instance", name, *flags) for name in names}
-    until(lambda: set(names) <= set(hosts.up()), f"{', '.join(names)} to serve")
+    wait_for(lambda: set(names) <= set(hosts.up()), f"{', '.join(names)} to serve")
     return urls
 
 
@@ -61,20 +61,20 @@ def kill_agent(hosts: Hosts, name: str) -> None:
     server = server_of(hosts, name)
     hosts.send(name, signal.SIGKILL)
     hosts.processes.pop(name).wait(PATIENCE_S)
-    until(lambda: ended(server), "the server to die with its agent")
+    wait_for(lambda: ended(server), "the server to die with its agent")
 
 
 @pytest.mark.slow
 def test_text_and_pictures_pass_through_stages_that_joined_a_head_with_workers(hosts: Hosts) -> None:
     hosts.head("--workers", "2")
-    until(lambda: fetch(f"{hosts.url}/health")[0] == 503, "the head")
+    wait_for(lambda: fetch(f"{hosts.url}/health")[0] == 503, "the head")
     join(hosts, "E0", "P0", "D0")
-    until(lambda: fetch(f"{hosts.url}/ready?all")[0] == 200, "all roles")
+    wait_for(lambda: fetch(f"{hosts.url}/ready?all")[0] == 200, "all roles")
     for _ in range(4):  # whichever worker takes it
         assert ask(hosts, TEXT)["x-epd-path"] == "P-D"
     seen = ask(hosts, picture(60))
     assert seen["x-epd-path"] == "E-P-D"
-    until(lambda: not in_flight(hosts.admin, ADMIN), "nothing in flight")
+    wait_for(lambda: not in_flight(hosts.admin, ADMIN), "nothing in flight")
     assert hosts.end("head") == 0 and hosts.leftovers("head") == []
 
 
@@ -88,19 +88,19 @@ def test_stages_are_killed_and_leave_and_no_client_notices(hosts: Hosts, name: s
         more(found)
         life = hosts.instances()[name]["incarnation"]
         os.kill(server_of(hosts, name), signal.SIGKILL)
-        until(lambda: hosts.instances()[name]["incarnation"] != life and name in hosts.up(), "its next life")
+        wait_for(lambda: hosts.instances()[name]["incarnation"] != life and name in hosts.up(), "its next life")
         more(found)
         kill_agent(hosts, name)
         more(found)
         port = int(urls[name].rpartition(":")[2])
         hosts.simulated(name, role, ADDRESSES[role], "--instance", name, *profile_flags(hosts), port=port)
-        until(lambda: "cleaned up after launch" in hosts.log(name) and name in hosts.up(), f"{name} to join again")
+        wait_for(lambda: "cleaned up after launch" in hosts.log(name) and name in hosts.up(), f"{name} to join again")
         more(found)
         assert hosts.end(other) == 0 and hosts.leftovers(other) == []
         assert other not in hosts.instances()
         more(found)
     assert found.errors == []
-    until(lambda: not in_flight(hosts.admin, ADMIN), "nothing in flight")
+    wait_for(lambda: not in_flight(hosts.admin, ADMIN), "nothing in flight")
 
 
 @pytest.mark.slow
@@ -110,9 +110,9 @@ def test_a_head_that_comes_back_serves_with_the_stages_that_lived_on(hosts: Host
     lives = {name: one["incarnation"] for name, one in hosts.instances().items()}
     hosts.send("head", signal.SIGKILL)
     hosts.processes.pop("head").wait(PATIENCE_S)
-    until(lambda: all("serving on" in hosts.log(name) for name in lives), "stages to notice")
+    wait_for(lambda: all("serving on" in hosts.log(name) for name in lives), "stages to notice")
     hosts.head("--workers", "2")
-    until(lambda: hosts.up() == sorted(lives), "the stages again")
+    wait_for(lambda: hosts.up() == sorted(lives), "the stages again")
     assert {name: one["incarnation"] for name, one in hosts.instances().items()} == lives
     assert ask(hosts, TEXT)["x-epd-path"] == "P-D"
     assert ask(hosts, picture(64))["x-epd-path"] == "E-P-D"
@@ -121,7 +121,7 @@ def test_a_head_that_comes_back_serves_with_the_stages_that_lived_on(hosts: Host
 @pytest.mark.slow
 def test_a_simulated_stage_with_another_key_is_refused(hosts: Hosts) -> None:
     hosts.head()
-    until(lambda: fetch(f"{hosts.url}/health")[0] == 503, "the head")
+    wait_for(lambda: fetch(f"{hosts.url}/health")[0] == 503, "the head")
     hosts.key_file.write_text("another-key-of-some-length")
     hosts.simulated("E", "E", ADDRESSES["E"])
     assert hosts.processes["E"].wait(PATIENCE_S) == 1

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from proxy.request.parse import Endpoint
-from tests.deploy.hosts import until
 from tests.deploy.sim_load import in_flight
 from tests.deploy.test_sim_launch import launched
 from tests.proxy.fuzzing import GOOD, KEY, OPERATIONS, fuzz_by_damage, fuzz_by_document
+from tests.waiting import wait_for
 
 FLAGS = ("--workers", "2", "--api-key", "fuzz-key", "--served-model-name", "demo", "--proxy", "media.max_items=4")
 
@@ -37,4 +37,4 @@ def test_many_requests_made_from_the_document(url: str, name: str) -> None:
 @pytest.mark.parametrize("endpoint", list(GOOD))
 def test_many_damaged_bodies(url: str, endpoint: Endpoint) -> None:
     fuzz_by_damage(url, endpoint, examples=200)
-    until(lambda: not in_flight(url, KEY), "nothing in flight")
+    wait_for(lambda: not in_flight(url, KEY), "nothing in flight")

@@ -21,8 +21,8 @@ from deploy.config import DeployConfig
 from deploy.engines import checked_profile, command_of
 from deploy.ports import free_ports
 from epd_serve.errors import ConfigError
-from tests.deploy.launched import wait_until
 from tests.epd_serve.sim.served import looking
+from tests.waiting import wait_for
 
 
 def profile_file(folder: Path) -> str:
@@ -48,7 +48,7 @@ def launched(
         launcher = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False, headers=headers) as client:
-            wait_until(lambda: _all_up(client, table), "all stages up", 120)
+            wait_for(lambda: _all_up(client, table), "all stages up", 120)
             yield client, launcher
     finally:
         launcher.send_signal(signal.SIGINT)

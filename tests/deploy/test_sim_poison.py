@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.deploy.hosts import fetch, until
+from tests.deploy.hosts import fetch
 from tests.deploy.sim_load import CHAT, TEXT, in_flight
 from tests.deploy.test_sim_launch import launched
 from tests.deploy.test_sim_workers import command_line, launch_id, members
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_for
 
 POISON = "drink-me"
 INNOCENTS = 30
@@ -61,12 +61,12 @@ def test_a_poisonous_body_kills_two_stages_and_is_refused_and_innocents_get_thei
             httpx.post(f"{stage}/sim/faults", json={"slow": 3}, timeout=PATIENCE_S).raise_for_status()
         with ThreadPoolExecutor(INNOCENTS + 1) as pool:
             innocents = [pool.submit(post, url, saying(f"hello {number}")) for number in range(INNOCENTS)]
-            until(lambda: sum(in_flight(url).values()) >= 10, "innocents to be under way")
+            wait_for(lambda: sum(in_flight(url).values()) >= 10, "innocents to be under way")
             first = post(url, saying(POISON))
             assert first.status_code == 422 and first.json()["error"]["code"] == "poisonous_request", first.text
             answers = [one.result() for one in innocents]
         assert [one.status_code for one in answers] == [200] * INNOCENTS, [one.text for one in answers][:3]
-        until(lambda: fetch(f"{url}/ready?all")[0] == 200, "all stages to be restarted")
+        wait_for(lambda: fetch(f"{url}/ready?all")[0] == 200, "all stages to be restarted")
         after = lives(url)
         assert sum(after[name] != before[name] for name in before) == 2
         for _ in range(3):

@@ -16,10 +16,10 @@ import pytest
 
 from deploy import processes
 from deploy.environment import LAUNCH_ENV
-from tests.deploy.hosts import fetch, until
+from tests.deploy.hosts import fetch
 from tests.deploy.sim_load import CHAT, TEXT, in_flight, load, more
 from tests.deploy.test_sim_launch import launched
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_for
 
 LAYOUT = "2E-2P-2D"
 ENDLESS = {**TEXT, "stream": True, "max_tokens": 30_000}
@@ -91,12 +91,12 @@ def test_every_worker_counts_every_request_once(workers: tuple[str, subprocess.P
             found = in_flight(url)
             assert found["D0"] + found["D1"] == 9, found
             assert abs(found["D0"] - found["D1"]) <= 1, found
-    until(lambda: not in_flight(url), "clients that left to be forgotten")
+    wait_for(lambda: not in_flight(url), "clients that left to be forgotten")
     with load(url, leavers=4) as found:
         more(found, 40)
     assert found.errors == [] and found.broken == [] and found.left
-    until(lambda: not in_flight(url), "nothing in flight")
-    until(lambda: ended_requests(url) == 9 + found.served + found.left, "a count of all requests")
+    wait_for(lambda: not in_flight(url), "nothing in flight")
+    wait_for(lambda: ended_requests(url) == 9 + found.served + found.left, "a count of all requests")
 
 
 @pytest.mark.slow
@@ -110,13 +110,13 @@ def test_a_worker_that_is_killed_takes_its_connections_with_it_and_nothing_else(
         served = ended_requests(url)
         victim, *others = worker_pids(launch)
         os.kill(victim, signal.SIGKILL)
-        until(lambda: len(now := worker_pids(launch)) == 3 and victim not in now, "another worker")
+        wait_for(lambda: len(now := worker_pids(launch)) == 3 and victim not in now, "another worker")
         more(found, 40)
         assert set(others) <= set(worker_pids(launch))
     assert found.errors == [], "only those whose connection broke have no answer"
     assert len(found.broken) <= 8, found.broken
     assert ended_requests(url) >= served, "what it had counted is kept"
-    until(lambda: not in_flight(url), "what it held to be released")
+    wait_for(lambda: not in_flight(url), "what it held to be released")
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_sigterm_lets_streams_end_and_refuses_new_ones(
     slow(decoders, 1000)
     with streams(url, 6, {**TEXT, "stream": True, "max_tokens": 300}) as begun:
         launcher.send_signal(signal.SIGTERM)
-        until(lambda: fetch(f"{url}/health")[0] == 503, "draining")
+        wait_for(lambda: fetch(f"{url}/health")[0] == 503, "draining")
         with httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False) as late:
             answer = late.post(CHAT, json=TEXT)
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "draining"
@@ -177,7 +177,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(
     with streams(url, 3, ENDLESS):
         launcher.kill()
         launcher.wait(PATIENCE_S)
-        until(lambda: not members(launch), "no process")
+        wait_for(lambda: not members(launch), "no process")
     assert fetch(f"{url}/health")[0] == 0
     with launched(tmp_path, "PD"):
         assert f"cleaned up after launch {launch}" in (tmp_path / "launch.log").read_text()
@@ -185,5 +185,5 @@ def test_nothing_outlives_a_launcher_that_is_killed(
 
 
 def nothing_remains(folder: Path, launch: str) -> None:
-    until(lambda: not members(launch), "no process")
+    wait_for(lambda: not members(launch), "no process")
     assert not (folder / launch).exists() and not list(Path("/dev/shm").glob(f"epd-{launch}-*"))

@@ -19,7 +19,7 @@ from deploy.ports import free_ports
 from deploy.stage_life import Spawn
 from deploy.supervisor import Patience, StageSpec, Supervisor
 from epd_serve.errors import ConfigError, StageError
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 FAKE_STAGE = str(Path(__file__).with_name("fake_stage.py"))
 QUICK = Patience(poll_s=0.03, backoff_s=0.1, health_every_s=0.05, stop_grace_s=1.0, health_timeout_s=PATIENCE_S)
@@ -68,13 +68,6 @@ async def running(supervisor: Supervisor) -> AsyncIterator[asyncio.Task[None]]:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError, StageError):
             await task
-
-
-async def until(condition: object, timeout_s: float = PATIENCE_S) -> None:
-    assert callable(condition)
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 async def test_a_stage_is_up_when_it_answers_and_its_phases_are_told(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from deploy import processes
 from deploy.cluster_key import admin_key, read_cluster_key
 from deploy.ports import free_ports, listen
 from epd_serve.errors import ConfigError
-from tests.e2e.serving import ROOT, START_S, Endpoint, wait_until
+from tests.e2e.serving import ROOT, START_S, Endpoint
+from tests.waiting import wait_for
 
 ADDRESSES = {"head": "127.0.0.1", "E": "127.0.0.2", "P": "127.0.0.3", "D": "127.0.0.4"}
 STOP_S = 30.0
@@ -57,7 +58,7 @@ class Hosts(Endpoint):
             )
 
     def wait_ready(self) -> Hosts:
-        wait_until(self.complete, START_S, "all stages to join and be ready")
+        wait_for(self.complete, "all stages to join and be ready", START_S)
         return self
 
     def complete(self) -> bool:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import httpx
 from deploy import processes
 from deploy.ports import free_ports
 from epd_serve.demo.presets import builtin_model_dir
+from tests.waiting import wait_for
 
 START_S = 420.0
 STOP_S = 15.0  # the promise: everything ends within this
@@ -37,15 +38,6 @@ PLAIN_FLAGS = (
 def shared_memory(launch_id: str) -> list[Path]:
     """What lies in /dev/shm of a launch: the arena, staging memory, what its stages made, and their semaphores."""
     return [path for start in ("", "sem.") for path in Path("/dev/shm").glob(f"{start}epd-{launch_id}-*")]
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Wait for a condition; the tests' only way of waiting."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"waited {timeout_s:.0f} s for {what}")
-        time.sleep(0.1)
 
 
 @dataclass
@@ -100,7 +92,7 @@ class Serving(Endpoint):
                 raise AssertionError(f"launch {self.layout} ended:\n{self.log.read_text()[-3000:]}")
             return self.healthy()
 
-        wait_until(ready, start_s, f"{self.layout} to be ready")
+        wait_for(ready, f"{self.layout} to be ready", start_s)
         return self
 
     @property
@@ -233,7 +225,7 @@ def plain_vllm(model: Path | None = None, *flags: str) -> Iterator[Endpoint]:
                     raise AssertionError(f"plain vLLM ended:\n{log.read().decode()[-3000:]}")
                 return endpoint.healthy()
 
-            wait_until(ready, START_S, "plain vLLM to be ready")
+            wait_for(ready, "plain vLLM to be ready", START_S)
             yield endpoint
         finally:
             process.terminate()

@@ -13,7 +13,8 @@ import pytest
 from deploy import processes
 from tests.e2e.bodies import Body, about, ask, chat
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, DemoPrompt
-from tests.e2e.serving import Serving, wait_until
+from tests.e2e.serving import Serving
+from tests.waiting import wait_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -62,7 +63,7 @@ def test_a_neighbour_that_dies_comes_back_to_its_cores_and_takes_nobody_down(
     text, picture = chat("Hello", max_tokens=8), fresh(1)
     before, mine, neighbours = launch.instances(), cores(launch, "E0"), cores(launch, "PD0")
     launch.signal_stage("E0", signal.SIGKILL)
-    wait_until(lambda: not launch.instances()["E0"]["up"], 30, "the death to be noticed")
+    wait_for(lambda: not launch.instances()["E0"]["up"], "the death to be noticed", 30)
     answered = 0
     while not launch.instances()["E0"]["up"]:
         assert ask(launch, text) == solo_answer(text)
@@ -74,4 +75,4 @@ def test_a_neighbour_that_dies_comes_back_to_its_cores_and_takes_nobody_down(
     assert (cores(launch, "E0"), cores(launch, "PD0")) == (mine, neighbours)
     encoded = launch.counters("E0").get("put", 0)
     assert ask(launch, picture) == solo_answer(picture)
-    wait_until(lambda: launch.counters("E0").get("put", 0) > encoded, 10, "E0 to report that it encoded")
+    wait_for(lambda: launch.counters("E0").get("put", 0) > encoded, "E0 to report that it encoded", 10)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from deploy import processes
-from tests.e2e.serving import Serving, wait_until
+from tests.e2e.serving import Serving
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -40,10 +41,10 @@ def test_after_kill_9_of_the_launcher_the_next_start_cleans_up() -> None:
         os.kill(launch.process.pid, signal.SIGKILL)
         launch.process.wait(timeout=5)
         for group in groups:
-            wait_until(lambda g=group: not processes.group_members(g), 15, "the stages to die with their launcher")
+            wait_for(lambda g=group: not processes.group_members(g), "the stages to die with their launcher", 15)
         successor = Serving("TP1", "--run-root", str(launch.root / "run"))
         try:
-            wait_until(lambda: not run.exists() and not any(map(Path.exists, left)), 30, "the next start to clean up")
+            wait_for(lambda: not run.exists() and not any(map(Path.exists, left)), "the next start to clean up", 30)
             successor.wait_ready()
             successor.process.send_signal(signal.SIGTERM)
             assert successor.process.wait(timeout=20) == 0
@@ -63,7 +64,7 @@ def test_a_stage_that_was_killed_with_all_its_children_leaves_nothing_when_it_is
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for member in members:
                 os.kill(member.pid, number)
-        wait_until(lambda: launch.stage_pid("E0") != first, 30, "a new life")
+        wait_for(lambda: launch.stage_pid("E0") != first, "a new life", 30)
         launch.wait_ready()
         after = set(launch.shared_memory())
         assert not made & after

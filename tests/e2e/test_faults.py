@@ -16,7 +16,8 @@ from store.arena.lease import Lease
 from store.errors import StoreFullError
 from tests.e2e.bodies import Body, about, ask, chat, conversation, png
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, DemoPrompt
-from tests.e2e.serving import Serving, wait_until
+from tests.e2e.serving import Serving
+from tests.waiting import wait_for
 
 Solo = Callable[[Body], list[list[int]]]
 epd = pytest.mark.parametrize("launch", ["(E-P)-D"], indirect=True, scope="module")
@@ -47,15 +48,15 @@ def test_a_feature_that_cannot_be_stored_is_recomputed(launch: Serving, solo_ans
         while (lease := _lease_one_more(arena, len(held), block)) is not None:  # leased features are never evicted
             held.append(lease)
         assert ask(launch, body) == solo_answer(body)
-        wait_until(lambda: launch.counters("E0").get("put_waited", 0) == 1, 5, "E to report that it had no room")
-        wait_until(lambda: launch.recomputed("P0") == 1, 5, "P to report that it recomputed")
+        wait_for(lambda: launch.counters("E0").get("put_waited", 0) == 1, "E to report that it had no room", 5)
+        wait_for(lambda: launch.recomputed("P0") == 1, "P to report that it recomputed", 5)
     finally:
         for lease in held:
             lease.release()
         arena.close()
     again = fresh(1)
     assert ask(launch, again) == solo_answer(again)
-    wait_until(lambda: launch.counters("E0").get("put", 0) > 0, 5, "E to report that it stored the next one")
+    wait_for(lambda: launch.counters("E0").get("put", 0) > 0, "E to report that it stored the next one", 5)
     assert launch.recomputed("P0") == 1
 
 
@@ -64,12 +65,12 @@ def test_a_client_that_leaves_frees_blocks_on_prefill_and_decode(launch: Serving
     with httpx.stream("POST", launch.url + "/v1/chat/completions", json=LONG_ANSWER, timeout=60) as response:
         lines = response.iter_lines()  # kept: dropping the iterator would close the stream
         next(lines)
-        wait_until(lambda: launch.requests_inside("D0") == 1, 10, "D0 to decode")
+        wait_for(lambda: launch.requests_inside("D0") == 1, "D0 to decode", 10)
     for instance in ("P0", "D0"):
-        wait_until(lambda i=instance: launch.requests_inside(i) == 0, 10, f"{instance} to drop the request")
-        wait_until(lambda i=instance: launch.kv_blocks_in_use(i) == 0, 10, f"{instance} to free its blocks")
+        wait_for(lambda i=instance: launch.requests_inside(i) == 0, f"{instance} to drop the request", 10)
+        wait_for(lambda i=instance: launch.kv_blocks_in_use(i) == 0, f"{instance} to free its blocks", 10)
     idle = {"encode": 0, "prefill": 0, "decode": 0}
-    wait_until(lambda: all(e["in_flight"] == idle for e in launch.instances().values()), 10, "the table to be idle")
+    wait_for(lambda: all(e["in_flight"] == idle for e in launch.instances().values()), "the table to be idle", 10)
 
 
 @epd
@@ -79,9 +80,9 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(launch: Serving, 
             launch.post("/v1/chat/completions", {**fresh(2), "max_tokens": 4000, "ignore_eos": True},
                         timeout=0.02 + 0.03 * moment)  # fmt: skip
     for instance in ("E0", "P0", "D0"):
-        wait_until(lambda i=instance: launch.requests_inside(i) == 0, 15, f"{instance} to drop the requests")
+        wait_for(lambda i=instance: launch.requests_inside(i) == 0, f"{instance} to drop the requests", 15)
     for instance in ("P0", "D0"):
-        wait_until(lambda i=instance: launch.kv_blocks_in_use(i) == 0, 15, f"{instance} to free its blocks")
+        wait_for(lambda i=instance: launch.kv_blocks_in_use(i) == 0, f"{instance} to free its blocks", 15)
     assert ask(launch, fresh(3)) == solo_answer(fresh(3))
 
 
@@ -122,10 +123,10 @@ def test_a_killed_stage_is_restarted_and_requests_go_on(launch: Serving, solo_an
     group = launch.stage_pid(killed)
     os.kill(group, signal.SIGKILL)
     body = fresh(4)
-    wait_until(lambda: not launch.instances()[killed]["up"], 5, "the proxy to know")
+    wait_for(lambda: not launch.instances()[killed]["up"], "the proxy to know", 5)
     assert launch.get("/health").status_code == (200 if killed == "E0" else 503)
-    wait_until(lambda: not processes.group_members(group), 10, "the dead stage's processes to go")
-    wait_until(launch.healthy, 180, f"{killed} to be back")
+    wait_for(lambda: not processes.group_members(group), "the dead stage's processes to go", 10)
+    wait_for(launch.healthy, f"{killed} to be back", 180)
     assert launch.instances()[killed]["incarnation"] != before
     assert ask(launch, body) == solo_answer(body)
 
@@ -133,7 +134,7 @@ def test_a_killed_stage_is_restarted_and_requests_go_on(launch: Serving, solo_an
 @epd
 def test_without_its_encoder_the_rest_serves_on_and_says_how(launch: Serving, solo_answer: Solo) -> None:
     os.kill(launch.stage_pid("E0"), signal.SIGKILL)
-    wait_until(lambda: not launch.instances()["E0"]["up"], 5, "the proxy to know")
+    wait_for(lambda: not launch.instances()["E0"]["up"], "the proxy to know", 5)
     text, picture = {**chat("Hello"), "max_tokens": 11}, fresh(7)
     assert launch.get("/health").status_code == 200
     ready = launch.get("/ready?kind=image")
@@ -143,7 +144,7 @@ def test_without_its_encoder_the_rest_serves_on_and_says_how(launch: Serving, so
     assert ask(launch, text) == solo_answer(text)
     assert ask(launch, picture) == solo_answer(picture)
     assert not launch.instances()["E0"]["up"], "all of this was without it"
-    wait_until(launch.healthy, 180, "E0 to be back")
+    wait_for(launch.healthy, "E0 to be back", 180)
     assert launch.get("/ready").json()["kinds"]["image"]["how"] == "E-P-D"
 
 
@@ -155,7 +156,7 @@ def test_a_request_outlives_the_death_of_the_stage_that_held_it(launch: Serving,
     os.kill(launch.stage_pid("P0"), signal.SIGSTOP)  # holds the request without an answer …
     asking = threading.Thread(target=lambda: answers.append(ask(launch, body)))
     asking.start()
-    wait_until(lambda: launch.instances()["P0"]["in_flight"]["prefill"] == 1, 10, "P to hold the request")
+    wait_for(lambda: launch.instances()["P0"]["in_flight"]["prefill"] == 1, "P to hold the request", 10)
     os.kill(launch.stage_pid("P0"), signal.SIGKILL)  # … and dies
     asking.join(timeout=170)
     assert answers == [solo_answer(body)]

@@ -15,7 +15,8 @@ from store.arena import Arena
 from tests.e2e.bodies import Body, about, ask, conversation, png
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, DemoPrompt
 from tests.e2e.engine_facts import METADATA_TRAVELS
-from tests.e2e.serving import Serving, wait_until
+from tests.e2e.serving import Serving
+from tests.waiting import wait_for
 
 Solo = Callable[[Body], list[list[int]]]
 pytestmark = pytest.mark.slow
@@ -84,7 +85,7 @@ def test_a_known_picture_is_not_encoded_again_and_its_media_stays_at_the_proxy(
 ) -> None:
     body = fresh(0)
     assert ask(launch, body) == solo_answer(body)
-    wait_until(lambda: launch.counters("E0").get("encoded", 0) >= 1, 5, "E to report")
+    wait_for(lambda: launch.counters("E0").get("encoded", 0) >= 1, "E to report", 5)
     encoded = launch.counters("E0")["encoded"]
     as_metadata = proxy_metric(launch, 'epd_proxy_deliveries_total{delivery="metadata"}')
     skipped = proxy_metric(launch, "epd_proxy_encode_skipped_total")
@@ -113,7 +114,7 @@ def test_a_bit_that_flips_in_memory_never_reaches_an_answer(launch: Serving, sol
     body = fresh(2)
     assert ask(launch, body) == solo_answer(body)
     with arena_of(launch) as arena:
-        wait_until(lambda: arena.stats().leased == 0, 15, "all pins to be given back")
+        wait_for(lambda: arena.stats().leased == 0, "all pins to be given back", 15)
         corrupt = arena.stats().corrupt
         lease = arena.lease(newest(arena), verify=False)
         assert lease is not None
@@ -173,11 +174,11 @@ def test_a_prefill_stage_restarted_before_it_fetched_finds_the_feature(launch: S
     launch.signal_stage("P0", signal.SIGSTOP)  # hears no event, fetches nothing …
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, launch, body)
-        wait_until(lambda: launch.counters("E0").get("encoded", 0) == encoded + 1, 10, "E to have encoded")
-        wait_until(lambda: launch.instances()["P0"]["in_flight"]["prefill"] == 1, 10, "P to have been asked")
+        wait_for(lambda: launch.counters("E0").get("encoded", 0) == encoded + 1, "E to have encoded", 10)
+        wait_for(lambda: launch.instances()["P0"]["in_flight"]["prefill"] == 1, "P to have been asked", 10)
         launch.signal_stage("P0", signal.SIGKILL)  # … and dies
         assert answer.result(timeout=170) == alone
-    wait_until(launch.healthy, 180, "P0 to be back")
+    wait_for(launch.healthy, "P0 to be back", 180)
     assert launch.counters("E0")["encoded"] == encoded + 1, "the event was for the dead one; the index is the truth"
 
 
@@ -188,12 +189,12 @@ def test_an_encoder_killed_while_it_stores_costs_no_answer(launch: Serving, solo
     encoded = launch.counters("E0").get("encoded", 0)
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(ask, launch, body) for body in bodies]
-        wait_until(lambda: launch.counters("E0").get("encoded", 0) > encoded or answers[0].done(), 10, "the first")
+        wait_for(lambda: launch.counters("E0").get("encoded", 0) > encoded or answers[0].done(), "the first", 10)
         launch.signal_stage("E0", signal.SIGKILL)
         assert [answer.result(timeout=170) for answer in answers] == alone
-    wait_until(launch.healthy, 180, "E0 to be back")
+    wait_for(launch.healthy, "E0 to be back", 180)
     with arena_of(launch) as arena:
-        wait_until(lambda: arena.stats().leased == 0, 15, "all pins to be given back")
+        wait_for(lambda: arena.stats().leased == 0, "all pins to be given back", 15)
     assert ask(launch, fresh(120)) == solo_answer(fresh(120))
 
 
@@ -206,7 +207,7 @@ def test_more_pictures_than_the_arena_holds_are_all_answered(launch: Serving, so
     with arena_of(launch) as arena:
         assert arena.stats().evictions > 0
         assert proxy_metric(launch, 'epd_proxy_deliveries_total{delivery="metadata"}') == 0
-        wait_until(lambda: arena.stats().leased == 0, 15, "all pins to be given back")
+        wait_for(lambda: arena.stats().leased == 0, "all pins to be given back", 15)
 
 
 @small_arena

@@ -18,7 +18,7 @@ from deploy import processes
 from tests.e2e.bodies import SOLO, TWO_CHOICES, Body, about, ask, stream
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, DemoPrompt
 from tests.e2e.hosts import ADDRESSES, Hosts, hosts_serving
-from tests.e2e.serving import wait_until
+from tests.waiting import wait_for
 
 Solo = Callable[[Body], list[list[int]]]
 pytestmark = [pytest.mark.slow, pytest.mark.mooncake]
@@ -69,7 +69,7 @@ def test_every_machine_has_its_own_arena_and_features_cross_by_mooncake(hosts: H
     assert all(map(Path.exists, arenas.values()))
     before = hosts.counters("P0")
     assert ask(hosts, fresh(0)) == solo_answer(fresh(0))
-    wait_until(lambda: hosts.counters("P0").get("fetched", 0) > before.get("fetched", 0), 5, "P to count its fetch")
+    wait_for(lambda: hosts.counters("P0").get("fetched", 0) > before.get("fetched", 0), "P to count its fetch", 5)
     after = hosts.counters("P0")
     recomputed = [name for name in after if name.startswith("recomputed") and after[name] != before.get(name, 0)]
     assert recomputed == [], "the feature came from E"
@@ -99,9 +99,9 @@ def test_a_killed_encoder_costs_no_answer(hosts: Hosts, solo_answer: Solo) -> No
     group = hosts.group("E", "E0")
     os.kill(group, signal.SIGKILL)
     assert ask(hosts, fresh(1)) == solo_answer(fresh(1))
-    wait_until(lambda: not processes.group_members(group), 10, "its processes to go")
+    wait_for(lambda: not processes.group_members(group), "its processes to go", 10)
     assert ask(hosts, fresh(2)) == solo_answer(fresh(2))
-    wait_until(hosts.complete, 180, "E0 to be back")
+    wait_for(hosts.complete, "E0 to be back", 180)
     assert hosts.instances()["E0"]["incarnation"] != before
     assert ask(hosts, fresh(3)) == solo_answer(fresh(3))
 
@@ -110,9 +110,9 @@ def test_a_killed_master_of_the_store_costs_no_answer(hosts: Hosts, solo_answer:
     master = hosts.group("head", "mooncake_master")
     os.kill(master, signal.SIGKILL)
     assert ask(hosts, fresh(4)) == solo_answer(fresh(4))
-    wait_until(lambda: hosts.group("head", "mooncake_master") != master, 30, "another master")
-    wait_until(lambda: hosts.instances()["P0"]["store"]["pool"] == "up", 30, "P to reach it")
-    wait_until(lambda: hosts.instances()["E0"]["store"]["pool"] == "up", 30, "E to reach it")
+    wait_for(lambda: hosts.group("head", "mooncake_master") != master, "another master", 30)
+    wait_for(lambda: hosts.instances()["P0"]["store"]["pool"] == "up", "P to reach it", 30)
+    wait_for(lambda: hosts.instances()["E0"]["store"]["pool"] == "up", "E to reach it", 30)
     before = hosts.counters("P0").get("fetched", 0)
     numbers = itertools.count(20)
 
@@ -122,7 +122,7 @@ def test_a_killed_master_of_the_store_costs_no_answer(hosts: Hosts, solo_answer:
         assert ask(hosts, body) == solo_answer(body)
         return hosts.counters("P0").get("fetched", 0) > before
 
-    wait_until(one_crossed, 30, "features to cross again")
+    wait_for(one_crossed, "features to cross again", 30)
 
 
 def test_a_restarted_head_finds_its_stages_and_features_cross_again(hosts: Hosts, solo_answer: Solo) -> None:
@@ -131,8 +131,8 @@ def test_a_restarted_head_finds_its_stages_and_features_cross_again(hosts: Hosts
     os.kill(head.pid, signal.SIGKILL)
     head.wait(timeout=10)
     hosts.start("head")
-    wait_until(hosts.healthy, 60, "the head to be back")
-    wait_until(hosts.complete, 30, "the stages to join again")
+    wait_for(hosts.healthy, "the head to be back", 60)
+    wait_for(hosts.complete, "the stages to join again", 30)
     assert {name: entry["incarnation"] for name, entry in hosts.instances().items()} == lives, "no stage was restarted"
     assert ask(hosts, fresh(6)) == solo_answer(fresh(6))
 
@@ -146,11 +146,11 @@ def test_a_machine_that_dies_comes_back_and_an_owner_of_features_that_hangs_cost
     group, arena = hosts.group("P", "P0"), Path(f"/dev/shm/epd-{run.name}-arena")
     os.kill(agent.pid, signal.SIGKILL)
     agent.wait(timeout=10)
-    wait_until(lambda: not processes.group_members(group), 15, "its server to die with it")
-    wait_until(lambda: "P0" not in hosts.up(), 10, "the head to notice")
+    wait_for(lambda: not processes.group_members(group), "its server to die with it", 15)
+    wait_for(lambda: "P0" not in hosts.up(), "the head to notice", 10)
     hosts.start("P")
-    wait_until(lambda: not run.exists() and not arena.exists(), 30, "what it left to be cleaned up")
-    wait_until(hosts.complete, 180, "P0 to be back")
+    wait_for(lambda: not run.exists() and not arena.exists(), "what it left to be cleaned up", 30)
+    wait_for(hosts.complete, "P0 to be back", 180)
     assert ask(hosts, fresh(7)) == solo_answer(fresh(7))
     encoder = hosts.group("E", "E0")
     os.killpg(encoder, signal.SIGSTOP)  # its memory holds the only copy: the arena of P is a new one

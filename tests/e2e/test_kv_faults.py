@@ -18,7 +18,8 @@ import pytest
 from epd_serve.kv.faults import POINTS, here_of
 from tests.e2e.bodies import Body, about, chat, conversation, tokens
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, TEXT_ONLY
-from tests.e2e.serving import Serving, wait_until
+from tests.e2e.serving import Serving
+from tests.waiting import wait_for
 
 Solo = Callable[[Body], list[list[int]]]
 LONG = {"max_tokens": 6000, "ignore_eos": True}
@@ -48,7 +49,7 @@ class Hold:
         written.rename(self._armed)
 
     def wait(self) -> None:
-        wait_until(here_of(self._armed).exists, 60, f"{self._armed.name} to be reached")
+        wait_for(here_of(self._armed).exists, f"{self._armed.name} to be reached", 60)
 
     def release(self) -> None:
         self._armed.unlink(missing_ok=True)
@@ -87,8 +88,8 @@ def lives(launch: Serving) -> dict[str, str]:
 def wait_idle(launch: Serving) -> None:
     """Nothing remains of any request."""
     for name in ("P0", "D0"):
-        wait_until(lambda n=name: launch.requests_inside(n) == 0, 30, f"{name} to have no request")
-        wait_until(lambda n=name: launch.kv_blocks_in_use(n) == 0, 30, f"{name} to have all its blocks back")
+        wait_for(lambda n=name: launch.requests_inside(n) == 0, f"{name} to have no request", 30)
+        wait_for(lambda n=name: launch.kv_blocks_in_use(n) == 0, f"{name} to have all its blocks back", 30)
 
 
 def kill(launch: Serving, solo_answer: Solo, holding: Hold, killed: str) -> None:
@@ -101,7 +102,7 @@ def kill(launch: Serving, solo_answer: Solo, holding: Hold, killed: str) -> None
         launch.signal_stage(killed, signal.SIGKILL)
         holding.release()
         assert_right_or_one_clear_error(answer.result(ANSWER_S), right)
-    wait_until(lambda: lives(launch)[killed] != before[killed] and launch.healthy(), 240, f"{killed} to be back")
+    wait_for(lambda: lives(launch)[killed] != before[killed] and launch.healthy(), f"{killed} to be back", 240)
     assert tokens(send(launch, body)) == right
     wait_idle(launch)
     (other,) = set(before) - {killed}
@@ -162,7 +163,7 @@ def test_a_stage_stopped_for_ten_seconds_in_the_middle_of_a_transfer(
             launch.signal_stage(stopped, signal.SIGCONT)
         for body, answer in zip(PROMPTS, answers, strict=True):
             assert_right_or_one_clear_error(answer.result(ANSWER_S), solo_answer(body))
-    wait_until(launch.healthy, 30, "both stages to be well")
+    wait_for(launch.healthy, "both stages to be well", 30)
     for body in PROMPTS:
         assert tokens(send(launch, body)) == solo_answer(body)
     wait_idle(launch)

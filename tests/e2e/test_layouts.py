@@ -11,7 +11,8 @@ import pytest
 
 from tests.e2e.bodies import SOLO, TWO_CHOICES, Body, about, ask, stream, text_of
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT
-from tests.e2e.serving import Serving, wait_until
+from tests.e2e.serving import Serving
+from tests.waiting import wait_for
 
 Solo = Callable[[Body], list[list[int]]]
 SHORT = ("TP1", "(E-P)-D", "E-PD")
@@ -130,16 +131,14 @@ def test_every_instance_tells_how_busy_it_is(launch: Serving) -> None:
         asking = pool.submit(keep_asking)
         try:
             decoders = {name for name, entry in launch.instances().items() if "D" in entry["role"]}
-            wait_until(lambda: any(busy(reports()[name]) for name in decoders), 60, "a report of an answer being made")
+            wait_for(lambda: any(busy(reports()[name]) for name in decoders), "a report of an answer being made", 60)
         finally:
             seen.set()
         asking.result(timeout=60)
-    wait_until(idle, 20, "reports of nothing to do")
+    wait_for(idle, "reports of nothing to do", 20)
     first = reports()
     assert all(told["age_s"] < 3 for told in first.values())
-    wait_until(
-        lambda: all(told["seq"] > first[name]["seq"] for name, told in reports().items()), 20, "the next reports"
-    )
+    wait_for(lambda: all(told["seq"] > first[name]["seq"] for name, told in reports().items()), "the next reports", 20)
     roles = {name: entry["role"] for name, entry in launch.instances().items()}
     assert all((told["kv_tokens"] > 0) is (roles[name] != "E") for name, told in first.items())
     encoded = {roles[name] for name, told in first.items() if told["item_tokens_per_s"] > 0}

@@ -19,8 +19,9 @@ from store.arena import Arena
 from tests.e2e.bodies import Body, about, ask, chat, conversation, png
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, TEXT_ONLY
 from tests.e2e.engine_facts import METADATA_TRAVELS
-from tests.e2e.serving import Endpoint, Serving, plain_vllm, wait_until
+from tests.e2e.serving import Endpoint, Serving, plain_vllm
 from tests.e2e.test_features import arena_of, fresh_prompt, proxy_metric
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 SAME = "--dtype float32 --max-model-len 512 --no-enable-prefix-caching"
@@ -147,7 +148,7 @@ def test_pictures_that_decode_preempts_are_seen_again(launch: Serving, alone: As
     assert as_metadata_since == (STREAMS if METADATA_TRAVELS else 0)
     assert preemptions(launch, "D0") > before
     with arena_of(launch) as arena:
-        wait_until(lambda: arena.stats().leased == 0, 15, "all pins to be given back")
+        wait_for(lambda: arena.stats().leased == 0, "all pins to be given back", 15)
 
 
 @small_kv

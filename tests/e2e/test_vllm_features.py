@@ -19,8 +19,9 @@ from bench.stamps import read_stamps
 from epd_serve.demo.presets import builtin_model_dir
 from tests.e2e.bodies import SOLO, Body, about, ask
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT
-from tests.e2e.serving import MODEL, Endpoint, Serving, plain_vllm, serving, wait_until
+from tests.e2e.serving import MODEL, Endpoint, Serving, plain_vllm, serving
 from tests.e2e.test_features import fresh_prompt
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 CHUNK = 64  # tokens; a prompt about a picture has more
@@ -101,7 +102,7 @@ def sent_for(launch: Serving, plain: Endpoint, body: Body) -> float:
     """Bytes of KV that one request moved; its answer is checked."""
     transfers, sent = metric(launch, "epd_kv_transfers_total"), metric(launch, "epd_kv_bytes_total")
     assert ask(launch, body) == ask(plain, body)
-    wait_until(lambda: metric(launch, "epd_kv_transfers_total") > transfers, 15, "the transfer to be reported")
+    wait_for(lambda: metric(launch, "epd_kv_transfers_total") > transfers, "the transfer to be reported", 15)
     return metric(launch, "epd_kv_bytes_total") - sent
 
 
@@ -125,4 +126,4 @@ def test_kv_of_one_byte_numbers_means_the_same_at_decode(quantised: tuple[Servin
 
 def test_all_blocks_are_given_back(launch: Serving) -> None:
     for instance in ("P0", "D0"):
-        wait_until(lambda instance=instance: launch.kv_blocks_in_use(instance) == 0, 15, f"{instance} to be empty")
+        wait_for(lambda instance=instance: launch.kv_blocks_in_use(instance) == 0, f"{instance} to be empty", 15)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from npu_ops.fake import FakeDevice, RuleBrokenError
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_for
 
 ONES = torch.ones(64, dtype=torch.uint8)
 CALLS = ["allocate", "copy", "fence", "wait", "to_host", "total", "run"]
@@ -149,8 +149,7 @@ def test_a_thread_is_seen_waiting_until_its_fence_is_reached(device: FakeDevice)
     wait, passed = device.fence(), threading.Event()
     thread = threading.Thread(target=lambda: in_a_thread(device, lambda: (wait(), passed.set())))
     thread.start()
-    while not device.waited_for():
-        thread.join(0.001)
+    wait_for(device.waited_for)
     assert not passed.is_set()
     gate.set()
     thread.join()

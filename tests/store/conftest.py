@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 import uuid
@@ -16,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from deploy.ports import free_ports
 from store.arena import Arena
 from store.mooncake.client import MooncakeConfig
 from store.mooncake.master import MasterSettings, health_url, master_command, rpc_address
-from tests.waiting import PATIENCE_S
+from tests.waiting import wait_for
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CAPACITY = 64 * 4096
@@ -79,19 +78,14 @@ def python() -> Iterator[Callable[..., Child]]:
         child.communicate(timeout=10)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Master:
     """A real `mooncake_master` on loopback, impatient enough for tests."""
 
     def __init__(self) -> None:
+        rpc_port, metrics_port = free_ports(2)
         self.settings = MasterSettings(
-            rpc_port=free_port(),
-            metrics_port=free_port(),
+            rpc_port=rpc_port,
+            metrics_port=metrics_port,
             lease_s=1.5,
             client_ttl_s=3,
             put_discard_s=1,
@@ -104,10 +98,8 @@ class Master:
         self.process = subprocess.Popen(
             master_command(self.settings, executable), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        deadline = time.monotonic() + PATIENCE_S
-        while not self._answers():
-            assert self.process.poll() is None and time.monotonic() < deadline, "the master does not come up"
-            time.sleep(0.02)
+        wait_for(lambda: self._answers() or self.process.poll() is not None, "the master to answer")
+        assert self.process.poll() is None, "the master has ended"
 
     def _answers(self) -> bool:
         try:

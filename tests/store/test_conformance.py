@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from store.feature_pool import FeaturePool
 from store.interface import FeatureStore
 from store.mooncake.tier import MooncakeStore
 from tests.store.conftest import Master
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_for
 
 MB = 1 << 20
 Tier = FeatureStore
@@ -165,15 +164,16 @@ def test_a_lease_outlives_the_removal_of_its_feature(tier: Tier) -> None:
 
 def test_a_full_store_makes_room(tier: Tier) -> None:
     """Twice what fits. A tier may say that it is full while what was just used is pinned, but not for long."""
+
+    def has_room_for(number: int) -> bool:
+        try:
+            tier.put(f"k{number}", bytes([number]) * (4 * MB), shape=(4 * MB,), dtype="uint8")
+        except StoreFullError:
+            return False
+        return True
+
     for number in range(16):
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                tier.put(f"k{number}", bytes([number]) * (4 * MB), shape=(4 * MB,), dtype="uint8")
-                break
-            except StoreFullError:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+        wait_for(lambda number=number: has_room_for(number), f"room for feature {number}")
     assert get(tier, "k15") == bytes([15]) * (4 * MB)
     here = [number for number in range(16) if get(tier, f"k{number}") == bytes([number]) * (4 * MB)]
     missing = [number for number in range(16) if get(tier, f"k{number}") is None]

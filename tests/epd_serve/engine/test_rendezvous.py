@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from deploy.ports import free_ports
 
 ROOT = Path(__file__).parents[3]
 
@@ -42,21 +42,15 @@ def worker(*words: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_the_ranks_port_answers_at_its_own_address_only_and_goes_on_working(free_port: int) -> None:
-    assert worker(f"tcp://127.0.0.1:{free_port}", str(free_port), "127.0.0.1", "127.0.0.2") == [
+def test_the_ranks_port_answers_at_its_own_address_only_and_goes_on_working() -> None:
+    (port,) = free_ports(1)
+    assert worker(f"tcp://127.0.0.1:{port}", str(port), "127.0.0.1", "127.0.0.2") == [
         "True",
         "False",
         "value",
     ]
 
 
-def test_ranks_that_meet_in_a_file_are_left_alone(tmp_path: Path, free_port: int) -> None:
-    assert worker(f"file://{tmp_path}/meet", str(free_port), "127.0.0.1") == ["False", "value"]
-
-
-@pytest.fixture
-def free_port() -> int:
-    from deploy.ports import free_ports
-
+def test_ranks_that_meet_in_a_file_are_left_alone(tmp_path: Path) -> None:
     (port,) = free_ports(1)
-    return port
+    assert worker(f"file://{tmp_path}/meet", str(port), "127.0.0.1") == ["False", "value"]

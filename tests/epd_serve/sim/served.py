@@ -7,7 +7,7 @@ import base64
 import io
 import socket
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from epd_serve.sim.request_lifecycle import RequestLifecycle
 from epd_serve.sim.stage import Stage
 from epd_serve.wiring import StageWiring
 from store.arena import Arena
+from tests.waiting import until
 
 MODEL = "sim"
 
@@ -136,12 +137,6 @@ def looking(*keys: str, **more: object) -> dict[str, object]:
     source = data_url("PNG", 56, 56)
     parts = [{"type": "image_url", "image_url": {"url": source}, "uuid": key} for key in keys]
     return {**chat(), "messages": [{"role": "user", "content": parts}], **more}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def idle(engine: Engine) -> None:

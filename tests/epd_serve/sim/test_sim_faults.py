@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -17,6 +16,7 @@ from epd_serve.errors import ConfigError
 from epd_serve.sim.faults import SimFaults, fault_of
 from epd_serve.sim.prompts import CHAT
 from tests.epd_serve.sim.served import chat, served
+from tests.waiting import wait_for
 
 DEADLINE_S = 60.0
 
@@ -82,7 +82,7 @@ def test_a_process_hangs_and_crashes_on_demand() -> None:
             assert client.get("/sim/faults").json()["error_rate"] == 0.25
             with pytest.raises(httpx.TimeoutException):
                 client.post("/sim/faults", json={"hang_s": 3600}, timeout=0.2)
-            _until(lambda: _state(stage.pid) == "T")
+            wait_for(lambda: _state(stage.pid) == "T")
             os.kill(stage.pid, signal.SIGCONT)
             assert client.get("/health").status_code == 200
             with pytest.raises(httpx.TransportError):
@@ -104,12 +104,4 @@ def _until_up(client: httpx.Client) -> None:
         except httpx.TransportError:
             return False
 
-    _until(up)
-
-
-def _until(condition: object) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(up)

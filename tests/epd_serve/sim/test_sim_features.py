@@ -15,7 +15,8 @@ from epd_serve import wire
 from epd_serve.sim.consumer import Consumer, Wait
 from epd_serve.sim.profile import Line, Profile
 from epd_serve.sim.prompts import CHAT, RESPONSES
-from tests.epd_serve.sim.served import MODEL, Layout, data_url, idle, layout, looking, until
+from tests.epd_serve.sim.served import MODEL, Layout, data_url, idle, layout, looking
+from tests.waiting import until
 
 FOR_EVER = 3600.0
 PREFILL_ONLY = {"max_tokens": 1}

@@ -12,7 +12,8 @@ import pytest
 from epd_serve import wire
 from epd_serve.sim.profile import Capacity, Line, Profile
 from epd_serve.sim.prompts import CHAT, COMPLETIONS
-from tests.epd_serve.sim.served import Layout, chat, idle, layout, until
+from tests.epd_serve.sim.served import Layout, chat, idle, layout
+from tests.waiting import until
 
 FOR_EVER = 3600.0
 

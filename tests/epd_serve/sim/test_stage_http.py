@@ -12,7 +12,8 @@ import pytest
 from epd_serve.roles import Role
 from epd_serve.sim.profile import Capacity, Line, Profile
 from epd_serve.sim.prompts import CHAT, COMPLETIONS
-from tests.epd_serve.sim.served import MODEL, chat, idle, served, until
+from tests.epd_serve.sim.served import MODEL, chat, idle, served
+from tests.waiting import until
 
 
 async def events(client: httpx.AsyncClient, path: str, body: dict[str, object]) -> list[Any]:

@@ -26,9 +26,9 @@ from bench.transfer_pd_figures import cells, lines
 from bench.transfer_pd_stages import ANSWER_S, ROOM, Turns, take_turns
 from deploy.placement_table import table
 from epd_serve.engine.kv.grouping_file import PREFIX, replace_mode
-from tests.e2e.serving import wait_until
 from tests.npu.parts.eight_b import model_of, stage_flags
 from tests.npu.rig import Rig
+from tests.waiting import wait_for
 
 LAYOUT = "(E-P-D)"
 MODES = ("bulk", "layerwise", "adaptive")
@@ -69,7 +69,7 @@ def _features(rig: Rig, launch: Served, client: httpx.Client, numbers: list[int]
     asked = [
         one for at in range(0, len(numbers), together) for one in _pictures(launch, client, numbers[at : at + together])
     ]
-    wait_until(lambda: all(map(_told, _events(launch, asked))), STAMPS_S, "the stamps of all")
+    wait_for(lambda: all(map(_told, _events(launch, asked))), "the stamps of all", STAMPS_S)
     transfer, exposed, encode = [], [], []
     for of in _events(launch, asked):
         wanted = max(of["prefill_arrived"], of["decode_reserved"])

@@ -8,12 +8,12 @@ from npu_ops.discovery import discover
 from npu_ops.properties import read_properties
 from tests.e2e.bodies import about
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, DemoPrompt
-from tests.e2e.serving import wait_until
 from tests.npu.answers import answered, difference, is_near_tie
 from tests.npu.card import Card
 from tests.npu.launches import CardServing, served
 from tests.npu.parts.plain import Reference, reference
 from tests.npu.rig import Rig
+from tests.waiting import wait_for
 
 KNOWN_S = 10.0
 KV_NOISE = 0.02  # where the KV cache is what profiling leaves, it is not the same to the block
@@ -34,15 +34,15 @@ def _kill(launch: CardServing, killed: str, right: Reference) -> None:
     rig, card = launch.rig, launch.rig.card
     before, free = launch.instances(), _free_bytes(card)
     _kill_and_wait(launch, killed)
-    wait_until(
+    wait_for(
         lambda: launch.instances()[killed]["incarnation"] != before[killed]["incarnation"] and launch.healthy(),
-        card.start_s,
         f"{killed} to be back",
+        card.start_s,
     )
     after = launch.instances()
     others = [name for name in before if after[name]["incarnation"] != before[name]["incarnation"]]
     rig.check(others == [killed], f"only {killed} is restarted", str(others))
-    wait_until(lambda: launch.instances()[killed]["stage"] is not None, KNOWN_S, f"{killed} to report")
+    wait_for(lambda: launch.instances()[killed]["stage"] is not None, f"{killed} to report", KNOWN_S)
     had, has = (told[killed]["stage"]["kv_tokens"] for told in (before, launch.instances()))
     rig.check(abs(has - had) <= KV_NOISE * had, f"{killed} has its KV cache back", f"{has} tokens, {had} before")
     cores = {name: one["cores"] for name, one in launch.instances().items()}
@@ -59,12 +59,12 @@ def _without_an_encoder(launch: CardServing, right: Reference) -> None:
     """While it is away pictures are answered all the same."""
     _kill_and_wait(launch, "E0")
     _same(launch, right, 3)
-    wait_until(launch.healthy, launch.rig.card.start_s, "E0 to be back")
+    wait_for(launch.healthy, "E0 to be back", launch.rig.card.start_s)
 
 
 def _kill_and_wait(launch: CardServing, killed: str) -> None:
     launch.signal_stage(killed, signal.SIGKILL)
-    wait_until(lambda: not launch.instances()[killed]["up"], KNOWN_S, "the proxy to know")
+    wait_for(lambda: not launch.instances()[killed]["up"], "the proxy to know", KNOWN_S)
 
 
 def _same(launch: CardServing, right: Reference, number: int) -> None:

@@ -21,11 +21,11 @@ from deploy.mooncake_package import reads_device_memory
 from epd_serve.engine.kv.witness import RECEIVED, SENT, WITNESS_ENV
 from tests.e2e.bodies import Body, about, chat, conversation, png, text_of
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, DemoPrompt
-from tests.e2e.serving import wait_until
 from tests.npu.answers import ONE_AT_A_TIME, TOGETHER, answered, difference, first_difference, is_near_tie
 from tests.npu.launches import CardServing, served
 from tests.npu.parts.plain import Reference, reference
 from tests.npu.rig import Rig, Skipped
+from tests.waiting import wait_for
 
 EXPLAIN = {"x-epd-explain": "1"}
 ROUNDS = 4
@@ -95,12 +95,12 @@ def same_tokens(launch: CardServing, right: Reference) -> None:
 def features(launch: CardServing) -> None:
     """They come from E, none is recomputed, and each is at hand before its prompt is computed (EPD-Serve §3.2)."""
     rig = launch.rig
-    wait_until(lambda: all(launch.instances()[name]["store"] for name in ("E0", "P0")), REPORT_S, "the first reports")
+    wait_for(lambda: all(launch.instances()[name]["store"] for name in ("E0", "P0")), "the first reports", REPORT_S)
     encoded, recomputed = launch.counters("E0").get("encoded", 0), launch.recomputed("P0")
     asked = [answered(launch, _fresh(number), EXPLAIN)[1].headers for number in range(ROUNDS)]
     ways = {headers["x-epd-path"] for headers in asked}
     rig.check(ways == {"E-P-D"}, "pictures go E-P-D", str(ways))
-    wait_until(lambda: launch.counters("E0").get("encoded", 0) >= encoded + ROUNDS, REPORT_S, "E to report its items")
+    wait_for(lambda: launch.counters("E0").get("encoded", 0) >= encoded + ROUNDS, "E to report its items", REPORT_S)
     rig.check(launch.recomputed("P0") == recomputed, "no feature is recomputed", str(launch.counters("P0")))
     timeline = Timeline(read_stamps(launch.traces))
     events = [timeline.of(headers["x-epd-request-id"]) for headers in asked]
@@ -125,7 +125,7 @@ def transfers(launch: CardServing) -> None:
         asked = [answered(launch, _picture_first(turns, number), EXPLAIN)[1].headers for number in range(ROUNDS)]
         ids = transfer_of_requests(read_stamps(launch.traces))
         wanted = [ids[headers["x-epd-request-id"]] for headers in asked]
-        wait_until(lambda wanted=wanted: len(arrived(read_stamps(launch.traces), wanted)) == ROUNDS, REPORT_S, "stamps")
+        wait_for(lambda wanted=wanted: len(arrived(read_stamps(launch.traces), wanted)) == ROUNDS, "stamps", REPORT_S)
         found = list(arrived(read_stamps(launch.traces), wanted).values())
         rig.check(
             all(map(_whole, found)), f"all layers of KV arrive, {turns} turns", str([one.packets for one in found])

@@ -19,10 +19,10 @@ from bench.shares import orders_of
 from epd_serve.errors import ConfigError
 from npu_ops.interference import default_sizes
 from npu_ops.mps import PIPE_DIRECTORY_ENV, why_no_mps
-from tests.e2e.serving import wait_until
 from tests.npu.launches import CardServing, served
 from tests.npu.parts.layouts import in_a_storm
 from tests.npu.rig import Rig, Skipped
+from tests.waiting import wait_for
 
 SHARES, CPU_SHARES = (0.3, 0.7), (0.5, 0.5)  # a CPU of two cores has one for each
 OPERATORS = "prefill_matmul,decode_matmul"
@@ -59,7 +59,7 @@ def mps(rig: Rig) -> Iterator[None]:
     try:
         started = subprocess.run([_TOOL, "-d"], capture_output=True, text=True, timeout=DAEMON_S)
         try:
-            wait_until(lambda: not why_no_mps(), DAEMON_S, "the MPS daemon")
+            wait_for(lambda: not why_no_mps(), "the MPS daemon", DAEMON_S)
         except AssertionError as error:
             raise Skipped(f"MPS does not start: {why_no_mps()}; {started.stdout}{started.stderr}") from error
         rig.row("mps", "started")

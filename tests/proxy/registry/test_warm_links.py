@@ -14,6 +14,7 @@ from epd_serve.roles import Role
 from epd_serve.wire import KvLink, KvReport
 from proxy.registry.table import InstanceTable
 from proxy.registry.warm_links import why_cold
+from tests.waiting import until
 
 FOREVER_S = 3600.0
 P0 = Instance("P0", Role.P, "http://p", "p1", kv_news=("ipc:///P0.kvnews0",))
@@ -181,12 +182,13 @@ async def test_after_the_grace_a_stage_serves_anyhow_and_the_link_is_named_once(
 
 
 async def test_the_grace_of_a_stage_that_went_away_meanwhile_changes_nothing() -> None:
-    table = tabled(P0, D0, grace_s=0.01)
+    table = tabled(P0, D0, D1, grace_s=0.01)
     table.mark_up("P0")
     table.mark_up("D0")
     table.apply(replace(D0, incarnation="d2"), up=False)
-    await asyncio.sleep(0.03)
-    assert up(table) == {"P0"}
+    table.mark_up("D1")  # its grace began later, so when it is over that of D0 is
+    await until(lambda: "D1" in up(table))
+    assert up(table) == {"P0", "D1"}
 
 
 def test_stages_without_news_are_up_at_once() -> None:

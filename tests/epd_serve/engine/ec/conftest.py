@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.ports import free_ports
 from store.arena import Arena
 from store.mooncake.master import MasterSettings, health_url, master_command, rpc_address
 from tests.epd_serve.engine.ec.stages import Stages, make_arena
@@ -36,7 +36,8 @@ def stages(arena: Arena, tmp_path: Path) -> Iterator[Stages]:
 @pytest.fixture
 def master() -> Iterator[str]:
     """A Mooncake master, as `host:port`."""
-    with running_master(MasterSettings(rpc_port=free_port(), metrics_port=free_port())) as address:
+    rpc_port, metrics_port = free_ports(2)
+    with running_master(MasterSettings(rpc_port=rpc_port, metrics_port=metrics_port)) as address:
         yield address
 
 
@@ -58,9 +59,3 @@ def running_master(settings: MasterSettings) -> Iterator[str]:
     finally:
         process.kill()
         process.wait(10)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

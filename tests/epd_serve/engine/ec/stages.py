@@ -189,4 +189,4 @@ class TwoTiers(FeaturePool):
 
 
 def settled(p: FeatureConsumer, *keys: str, request: str = "r", within_s: float = PATIENCE_S) -> None:
-    wait_for(lambda: p.settled(request, keys), within_s)
+    wait_for(lambda: p.settled(request, keys), f"{request} to be settled", within_s)

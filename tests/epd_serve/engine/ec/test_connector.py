@@ -188,7 +188,7 @@ def test_who_decodes_keeps_what_a_preempted_request_could_not_make_again(
 def test_what_was_not_encoded_is_recomputed_without_waiting(make: Make) -> None:
     scheduler = make(Role.P, ECConnectorRole.SCHEDULER)
     asked = request("r", "k", epd_missing="k")
-    wait_for(lambda: scheduler.ensure_cache_available(asked, 0), 2.0)
+    wait_for(lambda: scheduler.ensure_cache_available(asked, 0), timeout_s=2.0)
     assert not scheduler.has_cache_item("k")
 
 

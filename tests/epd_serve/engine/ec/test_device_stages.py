@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from deploy.ports import free_ports
 from epd_serve import wire
 from epd_serve.engine.ec.consumer import FeatureConsumer
 from epd_serve.engine.ec.device_ledger import DevicePin
@@ -24,7 +25,7 @@ from epd_serve.roles import Role
 from store.arena import Arena
 from store.arena.lease import Lease
 from store.mooncake.master import MasterSettings, rpc_address
-from tests.epd_serve.engine.ec.conftest import free_port, running_master
+from tests.epd_serve.engine.ec.conftest import running_master
 from tests.epd_serve.engine.ec.stages import Stages, close_all, feature, needed, settled
 from tests.waiting import wait_for
 
@@ -172,7 +173,8 @@ def test_consumers_that_start_later_find_the_encoder_and_its_features(pair: Pair
 
 @pytest.mark.slow
 def test_a_second_tier_that_comes_late_opens_the_path_when_it_comes(stages: Stages) -> None:
-    settings = MasterSettings(rpc_port=free_port(), metrics_port=free_port())
+    rpc_port, metrics_port = free_ports(2)
+    settings = MasterSettings(rpc_port=rpc_port, metrics_port=metrics_port)
     late = Pair(stages, rpc_address(settings))
     e, ear = late.producer(), stages.ear()
     made = saved(e, "k")

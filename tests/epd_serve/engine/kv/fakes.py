@@ -99,7 +99,11 @@ class DecodeEnd:
         return bool(received or failed)
 
     def wait_ended(self, count: int, deadline_s: float = PATIENCE_S) -> None:
-        wait_for(lambda: (self.poll(), len(self.received) + len(self.failed) >= count)[1], deadline_s)
+        def ended() -> bool:
+            self.poll()
+            return len(self.received) + len(self.failed) >= count
+
+        wait_for(ended, f"{count} transfers", deadline_s)
 
     def close(self) -> None:
         self.receiver.close()
@@ -192,7 +196,7 @@ class PrefillEnd:
             self.over |= self.sender.take_over((), idle=True)
             return requests <= self.over
 
-        wait_for(both, deadline_s)
+        wait_for(both, "the requests to be over", deadline_s)
 
     def wait_up(self, end: DecodeEnd) -> Link:
         """Opens the link to a D worker, and returns it when it is up."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ def report(p: PrefillEnd) -> wire.KvLink:
 def test_packets_bytes_and_transfers_are_counted(start: Ends) -> None:
     d, p = start(DecodeEnd), start(PrefillEnd, grouping=2)
     p.wait_up(d)
+    began = time.monotonic()
     p.step([chunk(d, "a", [1, 2], [5, 6], last=True), chunk(d, "b", [3], [7], last=True)])
     p.step([chunk(d, "c", [4], [8], last=True)])
     wait_for(lambda: report(p).transfers == 3)
@@ -34,7 +36,8 @@ def test_packets_bytes_and_transfers_are_counted(start: Ends) -> None:
     assert (found.packets, found.layers, found.bytes) == (6, 10, (3 + 1) * 5 * 64)
     assert (found.failed, found.cancelled, found.retries, found.queued_bytes) == (0, 0, 0, 0)
     assert 0 < found.busy_s < found.transfer_s  # two transfers share the first packets, each counts them
-    assert found.exposed_s >= 0
+    # DONE goes after the step that computed the last layer, so something is exposed; at most all since it began.
+    assert 0 < found.exposed_s < 3 * (time.monotonic() - began)
 
 
 def test_slices_of_a_packet_count_as_one_packet(start: Ends) -> None:
@@ -99,7 +102,9 @@ def test_packets_and_transfers_are_stamped(start: Ends, tmp_path: Path) -> None:
     assert all(s["t0"] <= s["t1"] for s in packets)
     sent = stamps(path, "kv_sent")[0]
     assert (sent["ok"], sent["bytes"], sent["packets"], sent["groups"]) == (True, 5 * 64, 2, [3, 2])
-    assert sent["exposed_ms"] >= 0
+    exposed_ms = [s["exposed_ms"] for s in stamps(path, "kv_sent")]
+    assert all(ms > 0 for ms in exposed_ms)
+    assert sum(exposed_ms) == pytest.approx(1e3 * report(p).exposed_s, abs=2e-3)  # stamps are rounded to microseconds
     (first, _) = stamps(path, "kv_first")
     assert first["t"] <= packets[0]["t1"]
     (step,) = stamps(path, "prefill_step")

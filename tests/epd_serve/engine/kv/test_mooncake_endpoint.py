@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from epd_serve.engine.kv.regions import Layers, layers_of
 from epd_serve.engine.kv.transport import LinkError
 from npu_ops.fake import FakeDevice
 from tests.epd_serve.engine.kv.fakes import HOST, SCRATCH
+from tests.waiting import wait_for
 
 MB = 1 << 20
 
@@ -117,9 +117,6 @@ def test_mooncake_takes_more_writes_at_once_than_it_lets_wait_by_default() -> No
     for part in (writes[:1], writes[1:], writes[:10]):
         batch = endpoint.engine.batch_transfer_async_write(endpoint.session, *map(list, zip(*part, strict=True)))
         assert batch
-        deadline = time.monotonic() + 60
-        while (status := endpoint.engine.transfer_check_status(batch)) == 0:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        status = wait_for(lambda batch=batch: endpoint.engine.transfer_check_status(batch), "the batch to end")
         assert status == 1
     assert torch.equal(source, target)

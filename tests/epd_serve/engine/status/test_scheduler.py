@@ -57,7 +57,7 @@ def made(*, overlap: bool = False) -> Any:
     return config.scheduler_config.get_scheduler_cls()(vllm_config=config, block_size=32)
 
 
-def until(ear: Socket, **wanted: int) -> StageReport:
+def report_with(ear: Socket, **wanted: int) -> StageReport:
     """The next report that says so. Reports go on for ever, whether or not one of them does."""
     end = time.monotonic() + PATIENCE_S
     while readable(ear, max(0.0, end - time.monotonic())):
@@ -82,12 +82,12 @@ def test_every_call_answers_as_before_and_is_followed_by_a_report(ear: Socket) -
     scheduler = made()
     scheduler.add_request(("r", FakeRequest(100)))
     scheduler.plan = [FakeStep({"r": 100}), FakeStep()]
-    until(ear, waiting=1)
+    report_with(ear, waiting=1)
     step = scheduler.schedule(throttle_prefills=True)
     assert step.num_scheduled_tokens == {"r": 100}
     assert scheduler.update_from_output(step, object()) == {0: "outputs"}
     assert scheduler.finish_requests(["r"], "aborted") == ["r"]
-    assert until(ear, waiting=0, running=0, pending_prompt_tokens=0).prompt_tokens_per_s > 0
+    assert report_with(ear, waiting=0, running=0, pending_prompt_tokens=0).prompt_tokens_per_s > 0
     scheduler.shutdown()
 
 
