@@ -1,11 +1,14 @@
 """Training: first the vision tower alone, then everything on questions and answers.
 
 Owns the stages, the schedule and the loop. Leaves to others: data (`batches`), what is minimised
-(`losses`), the update (`muon`), files (`checkpoints`, `export`).
+(`losses`), files (`checkpoints`, `export`).
 
 The schedule counts steps, never time: a run may be stopped for hours, or killed and continued, and gives the same
 weights on the same kind of processor, with one thread as the command line has it. The learning rate stays level until
 the last part of the second stage, then falls to zero in a line.
+
+Matrices are updated by Muon (https://kellerjordan.github.io/posts/muon), torch's. The weights in the package were made
+with other code of the same rule, which rounds differently: training anew gives weights as good, not the same ones.
 """
 
 from __future__ import annotations
@@ -26,7 +29,6 @@ from epd_serve.demo.training.architecture import DEMO, Architecture
 from epd_serve.demo.training.batches import Batch, dialogue_batch, picture_batch
 from epd_serve.demo.training.examination import examination
 from epd_serve.demo.training.losses import Heads, dialogue_loss, pictures_loss
-from epd_serve.demo.training.muon import optimizers
 from epd_serve.demo.training.network import Network
 from epd_serve.demo.training.preview import accuracy
 from epd_serve.demo.training.tokenizer import Encoder, build
@@ -115,6 +117,19 @@ def _products() -> Any:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
+def _optimizers(modules: torch.nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
+    """Muon for the blocks' matrices; AdamW for embeddings, heads, norms and biases."""
+    matrices: list[torch.nn.Parameter] = []
+    rest: list[torch.nn.Parameter] = []
+    for name, parameter in modules.named_parameters():
+        inner = any(part in name for part in ("blocks.", "layers.", "merger"))
+        (matrices if parameter.ndim == 2 and inner else rest).append(parameter)
+    return [
+        torch.optim.Muon(matrices, lr=plan.muon_lr, weight_decay=0.0),
+        torch.optim.AdamW(rest, plan.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
 class Training:
     """One run in a folder: goes on where the folder's checkpoint ends."""
 
@@ -124,7 +139,7 @@ class Training:
         self.network = Network(sizes, self.encoder.vocabulary, plan.seed)
         self.heads = Heads(sizes.hidden)
         self._modules = torch.nn.ModuleDict({"network": self.network, "heads": self.heads})
-        self._optimizers = optimizers(self._modules, plan.muon_lr, plan.adam_lr)
+        self._optimizers = _optimizers(self._modules, plan)
         self.step = 0
         self._cpu_before_s = 0.0
         if kept := checkpoints.load(folder):
@@ -137,6 +152,11 @@ class Training:
                 )
             self._modules.load_state_dict(kept["modules"])
             for optimizer, state in zip(self._optimizers, kept["optimizers"], strict=True):
+                if state["param_groups"][0].keys() != optimizer.param_groups[0].keys():
+                    raise ConfigError(
+                        f"{folder} holds the checkpoint of another optimizer: name another folder to start anew",
+                        param="--out",
+                    )
                 optimizer.load_state_dict(state)
             self.step, self._cpu_before_s = kept["step"], kept["cpu_s"]
         self._cpu_began_s = time.process_time()

@@ -18,7 +18,6 @@ from epd_serve.demo.training.architecture import DEMO, Architecture  # noqa: E40
 from epd_serve.demo.training.batches import batch_of, dialogue_batch, picture_batch  # noqa: E402
 from epd_serve.demo.training.dialogue import Turn  # noqa: E402
 from epd_serve.demo.training.losses import Heads, dialogue_loss  # noqa: E402
-from epd_serve.demo.training.muon import orthogonal  # noqa: E402
 from epd_serve.demo.training.network import Network, dct_waves  # noqa: E402
 from epd_serve.demo.training.scenes import random_scene  # noqa: E402
 from epd_serve.demo.training.tokenizer import Encoder, build  # noqa: E402
@@ -158,15 +157,6 @@ def test_an_answer_is_right_only_if_every_token_is(encoder):
     assert said.right.tolist() == [False, False]
     assert batch.answer_of.tolist() == [0, 0, 1, 1, 1, 1]
     assert batch.weights.tolist() == pytest.approx([2**-0.5] * 2 + [0.5] * 4)
-
-
-@pytest.mark.parametrize("shape", [(8, 8), (4, 16), (16, 4)])
-def test_muon_makes_updates_orthogonal(shape):
-    made = orthogonal(torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)))
-
-    values = torch.linalg.svdvals(made)
-    assert made.shape == (3, *shape)
-    assert values.min() > 0.3 and values.max() < 1.6
 
 
 def test_the_first_filters_are_orthonormal_waves():

@@ -96,6 +96,17 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path):
         kept_plan(tmp_path)
 
 
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
+    Training(QUICK, tmp_path, SMALL).save()
+    content = checkpoints.load(tmp_path)
+    content["optimizers"][0]["param_groups"] = [{"lr": 0.005, "params": [0]}]
+    checkpoints.save(tmp_path, content)
+
+    with pytest.raises(ConfigError) as refused:
+        Training(QUICK, tmp_path, SMALL)
+    assert refused.value.param == "--out"
+
+
 def test_pictures_shown_to_the_vision_tower_alone_are_never_held_out_ones(monkeypatch):
     shown = []
     monkeypatch.setattr(batches, "rasterize", lambda scene, chance: shown.append(scene) or rasterize(scene, chance))
