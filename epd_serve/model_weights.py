@@ -100,8 +100,8 @@ def _files(directory: Path) -> list[Path]:
                 param="MODEL",
             )
         return sorted(named)
-    found = sorted(directory.glob("*.safetensors"))
-    return [path for path in found if not path.name.startswith("consolidated")] or found
+    files = sorted(directory.glob("*.safetensors"))
+    return [path for path in files if not path.name.startswith("consolidated")] or files
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:

@@ -92,9 +92,9 @@ def lower(layout: Layout, device_ids: Sequence[int], *, shared: bool = False) ->
             )
         device_ids = tuple(islice(cycle(device_ids), layout.device_count))
     if len(device_ids) < layout.device_count:
-        found = ", ".join(map(str, device_ids)) or "none"
+        ids = ", ".join(map(str, device_ids)) or "none"
         raise ConfigError(
-            f"layout {layout} needs {_devices(layout.device_count)}, found {len(device_ids)}: {found}; "
+            f"layout {layout} needs {_devices(layout.device_count)}, found {len(device_ids)}: {ids}; "
             "put stages together, for example (E-P-D) or EPD, make more devices visible, or try it on fewer with "
             "--share-devices",
             param="--layout",

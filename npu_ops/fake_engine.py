@@ -53,7 +53,7 @@ class FakeTransferEngine:
         self._port = 0
         self._numbers = itertools.count(0x7F0000000000, 64)
         self._batches: dict[int, list[Task]] = {}
-        self.asked = 0  # how often for the status of a batch
+        self.status_queries = 0  # how often the status of a batch was asked for
         self._tasks = Tasks(network)
 
     def initialize(self, host: str, metadata: str, protocol: str, device_name: str) -> int:
@@ -114,7 +114,7 @@ class FakeTransferEngine:
     def transfer_check_status(self, number: int) -> int:
         if not self._entered("check a write"):
             return FAILED
-        self.asked += 1
+        self.status_queries += 1
         if number not in self._batches:
             self._breaks(f"status of batch {number:#x}, which is none or is freed")
             raise EngineCrashedError(f"segmentation fault at {number:#x}")

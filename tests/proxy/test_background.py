@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 
 import pytest
 
 from proxy.background import Background
 from tests.proxy.fakes import cluster
-from tests.waiting import PATIENCE_S
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.background.BACKOFF_S", 0.001)
     monkeypatch.setattr("proxy.background.BACKOFF_MAX_S", 0.002)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def failed(background: Background, task: str) -> float:

@@ -18,7 +18,7 @@ from proxy.config.settings import ProxySettings
 from proxy.media.images import inspect_image
 from proxy.tenants.fair_semaphore import TurnTimeout
 from tests.proxy.fakes import Cluster, cluster, data_url, encodes, image_file, settings, text_body
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 CHAT = "/v1/chat/completions"
 TENANTS = {"tenant_header": "x-tenant"}
@@ -73,12 +73,6 @@ async def fetching(config: ProxySettings) -> AsyncIterator[tuple[Cluster, Host]]
         yield c, host
         await c.idle()
         assert c.pipeline.memory.held_bytes == 0, "everything was given back"
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def test_one_tenant_s_slow_urls_turn_away_nobody_else_s() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import mmap
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,7 @@ from proxy.workers.shared_ledger import COUNTS, SharedLedger, settle
 from proxy.workers.wire import FeedError, Roster, Serving, Setup, frame, from_parent
 from proxy.workers.worker import WorkerSignals, run_worker
 from tests.proxy.fakes import FakeStage, answer, once, served, settings, text_body
+from tests.waiting import until
 
 DEADLINE_S = 60.0
 PATIENT = Timeouts()  # requests are held for as long as a test takes
@@ -56,11 +57,6 @@ class Crew:
             if path:
                 return await client.request(options.pop("method", "GET"), path, **options)
             return await client.post("/v1/chat/completions", json=text_body(**options))
-
-    async def until(self, condition: Callable[[], Any]) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():
-                await asyncio.sleep(0.005)
 
     def connections(self) -> list[int]:
         """Of each worker, as it says to the others."""
@@ -109,14 +105,14 @@ async def test_every_worker_says_the_same_of_instances_and_health() -> None:
         assert (await c.ask("/health")).status_code == 200
         c.stage.usual = once(released, answer)
         requests = [asyncio.create_task(c.ask()) for _ in range(6)]
-        await c.until(lambda: c.stage.active == 6)
+        await until(lambda: c.stage.active == 6)
         for _ in range(6):
             (row,) = (await c.ask("/instances")).json()["instances"]
             assert row["in_flight"]["decode"] == 6
         released.set()
         assert {one.status_code for one in await asyncio.gather(*requests)} == {200}
         c.table.mark_down("PD0", "killed")
-        await c.until(lambda: not c.table.total_in_flight())
+        await until(lambda: not c.table.total_in_flight())
         async with asyncio.timeout(DEADLINE_S):
             while {(await c.ask("/health")).status_code for _ in range(4)} != {503}:
                 pass
@@ -129,8 +125,8 @@ async def test_connections_that_live_long_are_shared_out() -> None:
         requests = []
         for count in range(1, 10):  # one after the other: each finds all workers idle
             requests.append(asyncio.create_task(c.ask()))
-            await c.until(lambda count=count: c.stage.active == count)
-            await c.until(lambda count=count: sum(c.connections()) == count)
+            await until(lambda count=count: c.stage.active == count)
+            await until(lambda count=count: sum(c.connections()) == count)
         # Whoever is woken first would have them all; one may slip in while another is still being polite.
         assert min(c.connections()) >= 2
         released.set()
@@ -157,7 +153,7 @@ async def test_a_worker_that_is_told_to_end_finishes_what_it_has() -> None:
     async with crew(1) as c:
         c.stage.usual = once(released, answer)
         requests = asyncio.create_task(c.ask())
-        await c.until(lambda: c.stage.active == 1)
+        await until(lambda: c.stage.active == 1)
         c.signals[0].leave.set()
         released.set()
         assert (await requests).status_code == 200
@@ -169,14 +165,14 @@ async def test_draining_is_over_when_no_worker_has_a_request_left() -> None:
     async with crew(2) as c:
         c.stage.usual = once(released, answer)
         requests = [asyncio.create_task(c.ask()) for _ in range(4)]
-        await c.until(lambda: c.stage.active == 4)
+        await until(lambda: c.stage.active == 4)
         c.hub.begin()
         idle = asyncio.create_task(c.hub.idle())
         async with asyncio.timeout(DEADLINE_S):
             while await c.metric("epd_proxy_draining ") < 2:
                 pass
         assert (await c.ask()).status_code == 503
-        await c.until(lambda: c.hub.running == 4)
+        await until(lambda: c.hub.running == 4)
         assert not idle.done()
         released.set()
         assert {one.status_code for one in await asyncio.gather(*requests)} == {200}
@@ -222,7 +218,7 @@ async def test_a_roster_that_a_worker_fails_on_is_skipped(monkeypatch: pytest.Mo
 
         monkeypatch.setattr(WorkerRoster, "take_in", broken)
         c.table.mark_down("PD0", "killed")
-        await c.until(lambda: not fails)
+        await until(lambda: not fails)
         c.table.mark_up("PD0")
         c.table.mark_down("PD0", "killed again")
         async with asyncio.timeout(DEADLINE_S):

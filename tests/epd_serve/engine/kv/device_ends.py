@@ -161,8 +161,8 @@ class Pair:
 
     def take_up(self) -> None:
         """Until the link has taken all that is queued, or asks for the end of the write that hangs."""
-        asked = self._engine_of_p().asked
-        wait_for(lambda: not self.link().queued_bytes or self._engine_of_p().asked > asked)
+        queries = self._engine_of_p().status_queries
+        wait_for(lambda: not self.link().queued_bytes or self._engine_of_p().status_queries > queries)
 
     def is_writing(self) -> bool:
         return self._engine_of_p().pending > 0
