@@ -12,7 +12,7 @@ The calls and what they return are those of `mooncake.engine.TransferEngine`, as
                 descriptors: it stays for good (`unfreed`). -2 frees nothing, the batch may be asked again
     crash       asking for a batch that is none, or is freed: `EngineCrashedError`, which no product code can catch
 
-With `ascend` the rules of reference/ascend.md hold on top of it:
+With `ascend` the rules of its Ascend Direct Transport hold on top of it:
 
     thread without set_device, second engine of a process     refused
     registration: address not a multiple of 2 MB, memory that ACL did not allocate, overlap, more than 256 regions

@@ -1,7 +1,6 @@
 """What joins fake devices: one registered memory per process, objects put from it and fetched into it. For tests.
 
-As strict as Mooncake's Ascend transport (reference/ascend.md), and as blind: it touches memory at once, whatever
-streams have queued.
+As strict as Mooncake's Ascend Direct Transport, and as blind: it touches memory at once, whatever streams have queued.
 
     thread without set_device          refused          address not a multiple of 2 MB       register refused
     more than 256 regions              refused          memory not registered                put and fetch refused

@@ -19,16 +19,16 @@ told by the host:
                             blocks are offered (READY) only when no step in flight uses them any more
     D, model's thread       queues reads of the blocks only in steps after the request was reported, so after that wait
 
-NPU contract. The symbols called for an NPU, here, in `torch_memory.py`, `fences.py`, `buffers.py` and
-`blocks.py`, and where they are documented (A:
-reference/ascend.md, T: torch_npu 2.10 `torch_npu.npu.__all__`):
+NPU contract. The symbols called for an NPU, here, in `torch_memory.py`, `fences.py`, `buffers.py` and `blocks.py`, and
+where they are documented (M: Mooncake's Ascend Direct Transport, `ascend_direct_transport.md` and its source;
+T: torch_npu 2.10, `torch_npu.npu.__all__`):
 
-    torch.npu.set_device                       A "Mooncake on Ascend" (every thread first), "Devices"
+    torch.npu.set_device                       T; M: first, in every thread
     torch.npu.Stream(device), set_stream       T; each thread of ours has a stream, as with CUDA
-    torch.npu.Event(enable_timing, blocking)   T; A "KV cache on Ascend" (vllm-ascend records one event per layer)
+    torch.npu.Event(enable_timing, blocking)   T; vllm-ascend's `notify_kv_cache_written` records one per layer
     event.record, query, elapsed_time (ms)     T
-    event.synchronize                          T; A "Mooncake on Ascend" (may hang before CANN 8.5.RC1)
-    2 MB alignment, 256 regions                A "Mooncake on Ascend"
+    event.synchronize                          T; M: may hang before CANN 8.5.RC1
+    2 MB alignment, 256 regions                M
     pin_memory, is_pinned                      T; vllm-ascend's `simple_kv_offload` pins its host blocks so
     index_select(out=), index_copy_            CANN `aclnnIndexSelect`, `aclnnInplaceIndexCopy`: int64 to uint8
 

@@ -1,0 +1,1 @@
+"""Tier 2 of the MM Store: a Mooncake Store, which joins hosts."""

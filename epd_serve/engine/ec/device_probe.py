@@ -1,6 +1,6 @@
 """Which way features come from which encoder: decided by trying, once per life of an encoder. Pure.
 
-Two processes on one NPU cannot connect before CANN 9.1 (reference/ascend.md, "Same-NPU transfer trap"), and what else
+Two processes on one NPU cannot connect before CANN 9.1 (Mooncake #3453), and what else
 keeps a pair apart (a fabric, a firewall, a refused registration) is not known before it is tried. So a consumer that
 hears of an encoder's life for the first time fetches its probe object into the slabs of all its workers:
 

@@ -3,12 +3,13 @@
 `MooncakeTier` is it for real (`tcp` with host memory, `ascend` with an NPU's; the same calls); tests have one with an
 NPU's rules. Errors are the store's. All threads that call Mooncake enter the device first.
 
-NPU contract. What reaches Mooncake from here goes through `store.mooncake.client`; where reference/ascend.md has it:
+NPU contract. What reaches Mooncake from here goes through `store.mooncake.client`, as its Ascend Direct Transport
+(`ascend_direct_transport.md`) has it:
 
-    setup(host, "P2PHANDSHAKE", …, "ascend", …)   "Mooncake on Ascend" (protocol name), reference/mooncake.md "Master"
-    register_buffer of 2 MB aligned addresses     "Mooncake on Ascend", at most 256: here one slab per process
-    put and get from registered device memory     "Mooncake on Ascend"; reference/mooncake.md "Store semantics" (TCP)
-    no connection between processes of one NPU    "Same-NPU transfer trap": decided by `device_probe.py`
+    setup(host, "P2PHANDSHAKE", …, "ascend", …)   the protocol's name
+    register_buffer of 2 MB aligned addresses     at most 256: here one slab per process
+    put and get from registered device memory     the calls of TCP
+    no connection between processes of one NPU    before CANN 9.1 (Mooncake #3453): decided by `device_probe.py`
 """
 
 from __future__ import annotations
