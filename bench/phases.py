@@ -6,8 +6,14 @@ so far to its own: work that was hidden behind something slower counts nothing, 
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bench.clients.records import RequestRecord
+    from bench.stamps import Timeline
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,18 @@ MONOLITH = (
     Milestone("first_content", "proxy to client", "proxy"),
 )
 DIRECT = (Milestone("first_content", "vLLM", "vLLM"),)
+SENT = Milestone("sent", "generator: late, connecting", "generator")
+OF_STAGES = frozenset({"encode_start", "prefill_start", "decode_start"})
+SEEN_BY_PROXY = (
+    Milestone("arrived", "client to proxy", "proxy"),
+    Milestone("media_loaded", "parse, load and check the media", "proxy"),
+    Milestone("encode_sent", "make E's requests", "proxy"),
+    Milestone("encode_done", "E, with its queue", "encode"),
+    Milestone("dispatched", "make the requests of the other stages", "proxy"),
+    Milestone("first_byte", "prefill and first decode, with their queues", "prefill"),
+    Milestone("first_content", "proxy to client", "proxy"),
+)
+"""Where only the proxy stamps: before a monolith, and before simulated stages."""
 HIDDEN = (
     ("put to event at P", "feature_put", "feature_event"),
     ("event to pinned", "feature_event", "feature_pinned"),
@@ -92,3 +110,39 @@ def groups(milestones: Sequence[Milestone], taken: Mapping[str, float]) -> dict[
 def hidden(events: Mapping[str, float]) -> dict[str, float]:
     """The durations of `HIDDEN` whose two stamps exist."""
     return {name: events[end] - events[start] for name, start, end in HIDDEN if start in events and end in events}
+
+
+def joined(record: RequestRecord, timeline: Timeline) -> dict[str, Any] | None:
+    """Milliseconds per phase and group of the request's TTFT; they add up to it but for `residual_ms`.
+
+    The sender's request id is in the proxy's stamp `arrived`; both read CLOCK_MONOTONIC, so it holds on one host only.
+    None where the request has no first token, or the stamps do not know it.
+    """
+    events = timeline.named(record.id)
+    if not events or record.first_s is None or record.sent_s is None or record.ttft_s is None:
+        return None
+    path = (SENT, *(DISAGGREGATED if OF_STAGES & events.keys() else SEEN_BY_PROXY))
+    taken = phases(path, {**events, "sent": record.sent_s, "first_content": record.first_s}, record.due_s)
+    by_kind = {"phases_ms": taken, "groups_ms": groups(path, taken)}
+    return {
+        "id": record.id,
+        "run": record.run,
+        "path": record.path,
+        **{kind: {name: round(at * 1e3, 3) for name, at in values.items()} for kind, values in by_kind.items()},
+        "residual_ms": round((record.ttft_s - sum(taken.values())) * 1e3, 3),
+    }
+
+
+def mean_phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Mean of phases and groups over joined rows."""
+    if not rows:
+        return {}
+    by_kind = {kind: means([row[kind] for row in rows]) for kind in ("phases_ms", "groups_ms")}
+    rounded = {kind: {name: round(ms, 3) for name, ms in values.items()} for kind, values in by_kind.items()}
+    return {"joined": len(rows), **rounded}
+
+
+def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each name over all rows; a row without it spent nothing in it."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: statistics.fmean(row.get(name, 0.0) for row in rows) for name in names}

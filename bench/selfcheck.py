@@ -23,11 +23,11 @@ import msgspec
 from bench import selfcheck_clients
 from bench.aisbench.environment import default_folder
 from bench.children import Child
-from bench.client.bodies import prepared, streamed
-from bench.client.known_server import MODEL, Known
-from bench.client.measure import Measured, Plan, measure
-from bench.client.row import Row
-from bench.client.target import Target
+from bench.clients.bodies import prepared, streamed
+from bench.clients.known_server import MODEL, Known
+from bench.clients.measure import Measured, Plan, measure
+from bench.clients.records import RequestRecord
+from bench.clients.target import Target
 from bench.goals import Goal, goal_table
 from bench.record import add_arguments as add_record_arguments
 from bench.record import environment, write
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure, print, write. 1 where a goal is missed, or the machine was too busy to tell."""
     env = environment(argv, kind="real client, simulated server", asked=arguments)
     seconds = QUICK_S if arguments.quick else PART_S
-    server = Child("bench.client.known_server", {"usual": msgspec.to_builtins(selfcheck_clients.USUAL)})
+    server = Child("bench.clients.known_server", {"usual": msgspec.to_builtins(selfcheck_clients.USUAL)})
     others = selfcheck_clients.Compared()
     try:
         url = server.hear()["url"]
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     return 0 if known.valid and met else 1
 
 
-def errors_of(row: Row, known: Known, written: Sequence[float]) -> Errors:
+def errors_of(row: RequestRecord, known: Known, written: Sequence[float]) -> Errors:
     """How far the generator's figures of one request are from the truth."""
     assert row.ttft_s is not None and row.tpot_s is not None, "the answer was whole and longer than a token"
     wrote_tpot_s = (written[-1] - written[0]) / (known.tokens - 1)

@@ -23,18 +23,18 @@ from bench.aisbench import process
 from bench.aisbench.config import Entry, command_line, write_entry
 from bench.aisbench.details import read_requests, results_folder, said
 from bench.aisbench.environment import AisBench, found
-from bench.client.bodies import prepared, spec_bodies
-from bench.client.endpoint import Endpoint
-from bench.client.known_server import MODEL, Known
-from bench.client.measure import Plan, measure
-from bench.client.target import Target
+from bench.clients.bodies import prepared, spec_bodies
+from bench.clients.http import Endpoint
+from bench.clients.known_server import MODEL, Known
+from bench.clients.measure import Plan, measure
+from bench.clients.target import Target
 from bench.goals import Goal
 from bench.record import ROOT
 from bench.workloads.arrivals import Poisson
 from bench.workloads.export_aisbench import export_aisbench
-from bench.workloads.export_vllm import export_vllm
+from bench.workloads.exports import export_vllm
 from bench.workloads.generate import Knobs
-from bench.workloads.pictures import Pictures
+from bench.workloads.images import Images
 from bench.workloads.spec import RequestSpec
 from bench.workloads.workload import Workload
 from deploy import event_loop
@@ -138,7 +138,7 @@ def _specs(count: int) -> list[RequestSpec]:
 
 def _ours(url: str, specs: Sequence[RequestSpec]) -> list[float]:
     dues = [spec.arrival_s for spec in specs if spec.arrival_s is not None]
-    with prepared(spec_bodies(specs, MODEL, Pictures().data_url)) as asks:
+    with prepared(spec_bodies(specs, MODEL, Images().data_url)) as asks:
         plan = Plan(Poisson(RATE_RPS), count=len(specs), slos=())
         run = event_loop.run(measure(Target(url), asks, plan, dues=dues)).run
     return _whole(OURS, [row.ttft_s for row in run.rows if row.ok], len(specs))
@@ -146,7 +146,7 @@ def _ours(url: str, specs: Sequence[RequestSpec]) -> list[float]:
 
 def _aisbench(url: str, specs: Sequence[RequestSpec], bench: AisBench, folder: Path) -> list[float]:
     """By its own definition: from sending to the first chunk. Without the warm-up's row."""
-    export_aisbench(specs, Pictures(), folder)
+    export_aisbench(specs, Images(), folder)
     entry = Entry(url, MODEL, Path(builtin_model_dir()), RATE_RPS, timed=True, requests=len(specs))
     write_entry(folder, entry)
     command = command_line(bench.command, folder, folder / "results", len(specs))
@@ -163,7 +163,7 @@ def _aisbench(url: str, specs: Sequence[RequestSpec], bench: AisBench, folder: P
 
 def _vllm_bench(url: str, specs: Sequence[RequestSpec], folder: Path) -> list[float]:
     """`vllm bench serve` of the vLLM that is installed; it draws its own arrivals of that rate."""
-    export_vllm(specs, Pictures(), folder, Poisson(RATE_RPS))
+    export_vllm(specs, Images(), folder, Poisson(RATE_RPS))
     words = [str(VLLM_COMMAND), "bench", "serve", "--backend", "openai-chat"]
     words += ["--endpoint", "/v1/chat/completions", "--base-url", url, "--model", MODEL]
     words += ["--tokenizer", str(builtin_model_dir()), "--dataset-name", "custom_image"]

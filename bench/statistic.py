@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.median(values), percentile(values, 25), percentile(values, 75))
+        return cls(float(np.median(values)), percentile(values, 25), percentile(values, 75))
 
     def __format__(self, spec: str) -> str:
         return f"{self.median:{spec}} ({self.p25:{spec}}–{self.p75:{spec}})"
@@ -26,5 +26,5 @@ class Spread:
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """The smallest value that at least `percent` of the values do not exceed (nearest rank). Not of an empty sample."""
-    assert values and 0 < percent <= 100
-    return sorted(values)[math.ceil(len(values) * percent / 100) - 1]
+    assert len(values) and 0 < percent <= 100
+    return float(np.percentile(values, percent, method="inverted_cdf"))

@@ -24,12 +24,12 @@ from bench.aisbench.flags import Asked
 from bench.aisbench.rate import Endpointed, folder_of, label_of, measure_rate
 from bench.aisbench.report import Rated, goodput_rps, one_rate, overview
 from bench.aisbench.stream import look
-from bench.client.metrics import faults
-from bench.client.rows_file import RowsFile
-from bench.client.target import Target
+from bench.clients.metrics import faults
+from bench.clients.records import RecordsFile
+from bench.clients.target import Target
 from bench.record import environment as record_environment
 from bench.record import flatten, write
-from bench.workloads.pictures import Pictures
+from bench.workloads.images import Images
 from deploy.blueprint import DEMO_NAME
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.errors import ConfigError, StageError
@@ -70,8 +70,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     rows_path = arguments.rows or (arguments.json and arguments.json.with_suffix(".rows.jsonl"))
     fixed = Endpointed(target.endpoint, model, tokenizer, shape, bench)
     sweep = Sweep(asked, fixed, target, arguments.json, env)
-    with _folder(arguments.out) as folder, RowsFile(rows_path) if rows_path else contextlib.nullcontext() as rows:
-        sweep.all(folder, Pictures(arguments.cache), rows)
+    with _folder(arguments.out) as folder, RecordsFile(rows_path) if rows_path else contextlib.nullcontext() as rows:
+        sweep.all(folder, Images(arguments.cache), rows)
     return sweep.exit_code()
 
 
@@ -92,7 +92,7 @@ class Sweep:
     signal: int = 0
     over: str = ""
 
-    def all(self, folder: Path, pictures: Pictures, rows: RowsFile | None) -> None:
+    def all(self, folder: Path, pictures: Images, rows: RecordsFile | None) -> None:
         try:
             for number, rate in enumerate(self.asked.rates):
                 self._one(rate, number, folder / folder_of(rate), pictures, rows)
@@ -115,7 +115,7 @@ class Sweep:
             print(f"epd-bench: {wrong[0]}", file=sys.stderr)
         return 128 + self.signal if self.signal else int(bool(wrong))
 
-    def _one(self, rate: float, number: int, folder: Path, pictures: Pictures, rows: RowsFile | None) -> None:
+    def _one(self, rate: float, number: int, folder: Path, pictures: Images, rows: RecordsFile | None) -> None:
         print(f"{label_of(rate)}: {self.asked.workload.count} requests by AISBench …", file=sys.stderr)
         outcome = measure_rate(self.asked, self.fixed, rate, number, folder, pictures)
         self.signal = outcome.signal

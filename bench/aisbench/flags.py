@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.aisbench.environment import default_folder
-from bench.client.flags import parse_rates
-from bench.client.slo import PAPER, Slo, parse_slos
-from bench.client.validity import Rules
+from bench.clients.flags import parse_rates
+from bench.clients.measure import Rules
+from bench.clients.slo import PAPER, Slo, parse_slos
 from bench.record import add_arguments as add_record_arguments
 from bench.workloads.arrivals import Poisson
-from bench.workloads.own import NAME as OWN
+from bench.workloads.custom_dataset import NAME as OWN
 from bench.workloads.spec import RequestSpec
 from bench.workloads.workload import Workload, add_content_arguments, workload
 from epd_serve.errors import ConfigError

@@ -15,14 +15,12 @@ from bench.aisbench.flags import Asked
 from bench.aisbench.report import Rated
 from bench.aisbench.rows import most_under_way, run_of
 from bench.aisbench.stream import Shape
-from bench.client.endpoint import Endpoint
-from bench.client.measure import Measured
-from bench.client.metrics import summary
-from bench.client.run import Run
-from bench.client.validity import Objection, objections
-from bench.client.window import steady_window
+from bench.clients.http import Endpoint
+from bench.clients.measure import Measured, Objection, objections
+from bench.clients.metrics import steady_window, summary
+from bench.clients.sender import Run
 from bench.workloads.export_aisbench import export_aisbench
-from bench.workloads.pictures import Pictures
+from bench.workloads.images import Images
 from bench.workloads.spec import RequestSpec
 from epd_serve.errors import StageError
 
@@ -54,7 +52,7 @@ class Outcome:
 
 
 def measure_rate(
-    asked: Asked, fixed: Endpointed, rate_rps: float, number: int, folder: Path, pictures: Pictures
+    asked: Asked, fixed: Endpointed, rate_rps: float, number: int, folder: Path, pictures: Images
 ) -> Outcome:
     """Run AISBench in `folder`, which is made.
 

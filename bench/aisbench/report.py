@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.client import report
-from bench.client.measure import Measured
-from bench.client.slo import Slo
+from bench.clients import report
+from bench.clients.measure import Measured
+from bench.clients.slo import Slo
 from deploy.placement_table import table
 
 TARGET = 0.9

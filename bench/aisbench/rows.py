@@ -13,8 +13,8 @@ from http import HTTPStatus
 
 from bench.aisbench.details import Sent
 from bench.aisbench.stream import Shape
-from bench.client.row import Outcome, Row
-from bench.client.run import Run
+from bench.clients.records import Outcome, RequestRecord
+from bench.clients.sender import Run
 from bench.workloads.spec import RequestSpec
 
 _STATUS = {status.phrase: status.value for status in HTTPStatus}
@@ -35,7 +35,7 @@ def run_of(label: str, sent: Sequence[Sent], specs: Sequence[RequestSpec], shape
     timed = [(spec.arrival_s, one.chunks_s[0]) for _, spec, one in counted
              if one.chunks_s and spec.arrival_s is not None]  # fmt: skip
     origin_s = min((at - arrival for arrival, at in timed), default=begun_s)
-    rows: list[Row] = []
+    rows: list[RequestRecord] = []
     before_s = begun_s
     for n, spec, one in counted:
         sent_s = one.chunks_s[0] if one.chunks_s else None
@@ -48,7 +48,7 @@ def run_of(label: str, sent: Sequence[Sent], specs: Sequence[RequestSpec], shape
     return run
 
 
-def most_under_way(rows: Sequence[Row]) -> int:
+def most_under_way(rows: Sequence[RequestRecord]) -> int:
     """Requests that were sent and had not ended, at the worst moment."""
     changes = sorted((at, change) for row in rows if row.sent_s is not None
                      for at, change in ((row.sent_s, 1), (row.ended_s, -1)))  # fmt: skip
@@ -59,13 +59,13 @@ def most_under_way(rows: Sequence[Row]) -> int:
     return most
 
 
-def _row(label: str, n: int, spec: RequestSpec, one: Sent, shape: Shape, due_s: float) -> Row:
+def _row(label: str, n: int, spec: RequestSpec, one: Sent, shape: Shape, due_s: float) -> RequestRecord:
     """`due_s` stands for times that AISBench does not tell of a request that broke."""
     chunks = one.chunks_s
     sent_s = chunks[0] if chunks else None
     outcome, fault, error = _judged(one, spec.max_tokens)
     tokens = chunks[1 + shape.before : len(chunks) - shape.after]
-    return Row(
+    return RequestRecord(
         run=label,
         n=n,
         id=one.uuid or f"{label}-{n}",

@@ -7,14 +7,14 @@ usage). An endpoint that fails it would have failed minutes of load.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bench.client.bodies import streamed
-from bench.client.sse import events, read_stream, said
-from bench.client.target import Target
+from bench.clients.bodies import streamed
+from bench.clients.response_status import judge
+from bench.clients.sse import events, read_answer
+from bench.clients.target import Target
 from epd_serve.errors import StageError
 
 TOKENS = 3
@@ -31,7 +31,7 @@ class Shape:
 
 def shape_of(pieces: Iterable[tuple[float, bytes]]) -> Shape:
     """Of a whole answer with content."""
-    bears = [bool(read_stream([(0.0, b"data: " + data + b"\n\n")]).content_s) for _, data in events(pieces)
+    bears = [bool(read_answer([(0.0, b"data: " + data + b"\n\n")]).content_s) for _, data in events(pieces)
              if data != b"[DONE]"]  # fmt: skip
     return Shape(bears.index(True), bears[::-1].index(True))
 
@@ -49,28 +49,16 @@ async def look(target: Target, model: str) -> Shape:
         "temperature": 0,
         "ignore_eos": True,
     }
-    answer = await target.ask(json.dumps(streamed(body)).encode(), "epd-bench-look", ANSWER_S)
-    what = f"{target.endpoint} does not answer a small request"
-    if answer.garbage:
-        raise StageError(f"{what} but with garbage: {answer.garbage}", stage=str(target.endpoint))
-    if answer.status and answer.status != 200:
-        raise StageError(f"{what}: status {answer.status}: {said(answer.tail)}", stage=str(target.endpoint))
-    if answer.kept is None:
-        raise StageError(f"{what} within {ANSWER_S:g} s", stage=str(target.endpoint))
-    if not answer.status:
-        raise StageError(f"{what}: it closes the connection", stage=str(target.endpoint))
-    reading = read_stream(answer.kept.pieces)
-    wrong = reading.error or reading.garbage
-    if not wrong and not reading.done:
-        wrong = f"the stream {'ended without [DONE]' if answer.ended else 'was cut off'}"
-    if not wrong and not reading.content_s:
-        wrong = "the stream has no content"
-    if not wrong and reading.completion_tokens is None:
+    response = await target.ask(json.dumps(streamed(body)).encode(), "epd-bench-look", ANSWER_S)
+    reading = read_answer(response.pieces or ())
+    status = judge(response, reading)
+    wrong = status.error
+    if response.pieces is None:
+        wrong = f"nothing within {ANSWER_S:g} s"
+    elif not wrong and reading.completion_tokens is None:
         wrong = "the stream does not end with its usage, which AISBench counts tokens by"
     if wrong:
-        raise StageError(f"{what} properly: {wrong}", stage=str(target.endpoint))
-    return shape_of(answer.kept.pieces)
-
-
-def run_look(target: Target, model: str) -> Shape:
-    return asyncio.run(look(target, model))
+        raise StageError(
+            f"{target.endpoint} does not answer a small request: {status.fault}: {wrong}", stage=str(target.endpoint)
+        )
+    return shape_of(response.pieces or ())

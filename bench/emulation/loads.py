@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from bench.workloads.arrivals import Poisson, with_arrivals
 from bench.workloads.generate import Knobs
-from bench.workloads.spec import PictureRef, RequestSpec
+from bench.workloads.spec import ImageRef, RequestSpec
 from bench.workloads.workload import Workload
 
 WORKLOAD = "sharegpt4o-like"
@@ -37,7 +37,7 @@ class Loads:
             return request
         width, height = self._size
 
-        def resized(picture: PictureRef) -> PictureRef:
+        def resized(picture: ImageRef) -> ImageRef:
             return replace(picture, width=width, height=height)
 
-        return replace(request, pictures=tuple(map(resized, request.pictures)))
+        return replace(request, images=tuple(map(resized, request.images)))

@@ -101,7 +101,7 @@ def course_of(spec: RequestSpec) -> Course:
 def item_tokens(spec: RequestSpec) -> Sequence[int]:
     """Of each picture, as simulated stages count them (`epd_serve/sim/items.py`): one per 28x28 pixels."""
     side = PATCH_PIXELS * MERGE
-    return [max(1, round(one.width / side)) * max(1, round(one.height / side)) for one in spec.pictures]
+    return [max(1, round(one.width / side)) * max(1, round(one.height / side)) for one in spec.images]
 
 
 def row_of(course: Course, label: str, number: int) -> Row:

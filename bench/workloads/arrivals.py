@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.workloads.chance import Chance
+from bench.workloads.seeded_rng import seeded_rng
 from bench.workloads.spec import RequestSpec
 from epd_serve.errors import ConfigError
 
@@ -32,9 +32,9 @@ class Poisson:
 
     def gaps(self, seed: int) -> Iterator[float]:
         """Seconds before each request."""
-        chance = Chance("arrivals", "poisson", seed)
+        rng = seeded_rng("arrivals", "poisson", seed)
         while True:
-            yield chance.exponential() / self.rate_rps
+            yield from rng.exponential(1 / self.rate_rps, 1024).tolist()
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Gamma:
 
     def gaps(self, seed: int) -> Iterator[float]:
         """Seconds before each request."""
-        chance = Chance("arrivals", "gamma", seed)
+        rng = seeded_rng("arrivals", "gamma", seed)
         while True:
-            yield chance.gamma(self.burstiness) / (self.burstiness * self.rate_rps)
+            yield from rng.gamma(self.burstiness, 1 / (self.burstiness * self.rate_rps), 1024).tolist()
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,8 @@ class Trace:
     def gaps(self, seed: int) -> Iterator[float]:
         """Seconds before each request; the first comes at once. `seed` changes nothing."""
         own = [later - earlier for earlier, later in itertools.pairwise(self.times_s)]
-        mean = sum(own) / len(own)
-        scale = 1.0 if self.rate_rps is None else 1 / (mean * self.rate_rps)
-        yield 0.0
-        for gap in itertools.cycle(own):
-            yield gap * scale
+        scale = 1.0 if self.rate_rps is None else len(own) / (sum(own) * self.rate_rps)
+        return itertools.chain([0.0], itertools.cycle([gap * scale for gap in own]))
 
 
 @dataclass(frozen=True)
@@ -109,16 +106,9 @@ OpenArrivals = Poisson | Gamma | Trace
 Arrivals = OpenArrivals | ClosedLoop
 
 
-def arrival_times(arrivals: OpenArrivals, seed: int, paces: Iterable[float] | None = None) -> Iterator[float]:
-    """Seconds from the start, ascending; endless, or as long as `paces`.
-
-    Args:
-        paces: `RequestSpec.pace` of each request. A trace has its own bursts and keeps its times.
-    """
-    gaps, at, recorded = arrivals.gaps(seed), 0.0, isinstance(arrivals, Trace)
-    for pace in itertools.repeat(1.0) if paces is None else paces:
-        at += next(gaps) / (1.0 if recorded else pace)
-        yield round(at, DIGITS)
+def arrival_times(arrivals: OpenArrivals, seed: int) -> Iterator[float]:
+    """Seconds from the start, ascending, endless."""
+    return (round(at, DIGITS) for at in itertools.accumulate(arrivals.gaps(seed)))
 
 
 def arrivals_within(arrivals: OpenArrivals, seconds: float, seed: int) -> list[float]:
@@ -135,9 +125,9 @@ def with_arrivals(requests: Iterable[RequestSpec], arrivals: Arrivals, seed: int
         for request in requests:
             yield replace(request, arrival_s=None)
         return
-    gaps, at, recorded = arrivals.gaps(seed), 0.0, isinstance(arrivals, Trace)
+    gaps, at = arrivals.gaps(seed), 0.0
     for request in requests:
-        at += next(gaps) / (1.0 if recorded else request.pace)
+        at += next(gaps) / (1.0 if isinstance(arrivals, Trace) else request.pace)
         yield replace(request, arrival_s=round(at, DIGITS))
 
 
@@ -147,16 +137,20 @@ def parse_arrivals(text: str) -> Arrivals:
     Raises:
         ConfigError: not of that form, a number out of range, or a trace that cannot be read.
     """
-    kind, _, rest = text.partition(":")
-    words = rest.split(":") if rest else []
-    if kind == "poisson" and len(words) == 1:
-        return Poisson(_number(words[0], text))
-    if kind == "gamma" and len(words) == 2:
-        return Gamma(_number(words[0], text), _number(words[1].removeprefix("cv="), text))
-    if kind == "trace" and len(words) in (1, 2):
-        return Trace(read_trace(Path(words[0])), _number(words[1], text) if len(words) == 2 else None)
-    if kind == "closed" and len(words) == 1 and words[0].isdecimal():
-        return ClosedLoop(int(words[0]))
+    try:
+        match text.split(":"):
+            case ["poisson", rate]:
+                return Poisson(float(rate))
+            case ["gamma", rate, cv]:
+                return Gamma(float(rate), float(cv.removeprefix("cv=")))
+            case ["trace", path]:
+                return Trace(read_trace(Path(path)))
+            case ["trace", path, rate]:
+                return Trace(read_trace(Path(path)), float(rate))
+            case ["closed", concurrency]:
+                return ClosedLoop(int(concurrency))
+    except ValueError as error:
+        raise ConfigError(f"arrivals {text!r}: {error}; write {FORMS}", param="--arrivals") from None
     raise ConfigError(f"arrivals {text!r}: write {FORMS}", param="--arrivals")
 
 
@@ -173,43 +167,24 @@ def read_trace(path: Path) -> tuple[float, ...]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"trace {path} cannot be read: {error}", param="--arrivals") from error
-    found: list[float] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or line.lstrip().startswith("#"):
+    times: list[float] = []
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if not line or line.startswith("#"):
             continue
-        at = _recorded(line)
-        if at is None:
-            raise ConfigError(
-                f"{path}:{number}: {line.strip()[:80]!r} is neither seconds, 0 or more, nor JSON with a timestamp",
-                param="--arrivals",
-            )
-        if found and at < found[-1]:
-            raise ConfigError(
-                f"{path}:{number}: {at:g} s is before the {found[-1]:g} s of the line above: sort the trace",
-                param="--arrivals",
-            )
-        found.append(at)
-    if len(found) < 2 or found[-1] <= found[0]:
-        raise ConfigError(f"trace {path} needs two arrivals or more, at different times", param="--arrivals")
-    return tuple(found)
-
-
-def _recorded(line: str) -> float | None:
-    """Seconds; None where the line says none."""
-    try:
-        at = json.loads(line)["timestamp"] / 1000 if line.lstrip().startswith("{") else float(line)
-    except (ValueError, KeyError, TypeError):
-        return None
-    return at if math.isfinite(at) and at >= 0 else None
-
-
-def _number(word: str, text: str) -> float:
-    try:
-        return float(word)
-    except ValueError:
-        raise ConfigError(f"arrivals {text!r}: {word!r} is not a number; write {FORMS}", param="--arrivals") from None
+        try:
+            at = json.loads(line)["timestamp"] / 1000 if line.startswith("{") else float(line)
+        except (ValueError, KeyError, TypeError):
+            at = -1.0
+        if not 0 <= at < math.inf:
+            wrong = f"{line[:80]!r} is neither seconds, 0 or more, nor JSON with a timestamp"
+            raise ConfigError(f"{path}:{number}: {wrong}", param="--arrivals")
+        if times and at < times[-1]:
+            wrong = f"{at:g} s is before the {times[-1]:g} s of the line above: sort the trace"
+            raise ConfigError(f"{path}:{number}: {wrong}", param="--arrivals")
+        times.append(at)
+    return tuple(times)
 
 
 def _positive(value: float, name: str) -> None:
-    if not (math.isfinite(value) and value > 0):
+    if not 0 < value < math.inf:
         raise ConfigError(f"{name} is {value:g}: it has to be above 0", param="--arrivals")

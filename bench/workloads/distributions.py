@@ -1,6 +1,6 @@
-"""Distributions of a workload's numbers: how many tokens, how many pictures, how large. Pure.
+"""Distributions of a workload's numbers: how many tokens, how many images, how large. Pure.
 
-Each gives its value at a quantile in (0, 1); who asks takes the quantiles from `chance`, evenly spread.
+Each gives its value at a quantile in (0, 1); who asks takes the quantiles from `seeded_rng`, evenly spread.
 """
 
 from __future__ import annotations
@@ -8,18 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
-from bench.workloads.chance import Chance, normal_at, spread_quantile
+import numpy as np
 
+from bench.workloads.seeded_rng import seeded_rng, spread_quantile
 
-@dataclass(frozen=True)
-class Exactly:
-    """Always the same."""
-
-    value: int
-
-    def at(self, quantile: float) -> int:
-        return self.value
+normal_at = NormalDist().inv_cdf
 
 
 @dataclass(frozen=True)
@@ -30,6 +25,11 @@ class OneOf:
 
     def at(self, quantile: float) -> int:
         return self.values[int(quantile * len(self.values))]
+
+
+def exactly(value: int) -> OneOf:
+    """Always the same."""
+    return OneOf((value,))
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,12 @@ class LogNormal:
     least: int = 1
     most: int = 4096
 
-    @property
-    def median(self) -> float:
-        return self.mean * math.exp(-self.sigma * self.sigma / 2)
-
     def at(self, quantile: float) -> int:
         return self.at_normal(normal_at(quantile))
 
     def at_normal(self, deviations: float) -> int:
-        return min(max(round(self.median * math.exp(self.sigma * deviations)), self.least), self.most)
+        value = self.mean * math.exp(self.sigma * (deviations - self.sigma / 2))
+        return min(max(round(value), self.least), self.most)
 
 
 @dataclass(frozen=True)
@@ -76,37 +73,29 @@ class Zipf:
     most: int
 
     def at(self, quantile: float) -> int:
-        weights = [math.pow(k, -self.alpha) for k in range(1, self.most + 1)]
-        left = quantile * sum(weights)
-        for k, weight in enumerate(weights, 1):
-            left -= weight
-            if left <= 0:
-                return k
-        return self.most
+        sums = np.cumsum(np.arange(1, self.most + 1) ** -self.alpha)
+        return int(np.searchsorted(sums, quantile * sums[-1])) + 1
 
 
-Numbers = Exactly | OneOf | LogNormal | PowerLaw | Zipf
+Numbers = OneOf | LogNormal | PowerLaw | Zipf
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Width and height of a picture.
+    """Width and height of an image, log-normal both.
 
     Attributes:
-        alike: correlation of the logarithms of width and height (log-normal ones): 1 is one aspect ratio for all.
+        alike: correlation of the logarithms of width and height: 1 is one aspect ratio for all.
     """
 
-    width: Numbers
-    height: Numbers
+    width: LogNormal
+    height: LogNormal
     alike: float = 0.85
 
     def at(self, index: int, *names: str | int) -> tuple[int, int]:
-        """Of the index-th picture of a series that `names` name."""
-        first, second = spread_quantile(index, *names, "width"), spread_quantile(index, *names, "height")
-        if not (isinstance(self.width, LogNormal) and isinstance(self.height, LogNormal)):
-            return self.width.at(first), self.height.at(second)
-        across = normal_at(first)
-        down = self.alike * across + math.sqrt(1 - self.alike * self.alike) * normal_at(second)
+        """Of the index-th image of a series that `names` name."""
+        across, other = (normal_at(spread_quantile(index, *names, side)) for side in ("width", "height"))
+        down = self.alike * across + math.sqrt(1 - self.alike * self.alike) * other
         return self.width.at_normal(across), self.height.at_normal(down)
 
 
@@ -120,7 +109,7 @@ class OneSizeOf:
         return self.sizes[int(spread_quantile(index, *names, "size") * len(self.sizes))]
 
 
-PictureSizes = Sizes | OneSizeOf
+ImageSizes = Sizes | OneSizeOf
 
 
 @dataclass(frozen=True)
@@ -129,16 +118,16 @@ class Traffic:
 
     Attributes:
         requests: mean length of such a while; each is between half and one and a half of it.
-        text_only: share of the requests without pictures.
-        pictures: per request that has any.
+        text_only: share of the requests without images.
+        images: per request that has any.
         pace: arrivals come this many times as fast as on average.
     """
 
     requests: int
     text_only: float
-    pictures: Numbers
+    images: Numbers
     pace: float = 1.0
 
     def length(self, turn: int, *names: str | int) -> int:
-        """Requests of the turn-th while of a series that `names` name."""
-        return max(1, round(self.requests * (0.5 + Chance(*names, "length", turn).uniform())))
+        """Requests of the turn-th while."""
+        return self.requests // 2 + int(seeded_rng(*names, "while", turn).integers(self.requests + 1))

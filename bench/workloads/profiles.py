@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bench.workloads.distributions import (
-    Exactly,
+    ImageSizes,
     LogNormal,
     Numbers,
     OneOf,
     OneSizeOf,
-    PictureSizes,
     PowerLaw,
     Sizes,
     Traffic,
     Zipf,
+    exactly,
 )
 from epd_serve.errors import ConfigError
 
@@ -53,8 +53,8 @@ class Profile:
 
     Attributes:
         source: whose workload it is modelled on.
-        text_tokens: of a request with pictures. text_only_tokens: of one without.
-        sizes: of the pictures.
+        text_tokens: of a request with images. text_only_tokens: of one without.
+        sizes: of the images.
         traffic: whiles that take turns; one of them alone is a steady workload. The mean of length / pace over a round
             equals the mean length, so that bursts leave the average rate as it was asked for.
         count: requests of a run where nothing else is said.
@@ -64,7 +64,7 @@ class Profile:
     name: str
     source: str
     text_tokens: Numbers
-    sizes: PictureSizes
+    sizes: ImageSizes
     traffic: tuple[Traffic, ...]
     facts: tuple[Fact, ...]
     chosen: str = ""
@@ -73,9 +73,9 @@ class Profile:
     count: int = 512
 
 
-def steady(pictures: Numbers, text_only: float = 0.0) -> tuple[Traffic, ...]:
+def steady(images: Numbers, text_only: float = 0.0) -> tuple[Traffic, ...]:
     """The same all the time."""
-    return (Traffic(ENDLESS, text_only, pictures),)
+    return (Traffic(ENDLESS, text_only, images),)
 
 
 _EPD_SERVE = "EPD-Serve §4.1"
@@ -87,8 +87,8 @@ _ALL = (
         "visualwebinstruct-like",
         _EPD_SERVE,
         text_tokens=LogNormal(63.1, 0.7, 4, 512),
-        sizes=Sizes(Exactly(1280), Exactly(720)),
-        traffic=steady(Exactly(1), text_only=0.5),
+        sizes=OneSizeOf(((1280, 720),)),
+        traffic=steady(exactly(1), text_only=0.5),
         facts=(
             Fact("requests", 512, f'{_EPD_SERVE}: "A subset of 512 samples"', 0),
             Fact("text_only_share", 0.5, f'{_EPD_SERVE}: "256 text-image requests and 256 text-only requests"', 0),
@@ -97,14 +97,14 @@ _ALL = (
             Fact("height_mean", 720, f'{_EPD_SERVE}: "standardized to a resolution of 1280×720"', 0),
             Fact("output_tokens_mean", 64, f'{_EPD_SERVE}: "uniformly fixed to 64 tokens"', 0),
         ),
-        chosen="one picture per text-image request; spread of text lengths (log-normal, sigma 0.7)",
+        chosen="one image per text-image request; spread of text lengths (log-normal, sigma 0.7)",
     ),
     Profile(
         "sharegpt4o-like",
         _EPD_SERVE,
         text_tokens=LogNormal(9.6, 0.4, 2, 64),
         sizes=Sizes(LogNormal(802, 0.45, 64, 4096), LogNormal(652, 0.45, 64, 4096)),
-        traffic=steady(Exactly(1)),
+        traffic=steady(exactly(1)),
         facts=(
             Fact("requests", 512, f'{_EPD_SERVE}: "A subset of 512 requests"', 0),
             Fact("width_mean", 802, f'{_EPD_SERVE}: "average image resolution of 802×652"'),
@@ -120,8 +120,8 @@ _ALL = (
     Profile(
         "multi-image-4k",
         "EPD (Efficiently Serving Large Multimodal Models) §5",
-        text_tokens=Exactly(22),
-        sizes=Sizes(Exactly(4032), Exactly(3024)),
+        text_tokens=exactly(22),
+        sizes=OneSizeOf(((4032, 3024),)),
         traffic=steady(OneOf((2, 4, 6, 8))),
         count=100,
         facts=(
@@ -129,8 +129,8 @@ _ALL = (
             Fact("text_tokens_mean", 22, 'EPD §5, datasets: "(excluding multimodal tokens) was fixed to 22"', 0),
             Fact("width_mean", 4032, 'EPD §5.1: "4K resolution of 4032x3024 pixels"', 0),
             Fact("height_mean", 3024, 'EPD §5.1: "4K resolution of 4032x3024 pixels"', 0),
-            Fact("pictures_max", 8, 'EPD Fig. 4: "2, 4, 6, and 8 images per request"', 0),
-            Fact("pictures_min", 2, 'EPD Fig. 4: "2, 4, 6, and 8 images per request"', 0),
+            Fact("images_max", 8, 'EPD Fig. 4: "2, 4, 6, and 8 images per request"', 0),
+            Fact("images_min", 2, 'EPD Fig. 4: "2, 4, 6, and 8 images per request"', 0),
         ),
         chosen="the four counts mixed evenly (EPD runs each alone: --pictures-each N); EPD's answers have 10 tokens "
         "(--output-tokens 10)",
@@ -138,10 +138,10 @@ _ALL = (
     Profile(
         "textcaps-like",
         f"{_HYDRA}: TextCaps",
-        text_tokens=Exactly(9),
+        text_tokens=exactly(9),
         sizes=OneSizeOf(((1024, 768), (1024, 683), (768, 1024), (683, 1024), (1024, 1024))),
-        traffic=steady(Exactly(1)),
-        facts=(Fact("pictures_max", 1, "HydraInfer v1 §5.1: image description tasks, each on one picture", 0),),
+        traffic=steady(exactly(1)),
+        facts=(Fact("images_max", 1, "HydraInfer v1 §5.1: image description tasks, each on one image", 0),),
         chosen="one fixed instruction's length; sizes: Open Images at 1024 pixels on the long side, usual aspect "
         f"ratios. {_HYDRA_OUTPUT}",
     ),
@@ -150,24 +150,24 @@ _ALL = (
         f"{_HYDRA}: TextVQA",
         text_tokens=LogNormal(8.12, 0.3, 4, 32),
         sizes=OneSizeOf(((1024, 768), (1024, 683), (768, 1024), (683, 1024), (1024, 1024))),
-        traffic=steady(Exactly(1)),
+        traffic=steady(exactly(1)),
         facts=(
             Fact("text_tokens_mean", 8.12, "VisualMRC (arXiv 2101.11272), Table 1: questions of TextVQA, 8.12 tokens"),
-            Fact("pictures_max", 1, "HydraInfer v1 §5.1: visual question answering, each on one picture", 0),
+            Fact("images_max", 1, "HydraInfer v1 §5.1: visual question answering, each on one image", 0),
         ),
-        chosen="spread of question lengths; sizes as of textcaps-like, whose pictures they are. " + _HYDRA_OUTPUT,
+        chosen="spread of question lengths; sizes as of textcaps-like, whose images they are. " + _HYDRA_OUTPUT,
     ),
     Profile(
         "pope-like",
         f"{_HYDRA}: POPE",
         text_tokens=LogNormal(9, 0.1, 8, 12),
         sizes=OneSizeOf(((640, 480), (640, 427), (480, 640), (427, 640), (640, 640))),
-        traffic=steady(Exactly(1)),
+        traffic=steady(exactly(1)),
         max_tokens=2,
         facts=(
             Fact("width_max", 640, "EvalScope's statistics of POPE: resolutions 500x243 to 640x640", 0, "<="),
             Fact("height_max", 640, "EvalScope's statistics of POPE: resolutions 500x243 to 640x640", 0, "<="),
-            Fact("pictures_max", 1, 'EvalScope on POPE: "Images per Sample min: 1, max: 1"', 0),
+            Fact("images_max", 1, 'EvalScope on POPE: "Images per Sample min: 1, max: 1"', 0),
         ),
         chosen='question "Is there a … in the image?" as 8 to 12 tokens; COCO\'s usual sizes; output: yes or no and an '
         "end of text",
@@ -177,11 +177,11 @@ _ALL = (
         f"{_HYDRA}: MME",
         text_tokens=LogNormal(18, 0.35, 8, 64),
         sizes=Sizes(LogNormal(640, 0.5, 100, 2048), LogNormal(520, 0.5, 100, 2048)),
-        traffic=steady(Exactly(1)),
+        traffic=steady(exactly(1)),
         max_tokens=2,
         facts=(
             Fact("output_tokens_mean", 2, 'HydraInfer v1 §5.2: MME has "minimal decode workload": yes or no', 0),
-            Fact("pictures_max", 1, "HydraInfer v1 §5.1: perception and cognition tasks on one picture", 0),
+            Fact("images_max", 1, "HydraInfer v1 §5.1: perception and cognition tasks on one image", 0),
         ),
         chosen='sizes (a mix of sources); question and "Please answer yes or no." as 18 tokens on average',
     ),
@@ -190,34 +190,35 @@ _ALL = (
         f"{_HYDRA}: VizWiz",
         text_tokens=LogNormal(8, 0.5, 2, 64),
         sizes=OneSizeOf(((960, 1280), (1224, 1632), (1936, 2592), (720, 960), (2448, 3264))),
-        traffic=steady(Exactly(1)),
-        facts=(Fact("pictures_max", 1, "HydraInfer v1 §5.1: a picture taken by a blind user and a question", 0),),
+        traffic=steady(exactly(1)),
+        facts=(Fact("images_max", 1, "HydraInfer v1 §5.1: an image taken by a blind user and a question", 0),),
         chosen="sizes of upright phone photographs: HydraInfer gives VizWiz 8 s to the first token where the others "
-        "have 0.25 s (v1 Table 3, LLaVA-1.5, which has 576 tokens for any picture: it is the pixels); question "
+        "have 0.25 s (v1 Table 3, LLaVA-1.5, which has 576 tokens for any image: it is the pixels); question "
         f"lengths. {_HYDRA_OUTPUT}",
     ),
     Profile(
         "azure-bursty",
         "ModServe §3.2, §5.1: Azure's production traces",
-        text_tokens=PowerLaw(4.4, 30, 2048),
+        text_tokens=LogNormal(42, 0.5, 8, 512),
         text_only_tokens=PowerLaw(2.9, 30, 2048),
         sizes=Sizes(LogNormal(500 * 1.117, 0.47, 64, 4096), LogNormal(500 * 1.117, 0.47, 64, 4096)),
         traffic=(
-            Traffic(120, text_only=0.55, pictures=Zipf(2.0, 16), pace=0.8125),
-            Traffic(40, text_only=0.15, pictures=Zipf(1.0, 16), pace=3.25),
+            Traffic(120, text_only=0.55, images=Zipf(2.0, 16), pace=0.8125),
+            Traffic(40, text_only=0.15, images=Zipf(1.0, 16), pace=3.25),
         ),
         facts=(
-            Fact("pictures_max", 16, 'ModServe §5.1: "number of images … (ranges from 0 to 16)"', 0),
-            Fact("pictures_min", 0, 'ModServe §5.1: "number of images … (ranges from 0 to 16)"', 0),
+            Fact("images_max", 16, 'ModServe §5.1: "number of images … (ranges from 0 to 16)"', 0),
+            Fact("images_min", 0, 'ModServe §5.1: "number of images … (ranges from 0 to 16)"', 0),
             Fact("width_median", 500, 'ModServe §3.2: "median image width and height around 500 pixels"', 0.04),
             Fact("height_median", 500, 'ModServe §3.2: "median image width and height around 500 pixels"', 0.04),
             Fact("width_p95", 1000, 'ModServe §3.2: "P95 exceeding 1000 pixels"', 0, ">="),
             Fact("height_p95", 1000, 'ModServe §3.2: "P95 exceeding 1000 pixels"', 0, ">="),
         ),
-        chosen="lengths and strength of bursts (a quarter of the requests, four times the rate, pictures k^-1 instead "
-        "of k^-2: ModServe shows them in Fig. 10 without numbers); share without pictures; shortest prompt, 30 tokens. "
-        "Prompt lengths are power laws of 4.4 with pictures and 2.9 without (ModServe §3.2, read as exponents: shorter "
-        "tails with pictures, as its text says)",
+        chosen="lengths and strength of bursts (a quarter of the requests, four times the rate, images k^-1 instead of "
+        "k^-2: ModServe shows them in Fig. 10 without numbers); share without images; shortest prompt, 30 tokens. "
+        "Prompts without images are a power law of 2.9 (ModServe §3.2, read as the exponent of the density). Its 4.4 "
+        "is of whole prompts with images, whose length the images' tokens make and so the model served: it says "
+        "nothing of their text, which is our choice, without a heavy tail (log-normal, mean 42, sigma 0.5)",
     ),
 )
 

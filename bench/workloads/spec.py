@@ -1,7 +1,7 @@
 """What a workload consists of: requests as frozen data. No bytes are made here, nothing is sent.
 
-A workload is a lazy sequence of `RequestSpec`. It is equal for equal (name, seed, knobs) on every machine; pictures are
-references that `bench/workloads/pictures.py` turns into bytes, arrivals are put on by `bench/workloads/arrivals.py`.
+A workload is a lazy sequence of `RequestSpec`. It is equal for equal (name, seed, knobs) on every machine; images are
+references that `bench/workloads/images.py` turns into bytes, arrivals are put on by `bench/workloads/arrivals.py`.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-PictureFormat = Literal["jpeg", "png", "webp", "gif", "bmp"]
+ImageFormat = Literal["jpeg", "png", "webp", "gif", "bmp"]
 
-MIME: Mapping[PictureFormat, str] = {name: f"image/{name}" for name in ("jpeg", "png", "webp", "gif", "bmp")}
+MIME: Mapping[ImageFormat, str] = {name: f"image/{name}" for name in get_args(ImageFormat)}
 """Of a data URL, by format."""
 
 
 @dataclass(frozen=True, slots=True)
-class PictureRef:
-    """A picture that is not in memory: rendered from a seed, or a file of the user's.
+class ImageRef:
+    """An image that is not in memory: rendered from a seed, or a file of the user's.
 
-    Equal references have equal bytes, so that a repeated picture is one and the same reference.
+    Equal references have equal bytes, so that a repeated image is one and the same reference.
 
     Attributes:
         width, height: pixels.
@@ -33,21 +33,17 @@ class PictureRef:
 
     width: int
     height: int
-    format: PictureFormat
+    format: ImageFormat
     seed: int | None = None
     path: Path | None = None
 
     def __post_init__(self) -> None:
-        assert (self.seed is None) != (self.path is None), "a picture is drawn from a seed or read from a path"
+        assert (self.seed is None) != (self.path is None), "an image is drawn from a seed or read from a path"
         assert self.width > 0 and self.height > 0
 
     @property
-    def pixels(self) -> int:
-        return self.width * self.height
-
-    @property
     def key(self) -> str:
-        """A name for the picture, safe in file names. Of a file it follows the path, not the bytes."""
+        """A name for the image, safe in file names. Of a file it follows the path, not the bytes."""
         source = f"file:{self.path}" if self.path is not None else f"seed:{self.seed}"
         return hashlib.sha256(f"{source}:{self.width}x{self.height}:{self.format}".encode()).hexdigest()[:32]
 
@@ -60,7 +56,7 @@ class RequestSpec:
         id: unique within the workload, e.g. `sharegpt4o-like-0-17` (name, seed, number).
         text: of the user's message. text_tokens: how many tokens it has by the tokenizer that made it, or by the rule
             of `bench/workloads/text.py` without one.
-        pictures: in the order in which they stand before the text; empty for a text-only request.
+        images: in the order in which they stand before the text; empty for a text-only request.
         max_tokens: tokens to answer with; clients send `ignore_eos` so that it is exactly that many.
         arrival_s: seconds from the start of the run at which it is due; None in a closed loop.
         pace: how many times the usual rate requests arrive at around this one (> 0, 1 in a workload without bursts).
@@ -69,7 +65,7 @@ class RequestSpec:
 
     id: str
     text: str
-    pictures: tuple[PictureRef, ...]
+    images: tuple[ImageRef, ...]
     max_tokens: int
     text_tokens: int
     arrival_s: float | None = None
@@ -81,4 +77,4 @@ class RequestSpec:
 
     @property
     def text_only(self) -> bool:
-        return not self.pictures
+        return not self.images

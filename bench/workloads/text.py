@@ -1,7 +1,7 @@
 """Text of an exact number of tokens: by a model's own tokenizer, or by the rule that a common word is a token.
 
 Without a tokenizer n tokens are n common English words: the large byte-pair vocabularies (Qwen's, Llama's, GPT's) have
-each of them as one token. Chat templates and picture placeholders come on top in either case: papers leave them out.
+each of them as one token. Chat templates and image placeholders come on top in either case: papers leave them out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench.workloads.chance import Chance
+import numpy as np
+
 from epd_serve.errors import ConfigError
 
 OPENERS: Sequence[str] = (
@@ -46,7 +47,7 @@ TRIES = 400
 class Words(Protocol):
     """Makes texts of a length."""
 
-    def exactly(self, tokens: int, chance: Chance) -> str:
+    def exactly(self, tokens: int, rng: np.random.Generator) -> str:
         """A text of that many tokens (1 or more)."""
         ...
 
@@ -58,60 +59,57 @@ class Words(Protocol):
 class PlainWords:
     """A word is a token."""
 
-    def exactly(self, tokens: int, chance: Chance) -> str:
-        return " ".join([_pick(OPENERS, chance), *(_pick(WORDS, chance) for _ in range(tokens - 1))])
+    def exactly(self, tokens: int, rng: np.random.Generator) -> str:
+        return " ".join([_pick(OPENERS, rng), *(WORDS[at] for at in rng.integers(len(WORDS), size=tokens - 1))])
 
     def count(self, text: str) -> int:
         return len(text.split())
 
 
 class TokenizedWords:
-    """Counted by the tokenizer of a model directory (`tokenizer.json`), without special tokens."""
+    """Counted by the tokenizer of a model directory (`tokenizer.json`), without special tokens.
+
+    Raises:
+        ConfigError: there is no tokenizer that can be read.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """
-        Raises:
-            ConfigError: there is no tokenizer that can be read.
-        """
-        self._where = directory
-        self._tokenizer = _tokenizer(directory)
+        self._where, self._tokenizer = directory, _tokenizer(directory)
         self._lengths = lru_cache(maxsize=4096)(self.count)
 
     def count(self, text: str) -> int:
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def exactly(self, tokens: int, chance: Chance) -> str:
+    def exactly(self, tokens: int, rng: np.random.Generator) -> str:
         """
         Raises:
             ConfigError: the tokenizer cannot make that length from our words.
         """
         pieces: list[str] = []
         for _ in range(TRIES):
-            self._fill(pieces, tokens, chance)
-            found = self.count("".join(pieces))
-            if found == tokens:
+            self._fill(pieces, tokens, rng)
+            if self.count("".join(pieces)) == tokens:
                 return "".join(pieces)
             # Words that do not merge with their neighbours add up; where some do, the last ones are drawn again.
-            del pieces[-1 - chance.below(3) :]
+            del pieces[-1 - int(rng.integers(3)) :]
         raise ConfigError(
             f"the tokenizer in {self._where} makes no text of exactly {tokens} tokens from common words: "
             "leave --tokenizer out, a word counts as a token then",
             param="--tokenizer",
         )
 
-    def _fill(self, pieces: list[str], tokens: int, chance: Chance) -> None:
+    def _fill(self, pieces: list[str], tokens: int, rng: np.random.Generator) -> None:
         """Add words until their lengths add up to `tokens`, or as near below it as they go."""
-        left = tokens - sum(self._lengths(piece) for piece in pieces)
+        left = tokens - sum(map(self._lengths, pieces))
         for _ in range(TRIES + tokens):
-            if left <= 0:
-                return
-            drawn = _pick(OPENERS if not pieces else WORDS, chance)
-            for word in (drawn, _pick(FILLERS, chance)):
-                piece = f" {word}" if pieces else word
+            drawn = _pick(WORDS if pieces else OPENERS, rng), _pick(FILLERS, rng)
+            for piece in (f" {word}" if pieces else word for word in drawn):
                 if self._lengths(piece) <= left:
                     pieces.append(piece)
                     left -= self._lengths(piece)
                     break
+            if left <= 0:
+                return
 
 
 def words(tokenizer: Path | None) -> Words:
@@ -119,25 +117,20 @@ def words(tokenizer: Path | None) -> Words:
     return PlainWords() if tokenizer is None else TokenizedWords(tokenizer)
 
 
-def _pick(words: Sequence[str], chance: Chance) -> str:
-    return words[chance.below(len(words))]
+def _pick(words: Sequence[str], rng: np.random.Generator) -> str:
+    return words[int(rng.integers(len(words)))]
 
 
 def _tokenizer(directory: Path) -> Any:
     file = directory / "tokenizer.json"
-    if not file.is_file():
-        raise ConfigError(
-            f"{directory} has no tokenizer.json: name a model directory that has, or leave --tokenizer out",
-            param="--tokenizer",
-        )
-    try:
-        from tokenizers import Tokenizer  # with vLLM; only who names a tokenizer needs it
-    except ImportError as error:
-        raise ConfigError(
-            "counting tokens needs the package tokenizers: pip install tokenizers, or leave --tokenizer out",
-            param="--tokenizer",
-        ) from error
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing more exact
-        raise ConfigError(f"{file} is not a tokenizer: {error}", param="--tokenizer") from error
+    wrong = f"{directory} has no tokenizer.json: name a model directory that has"
+    if file.is_file():
+        try:
+            from tokenizers import Tokenizer  # with vLLM; only who names a tokenizer needs it
+
+            return Tokenizer.from_file(str(file))
+        except ImportError:
+            wrong = "counting tokens needs the package tokenizers: pip install tokenizers"
+        except Exception as error:  # noqa: BLE001  (the library raises nothing more exact)
+            wrong = f"{file} is not a tokenizer: {error}"
+    raise ConfigError(f"{wrong}, or leave --tokenizer out", param="--tokenizer")

@@ -9,17 +9,16 @@ import argparse
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 from bench.workloads.arrivals import FORMS, Arrivals, Poisson, parse_arrivals, with_arrivals
+from bench.workloads.custom_dataset import NAME as OWN
+from bench.workloads.custom_dataset import read_dataset, repeated
 from bench.workloads.generate import Knobs, requests
-from bench.workloads.own import NAME as OWN
-from bench.workloads.own import read_own, repeated
-from bench.workloads.pictures import default_cache
+from bench.workloads.images import default_cache
 from bench.workloads.profiles import PROFILES, profile
 from bench.workloads.spec import RequestSpec
-from bench.workloads.text import Words, words
+from bench.workloads.text import words
 from epd_serve.errors import ConfigError
 
 
@@ -47,8 +46,8 @@ class Workload:
 
     def endless(self) -> Iterator[RequestSpec]:
         """For runs that end by time. Lazy."""
-        found = self._own() if self.own else requests(profile(self.name), self.knobs, self._words)
-        return found if self.arrivals is None else with_arrivals(found, self.arrivals, self.knobs.seed)
+        specs = self._own() if self.own else requests(profile(self.name), self.knobs, words(self.tokenizer))
+        return specs if self.arrivals is None else with_arrivals(specs, self.arrivals, self.knobs.seed)
 
     def at(self, arrivals: Arrivals) -> Workload:
         """The same requests at other times."""
@@ -57,10 +56,6 @@ class Workload:
     def seeded(self, seed: int) -> Workload:
         """Other requests of the same kind. A user's file stays as it is."""
         return replace(self, knobs=replace(self.knobs, seed=seed))
-
-    @cached_property
-    def _words(self) -> Words:
-        return words(self.tokenizer)
 
     def _own(self) -> Iterator[RequestSpec]:
         tokens = self.knobs.output_tokens
@@ -71,7 +66,7 @@ class Workload:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """All flags of a workload but its name: what it consists of, how many requests, and when they arrive."""
     parser.add_argument("--n", type=int, metavar="N", help="requests (default: the workload's own number)")
-    parser.add_argument("--seed", type=int, default=0, help="another seed, other texts, pictures and arrivals")
+    parser.add_argument("--seed", type=int, default=0, help="another seed, other texts, images and arrivals")
     parser.add_argument("--rate", type=float, metavar="R", help="requests a second: short for --arrivals poisson:R")
     parser.add_argument("--arrivals", metavar="HOW", help=f"{FORMS} (seconds from the start, a line each, in FILE)")
     add_content_arguments(parser)
@@ -80,20 +75,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_content_arguments(parser: argparse._ActionsContainer) -> None:
     """The flags of what a workload consists of, for commands with an `--n`, a `--seed` and arrivals of their own."""
     parser.add_argument(
-        "--reuse", type=float, default=0.0, metavar="R", help="share of pictures that were seen before (0 to below 1)"
+        "--reuse", type=float, default=0.0, metavar="R", help="share of images that were seen before (0 to below 1)"
     )
     parser.add_argument(
-        "--zipf", type=float, default=1.0, metavar="A", help="how unevenly repeats fall on pictures (0: evenly)"
+        "--zipf", type=float, default=1.0, metavar="A", help="how unevenly repeats fall on images (0: evenly)"
     )
-    parser.add_argument("--pictures-each", type=int, metavar="N", help="pictures of each request that has any")
+    parser.add_argument("--pictures-each", type=int, metavar="N", help="images of each request that has any")
     parser.add_argument("--output-tokens", type=int, metavar="N", help="tokens of each answer (default: 64, mostly)")
     parser.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="model directory that counts tokens (default: a word is a token)"
     )
-    parser.add_argument("--pictures", type=Path, metavar="DIR", help=f"of the workload {OWN!r}: where pictures lie")
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help=f"of the workload {OWN!r}: where images lie")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help=f"of the workload {OWN!r}: JSON lines (mm_custom)")
     parser.add_argument(
-        "--cache", type=Path, metavar="DIR", help=f"where drawn pictures are kept (default: {default_cache()})"
+        "--cache", type=Path, metavar="DIR", help=f"where drawn images are kept (default: {default_cache()})"
     )
 
 
@@ -129,11 +124,11 @@ def workload(name: str, arguments: argparse.Namespace, arrivals: Arrivals | None
 def _own(arguments: argparse.Namespace, knobs: Knobs, arrivals: Arrivals | None) -> Workload:
     if arguments.pictures is None or arguments.prompts is None:
         raise ConfigError(f"the workload {OWN!r} needs --pictures DIR and --prompts FILE", param="--prompts")
-    if knobs.reuse or knobs.pictures:
+    if knobs.reuse or knobs.images:
         raise ConfigError(
             f"--reuse and --pictures-each are for generated workloads ({', '.join(PROFILES)}): the file says which "
-            "pictures come",
+            "images come",
             param="--reuse",
         )
-    found = read_own(arguments.pictures, arguments.prompts, words(arguments.tokenizer))
-    return Workload(OWN, arguments.n or len(found), knobs, arrivals, arguments.tokenizer, found)
+    own = read_dataset(arguments.pictures, arguments.prompts, words(arguments.tokenizer))
+    return Workload(OWN, arguments.n or len(own), knobs, arrivals, arguments.tokenizer, own)

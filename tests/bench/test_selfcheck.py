@@ -8,8 +8,8 @@ import pytest
 
 from bench import selfcheck
 from bench.cli import main
-from bench.client.known_server import Known
-from tests.bench.client.rows import row
+from bench.clients.known_server import Known
+from tests.bench.clients.made import row
 
 
 def test_errors_are_the_distance_to_the_truth_on_either_side():

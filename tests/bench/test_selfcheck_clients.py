@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from bench import selfcheck_clients
-from bench.client.known_server import Known
+from bench.clients.known_server import Known
 from bench.goals import goal_table
 from bench.selfcheck_clients import AISBENCH, GOALS, OURS, VLLM, Compared, compare, in_rounds
 from epd_serve.errors import StageError
 from tests.bench.aisbench.environments import fake_environment
-from tests.bench.client.serving import Served
+from tests.bench.clients.serving import Served
 from tests.waiting import wait_for
 
 

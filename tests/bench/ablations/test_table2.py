@@ -36,7 +36,8 @@ class Bodies:
     def of_run(self, plan: Plan, number: int) -> Requests:
         self.runs.append(number)
         known = msgspec.to_builtins(Known(tokens=3))
-        return Requests([("s", {"known": known, "max_tokens": 3, "ignore_eos": True})], plan.dues())
+        body = {"known": known, "max_tokens": 3, "ignore_eos": True, "stream": True}
+        return Requests([("s", body)], plan.dues())
 
 
 @pytest.fixture

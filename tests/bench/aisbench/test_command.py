@@ -17,13 +17,13 @@ import pytest
 
 from bench.aisbench import command
 from bench.cli import main
-from bench.client.known_server import Known, KnownServer
-from bench.client.rows_file import read_rows
-from bench.client.target import Target
+from bench.clients.known_server import Known, KnownServer
+from bench.clients.records import read_records
+from bench.clients.target import Target
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.errors import ConfigError
 from tests.bench.aisbench.environments import fake_environment
-from tests.bench.client.serving import Served
+from tests.bench.clients.serving import Served
 from tests.waiting import wait_for
 
 GOOD = Known(first_s=0.01, gap_s=0.001, tokens=4)
@@ -96,7 +96,7 @@ def test_rates_are_measured_judged_and_set_beside_aisbenchs_own_numbers(bench, s
     assert found["figures"]["40 rps/aisbench/TTFT/Average"] == 5.5
     assert found["env"]["load"]["client"] == "AISBench 3.1.20260630"
     assert [row["run"] for row in found["rows"]] == ["40 rps", "80 rps"]
-    rows = read_rows(tmp_path / "r.rows.jsonl")
+    rows = read_records(tmp_path / "r.rows.jsonl")
     assert len(rows) == 16 and all(row.ok and row.output_tokens == 4 for row in rows)
     assert served.server.seen == 1 + 2 * (1 + 9), "a look, and at each rate a warm-up, its row and eight requests"
     shown = capsys.readouterr().out
@@ -135,7 +135,7 @@ def test_no_good_answer_is_no_measurement(bench, served, tmp_path, capsys):
     assert bench("--rates", "100") == 1
     assert "not valid: not one good answer among 8 requests: 8 × no usage" in capsys.readouterr().err
     assert not result(tmp_path)["rows"][0]["valid"]
-    assert len(read_rows(tmp_path / "r.rows.jsonl")) == 8
+    assert len(read_records(tmp_path / "r.rows.jsonl")) == 8
 
 
 def test_one_request_is_too_few_unless_one_is_enough(bench, capsys):
@@ -268,7 +268,7 @@ def test_the_real_aisbench_does_as_its_stand_in(bench, tmp_path):
     flags = ["--rates", "4", "--venv", os.environ["EPD_AISBENCH_VENV"], "--tokenizer", str(builtin_model_dir())]
 
     assert bench(*flags) == 0
-    rows = read_rows(tmp_path / "r.rows.jsonl")
+    rows = read_records(tmp_path / "r.rows.jsonl")
     assert len(rows) == 8 and all(row.ok and len(row.token_s) == 4 for row in rows)
     own = {name for name in result(tmp_path)["figures"] if "/aisbench/" in name}
     assert {"4 rps/aisbench/TTFT/P99", "4 rps/aisbench/Request Throughput"} <= own

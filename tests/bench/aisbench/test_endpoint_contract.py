@@ -17,7 +17,7 @@ from PIL import Image
 from starlette.types import Receive, Send
 
 from bench.aisbench.stream import Shape, look
-from bench.client.target import Target
+from bench.clients.target import Target
 from proxy.config.settings import ModelIdentity
 from tests.proxy.fakes import (
     DONE,

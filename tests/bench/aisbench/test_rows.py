@@ -12,9 +12,9 @@ from bench.aisbench.rate import judged
 from bench.aisbench.report import Rated, one_rate
 from bench.aisbench.rows import most_under_way, run_of
 from bench.aisbench.stream import Shape
-from bench.client.row import Outcome
-from bench.client.slo import PAPER
-from bench.client.validity import Rules
+from bench.clients.measure import Rules
+from bench.clients.records import Outcome
+from bench.clients.slo import PAPER
 from bench.workloads.generate import Knobs
 from bench.workloads.spec import RequestSpec
 from bench.workloads.workload import Workload

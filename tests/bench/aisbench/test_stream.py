@@ -7,8 +7,8 @@ import json
 import pytest
 
 from bench.aisbench.stream import Shape, look, shape_of
-from bench.client.known_server import Known, KnownServer
-from bench.client.target import Target
+from bench.clients.known_server import Known, KnownServer
+from bench.clients.target import Target
 from deploy.ports import free_ports
 from epd_serve.errors import StageError
 
@@ -52,9 +52,9 @@ async def test_an_endpoint_is_asked_for_a_few_tokens(role_first):
         (Known(fault="not http"), "220 mail.example"),
         (Known(fault="error event"), "D0 died"),
         (Known(fault="no done"), "without \\[DONE\\]"),
-        (Known(fault="cut"), "was cut off"),
-        (Known(fault="empty"), "no content"),
-        (Known(fault="drop"), "closes the connection"),
+        (Known(fault="cut"), "cut off"),
+        (Known(fault="empty"), "empty"),
+        (Known(fault="drop"), "broken"),
     ],
 )
 async def test_an_endpoint_that_fails_a_small_request_is_not_loaded(known, said):

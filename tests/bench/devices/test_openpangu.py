@@ -16,16 +16,16 @@ from bench.workloads.text import words
 
 def test_moments_are_those_of_the_workload():
     items, prompts = [], []
-    for seed in range(4):
+    for seed in range(16):
         for one in itertools.islice(requests(profile("sharegpt4o-like"), Knobs(seed), words(None)), 512):
-            (picture,) = one.pictures
+            (picture,) = one.images
             items.append(round(picture.width / 28) * round(picture.height / 28))
             prompts.append(items[-1] + one.text_tokens)
 
     assert statistics.fmean(items) == pytest.approx(device.ITEM_TOKENS, rel=0.02)
     assert statistics.fmean(prompts) == pytest.approx(device.PROMPT_TOKENS, rel=0.02)
-    assert statistics.fmean(n * n for n in items) == pytest.approx(device.ITEM_TOKENS_SQUARED, rel=0.05)
-    assert statistics.fmean(n * n for n in prompts) == pytest.approx(device.PROMPT_TOKENS_SQUARED, rel=0.05)
+    assert statistics.fmean(n * n for n in items) == pytest.approx(device.ITEM_TOKENS_SQUARED, rel=0.06)
+    assert statistics.fmean(n * n for n in prompts) == pytest.approx(device.PROMPT_TOKENS_SQUARED, rel=0.06)
 
 
 def test_the_time_to_first_token_at_three_requests_a_second_follows_from_the_one_at_two():

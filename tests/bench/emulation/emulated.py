@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.devices.serving import Serving
 from bench.emulation.serve import Emulated, emulate
-from bench.workloads.spec import PictureRef, RequestSpec
+from bench.workloads.spec import ImageRef, RequestSpec
 from epd_serve.layout_parser import parse
 
 DEVICE = Serving(
@@ -31,7 +31,7 @@ PICTURE = 100  # tokens of 280x280 pixels
 
 
 def request(number: int, at_s: float, *, pictures: int = 1, text: int = 10, tokens: int = 4) -> RequestSpec:
-    drawn = tuple(PictureRef(280, 280, "png", seed=number * 100 + one) for one in range(pictures))
+    drawn = tuple(ImageRef(280, 280, "png", seed=number * 100 + one) for one in range(pictures))
     return RequestSpec(f"r{number}", "", drawn, tokens, text, arrival_s=at_s)
 
 

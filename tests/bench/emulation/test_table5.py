@@ -72,7 +72,7 @@ def test_loads_are_equal_for_equal_seeds_and_pictures_can_be_made_alike():
 
     assert loads.at(10, 0) == Loads(20).at(10, 0) != loads.at(10, 1)
     assert loads.at(5, 0)[-1].arrival_s == pytest.approx(2 * loads.at(10, 0)[-1].arrival_s)
-    assert {(one.width, one.height) for spec in alike.at(10, 0) for one in spec.pictures} == {AVERAGE_PICTURE}
+    assert {(one.width, one.height) for spec in alike.at(10, 0) for one in spec.images} == {AVERAGE_PICTURE}
 
 
 def test_a_constant_that_matters_turns_what_it_should():

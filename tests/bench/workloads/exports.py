@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.workloads.spec import PictureRef, RequestSpec
+from bench.workloads.spec import ImageRef, RequestSpec
 
-SHOWN = (PictureRef(32, 24, "jpeg", seed=11), PictureRef(24, 32, "jpeg", seed=12))
+SHOWN = (ImageRef(32, 24, "jpeg", seed=11), ImageRef(24, 32, "jpeg", seed=12))
 
 REQUESTS = (
     RequestSpec("w-0", "Which one is “left”?", SHOWN, 64, 4, arrival_s=0.25),

@@ -13,8 +13,8 @@ from PIL import Image
 
 from bench.workloads.arrivals import ClosedLoop
 from bench.workloads.export_aisbench import export_aisbench
-from bench.workloads.pictures import Pictures
-from bench.workloads.spec import PictureRef, RequestSpec
+from bench.workloads.images import Images
+from bench.workloads.spec import ImageRef, RequestSpec
 from epd_serve.errors import ConfigError
 from tests.bench.workloads.exports import REQUESTS, SHOWN, UNTIMED, rows
 
@@ -33,7 +33,7 @@ AISBENCH = {
 
 @pytest.fixture
 def exported(tmp_path):
-    return export_aisbench(REQUESTS, Pictures(tmp_path / "cache"), tmp_path / "out")
+    return export_aisbench(REQUESTS, Images(tmp_path / "cache"), tmp_path / "out")
 
 
 def entry(path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -97,10 +97,10 @@ def test_lengths_and_times_act_because_they_are_input_columns(exported, monkeypa
 
 def test_aisbench_sends_the_very_bytes(exported, tmp_path, monkeypatch):
     dataset = entry(exported.files[1], monkeypatch)
-    pictures = Pictures(tmp_path / "cache")
+    pictures = Images(tmp_path / "cache")
 
     for row, request in zip(rows(tmp_path / "out")[1:], REQUESTS, strict=True):
-        assert sent_pictures(dataset, row) == [pictures.data_url(picture) for picture in request.pictures]
+        assert sent_pictures(dataset, row) == [pictures.data_url(picture) for picture in request.images]
 
 
 def test_the_export_outlives_the_cache(exported, tmp_path):
@@ -111,7 +111,7 @@ def test_the_export_outlives_the_cache(exported, tmp_path):
 
 
 def test_without_arrivals_there_is_no_timestamp(tmp_path, monkeypatch):
-    done = export_aisbench(UNTIMED, Pictures(tmp_path / "cache"), tmp_path / "out", ClosedLoop(7))
+    done = export_aisbench(UNTIMED, Images(tmp_path / "cache"), tmp_path / "out", ClosedLoop(7))
 
     assert all("timestamp" not in row for row in rows(tmp_path / "out"))
     assert "timestamp" not in entry(done.files[1], monkeypatch)["reader_cfg"]["input_columns"]
@@ -123,8 +123,8 @@ def test_the_type_of_pictures_is_that_of_their_bytes(tmp_path, monkeypatch):
     for number, form in enumerate(("png", "png", "jpeg")):
         path = tmp_path / f"{number}.jpg"
         Image.new("RGB", (8, 8)).save(path, form)
-        requests.append(RequestSpec(f"{number}", "q", (PictureRef(8, 8, form, path=path),), 4, 1))
-    done = export_aisbench(requests, Pictures(tmp_path / "cache"), tmp_path / "out")
+        requests.append(RequestSpec(f"{number}", "q", (ImageRef(8, 8, form, path=path),), 4, 1))
+    done = export_aisbench(requests, Images(tmp_path / "cache"), tmp_path / "out")
 
     (turn,) = entry(done.files[1], monkeypatch)["infer_cfg"]["prompt_template"]["template"]["round"]
     assert turn["prompt_mm"]["image"]["image_url"]["url"] == "data:image/png;base64,{image}"
@@ -134,5 +134,5 @@ def test_the_type_of_pictures_is_that_of_their_bytes(tmp_path, monkeypatch):
 
 def test_nothing_to_export_is_an_error_and_leaves_no_file(tmp_path):
     with pytest.raises(ConfigError, match="workload is empty"):
-        export_aisbench([], Pictures(tmp_path / "cache"), tmp_path / "out")
+        export_aisbench([], Images(tmp_path / "cache"), tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []

@@ -13,20 +13,20 @@ import pytest
 
 from bench.record import ROOT
 from bench.workloads.arrivals import ClosedLoop, Gamma, Poisson, Trace
-from bench.workloads.export_vllm import export_vllm
-from bench.workloads.pictures import Pictures
+from bench.workloads.exports import export_vllm
+from bench.workloads.images import Images
 from tests.bench.workloads.exports import REQUESTS, UNTIMED, rows
 
 
 def test_a_row_is_the_content_of_a_message_with_pictures_as_data_urls(tmp_path):
-    pictures = Pictures(tmp_path / "cache")
+    pictures = Images(tmp_path / "cache")
     export_vllm(REQUESTS, pictures, tmp_path / "out")
 
     for row, request in zip(rows(tmp_path / "out"), REQUESTS, strict=True):
         *shown, text = row.pop("content")
         assert row == {}
         assert text == {"type": "text", "text": request.text}
-        assert [part["image_url"]["url"] for part in shown] == [pictures.data_url(one) for one in request.pictures]
+        assert [part["image_url"]["url"] for part in shown] == [pictures.data_url(one) for one in request.images]
         assert {part["type"] for part in shown} <= {"image_url"}
 
 
@@ -39,7 +39,7 @@ def test_a_row_is_the_content_of_a_message_with_pictures_as_data_urls(tmp_path):
     ],
 )
 def test_the_command_has_the_arrivals_the_seed_and_the_length(tmp_path, arrivals, flags):
-    done = export_vllm(UNTIMED, Pictures(tmp_path / "cache"), tmp_path / "out", arrivals, seed=3)
+    done = export_vllm(UNTIMED, Images(tmp_path / "cache"), tmp_path / "out", arrivals, seed=3)
     words = shlex.split(done.command)
 
     assert words[-len(flags) :] == flags
@@ -50,7 +50,7 @@ def test_the_command_has_the_arrivals_the_seed_and_the_length(tmp_path, arrivals
 
 def test_what_vllm_cannot_keep_is_said(tmp_path):
     uneven = [UNTIMED[0], *(type(UNTIMED[1])("x", "q", (), 9, 1, pace=2.0) for _ in range(1))]
-    done = export_vllm(uneven, Pictures(tmp_path / "cache"), tmp_path / "out", Trace([0.0, 1.0]))
+    done = export_vllm(uneven, Images(tmp_path / "cache"), tmp_path / "out", Trace([0.0, 1.0]))
 
     said = " ".join(done.notes)
     assert "same length: 64 tokens" in said and "of a trace it keeps nothing" in said and "bursts of arrivals" in said
@@ -68,7 +68,7 @@ print("READ" + json.dumps([one.prompt for one in found]))
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 def test_vllm_itself_reads_the_rows(tmp_path):
-    pictures = Pictures(tmp_path / "cache")
+    pictures = Images(tmp_path / "cache")
     done = export_vllm(REQUESTS, pictures, tmp_path / "out")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "epd_serve/engine/site")}  # repairs torchvision on CPU
     ran = subprocess.run(
@@ -79,5 +79,5 @@ def test_vllm_itself_reads_the_rows(tmp_path):
     prompts = json.loads(ran.stdout.partition("READ")[2])
     assert [prompt[-1]["text"] for prompt in prompts] == [request.text for request in REQUESTS]
     assert [[part["image_url"]["url"] for part in prompt[:-1]] for prompt in prompts] == [
-        [pictures.data_url(picture) for picture in request.pictures] for request in REQUESTS
+        [pictures.data_url(picture) for picture in request.images] for request in REQUESTS
     ]

@@ -77,7 +77,7 @@ def test_half_of_the_web_questions_have_no_picture_in_any_stretch():
 
 
 def test_sizes_of_photographs_spread_and_width_goes_with_height():
-    shown = [request.pictures[0] for request in sample(profile("sharegpt4o-like"))]
+    shown = [request.images[0] for request in sample(profile("sharegpt4o-like"))]
     tall, wide = ([one for one in shown if keep(one)] for keep in (lambda p: p.height > p.width, lambda p: True))
 
     assert len({(one.width, one.height) for one in shown}) > 400
@@ -91,7 +91,7 @@ def test_bursts_have_more_pictures_more_often_and_leave_the_mean_rate():
     found = sample(profile("azure-bursty"), 3200)
     burst, calm = ([one for one in found if (one.pace > 1) is wanted] for wanted in (True, False))
 
-    assert summarise(burst).pictures_mean > 3 * summarise(calm).pictures_mean
+    assert summarise(burst).images_mean > 3 * summarise(calm).images_mean
     assert 0.2 < len(burst) / len(found) < 0.3
     assert sum(1 / request.pace for request in found) / len(found) == pytest.approx(1, rel=0.06)
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from bench.workloads import text
-from bench.workloads.chance import Chance
+from bench.workloads.seeded_rng import seeded_rng
 from bench.workloads.text import OPENERS, WORDS, PlainWords, TokenizedWords, words
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.errors import ConfigError
@@ -17,7 +17,7 @@ LENGTHS = [1, 2, 9, 22, 63, 500]
 
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_without_a_tokenizer_a_word_is_a_token(tokens):
-    made = PlainWords().exactly(tokens, Chance("t"))
+    made = PlainWords().exactly(tokens, seeded_rng("t"))
 
     assert len(made.split()) == PlainWords().count(made) == tokens
 
@@ -26,12 +26,12 @@ def test_without_a_tokenizer_a_word_is_a_token(tokens):
 def test_with_a_tokenizer_the_count_is_exact(tokens):
     made = words(builtin_model_dir())
 
-    assert [made.count(made.exactly(tokens, Chance("t", turn))) for turn in range(5)] == [tokens] * 5
+    assert [made.count(made.exactly(tokens, seeded_rng("t", turn))) for turn in range(5)] == [tokens] * 5
 
 
 def test_a_text_is_fixed_by_its_chance():
-    assert PlainWords().exactly(20, Chance("a")) == PlainWords().exactly(20, Chance("a"))
-    assert PlainWords().exactly(20, Chance("a")) != PlainWords().exactly(20, Chance("b"))
+    assert PlainWords().exactly(20, seeded_rng("a")) == PlainWords().exactly(20, seeded_rng("a"))
+    assert PlainWords().exactly(20, seeded_rng("a")) != PlainWords().exactly(20, seeded_rng("b"))
 
 
 def test_the_words_are_many_and_each_is_one_word():
@@ -65,4 +65,4 @@ def test_a_length_that_a_tokenizer_cannot_make_is_an_error(monkeypatch):
     monkeypatch.setattr(text, "TRIES", 20)
 
     with pytest.raises(ConfigError, match="no text of exactly 3 tokens"):
-        made.exactly(3, Chance("t"))
+        made.exactly(3, seeded_rng("t"))

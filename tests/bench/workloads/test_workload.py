@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from bench.cli import main
-from bench.workloads import exported
+from bench.workloads import exports
 from bench.workloads.arrivals import ClosedLoop, Poisson
 from bench.workloads.profiles import PROFILES
 from bench.workloads.workload import add_arguments, arrivals_of, workload
@@ -126,7 +126,7 @@ def test_a_full_disk_is_named_and_leaves_no_half_export(tmp_path, capsys, monkey
         def dumps(self, *_, **__):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(exported, "json", Full())
+    monkeypatch.setattr(exports, "json", Full())
     words = ["workload", "mme-like", "--n", "1", "--cache", str(tmp_path / "cache"), "--export", "vllm"]
 
     assert main([*words, str(tmp_path / "out")]) == 1

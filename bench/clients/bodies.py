@@ -1,0 +1,177 @@
+"""The requests of a run, made before it: making them meanwhile would take the time that is measured.
+
+They come from a file of bodies, or from a workload, which makes new ones for every run: a second rate with the images
+of the first would be served from caches. Bodies lie in memory, as far as that goes, and then in an unlinked file that
+is mapped: 100 requests with eight 4K images are gigabytes. Not all in the file, since a kernel that reclaims cold pages
+takes them from the page cache within a minute, and a sender that reads a body from the disk is late by the time that it
+takes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import mmap
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from bench.clients.measure import Plan
+from bench.clients.target import Request
+from bench.workloads.arrivals import ClosedLoop, with_arrivals
+from bench.workloads.spec import ImageRef, RequestSpec
+from epd_serve.errors import ConfigError
+
+HELD_BYTES = 1 << 30
+"""Bodies held in memory: some 1000 requests with an image each."""
+CLOSED_LOOP_REQUESTS = 512
+"""That a closed loop without a count is given; they repeat where it runs on."""
+
+DataUrl = Callable[[ImageRef], str]
+"""Of an image, as `image_url` takes it."""
+Body = tuple[str, Mapping[str, Any]]
+"""(name, body) of a request."""
+
+
+def chat_body(spec: RequestSpec, model: str, data_url: DataUrl) -> dict[str, Any]:
+    """The request as OpenAI's chat completions have it; the answer is streamed, counted, and of exactly that length."""
+    content: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": data_url(image)}} for image in spec.images
+    ]
+    messages = [{"role": "user", "content": [*content, {"type": "text", "text": spec.text}]}]
+    body = {"model": model, "messages": messages, "max_tokens": spec.max_tokens, "temperature": 0, "ignore_eos": True}
+    return streamed(body)
+
+
+def streamed(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body, asking for a stream that ends with its usage."""
+    return {**body, "stream": True, "stream_options": {"include_usage": True}}
+
+
+def spec_bodies(specs: Iterable[RequestSpec], model: str, data_url: DataUrl) -> Iterator[Body]:
+    """The requests of a workload. Raises what `data_url` does of an image that it cannot read."""
+    return ((spec.id, chat_body(spec, model, data_url)) for spec in specs)
+
+
+def file_bodies(path: Path, model: str | None) -> list[Body]:
+    """The requests of a file with one body per line, to be sent as they are, but streamed.
+
+    Args:
+        model: where a body names none.
+
+    Raises:
+        ConfigError: unreadable, empty, or a line that is no JSON object; with its number.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--bodies {path} cannot be read: {error}", param="--bodies") from error
+    bodies: list[Body] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            body = json.loads(line)
+        except ValueError:
+            body = None
+        if not isinstance(body, dict):
+            raise ConfigError(f"{path}:{number} is no JSON object: one request body per line", param="--bodies")
+        bodies.append((f"{path.name}:{number}", streamed({"model": model, **body} if model else body)))
+    if not bodies:
+        raise ConfigError(f"--bodies {path} has no request", param="--bodies")
+    return bodies
+
+
+@contextmanager
+def prepared(bodies: Iterable[Body], held_bytes: int = HELD_BYTES) -> Iterator[list[Request]]:
+    """Requests whose bodies lie ready, for the time of the context; the first `held_bytes` of them in memory.
+
+    Raises:
+        ConfigError: the disk has no room for the others, or there is none.
+    """
+    requests, filed = list[Request](), dict[int, slice]()
+    with tempfile.TemporaryFile(prefix="epd-bench-bodies-") as file:
+        try:
+            for spec, body in bodies:
+                request = Request.of(body, spec)
+                held_bytes -= len(request.body)
+                if held_bytes < 0:
+                    begin = file.tell()
+                    file.write(request.body)
+                    filed[len(requests)] = slice(begin, file.tell())
+                    request = replace(request, body=b"")
+                requests.append(request)
+            file.flush()
+        except OSError as error:
+            raise ConfigError(
+                f"the bodies of the requests cannot be written to {tempfile.gettempdir()}: {error.strerror}; "
+                "set TMPDIR to a folder with more room, or send fewer requests",
+                param="--n",
+            ) from error
+        if not requests:
+            raise ConfigError("there is no request to send", param="--workload")
+        if filed:
+            view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))  # ends with its last slice
+            requests = [
+                replace(one, body=view[filed[at]]) if at in filed else one for at, one in enumerate(requests)
+            ]  # fmt: skip
+        yield requests
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What one run sends. `dues`: seconds from its start; None in a closed loop. `repeats`: an earlier run had them."""
+
+    bodies: Iterable[Body]
+    dues: Sequence[float] | None
+    repeats: bool = False
+
+
+class Source(Protocol):
+    """Makes the requests of one run after another."""
+
+    def of_run(self, plan: Plan, number: int) -> Requests: ...
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """The same bodies for every run."""
+
+    bodies: Sequence[Body]
+
+    def of_run(self, plan: Plan, number: int) -> Requests:
+        dues = None if isinstance(plan.arrivals, ClosedLoop) else plan.dues()
+        return Requests(self.bodies, dues, repeats=number > 0 or (dues is not None and len(dues) > len(self.bodies)))
+
+
+@dataclass(frozen=True)
+class WorkloadSource:
+    """A workload.
+
+    Attributes:
+        specs: its requests from a seed, in order.
+        repeats: every run has the requests of the first.
+    """
+
+    specs: Callable[[int], Iterable[RequestSpec]]
+    data_url: DataUrl
+    model: str
+    seed: int
+    repeats: bool = False
+
+    def of_run(self, plan: Plan, number: int) -> Requests:
+        specs = self.specs(self.seed if self.repeats else self.seed + number)
+        sent = list(sent_by(with_arrivals(specs, plan.arrivals, plan.seed), plan))
+        dues = [spec.arrival_s for spec in sent if spec.arrival_s is not None]
+        bodies = spec_bodies(sent, self.model, self.data_url)
+        return Requests(bodies, dues or None, repeats=self.repeats and number > 0)
+
+
+def sent_by(specs: Iterable[RequestSpec], plan: Plan) -> Iterator[RequestSpec]:
+    """Those requests of a workload, with their arrivals, that the plan sends."""
+    if isinstance(plan.arrivals, ClosedLoop):
+        return itertools.islice(specs, plan.count or CLOSED_LOOP_REQUESTS)
+    return itertools.takewhile(lambda spec: (spec.arrival_s or 0.0) < plan.until_s, itertools.islice(specs, plan.count))

@@ -1,0 +1,167 @@
+"""The flags of `epd-bench load`, and what they say of its runs. Pure."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bench.clients.measure import Plan, Rules
+from bench.clients.sender import Bounds
+from bench.clients.slo import PAPER, parse_slos
+from bench.record import add_arguments as add_record_arguments
+from bench.workloads.arrivals import Arrivals, ClosedLoop, Trace, parse_arrivals
+from bench.workloads.custom_dataset import NAME as OWN
+from bench.workloads.spec import RequestSpec
+from bench.workloads.workload import add_content_arguments
+from epd_serve.errors import ConfigError
+
+DURATION_S, QUICK_S = 60.0, 10.0
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    rules = Rules()
+    parser.add_argument("url", metavar="URL", help="http://HOST:PORT of an OpenAI server")
+    what = parser.add_argument_group("what is sent")
+    what.add_argument("--workload", metavar="NAME", help=f"one of `epd-bench workload --list`, or {OWN!r}")
+    add_content_arguments(what)
+    what.add_argument("--seed", type=int, default=0, help="another seed, other texts, images and arrivals")
+    what.add_argument("--same", action="store_true", help="every run of a sweep has the requests of the first")
+    what.add_argument("--bodies", type=Path, metavar="FILE", help="instead: request bodies, one JSON object per line")
+    what.add_argument("--model", help="default: the one that the endpoint serves")
+    what.add_argument("--header", action="append", default=[], metavar="NAME:VALUE", help="with every request")
+    what.add_argument("--no-explain", action="store_true", help="do not ask our proxy for each request's path")
+    when = parser.add_argument_group("when")
+    when.add_argument("--rate", metavar="R", help="requests a second: R, R,R,… or FROM-TO[:STEP], a run of each")
+    when.add_argument("--arrivals", default="poisson", metavar="FORM", help="poisson, gamma:CV, trace:FILE")
+    when.add_argument("--concurrency", type=int, metavar="C", help="a closed loop of so many instead")
+    when.add_argument("--duration", type=float, metavar="S", help=f"of a run (default {DURATION_S:g} s; none with --n)")
+    when.add_argument("--n", type=int, help="requests of a run, instead of or beside --duration")
+    when.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one request (default 600 s)")
+    when.add_argument("--cancel", metavar="SHARE:S", help="so many clients leave, each within S seconds")
+    judged = parser.add_argument_group("how it is judged")
+    judged.add_argument("--slo", help="TTFT:TPOT in ms, several with commas (default the papers' three)")
+    judged.add_argument("--devices", type=int, help="that serve the endpoint; gives figures per device")
+    judged.add_argument("--warm-up", type=float, metavar="S", help="not counted (default a tenth of the run)")
+    judged.add_argument("--min-samples", type=int, default=rules.min_samples, help="good answers that a run needs")
+    judged.add_argument("--late-ms", type=float, default=rules.late_ms, help="by which the sender may be late")
+    judged.add_argument("--find-goodput", type=float, metavar="SHARE", help="search the rate that so many attain")
+    judged.add_argument("--tolerance", type=float, default=0.1, help="of that rate (default 0.1)")
+    kept = parser.add_argument_group("what is kept")
+    kept.add_argument("--rows", type=Path, metavar="FILE", help="every request as a JSON line (default beside --json)")
+    kept.add_argument("--resume", action="store_true", help="go on with the sweep of --json: rates it lacks")
+    kept.add_argument("--traces", type=Path, metavar="DIR", help="phase stamps of an `epd-serve serve` on this host")
+    kept.add_argument("--kind", choices=("real", "emulated", "simulated"), default="real", help="what serves")
+    add_record_arguments(parser, quick=f"runs of {QUICK_S:g} s")
+
+
+def plan_of(arguments: argparse.Namespace) -> Plan:
+    """What the flags say of each run. Raises ConfigError naming the flag at fault."""
+    check_positive(arguments, "duration", "n", "timeout", "devices", "min_samples", "late_ms", "tolerance")
+    if arguments.warm_up is not None and arguments.warm_up < 0:
+        raise ConfigError("--warm-up is below 0", param="--warm-up")
+    if arguments.find_goodput is not None and not 0 < arguments.find_goodput < 1:
+        raise ConfigError(f"--find-goodput is {arguments.find_goodput:g}: a share, as 0.9", param="--find-goodput")
+    if arguments.resume and (arguments.json is None or arguments.find_goodput is not None):
+        raise ConfigError("--resume goes on with a sweep of --rate: name its --json FILE", param="--resume")
+    share, within_s = _cancel(arguments.cancel)
+    seconds = arguments.duration
+    if seconds is None and arguments.n is None:
+        seconds = QUICK_S if arguments.quick else DURATION_S
+    return Plan(
+        ClosedLoop(1),  # each run has its own
+        count=arguments.n,
+        seconds=seconds,
+        seed=arguments.seed,
+        warm_up_s=arguments.warm_up,
+        slos=parse_slos(arguments.slo) if arguments.slo else PAPER,
+        devices=arguments.devices,
+        leave_share=share,
+        leave_within_s=within_s,
+        rules=Rules(arguments.min_samples, arguments.late_ms),
+        bounds=Bounds(limit_s=arguments.timeout),
+    )
+
+
+def check_positive(arguments: argparse.Namespace, *flags: str) -> None:
+    """Raises ConfigError where one of the flags is given and not above 0."""
+    for flag in flags:
+        value = getattr(arguments, flag)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"--{flag.replace('_', '-')} is {value:g}: above 0", param=f"--{flag}")
+
+
+def rates_of(arguments: argparse.Namespace, own: Sequence[RequestSpec] = ()) -> list[Arrivals]:
+    """The arrivals of each run.
+
+    Args:
+        own: the user's requests, whose times hold where no flag says another rate.
+
+    Raises:
+        ConfigError: naming the flag at fault.
+    """
+    if arguments.concurrency is not None:
+        if arguments.rate is not None or arguments.find_goodput is not None:
+            raise ConfigError("--concurrency is a closed loop: it has no --rate and no goodput", param="--concurrency")
+        return [ClosedLoop(arguments.concurrency)]
+    if arguments.rate is not None:
+        rates = parse_rates(arguments.rate)
+        if arguments.find_goodput is not None and len(rates) > 1:
+            raise ConfigError("--find-goodput begins at one --rate", param="--rate")
+        return [*map(arrivals_at(arguments.arrivals), rates)]
+    times = [one.arrival_s for one in own if one.arrival_s is not None]
+    if arguments.find_goodput is None and arguments.arrivals.startswith("trace:"):
+        return [parse_arrivals(arguments.arrivals)]
+    if arguments.find_goodput is not None or not times:
+        raise ConfigError("say how fast: --rate R, or --concurrency C", param="--rate")
+    return [Trace(times)]
+
+
+def arrivals_at(form: str) -> Callable[[float], Arrivals]:
+    """Arrivals of a form at a rate."""
+    kind, _, rest = form.partition(":")
+    written = {"poisson": "poisson:{0}", "gamma": "gamma:{0}:{1}", "trace": "trace:{1}:{0}"}.get(kind)
+    if written is None or (kind == "poisson") == bool(rest):
+        raise ConfigError(f"--arrivals {form}: poisson, gamma:CV or trace:FILE", param="--arrivals")
+    return lambda rate: parse_arrivals(written.format(rate, rest))
+
+
+def parse_rates(text: str, flag: str = "--rate") -> list[float]:
+    """`R`, `R,R,…` or `FROM-TO[:STEP]`. Raises ConfigError naming `flag`."""
+    wrong = ConfigError(f"{flag} {text}: a number above 0, several with commas, or FROM-TO[:STEP]", param=flag)
+    try:
+        if "-" not in text:
+            rates = [float(word) for word in text.split(",")]
+        else:
+            span, _, step_text = text.partition(":")
+            low, high = (float(word) for word in span.split("-"))
+            step = float(step_text or 1)
+            if not (step > 0 and high >= low and (high - low) / step < 1000):
+                raise wrong
+            rates = [round(low + step * turn, 6) for turn in range(int((high - low) / step + 1e-9) + 1)]
+    except ValueError:
+        raise wrong from None
+    if not all(0 < rate < float("inf") for rate in rates):
+        raise wrong
+    return rates
+
+
+def header_of(word: str) -> tuple[str, str]:
+    """`NAME:VALUE`. Raises ConfigError."""
+    name, colon, value = word.partition(":")
+    if not colon or not name.strip():
+        raise ConfigError(f"--header {word!r}: NAME:VALUE", param="--header")
+    return name.strip().lower(), value.strip()
+
+
+def _cancel(text: str | None) -> tuple[float, float]:
+    """`SHARE:SECONDS`."""
+    if text is None:
+        return 0.0, 1.0
+    try:
+        share, within_s = map(float, text.split(":"))
+    except ValueError:
+        share = within_s = -1.0
+    if not (0 <= share <= 1 and 0 < within_s < float("inf")):
+        raise ConfigError(f"--cancel {text}: SHARE:SECONDS, as 0.1:2", param="--cancel")
+    return share, within_s

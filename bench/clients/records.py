@@ -1,0 +1,210 @@
+"""What became of one request: the record that is kept of it, in memory, in a file, and in every figure.
+
+All times are CLOCK_MONOTONIC seconds, as the phase stamps of one host are. A time that never came is None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from epd_serve.errors import ConfigError
+
+LIMIT_S = 60.0
+"""How long one request may take, where nobody says."""
+
+
+class Outcome(StrEnum):
+    """How a request ended.
+
+    OK: a whole answer. ERROR: refused, failed, or no OpenAI answer. TRUNCATED: an answer that began and has no proper
+    end, or fewer tokens than it was to have. CANCELLED: the client left, as it was meant to, or since the run was
+    ended. TIMEOUT: it took longer than any may.
+    """
+
+    OK = "ok"
+    ERROR = "error"
+    TRUNCATED = "truncated"
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One request.
+
+    Attributes:
+        run: which run of a sweep. n: number within its flow. id: sent as `x-request-id`. spec: names what was sent.
+        due_s: when it was to be sent; in a closed loop when it was. ready_s: when the sender came to it.
+        sent_s: when its first byte was written, which is after a connection was there.
+        first_byte_s: first byte of the answer's body.
+        token_s: when each event with content was read; several read at once have one time.
+        last_s: end of the content. ended_s: end of the answer, or when it was given up.
+        usage_tokens: of the answer, as the server counts. prompt_tokens: likewise.
+        fault: what went wrong, in a word that errors are counted by; "" where nothing did. error: what the server said.
+        answered_id: the name under which the server says to know it. path, instances: of our proxy, where it told.
+        slo_ttft_ms, slo_tpot_ms: of this request alone. kind: of its flow. text: of the answer, where kept.
+    """
+
+    run: str
+    n: int
+    id: str
+    spec: str
+    due_s: float
+    ready_s: float
+    ended_s: float
+    outcome: Outcome
+    sent_s: float | None = None
+    token_s: tuple[float, ...] = ()
+    last_s: float | None = None
+    status: int = 0
+    usage_tokens: int | None = None
+    prompt_tokens: int | None = None
+    finish_reason: str = ""
+    fault: str = ""
+    error: str = ""
+    answered_id: str = ""
+    path: str = ""
+    instances: str = ""
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
+    first_byte_s: float | None = None
+    kind: str = ""
+    text: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome is Outcome.OK
+
+    @property
+    def left(self) -> bool:
+        """The client left, as it was meant to."""
+        return self.fault == "left"
+
+    @property
+    def first_s(self) -> float | None:
+        return self.token_s[0] if self.token_s else None
+
+    @property
+    def output_tokens(self) -> int:
+        """As the server counts them; where it does not, one per event with content."""
+        return len(self.token_s) if self.usage_tokens is None else self.usage_tokens
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From when it was due to its first content."""
+        return self.token_s[0] - self.due_s if self.token_s else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """(last - first) / (n - 1); None for an answer of one token."""
+        if not self.token_s or self.last_s is None or self.output_tokens < 2:
+            return None
+        return (self.last_s - self.token_s[0]) / (self.output_tokens - 1)
+
+    @property
+    def e2e_s(self) -> float:
+        """From when it was due to the end of its answer."""
+        return self.ended_s - self.due_s
+
+    @property
+    def itl_s(self) -> list[float]:
+        """Times between events with content, which are tokens where the server sends them one by one."""
+        return [later - earlier for earlier, later in pairwise(self.token_s)]
+
+    @property
+    def late_s(self) -> float:
+        """By how much the sender came late to it."""
+        return self.ready_s - self.due_s
+
+    def wait_s(self, failed_s: float = LIMIT_S) -> float:
+        """From when it was due to the first byte of its answer; `failed_s` where it has no whole answer, so that a
+        failure never counts as quick."""
+        return self.first_byte_s - self.due_s if self.ok and self.first_byte_s is not None else failed_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values; tokens as milliseconds after `due_s`. What is empty is left out."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain |= {name: round(at, 6) for name, at in plain.items() if name.endswith("_s") and isinstance(at, float)}
+        plain["outcome"] = self.outcome.value
+        del plain["token_s"]
+        plain["tokens_ms"] = [round((at - self.due_s) * 1e3, 3) for at in self.token_s]
+        return {name: value for name, value in plain.items() if value not in (None, "", [])}
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> RequestRecord:
+        """The opposite of `to_json`. Raises KeyError, TypeError or ValueError where it is no such record."""
+        rest = {"run": "", "spec": "", **plain}
+        due_s = float(rest["due_s"])
+        tokens = tuple(due_s + ms / 1e3 for ms in rest.pop("tokens_ms", ()))
+        return cls(**{**rest, "outcome": Outcome(rest["outcome"])}, token_s=tokens)
+
+
+class RecordsFile:
+    """Appends records to a file, one JSON line each as it comes: whatever ends a run, what was measured is there.
+
+    Use as a context manager.
+
+    Args:
+        append: to what is there, instead of a new file.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+
+    def __init__(self, path: Path, *, append: bool = False) -> None:
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab" if append else "wb", buffering=0)
+            self._size_bytes = self._file.seek(0, os.SEEK_END)
+        except OSError as error:
+            raise self._error(error) from error
+
+    def __enter__(self) -> RecordsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def keep(self, record: RequestRecord) -> None:
+        """Writes `record`, whole or not at all. Raises ConfigError where the disk is full or gone."""
+        line = json.dumps(record.to_json(), separators=(",", ":")).encode() + b"\n"
+        try:
+            written = self._file.write(line) or 0
+            if written < len(line):
+                self._file.write(line[written:])  # says why there was no room for it
+        except OSError as error:
+            with contextlib.suppress(OSError):  # not every file can be; `read_records` leaves out half a line
+                self._file.truncate(self._size_bytes)
+            raise self._error(error) from error
+        self._size_bytes += len(line)
+
+    def _error(self, error: OSError) -> ConfigError:
+        return ConfigError(f"--rows {self._path} cannot be written: {error.strerror}", param="--rows")
+
+
+def read_records(path: Path) -> list[RequestRecord]:
+    """Returns the records of a file; half a line at its end is left out.
+
+    Raises:
+        ConfigError: it cannot be read, or has a line that is no record.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    records = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            records.append(RequestRecord.from_json(json.loads(line)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}:{number} is no record of a request: {error!r}") from None
+    return records

@@ -1,0 +1,139 @@
+"""Requests of a run: from a workload, which makes new ones for every run, or from a file; ready before the run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from bench.clients.bodies import (
+    CLOSED_LOOP_REQUESTS,
+    FileSource,
+    WorkloadSource,
+    chat_body,
+    file_bodies,
+    prepared,
+    spec_bodies,
+)
+from bench.clients.measure import Plan
+from bench.workloads.arrivals import ClosedLoop, Poisson
+from bench.workloads.spec import ImageRef, RequestSpec
+from epd_serve.errors import ConfigError
+
+IMAGE = ImageRef(8, 8, "png", seed=1)
+
+
+def spec(n: int = 0, *images: ImageRef) -> RequestSpec:
+    return RequestSpec(f"w-{n}", "what?", images, 64, 1)
+
+
+def test_a_request_is_a_streamed_chat_of_exact_length_with_its_images_first():
+    body = chat_body(spec(0, IMAGE), "m", lambda ref: "data:image/png;base64,x")
+    image, text = body["messages"][0]["content"]
+
+    assert image["image_url"]["url"] == "data:image/png;base64,x"
+    assert text == {"type": "text", "text": "what?"}
+    assert (body["model"], body["max_tokens"], body["ignore_eos"], body["stream"]) == ("m", 64, True, True)
+    assert body["stream_options"] == {"include_usage": True}
+
+
+def test_an_unreadable_image_is_an_error_before_the_run():
+    def unreadable(ref: ImageRef) -> str:
+        raise ConfigError("image 7.png cannot be read")
+
+    with pytest.raises(ConfigError, match=r"7\.png"), prepared(spec_bodies([spec(0, IMAGE)], "m", unreadable)):
+        pass
+
+
+@pytest.mark.parametrize("held_bytes", [0, 20, 1000])
+def test_bodies_lie_ready_in_memory_or_on_disk_and_say_how_long_their_answers_have_to_be(held_bytes):
+    given = [("a", {"x": "é"}), ("b", {"max_tokens": 5, "ignore_eos": True}), ("c", {"max_tokens": 5})]
+    with prepared(given, held_bytes) as asks:
+        assert [json.loads(bytes(ask.body)) for ask in asks] == [body for _, body in given]
+        assert [(ask.spec, ask.expected_tokens) for ask in asks] == [("a", None), ("b", 5), ("c", None)]
+
+
+def test_a_disk_without_room_for_bodies_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: open("/dev/full", "w+b", buffering=0))  # noqa: SIM115
+
+    with pytest.raises(ConfigError, match=r"No space left on device; set TMPDIR"), prepared([("a", {})], 0):
+        pass
+
+
+def test_no_request_is_said():
+    with pytest.raises(ConfigError, match="no request to send"), prepared([]):
+        pass
+
+
+def test_bodies_of_a_file_are_sent_as_they_are_but_streamed(tmp_path):
+    (tmp_path / "b.jsonl").write_text('{"prompt": "a", "top_k": 3}\n\n{"model": "own"}\n')
+
+    (first, one), (second, other) = file_bodies(tmp_path / "b.jsonl", "m")
+    assert (first, second) == ("b.jsonl:1", "b.jsonl:3")
+    assert (one["prompt"], one["top_k"], one["model"], one["stream"]) == ("a", 3, "m", True)
+    assert other["model"] == "own"
+
+
+@pytest.mark.parametrize(
+    ("text", "match"), [("", "no request"), ("{}\n[1]\n", "jsonl:2"), ("{\n", "jsonl:1 is no JSON object")]
+)
+def test_a_file_of_something_else_is_refused_with_its_line(tmp_path, text, match):
+    (tmp_path / "b.jsonl").write_text(text)
+
+    with pytest.raises(ConfigError, match=match):
+        file_bodies(tmp_path / "b.jsonl", None)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        file_bodies(tmp_path / "none.jsonl", None)
+
+
+OPEN = Plan(Poisson(10.0), seconds=5.0)
+
+
+def endless(seed: int) -> Iterator[RequestSpec]:
+    return (RequestSpec(f"w-{seed}-{n}", "q", (), 4, 1) for n in itertools.count())
+
+
+def workload(**more: bool) -> WorkloadSource:
+    return WorkloadSource(endless, lambda ref: "", "m", 7, **more)
+
+
+def names(source: WorkloadSource, plan: Plan, number: int) -> list[str]:
+    return [name for name, _ in source.of_run(plan, number).bodies]
+
+
+def test_a_workload_gives_as_many_requests_as_there_are_moments():
+    requests = workload().of_run(OPEN, 0)
+
+    assert requests.dues == OPEN.dues()
+    assert [name for name, _ in requests.bodies] == [f"w-7-{n}" for n in range(len(OPEN.dues()))]
+
+
+def test_the_next_run_has_other_requests_unless_the_same_are_wanted():
+    assert names(workload(), OPEN, 1)[0] == "w-8-0"
+    assert names(workload(repeats=True), OPEN, 1)[0] == "w-7-0"
+    assert workload(repeats=True).of_run(OPEN, 1).repeats
+    assert not workload().of_run(OPEN, 1).repeats
+
+
+def test_a_count_ends_an_open_run_too():
+    assert len(names(workload(), replace(OPEN, count=3), 0)) == 3
+    assert len(replace(OPEN, count=3).dues()) == 3
+
+
+def test_a_closed_loop_has_requests_without_moments():
+    requests = workload().of_run(Plan(ClosedLoop(2), seconds=1.0), 0)
+
+    assert requests.dues is None
+    assert len(list(requests.bodies)) == CLOSED_LOOP_REQUESTS
+
+
+def test_a_file_says_when_its_bodies_are_sent_again():
+    file = FileSource([("a", {})])
+
+    assert file.of_run(OPEN, 0).repeats
+    assert file.of_run(replace(OPEN, count=1), 1).repeats
+    assert not file.of_run(replace(OPEN, count=1), 0).repeats
