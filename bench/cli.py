@@ -1,93 +1,104 @@
-"""`epd-bench`: the command that measures. Owns the argument parsing; each measurement is a module of its own."""
+"""`epd-bench`: the command that measures. Owns the list of commands, each a module that is imported when asked for.
+
+A module has `add_arguments(parser)`, which sets `run`: a function of the parsed flags and of argv that returns the exit
+code.
+"""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import importlib
 import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType, ModuleType
-from typing import Any
+from types import FrameType
+from typing import NamedTuple
 
 import epd_serve
-from bench import (
-    arena,
-    batches,
-    colocation,
-    duplicates,
-    interference,
-    proxy,
-    selfcheck,
-    startup,
-    transfer,
-    transfer_pd,
-    ttft,
-    workload,
-)
-from bench.ablations import command as ablations
-from bench.ablations import memory_command
-from bench.aisbench import command as aisbench
-from bench.client import command as load
-from bench.compare import command as compare
-from bench.layouts import command as layouts
-from bench.report import command as report
 from epd_serve.errors import EpdError
 
-MEASUREMENTS: tuple[tuple[str, ModuleType, str], ...] = (
-    ("startup", startup, "time to ready per layout, and of each stage alone"),
-    ("ttft", ttft, "time to first token of a picture, by layout and phase"),
-    ("arena", arena, "the arena's put and get against a plain copy"),
-    ("duplicates", duplicates, "encodes of one picture that many clients send at once"),
-    ("load", load, "requests to any OpenAI endpoint: TTFT, TPOT, attainment of objectives, goodput"),
-    ("layouts", layouts, "layouts and baselines against each other: each started, loaded at each rate, and drawn"),
-    ("aisbench", aisbench, "AISBench loads an endpoint; its rows judged by the definitions of `load`"),
-    ("compare", compare, "two results: the ratio of every figure, with intervals"),
-    ("selfcheck", selfcheck, "how far the load generator can be trusted"),
-    ("proxy", proxy, "what the proxy costs, and how it keeps its promises, over simulated stages"),
-    ("interference", interference, "how much the operators of the stages slow each other down on one device"),
-    ("colocation", colocation, "stages on one device against a monolith: throughput, time per output token"),
-    ("batches", batches, "throughput and latency of each stage against its batch size"),
-    ("ablations", ablations, "E-P-D with and without its transfer optimisations (EPD-Serve, Table 2)"),
-    ("memory-tables", memory_command, "what fits on a device with and without the encoder (EPD, tables 2 to 4)"),
-    ("report", report, "draw a comparison of layouts: charts, tables, one HTML page"),
-    ("workload", workload, "the workloads: what they consist of, and as files of other clients"),
-)
-TRANSFERS: tuple[tuple[str, ModuleType, str], ...] = (
-    ("ep", transfer, "features from E to P"),
-    ("pd", transfer_pd, "KV from P to D, by mode of grouping"),
-)
-"""Name, module with `add_arguments`, and a line of help."""
+
+class Command(NamedTuple):
+    """`help`: a line of it. The module's docstring says more."""
+
+    name: str
+    module: str
+    help: str
+
+
+USE, MICRO, PAPERS = "compare, load, export", "measurements of one part", "papers and trust"
+GROUPS: dict[str, tuple[Command, ...]] = {
+    USE: (
+        Command("layouts", "bench.layouts.command", "layouts and baselines against each other: started, loaded, drawn"),
+        Command("report", "bench.report.command", "draw a comparison of layouts: charts, tables, one HTML page"),
+        Command("load", "bench.clients.command", "requests to any OpenAI endpoint: TTFT, TPOT, attainment, goodput"),
+        Command("aisbench", "bench.aisbench.command", "AISBench loads an endpoint, judged by the terms of `load`"),
+        Command("workload", "bench.workloads.command", "what the workloads consist of, and as files of other clients"),
+        Command("compare", "bench.compare.command", "two results: the ratio of every figure, with intervals"),
+    ),
+    MICRO: (
+        Command("startup", "bench.startup", "time to ready per layout, and of each stage alone"),
+        Command("ttft", "bench.ttft", "time to first token of an image, by layout and phase"),
+        Command("transfer ep", "bench.transfer", "features from E to P, as a request sees them"),
+        Command("transfer pd", "bench.transfer_pd", "KV from P to D, by mode of grouping"),
+        Command("arena", "bench.arena", "the arena's put and get against a plain copy"),
+        Command("duplicates", "bench.duplicates", "encodes of one image that many clients send at once"),
+        Command("batches", "bench.batches", "throughput and latency of each stage against its batch size"),
+        Command("colocation", "bench.colocation", "stages on one device against a monolith"),
+        Command("interference", "bench.interference", "how much the stages' operators slow each other down"),
+        Command("proxy", "bench.proxy", "what the proxy costs, and how it keeps its promises, over simulated stages"),
+    ),
+    PAPERS: (
+        Command("ablations", "bench.ablations.command", "E-P-D with and without its transfer optimisations (Table 2)"),
+        Command(
+            "memory-tables", "bench.ablations.memory_command", "what fits with and without the encoder (EPD, 2 to 4)"
+        ),
+        Command("selfcheck", "bench.selfcheck", "how far the load generator can be trusted"),
+    ),
+}
+"""What a user needs comes first."""
+COMMANDS = {command.name: command for commands in GROUPS.values() for command in commands}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
-    arguments = _parser().parse_args(words)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    command = COMMANDS.get(" ".join(argv[:2])) or COMMANDS.get(" ".join(argv[:1]))
+    if command is None:
+        return _overview(argv)
+    module = importlib.import_module(command.module)
+    parser = argparse.ArgumentParser(
+        f"epd-bench {command.name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    arguments = parser.parse_args(argv[len(command.name.split()) :])
     signal.signal(signal.SIGTERM, _end)  # as Ctrl-C: what was started has to be stopped
     try:
-        return int(arguments.run(arguments, words))
+        return int(arguments.run(arguments, argv))
     except EpdError as error:
         print(f"epd-bench: {error}", file=sys.stderr)
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="epd-bench", description="Measure EPD-Serve.")
-    parser.add_argument("--version", action="version", version=f"epd-bench {epd_serve.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="MEASUREMENT")
-    for name, module, words in MEASUREMENTS:
-        _add(commands, name, module, words)
-    transfers = commands.add_parser("transfer", help="what of a transfer between stages a request sees")
-    ways = transfers.add_subparsers(required=True, metavar="WAY")
-    for name, module, words in TRANSFERS:
-        _add(ways, name, module, words)
-    return parser
-
-
-def _add(commands: Any, name: str, module: ModuleType, words: str) -> None:
-    made = commands.add_parser(
-        name, help=words, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def _overview(argv: Sequence[str]) -> int:
+    """`--help`, `--version`, or an error that names the nearest command."""
+    lines = ["commands (epd-bench COMMAND --help says more):"]
+    for group, commands in GROUPS.items():
+        lines += ["", f"  {group}", *(f"    {command.name:15}{command.help}" for command in commands)]
+    parser = argparse.ArgumentParser(
+        "epd-bench",
+        usage="epd-bench COMMAND …",
+        description="Measure EPD-Serve.",
+        epilog="\n".join(lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    module.add_arguments(made)
+    parser.add_argument("--version", action="version", version=f"epd-bench {epd_serve.__version__}")
+    parser.parse_known_args(argv)
+    name = " ".join(word for word in argv[:2] if not word.startswith("-"))
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    parser.error(f"no command is called {name!r}" + (f": did you mean {near[0]!r}?" if near else "; --help lists them"))
 
 
 def _end(number: int, frame: FrameType | None) -> None:
