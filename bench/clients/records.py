@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -164,7 +163,6 @@ class RecordsFile:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab" if append else "wb", buffering=0)
-            self._size_bytes = self._file.seek(0, os.SEEK_END)
         except OSError as error:
             raise self._error(error) from error
 
@@ -175,17 +173,16 @@ class RecordsFile:
         self._file.close()
 
     def keep(self, record: RequestRecord) -> None:
-        """Writes `record`, whole or not at all. Raises ConfigError where the disk is full or gone."""
+        """Writes `record`. Raises ConfigError where the disk is full or gone; half a line is then taken back."""
         line = json.dumps(record.to_json(), separators=(",", ":")).encode() + b"\n"
+        written = 0
         try:
-            written = self._file.write(line) or 0
-            if written < len(line):
-                self._file.write(line[written:])  # says why there was no room for it
+            while written < len(line):  # the second write of a full disk says so
+                written += self._file.write(line[written:]) or 0
         except OSError as error:
-            with contextlib.suppress(OSError):  # not every file can be; `read_records` leaves out half a line
-                self._file.truncate(self._size_bytes)
+            with contextlib.suppress(OSError):  # not every file can be cut
+                self._file.truncate(self._file.tell() - written)
             raise self._error(error) from error
-        self._size_bytes += len(line)
 
     def _error(self, error: OSError) -> ConfigError:
         return ConfigError(f"--rows {self._path} cannot be written: {error.strerror}", param="--rows")

@@ -85,7 +85,6 @@ def read_earlier(path: Path, now: Mapping[str, Any], labels: Sequence[str]) -> E
     Raises:
         ConfigError: it is no result of a load, or of another experiment; names what differs.
     """
-    wrong = ""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
         env, whole = result["env"], [row for row in result["rows"] if not row["stopped"]]
@@ -95,21 +94,21 @@ def read_earlier(path: Path, now: Mapping[str, Any], labels: Sequence[str]) -> E
     except FileNotFoundError:
         return Earlier()
     except OSError as error:
-        raise ConfigError(f"--resume: {path} cannot be read: {error.strerror}", param="--resume") from error
+        raise _refused(path, f"cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError):
-        wrong = "is no result of a sweep that could go on; name another --json FILE to begin anew"
-    else:
-        if other:
-            wrong = f"is another experiment: {other}; ask for the same, or name another --json FILE"
-        for label, place in places.items():
-            if not wrong and labels[place : place + 1] != [label]:
-                wrong = (
-                    f"has {label} as run {place + 1}, which --rate does not: its requests would be others. "
-                    "Give the rates in the order they had, further ones behind them"
-                )
-    if wrong:
-        raise ConfigError(f"--resume: {path} {wrong}", param="--resume")
+        why = "is no result of a sweep that could go on; name another --json FILE to begin anew"
+        raise _refused(path, why) from None
+    if other:
+        raise _refused(path, f"is another experiment: {other}; ask for the same, or name another --json FILE")
+    for label, place in places.items():
+        if labels[place : place + 1] != [label]:
+            why = f"has {label} as run {place + 1}, which --rate does not: its requests would be others. Give the rates"
+            raise _refused(path, f"{why} in the order they had, further ones behind them")
     return Earlier(kept, whole, env)
+
+
+def _refused(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"--resume: {path} {why}", param="--resume")
 
 
 def keep_runs(path: Path, runs: Collection[str], flag: str = "--resume") -> None:

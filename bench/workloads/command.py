@@ -25,6 +25,7 @@ from epd_serve.errors import ConfigError
 
 CLIENTS = ("aisbench", "vllm", "aiperf")
 TELL_S = 5.0
+COLUMNS = ("workload", "requests", "text only", "text tokens", "images", "size", "output")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,16 +87,11 @@ def _with_progress(requests: Iterable[RequestSpec], count: int) -> Iterator[Requ
 
 def overview() -> str:
     """One row per workload, of a sample of its own size."""
-    rows: list[tuple[str, ...]] = [
-        ("workload", "requests", "text only", "text tokens", "images", "size", "output", "modelled on")
-    ]
-    for profile in PROFILES.values():
-        found = sample(profile)
-        rows.append((profile.name, str(found.requests), *_columns(found), profile.source))
+    rows = [(*COLUMNS, "modelled on")]
+    rows += [(*_columns(one.name, sample(one)), one.source) for one in PROFILES.values()]
     return (
-        table(rows)
-        + f"\n  {OWN}  your images and requests: --pictures DIR --prompts FILE"
-        + "\nMeans of a sample with seed 0; images per request with the largest number behind it. "
+        f"{table(rows)}\n  {OWN}  your images and requests: --pictures DIR --prompts FILE\n"
+        "Means of a sample with seed 0; images per request with the largest number behind it. "
         "`epd-bench workload NAME` shows where each number is from."
     )
 
@@ -103,24 +99,15 @@ def overview() -> str:
 def described(wanted: Workload) -> str:
     """What the workload consists of; of a profile also each published number beside the sample's."""
     found = summarise(wanted.requests())
-    rows: list[tuple[str, ...]] = [
-        ("workload", "requests", "text only", "text tokens", "images", "size", "output", "reuse", "rate"),
-        (
-            wanted.name,
-            str(found.requests),
-            *_columns(found),
-            f"{found.reuse:.3f}",
-            f"{found.rate_rps:.2f}/s" if found.rate_rps else "-",
-        ),
-    ]
-    if wanted.name not in PROFILES:
-        return table(rows)
-    profile = PROFILES[wanted.name]
-    facts: list[tuple[str, ...]] = [("statistic", "published", "this sample", "source")]
-    for fact in profile.facts:
-        sense = "" if fact.sense == "==" else fact.sense + " "
-        facts.append((fact.statistic, f"{sense}{fact.value:g}", f"{getattr(found, fact.statistic):g}", fact.source))
-    return f"{table(rows)}\n\n{table(facts)}\n\n  chosen: {profile.chosen}"
+    rate = f"{found.rate_rps:.2f}/s" if found.rate_rps else "-"
+    parts = [table([(*COLUMNS, "reuse", "rate"), (*_columns(wanted.name, found), f"{found.reuse:.3f}", rate)])]
+    if profile := PROFILES.get(wanted.name):
+        facts: list[tuple[str, ...]] = [("statistic", "published", "this sample", "source")]
+        for fact in profile.facts:
+            published = f"{fact.sense} {fact.value:g}".removeprefix("== ")
+            facts.append((fact.statistic, published, f"{getattr(found, fact.statistic):g}", fact.source))
+        parts += [table(facts), f"  chosen: {profile.chosen}"]
+    return "\n\n".join(parts)
 
 
 def sample(profile: Profile, seed: int = 0) -> Summary:
@@ -128,12 +115,13 @@ def sample(profile: Profile, seed: int = 0) -> Summary:
     return summarise(itertools.islice(requests(profile, Knobs(seed), PlainWords()), profile.count))
 
 
-def _columns(found: Summary) -> tuple[str, ...]:
-    size = f"{found.width_mean:.0f}×{found.height_mean:.0f}" if found.images_max else "-"
+def _columns(name: str, found: Summary) -> tuple[str, ...]:
     return (
+        name,
+        str(found.requests),
         f"{found.text_only_share:.0%}",
         f"{found.text_tokens_mean:.1f}",
         f"{found.images_mean:.2f} ({found.images_max})",
-        size,
+        f"{found.width_mean:.0f}×{found.height_mean:.0f}" if found.images_max else "-",
         f"{found.output_tokens_mean:.0f}",
     )

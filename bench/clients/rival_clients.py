@@ -26,8 +26,7 @@ from bench.aisbench.environment import AisBench, found
 from bench.clients.bodies import prepared, spec_bodies
 from bench.clients.http import Endpoint
 from bench.clients.known_server import MODEL, Known
-from bench.clients.measure import Plan, measure
-from bench.clients.target import Target
+from bench.clients.sender import Flow, send
 from bench.goals import Goal
 from bench.record import ROOT
 from bench.workloads.arrivals import Poisson
@@ -37,7 +36,6 @@ from bench.workloads.generate import Knobs
 from bench.workloads.images import Images
 from bench.workloads.spec import RequestSpec
 from bench.workloads.workload import Workload
-from deploy import event_loop
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.errors import StageError
 
@@ -62,13 +60,13 @@ GOALS = tuple(
     )
 )
 
-Client = Callable[[str, Path], list[float]]
+Client = Callable[[str, Path], Sequence[float | None]]
 """Sends the requests to a URL, with a folder for its files; returns seconds to the first token, as it reports them."""
 
 
 @dataclass
 class Compared:
-    """What the rounds found. `ttft_s`: by client. `missing`: why a client was not measured."""
+    """What the rounds measured. `ttft_s`: by client. `missing`: why a client was not measured."""
 
     ttft_s: dict[str, list[float]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
@@ -76,53 +74,64 @@ class Compared:
     def figures(self) -> dict[str, float]:
         medians = {client: statistics.median(values) for client, values in self.ttft_s.items()}
         figures = {f"{client}_ttft_ms": round(median * 1e3, 3) for client, median in medians.items()}
-        for client in (AISBENCH, VLLM):
-            if client in medians:
-                figures[f"{client}_ttft_ratio"] = round(medians[OURS] / medians[client], 4)
-        return figures
+        rivals = (client for client in medians if client != OURS)
+        return figures | {f"{client}_ttft_ratio": round(medians[OURS] / medians[client], 4) for client in rivals}
+
+    def rows(self) -> list[dict[str, Any]]:
+        measured = {client: [round(value * 1e3, 3) for value in values] for client, values in self.ttft_s.items()}
+        return [
+            *({"client": client, "ttft_ms": values} for client, values in measured.items()),
+            *({"client": client, "not_measured": why} for client, why in self.missing.items()),
+        ]
 
     def text(self) -> str:
-        lines = [
-            f"  {client}: TTFT {statistics.median(values) * 1e3:.2f} ms (median of {len(values)})"
-            for client, values in self.ttft_s.items()
-        ]
-        lines += [f"  {client}: not measured, {why}" for client, why in self.missing.items()]
-        return f"other clients, {RATE_RPS:g} requests/s, first token after {USUAL.first_s * 1e3:g} ms:\n" + "\n".join(
-            lines
+        return "\n".join(
+            (
+                f"other clients, {RATE_RPS:g} requests/s, first token after {USUAL.first_s * 1e3:g} ms:",
+                *(
+                    f"  {client}: TTFT {statistics.median(values) * 1e3:.2f} ms (median of {len(values)})"
+                    for client, values in self.ttft_s.items()
+                ),
+                *(f"  {client}: not measured, {why}" for client, why in self.missing.items()),
+            )
         )
 
 
-def compare(url: str, venv: Path, requests: int, rounds: int = ROUNDS) -> Compared:
+def compare(url: str, venv: Path, *, quick: bool = False) -> Compared:
     """All clients that are there, in rounds.
 
     Args:
         url: of a known server whose usual answer is `USUAL`. venv: environment with AISBench, perhaps.
     """
-    specs = _specs(requests)
-    compared = Compared()
+    count, rounds = (QUICK_REQUESTS, 1) if quick else (REQUESTS, ROUNDS)
+    knobs = Knobs(seed=0, output_tokens=USUAL.tokens)
+    specs = list(Workload(WORKLOAD, count, knobs, Poisson(RATE_RPS)).requests())
+    compared, bench = Compared(), found(venv)
     clients: dict[str, Client] = {OURS: lambda url, folder: _ours(url, specs)}
-    if (bench := found(venv)) is None:
-        compared.missing[AISBENCH] = (
-            f"{venv} has none (`epd-bench aisbench` makes it, or name one with --aisbench-venv)"
-        )
+    if bench is None:
+        compared.missing[AISBENCH] = f"{venv} has none (`epd-bench aisbench` makes it, or name one: --aisbench-venv)"
     else:
         clients[AISBENCH] = lambda url, folder: _aisbench(url, specs, bench, folder)
     if not VLLM_COMMAND.is_file():
         compared.missing[VLLM] = f"there is no {VLLM_COMMAND}"
     else:
         clients[VLLM] = lambda url, folder: _vllm_bench(url, specs, folder)
-    return in_rounds(clients, url, rounds, compared)
+    return in_rounds(clients, url, rounds, compared, count)
 
 
-def in_rounds(clients: Mapping[str, Client], url: str, rounds: int, compared: Compared) -> Compared:
-    """Each client once a round, in the opposite order every second time. One that fails is left out from then on."""
+def in_rounds(clients: Mapping[str, Client], url: str, rounds: int, compared: Compared, count: int) -> Compared:
+    """Each client once a round, in the opposite order every second time. One that fails is left out from then on, as is
+    one that reports fewer than `count` requests, of which the server fails none."""
     for turn in range(rounds):
         for name in list(clients)[:: -1 if turn % 2 else 1]:
             if name in compared.missing:
                 continue
             try:
                 with tempfile.TemporaryDirectory(prefix=f"epd-bench-{name}-") as folder:
-                    compared.ttft_s.setdefault(name, []).extend(clients[name](url, Path(folder)))
+                    waits = [wait for wait in clients[name](url, Path(folder)) if wait]
+                if len(waits) < count:
+                    raise StageError(f"{count - len(waits)} of {count} requests failed", stage=name)
+                compared.ttft_s.setdefault(name, []).extend(waits)
             except StageError as error:
                 if name == OURS:
                     raise
@@ -131,20 +140,13 @@ def in_rounds(clients: Mapping[str, Client], url: str, rounds: int, compared: Co
     return compared
 
 
-def _specs(count: int) -> list[RequestSpec]:
-    wanted = Workload(WORKLOAD, count, Knobs(seed=0, output_tokens=USUAL.tokens), Poisson(RATE_RPS))
-    return list(wanted.requests())
+def _ours(url: str, specs: Sequence[RequestSpec]) -> Sequence[float | None]:
+    with prepared(spec_bodies(specs, MODEL, Images().data_url)) as requests:
+        run = send(url, Flow(requests, dues=[spec.arrival_s or 0.0 for spec in specs]))
+    return [record.ttft_s for record in run.rows if record.ok]
 
 
-def _ours(url: str, specs: Sequence[RequestSpec]) -> list[float]:
-    dues = [spec.arrival_s for spec in specs if spec.arrival_s is not None]
-    with prepared(spec_bodies(specs, MODEL, Images().data_url)) as asks:
-        plan = Plan(Poisson(RATE_RPS), count=len(specs), slos=())
-        run = event_loop.run(measure(Target(url), asks, plan, dues=dues)).run
-    return _whole(OURS, [row.ttft_s for row in run.rows if row.ok], len(specs))
-
-
-def _aisbench(url: str, specs: Sequence[RequestSpec], bench: AisBench, folder: Path) -> list[float]:
+def _aisbench(url: str, specs: Sequence[RequestSpec], bench: AisBench, folder: Path) -> Sequence[float | None]:
     """By its own definition: from sending to the first chunk. Without the warm-up's row."""
     export_aisbench(specs, Images(), folder)
     entry = Entry(url, MODEL, Path(builtin_model_dir()), RATE_RPS, timed=True, requests=len(specs))
@@ -158,21 +160,20 @@ def _aisbench(url: str, specs: Sequence[RequestSpec], bench: AisBench, folder: P
         log = said(*folder.glob("results/*/logs/infer/*/*.out"), folder / "ais_bench.log")
         raise StageError(log or f"it did not end within {LIMIT_S:g} s, or with code {ended.code}", stage=AISBENCH)
     sent = [one for one in read_requests(left) if one.row and one.output_tokens == USUAL.tokens]
-    return _whole(AISBENCH, [one.ttft_s for one in sent], len(specs))
+    return [one.ttft_s for one in sent]
 
 
-def _vllm_bench(url: str, specs: Sequence[RequestSpec], folder: Path) -> list[float]:
+def _vllm_bench(url: str, specs: Sequence[RequestSpec], folder: Path) -> Sequence[float | None]:
     """`vllm bench serve` of the vLLM that is installed; it draws its own arrivals of that rate."""
     export_vllm(specs, Images(), folder, Poisson(RATE_RPS))
-    words = [str(VLLM_COMMAND), "bench", "serve", "--backend", "openai-chat"]
-    words += ["--endpoint", "/v1/chat/completions", "--base-url", url, "--model", MODEL]
-    words += ["--tokenizer", str(builtin_model_dir()), "--dataset-name", "custom_image"]
-    words += ["--dataset-path", str(folder / "requests.jsonl"), "--disable-shuffle", "--no-oversample"]
-    words += ["--num-prompts", str(len(specs)), "--custom-output-len", str(USUAL.tokens), "--ignore-eos"]
-    words += ["--request-rate", str(RATE_RPS), "--seed", "1", "--save-result", "--save-detailed", "--disable-tqdm"]
-    words += ["--result-dir", str(folder), "--result-filename", "result.json"]
+    flags = f"""bench serve --backend openai-chat --endpoint /v1/chat/completions --base-url {url} --model {MODEL}
+        --tokenizer {builtin_model_dir()} --dataset-name custom_image --dataset-path {folder}/requests.jsonl
+        --disable-shuffle --no-oversample --num-prompts {len(specs)} --custom-output-len {USUAL.tokens} --ignore-eos
+        --request-rate {RATE_RPS} --seed 1 --save-result --save-detailed --disable-tqdm --result-dir {folder}
+        --result-filename result.json"""
+    argv = [str(VLLM_COMMAND), *flags.split()]
     ended = process.run(
-        words, folder, LIMIT_S, host=Endpoint.of(url).host, label=VLLM, log="client.log", more=_importable(folder)
+        argv, folder, LIMIT_S, host=Endpoint.of(url).host, label=VLLM, log="client.log", more=_importable(folder)
     )
     if ended.signal:
         raise SystemExit(128 + ended.signal)
@@ -182,7 +183,7 @@ def _vllm_bench(url: str, specs: Sequence[RequestSpec], folder: Path) -> list[fl
     except (OSError, ValueError, KeyError, TypeError) as error:
         log = said(folder / "client.log")
         raise StageError(log or f"no result, exit code {ended.code} ({error!r})", stage=VLLM) from error
-    return _whole(VLLM, [wait for wait in waits if wait > 0], len(specs))
+    return waits
 
 
 def _importable(folder: Path) -> dict[str, str]:
@@ -194,11 +195,3 @@ def _importable(folder: Path) -> dict[str, str]:
         text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version(CPU_BUILD)}\n"
         (info / "METADATA").write_text(text, encoding="utf-8")
     return {"PYTHONPATH": os.pathsep.join((str(ROOT / "epd_serve/engine/site"), str(folder)))}
-
-
-def _whole(client: str, waits: Sequence[float | None], count: int) -> list[float]:
-    """Of a server that fails no request, no client may."""
-    values = [wait for wait in waits if wait is not None]
-    if len(values) < count:
-        raise StageError(f"{count - len(values)} of {count} requests failed", stage=client)
-    return values

@@ -1,0 +1,169 @@
+"""`epd-bench selfcheck`: how far the request sender can be trusted, against a server whose every delay is known.
+
+The server runs in a process of its own. Errors are absolute differences between what the sender reports of a request
+and the delays that the request asked for, so the server's own lateness and the way between both are in them too; the
+same against the moments at which the server says it wrote are beside them. Requests per core are of the sender's own
+CPU time, with a body and an answer of usual size, each token an event that is read by itself. Then other clients send
+the same to the same server (`bench/clients/rival_clients.py`), which takes minutes: they are slow to start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.aisbench.environment import default_folder
+from bench.children import Child
+from bench.clients import rival_clients
+from bench.clients.bodies import streamed
+from bench.clients.known_server import MODEL, Known
+from bench.clients.measure import Measured, Plan, measure
+from bench.clients.records import RequestRecord
+from bench.clients.target import Target, requests
+from bench.goals import Goal, goal_table
+from bench.record import add_arguments as add_record_arguments
+from bench.record import environment, write
+from bench.statistic import percentile
+from bench.workloads.arrivals import Arrivals, ClosedLoop, Poisson
+from deploy import event_loop
+from deploy.placement_table import table
+from epd_serve.errors import StageError
+
+PART_S, QUICK_S = 20.0, 4.0
+"""Of each of the two parts."""
+RATE_RPS = 50.0
+KNOWN = tuple(
+    Known(first_s=first_s, gap_s=gap_s, tokens=tokens, role_first=True)
+    for first_s, gap_s, tokens in itertools.product((0.05, 0.2, 0.8), (0.01, 0.03), (16, 64))
+)
+"""Answers from short to long; each begins with a role-only event at once, which must not count as a token."""
+BODY_BYTES = 20_000
+BUSY = Known(first_s=0.02, gap_s=0.005, tokens=64)
+CONCURRENCY = 64
+GOALS = (
+    Goal("ttft_error_ms", "<=", 2.0, "known delays, 50 requests a second: the mean"),
+    Goal("tpot_error_ms", "<=", 2.0, "known delays, 50 requests a second: the mean"),
+    Goal("generator_rps_per_core", ">=", 500.0, "bodies of 20 KB, 64 tokens one by one"),
+    *rival_clients.GOALS,
+)
+ERRORS = {
+    "ttft_error": "TTFT, to the known delay",
+    "tpot_error": "TPOT, to the known gap",
+    "ttft_error_to_written": "TTFT, to when the server wrote",
+    "tpot_error_to_written": "TPOT, to when the server wrote",
+}
+"""In milliseconds: what each error is called, and what it is."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_record_arguments(parser, quick="8 s of requests instead of 40, and other clients one round of 20")
+    parser.add_argument("--no-clients", action="store_true", help="without AISBench and vLLM bench, which take minutes")
+    parser.add_argument(
+        "--aisbench-venv",
+        type=Path,
+        default=default_folder(),
+        metavar="DIR",
+        help="environment with AISBench; without one it is not measured (default %(default)s)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Measure, print, write. 1 where a goal is missed, or the machine was too busy to tell."""
+    env = environment(argv, kind="real client, simulated server", asked=arguments)
+    seconds, rivals = QUICK_S if arguments.quick else PART_S, rival_clients.Compared()
+    server = Child("bench.clients.known_server", {"usual": msgspec.to_builtins(rival_clients.USUAL)})
+    try:
+        url = server.hear()["url"]
+        known = _sent(url, Poisson(RATE_RPS), KNOWN, seconds, pad=0)
+        written = server.ask()["written"]
+        server.tell(forget=True)
+        busy = _sent(url, ClosedLoop(CONCURRENCY), (BUSY,), seconds, pad=BODY_BYTES)
+        if not arguments.no_clients:
+            print("other clients take some minutes …", file=sys.stderr)
+            rivals = rival_clients.compare(url, arguments.aisbench_venv, quick=arguments.quick)
+    finally:
+        server.stop()
+    errors = [errors_of(one, KNOWN[one.n % len(KNOWN)], written[one.id]) for one in known.run.rows]
+    figures = {**error_figures(errors), **_busy_figures(busy), "requests": float(len(errors)), **rivals.figures()}
+    figures["generator_late_p99_ms"] = round(percentile([one.late_s for one in known.run.rows], 99) * 1e3, 3)
+    lines = [_table(figures), rivals.text() if rivals.ttft_s else "", goal_table(figures, GOALS)]
+    print("\n\n".join(filter(None, lines)))
+    for objection in known.objections:
+        print(f"  NOT VALID: {objection.text}")
+    short = ((name.replace("_error", ""), name) for name in ERRORS)
+    names = [(f"{key}_ms", name) for key, name in short]
+    rows: list[dict[str, Any]] = [
+        {"n": record.n, **{key: round(one[name], 4) for key, name in names}}
+        for record, one in zip(known.run.rows, errors, strict=True)
+    ]
+    write(arguments.json, figures, env, rows + rivals.rows())
+    met = all(goal.met(figures[goal.figure]) for goal in GOALS if goal.figure in figures)
+    return 0 if known.valid and met else 1
+
+
+def errors_of(record: RequestRecord, known: Known, written: Sequence[float]) -> dict[str, float]:
+    """How far the sender's figures of one request are from the truth, in milliseconds, by the names of `ERRORS`."""
+    assert record.ttft_s is not None and record.tpot_s is not None, "the answer was whole and longer than a token"
+    wrote_tpot_s = (written[-1] - written[0]) / (known.tokens - 1)
+    seconds = (
+        record.ttft_s - known.first_s,
+        record.tpot_s - known.gap_s,
+        record.ttft_s - (written[0] - record.due_s),
+        record.tpot_s - wrote_tpot_s,
+    )
+    return {name: abs(error) * 1e3 for name, error in zip(ERRORS, seconds, strict=True)}
+
+
+def error_figures(errors: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each error, and its 50th and 99th percentile."""
+    figures: dict[str, float] = {}
+    for name in ERRORS:
+        values = [one[name] for one in errors]
+        figures[f"{name}_ms"] = round(sum(values) / len(values), 4)
+        figures |= {f"{name}_p{percent}_ms": round(percentile(values, percent), 4) for percent in (50, 99)}
+    return figures
+
+
+def _busy_figures(busy: Measured) -> dict[str, float]:
+    run, count = busy.run, len(busy.run.rows)
+    return {
+        "generator_rps_per_core": round(count / run.cpu_s, 1),
+        "generator_cpu_us_per_request": round(run.cpu_s / count * 1e6, 1),
+        "busy_rps": round(count / (run.ended_s - run.begun_s), 1),
+        "busy_core_share": round(run.cpu_s / (run.ended_s - run.begun_s), 3),
+    }
+
+
+def _sent(url: str, arrivals: Arrivals, known: Sequence[Known], seconds: float, *, pad: int) -> Measured:
+    """A run of bodies that ask for these answers in turn. Raises StageError where one was not whole."""
+    messages = [{"role": "user", "content": "x" * max(0, pad - 200)}]
+    bodies = [
+        streamed({"model": MODEL, "messages": messages, "known": msgspec.to_builtins(one), "ignore_eos": True})
+        | {"max_tokens": one.tokens}
+        for one in known
+    ]
+    measured = event_loop.run(measure(Target(url), requests(bodies), Plan(arrivals, seconds=seconds, slos=())))
+    wrong = [f"{one.outcome}: {one.fault} {one.error}" for one in measured.run.rows if not one.ok]
+    if wrong:
+        raise StageError(f"{len(wrong)} answers of the known server were not whole, the first: {wrong[0]}", stage=url)
+    return measured
+
+
+def _table(figures: Mapping[str, float]) -> str:
+    rows: list[tuple[str, ...]] = [("error in ms", "mean", "p50", "p99")]
+    rows += [
+        (title, *(f"{figures[f'{name}{part}_ms']:.3f}" for part in ("", "_p50", "_p99")))
+        for name, title in ERRORS.items()
+    ]
+    return (
+        f"{table(rows)}\n  {figures['busy_rps']:.0f} requests/s with bodies of {BODY_BYTES // 1000} KB and "
+        f"{BUSY.tokens} tokens took {figures['busy_core_share']:.2f} of a core: "
+        f"{figures['generator_rps_per_core']:.0f} requests/s per core"
+    )
