@@ -7,13 +7,12 @@ code.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import epd_serve
 from epd_serve.errors import EpdError
@@ -63,17 +62,8 @@ COMMANDS = {command.name: command for commands in GROUPS.values() for command in
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
-    command = COMMANDS.get(" ".join(argv[:2])) or COMMANDS.get(" ".join(argv[:1]))
-    if command is None:
-        return _overview(argv)
-    module = importlib.import_module(command.module)
-    parser = argparse.ArgumentParser(
-        f"epd-bench {command.name}",
-        description=module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    module.add_arguments(parser)
-    arguments = parser.parse_args(argv[len(command.name.split()) :])
+    named = [name for name in (" ".join(argv[:2]), *argv[:1]) if name in COMMANDS]
+    arguments = parser(named).parse_args(argv)
     signal.signal(signal.SIGTERM, _end)  # as Ctrl-C: what was started has to be stopped
     try:
         return int(arguments.run(arguments, argv))
@@ -82,23 +72,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _overview(argv: Sequence[str]) -> int:
-    """`--help`, `--version`, or an error that names the nearest command."""
+def parser(imported: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Returns the parser of the whole command line.
+
+    Args:
+        imported: the commands whose flags are in it; of the others, whose modules are not imported, the names alone.
+    """
     lines = ["commands (epd-bench COMMAND --help says more):"]
     for group, commands in GROUPS.items():
         lines += ["", f"  {group}", *(f"    {command.name:15}{command.help}" for command in commands)]
-    parser = argparse.ArgumentParser(
-        "epd-bench",
-        usage="epd-bench COMMAND …",
-        description="Measure EPD-Serve.",
-        epilog="\n".join(lines),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"epd-bench {epd_serve.__version__}")
-    parser.parse_known_args(argv)
-    name = " ".join(word for word in argv[:2] if not word.startswith("-"))
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
-    parser.error(f"no command is called {name!r}" + (f": did you mean {near[0]!r}?" if near else "; --help lists them"))
+    raw: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    whole = argparse.ArgumentParser("epd-bench", description="Measure EPD-Serve.", epilog="\n".join(lines), **raw)
+    whole.add_argument("--version", action="version", version=f"epd-bench {epd_serve.__version__}")
+    levels = {"": whole.add_subparsers(required=True, metavar="COMMAND", help="one of those below")}
+    for command in COMMANDS.values():
+        first, _, name = command.name.rpartition(" ")
+        if first not in levels:
+            levels[first] = levels[""].add_parser(first).add_subparsers(required=True, metavar="WAY")
+        shown: Any = {"help": command.help} if first else {}  # the epilog has those of the first level, by group
+        leaf = levels[first].add_parser(name, **raw, **shown)
+        if command.name in imported:
+            module = importlib.import_module(command.module)
+            leaf.description = module.__doc__
+            module.add_arguments(leaf)
+    return whole
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -87,7 +87,7 @@ def _with_progress(requests: Iterable[RequestSpec], count: int) -> Iterator[Requ
 
 def overview() -> str:
     """One row per workload, of a sample of its own size."""
-    rows = [(*COLUMNS, "modelled on")]
+    rows: list[tuple[str, ...]] = [(*COLUMNS, "modelled on")]
     rows += [(*_columns(one.name, sample(one)), one.source) for one in PROFILES.values()]
     return (
         f"{table(rows)}\n  {OWN}  your images and requests: --pictures DIR --prompts FILE\n"

@@ -6,11 +6,13 @@ import argparse
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from bench.cli import main
+from bench.cli import COMMANDS, main, parser
 from bench.mechanism import paired_ratio
 from bench.phases import DIRECT
 from bench.processes import cpu_seconds, parts, since
@@ -21,17 +23,36 @@ from bench.turns import Target, summarise, text
 from epd_serve.errors import ConfigError
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["startup", "ttft", "arena", "duplicates", "load", "selfcheck", "transfer ep", "transfer pd", "interference"],
-)
-def test_each_measurement_is_quick_on_demand_and_writes_json(capsys, name):
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_help_and_each_measurement_writes_json(capsys, name):
     with pytest.raises(SystemExit) as ended:
         main([*name.split(), "--help"])
 
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    assert "--quick" in shown and "--json FILE" in shown
+    assert name in ("workload", "report", "memory-tables", "compare") or {"--quick", "--json"} <= set(shown.split())
+
+
+def test_help_lists_what_a_user_needs_first_and_imports_no_measurement():
+    script = """
+import sys
+from bench.cli import COMMANDS, main, parser
+try:
+    main(["--help"])
+except SystemExit:
+    print(sorted(name for name in sys.modules if name.startswith("bench.") or name in ("numpy", "vllm", "torch")))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+
+    names = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("    ")]
+    assert names[:6] == ["layouts", "report", "load", "aisbench", "workload", "compare"]
+    assert done.stdout.splitlines()[-1] == "['bench.cli']"
+
+
+def test_the_whole_parser_has_every_command_with_its_flags():
+    arguments = parser().parse_args(["transfer", "pd", "--quick"])
+
+    assert arguments.quick and callable(arguments.run)
 
 
 def test_a_measurement_has_to_be_named():
