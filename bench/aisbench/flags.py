@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.aisbench.environment import default_folder
-from bench.clients.flags import parse_rates
+from bench.clients.flags import check_positive, parse_rates
 from bench.clients.measure import Rules
 from bench.clients.slo import PAPER, Slo, parse_slos
 from bench.record import add_arguments as add_record_arguments
@@ -88,10 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def asked(arguments: argparse.Namespace) -> Asked:
     """What the flags say. Raises ConfigError naming the flag at fault."""
-    for flag in ("timeout", "devices", "min_samples", "late_ms"):
-        value = getattr(arguments, flag)
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"--{flag.replace('_', '-')} is {value:g}: above 0", param=f"--{flag}")
+    check_positive(arguments, "timeout", "devices", "min_samples", "late_ms")
     if arguments.quick and arguments.n is None:
         arguments.n = QUICK_REQUESTS
     rates = parse_rates(arguments.rates, "--rates")

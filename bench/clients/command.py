@@ -23,7 +23,7 @@ from bench.clients.goodput import Search
 from bench.clients.records import RecordsFile
 from bench.clients.resume import Earlier, experiment, keep_runs, read_earlier
 from bench.clients.sender import Bounds
-from bench.clients.sweep import Found, Sweep, labels
+from bench.clients.sweep import Sweep, SweepResult, labels
 from bench.clients.target import Target
 from bench.record import environment
 from bench.workloads.arrivals import Arrivals
@@ -89,11 +89,11 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             earlier=earlier,
         )
         try:
-            found = _measured(arguments, sweep, rates)
+            result = _measured(arguments, sweep, rates)
         except KeyboardInterrupt:  # between two runs, while requests are made
-            found = sweep.found
-            found.signal = 2
-    return _exit_code(found)
+            result = sweep.result
+            result.signal = 2
+    return _exit_code(result)
 
 
 def _earlier(arguments: argparse.Namespace, env: dict[str, Any], named: Sequence[str]) -> Earlier:
@@ -118,7 +118,7 @@ def _source(arguments: argparse.Namespace, wanted: Workload | None, model: str) 
     return WorkloadSource(lambda seed: wanted.seeded(seed).endless(), data_url, model, arguments.seed, repeats)
 
 
-def _measured(arguments: argparse.Namespace, sweep: Sweep, rates: Sequence[Arrivals]) -> Found:
+def _measured(arguments: argparse.Namespace, sweep: Sweep, rates: Sequence[Arrivals]) -> SweepResult:
     if arguments.find_goodput is None:
         return sweep.rates(rates)
     start = getattr(rates[0], "rate_rps", None)
@@ -128,19 +128,19 @@ def _measured(arguments: argparse.Namespace, sweep: Sweep, rates: Sequence[Arriv
     return sweep.goodput(arrivals_at(arguments.arrivals), search, arguments.find_goodput)
 
 
-def _exit_code(found: Found) -> int:
+def _exit_code(result: SweepResult) -> int:
     why = ""
-    if found.signal:
+    if result.signal:
         why = "interrupted; what was measured until then is above and in the files"
-    elif found.over:
-        why = found.over
-    elif not found.valid:
+    elif result.over:
+        why = result.over
+    elif not result.valid:
         why = "not valid: " + next(
-            (text for row in found.rows for text in row["objections"]), "no rate meets the target"
+            (text for row in result.rows for text in row["objections"]), "no rate meets the target"
         )
     if why:
         print(f"epd-bench: {why}", file=sys.stderr)
-    return 128 + found.signal if found.signal else int(bool(why))
+    return 128 + result.signal if result.signal else int(bool(why))
 
 
 def _connections() -> int:

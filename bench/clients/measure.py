@@ -160,29 +160,29 @@ def judged(run: Run, plan: Plan) -> Measured:
 def objections(run: Run, window: Window, rules: Rules) -> list[Objection]:
     """Why the run is not valid; empty when it is."""
     records = window.due(run.rows)
-    found = [Objection("end", run.stopped)] if run.stopped else []
+    reasons = [Objection("end", run.stopped)] if run.stopped else []
     if not any(record.ok for record in run.rows):
         none = f"not one good answer among {len(run.rows)} requests{_why(run.rows)}"
-        return [*found, Objection("answers", none)]
+        return [*reasons, Objection("answers", none)]
     good = sum(record.ok for record in records)
     if good < rules.min_samples:
         window_s = f"the window of {window.length_s:.1f} s"
         few = f"{good} good answers in {window_s}, {rules.min_samples} are needed: run longer"
-        found.append(Objection("answers", few))
+        reasons.append(Objection("answers", few))
     about = counted(records)
     failed = [record for record in about if not record.ok and record.fault not in REFUSALS]
     if len(failed) > rules.max_failed * len(about):
-        found.append(Objection("answers", f"{len(failed)} of {len(about)} requests failed{_why(failed)}"))
+        reasons.append(Objection("answers", f"{len(failed)} of {len(about)} requests failed{_why(failed)}"))
     late = [late_ms for record in run.rows if (late_ms := record.late_s * 1e3) > rules.late_ms]
     if len(late) > max(1, len(run.rows) // 100):
         text = (
             f"the generator came up to {max(late):.0f} ms late to {len(late)} of {len(run.rows)} requests, "
             f"{rules.late_ms:g} are allowed: it is overloaded, or starved of CPU by what runs beside it"
         )
-        found.append(Objection("generator", text))
+        reasons.append(Objection("generator", text))
     if crowded := sum(record.fault == CROWDED for record in run.rows):
-        found.append(Objection("generator", f"{crowded} requests were not sent, since too many were under way"))
-    return found
+        reasons.append(Objection("generator", f"{crowded} requests were not sent, since too many were under way"))
+    return reasons
 
 
 def _why(records: Sequence[RequestRecord]) -> str:

@@ -172,12 +172,12 @@ def _objective(
     of_run: Sequence[RequestRecord], of_window: Sequence[RequestRecord], window: Window, slo: Slo, devices: int | None
 ) -> dict[str, Any]:
     attained, about = attainment(of_window, slo)
-    found: dict[str, Any] = {"attainment": round(attained / about, 5) if about else None}
+    figures: dict[str, Any] = {"attainment": round(attained / about, 5) if about else None}
     if window.length_s > 0:
         effective = window.tokens([record for record in of_run if slo.attained(record)]) / window.length_s
-        found["effective_tokens_per_s"] = round(effective, 4)
-        found["effective_tokens_per_s_per_device"] = round(effective / devices, 4) if devices else None
-    return _present(found)
+        figures["effective_tokens_per_s"] = round(effective, 4)
+        figures["effective_tokens_per_s_per_device"] = round(effective / devices, 4) if devices else None
+    return _present(figures)
 
 
 def _spread(seconds: Sequence[float | None]) -> dict[str, float]:

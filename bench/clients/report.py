@@ -1,4 +1,4 @@
-"""What a load found, as text for people. Pure."""
+"""What a load result, as text for people. Pure."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ def _objectives(figures: Mapping[str, Any], slos: Sequence[Slo]) -> list[str]:
     return [table(rows)] if len(rows) > 1 else []
 
 
-def goodput(found: Goodput, probed: Sequence[Probed], target: float, slo: Slo, devices: int | None) -> str:
-    """The rates of a search, and what it found."""
+def goodput(result: Goodput, probed: Sequence[Probed], target: float, slo: Slo, devices: int | None) -> str:
+    """The rates of a search, and what it result."""
     rows: list[tuple[str, ...]] = [("requests/s", "attained", "requests", "steady")]
     for one in probed:
         steady = "yes" if one.steady else "no"
         rows.append((f"{one.rate_rps:.3f}", f"{one.attainment:.1%}", str(one.about), steady))
-    each = f" ({found.rate_rps / devices:.3f} per device)" if devices else ""
-    if not found.rate_rps:
+    each = f" ({result.rate_rps / devices:.3f} per device)" if devices else ""
+    if not result.rate_rps:
         what = "no rate that was tried meets it"
-    elif found.missed_rps is None:
-        what = f"at least {found.rate_rps:.3f} requests/s{each}: no rate was tried that misses"
+    elif result.missed_rps is None:
+        what = f"at least {result.rate_rps:.3f} requests/s{each}: no rate was tried that misses"
     else:
-        what = f"{found.rate_rps:.3f} requests/s{each}; {found.missed_rps:.3f} misses"
-    doubt = "" if found.sure else "\n  not beyond chance: longer runs would tell"
+        what = f"{result.rate_rps:.3f} requests/s{each}; {result.missed_rps:.3f} misses"
+    doubt = "" if result.sure else "\n  not beyond chance: longer runs would tell"
     return f"goodput for {target:.0%} within {slo}:\n{table(rows)}\n  {what}{doubt}"

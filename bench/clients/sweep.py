@@ -37,8 +37,8 @@ SEARCH_REQUESTS = 100
 
 
 @dataclass
-class Found:
-    """What a sweep has found so far.
+class SweepResult:
+    """What a sweep has measured so far.
 
     Attributes:
         signal: that ended it, or 0. over: why no more runs make sense; "" while they do.
@@ -80,22 +80,22 @@ class Sweep:
         self._json, self._env, self._say = json_path, dict(env or {}), say
         earlier = earlier or Earlier()
         rows = [dict(row) for row in earlier.rows]
-        self.found = Found(dict(earlier.figures), rows, valid=all(row["valid"] for row in rows))
+        self.result = SweepResult(dict(earlier.figures), rows, valid=all(row["valid"] for row in rows))
 
-    def rates(self, arrivals: Sequence[Arrivals]) -> Found:
+    def rates(self, arrivals: Sequence[Arrivals]) -> SweepResult:
         """A run of each that is not there yet. Which requests one has depends on its place alone."""
-        there = {row["run"] for row in self.found.rows}
+        there = {row["run"] for row in self.result.rows}
         for number, (label, one) in enumerate(zip(labels(arrivals), arrivals, strict=True)):
             if label in there:
                 self._say(f"\n{label}: measured before")
                 continue
             plan = replace(self._plan, arrivals=one, seed=self._plan.seed + number)
-            self.found.valid &= self._one(plan, number, label).valid
-            if self.found.signal or self.found.over:
+            self.result.valid &= self._one(plan, number, label).valid
+            if self.result.signal or self.result.over:
                 break
-        return self.found
+        return self.result
 
-    def goodput(self, arrivals: Callable[[float], Arrivals], search: Search, target: float) -> Found:
+    def goodput(self, arrivals: Callable[[float], Arrivals], search: Search, target: float) -> SweepResult:
         """Probes until `search` has found the goodput of the plan's first objective. A probe that is too bad to be
         measured is a miss."""
         tried: list[Arrivals] = []
@@ -106,18 +106,18 @@ class Sweep:
             plan = replace(self._plan, arrivals=tried[-1], seed=self._plan.seed + number, count=None, seconds=seconds)
             measured = self._one(plan, number, labels(tried)[-1])
             if any(one.whose != "answers" for one in measured.objections):
-                self.found.valid = False
+                self.result.valid = False
                 break
             attained, about = attainment(measured.window.due(measured.run.rows), slo)
             search.add(rate, attained, about, steady=not measured.grows)
         result, devices = search.result(), self._plan.devices
         self._say(report.goodput(result, search.probed, target, slo, devices))
-        self.found.figures["goodput_rps"] = result.rate_rps
+        self.result.figures["goodput_rps"] = result.rate_rps
         if devices:
-            self.found.figures["goodput_rps_per_device"] = result.rate_rps / devices
-        self.found.valid &= bool(result.rate_rps)
+            self.result.figures["goodput_rps_per_device"] = result.rate_rps / devices
+        self.result.valid &= bool(result.rate_rps)
         self._write()
-        return self.found
+        return self.result
 
     def _one(self, plan: Plan, number: int, label: str) -> Measured:
         requests = self._source.of_run(plan, number)
@@ -127,9 +127,9 @@ class Sweep:
         if self._traces is not None:
             figures["phases"] = self._joined(measured, self._traces)
         self._say("\n" + report.one_run(measured, plan.slos))
-        self.found.rows.append({**measured.row(), "number": number, "repeated_requests": requests.repeats})
-        self.found.figures |= flatten({label: figures})
-        self.found.over = next((one.text for one in measured.objections if one.whose == "end"), "")
+        self.result.rows.append({**measured.row(), "number": number, "repeated_requests": requests.repeats})
+        self.result.figures |= flatten({label: figures})
+        self.result.over = next((one.text for one in measured.objections if one.whose == "end"), "")
         self._write()
         return measured
 
@@ -147,7 +147,7 @@ class Sweep:
         loop = asyncio.get_running_loop()
 
         def stop(number: int) -> None:
-            self.found.signal = number
+            self.result.signal = number
             for sender in senders:
                 sender.stop("interrupted")
             for one in SIGNALS:
@@ -179,7 +179,7 @@ class Sweep:
         return mean_phases(known)
 
     def _write(self) -> None:
-        write(self._json, self.found.figures, self._env, self.found.rows)
+        write(self._json, self.result.figures, self._env, self.result.rows)
 
 
 def labels(arrivals: Sequence[Arrivals]) -> list[str]:

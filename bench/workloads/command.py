@@ -98,14 +98,14 @@ def overview() -> str:
 
 def described(wanted: Workload) -> str:
     """What the workload consists of; of a profile also each published number beside the sample's."""
-    found = summarise(wanted.requests())
-    rate = f"{found.rate_rps:.2f}/s" if found.rate_rps else "-"
-    parts = [table([(*COLUMNS, "reuse", "rate"), (*_columns(wanted.name, found), f"{found.reuse:.3f}", rate)])]
+    summary = summarise(wanted.requests())
+    rate = f"{summary.rate_rps:.2f}/s" if summary.rate_rps else "-"
+    parts = [table([(*COLUMNS, "reuse", "rate"), (*_columns(wanted.name, summary), f"{summary.reuse:.3f}", rate)])]
     if profile := PROFILES.get(wanted.name):
         facts: list[tuple[str, ...]] = [("statistic", "published", "this sample", "source")]
         for fact in profile.facts:
             published = f"{fact.sense} {fact.value:g}".removeprefix("== ")
-            facts.append((fact.statistic, published, f"{getattr(found, fact.statistic):g}", fact.source))
+            facts.append((fact.statistic, published, f"{getattr(summary, fact.statistic):g}", fact.source))
         parts += [table(facts), f"  chosen: {profile.chosen}"]
     return "\n\n".join(parts)
 
@@ -115,13 +115,13 @@ def sample(profile: Profile, seed: int = 0) -> Summary:
     return summarise(itertools.islice(requests(profile, Knobs(seed), PlainWords()), profile.count))
 
 
-def _columns(name: str, found: Summary) -> tuple[str, ...]:
+def _columns(name: str, summary: Summary) -> tuple[str, ...]:
     return (
         name,
-        str(found.requests),
-        f"{found.text_only_share:.0%}",
-        f"{found.text_tokens_mean:.1f}",
-        f"{found.images_mean:.2f} ({found.images_max})",
-        f"{found.width_mean:.0f}×{found.height_mean:.0f}" if found.images_max else "-",
-        f"{found.output_tokens_mean:.0f}",
+        str(summary.requests),
+        f"{summary.text_only_share:.0%}",
+        f"{summary.text_tokens_mean:.1f}",
+        f"{summary.images_mean:.2f} ({summary.images_max})",
+        f"{summary.width_mean:.0f}×{summary.height_mean:.0f}" if summary.images_max else "-",
+        f"{summary.output_tokens_mean:.0f}",
     )

@@ -61,15 +61,15 @@ def encode(image: Image.Image, form: ImageFormat) -> bytes:
 def _pyramid(name: str, width: int, height: int, coarse: int, fine: int) -> Any:
     """Brightness of each pixel, int16, 0 to 255. [height, width]"""
     levels = max(1, (min(width, height) // SMALLEST).bit_length())
-    found = np.full((1, 1), 128, dtype=np.int16)
+    pixels = np.full((1, 1), 128, dtype=np.int16)
     for level in range(levels):
         across, down = (max(1, side >> (levels - 1 - level)) for side in (width, height))
-        larger = Image.fromarray(found.astype(np.uint8)).resize((across, down), Image.Resampling.BICUBIC)
-        found = np.asarray(larger, dtype=np.int16)
+        larger = Image.fromarray(pixels.astype(np.uint8)).resize((across, down), Image.Resampling.BICUBIC)
+        pixels = np.asarray(larger, dtype=np.int16)
         contrast = fine + (max(0, coarse - fine) >> level)
-        found = found + _detail(f"{name}/{level}", across, down) * contrast // 256
-        np.clip(found, 0, 255, out=found)
-    return found
+        pixels = pixels + _detail(f"{name}/{level}", across, down) * contrast // 256
+        np.clip(pixels, 0, 255, out=pixels)
+    return pixels
 
 
 def _detail(name: str, width: int, height: int) -> Any:
