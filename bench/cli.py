@@ -53,7 +53,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command(
             "memory-tables", "bench.ablations.memory_command", "what fits with and without the encoder (EPD, 2 to 4)"
         ),
-        Command("selfcheck", "bench.clients.selfcheck", "how far the load generator can be trusted"),
+        Command("selfcheck", "bench.selfcheck.command", "how far the load generator can be trusted"),
     ),
 }
 """What a user needs comes first."""

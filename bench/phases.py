@@ -9,11 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from bench.clients.records import RequestRecord
-    from bench.stamps import Timeline
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -110,27 +106,6 @@ def groups(milestones: Sequence[Milestone], taken: Mapping[str, float]) -> dict[
 def hidden(events: Mapping[str, float]) -> dict[str, float]:
     """The durations of `HIDDEN` whose two stamps exist."""
     return {name: events[end] - events[start] for name, start, end in HIDDEN if start in events and end in events}
-
-
-def joined(record: RequestRecord, timeline: Timeline) -> dict[str, Any] | None:
-    """Milliseconds per phase and group of the request's TTFT; they add up to it but for `residual_ms`.
-
-    The sender's request id is in the proxy's stamp `arrived`; both read CLOCK_MONOTONIC, so it holds on one host only.
-    None where the request has no first token, or the stamps do not know it.
-    """
-    events = timeline.named(record.id)
-    if not events or record.first_s is None or record.sent_s is None or record.ttft_s is None:
-        return None
-    path = (SENT, *(DISAGGREGATED if OF_STAGES & events.keys() else SEEN_BY_PROXY))
-    taken = phases(path, {**events, "sent": record.sent_s, "first_content": record.first_s}, record.due_s)
-    by_kind = {"phases_ms": taken, "groups_ms": groups(path, taken)}
-    return {
-        "id": record.id,
-        "run": record.run,
-        "path": record.path,
-        **{kind: {name: round(at * 1e3, 3) for name, at in values.items()} for kind, values in by_kind.items()},
-        "residual_ms": round((record.ttft_s - sum(taken.values())) * 1e3, 3),
-    }
 
 
 def mean_phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

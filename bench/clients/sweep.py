@@ -24,7 +24,7 @@ from bench.clients.resume import Earlier
 from bench.clients.sender import Sender
 from bench.clients.slo import attainment
 from bench.clients.target import Request, Target
-from bench.phases import joined, mean_phases
+from bench.phases import DISAGGREGATED, OF_STAGES, SEEN_BY_PROXY, SENT, groups, mean_phases, phases
 from bench.record import flatten, write
 from bench.stamps import Timeline, read_stamps
 from bench.workloads.arrivals import Arrivals, ClosedLoop
@@ -180,6 +180,27 @@ class Sweep:
 
     def _write(self) -> None:
         write(self._json, self.result.figures, self._env, self.result.rows)
+
+
+def joined(record: RequestRecord, timeline: Timeline) -> dict[str, Any] | None:
+    """Milliseconds per phase and group of the request's TTFT; they add up to it but for `residual_ms`.
+
+    The sender's request id is in the proxy's stamp `arrived`; both read CLOCK_MONOTONIC, so it holds on one host only.
+    None where the request has no first token, or the stamps do not know it.
+    """
+    events = timeline.named(record.id)
+    if not events or record.first_s is None or record.sent_s is None or record.ttft_s is None:
+        return None
+    path = (SENT, *(DISAGGREGATED if OF_STAGES & events.keys() else SEEN_BY_PROXY))
+    taken = phases(path, {**events, "sent": record.sent_s, "first_content": record.first_s}, record.due_s)
+    by_kind = {"phases_ms": taken, "groups_ms": groups(path, taken)}
+    return {
+        "id": record.id,
+        "run": record.run,
+        "path": record.path,
+        **{kind: {name: round(at * 1e3, 3) for name, at in values.items()} for kind, values in by_kind.items()},
+        "residual_ms": round((record.ttft_s - sum(taken.values())) * 1e3, 3),
+    }
 
 
 def labels(arrivals: Sequence[Arrivals]) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.phases import joined, mean_phases
+from bench.clients.sweep import joined
+from bench.phases import mean_phases
 from bench.stamps import Stamp, Timeline
 from tests.bench.clients.made import failed, row
 

@@ -4,7 +4,7 @@ The server runs in a process of its own. Errors are absolute differences between
 and the delays that the request asked for, so the server's own lateness and the way between both are in them too; the
 same against the moments at which the server says it wrote are beside them. Requests per core are of the sender's own
 CPU time, with a body and an answer of usual size, each token an event that is read by itself. Then other clients send
-the same to the same server (`bench/clients/rival_clients.py`), which takes minutes: they are slow to start.
+the same to the same server (`bench/selfcheck/rival_clients.py`), which takes minutes: they are slow to start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import msgspec
 
 from bench.aisbench.environment import default_folder
 from bench.children import Child
-from bench.clients import rival_clients
 from bench.clients.bodies import streamed
 from bench.clients.known_server import MODEL, Known
 from bench.clients.measure import Measured, Plan, measure
@@ -29,6 +28,7 @@ from bench.clients.target import Target, requests
 from bench.goals import Goal, goal_table
 from bench.record import add_arguments as add_record_arguments
 from bench.record import environment, write
+from bench.selfcheck import rival_clients
 from bench.statistic import percentile
 from bench.workloads.arrivals import Arrivals, ClosedLoop, Poisson
 from deploy import event_loop

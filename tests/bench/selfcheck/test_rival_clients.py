@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.clients import rival_clients
 from bench.clients.known_server import Known
-from bench.clients.rival_clients import AISBENCH, GOALS, OURS, VLLM, Compared, compare, in_rounds
 from bench.goals import goal_table
+from bench.selfcheck import rival_clients
+from bench.selfcheck.rival_clients import AISBENCH, GOALS, OURS, VLLM, Compared, compare, in_rounds
 from epd_serve.errors import StageError
 from tests.bench.aisbench.environments import fake_environment
 from tests.bench.clients.serving import Served

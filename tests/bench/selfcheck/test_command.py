@@ -7,8 +7,8 @@ import json
 import pytest
 
 from bench.cli import main
-from bench.clients import selfcheck
 from bench.clients.known_server import Known
+from bench.selfcheck import command as selfcheck
 from tests.bench.clients.made import row
 
 
