@@ -123,7 +123,7 @@ def test_what_fails_is_said_with_the_fix_and_tried_again_next_time(tmp_path, fai
 
 def test_a_disk_without_room_is_said_before_anything_is_downloaded(tmp_path, steps, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=10_000_000)
-    monkeypatch.setattr(subject.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
 
     with pytest.raises(ConfigError, match=r"0\.0 GB free, AISBench's environment takes 4 GB"):
         environment(tmp_path / "venv")

@@ -26,7 +26,7 @@ class HangsAfterTheFirstRun(KnownServer):
     hangs = True
 
     @property
-    def usual(self) -> Known:
+    def usual(self) -> Known:  # type: ignore[override]
         return Known(fault="hang") if self.hangs and self.seen > 12 else Known()
 
 
@@ -58,7 +58,7 @@ def interrupted(served: Served, tmp_path: Path) -> Path:  # noqa: F811
     code = sweep(served, tmp_path)
     killer.join()
     assert code == 128 + signal.SIGINT
-    served.server.hangs = False
+    served.server.hangs = False  # type: ignore[attr-defined]
     return tmp_path
 
 

@@ -12,7 +12,7 @@ import statistics
 import pytest
 from PIL import Image
 
-from bench.workloads import images as module
+from bench.workloads import render as render_module
 from bench.workloads.images import Images, default_cache
 from bench.workloads.render import encode, render
 from bench.workloads.spec import ImageRef
@@ -64,7 +64,7 @@ def test_bytes_are_of_the_format_and_size_that_were_asked_for(tmp_path, form):
 
 def test_a_picture_is_drawn_once(tmp_path, monkeypatch):
     first = Images(tmp_path).data(SMALL)
-    monkeypatch.setattr(module.render, "render", None)
+    monkeypatch.setattr(render_module, "render", None)
 
     assert Images(tmp_path).data(SMALL) == first
     assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".jpeg"]
@@ -101,7 +101,7 @@ def test_a_full_disk_is_named_and_leaves_no_half_file(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(module.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
 
     with pytest.raises(ConfigError, match="No space left on device"):
         Images(tmp_path).file(SMALL)
