@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bench.record import ROOT
-from bench.tethered import tethered
+from deploy.parent_death_exec import parent_death_exec
 from deploy.ports import free_ports
 from epd_serve.errors import StageError
 
@@ -49,7 +49,7 @@ def running(name: str, port: int, argv: Sequence[str]) -> Iterator[Rival]:
     with tempfile.TemporaryFile() as log:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         process = subprocess.Popen(
-            tethered(argv, signal.SIGINT),
+            [sys.executable, "-m", *parent_death_exec(argv, signal.SIGINT)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -23,7 +23,7 @@ from pathlib import Path
 from bench.processes import Parts, parts
 from bench.record import ROOT
 from bench.scratch import scratch
-from bench.tethered import tethered
+from deploy.parent_death_exec import parent_death_exec
 from deploy.ports import free_ports
 from epd_serve.errors import StageError
 
@@ -98,7 +98,7 @@ def served(layout: str, flags: Sequence[str] = (), *, name: str = "", traced: bo
         log = stack.enter_context((folder / "launcher.log").open("w+b"))
         begun = time.monotonic()
         process = subprocess.Popen(
-            tethered(argv, signal.SIGINT),
+            [sys.executable, "-m", *parent_death_exec(argv, signal.SIGINT)],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

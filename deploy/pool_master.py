@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from deploy.environment import module_command, module_path, stage_environment
 from deploy.listeners import listeners
 from deploy.mm_store import MASTER_PROGRAM, master_program
+from deploy.parent_death_exec import parent_death_exec
 from deploy.ports import free_ports
 from deploy.processes import group_members
 from deploy.rundir import RunDir
@@ -60,8 +61,8 @@ class PoolMaster:
         return StageSpec(MASTER_PROGRAM, host, self.settings.metrics_port, log, lambda _: self._spawn(), what="the")
 
     def _spawn(self) -> Spawn:
-        tied = module_command("deploy.tied", *self.command(self.settings))
-        return Spawn(tied, {**stage_environment({}, self.run.path, "cpu"), "PYTHONPATH": module_path()})
+        argv = module_command(*parent_death_exec(self.command(self.settings)))
+        return Spawn(argv, {**stage_environment({}, self.run.path, "cpu"), "PYTHONPATH": module_path()})
 
 
 def mooncake_command(settings: MasterSettings) -> tuple[str, ...]:

@@ -27,9 +27,9 @@ from bench.layouts.entry import Entry
 from bench.layouts.up import Up, server_metrics
 from bench.record import ROOT
 from bench.scratch import scratch
-from bench.tethered import tethered
 from deploy.blueprint import Blueprint
 from deploy.memory_check import VISIBLE
+from deploy.parent_death_exec import parent_death_exec
 from deploy.ports import free_ports
 from deploy.processes import group_members
 from epd_serve.engine.argv import CPU_ARGS, CPU_KV_GIB
@@ -83,7 +83,7 @@ class _Server:
         log = (self._scratch / f"{self.name}.log").open("wb")
         with log:
             self._process = subprocess.Popen(
-                tethered(argv, signal.SIGTERM),
+                [sys.executable, "-m", *parent_death_exec(argv, signal.SIGTERM)],
                 cwd=ROOT,
                 env={**env, "TMPDIR": str(self._scratch)},
                 stdin=subprocess.DEVNULL,

@@ -17,6 +17,7 @@ import pytest
 from deploy.cli import main
 from deploy.environment import module_command, module_environment
 from deploy.listeners import exposed, listeners
+from deploy.parent_death_exec import parent_death_exec
 from deploy.pool_report import Segment, parse_metrics
 from deploy.second_tier import recorded_pool
 from deploy.store_command import NAMESPACE, size
@@ -127,7 +128,7 @@ def test_the_namespace_that_is_cleared_is_the_one_that_stages_use() -> None:
 def test_our_modules_are_found_where_the_working_directory_has_others_of_their_name(tmp_path: Path) -> None:
     (tmp_path / "deploy").mkdir()
     (tmp_path / "deploy" / "__init__.py").write_text("raise RuntimeError('not ours')")
-    command = module_command("deploy.tied", "/bin/true")
+    command = module_command(*parent_death_exec(["/bin/true"]))
     subprocess.run(command, env=module_environment(), cwd=tmp_path, check=True, timeout=PATIENCE_S)
 
 

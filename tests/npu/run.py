@@ -22,8 +22,8 @@ import time
 import uuid
 from pathlib import Path
 
-from bench.tethered import tethered
 from deploy import processes
+from deploy.parent_death_exec import parent_death_exec
 from deploy.reaper import reap_dead
 from npu_ops.discovery import discover
 from npu_ops.properties import read_properties
@@ -148,7 +148,7 @@ class _Run:
         with (own / "log.txt").open("wb") as log:
             # Of a session of its own: Ctrl-C at the terminal reaches it once, through us.
             process = subprocess.Popen(
-                tethered(command, signal.SIGTERM),
+                [sys.executable, "-m", *parent_death_exec(command, signal.SIGTERM)],
                 cwd=ROOT,
                 env=environment,
                 stdout=log,

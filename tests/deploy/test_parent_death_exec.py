@@ -1,4 +1,4 @@
-"""What a measurement started ends with it, even when it is killed."""
+"""A program that is tied to its parent ends with it, even when the parent is killed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ signal.pause()
 """
 PARENT = f"""
 import signal, subprocess, sys
-from bench.tethered import tethered
-subprocess.Popen(tethered([sys.executable, "-c", {CHILD!r}], signal.SIGINT), start_new_session=True)
+from deploy.parent_death_exec import parent_death_exec
+argv = parent_death_exec([sys.executable, "-c", {CHILD!r}], signal.SIGINT)
+subprocess.Popen([sys.executable, "-m", *argv], start_new_session=True)
 signal.pause()
 """
 
 
-def test_what_a_killed_measurement_started_is_told_to_end():
+def test_what_a_killed_process_started_gets_the_signal():
     parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     with parent, parent.stdout as said:
