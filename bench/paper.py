@@ -1,6 +1,6 @@
 """What EPD-Serve reports in Table 3: the constants of its machine (Atlas 800I A2) that our measurement borrows.
 
-Only the scheduling latency enters a figure of ours, as the emulated P (`bench/transfer.py`). The rest is printed
+Only the scheduling latency enters a figure of ours, as the emulated P (`bench/micro/ep/prefill.py`). The rest is shown
 beside our numbers to compare the shape; nothing here was measured by us.
 """
 
@@ -23,6 +23,11 @@ class PaperRow:
     transfer_ms: float
     scheduling_ms: float
     overlap: float
+
+    @property
+    def exposed_ms(self) -> float:
+        """What follows from the two latencies."""
+        return max(0.0, self.transfer_ms - self.scheduling_ms)
 
 
 HIDDEN_SIZE = 3584

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from bench import (
-    irp,
     proxy_breakdown,
     proxy_burst,
     proxy_kills,
@@ -24,6 +23,7 @@ from bench import (
     proxy_streams,
 )
 from bench.goals import goal_table
+from bench.micro import irp
 from bench.proxy_part import Options, Part
 from bench.record import add_arguments as add_record_arguments
 from bench.record import environment, write

@@ -15,7 +15,7 @@ import platform
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,20 @@ def write(
         raise ConfigError(
             f"--json {path}: {error.strerror}; what is printed above is what there is", param="--json"
         ) from error
+
+
+@contextlib.contextmanager
+def kept(path: Path | None, env: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    """Measure within it: on an error or Ctrl-C, the rows until then are written to `path` before it goes on.
+
+    Such a result has no figures, and `env` says in `incomplete` what ended it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if rows:
+            write(path, {}, {**env, "incomplete": f"{type(error).__name__}: {error}"}, rows)
+        raise
 
 
 def _without_secret(word: str) -> str:

@@ -15,7 +15,7 @@ from bench.ablations.rounds import Rounds, in_turns, warm_up
 from bench.ablations.table2 import BASELINE, LAYOUT, PAPER_MACHINE, UNGROUPED, VARIANTS, Asked, Variant, figures, shown
 from bench.client.measure import Plan
 from bench.client.source import WorkloadSource
-from bench.colocation import check_memory, engine_flags
+from bench.micro.real_stages import check_memory, engine_flags
 from bench.record import add_arguments as add_record_arguments
 from bench.record import busy, environment, write
 from bench.served import served

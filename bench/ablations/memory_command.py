@@ -14,7 +14,7 @@ from pathlib import Path
 from bench.ablations import real_start
 from bench.ablations.memory_subject import subject_of
 from bench.ablations.memory_tables import Case, figures, papers_cases, shown
-from bench.colocation import check_memory
+from bench.micro.real_stages import check_memory
 from bench.record import add_arguments as add_record_arguments
 from bench.record import environment, write
 from epd_serve.demo.presets import RANDOM_PRESETS, write_preset

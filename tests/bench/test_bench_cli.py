@@ -13,13 +13,9 @@ from pathlib import Path
 import pytest
 
 from bench.cli import COMMANDS, main, parser
-from bench.mechanism import paired_ratio
-from bench.phases import DIRECT
 from bench.processes import cpu_seconds, parts, since
 from bench.record import ROOT, busy, environment, flatten, write
-from bench.served import Served
 from bench.statistic import Spread, percentile
-from bench.turns import Target, summarise, text
 from epd_serve.errors import ConfigError
 
 
@@ -162,47 +158,11 @@ def test_a_spread_is_the_median_and_the_quartiles():
     assert f"{Spread(3.0, 2.0, 4.0):.1f}" == "3.0 (2.0–4.0)"
 
 
-def test_a_machine_that_slows_down_does_not_change_paired_ratios():
-    taken = [
-        (turn, name, slow * of) for turn, slow in enumerate((1.0, 1.0, 9.0)) for name, of in (("a", 2.0), ("b", 1.0))
-    ]
-
-    ratio = paired_ratio([{"turn": turn, "target": name, "ttft_ms": ms} for turn, name, ms in taken], "a", "b")
-
-    assert ratio == Spread(2.0, 2.0, 2.0)
-
-
 def test_cpu_time_is_counted_by_part():
     spent = cpu_seconds(parts(os.getpid(), {}))
 
     assert spent["proxy"] > 0
     assert since({"proxy": 1.0}, {"proxy": 3.0, "E0/api": 2.0}) == {"proxy": 2.0, "E0/api": 2.0}
-
-
-def test_ratios_are_of_medians_to_the_first_target(tmp_path):
-    launch = Served("TP1", "http://proxy", "m", {}, 1.0, 1.0, (), tmp_path)
-    targets = [Target(name, "http://proxy", launch, DIRECT) for name in ("TP1", "(E-P)-D")]
-    rows = [row("TP1", ttft) for ttft in (10.0, 12.0, 50.0)] + [row("(E-P)-D", ttft) for ttft in (20.0, 30.0, 90.0)]
-
-    figures = summarise(rows, targets)
-
-    assert figures["TP1"]["ratio"] == 1.0
-    assert (figures["(E-P)-D"]["median_ms"], figures["(E-P)-D"]["ratio"]) == (30.0, 2.5)
-    assert figures["(E-P)-D"]["groups_ms"] == {"vLLM": pytest.approx(140 / 3)}
-
-
-def test_a_model_with_random_weights_has_no_right_answers(tmp_path):
-    launch = Served("TP1", "http://proxy", "m", {}, 1.0, 1.0, (), tmp_path)
-
-    figures = summarise([{**row("TP1", 10.0), "right": None}], [Target("TP1", "http://proxy", launch, DIRECT)])
-
-    assert "right" not in figures["TP1"]
-    assert text(figures).splitlines()[1].split()[-1] == "-"
-
-
-def row(target: str, ttft: float) -> dict[str, object]:
-    empty = {name: {} for name in ("phases_ms", "hidden_ms", "cpu_ms")}
-    return {"target": target, "right": True, "ttft_ms": ttft, "residual_ms": 0.0, "groups_ms": {"vLLM": ttft}, **empty}
 
 
 def test_where_there_is_no_git_a_result_has_no_commit(monkeypatch, tmp_path):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bench import pd_cuda
-from bench.transfer_pd_figures import cells, lines
-from deploy.placement_table import table
+from bench.micro.pd import one_gpu
+from bench.micro.pd.figures import cell_table, cells
 from epd_serve.demo.decoder_layers import DecoderShape
 from npu_ops.torch_memory import open_memory
 from tests.npu.rig import Rig, Skipped
@@ -20,9 +19,9 @@ def transfer_pd(rig: Rig) -> None:
     if rig.card.kind == "npu":
         raise Skipped("epd-bench transfer pd measures GPUs: its layers are CUDA's")
     if rig.card.kind == "cpu":
-        found = cells(pd_cuda.measure(SMALL, "cpu", open_memory("cpu"), (64, 256), MODES, 2), MODES)
-        print(table(lines(found, "prefill and DONE")))
-        figures = {f"{cell.case.transport} {cell.case.tokens} {cell.mode}": cell.measures for cell in found}
+        found = cells(one_gpu.measure(SMALL, "cpu", open_memory("cpu"), (64, 256), MODES, 2))
+        print(cell_table(found))
+        figures = {f"{cell.transport} {cell.tokens} {cell.mode}": cell.measures for cell in found}
         for name, measures in figures.items():
             rig.row(name, {what: round(spread.median, 4) for what, spread in measures.items()})
         return

@@ -1,7 +1,7 @@
 """What a request sees of E→P and P→D beside an 8B model's compute: exposed time and overlap at 1, 8 and 16 at once.
 
 One launch of (E-P-D). P→D: prompts of exact lengths, adaptive against bulk and layerwise groups in turns
-(`bench/transfer_pd_stages.py`). E→P: pictures that nobody has seen; a feature is exposed for as long as its request has
+(`bench/micro/pd/stages.py`). E→P: pictures that nobody has seen; a feature is exposed for as long as its request has
 everything else that it needs at P (its blocks at D too) and waits for the feature alone:
 
     transfer  = feature pinned at P - encoded
@@ -19,12 +19,11 @@ from typing import Any
 
 import httpx
 
-from bench.colocation_mix import numbered_picture
+from bench.micro.colocation.mix import numbered_image
+from bench.micro.pd.figures import cell_table, cells
+from bench.micro.pd.stages import ANSWER_S, SPARE, Turns, take_turns
 from bench.served import LOGS_ENV, Served, served
 from bench.stamps import Timeline, read_stamps
-from bench.transfer_pd_figures import cells, lines
-from bench.transfer_pd_stages import ANSWER_S, ROOM, Turns, take_turns
-from deploy.placement_table import table
 from epd_serve.engine.kv.grouping_file import PREFIX, replace_mode
 from tests.npu.parts.eight_b import model_of, stage_flags
 from tests.npu.rig import Rig
@@ -46,15 +45,15 @@ def run(rig: Rig) -> None:
         else Turns((1024, 4096), MODES, {1: 4, 8: 2, 16: 2}, 60.0)
     )
     replace_mode(mode, MODES[0])
-    room = max(turns.lengths) + ROOM
+    room = max(turns.lengths) + SPARE
     flags = [str(model_of(rig)), "--device", rig.card.kind, "--kv-grouping", f"{PREFIX}{mode}"]
     flags += stage_flags(rig, f"--max-num-batched-tokens {max(room, 8192)}")
     with served(LAYOUT, flags) as launch, httpx.Client(timeout=ANSWER_S, trust_env=False) as client:
         rig.row("ready_s", round(launch.ready_s, 1), layout=LAYOUT)
-        found = cells(take_turns(launch, client, mode, "shm", turns), MODES)
-        print(table(lines(found)), flush=True)
+        found = cells(take_turns(launch, client, mode, "shm", turns))
+        print(cell_table(found), flush=True)
         for cell in found:
-            about = {"tokens": cell.case.tokens, "at_once": cell.case.together, "mode": cell.mode}
+            about = {"tokens": cell.tokens, "at_once": cell.concurrency, "mode": cell.mode}
             told = {name: round(spread.median, 4) for name, spread in cell.measures.items()}
             rig.row("P→D", told, over_bulk={name: round(x.median, 3) for name, x in cell.over_base.items()}, **about)
         numbers = itertools.count(1)
@@ -98,7 +97,7 @@ def _pictures(launch: Served, client: httpx.Client, numbers: list[int]) -> list[
     """Request ids."""
 
     def ask(number: int) -> str:
-        picture: dict[str, Any] = {"type": "image_url", "image_url": {"url": numbered_picture(number, SIDE)}}
+        picture: dict[str, Any] = {"type": "image_url", "image_url": {"url": numbered_image(number, SIDE)}}
         messages = [{"role": "user", "content": [picture, {"type": "text", "text": "What is in the picture?"}]}]
         body = {"model": launch.model, "messages": messages, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
         answer = client.post(f"{launch.url}/v1/chat/completions", json=body)

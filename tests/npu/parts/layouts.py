@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from bench.micro.pd.transfers import Transfer, arrived, transfer_of_requests
 from bench.stamps import Timeline, read_stamps
-from bench.transfer_pd_stamps import Transfer, arrived, transfer_of_requests
 from deploy.mooncake_package import reads_device_memory
 from epd_serve.engine.kv.witness import RECEIVED, SENT, WITNESS_ENV
 from tests.e2e.bodies import Body, about, chat, conversation, png, text_of

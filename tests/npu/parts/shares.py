@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.interference_process import OperatorProcess
-from bench.shares import orders_of
+from bench.micro.interference.processes import OperatorProcess, orders_of
 from epd_serve.errors import ConfigError
 from npu_ops.interference import default_sizes
 from npu_ops.mps import PIPE_DIRECTORY_ENV, why_no_mps

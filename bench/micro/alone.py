@@ -1,0 +1,63 @@
+"""One stage of a layout started alone, wired as in the layout: what the layout's time to ready is held against.
+
+Uses the launcher's own parts, without supervisor and proxy. Its peers are absent, which no stage waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+
+from bench.scratch import scratch
+from deploy.blueprint import Blueprint
+from deploy.environment import stage_environment
+from deploy.health import health_status
+from deploy.ports import free_ports
+from deploy.rundir import RunDir
+from deploy.shared_memory import SharedMemory
+from deploy.stage_life import Spawn, StageLife
+from deploy.wiring_plan import STAGE_HOST, WiringPlan
+from epd_serve.engine.argv import stage_command
+from epd_serve.errors import StageError
+from epd_serve.placement import InstancePlan
+from store.arena import Arena
+
+POLL_S = 0.2  # as the supervisor
+START_S = 600.0
+STOP_S = 8.0
+
+
+def seconds_to_ready(blueprint: Blueprint, plan: InstancePlan) -> float:
+    """Seconds from spawning the stage to its first 200 on /health. Everything it made is gone on return.
+
+    Raises:
+        StageError: it ended, or took longer than `START_S`; with the reason from its log.
+    """
+    with scratch() as folder, contextlib.ExitStack() as stack:
+        run = RunDir.create(folder / "run")
+        stack.callback(run.remove)
+        memory = SharedMemory(blueprint.config.arena_mib, blueprint.config.kv_staging_mib)
+        ports = dict(zip((one.id for one in blueprint.plans), free_ports(len(blueprint.plans)), strict=True))
+        if blueprint.features_travel:
+            stack.callback(Arena.create(str(run.arena), capacity_bytes=memory.arena_mib << 20).close)
+        stage = WiringPlan(blueprint, run, ports, memory).stage(plan, os.urandom(6).hex())
+        command = stage_command(stage)
+        spawn = Spawn(command.argv, stage_environment(command.env, run.path, blueprint.device))
+        return asyncio.run(_start(spawn, run, plan.id, stage.port))
+
+
+async def _start(spawn: Spawn, run: RunDir, instance: str, port: int) -> float:
+    begun = time.monotonic()
+    process = StageLife.spawn(spawn, run.log(instance))
+    run.record_group(instance, process.pid)
+    try:
+        while process.exit_code is None and time.monotonic() < begun + START_S:
+            with contextlib.suppress(TimeoutError):
+                if await health_status(STAGE_HOST, port, timeout_s=5.0) == 200:
+                    return time.monotonic() - begun
+            await asyncio.sleep(POLL_S)
+        raise StageError(f"{instance} alone did not become ready: {process.failure_reason()}", stage=instance)
+    finally:
+        await process.stop(STOP_S)

@@ -1,0 +1,222 @@
+"""`epd-bench colocation`: stages on one device against a monolith, and against fewer stages, on real stages.
+
+The `bench` preset (random weights, an 8B model's proportions), one CPU. Layouts that are compared are up together and
+take turns: a round sends the same requests, images and text, to each in a closed loop, in an order that changes from
+round to round, and ratios are within a round. A round's throughput is its output tokens over the time from its first
+request to its last answer; time per output token (TPOT) is (end - first byte) / (tokens - 1). What the waiting layouts
+use of the cores meanwhile is in the result. At most two groups of five stages are started, one group after the other:
+
+    TP1, (E-PD), and (E-PD) with core shares    on one virtual device, all cores
+    EP-D, (E-P)-D                               on two
+
+A text stream also decodes on (E-PD) alone, and while images storm E past the proxy, so that nothing of them has to be
+prefilled. Before all that, the layouts of a group answer the same requests one at a time; tokens that differ fail the
+measurement, but for shares: fewer threads add bfloat16 numbers up in another order, and random weights leave close
+calls (against E-PD, which has as many threads, they are the same).
+
+Cores of a CPU can show that the outputs are the same, what the split itself costs, what two teams of threads take from
+each other on the same cores, and what is left of that when each has cores of its own. They cannot show the gain from
+spatial multiplexing: an NPU has matrix and vector units, copy engines and links that idle while another stage uses
+their neighbours; a CPU core is all of that at once. The paper's gains come from units that stood idle; here none do.
+
+--engine sim runs the same flow on simulated stages, which compute on no cores and so have no shares: to try it, its
+figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+
+from bench.clients.process import SenderProcess
+from bench.goals import Goal
+from bench.micro.colocation.figures import E_P_D, E_PD, E_PD_SHARES, EP_D, SHARES, TP1, figures, tables
+from bench.micro.colocation.mix import Mix, stream_body
+from bench.micro.colocation.storm import Storm
+from bench.micro.measurement import Measurement, Row, Usually, whole
+from bench.micro.real_stages import (
+    add_engine_flags,
+    check_memory,
+    closed_loop,
+    engine_flags,
+    kind_of,
+    seconds_of,
+    tpot_s,
+)
+from bench.processes import cpu_seconds
+from bench.scratch import scratch
+from bench.served import Served, served
+from epd_serve.errors import StageError
+
+ALIKE = 4
+"""Requests whose answers are compared, token for token."""
+STORM_CONCURRENCY = 4
+STORM_LEAD_S = 1.0
+"""A storm has lasted so long before the stream begins."""
+STREAMS = 2
+"""Answers of the decode stream, one after the other, of each half of a storm's round."""
+LEAST_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A layout to start: what it is called, and its flags."""
+
+    name: str
+    layout: str
+    stages: int
+    flags: tuple[str, ...] = ()
+
+
+GROUPS = {
+    "pd": (Entry(TP1, "TP1", 1), Entry(E_PD, "(E-PD)", 2), Entry(E_PD_SHARES, "(E-PD)", 2, ("--core-share", SHARES))),
+    "d": (Entry(EP_D, "EP-D", 2), Entry(E_P_D, "(E-P)-D", 3)),
+}
+SAME = tuple(Goal(f"same_tokens/{name}", "==", 1, "as the first layout's") for name in (E_PD, E_P_D))
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    add, requests = parser.add_argument, Usually(24, quick=12)
+    add("--rounds", type=whole(), default=Usually(9, quick=3), help="rounds of each comparison (default %(default)s)")
+    add(
+        "--requests", type=whole(2), default=requests, help="of a round, two thirds with an image (default %(default)s)"
+    )
+    add("--concurrency", "--at-once", type=whole(), default=6, help="requests under way in a round")
+    add("--answer", type=whole(2), default=32, help="tokens of an answer in a round")
+    add("--only", choices=tuple(GROUPS), help="pd: the layouts without a D of its own; d: those with one")
+    add_engine_flags(parser)
+    parser.set_defaults(budget_s=Usually(360.0, quick=75.0))  # no further round of a kind then, once there are two
+
+
+def mix_of(arguments: argparse.Namespace) -> Mix:
+    images = round(arguments.requests * 2 / 3)
+    return Mix(arguments.requests, images, arguments.concurrency, arguments.answer)
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Rows of equal answers, of rounds, and of streams in a storm."""
+    groups = [GROUPS[name] for name in ([arguments.only] if arguments.only else GROUPS)]
+    real, mix = arguments.engine == "vllm", mix_of(arguments)
+    if real:
+        check_memory(max(sum(entry.stages for entry in group) for group in groups))
+    with scratch() as folder, SenderProcess() as sender:
+        common = engine_flags(arguments, folder)
+        for group in groups:
+            with contextlib.ExitStack() as stack:
+                launches: list[Served] = []
+                for entry in group:
+                    own = entry.flags if real else ()
+                    context = served(entry.layout, (*common, *own), name=entry.name, traced=False)
+                    launches.append(stack.enter_context(context))
+                    print(f"{entry.name}: ready in {launches[-1].ready_s:.0f} s", flush=True)
+                yield from same_tokens(launches, mix)
+                for launch in launches:
+                    play(sender, launch, launches, mix, seed=1000, turn=-1)  # kernels, connections, first-time imports
+                yield from in_turns(launches, lambda one, turn: play(sender, one, launches, mix, turn, turn), arguments)  # noqa: B023
+                colocated = [one for one in launches if one.stage_url("E") and group is GROUPS["pd"]]
+                yield from in_turns(colocated, lambda one, turn: in_a_storm(sender, one, mix, turn), arguments)
+
+
+def in_turns(
+    launches: Sequence[Served], measured: Callable[[Served, int], Row], arguments: argparse.Namespace
+) -> Iterator[Row]:
+    """All rounds of a kind, or those that fit into the budget; the order changes from round to round."""
+    begun = time.monotonic()
+    for turn in range(arguments.rounds if launches else 0):
+        if turn >= LEAST_ROUNDS and time.monotonic() - begun > arguments.budget_s:
+            print(f"a slow or busy machine: {turn} rounds instead of {arguments.rounds}", flush=True)
+            break
+        for launch in random.Random(turn).sample(list(launches), len(launches)):
+            yield measured(launch, turn)
+        print(f"round {turn}: {time.monotonic() - begun:.0f} s (load {os.getloadavg()[0]:.1f})", flush=True)
+
+
+def same_tokens(launches: Sequence[Served], mix: Mix) -> Iterator[Row]:
+    """The share of some requests, asked one at a time, that each layout answers as the first one."""
+    bodies = mix.bodies(launches[0].model, seed=2000)
+    chosen = [*bodies[: ALIKE // 2], *bodies[-ALIKE // 2 :]]
+    with httpx.Client(timeout=120, trust_env=False) as client:
+        first, *others = ([tokens_of(client, one, body) for body in chosen] for one in launches)
+    for launch, answers in zip(launches[1:], others, strict=True):
+        share = float(np.mean([own == base for own, base in zip(answers, first, strict=True)]))
+        yield {"layout": launch.name, "same_tokens": share, "requests": len(chosen)}
+
+
+def tokens_of(client: httpx.Client, launch: Served, body: Mapping[str, Any]) -> list[int]:
+    """The token ids of one answer, asked for alone. Raises StageError unless there are as many as asked for."""
+    answer = client.post(f"{launch.url}/v1/chat/completions", json={**body, "stream": False})
+    if answer.status_code != 200:
+        raise StageError(f"{launch.name} answers {answer.status_code}: {answer.text[:500]}", stage=launch.name)
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+    if len(tokens) != body["max_tokens"]:
+        raise StageError(f"{launch.name}: {len(tokens)} tokens instead of {body['max_tokens']}", stage=launch.name)
+    return tokens
+
+
+def play(sender: SenderProcess, launch: Served, launches: Sequence[Served], mix: Mix, seed: int, turn: int) -> Row:
+    """A round of one layout: the mix of `seed`. `others_cpu_s`: of the other layouts, which nobody asked anything.
+
+    Raises:
+        StageError: an answer was not good; compared are only complete rounds.
+    """
+    before = {one.name: sum(cpu_seconds(one.cpu_parts).values()) for one in launches}
+    records = closed_loop(sender, launch.url, mix.bodies(launch.model, seed), mix.concurrency)
+    spent = {one.name: sum(cpu_seconds(one.cpu_parts).values()) - before[one.name] for one in launches}
+    own_cpu_s, seconds = spent.pop(launch.name), seconds_of(records)
+    return {
+        "layout": launch.name,
+        "round": turn,
+        "seconds": round(seconds, 4),
+        "tokens_per_s": round(mix.answer * len(records) / seconds, 3),
+        "ttft_ms": [round(one.wait_s() * 1e3, 2) for one in records],
+        "tpot_ms": [round(tpot_s(one, mix.answer) * 1e3, 3) for one in records],
+        "cpu_s": round(own_cpu_s, 3),
+        "others_cpu_s": round(sum(spent.values()), 3),
+    }
+
+
+def in_a_storm(sender: SenderProcess, launch: Served, mix: Mix, turn: int) -> Row:
+    """A layout's stream alone and under a storm; which comes first changes from round to round."""
+    encoder = launch.stage_url("E")
+    assert encoder is not None
+    answer, streams = 2 * mix.answer, itertools.count(2 * turn * STREAMS)
+
+    def stream_ms() -> float:
+        bodies = [stream_body(launch.model, -1 - next(streams), mix.prompt, answer) for _ in range(STREAMS)]
+        records = closed_loop(sender, launch.url, bodies, 1)
+        return round(float(np.mean([tpot_s(one, answer) for one in records])) * 1e3, 3)
+
+    solo_ms = stream_ms() if turn % 2 == 0 else None
+    with Storm(encoder, launch.model, side=mix.side, concurrency=STORM_CONCURRENCY) as storm:
+        time.sleep(STORM_LEAD_S)
+        storm_ms = stream_ms()
+    return {
+        "layout": launch.name,
+        "round": turn,
+        "storm": True,
+        "solo_tpot_ms": stream_ms() if solo_ms is None else solo_ms,
+        "storm_tpot_ms": storm_ms,
+        "encodes_per_s": round(storm.per_second, 3),
+    }
+
+
+MEASUREMENT = Measurement(
+    quick="3 rounds of 12 requests, within 8 minutes",
+    flags=flags,
+    about=kind_of,
+    measure=measure,
+    figures=figures,
+    tables=tables,
+    required=SAME,
+)
+add_arguments = MEASUREMENT.add_arguments

@@ -1,0 +1,145 @@
+"""`epd-bench duplicates`: encodes of an image that many clients send at once, behind two proxies.
+
+2E-P-D with the launcher's proxy, and a second `epd-serve proxy` in front of the same stages. Every round has an image
+of its own, sent by all clients at the same moment, half of them to each proxy, and once more to each proxy when its
+feature is known. Encodes are what the encoders report to the proxy; a feature that P encodes again because it got lost
+counts as one too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import httpx
+
+from bench.clients.sender import Flow, ask, send
+from bench.clients.target import Target, requests
+from bench.goals import Goal
+from bench.micro.measurement import Measurement, Row, Usually, whole
+from bench.micro.rows import table_of
+from bench.micro.started import started
+from bench.scratch import scratch
+from bench.served import Served, served
+from bench.workloads.synthetic import demo_body, demo_image
+from deploy.blueprint import draw
+from deploy.config import DeployConfig
+from deploy.ports import free_ports
+from deploy.proxy_settings import build_proxy_settings
+from epd_serve.errors import StageError
+
+LAYOUT = "2E-P-D"
+SIZE = 224
+START_S = 30.0
+REPORT_S = 0.7  # stages report at least every 0.5 s
+_ENCODED = re.compile(r'epd_store_events_total\{(.*event="(?:encoded|recomputed\.\w+)".*)\} (\S+)')
+_INSTANCE = re.compile(r'instance="(\w+)"')
+GOALS = (Goal("encodes_for_64_duplicates", "==", 1), Goal("encodes_for_a_known_feature", "==", 0))
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--clients", type=whole(), default=64, help="duplicates per round (default %(default)s)")
+    parser.add_argument("--rounds", type=whole(), default=Usually(10, quick=3), help="images (default %(default)s)")
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    with served(LAYOUT, traced=False) as launch, second_proxy(launch) as other:
+        urls = (launch.url, other)
+        for number, url in enumerate(urls):  # connections, kernels, first-time imports
+            ask(url, demo_body(launch.model, demo_image(900 + number, SIZE)))
+        for number in range(arguments.rounds):
+            yield _round(launch, urls, arguments.clients, number)
+
+
+def _round(launch: Served, urls: Sequence[str], clients: int, number: int) -> Row:
+    """Raises StageError when a request is not answered whole."""
+    body = demo_body(launch.model, demo_image(number, SIZE))
+    before = _encodes(launch.url)
+    run = send(Target(urls), Flow(requests([body]), dues=[0.0] * clients))
+    if bad := [one for one in run.rows if not one.ok]:
+        raise StageError(f"{len(bad)} of {clients} duplicates failed: {bad[0].fault}: {bad[0].error}", stage="proxy")
+    time.sleep(REPORT_S)
+    after = _encodes(launch.url)
+    for url in urls:
+        ask(url, body)
+    time.sleep(REPORT_S)
+    by = after - before
+    return {
+        "image": number,
+        "clients": clients,
+        "encodes": by.total(),
+        "by": ",".join(by),
+        "encodes_when_known": (_encodes(launch.url) - after).total(),
+        "slowest_ms": round(max(one.e2e_s for one in run.rows) * 1e3, 1),
+    }
+
+
+def _encodes(url: str) -> Counter[str]:
+    return encodes(httpx.get(f"{url}/metrics", trust_env=False).text)
+
+
+def encodes(metrics: str) -> Counter[str]:
+    """Features that each instance encoded, or recomputed, so far: from the proxy's metrics."""
+    found: Counter[str] = Counter()
+    for labels, value in _ENCODED.findall(metrics):
+        found[_INSTANCE.search(labels)[1]] += round(float(value))  # type: ignore[index]  # every series has one
+    return found
+
+
+@contextlib.contextmanager
+def second_proxy(launch: Served) -> Iterator[str]:
+    """`epd-serve proxy` in front of the launch's stages, keyed as its own proxy is. Yields the URL.
+
+    Raises:
+        StageError: it did not become healthy.
+    """
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    with scratch() as folder:
+        file = folder / "stages.json"
+        file.write_text(json.dumps(stages_file(launch)), encoding="utf-8")
+        argv = [sys.executable, "-m", "deploy.cli", "proxy", "--stages", str(file), "--port", str(port)]
+        with started(argv, f"{url}/ready?all", folder / "proxy.log", START_S):
+            yield url
+
+
+def stages_file(launch: Served) -> dict[str, Any]:
+    """What `epd-serve proxy --stages` needs to know of a launch."""
+    identity = build_proxy_settings(draw(DeployConfig(layout=LAYOUT, device="cpu"))).identity
+    instances = httpx.get(f"{launch.url}/instances", trust_env=False).json()["instances"]
+    incarnations = {one["id"]: one["incarnation"] for one in instances}
+    stages = [
+        {
+            "id": stage.instance,
+            "role": stage.role,
+            "url": f"http://127.0.0.1:{stage.port}",
+            "incarnation": incarnations[stage.instance],
+            "events": f"ipc://{launch.run}/{stage.instance}.events",
+            **({"kv_endpoint": f"ipc://{launch.run}/{stage.instance}.kv"} if stage.role == "P" else {}),
+        }
+        for stage in launch.stages
+    ]
+    return {"model": launch.model, "revision": identity.revision, "dtype": identity.dtype, "stages": stages}
+
+
+def figures(rows: Sequence[Row]) -> dict[str, float]:
+    """Of the worst round."""
+    return {
+        f"encodes_for_{rows[0]['clients']}_duplicates": max(row["encodes"] for row in rows),
+        "encodes_for_a_known_feature": max(row["encodes_when_known"] for row in rows),
+    }
+
+
+def tables(rows: Sequence[Row]) -> Iterable[str]:
+    yield table_of(rows, {name.replace("_", " "): f"{{{name}}}" for name in rows[0]})
+
+
+MEASUREMENT = Measurement(quick="3 images", flags=flags, measure=measure, figures=figures, tables=tables, goals=GOALS)
+add_arguments = MEASUREMENT.add_arguments

@@ -1,0 +1,215 @@
+"""`epd-bench transfer ep`: what of the E→P transfer a request sees, after EPD-Serve's Table 3.
+
+Real: the features' bytes ([tokens, 3584] fp16, random), an encoder and a prefill process per mode with the stages' own
+producer and consumer, their threads and sockets, the arena, Mooncake with its master over TCP on loopback. No vision
+tower runs and no language model: P's compute is emulated, as a scheduling latency during which its engine thread waits
+for the device and asks for nothing (`bench/micro/ep/prefill.py`). Models of P:
+
+    waiting     the request waits already: the bare transfer, nothing to hide behind
+    idle        P is idle; what passes until the request reaches its scheduler is E's answer, the proxy, P's API
+                server: 13.2 ms, the least of 30 requests for a small image on real stages here (`encoded` to
+                `prefill_arrived` in bench/results/ttft.json as of commit 19f57db)
+    busy        the scheduling latency that EPD-Serve measured for the same image, on its NPUs
+    busy-30%, busy+30%  the same, to show what depends on it (not with --quick)
+
+    transfer    admission, with a request that was waiting already, minus the end of encoding: nothing hides anything
+    scheduling  from the end of encoding to the moment at which P could admit the request if its feature were local
+    exposed     (admission time) - (admission time of the same request with its feature already local)
+    overlap     1 - exposed / transfer, of the medians, between 0 and 1
+
+Our transfers are those of this machine, so `busy` mixes two machines: it shows which transfers fit behind a scheduler
+like the paper's, and is no claim to be faster than it. All modes take turns within a round, in an order drawn anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from bench.goals import Goal
+from bench.micro import arena
+from bench.micro.ep import mooncake_get
+from bench.micro.ep.links import MODES, WAITING, Link, links
+from bench.micro.measurement import Measurement, Row, Usually, one_of, several, whole
+from bench.micro.rows import grouped, spread, table_of
+from bench.paper import TABLE_3
+from bench.scratch import scratch
+from bench.stamps import Stamp, read_stamps
+from bench.statistic import percentile
+from deploy.mm_store import what_is_missing
+
+IMAGES = {row.picture: row for row in TABLE_3}
+IDLE_S = 0.0132
+BUSY = "busy"
+EVENT_TOKENS = 1
+EVENTS_EVERY_S = 0.005
+LEAST_ROUNDS = 2
+GOALS = (
+    Goal("overlap_1080p_arena", ">=", 0.99, "the paper's 100 %, within the resolution of a measurement"),
+    Goal("overlap_4k_arena", ">=", 0.9978, "the paper's 99.78 %"),
+    Goal("overlap_1080p_mooncake", ">=", 0.99, "as the arena's"),
+    Goal("exposed_ms_4k_arena", "<=", 1.615, "the paper's 729.724 - 728.109 ms"),
+    *arena.GOALS,
+    Goal("mooncake_get_over_raw_client_8m", "<=", 1.1),
+    Goal("event_p50_ms", "<=", 1.0),
+    Goal("event_p99_ms", "<=", 5.0),
+)
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    add, rounds, images = parser.add_argument, Usually(12, quick=4), tuple(IMAGES)
+    add("--rounds", type=whole(), default=rounds, help="features per image, mode and model of P (default %(default)s)")
+    add("--pictures", type=several(one_of(*images)), default=images, help=f"of {','.join(images)} (default all)")
+    add("--modes", type=several(one_of(*MODES)), help=f"of {','.join(MODES)} (default all that are installed)")
+    parser.set_defaults(budget_s=Usually(86_400.0, quick=40.0), turns=Usually(400, quick=100))
+    parser.set_defaults(events=Usually(2000, quick=300), factors=Usually((1.0, 0.7, 1.3), quick=(1.0,)))
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Rows of transfers, of events, and one each of the arena and of Mooncake's get."""
+    missing = what_is_missing("cpu", master=True)
+    if missing and arguments.modes is None:
+        print(f"without the Mooncake modes: {missing}")
+    modes = arguments.modes or tuple(mode for mode in MODES if not (missing and "mooncake" in mode))
+    yield from transfers(modes, arguments)
+    size_bytes = arena.SIZES["8m"]
+    yield {"arena_8m_ms": arena.median_ms(size_bytes, arguments.turns)}
+    if not missing:
+        with mooncake_get.master() as address:
+            yield {"mooncake_get_8m_ms": mooncake_get.measure(address, size_bytes, arguments.turns)}
+
+
+def prefill_models(factors: Sequence[float]) -> dict[str, dict[str, float]]:
+    """Models of P that hide something: its scheduling latency by image, in seconds; fixed before anything is measured.
+
+    `factors`: of the busy P's latency.
+    """
+    busy = {
+        f"{BUSY}{factor - 1:+.0%}".removesuffix("+0%"): {
+            row.picture: row.scheduling_ms / 1e3 * factor for row in TABLE_3
+        }
+        for factor in factors
+    }
+    return {"idle": dict.fromkeys(IMAGES, IDLE_S), **busy}
+
+
+def transfers(modes: Sequence[str], arguments: argparse.Namespace) -> Iterator[Row]:
+    """Rows of features sent in every mode, and of `event_ms`: from the put in E to P having the event in hand."""
+    begun, chance = time.monotonic(), random.Random(0)
+    tokens = {image: IMAGES[image].tokens for image in arguments.pictures}
+    models = prefill_models(arguments.factors)
+    keys = [f"burst-{number}" for number in range(arguments.events)]
+    with scratch() as folder, links(modes, [EVENT_TOKENS, *tokens.values()], folder) as opened:
+        for link in opened:
+            if link.mode == "arena":
+                link.encode(keys, EVENT_TOKENS, EVENTS_EVERY_S)
+            for image in tokens:  # each size once, unmeasured: page tables, buffers
+                link.send(image, tokens[image], WAITING, 0.0, -1)
+        for turn in range(arguments.rounds):
+            if turn >= LEAST_ROUNDS and time.monotonic() > begun + arguments.budget_s:
+                print(f"a slow or busy machine: {turn} rounds instead of {arguments.rounds}")
+                break
+            for image in chance.sample(list(tokens), len(tokens)):
+                yield from _turn(opened, image, tokens[image], models, turn, chance)
+        if "arena" in modes:
+            yield from ({"event_ms": round(ms, 4)} for ms in event_latencies_ms(read_stamps(folder / "arena"), keys))
+
+
+def _turn(
+    opened: Sequence[Link],
+    image: str,
+    tokens: int,
+    models: Mapping[str, Mapping[str, float]],
+    turn: int,
+    chance: random.Random,
+) -> Iterator[Row]:
+    for model in (WAITING, *models):
+        for link in chance.sample(list(opened), len(opened)):
+            yield link.send(image, tokens, model, models[model][image] if model in models else 0.0, turn)
+
+
+def event_latencies_ms(stamps: Sequence[Stamp], keys: Sequence[str]) -> list[float]:
+    """From the end of the put in E's writer thread to P's listener having the event in hand, the first time."""
+    put = {stamp.subject: stamp.t for stamp in stamps if stamp.event == "feature_put"}
+    got = {stamp.subject: stamp.t for stamp in reversed(stamps) if stamp.event == "feature_event"}
+    return [(got[key] - put[key]) * 1e3 for key in keys if key in got and key in put]
+
+
+def cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Per model of P, image and mode: spreads of transfer, exposed and load in ms, and the overlap."""
+    sent = grouped((row for row in rows if "mode" in row), "mode", "picture", "prefill")
+    found = []
+    for (mode, image, model), own in sent.items():
+        if model != WAITING:
+            transfer, exposed = spread(sent[mode, image, WAITING], "transfer_ms"), spread(own, "exposed_ms")
+            cell = {"mode": mode, "image": image, "tokens": own[0]["tokens"], "model": model}
+            cell |= {"scheduling_ms": own[0]["scheduling_ms"], "transfer": transfer, "exposed": exposed}
+            # Beyond 0 and 1 lies the noise of two measurements that were subtracted.
+            overlap = min(1.0, max(0.0, 1.0 - exposed.median / transfer.median))
+            found.append({**cell, "load": spread(own, "load_ms"), "overlap": overlap})
+    return sorted(found, key=lambda cell: (cell["model"], cell["tokens"], cell["mode"]))
+
+
+def figures(rows: Sequence[Row]) -> dict[str, float]:
+    """`transfer_ms_4k_arena`, `exposed_ms_4k_arena`, `overlap_4k_arena`; other models of P than `busy` get a suffix."""
+    named: dict[str, float] = {}
+    for cell in cells(rows):
+        which = f"{cell['image']}_{cell['mode']}"
+        suffix = "" if cell["model"] == BUSY else f"_{cell['model']}"
+        named[f"transfer_ms_{which}"] = cell["transfer"].median
+        named[f"scheduling_ms_{which}{suffix}"] = cell["scheduling_ms"]
+        named[f"exposed_ms_{which}{suffix}"] = max(0.0, cell["exposed"].median)
+        named[f"overlap_{which}{suffix}"] = cell["overlap"]
+    if events := [row["event_ms"] for row in rows if "event_ms" in row]:
+        named |= {f"event_p{percent}_ms": percentile(events, percent) for percent in (50, 99)}
+    for row in rows:
+        if "arena_8m_ms" in row:
+            named |= arena.figures([{"size": "8m", "median_ms": row["arena_8m_ms"]}])
+        if "mooncake_get_8m_ms" in row:
+            named |= mooncake_get.figures(row["mooncake_get_8m_ms"])
+    return named
+
+
+def tables(rows: Sequence[Row]) -> Iterable[str]:
+    """Medians (quartiles), the paper's transfer and overlap beside ours."""
+    yield table_of(
+        cells(rows),
+        {
+            "P": "{model}",
+            "image": "{image}",
+            "tokens": "{tokens}",
+            "mode": "{mode}",
+            "transfer ms": "{transfer:.2f}",
+            "scheduling ms": "{scheduling_ms:.1f}",
+            "exposed ms": "{exposed:.3f}",
+            "overlap": "{overlap:.2%}",
+            "load ms": "{load.median:.2f}",
+            "paper: transfer ms": lambda cell: _printed(cell, "transfer_ms", ".1f"),
+            "paper: exposed ms": lambda cell: _printed(cell, "exposed_ms", ".3f"),
+            "paper: overlap": lambda cell: _printed(cell, "overlap", ".2%"),
+        },
+    )
+
+
+def _printed(cell: Mapping[str, Any], name: str, spec: str) -> str:
+    """What the paper has of it; "" but for its own model of P."""
+    return f"{getattr(IMAGES[cell['image']], name):{spec}}" if cell["model"] == BUSY else ""
+
+
+def about(arguments: argparse.Namespace) -> dict[str, str]:
+    return {"kind": "real processes, bytes, sockets and stores; emulated prefill (scheduling latency)"}
+
+
+MEASUREMENT = Measurement(
+    quick="4 rounds, 2 on a slow machine, without the sensitivity of the emulated latency",
+    flags=flags,
+    about=about,
+    measure=measure,
+    figures=figures,
+    tables=tables,
+    goals=GOALS,
+)
+add_arguments = MEASUREMENT.add_arguments

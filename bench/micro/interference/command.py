@@ -1,0 +1,245 @@
+"""`epd-bench interference`: how much operators of the stages slow each other down on one device (EPD-Serve, Fig. 6).
+
+Two processes, as two co-located stages are, each run one operator over and over from a common start; a call counts
+when both were running from its beginning to its end. A slowdown is the time of a call beside the neighbour over the
+time of the same call of the same process alone, in the same round; medians over rounds. With --core-share everything is
+measured twice, in turns: all cores for both, and each process with its share (CPU: cores and threads of its own).
+
+Real operators on the current device, and the same command on cpu, cuda and npu; only on CPU it has run. On CPU both
+ranks of the all-reduce share the cores, so it shows what waiting leaves to a neighbour, not what a link does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.micro.interference import heat_map
+from bench.micro.interference.processes import FLAG, OperatorProcess, orders_of, parse_shares
+from bench.micro.interference.windows import latency_s, means_by_needs, overlapping, profile_of, windows
+from bench.micro.measurement import Measurement, Row, Usually, positive, several, whole
+from bench.micro.rows import figure_table, grouped, table_of
+from bench.record import flatten
+from epd_serve.errors import ConfigError, StageError
+from npu_ops.discovery import DiscoveryError, discover
+from npu_ops.interference import Operator, default_sizes, operators, shares_of_best
+from npu_ops.interference_profile import InterferenceMap, InterferenceProfile, Shares
+from npu_ops.properties import read_properties
+
+LEAD_S = 0.1
+"""Both run for so long before anything counts."""
+TRIES = 6
+"""A window to which a process came late, or in which it finished too little, is repeated at twice the length."""
+SPARE_S = 60.0
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    add, seconds = parser.add_argument, Usually(1.0, quick=0.4)
+    add("--device", choices=("auto", "npu", "cuda", "cpu"), default="auto", help="what to measure")
+    add("--operators", type=several(str), help="comma-separated (default: all that the device has)")
+    add(FLAG, type=parse_shares, metavar="A,B", help="measure with these shares of the cores as well, such as 0.5,0.5")
+    add("--rounds", type=whole(), default=Usually(5, quick=1), help="measurements of every pair (default %(default)s)")
+    add("--seconds", type=positive, default=seconds, help="length of each measurement (default %(default)s)")
+    add("--profile", type=Path, metavar="FILE", help="save the profile there (JSON), for placement")
+
+
+@functools.cache
+def device_of(kind: str) -> Mapping[str, Any]:
+    """The first device of the kind that may be used: kind, name, how many there are, cores.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        inventory = discover(kind)
+    except DiscoveryError as error:
+        raise ConfigError(str(error), param="--device") from error
+    if inventory.kind != "cpu" and not inventory.ids:
+        raise ConfigError(f"--device {kind}: {inventory.note}", param="--device")
+    first, devices = read_properties(inventory)[0], max(1, len(inventory.ids))
+    if first.users:
+        print(f"{len(first.users)} processes of others hold memory of {first.name}: they are in every latency")
+    return {"kind": inventory.kind, "name": first.name, "devices": devices, "cores": dict(first.cores)}
+
+
+def chosen(names: Sequence[str] | None, device: Mapping[str, Any]) -> list[Operator]:
+    """The operators to measure. Raises ConfigError for one that this device does not have."""
+    kind, devices = device["kind"], device["devices"]
+    every = operators(kind, devices, default_sizes(kind))
+    if unknown := [name for name in names or () if name not in every]:
+        has = f"{kind} with {devices} device(s) has {', '.join(every)}"
+        raise ConfigError(f"--operators {unknown[0]}: {has}", param="--operators")
+    return [every[name] for name in names or every]
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    """First the device and its operators; then all windows of all divisions in each round, in an order drawn anew."""
+    device = device_of(arguments.device)
+    every = chosen(arguments.operators, device)
+    names, chance = [one.name for one in every], random.Random(0)
+    with contextlib.ExitStack() as stack:
+        divisions: list[Shares | None] = [None, *([arguments.core_share] if arguments.core_share else [])]
+        pairs = [_Pair(device["kind"], division, names, stack) for division in divisions]
+        yield {"device": device, "operators": [asdict(one) for one in every]}
+        for turn in range(arguments.rounds):
+            due = [(pair, window) for pair in pairs for window in windows(names, pair.shares)]
+            begun = time.monotonic()
+            for pair, window in chance.sample(due, len(due)):
+                yield from pair.measure(window, turn, arguments.seconds)
+            took_s = time.monotonic() - begun
+            print(f"round {turn + 1} of {arguments.rounds}: {len(due)} windows, {took_s:.0f} s", flush=True)
+
+
+class _Pair:
+    """Two processes with one division of the cores, which have prepared these operators; they end with `stack`."""
+
+    def __init__(self, kind: str, shares: Shares | None, names: Sequence[str], stack: contextlib.ExitStack) -> None:
+        self.shares = shares
+        # Frameworks count the visible devices from 0, whatever the operator's list of ids.
+        start = functools.partial(OperatorProcess, kind, 0, default_sizes(kind))
+        self._processes = []
+        for order in orders_of(kind, shares) if shares else (None, None):
+            self._processes.append(start(order))
+            stack.callback(self._processes[-1].stop)
+        if any(granted := [process.ready() for process in self._processes]):
+            print(f"with core shares the processes have: {'; '.join(granted)}", flush=True)
+        # One after the other: each is to find out alone how long its calls take.
+        self._repeats = [{name: process.prepare(name) for name in names} for process in self._processes]
+
+    def measure(self, window: Sequence[str], turn: int, seconds: float) -> Iterator[Row]:
+        """Alone: in each process in turn. A pair: together, and in every other round the other way round."""
+        if len(window) == 1:
+            yield from (row for seat in (0, 1) for row in self._run({seat: window[0]}, turn, seconds))
+            return
+        first = turn % 2 if self.shares is None or self.shares[0] == self.shares[1] else 0
+        yield from self._run({first: window[0], 1 - first: window[1]}, turn, seconds)
+
+    def _run(self, taken: Mapping[int, str], turn: int, seconds: float) -> Iterator[Row]:
+        kept = self._samples(taken, LEAD_S, seconds, TRIES)
+        shares = self.shares or (None, None)
+        for (seat, name), own in zip(taken.items(), kept, strict=True):
+            yield {
+                "round": turn,
+                "process": seat,
+                "operator": name,
+                "share": shares[seat],
+                "beside": taken.get(1 - seat),
+                "beside_share": shares[1 - seat] if len(taken) > 1 else None,
+                "latency_ms": round(latency_s(own, self._repeats[seat][name]) * 1e3, 5),
+                "samples": len(own),
+            }
+
+    def _samples(
+        self, taken: Mapping[int, str], lead_s: float, seconds: float, tries: int
+    ) -> list[list[tuple[float, float]]]:
+        at = time.monotonic() + 0.02
+        begin, end = at + lead_s, at + lead_s + seconds
+        for seat, name in taken.items():
+            self._processes[seat].begin(name, at, end)
+        spans = [self._processes[seat].spans(end - at + SPARE_S) for seat in taken]
+        try:
+            return overlapping(spans, begin, end)
+        except StageError:
+            if tries == 1:
+                raise
+        return self._samples(taken, 2 * lead_s, 2 * seconds, tries - 1)
+
+
+def label(division: Shares | None) -> str:
+    return "all cores" if division is None else f"share {division[0]:g} beside {division[1]:g}"
+
+
+def figures(rows: Sequence[Row]) -> dict[str, float]:
+    """Per division: time alone, every slowdown, and the means of pairs with the same and with different needs."""
+    profile = profile_of(rows)
+    bound = {one.name: one.needs for one in profile.operators}
+    return flatten(
+        {
+            label(one.core_shares): {
+                "mean_slowdown": float(np.mean([pair.slowdown for pair in one.slowdowns])),
+                "mean_slowdown_of_needs": means_by_needs(one, bound),
+                "alone_ms": {name: round(seconds * 1e3, 5) for name, seconds in one.alone_s.items()},
+                "slowdown": {f"{pair.operator}/{pair.beside}": pair.slowdown for pair in one.slowdowns},
+            }
+            for one in profile.maps
+        }
+    )
+
+
+def tables(rows: Sequence[Row]) -> Iterable[str]:
+    """The operators, then per division the slowdowns, stages beside stages, and means."""
+    profile, named = profile_of(rows), figures(rows)
+    best, alone = best_of(rows, profile), {}
+    for each in profile.maps:
+        times_s = each.alone_s
+        alone[f"ms alone, {label(each.core_shares)}"] = lambda one, s=times_s: f"{s[one.name] * 1e3:.3f}"
+    yield table_of(
+        profile.operators,
+        {
+            "operator": "{0.name}",
+            "of": "{0.stages}",
+            "FLOP/byte": lambda one: heat_map.intensity(one.flops / one.moved_bytes),
+            "share of best FLOP/s": lambda one: f"{best[one.name][0]:.0%}",
+            "of best bytes/s": lambda one: f"{best[one.name][1]:.0%}",
+            "needs": "{0.needs}",
+            **alone,
+        },
+    )
+    for each in profile.maps:
+        division = label(each.core_shares)
+        slower = grouped(map(asdict, each.slowdowns), "operator")
+        lines = [{"own": own, **{row["beside"]: row["slowdown"] for row in pairs}} for (own,), pairs in slower.items()]
+        beside = {name: f"{{{name}:.2f}}" for name in each.alone_s}
+        yield table_of(lines, {f"{division}: times slower, beside": "{own}", **beside})
+        yield table_of("EPD", {"stage, beside": "{}", **{one: _mean_beside(profile, each, one) for one in "EPD"}})
+        yield figure_table(named, [name for name in named if name.startswith(f"{division}/mean")])
+
+
+def _mean_beside(profile: InterferenceProfile, found: InterferenceMap, beside: str) -> Callable[[str], str]:
+    """A column of means over the operators typical of each stage."""
+    means = {stage: profile.between(stage, beside, found.core_shares) for stage in "EPD"}
+    return lambda stage: "-" if means[stage] is None else f"{means[stage]:.2f}"
+
+
+def best_of(rows: Sequence[Row], profile: InterferenceProfile) -> dict[str, tuple[float, float]]:
+    every = {one["name"]: Operator(**one) for one in rows[0]["operators"]}
+    return shares_of_best(every, profile.maps[0].alone_s)
+
+
+def plot(path: Path, rows: Sequence[Row], heading: str) -> None:
+    profile = profile_of(rows)
+    heat_map.draw(path, profile, best_of(rows, profile), f"{profile.device['name']}, {heading}")
+
+
+def save_profile(arguments: argparse.Namespace, rows: Sequence[Row], env: Mapping[str, Any]) -> None:
+    if arguments.profile is not None:
+        measured = {name: env[name] for name in ("date", "commit", "command", "machine", "versions")}
+        replace(profile_of(rows), measured=measured).save(arguments.profile)
+
+
+def about(arguments: argparse.Namespace) -> dict[str, str]:
+    device = device_of(arguments.device)
+    chosen(arguments.operators, device)
+    return {"kind": "real", "device": f"{device['kind']}: {device['name']}"}
+
+
+MEASUREMENT = Measurement(
+    quick="one short round",
+    flags=flags,
+    about=about,
+    measure=measure,
+    figures=figures,
+    tables=tables,
+    plot=plot,
+    also=save_profile,
+)
+add_arguments = MEASUREMENT.add_arguments

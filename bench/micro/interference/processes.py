@@ -1,0 +1,117 @@
+"""The two processes of `epd-bench interference`: each has a share of the cores, prepares operators and runs them.
+
+Owns the messages between measurement and process, and what a share means for each kind of device; the operators are
+`npu_ops`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+from bench.children import Child, answering, commands
+from epd_serve.errors import ConfigError
+from npu_ops.core_grants import CoreOrder
+from npu_ops.core_sets import TooFewCoresError, core_sets
+from npu_ops.interference import Sizes
+from npu_ops.interference_profile import Shares
+from npu_ops.mps import PERCENTAGE_ENV, percentage, why_no_mps
+
+PREPARE_S = 180.0
+"""Loading a framework, joining a ring and compiling a kernel may take minutes on a busy machine."""
+
+FLAG = "--core-share"
+NAMES = ("first", "second")
+
+Span = tuple[float, float]
+
+
+def parse_shares(text: str) -> Shares:
+    """`0.3,0.7`: the type of a flag that takes two shares that fit on one device."""
+    try:
+        first, second = (float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: two numbers, such as 0.5,0.5") from None
+    if not (first > 0 and second > 0 and first + second <= 1.0 + 1e-9):
+        raise argparse.ArgumentTypeError(f"{text}: both have to be above 0, and their sum at most 1")
+    return first, second
+
+
+def orders_of(kind: str, shares: Shares, cores: tuple[int, ...] | None = None) -> tuple[CoreOrder, CoreOrder]:
+    """What each process has to do; on CPU with disjoint cores.
+
+    Args:
+        cores: to use on CPU; by default those this process may run on.
+
+    Raises:
+        ConfigError: nothing would hold a process to its share, or a CPU has too few cores.
+    """
+    if kind == "cuda" and (why_not := why_no_mps()):
+        raise ConfigError(
+            f"{FLAG}: without MPS the processes of a GPU take turns ({why_not}); "
+            f"start nvidia-cuda-mps-control -d, or leave {FLAG} out",
+            param=FLAG,
+        )
+    sets: list[tuple[int, ...]] = [(), ()]
+    if kind == "cpu":
+        try:
+            sets = core_sets(1, cores).divided([0], list(shares))
+        except TooFewCoresError as error:
+            raise ConfigError(f"{FLAG} {shares[0]:g},{shares[1]:g}: {error}", param=FLAG) from error
+    given = dict(zip(NAMES, shares, strict=True))
+    first, second = (CoreOrder(kind, name, given, own) for name, own in zip(NAMES, sets, strict=True))
+    return first, second
+
+
+class OperatorProcess:
+    """The measurement's end. `order`: its share of the device's cores, or None for all of them."""
+
+    def __init__(self, kind: str, index: int, sizes: Sizes, order: CoreOrder | None = None) -> None:
+        config = {"kind": kind, "index": index, "sizes": asdict(sizes), "order": order and order.to_json()}
+        # MPS reads a process's share when it starts.
+        mps = {PERCENTAGE_ENV: percentage(order.share)} if order is not None and kind == "cuda" else {}
+        self._child = Child("bench.micro.interference.processes", config, mps)
+        self.stop = self._child.stop
+
+    def ready(self) -> str:
+        """Wait until it has the device; what of the cores it has, "" without a share.
+
+        Raises:
+            StageError: it cannot have the device, or not its share.
+        """
+        return str(self._child.hear(PREPARE_S)["granted"])
+
+    def prepare(self, name: str) -> int:
+        """How many calls a sample of it has. Raises StageError where the device cannot run it."""
+        return int(self._child.ask(PREPARE_S, prepare=name)["repeats"])
+
+    def begin(self, name: str, begin: float, end: float) -> None:
+        """Run a prepared operator from `begin` to `end` on CLOCK_MONOTONIC."""
+        self._child.tell(run=name, begin=begin, end=end)
+
+    def spans(self, timeout_s: float) -> list[Span]:
+        """When each sample of the last run began and ended."""
+        return [(begun, ended) for begun, ended in self._child.hear(timeout_s)["spans"]]
+
+
+def main() -> None:
+    from npu_ops.interference_run import Runner  # brings torch, which only this process needs
+
+    answer, orders = answering(), commands()
+    config: dict[str, Any] = next(orders)
+    order = CoreOrder.from_json(config["order"]) if config["order"] else None
+    runner = Runner(config["kind"], config["index"], Sizes(**config["sizes"]), order)
+    answer(granted=runner.grant.summary() if runner.grant is not None else "")
+    try:
+        for command in orders:
+            if "prepare" in command:
+                answer(repeats=runner.prepare(command["prepare"]).repeats)
+            else:
+                answer(spans=runner.run(command["run"], command["begin"], command["end"]))
+    finally:
+        runner.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What `epd-bench transfer ep` measures with, its constants and its goals."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+
+from bench.cli import main
+from bench.goals import Goal, goal_table
+from bench.micro.ep import mooncake_get
+from bench.micro.ep.command import GOALS, event_latencies_ms, prefill_models, transfers
+from bench.paper import TABLE_3
+from bench.stamps import Stamp
+
+
+def test_the_paper_s_overlap_follows_from_its_latencies():
+    for row in TABLE_3:
+        assert 1 - row.exposed_ms / row.transfer_ms == pytest.approx(row.overlap, abs=5e-5)
+
+
+def test_the_busy_p_is_varied_by_the_factors():
+    models = prefill_models((1.0, 0.7, 1.3))
+
+    assert [*models] == ["idle", "busy", "busy-30%", "busy+30%"]
+    assert models["busy-30%"]["4k"] == pytest.approx(0.7 * 0.728109)
+    assert models["busy+30%"]["4k"] == pytest.approx(1.3 * 0.728109)
+
+
+def test_an_event_takes_from_its_put_to_its_first_hearing():
+    stamps = [
+        Stamp(1.0, "E0", "a", "feature_put", {}),
+        Stamp(1.001, "P0", "a", "feature_event", {}),
+        Stamp(1.5, "P0", "a", "feature_event", {}),
+        Stamp(2.0, "E0", "not heard", "feature_put", {}),
+    ]
+
+    assert event_latencies_ms(stamps, ["a", "not heard", "never sent"]) == [pytest.approx(1.0)]
+
+
+def test_a_goal_is_met_missed_or_not_measured():
+    goals = (Goal("fast", "<=", 1.0), Goal("much", ">=", 0.9), Goal("one", "==", 1), Goal("absent", "<=", 1.0))
+
+    table = goal_table({"fast": 2.0, "much": 0.95, "one": 1.0}, goals).splitlines()
+
+    assert ["MISSED" in line for line in table[1:]] == [True, False, False, False]
+    assert ["met" in line.split() for line in table[1:]] == [False, True, True, False]
+    assert "not measured" in table[-1]
+
+
+def test_every_figure_of_the_contract_has_a_goal():
+    named = {goal.figure for goal in GOALS}
+
+    assert {"overlap_1080p_arena", "overlap_4k_arena", "overlap_1080p_mooncake", "exposed_ms_4k_arena"} <= named
+    assert {"arena_put_over_memcpy_8m", "arena_get_over_memcpy_8m", "mooncake_get_over_raw_client_8m"} <= named
+    assert {"event_p50_ms", "event_p99_ms"} <= named
+
+
+@pytest.mark.parametrize("flags", [["--modes", "arenas"], ["--pictures", "8k"]])
+def test_an_unknown_mode_or_image_is_named(capsys, flags):
+    with pytest.raises(SystemExit):
+        main(["transfer", "ep", *flags])
+
+    assert flags[0] in (message := capsys.readouterr().err) and flags[1] in message
+
+
+@pytest.mark.slow
+def test_features_pass_from_a_real_producer_to_a_real_consumer():
+    asked = argparse.Namespace(pictures=("280x280",), rounds=1, factors=(1.0,), events=300, budget_s=60.0)
+
+    rows = list(transfers(("sync_arena", "arena"), asked))
+
+    sent = [row for row in rows if "mode" in row]
+    models = ("waiting", "idle", "busy")
+    assert {(row["mode"], row["prefill"]) for row in sent} == set(itertools.product(("sync_arena", "arena"), models))
+    assert all(row["transfer_ms"] > 0 for row in sent if row["prefill"] == "waiting")
+    assert sum("event_ms" in row for row in rows) == 300
+    assert list(Path("/dev/shm").glob(f"epd-bench-{os.getpid()}-*")) == []
+
+
+def test_the_second_tier_is_compared_turn_by_turn():
+    taken_ms = {"raw client": [1.0, 10.0, 2.0], "fetch": [2.0, 20.0, 4.0], "fetch, no checksum": [1.0, 10.0, 2.0]}
+
+    assert mooncake_get.figures(taken_ms) == {
+        "mooncake_get_over_raw_client_8m": 2.0,
+        "mooncake_get_over_raw_client_8m_nosum": 1.0,
+    }

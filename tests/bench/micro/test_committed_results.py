@@ -1,0 +1,31 @@
+"""Figures of committed results follow from their rows: names and definitions stay what README and docs quote."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench.micro import arena, batches, ttft_figures
+from bench.micro.colocation import figures as colocation
+from bench.micro.ep import command as transfer_ep
+from bench.record import ROOT
+
+RESULTS = {
+    "arena": (arena.figures, 12),
+    "batches": (batches.figures, 32),
+    "colocation": (colocation.figures, 73),
+    "mechanism": (ttft_figures.figures, 15),
+    "transfer-ep": (transfer_ep.figures, 172),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_the_figures_of_a_committed_result_follow_from_its_rows(name):
+    figures, count = RESULTS[name]
+    saved = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
+
+    named = figures(saved["rows"])
+
+    assert len(named) == count and named.keys() <= saved["figures"].keys()
+    assert named == pytest.approx({figure: saved["figures"][figure] for figure in named}, rel=2e-3, abs=2e-3)

@@ -1,0 +1,56 @@
+"""What `epd-bench duplicates` tells the second proxy, and how it counts."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import httpx
+from prometheus_client import generate_latest
+from prometheus_client.registry import CollectorRegistry
+
+from bench.micro import duplicates
+from bench.micro.duplicates import encodes, figures
+from bench.served import Served, Stage
+from deploy.alone import read_stages_file
+from epd_serve.wire import StoreReport
+from proxy.registry.stage_metrics import StoreMetrics
+
+
+def test_the_second_proxy_reads_what_it_is_told_of_the_stages(tmp_path, monkeypatch):
+    stages = tuple(Stage(f"{role}0", role, 8000 + number) for number, role in enumerate("EPD"))
+    launch = Served("E-P-D", "http://proxy", "m", {}, 1.0, 1.0, stages, tmp_path, tmp_path)
+    instances = {
+        "instances": [{"id": stage.instance, "incarnation": f"incarnation of {stage.role}"} for stage in stages]
+    }
+    monkeypatch.setattr(duplicates.httpx, "get", lambda url, **_: httpx.Response(200, json=instances))
+    file = tmp_path / "stages.json"
+    file.write_text(json.dumps(duplicates.stages_file(launch)))
+
+    read = read_stages_file(str(file))
+
+    assert {one.id: one.kv_endpoint for one in read.instances} == {
+        "E0": None,
+        "P0": f"ipc://{tmp_path}/P0.kv",
+        "D0": None,
+    }
+    assert [one.incarnation for one in read.instances] == ["incarnation of E", "incarnation of P", "incarnation of D"]
+
+
+def test_what_was_encoded_and_recomputed_is_read_from_the_metrics_by_instance():
+    counters = {
+        "E1": {"encoded": 4, "encode_skipped": 9},
+        "P0": {"recomputed.deadline": 2, "recomputed.corrupt": 1, "fetched": 7},
+    }
+    reports = [StoreReport(name, "incarnation", 1, 0, 0, counters=own) for name, own in counters.items()]
+    table = SimpleNamespace(snapshot=lambda: [SimpleNamespace(report=report) for report in reports])
+    registry = CollectorRegistry()
+    registry.register(StoreMetrics(table))
+
+    assert encodes(generate_latest(registry).decode()) == {"E1": 4, "P0": 3}
+
+
+def test_the_worst_round_counts():
+    rows = [{"clients": 64, "encodes": count, "encodes_when_known": known} for count, known in ((1, 0), (2, 1), (1, 0))]
+
+    assert figures(rows) == {"encodes_for_64_duplicates": 2, "encodes_for_a_known_feature": 1}

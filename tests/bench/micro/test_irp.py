@@ -1,0 +1,43 @@
+"""Intra-request parallel encode held against brute force."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.goals import goal_table
+from bench.micro.irp import ENCODERS, GOALS, IMAGES, RATES, irp_figures, irp_rows, optimum, placed
+from proxy.encode.schedule import makespan_s
+
+
+def test_the_figures_meet_their_goals_on_every_run() -> None:
+    rows = list(irp_rows(quick=True))
+    figures = irp_figures(rows)
+    assert "MISSED" not in goal_table(figures, GOALS) and "not measured" not in goal_table(figures, GOALS)
+    assert rows == list(irp_rows(quick=True))
+    assert {row["encoders"] for row in rows} == set(RATES) and all(row["optimum"] > 0 for row in rows)
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.integers(1, 99), min_size=1, max_size=6), st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=3)
+)
+def test_the_optimum_is_what_trying_everything_finds(costs: list[int], rates: list[int]) -> None:
+    idle = [0.0] * len(rates)
+    every = product(range(len(rates)), repeat=len(costs))
+    assert optimum(costs, rates) == pytest.approx(min(makespan_s(at, costs, idle, rates) for at in every))
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.integers(1, 60), min_size=IMAGES, max_size=IMAGES),
+    st.lists(st.sampled_from([1, 2, 4]), min_size=ENCODERS, max_size=ENCODERS),
+)
+def test_any_eight_pictures_on_any_four_encoders_are_within_a_tenth_of_the_optimum(
+    costs: list[int], rates: list[int]
+) -> None:
+    at = placed("any", costs, rates)
+    assert makespan_s(at, costs, [0.0] * len(rates), rates) <= 1.1 * optimum(costs, rates)

@@ -1,0 +1,117 @@
+"""What every measurement does: flags, the order of a run, and what becomes of it when it fails."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from bench.goals import Goal
+from bench.micro.measurement import Measurement, Usually, one_of, resolve, several, whole
+from bench.micro.rows import grouped, ratios, table_of
+from bench.statistic import Spread
+from epd_serve.errors import StageError
+
+
+def counted(measure, **more):
+    return Measurement(
+        quick="less",
+        measure=measure,
+        figures=lambda rows: {"count": len(rows)},
+        tables=lambda rows: [table_of(rows, {"number": "{n}"})],
+        **more,
+    )
+
+
+def arguments(measurement, *argv):
+    parser = argparse.ArgumentParser()
+    measurement.add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def test_rows_become_figures_tables_and_a_result(tmp_path, capsys):
+    measurement = counted(lambda arguments: iter([{"n": 1}, {"n": 2}]), goals=(Goal("count", ">=", 2),))
+    path = tmp_path / "r.json"
+
+    assert measurement.run(arguments(measurement, "--json", str(path)), ["x"]) == 0
+
+    saved = json.loads(path.read_text())
+    assert (saved["figures"], saved["rows"]) == ({"count": 2}, [{"n": 1}, {"n": 2}])
+    assert saved["env"]["kind"] == "real" and "incomplete" not in saved["env"]
+    printed = capsys.readouterr().out
+    assert "number" in printed and "met" in printed
+
+
+@pytest.mark.parametrize("ends", [StageError("E0 is gone", stage="E0"), KeyboardInterrupt(), SystemExit(143)])
+def test_what_was_measured_before_an_error_or_an_interrupt_is_kept(tmp_path, ends):
+    def measure(arguments):
+        yield {"n": 1}
+        raise ends
+
+    measurement, path = counted(measure), tmp_path / "r.json"
+
+    with pytest.raises(type(ends)):
+        measurement.run(arguments(measurement, "--json", str(path)), ["x"])
+
+    saved = json.loads(path.read_text())
+    assert saved["rows"] == [{"n": 1}] and saved["figures"] == {}
+    assert type(ends).__name__ in saved["env"]["incomplete"]
+
+
+def test_where_nothing_was_measured_nothing_is_written(tmp_path):
+    def measure(arguments):
+        raise StageError("nothing starts", stage="E0")
+        yield
+
+    measurement, path = counted(measure), tmp_path / "r.json"
+
+    with pytest.raises(StageError):
+        measurement.run(arguments(measurement, "--json", str(path)), ["x"])
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(("least", "code"), [(1, 0), (2, 1)])
+def test_a_required_goal_that_is_missed_fails_the_command(least, code):
+    measurement = counted(lambda arguments: iter([{"n": 1}]), required=(Goal("count", ">=", least),))
+
+    assert measurement.run(arguments(measurement), ["x"]) == code
+
+
+def test_quick_lowers_defaults_and_what_is_given_wins():
+    def flags(parser):
+        parser.add_argument("--rounds", type=whole(), default=Usually(12, quick=4), help="default %(default)s")
+
+    measurement = counted(lambda arguments: iter(()), flags=flags)
+    rounds = []
+    for argv in ((), ("--quick",), ("--quick", "--rounds", "7")):
+        parsed = arguments(measurement, *argv)
+        resolve(parsed)
+        rounds.append(parsed.rounds)
+
+    assert rounds == [12, 4, 7]
+    assert str(Usually((1, 2), quick=(1,))) == "1,2, quick 1"
+
+
+def test_lists_of_numbers_and_names_are_checked_and_counted_once():
+    assert several(whole(1, 9))("1,2,1") == (1, 2)
+    assert several(one_of("a", "b"))("b,a") == ("b", "a")
+    for kind, text in ((whole(2), "1"), (whole(1, 9), "10"), (whole(), "1e3"), (several(one_of("a")), "a,c")):
+        with pytest.raises(argparse.ArgumentTypeError):
+            kind(text)
+
+
+def test_ratios_are_within_a_turn_and_of_medians_in_it():
+    base = [{"round": turn, "ms": slow * ms} for turn, slow in enumerate((1, 9)) for ms in (1.0, 2.0, 90.0)]
+    ours = [{"round": turn, "ms": slow * ms} for turn, slow in enumerate((1, 9)) for ms in (1.0, 1.0, 50.0)]
+
+    assert ratios(ours, base, "ms") == Spread(0.5, 0.5, 0.5)
+    assert ratios(ours, [{"round": 0, "ms": 0.0}], "ms") is None
+    assert ratios(ours, [], "ms") is None
+
+
+def test_rows_are_grouped_in_the_order_in_which_they_come():
+    rows = [{"a": 2, "b": 1}, {"a": 1, "b": 1}, {"a": 2, "b": 2}]
+
+    assert [*grouped(rows, "a")] == [(2,), (1,)]
+    assert grouped(rows, "a", "b")[2, 2] == [rows[2]]
