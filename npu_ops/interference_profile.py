@@ -1,6 +1,6 @@
-"""How much operators slow each other down on one device, as `epd-bench interference` found it: the file, its checks.
+"""How much operators slow each other down on one device, as `epd-bench interference` measured it: the file.
 
-For placement and planners. Imports no framework. The file is JSON, `VERSION` of this form:
+For placement and planners: plain JSON, `VERSION` of this form, which nothing here reads back. Imports no framework.
 
     {"version": 1, "kind": "real",
      "device": {"kind": "npu", "name": "910B3", "cores": {"cube": 24}},
@@ -18,28 +18,21 @@ A slowdown is the time of a call while the neighbour runs over the time of the s
 from __future__ import annotations
 
 import json
-import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 VERSION = 1
-NEEDS = ("compute", "memory", "link")
-KINDS = ("real", "emulated", "simulated")
 
 Shares = tuple[float, float]
 """Of a device's cores: the operator's, and its neighbour's."""
 
 
-class ProfileError(ValueError):
-    """The profile cannot be read or says something impossible; the message names the field and what to do."""
-
-
 @dataclass(frozen=True)
 class ProfiledOperator:
-    """An operator, what one call of it does, and the resource that it runs into first (`NEEDS`)."""
+    """An operator, what one call of it does, and what it runs into first: `compute`, `memory` or `link`."""
 
     name: str
     stages: str
@@ -109,120 +102,3 @@ class InterferenceProfile:
         order = ("version", "kind", "device", "measured", "operators", "maps")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({name: whole[name] for name in order}, indent=1) + "\n", encoding="utf-8")
-
-
-def load_profile(path: Path) -> InterferenceProfile:
-    """Read and check a profile.
-
-    Raises:
-        ProfileError: it cannot be read, is of another version, or a field is missing or impossible.
-    """
-    try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ProfileError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ProfileError(f"{path} is no JSON ({error}): make it with `epd-bench interference --profile`") from error
-    try:
-        return _profile(whole)
-    except ProfileError as error:
-        raise ProfileError(f"{path}: {error}; measure again with `epd-bench interference --profile`") from None
-
-
-def _profile(whole: Any) -> InterferenceProfile:
-    top = _object("the file", whole)
-    version = _field("version", top, "version", int)
-    if version != VERSION:
-        raise ProfileError(f"version is {version}, and this EPD-Serve reads {VERSION}")
-    kind = _field("kind", top, "kind", str)
-    if kind not in KINDS:
-        raise ProfileError(f"kind is {kind!r}: one of {', '.join(KINDS)}")
-    operators = tuple(
-        _operator(f"operators[{place}]", one) for place, one in enumerate(_field("operators", top, "operators", list))
-    )
-    names = {one.name for one in operators}
-    if len(names) != len(operators) or not names:
-        raise ProfileError("operators: none, or one of them twice")
-    maps = tuple(_map(f"maps[{place}]", one, names) for place, one in enumerate(_field("maps", top, "maps", list)))
-    if not maps:
-        raise ProfileError("maps: there is none")
-    device = _object("device", top.get("device"))
-    measured = _object("measured", top.get("measured", {}))
-    return InterferenceProfile(device, operators, maps, kind, measured)
-
-
-def _operator(where: str, raw: Any) -> ProfiledOperator:
-    one = _object(where, raw)
-    needs = _field(where, one, "needs", str)
-    if needs not in NEEDS:
-        raise ProfileError(f"{where}.needs is {needs!r}: one of {', '.join(NEEDS)}")
-    return ProfiledOperator(
-        _field(where, one, "name", str),
-        _field(where, one, "stages", str),
-        _number(where, one, "flops", lambda value: value >= 0),
-        _number(where, one, "moved_bytes", lambda value: value > 0),
-        needs,
-    )
-
-
-def _map(where: str, raw: Any, names: set[str]) -> InterferenceMap:
-    one = _object(where, raw)
-    shares = _shares(where, one.get("core_shares"))
-    alone = _object(f"{where}.alone_s", one.get("alone_s"))
-    if set(alone) - names:
-        raise ProfileError(f"{where}.alone_s names {min(set(alone) - names)!r}, which is not among operators")
-    seconds = {name: _number(f"{where}.alone_s", alone, name, lambda value: value > 0) for name in alone}
-    listed = enumerate(_field(where, one, "slowdowns", list))
-    slowdowns = tuple(_slowdown(f"{where}.slowdowns[{place}]", pair, set(seconds)) for place, pair in listed)
-    if len({(pair.operator, pair.beside) for pair in slowdowns}) != len(slowdowns):
-        raise ProfileError(f"{where}.slowdowns holds a pair twice")
-    if len(slowdowns) != len(seconds) ** 2:
-        raise ProfileError(f"{where}.slowdowns holds {len(slowdowns)} of {len(seconds) ** 2} ordered pairs")
-    return InterferenceMap(shares, seconds, slowdowns)
-
-
-def _shares(where: str, raw: Any) -> Shares | None:
-    if raw is None:
-        return None
-    if not (isinstance(raw, list) and len(raw) == 2 and all(_is_number(share) and 0 < share <= 1 for share in raw)):
-        raise ProfileError(f"{where}.core_shares is {raw!r}: null, or two numbers above 0 and up to 1")
-    return float(raw[0]), float(raw[1])
-
-
-def _slowdown(where: str, raw: Any, names: set[str]) -> Slowdown:
-    one = _object(where, raw)
-    pair = [_field(where, one, name, str) for name in ("operator", "beside")]
-    for name in pair:
-        if name not in names:
-            raise ProfileError(f"{where} names {name!r}, of which alone_s says nothing")
-    quartiles = [_number(where, one, name, lambda value: value > 0) for name in ("slowdown", "p25", "p75")]
-    if not quartiles[1] <= quartiles[0] <= quartiles[2]:
-        raise ProfileError(f"{where}: the median {quartiles[0]:g} lies outside of its quartiles")
-    rounds = _field(where, one, "rounds", int)
-    if rounds < 1:
-        raise ProfileError(f"{where}.rounds is {rounds}: at least 1")
-    return Slowdown(pair[0], pair[1], quartiles[0], quartiles[1], quartiles[2], rounds)
-
-
-def _object(where: str, raw: Any) -> dict[str, Any]:
-    if not isinstance(raw, dict):
-        raise ProfileError(f"{where} is no JSON object")
-    return raw
-
-
-def _field(where: str, raw: Mapping[str, Any], name: str, kind: type) -> Any:
-    value = raw.get(name)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ProfileError(f"{where}: {name} is {'missing' if name not in raw else 'no ' + kind.__name__}")
-    return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _number(where: str, raw: Mapping[str, Any], name: str, holds: Callable[[float], bool]) -> float:
-    value = raw.get(name)
-    if not _is_number(value) or not holds(value):  # type: ignore[arg-type]
-        raise ProfileError(f"{where}.{name} is {value!r}, which no such number is")
-    return float(value)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import time
 
@@ -27,7 +28,7 @@ from bench.micro.measurement import Row
 from epd_serve.errors import ConfigError, StageError
 from npu_ops.core_grants import CoreOrder
 from npu_ops.interference import BENCH, operators
-from npu_ops.interference_profile import InterferenceMap, load_profile
+from npu_ops.interference_profile import InterferenceMap
 
 CPU = {"kind": "cpu", "name": "a CPU", "devices": 1, "cores": {"cpu": 2}}
 ENV = {"date": "2025-01-01", "commit": "abc", "command": "c", "machine": {"cores": 2}, "versions": {}}
@@ -157,13 +158,13 @@ def measured() -> list[Row]:
     return [first, *({**row, "operator": named[row["operator"]], "beside": named[row["beside"]]} for row in rows)]
 
 
-def test_the_profile_says_what_was_measured_on_what_and_can_be_loaded(tmp_path):
+def test_the_profile_says_what_was_measured_on_what(tmp_path):
     save_profile(argparse.Namespace(profile=tmp_path / "p.json"), measured(), ENV)
 
-    profile = load_profile(tmp_path / "p.json")
-    assert profile == dataclasses.replace(profile_of(measured()), measured=ENV)
-    assert profile.kind == "real" and profile.device == CPU
-    assert {one.name: one.needs for one in profile.operators} == {"norm": "memory", "encoder_matmul": "compute"}
+    saved = json.loads((tmp_path / "p.json").read_text())
+    assert (saved["kind"], saved["device"], saved["measured"]) == ("real", CPU, ENV)
+    assert {one["name"]: one["needs"] for one in saved["operators"]} == {"norm": "memory", "encoder_matmul": "compute"}
+    assert [one["core_shares"] for one in saved["maps"]] == [None, [0.5, 0.5]]
 
 
 def test_figures_and_tables_name_both_divisions():
