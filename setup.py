@@ -48,7 +48,7 @@ EXTRAS = {
     "mooncake": ["mooncake-transfer-engine-non-cuda==0.3.13.post1"],
     "mooncake-cuda": ["mooncake-transfer-engine==0.3.13.post1"],
     "mooncake-npu": ["mooncake-transfer-engine-npu==0.3.13.post1"],
-    "bench": ["matplotlib>=3.8"],
+    "bench": ["matplotlib>=3.8", "scipy>=1.11"],
     "dev": [
         "hypothesis>=6.100",
         "import-linter>=2.1",

@@ -14,12 +14,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.emulation.check import DEVICES as EMULATED
-from bench.emulation.check import check
-from bench.emulation.way import Emulation
 from bench.layouts.book import RESULT, Book, write_result
 from bench.layouts.experiment import Experiment
-from bench.layouts.flags import add_flags, experiment_of, judged_of, kind_of, scripts_of
+from bench.layouts.flags import add_flags, emulation, experiment_of, judged_of, kind_of, scripts_of
 from bench.layouts.folder import Folder, opened
 from bench.layouts.requests import Requests
 from bench.layouts.serving import Serving
@@ -61,7 +58,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             number = int(ended.code or 0) - 128
         figures, said, rows = whole(experiment, folder.books, env)
         if arguments.emulate and not number:
-            against, details = check(*EMULATED[arguments.emulate], quick=arguments.quick)
+            against, details = emulation(arguments.emulate).against_paper(quick=arguments.quick)
             figures, rows = figures | against, rows + details
         write_result(folder.path / RESULT, figures, said, rows)
         if arguments.json is not None:
@@ -92,13 +89,13 @@ def _entry(experiment: Experiment, way: Way, book: Book, at: str) -> None:
 def _way(arguments: argparse.Namespace, argv: Sequence[str]) -> Iterator[Way]:
     """How entries are measured, with the model that they serve, for the time of the context."""
     if arguments.emulate:
-        device, asked = EMULATED[arguments.emulate][0], workload(arguments.workload, arguments)
-        yield Emulation(device, asked, judged_of(arguments), argv, arguments)
+        requests = workload(arguments.workload, arguments)
+        yield emulation(arguments.emulate, requests, judged_of(arguments), argv, arguments)
         return
-    requests = Requests(workload(arguments.workload, arguments), Pictures(arguments.cache), arguments.seed)
+    rendered = Requests(workload(arguments.workload, arguments), Pictures(arguments.cache), arguments.seed)
     with scratch() as folder:
         words = _words(arguments, folder)
-        yield Serving(requests, words, judged_of(arguments), scripts_of(arguments), argv, arguments)
+        yield Serving(rendered, words, judged_of(arguments), scripts_of(arguments), argv, arguments)
 
 
 def _words(arguments: argparse.Namespace, folder: Path) -> tuple[str, ...]:

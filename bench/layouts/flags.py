@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,6 @@ from bench.client.flags import arrivals_at, parse_rates
 from bench.client.run import Bounds
 from bench.client.slo import PAPER, parse_slos
 from bench.client.validity import Rules
-from bench.emulation.check import DEVICES as EMULATED
-from bench.emulation.check import kind_of as emulated_kind
 from bench.layouts.entry import How, entries
 from bench.layouts.experiment import Experiment
 from bench.layouts.judged import Judged
@@ -53,7 +51,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--engine", default="vllm", choices=("vllm", "sim"), help="sim: simulated stages")
     where.add_argument("--sim-profile", default="", metavar="FILE", help="of simulated stages (docs/simulation.md)")
     where.add_argument(
-        "--emulate", default="", choices=tuple(EMULATED), help="nothing runs: layouts on such devices in virtual time"
+        "--emulate", default="", metavar="DEVICE", help="910b: nothing runs, layouts on such devices in virtual time"
     )
     sent = parser.add_argument_group("what is sent")
     sent.add_argument("--workload", default="sharegpt4o-like", metavar="NAME", help="of `epd-bench workload --list`")
@@ -82,8 +80,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def kind_of(arguments: argparse.Namespace) -> str:
     """What figures are (design §6)."""
     if arguments.emulate:
-        return emulated_kind(EMULATED[arguments.emulate][0])
+        return str(emulation(arguments.emulate).kind)
     return "real" if arguments.engine == "vllm" else "simulated"
+
+
+def emulation(device: str, *more: Any) -> Any:
+    """Returns the emulation's `backend`, looked up by name: it imports the types of an experiment from here."""
+    return importlib.import_module("bench.papers.emulation.backend").backend(device, *more)
 
 
 def experiment_of(arguments: argparse.Namespace, env: Mapping[str, Any]) -> Experiment:
@@ -186,7 +189,7 @@ def _knobs(arguments: argparse.Namespace) -> dict[str, Any]:
 def _served(arguments: argparse.Namespace) -> dict[str, Any]:
     """Engine, device, model; a profile by its content."""
     if arguments.emulate:
-        return {"emulate": arguments.emulate, "constants": asdict(EMULATED[arguments.emulate][0])}
+        return {"emulate": arguments.emulate, "constants": emulation(arguments.emulate).constants}
     if arguments.engine == "sim":
         profile = checked_profile("sim", arguments.sim_profile)
         return {"engine": "sim", "sim_profile": _digest(Path(profile)) if profile else ""}

@@ -35,7 +35,7 @@ from bench.micro.ep import mooncake_get
 from bench.micro.ep.links import MODES, WAITING, Link, links
 from bench.micro.measurement import Measurement, Row, Usually, one_of, several, whole
 from bench.micro.rows import grouped, spread, table_of
-from bench.paper import TABLE_3
+from bench.papers.printed import TABLE_3
 from bench.scratch import scratch
 from bench.stamps import Stamp, read_stamps
 from bench.statistic import percentile

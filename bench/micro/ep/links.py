@@ -17,7 +17,7 @@ from pathlib import Path
 from bench.children import Child, Message
 from bench.micro.ep.mooncake_get import master
 from bench.micro.measurement import Row
-from bench.paper import HIDDEN_SIZE
+from bench.papers.printed import HIDDEN_SIZE
 from deploy.shared_memory import free_mib
 from epd_serve.errors import ConfigError, StageError
 from epd_serve.roles import Role

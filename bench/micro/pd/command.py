@@ -8,7 +8,7 @@ overlap gains; they show packets, order and what is exposed.
 has not run on a GPU yet.
 
 Emulated: the same policy on a fake device and link with a virtual clock, constants of one device from a sourced file
-(`bench/pd_emulation.py`). It shows that the policy is right, and is no claim to be fast.
+(`bench/papers/kv_emulation.py`). It shows that the policy is right, and is no claim to be fast.
 
     exposed      max(0, DONE at D - end of prefill); of requests at one time, of the one that waits longest
     KV latency   time of the transfer's packets on the link, summed; a packet that several requests share counts once
@@ -25,7 +25,7 @@ from bench.micro.measurement import Measurement, Row, Usually, one_of, several, 
 from bench.micro.pd import figures as pd
 from bench.micro.pd import stages, timeline
 from bench.micro.rows import figure_table
-from bench.pd_emulation import GOALS, run_emulation
+from bench.papers.kv_emulation import GOALS, run_emulation
 from epd_serve.errors import ConfigError
 from epd_serve.kv.grouping import parse_grouping
 

@@ -13,7 +13,7 @@ from bench.cli import main
 from bench.goals import Goal, goal_table
 from bench.micro.ep import mooncake_get
 from bench.micro.ep.command import GOALS, event_latencies_ms, prefill_models, transfers
-from bench.paper import TABLE_3
+from bench.papers.printed import TABLE_3
 from bench.stamps import Stamp
 
 

@@ -1,0 +1,307 @@
+"""A layout in virtual time: requests through its stages, placed by the proxy's own policies; rows as a client's.
+
+E encodes, hands over; then D reserves, P prefills, KV goes over, D decodes; fused stages do the same within one step.
+Loads are what stages report, without the delay of reports. No failures, no reuse: every image is new. The rows are
+those of the load generator, so every figure that a measured run has, an emulated one has by the same code.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.client.row import Outcome, Row
+from bench.client.run import Run
+from bench.papers.devices.stage import ENCODE, PREFILL, StageDevice
+from bench.papers.emulation.clock import Clock
+from bench.papers.emulation.shared_device import SharedDevice
+from bench.papers.emulation.stage import VirtualStage
+from bench.phases import Milestone, groups, phases
+from bench.workloads.spec import RequestSpec
+from epd_serve.errors import ConfigError
+from epd_serve.layout import Layout
+from epd_serve.placement import check_servable, lower
+from epd_serve.roles import Role
+from epd_serve.sim.items import MERGE, PATCH_PIXELS
+from epd_serve.sim.load import stage_report
+from epd_serve.sim.sequence import Sequence
+from epd_serve.wiring import StageWiring
+from proxy.encode.assignment import spread
+from proxy.registry.load import reported_pending, reported_rate
+from proxy.routing.paths import Path, paths
+from proxy.routing.policy import Candidate, least_loaded
+
+SAMPLE_S = 0.5
+"""Between two samples of the batches."""
+MILESTONES = (
+    Milestone("dispatched", "proxy and client", "front"),
+    Milestone("encode_start", "encode queue", "encode"),
+    Milestone("encoded", "encode", "encode"),
+    Milestone("feature_ready", "E→P transfer", "E→P"),
+    Milestone("prefill_start", "prefill queue", "prefill"),
+    Milestone("prefill_end", "prefill", "prefill"),
+    Milestone("kv_done", "P→D transfer", "P→D"),
+    Milestone("decode_start", "decode queue", "decode"),
+    Milestone("first_content", "decode, first step", "decode"),
+)
+"""Phases are named as the report's breakdown names them."""
+_STAMPS = {ENCODE: ("encode_start", "encoded"), PREFILL: ("prefill_start", "prefill_end")}
+_ANSWER_STAMPS = ("decode_start", "recomputed")
+"""Of its prompt D computes only the last token, with its first step."""
+
+
+@dataclass(eq=False)
+class Request:
+    """One request under way.
+
+    Attributes:
+        item_tokens: of each of its images. stamps: when it reached what, by the events of `MILESTONES`.
+        path: through the layout. instances: that it met, in order. token_s: when each token was there.
+    """
+
+    id: str
+    due_s: float
+    text_tokens: int
+    item_tokens: tuple[int, ...]
+    output_tokens: int
+    path: str = ""
+    instances: dict[str, None] = field(default_factory=dict)
+    stamps: dict[str, float] = field(default_factory=dict)
+    token_s: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, spec: RequestSpec) -> Request:
+        """Images count a token per 28x28 pixels, as with simulated stages (`epd_serve/sim/items.py`)."""
+        assert spec.arrival_s is not None
+        side = PATCH_PIXELS * MERGE
+        items = (max(1, round(one.width / side)) * max(1, round(one.height / side)) for one in spec.images)
+        return cls(spec.id, spec.arrival_s, spec.text_tokens, tuple(items), spec.max_tokens)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.text_tokens + sum(self.item_tokens)
+
+    def row(self, label: str, number: int) -> Row:
+        """Returns what the load generator would have noted."""
+        last_s = self.token_s[-1]
+        return Row(
+            *(label, number, self.id, self.id, self.due_s, self.due_s, last_s, Outcome.OK, self.due_s),
+            token_s=tuple(self.token_s),
+            last_s=last_s,
+            status=200,
+            usage_tokens=len(self.token_s),
+            prompt_tokens=self.prompt_tokens,
+            finish_reason="length",
+            path=self.path,
+            instances=",".join(self.instances),
+        )
+
+    def phases(self, label: str) -> dict[str, Any]:
+        """Returns a line of `phases.jsonl`, in the shape of those that come from real stamps."""
+        taken = phases(MILESTONES, {**self.stamps, "first_content": self.token_s[0]}, self.due_s)
+        return {
+            "id": self.id,
+            "run": label,
+            "path": self.path,
+            "phases_ms": {name: round(seconds * 1e3, 3) for name, seconds in taken.items()},
+            "groups_ms": {name: round(seconds * 1e3, 3) for name, seconds in groups(MILESTONES, taken).items()},
+            "residual_ms": round((self.token_s[0] - self.due_s - sum(taken.values())) * 1e3, 3),
+        }
+
+
+@dataclass
+class EmulatedRun:
+    """A run. `phases`, `batches`: lines of `phases.jsonl` and `batches.jsonl`, where details were asked for."""
+
+    run: Run
+    phases: list[dict[str, Any]] = field(default_factory=list)
+    batches: list[dict[str, Any]] = field(default_factory=list)
+
+
+def check_emulated(layout: Layout) -> None:
+    """Raises ConfigError for a layout that cannot be served, or with stages of several devices."""
+    check_servable(layout)
+    if any(member.tp > 1 for member in layout.members()):
+        raise ConfigError(
+            f"layout {layout} has stages of several devices; an emulation knows one device each", param="--layouts"
+        )
+
+
+def emulate(
+    layout: Layout, device: StageDevice, requests: Iterable[RequestSpec], label: str, *, details: bool = False
+) -> EmulatedRun:
+    """Serve `requests`, each of which has an `arrival_s`, on devices that are all `device`.
+
+    Args:
+        label: of the run, in its rows. details: phases and batches, too.
+
+    Raises:
+        ConfigError: see `check_emulated`.
+    """
+    check_emulated(layout)
+    clock = Clock()
+    deployment = _Deployment(layout, device, clock)
+    own = [Request.of(spec) for spec in requests]
+    run = Run(label, sent=len(own), issued_s=max((one.due_s for one in own), default=0.0))
+    emulated = EmulatedRun(run)
+
+    def ended(request: Request) -> None:
+        run.rows.append(request.row(label, len(run.rows)))
+        if details:
+            emulated.phases.append(request.phases(label))
+
+    def sample() -> None:
+        emulated.batches.extend({"run": label, "t_s": round(clock.now_s, 6), **one} for one in deployment.batches())
+        if len(run.rows) < len(own):
+            clock.after(SAMPLE_S, sample)
+
+    for request in own:
+        deployment.expect(request, ended)
+    if details:
+        clock.after(0.0, sample)
+    clock.run()
+    assert len(run.rows) == len(own), f"{len(own) - len(run.rows)} requests never ended"
+    run.ended_s = max((row.ended_s for row in run.rows), default=0.0)
+    return emulated
+
+
+class _Deployment:
+    """The instances of a layout."""
+
+    def __init__(self, layout: Layout, device: StageDevice, clock: Clock) -> None:
+        self._device, self._clock = device, clock
+        self._picks = itertools.count(1)
+        self._requests: dict[Sequence, Request] = {}
+        self._answers: set[Sequence] = set()  # at another stage than their prompts
+        profile = device.profile()
+        devices: dict[int, SharedDevice] = defaultdict(lambda: SharedDevice(clock, device.slowdowns()))
+        self._stages = [
+            VirtualStage(plan.id, plan.role, profile, devices[plan.devices[0]], clock, self._worked)
+            for plan in lower(layout, range(layout.device_count))
+        ]
+        self._picked = {stage.name: 0 for stage in self._stages}
+
+    def expect(self, request: Request, ended: Callable[[Request], None]) -> None:
+        """It will come when it is due. `ended`: called with its last token."""
+
+        def arrive() -> None:
+            request.stamps["dispatched"] = self._clock.now_s
+            path, _ = self._route(request)
+            if path.encode:
+                self._encode(request, lambda: self._generate(request, ended))
+            else:
+                self._generate(request, ended)
+
+        self._clock.after(request.due_s - self._clock.now_s + self._device.front_s, arrive)
+
+    def batches(self) -> Iterable[dict[str, Any]]:
+        for stage in self._stages:
+            scheduler = stage.scheduler
+            waiting = len(scheduler.waiting) + len(scheduler.held)
+            counts = {"running": len(scheduler.running), "waiting": waiting}
+            yield {"instance": stage.name, "role": stage.role.value, **counts}
+
+    # --- stages of a request --------------------------------------------------------------------------------------
+
+    def _encode(self, request: Request, then: Callable[[], None]) -> None:
+        """All items, spread over the encoders; then what is to be done when P can have them all."""
+        encoders = [stage for stage in self._stages if stage.role is Role.E]
+        tokens = request.item_tokens
+        keys = [f"{request.id}/{index}" for index in range(len(tokens))]
+        shares = spread(keys, list(map(float, tokens)), [self._candidate(one) for one in encoders])
+        left = len(tokens)
+
+        def handed_over() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                request.stamps["feature_ready"] = self._clock.now_s
+                then()
+
+        for encoder, share in zip(encoders, shares, strict=True):
+            if share:
+                items = tuple(tokens[index] for index in share)
+                sequence = Sequence(0, 1, lambda number, last: None, items)
+                sequence.on_encoded = lambda index, items=items: self._clock.after(  # type: ignore[misc]
+                    self._device.handed_over_s(items[index]), handed_over
+                )
+                self._submit(request, encoder, sequence)
+
+    def _generate(self, request: Request, ended: Callable[[Request], None]) -> None:
+        path, head = self._route(request)
+        request.path = path.name
+        own_items = () if path.encode else request.item_tokens
+
+        def token(number: int, last: bool) -> None:
+            request.token_s.append(self._clock.now_s)
+            if last:
+                ended(request)
+
+        if path.tail is None:
+            whole = Sequence(request.prompt_tokens, request.output_tokens, token, own_items)
+            self._submit(request, head, whole)
+            return
+        tail = self._least_loaded([stage for stage in self._stages if stage.role is path.tail])
+        answer = Sequence(request.prompt_tokens, request.output_tokens, token)
+
+        def transferred() -> None:
+            request.stamps["kv_done"] = self._clock.now_s
+            head.scheduler.free(prompt)
+            head.wake()
+            tail.scheduler.loaded(answer)
+            tail.wake()
+
+        def reserved() -> None:
+            head.scheduler.release(prompt)
+            head.wake()
+
+        prompt = Sequence(
+            *(request.prompt_tokens, 1),
+            lambda number, last: self._clock.after(self._device.kv_exposed_s, transferred),
+            own_items,
+            keeps_kv=True,
+        )
+        self._answers.add(answer)
+        answer.on_reserved = lambda: self._clock.after(0.0, reserved)
+        self._submit(request, head, prompt, held=True)
+        self._submit(request, tail, answer)
+
+    def _submit(self, request: Request, stage: VirtualStage, sequence: Sequence, *, held: bool = False) -> None:
+        """`held`: see `Scheduler.add`."""
+        self._picked[stage.name] = next(self._picks)
+        request.instances.setdefault(stage.name)
+        self._requests[sequence] = request
+        stage.scheduler.add(sequence, held=held)
+        stage.wake()
+
+    def _worked(self, sequence: Sequence, kind: str, begun_s: float, ended_s: float) -> None:
+        stamps = self._requests[sequence].stamps
+        begin, end = _ANSWER_STAMPS if sequence in self._answers else _STAMPS[kind]
+        stamps.setdefault(begin, begun_s)
+        stamps[end] = ended_s
+
+    # --- the proxy's choices --------------------------------------------------------------------------------------
+
+    def _route(self, request: Request) -> tuple[Path, VirtualStage]:
+        """Returns the path and its head: the least loaded of all that take prompts."""
+        roles = {stage.role for stage in self._stages}
+        by_role = {path.head: path for path in paths(roles, multimodal=bool(request.item_tokens))}
+        head = self._least_loaded([stage for role in by_role for stage in self._stages if stage.role is role])
+        return by_role[head.role], head
+
+    def _least_loaded(self, stages: Iterable[VirtualStage]) -> VirtualStage:
+        by_name = {stage.name: stage for stage in stages}
+        return by_name[least_loaded([self._candidate(stage) for stage in by_name.values()]).id]
+
+    def _candidate(self, stage: VirtualStage) -> Candidate:
+        report = stage_report(StageWiring(instance=stage.name, role=stage.role, incarnation="1"), stage, 1)
+        return Candidate(
+            stage.name,
+            "1",
+            reported_pending(stage.role, report),
+            last_pick=self._picked[stage.name],
+            rate=reported_rate(stage.role, report),
+        )

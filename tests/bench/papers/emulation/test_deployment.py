@@ -1,0 +1,148 @@
+"""A request's time in an emulated layout, by hand; and that nothing is lost, early, or different in a second run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from bench.client.measure import Plan, judged
+from bench.client.validity import Rules
+from bench.papers.printed import TABLE_5
+from bench.workloads.arrivals import Poisson
+from epd_serve.errors import ConfigError
+from tests.bench.papers.emulation.emulated import DEVICE, PICTURE, request, served
+
+ENCODE = 0.001 * PICTURE
+PREFILL = 0.002 * (PICTURE + 10)
+HANDOVER = 0.04
+KV = 0.02
+LAST_PROMPT_TOKEN = 0.002  # D computes it again
+STEP = 0.011  # a decode step of one
+
+
+def test_one_request_alone_takes_the_sum_of_its_stages():
+    (row,) = served("E-P-D", request(1, 2.0)).run.rows
+
+    assert row.ttft_s == pytest.approx(0.5 + ENCODE + HANDOVER + PREFILL + KV + LAST_PROMPT_TOKEN)
+    assert [later - earlier for earlier, later in pairwise(row.token_s)] == pytest.approx([STEP] * 3)
+    assert row.path == "E-P-D" and row.instances == "E0,P0,D0"
+
+
+def test_a_fused_stage_encodes_and_prefills_in_one_step_and_hands_nothing_over():
+    (row,) = served("EP-D", request(1, 0.0)).run.rows
+
+    assert row.ttft_s == pytest.approx(0.5 + ENCODE + PREFILL + KV + LAST_PROMPT_TOKEN)
+
+
+def test_a_monolith_has_no_transfer_at_all():
+    (row,) = served("TP1", request(1, 0.0)).run.rows
+
+    assert row.ttft_s == pytest.approx(0.5 + ENCODE + PREFILL)
+    assert row.tpot_s == pytest.approx(STEP)
+
+
+def test_text_passes_the_encoder_by():
+    (row,) = served("E-P-D", request(1, 0.0, pictures=0)).run.rows
+
+    assert row.ttft_s == pytest.approx(0.5 + 0.002 * 10 + KV + LAST_PROMPT_TOKEN)
+    assert row.path == "P-D"
+
+
+def test_a_transfer_longer_than_the_scheduling_counts_instead():
+    slow = replace(DEVICE, transfer_s_per_token=0.001)
+
+    (row,) = served("E-P-D", request(1, 0.0), device=slow).run.rows
+
+    assert row.ttft_s == pytest.approx(0.5 + ENCODE + 0.1 + PREFILL + KV + LAST_PROMPT_TOKEN)
+
+
+def test_prompts_wait_for_each_other_in_order_of_arrival():
+    rows = served("E-P-D", *(request(n, 0.3 * n / 10, tokens=1) for n in range(6))).run.rows
+
+    assert [row.id for row in rows] == [f"r{n}" for n in range(6)]
+    assert [row.first_s for row in rows] == sorted(row.first_s for row in rows)
+
+
+def test_a_prompt_stalls_the_decodes_of_a_monolith_and_not_those_of_another_device():
+    first, second = request(1, 0.0, tokens=60), request(2, 0.4)  # the second comes while the first decodes
+    stalled = max(served("TP1", first, second).run.rows[-1].itl_s)
+    apart = {row.id: row for row in served("EP-D", first, second).run.rows}
+
+    assert stalled == pytest.approx(ENCODE + PREFILL + STEP)
+    assert max(apart["r1"].itl_s) == pytest.approx(LAST_PROMPT_TOKEN + STEP)
+
+
+def test_an_encoder_beside_decode_slows_it_while_both_work():
+    first, second = request(1, 0.0, tokens=20), request(2, 0.4)
+    beside = {row.id: row for row in served("(E-D)-P", first, second).run.rows}
+
+    assert max(beside["r1"].itl_s) == pytest.approx(1.5 * STEP)
+    assert min(beside["r1"].itl_s) == pytest.approx(STEP)
+
+
+def test_two_monoliths_share_the_load():
+    rows = served("TP1x2", request(1, 0.0), request(2, 0.0)).run.rows
+
+    assert {row.instances for row in rows} == {"EPD0", "EPD1"}
+    assert [row.ttft_s for row in rows] == pytest.approx([0.5 + ENCODE + PREFILL] * 2)
+
+
+@pytest.mark.parametrize("layout", [*TABLE_5, "2E-P-D", "(E-P-D)", "E-2PD", "EPD-E-PD"])
+def test_every_request_gets_all_its_tokens_in_order(layout):
+    requests = [request(n, 0.05 * n, pictures=n % 3, tokens=1 + n % 5) for n in range(20)]
+
+    rows = served(layout, *requests).run.rows
+
+    assert {row.id: row.output_tokens for row in rows} == {one.id: one.max_tokens for one in requests}
+    assert all(row.token_s == tuple(sorted(row.token_s)) for row in rows)
+    assert all(row.ttft_s > 0.5 for row in rows)
+
+
+@pytest.mark.parametrize("layout", TABLE_5)
+def test_a_second_run_is_the_same(layout):
+    requests = [request(n, 0.04 * n) for n in range(15)]
+
+    assert served(layout, *requests, details=True) == served(layout, *requests, details=True)
+
+
+def test_no_work_is_lost_or_done_twice_when_blocks_are_short():
+    """KV for two requests at a time: what does not fit waits, and both sides drain."""
+    tight = replace(DEVICE, kv_tokens=272, block_tokens=16)
+
+    rows = served("E-P-D", *(request(n, 0.0, tokens=6) for n in range(8)), device=tight).run.rows
+
+    assert [row.output_tokens for row in rows] == [6] * 8
+
+
+def test_the_phases_of_a_request_add_up_to_its_time_to_first_token():
+    found = served("(E-P)-D", *(request(n, 0.03 * n) for n in range(5)), details=True)
+
+    ttft_ms = {row.id: row.ttft_s * 1e3 for row in found.run.rows}
+    for one in found.phases:
+        assert sum(one["phases_ms"].values()) == pytest.approx(ttft_ms[one["id"]], abs=0.01)
+        assert one["residual_ms"] == pytest.approx(0.0, abs=0.01)
+    assert found.phases[0]["phases_ms"]["E→P transfer"] == pytest.approx(HANDOVER * 1e3)
+
+
+def test_batches_are_looked_at_until_the_end():
+    found = served("EP-D", request(1, 0.0, tokens=200), details=True)
+
+    assert {one["instance"] for one in found.batches} == {"EP0", "D0"}
+    assert max(one["running"] for one in found.batches) == 1
+    assert found.batches[-1]["t_s"] >= found.run.ended_s
+
+
+def test_a_run_is_judged_as_a_measured_one():
+    run = served("E-P-D", *(request(n, 0.5 * n) for n in range(30))).run
+
+    found = judged(run, Plan(Poisson(2.0), count=30, devices=3, rules=Rules(min_samples=5)))
+
+    assert found.valid and found.figures["ttft_ms"]["p50"] > 500
+    assert found.figures["slo_2000:50"]["attainment"] == 1.0
+
+
+def test_stages_of_several_devices_are_refused():
+    with pytest.raises(ConfigError, match="several devices"):
+        served("TP2", request(1, 0.0))

@@ -1,0 +1,141 @@
+"""Table 5: the loads that its rows imply, the figures of a run, and how an emulated table is compared with it."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.client.row import Outcome, Row
+from bench.client.run import Run
+from bench.papers.emulation.check import (
+    AVERAGE_IMAGE,
+    implied_table,
+    other_numbers,
+    reading_table,
+    sensitivity,
+    variations,
+)
+from bench.papers.emulation.table5 import METRICS, Load, agreement, emulated_table, readings, swapped, table5_row
+from bench.papers.printed import TABLE_5, Table5Row
+from tests.bench.papers.emulation.emulated import DEVICE
+
+RATES = {"TP1x2": 3.0, "EP-D": 3.0, "E-P-D": 3.0}
+
+
+def test_implied_request_totals_by_hand():
+    """13.38 tokens/s · 2 devices / 0.0215 / 64 tokens = 19.45 requests a second; and so on."""
+    found = {name: row.implied_rps for name, row in TABLE_5.items()}
+
+    by_hand = {"TP1x2": 19.45, "(E-PD)x2": 19.67, "EP-D": 8.21, "(E-P)-D": 9.24, "(E-D)-P": 9.54, "E-P-D": 9.57}
+    assert found == pytest.approx(by_hand, abs=0.01)
+
+
+def test_printed_attainments_are_shares_of_512_requests():
+    for row in TABLE_5.values():
+        assert row.attainment == pytest.approx(round(row.attainment * 512) / 512, abs=0.6e-4)
+
+
+def test_monoliths_ran_at_twice_the_load_of_the_others():
+    by_reading = readings()
+
+    assert set(by_reading["total"].values()) == {10.0}
+    assert by_reading["monoliths"] == {**by_reading["total"], "TP1x2": 20.0, "(E-PD)x2": 20.0}
+    assert by_reading["implied"]["TP1x2"] > 2 * by_reading["implied"]["E-P-D"]
+
+
+def test_the_row_of_a_run():
+    def answered(ttft_s: float, tpot_s: float) -> Row:
+        tokens = tuple(ttft_s + tpot_s * n for n in range(64))
+        return Row("r", 0, "a", "a", 0.0, 0.0, tokens[-1], Outcome.OK, 0.0, tokens, tokens[-1], usage_tokens=64)
+
+    run = Run(
+        "r", ended_s=10.0, rows=[answered(1.0, 0.04), answered(3.0, 0.04), answered(1.0, 0.06), answered(2.0, 0.05)]
+    )
+
+    found = table5_row(run, devices=2)
+
+    assert found.ttft_ms == pytest.approx(1750) and found.tpot_ms == pytest.approx(47.5)
+    assert found.attainment == 0.5
+    assert found.per_device == pytest.approx(2 * 64 / 10 / 2)
+    assert found.implied_rps == pytest.approx(4 / 10)
+
+
+def ordered(*per_device: float) -> dict[str, Table5Row]:
+    """A table of which only the throughput counts."""
+    return {name: Table5Row(2, 0.0, 0.0, 0.0, value) for name, value in zip(TABLE_5, per_device, strict=False)}
+
+
+def test_seeds_are_averaged():
+    one, two, both = (emulated_table(DEVICE, Load(20), {"EP-D": 3.0}, seeds)["EP-D"] for seeds in ((0,), (1,), (0, 1)))
+
+    assert one != two
+    assert both == pytest.approx([(a + b) / 2 for a, b in zip(one, two, strict=True)])
+
+
+def test_a_table_agrees_with_itself():
+    for metric in METRICS:
+        assert agreement(TABLE_5, metric) == pytest.approx({"spearman": 1.0, "kendall": 1.0, "by_chance": 1 / 720})
+
+
+def test_of_five_orders_two_neighbours_are_turned():
+    """Printed ranks 1 2 3 5 4 against 2 1 3 5 4: the squares of the differences sum to 2, 1 - 6·2 / (5·24) = 0.9.
+
+    Of ten pairs one stands the other way: (9 - 1) / 10. Of 120 orders five are as good or better.
+    """
+    found = agreement(ordered(20, 10, 30, 50, 40), "per_device")
+
+    assert found == pytest.approx({"spearman": 0.9, "kendall": 0.8, "by_chance": 5 / 120})
+
+
+def test_equal_values_agree_with_nothing():
+    assert agreement(ordered(1, 1, 1), "per_device") == {"spearman": 0.0, "kendall": 0.0, "by_chance": 1.0}
+
+
+def test_pairs_that_turn_are_named_and_a_tie_is_no_order():
+    turned = {**TABLE_5, "EP-D": TABLE_5["(E-P)-D"], "(E-P)-D": TABLE_5["EP-D"]}
+
+    assert swapped(TABLE_5, turned) == [("EP-D", "(E-D)-P"), ("EP-D", "(E-P)-D"), ("(E-D)-P", "(E-P)-D")]
+    assert swapped(ordered(1, 2, 3), ordered(1, 1, 3)) == []
+
+
+def test_loads_are_equal_for_equal_seeds_and_images_can_be_made_alike():
+    load, alike = Load(20), Load(20, AVERAGE_IMAGE)
+
+    assert load.at(10, 0) == Load(20).at(10, 0) != load.at(10, 1)
+    assert load.at(5, 0)[-1].arrival_s == pytest.approx(2 * load.at(10, 0)[-1].arrival_s)
+    assert {(one.width, one.height) for spec in alike.at(10, 0) for one in spec.images} == {AVERAGE_IMAGE}
+
+
+def test_every_constant_is_varied_both_ways_beside_the_readings():
+    names = [one.name for one in variations(DEVICE, {"another reading": DEVICE}, Load(20))]
+
+    assert {"decode_s -30%", "decode_s +30%", "encode_slows_prefill +30%", "another reading"} <= set(names)
+    assert len(names) == len(set(names))
+
+
+def test_a_variation_that_matters_changes_the_table_and_one_that_does_not_turns_nothing():
+    """Encoding ten times as slow fills the fused encoder and leaves the one apart time."""
+    slow = {"slow encode": DEVICE.scaled("encode_s_per_token", 10.0), "nothing": DEVICE}
+
+    ((text, figures, rows),) = sensitivity(DEVICE, slow, Load(30))
+
+    by_name = {row["variation"]: row for row in rows}
+    assert by_name["nothing"]["turned"] == []
+    assert by_name["slow encode"]["table"]["EP-D"]["ttft_ms"] > 2 * by_name["nothing"]["table"]["EP-D"]["ttft_ms"]
+    assert f"of {len(rows)} variations turn no pair" in text
+    assert figures["rank_correlation_table5_min"] <= figures["sensitivity/decode_s +30%"]
+
+
+def test_tables_name_what_they_show():
+    table = {name: TABLE_5[name] for name in RATES}
+    found = {metric: agreement(table, metric) for metric in METRICS}
+
+    shown = reading_table("total", table, RATES, found, {"ttft_ms": [("TP1x2", "EP-D")]})
+    assert "19.45" in implied_table()
+    assert "658.3 (658.3)" in shown and "spearman" in shown and "TP1x2 above EP-D" in shown
+
+
+def test_what_else_the_paper_prints_is_beside_what_was_emulated():
+    found = {one.name: one for one in other_numbers(DEVICE, Load(20), (0,))}
+
+    assert len(found) == 13 and sum(one.used for one in found.values()) == 4
+    assert all(one.low <= one.high for one in found.values())
