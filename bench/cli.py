@@ -49,10 +49,8 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("proxy", "bench.proxy", "what the proxy costs, and how it keeps its promises, over simulated stages"),
     ),
     PAPERS: (
-        Command("ablations", "bench.ablations.command", "E-P-D with and without its transfer optimisations (Table 2)"),
-        Command(
-            "memory-tables", "bench.ablations.memory_command", "what fits with and without the encoder (EPD, 2 to 4)"
-        ),
+        Command("ablations", "bench.papers.ablations", "E-P-D with and without its transfer optimisations (Table 2)"),
+        Command("memory-tables", "bench.papers.memory_tables", "what fits with and without the encoder (EPD, 2 to 4)"),
         Command("selfcheck", "bench.selfcheck.command", "how far the load generator can be trusted"),
     ),
 }

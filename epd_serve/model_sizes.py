@@ -11,9 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-DEFAULT_ELEMENT_BYTES = 2
-"""vLLM runs in the config's 16-bit dtype, and casts float32 models to one, unless `--dtype float32` says other."""
-
 _VISION = ("vision_config", "visual", "vision_tower_config")
 _AUDIO = ("audio_config",)
 _TEXT = ("text_config", "llm_config", "language_config")

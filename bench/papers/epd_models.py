@@ -1,7 +1,7 @@
-"""The models of EPD's memory tables, as far as memory follows from them: sizes as published, what a picture becomes.
+"""The models of EPD's memory tables, as far as memory follows from them: sizes as published, what an image becomes.
 
 Sizes are of the models' config.json on huggingface.co (openbmb/MiniCPM-V-2_6, OpenGVLab/InternVL2-8B and
-InternVL2-26B). How many slices of 448 x 448 a picture is cut into is EPD's Table 3 (column #Patch).
+InternVL2-26B). How many slices of 448 x 448 an image is cut into is EPD's Table 3 (column #Patch).
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 SLICE_PATCHES = 1024
 """(448 / 14)² of a slice."""
-PICTURES = ("313x234", "787x444", "4032x3024")
+IMAGES = ("313x234", "787x444", "4032x3024")
 
 
 @dataclass(frozen=True)
-class Known:
+class EpdModel:
     """Attributes:
     config: config.json. context: tokens of a request, as the paper's tables imply it: the most that fit, below the
-        fewest that are "out of context limit". slices: of a picture, by `PICTURES`. slice_tokens: that a slice becomes.
-    paper_pictures, paper_batch, paper_kv: of EPD's tables 2, 3 and 4: (with the encoder beside prefill, EPD).
-        `paper_batch` is (together, E, P); None is out of memory. `paper_kv` is by pictures of a request.
+        fewest that are "out of context limit". slices: of an image, by `IMAGES`. slice_tokens: that a slice becomes.
+    paper_images, paper_batch, paper_kv: of EPD's tables 2, 3 and 4: (with the encoder beside prefill, EPD).
+        `paper_batch` is (together, E, P); None is out of memory. `paper_kv` is by images of a request.
     """
 
     name: str
@@ -29,13 +29,13 @@ class Known:
     context: int
     slices: tuple[int, int, int]
     slice_tokens: int
-    paper_pictures: tuple[tuple[int, int], ...]
+    paper_images: tuple[tuple[int, int], ...]
     paper_batch: tuple[tuple[int | None, int, int], ...]
     paper_kv: Mapping[int, tuple[str, str]]
 
 
 MODELS = (
-    Known(
+    EpdModel(
         "MiniCPM-V 2.6",
         {
             "model_type": "minicpmv",
@@ -62,7 +62,7 @@ MODELS = (
         ((7, 49, 86), (2, 16, 29), (None, 4, 9)),
         {5: ("86%", "99%"), 10: ("74%", "97%"), 20: ("49%", "95%"), 40: ("OOM", "92%"), 80: ("OOM", "OOCL")},
     ),
-    Known(
+    EpdModel(
         "InternVL2-8B",
         {
             "model_type": "internvl_chat",
@@ -92,7 +92,7 @@ MODELS = (
         ((2, 15, 2), (9, 67, 10), (2, 15, 2)),
         {5: ("94%", "95%"), 10: ("89%", "91%"), 20: ("OOCL", "OOCL")},
     ),
-    Known(
+    EpdModel(
         "InternVL2-26B",
         {
             "model_type": "internvl_chat",

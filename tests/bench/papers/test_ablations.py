@@ -10,19 +10,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from bench.ablations import command
-from bench.ablations.command import variants_of
-from bench.ablations.rounds import Rounds, in_turns, warm_up
-from bench.ablations.table2 import BASELINE, VARIANTS, Asked, figures, shown
 from bench.cli import main
 from bench.client.known_server import Known
 from bench.client.measure import Plan
 from bench.client.run import Bounds
 from bench.client.source import Requests
+from bench.papers import ablations
+from bench.papers.ablations import Rounds, in_turns, variants_of, warm_up
+from bench.papers.table2 import BASELINE, VARIANTS, figures, shown
 from bench.served import Served as Launch
 from bench.workloads.arrivals import Poisson
 from deploy.config import DeployConfig
 from epd_serve.errors import ConfigError, StageError
+from epd_serve.kv.grouping import LinkCost, Step, exposed_s, parse_grouping
 from tests.bench.client.test_command import Served
 from tests.waiting import wait_for
 
@@ -51,19 +51,24 @@ def two() -> Iterator[tuple[Served, Served]]:
         one.stop()
 
 
-def asked(variant: str = "both", *, count: int = 40, factor: float = 0.8, rate: float = 0.5) -> list[Asked]:
-    return [
-        Asked(variant, rate, n // 10, n, (100.0 + n, (100.0 + n) * factor), (20.0, 20.0 + (n % 2) * 0.2 - 0.1))
-        for n in range(count)
-    ]
+def rows(variant: str = "both", *, count: int = 40, factor: float = 0.8, rate: float = 0.5) -> list[dict[str, Any]]:
+    return [row(variant, n, 100.0 + n, (100.0 + n) * factor, 20.0 + (n % 2) * 0.2 - 0.1, rate) for n in range(count)]
 
 
-def test_each_row_switches_what_its_name_says_by_flags_that_serve_knows() -> None:
-    flags = {one.name: one.flags("layerwise") for one in (BASELINE, *VARIANTS)}
+def row(
+    variant: str, n: int, base_ttft: float | None, ttft: float, tpot: float | None = 20.0, rate: float = 0.5
+) -> dict[str, Any]:
+    times = {"baseline_ttft_ms": base_ttft, "ttft_ms": ttft, "baseline_tpot_ms": 20.0, "tpot_ms": tpot}
+    return {"variant": variant, "rate_rps": rate, "round": n // 10, "n": n, **times}
+
+
+def test_the_baseline_sends_kv_after_prefill_and_each_row_switches_what_its_name_says() -> None:
+    flags = {one.name: one.flags for one in (BASELINE, *VARIANTS)}
 
     assert flags == {
-        "baseline": ("--feature-prefetch", "demand", "--kv-grouping", "layerwise"),
-        "prefetch": ("--feature-prefetch", "event", "--kv-grouping", "layerwise"),
+        "baseline": ("--feature-prefetch", "demand", "--kv-grouping", "bulk"),
+        "layerwise": ("--feature-prefetch", "demand", "--kv-grouping", "layerwise"),
+        "prefetch": ("--feature-prefetch", "event", "--kv-grouping", "bulk"),
         "grouped": ("--feature-prefetch", "demand", "--kv-grouping", "adaptive"),
         "both": ("--feature-prefetch", "event", "--kv-grouping", "adaptive"),
     }
@@ -71,12 +76,16 @@ def test_each_row_switches_what_its_name_says_by_flags_that_serve_knows() -> Non
         DeployConfig(feature_prefetch=prefetch, kv_grouping=grouping)
 
 
+def test_the_baselines_one_packet_leaves_when_the_prompt_is_computed() -> None:
+    step, cost = Step(layers=34, layer_bytes=1 << 20, layer_s=0.01), LinkCost(0.001, 1e-9)
+    transfer_s = cost.seconds(34 << 20)
+
+    assert exposed_s(parse_grouping(BASELINE.grouping, 0).cuts(step, cost), step, cost) == pytest.approx(transfer_s)
+    assert exposed_s(parse_grouping("layerwise", 0).cuts(step, cost), step, cost) < 0.1 * transfer_s
+
+
 def test_the_papers_numbers_give_the_papers_percentages() -> None:
-    change = [
-        [round(100 * (of / base - 1), 1) for of, base in zip(one.paper_ttft, BASELINE.paper_ttft, strict=True)]
-        for one in VARIANTS
-    ]
-    assert change == [[-16.6, -21.7], [-16.0, -11.9], [-31.6, -26.1]]
+    assert [one.paper for one in VARIANTS] == ["-", "-16.6%, -21.7%", "-16.0%, -11.9%", "-31.6%, -26.1%"]
 
 
 def test_both_get_the_same_requests_in_every_round_and_new_ones_in_the_next(two: tuple[Served, Served]) -> None:
@@ -87,13 +96,13 @@ def test_both_get_the_same_requests_in_every_round_and_new_ones_in_the_next(two:
     found = list(in_turns(urls, "both", source, Rounds(plan, (300.0, 400.0), 2)))
 
     assert source.runs[2:] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [(one.round, one.rate_rps, one.n) for one in found[::4]] == [
+    assert [(one["round"], one["rate_rps"], one["n"]) for one in found[::4]] == [
         (0, 300.0, 0),
         (0, 400.0, 0),
         (1, 300.0, 0),
         (1, 400.0, 0),
     ]
-    assert len(found) == 16 and all(None not in (*one.ttft_ms, *one.tpot_ms) for one in found)
+    assert len(found) == 16 and all(None not in one.values() for one in found)
     assert two[0].server.seen == two[1].server.seen == 17
 
 
@@ -118,20 +127,18 @@ def test_a_side_that_goes_away_ends_it(two: tuple[Served, Served]) -> None:
 
 
 def test_figures_are_of_what_both_answered_and_ratios_have_intervals() -> None:
-    lost = Asked("both", 0.5, 0, 99, (None, 1.0), (None, 1.0))
-
-    found = figures([*asked(), lost])
+    found = figures([*rows(), row("both", 99, None, 1.0)])
 
     assert found["0.5 rps/both/requests"] == 41 and found["0.5 rps/both/not_whole"] == 1
     assert found["0.5 rps/both/ttft_over_baseline"] == 0.8
     assert found["0.5 rps/both/ttft_over_baseline_low"] == found["0.5 rps/both/ttft_over_baseline_high"] == 0.8
     assert found["0.5 rps/both/tpot_over_baseline_low"] < 1 < found["0.5 rps/both/tpot_over_baseline_high"]
-    assert "0.5 rps/both/ttft_over_baseline_low" not in figures(asked(count=5))
+    assert "0.5 rps/both/ttft_over_baseline_low" not in figures(rows(count=5))
     assert figures([]) == {}
 
 
 def test_the_table_has_the_paper_beside_it_and_says_where_nothing_shows() -> None:
-    text = shown(figures([*asked("prefetch"), *asked("both", factor=1.1)]), "real stages")
+    text = shown(figures([*rows("prefetch"), *rows("both", factor=1.1)]), "real stages")
 
     assert "w/ E-P asynchronous prefetching  40        95.6" in text
     assert "-20.0% (-20.0 to -20.0)" in text and "+10.0% (+10.0 to +10.0)" in text
@@ -147,7 +154,7 @@ def test_the_table_has_the_paper_beside_it_and_says_where_nothing_shows() -> Non
         (["--rounds", "0"], "--rounds is 0"),
         (["--seconds", "-1"], "--seconds is -1"),
         (["--output-tokens", "1"], "--output-tokens is 1"),
-        (["--only", "grouping"], "--only 'grouping': of prefetch, grouped, both"),
+        (["--only", "grouping"], "--only 'grouping': of layerwise, prefetch, grouped, both"),
     ],
 )
 def test_a_wrong_flag_is_named_before_anything_starts(capsys: Any, flags: list[str], said: str) -> None:
@@ -167,15 +174,15 @@ def test_what_was_measured_is_kept_when_a_later_part_fails(
             raise StageError("E-P-D did not become ready", stage=layout)
         yield Launch(name, url, "known", {}, 1.0, 1.0, (), tmp_path)
 
-    monkeypatch.setattr(command, "served", fake)
-    monkeypatch.setattr(command, "WorkloadSource", lambda *_: Bodies())
+    monkeypatch.setattr(ablations, "served", fake)
+    monkeypatch.setattr(ablations, "WorkloadSource", lambda *_: Bodies())
     flags = ["--engine", "sim", "--rates", "400", "--rounds", "1", "--seconds", "0.1", "--only", "prefetch,both"]
 
     assert main(["ablations", *flags, "--json", str(tmp_path / "r.json")]) == 1
     found = json.loads((tmp_path / "r.json").read_text())
     assert found["figures"]["400 rps/prefetch/requests"] > 10
     assert found["env"]["kind"] == "simulated stages: to try the flow"
-    assert found["env"]["flags"]["both"] == list(VARIANTS[2].flags("layerwise"))
+    assert found["env"]["flags"]["both"] == list(VARIANTS[3].flags)
     shown_text = capsys.readouterr()
     assert "did not become ready" in shown_text.err
     assert "a net gain from overlap" in shown_text.out

@@ -1,4 +1,4 @@
-"""EPD's memory tables: sizes by config, what fits where, and the check against a real start."""
+"""EPD's memory tables: sizes by config, and what fits where."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 
-from bench.ablations import memory_command, real_start
-from bench.ablations.known_models import MODELS
-from bench.ablations.memory_rooms import PLACES, Room, Subject
-from bench.ablations.memory_subject import subject_of
-from bench.ablations.memory_tables import figures, papers_cases
-from bench.ablations.parameters import weights_of
-from bench.ablations.real_start import Started, kv_of
 from bench.cli import main
+from bench.papers.epd_models import IMAGES, MODELS
+from bench.papers.memory_fit import PLACES, Room, Subject
+from bench.papers.memory_models import folder_subject, weights_of
+from bench.papers.memory_tables import epd_cases, figures
 from epd_serve.demo.presets import builtin_model_dir
-from epd_serve.errors import ConfigError, StageError
+from epd_serve.errors import ConfigError
 from epd_serve.model_sizes import model_sizes
 from epd_serve.model_weights import read_model_weights
 from tests.checkpoints import QWEN25_VL_7B, qwen25_vl_7b
@@ -27,7 +24,7 @@ TOTAL, RUNTIME = 82 * 10**9, 768 << 20
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, float]:
-    return figures(papers_cases(TOTAL, RUNTIME))
+    return figures(epd_cases(TOTAL, RUNTIME))
 
 
 def test_weights_by_config_are_those_of_the_files(tmp_path: Path) -> None:
@@ -67,11 +64,11 @@ def test_what_cannot_be_counted_is_not_guessed(config: dict[str, Any]) -> None:
 
 def test_the_order_is_the_papers_for_every_model_and_picture(found: dict[str, float]) -> None:
     for model in MODELS:
-        for at, picture in enumerate(("313x234", "787x444", "4032x3024")):
+        for at, picture in enumerate(IMAGES):
             where = f"{model.name}/{picture}"
             together, apart = (found[f"pictures_per_request/{where}/{one}"] for one in ("together", "disaggregated"))
             assert together <= apart
-            assert (apart > together) or model.paper_pictures[at][0] == model.paper_pictures[at][1]
+            assert (apart > together) or model.paper_images[at][0] == model.paper_images[at][1]
             batches = [found[f"max_batch/{where}/{place}"] for place in PLACES]
             assert batches[0] <= min(batches[1:])
             shares = [found[f"kv_share/{where}/5 pictures/{place}"] for place in ("together", "spare", "prefill")]
@@ -85,35 +82,33 @@ def test_internvl_batches_are_within_a_factor_of_two_of_the_papers(found: dict[s
 
 
 def test_out_of_context_is_told_from_out_of_memory() -> None:
-    case = next(
-        one for one in papers_cases(TOTAL, RUNTIME) if (one.model, one.picture) == ("InternVL2-8B", "4032x3024")
-    )
+    case = next(one for one in epd_cases(TOTAL, RUNTIME) if (one.model, one.image) == ("InternVL2-8B", "4032x3024"))
     assert case.rooms["prefill"].kv_share(20) == "OOCL"
     small = Room(case.rooms["together"].subject, "together", 17 * 10**9, RUNTIME)
-    assert small.kv_share(5) == "OOM" and small.most_pictures() == 0 and small.largest_batch(10) == 0
+    assert small.kv_share(5) == "OOM" and small.most_images() == 0 and small.largest_batch(10) == 0
     assert case.rooms["encoder"].kv_tokens(5) == 0
 
 
 def test_more_never_fits_where_less_does_not() -> None:
-    subject = papers_cases(TOTAL, RUNTIME)[2].rooms["together"].subject
+    subject = epd_cases(TOTAL, RUNTIME)[2].rooms["together"].subject
     for place in PLACES:
         room = Room(subject, place, TOTAL, RUNTIME)
-        most = room.most_pictures()
+        most = room.most_images()
         assert room.fits(most, 1) and not room.fits(most + 1, 1)
 
 
 def test_a_models_folder_gives_a_subject_by_its_files(tmp_path: Path) -> None:
     folder = qwen25_vl_7b(tmp_path / "model")
 
-    subject = subject_of(str(folder), "1280x720")
+    subject = folder_subject(str(folder), "1280x720")
     assert isinstance(subject, Subject)
     assert (subject.tokens, subject.patches) == (26 * 46, 4 * 26 * 46)
     assert subject.context == 128000
-    largest = subject_of(str(folder), "largest")
+    largest = folder_subject(str(folder), "largest")
     assert largest.patches == 12845056 // 196
-    assert subject_of(str(folder), "100000x100000").patches <= largest.patches * 1.01
+    assert folder_subject(str(folder), "100000x100000").patches <= largest.patches * 1.01
     (folder / "model.safetensors").unlink()
-    assert subject_of(str(folder), "1280x720").weights.language == pytest.approx(subject.weights.language, rel=0.01)
+    assert folder_subject(str(folder), "1280x720").weights.language == pytest.approx(subject.weights.language, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +116,6 @@ def test_a_models_folder_gives_a_subject_by_its_files(tmp_path: Path) -> None:
     [
         (["--model", "org/name"], "not a folder on this machine"),
         (["--device-memory", "0.1"], "less than the runtime takes"),
-        (["--check", "--presets", "huge"], "--presets 'huge'"),
     ],
 )
 def test_wrong_flags_are_named(capsys: Any, flags: list[str], said: str) -> None:
@@ -132,7 +126,7 @@ def test_wrong_flags_are_named(capsys: Any, flags: list[str], said: str) -> None
 def test_a_picture_that_says_nothing_is_named(tmp_path: Path) -> None:
     folder = qwen25_vl_7b(tmp_path / "model")
     with pytest.raises(ConfigError, match="--picture 4k"):
-        subject_of(str(folder), "4k")
+        folder_subject(str(folder), "4k")
 
 
 def test_tables_are_printed_with_the_papers_numbers_and_kept(tmp_path: Path, capsys: Any) -> None:
@@ -143,32 +137,3 @@ def test_tables_are_printed_with_the_papers_numbers_and_kept(tmp_path: Path, cap
     saved = json.loads((tmp_path / "r.json").read_text())
     assert saved["env"]["kind"].startswith("emulated: computed")
     assert saved["figures"]["kv_tokens/InternVL2-26B/4032x3024/5 pictures/prefill"] > 0
-
-
-def test_blocks_are_read_from_what_vllm_says_of_its_cache() -> None:
-    text = '# HELP x\nvllm:cache_config_info{block_size="128",cpu_kv="None",num_gpu_blocks="64",engine="0"} 1.0\n'
-
-    assert kv_of(text) == (64, 128)
-    assert kv_of("vllm:other 1\n") == (0, 0)
-    assert kv_of(text.replace('"64"', '"None"')) == (0, 128)
-    with pytest.raises(StageError, match="KV cache"):
-        kv_of('vllm:cache_config_info{blocks="64"} 1.0')
-
-
-@pytest.mark.parametrize(("tokens", "code"), [(8192, 0), (4096, 1)])
-def test_a_start_that_is_not_as_computed_is_said_and_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, tokens: int, code: int
-) -> None:
-    stages = [
-        Started("tiny", "E0", 0, 0, 0, 10**6, 5 * 10**8),
-        Started("tiny", "P0", 8200, tokens, 16, 10**7, 6 * 10**8),
-    ]
-    monkeypatch.setattr(real_start, "check", lambda preset, folder: stages)
-    monkeypatch.setattr(memory_command, "write_preset", lambda folder, preset: None)
-    monkeypatch.setattr(memory_command, "check_memory", lambda stages: None)
-
-    assert main(["memory-tables", "--check", "--quick", "--json", str(tmp_path / "r.json")]) == code
-    saved = json.loads((tmp_path / "r.json").read_text())
-    assert saved["figures"]["check/tiny/P0/kv_tokens_over_computed"] == pytest.approx(tokens / 8200, abs=1e-4)
-    assert [row["kind"] for row in saved["rows"]] == ["real", "real"]
-    assert ("NO" in capsys.readouterr().out) == bool(code)
