@@ -46,7 +46,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("batches", "bench.micro.batches", "throughput and latency of each stage against its batch size"),
         Command("colocation", "bench.micro.colocation.command", "stages on one device against a monolith"),
         Command("interference", "bench.micro.interference.command", "how much operators of the stages slow each other"),
-        Command("proxy", "bench.proxy", "what the proxy costs, and how it keeps its promises, over simulated stages"),
+        Command("proxy", "bench.micro.proxy.command", "what the proxy costs, over simulated stages"),
     ),
     PAPERS: (
         Command("ablations", "bench.papers.ablations", "E-P-D with and without its transfer optimisations (Table 2)"),

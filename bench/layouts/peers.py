@@ -12,10 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.client.target import Target
+from bench.example_proxies import ASCEND, VLLM, running
 from bench.layouts.entry import PEERS, Entry, How
 from bench.layouts.up import Up
-from bench.proxy_peers import ASCEND, VLLM
-from bench.proxy_rivals import running
 from bench.served import Stage
 from deploy.ports import free_ports
 

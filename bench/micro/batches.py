@@ -27,7 +27,8 @@ from bench.clients.records import RequestRecord
 from bench.micro.charts import BLUE, VERMILLION, chart
 from bench.micro.colocation.mix import encode_body, numbered_image, stream_body
 from bench.micro.measurement import Measurement, Row, Usually, one_of, several, whole
-from bench.micro.real_stages import (
+from bench.micro.rows import grouped, table_of
+from bench.real_stages import (
     add_engine_flags,
     check_memory,
     closed_loop,
@@ -36,7 +37,6 @@ from bench.micro.real_stages import (
     seconds_of,
     tpot_s,
 )
-from bench.micro.rows import grouped, table_of
 from bench.scratch import scratch
 from bench.served import served
 from bench.workloads.synthetic import text_body

@@ -14,21 +14,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.client.bodies import prepared
-from bench.client.flags import parse_rates
-from bench.client.measure import Plan, measure
-from bench.client.row import Row as Record
-from bench.client.source import Source, WorkloadSource
-from bench.client.target import Target
-from bench.colocation import check_memory, engine_flags
+from bench.clients.bodies import Source, WorkloadSource, prepared
+from bench.clients.flags import parse_rates
+from bench.clients.measure import Plan, measure
+from bench.clients.records import RequestRecord
+from bench.clients.target import Target
 from bench.papers.printed import MACHINE
 from bench.papers.table2 import BASELINE, LAYOUT, VARIANTS, Row, Variant, figures, shown, whole
+from bench.real_stages import add_engine_flags, check_memory, engine_flags
 from bench.record import add_arguments as add_record_arguments
 from bench.record import busy, environment, write
 from bench.served import served
 from bench.workloads.arrivals import Poisson
 from bench.workloads.generate import Knobs
-from bench.workloads.pictures import Pictures
+from bench.workloads.images import Images
 from bench.workloads.workload import Workload
 from deploy import event_loop
 from epd_serve.errors import ConfigError, StageError
@@ -64,10 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-tokens", type=int, default=32, help="of an answer (default 32)")
     parser.add_argument("--seed", type=int, default=0, help="of requests and arrivals")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="where drawn images are kept")
-    parser.add_argument(
-        "--engine", choices=("vllm", "sim"), default="vllm", help="sim: to try the flow, no measurement"
-    )
-    parser.add_argument("--sim-profile", help="with --engine sim: the profile of the simulated stages")
+    add_engine_flags(parser)
     add_record_arguments(parser, quick="2 rounds of 15 s")
     parser.set_defaults(run=run)
 
@@ -119,7 +115,7 @@ def _measured(arguments: argparse.Namespace, rounds: Rounds, variants: Sequence[
     with tempfile.TemporaryDirectory(prefix="epd-bench-", dir="/tmp") as scratch:
         model = engine_flags(arguments, Path(scratch))
         with served(LAYOUT, (*model, *BASELINE.flags), name=BASELINE.name, traced=False) as base:
-            images = Pictures(arguments.cache)
+            images = Images(arguments.cache)
             source = WorkloadSource(
                 lambda seed: workload.seeded(seed).endless(), images.data_url, base.model, arguments.seed
             )
@@ -162,7 +158,7 @@ def in_turns(urls: tuple[str, str], variant: str, source: Source, rounds: Rounds
             number += 1
 
 
-def _sent(url: str, source: Source, plan: Plan, number: int) -> dict[int, Record]:
+def _sent(url: str, source: Source, plan: Plan, number: int) -> dict[int, RequestRecord]:
     requests = source.of_run(plan, number)
     if not requests.dues:
         return {}
@@ -173,7 +169,7 @@ def _sent(url: str, source: Source, plan: Plan, number: int) -> dict[int, Record
     return {record.n: record for record in measured.run.rows}
 
 
-def _times(record: Record, prefix: str = "") -> Row:
+def _times(record: RequestRecord, prefix: str = "") -> Row:
     times = {"ttft_ms": record.ttft_s, "tpot_ms": record.tpot_s}
     return {f"{prefix}{name}": round(s * 1e3, 3) if record.ok and s is not None else None for name, s in times.items()}
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from bench.served import LOGS_ENV, parse_ready, served
+from bench.served import LOGS_ENV, groups, parse_ready, served
 from deploy.blueprint import draw
 from deploy.config import DeployConfig
 from deploy.ready_message import ready_message
@@ -49,3 +52,11 @@ def test_logs_of_a_launch_that_did_not_start_are_kept_too(tmp_path, monkeypatch)
     with pytest.raises(StageError, match="did not become ready"), served("no layout", name="a wrong one"):
         pass
     assert "no layout" in (tmp_path / "logs" / "a_wrong_one" / "launcher.log").read_text()
+
+
+def test_the_newest_process_of_an_instance_counts(tmp_path: Path) -> None:
+    run = tmp_path / "launch"
+    run.mkdir()
+    lines = [{"instance": "P0", "pid": 1}, {"instance": "D0", "pid": 2}, {"instance": "P0", "pid": 3}]
+    (run / "groups.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert groups(tmp_path) == {"P0": 3, "D0": 2}

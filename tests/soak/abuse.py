@@ -22,18 +22,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.flow_process import FlowGenerator
-from bench.flows import GOOD, Flow, Outcome
-from bench.front_door import counters
+from bench.clients.process import SenderProcess
+from bench.clients.records import RequestRecord
+from bench.clients.sender import Flow
+from bench.clients.target import requests
+from bench.goals import Goal
+from bench.micro.proxy.simulated import simulated
 from bench.processes import cpu_seconds, since
-from bench.proxy_speed import simulated
-from bench.record import environment, write
-from bench.resident import resident
-from bench.scenario_bodies import picture, text
 from bench.statistic import percentile
+from bench.workloads.synthetic import image_body, text_body
 from tests.soak.abusers import CrowdProcess, Scene, Seen
+from tests.soak.front_door import counters
+from tests.soak.harness import Result, Soak
 from tests.soak.malformed import malformed_requests
 from tests.soak.media_server import media_server
+from tests.soak.resident import resident
 
 LAYOUT = "E-P-D"
 PROFILE = {
@@ -48,25 +51,19 @@ BUFFERS_BYTES = 256 << 10
 """Of one connection, in the proxy: what uvicorn and aiohttp read ahead and write behind."""
 NUMBERS = {"slow body": 200, "silent": 100, "slow reader": 20, "large url": 32}
 RATES = {"text": 10.0, "picture": 3.0, "url": 2.0}
-MAX_RATIO = 1.3
 CASES = 10_000
 SETTLE_S = 3.0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """0 where all of it holds, else 1."""
-    asked = _arguments(argv)
+def measure(asked: argparse.Namespace) -> Result:
     seconds, windows, cases = (40.0, 1, 400) if asked.quick else (asked.seconds, asked.windows, asked.count)
-    env = environment(["abuse"], "simulated stages, real front door") | {
-        "command": " ".join(["python -m tests.soak.abuse", *(argv if argv is not None else sys.argv[1:])])
-    }
     flags = ["--tenant-header", "x-tenant", "--allow-private-media"]
     if asked.memory_bytes:
         flags += ["--proxy", f"memory.process_bytes={asked.memory_bytes}"]
     rows: list[dict[str, Any]] = []
-    with media_server() as media, FlowGenerator() as generator, simulated(LAYOUT, PROFILE, flags) as launch:
+    with media_server() as media, SenderProcess() as sender, simulated(LAYOUT, PROFILE, flags) as launch:
         pids = launch.cpu_parts["proxy"]
-        generator.run(launch.url, _flows(launch.model, media, 2.0, 0))  # first-time imports
+        sender.run(launch.url, *_flows(launch.model, media, 2.0, 0))  # first-time imports
         before_mb = resident(pids).rss_mb
         malformed = _cases(launch.url, cases, asked.cases)
         each = len(malformed) // windows
@@ -75,32 +72,42 @@ def main(argv: Sequence[str] | None = None) -> int:
                 some = malformed[index * each : (index + 1) * each]
                 for behave in (True, False):
                     length_s = seconds / windows * (0.5 if behave and not asked.quick else 1.0)
-                    row = _window(launch, generator, media, some, behave=behave, seconds=length_s, index=index)
+                    row = _window(launch, sender, media, some, behave=behave, seconds=length_s, index=index)
                     rows.append(row | {"rss_mb": round(resident(pids).rss_mb, 1)})
                     print(json.dumps(_short(rows[-1])), file=sys.stderr)
             row = _window(
-                launch, generator, media, malformed[:100], behave=False, seconds=30.0, index=windows, arrive=True
+                launch, sender, media, malformed[:100], behave=False, seconds=30.0, index=windows, arrive=True
             )
             rows.append(row | {"rss_mb": round(resident(pids).rss_mb, 1)})
             print(json.dumps(_short(rows[-1])), file=sys.stderr)
         statuses = _by_status(counters(launch.url, "epd_proxy_requests_total"))
     figures = _figures(rows, before_mb, max(peak_mb), asked.memory_bytes or MEMORY_BYTES) | statuses
-    write(asked.json, figures, env, [_short(row) for row in rows])
-    wrong = _wrong(figures)
-    print("\n".join([*(f"{name}: {value}" for name, value in figures.items()), *(f"WRONG: {one}" for one in wrong)]))
-    return 1 if wrong else 0
+    return figures, [_short(row) for row in rows], ""
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.soak.abuse", description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one short window of each, a minute and a half in all")
+def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="of abuse; half of it more to compare with")
     parser.add_argument("--count", type=int, default=CASES, help="malformed requests")
     parser.add_argument("--windows", type=int, default=10, help="in turns with the comparison")
     parser.add_argument("--memory-bytes", type=int, default=MEMORY_BYTES, help="0: whatever the code's default is")
     parser.add_argument("--cases", type=Path, help="where malformed requests are, or are to be kept; they take minutes")
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args(argv)
+
+
+SOAK = Soak(
+    "abuse",
+    "what a well-behaved tenant notices of others that are not, and what they cost",
+    measure,
+    (
+        Goal("answers_5xx", "==", 0.0, "but refusals that say when to come back"),
+        Goal("hanging", "==", 0.0),
+        Goal("tenant_bad_among_abuse", "==", 0.0),
+        Goal("rss_over_allowed", "<=", 1.0, "memory is within what is configured"),
+        Goal("slow_bodies_answered_408", ">=", 1.0),
+        Goal("silent_connections_closed", ">=", 1.0),
+    ),
+    (Goal("all_p99_ratio", "<=", 1.3, "the tenant's p99 over what it is among those that behave"),),
+    _add_flags,
+)
 
 
 def _cases(url: str, count: int, kept: Path | None) -> list[bytes]:
@@ -115,7 +122,7 @@ def _cases(url: str, count: int, kept: Path | None) -> list[bytes]:
 
 def _window(
     launch: Any,
-    generator: FlowGenerator,
+    sender: SenderProcess,
     media: str,
     malformed: list[bytes],
     *,
@@ -131,7 +138,7 @@ def _window(
     crowd = CrowdProcess(scene, NUMBERS)
     try:
         dues_s = seconds - 2 * SETTLE_S if seconds > 4 * SETTLE_S else seconds / 2
-        run = generator.run(launch.url, _flows(launch.model, media, dues_s, seed))
+        run = sender.run(launch.url, *_flows(launch.model, media, dues_s, seed))
         seen = crowd.finish()
     finally:
         crowd.stop()
@@ -139,7 +146,7 @@ def _window(
     return {
         "behave": behave,
         "arrive": arrive,
-        "outcomes": run.outcomes,
+        "records": run.rows,
         "seen": seen,
         "cpu_s": {k: round(v, 1) for k, v in spent.items()},
     }
@@ -153,13 +160,13 @@ def _flows(model: str, media: str, seconds: float, seed: int) -> list[Flow]:
         parts = [{"type": "image_url", "image_url": {"url": f"{media}/small/{seed + turn}.png"}}]
         return {"model": model, "messages": [{"role": "user", "content": parts}], "max_tokens": 4, "stream": True}
 
-    texts = [text(model, tokens=64, answer=4, stream=True, seed=seed + turn) for turn in range(64)]
-    pictures = [picture(model, side=256, answer=4, stream=True, seed=seed + turn) for turn in range(64)]
+    texts = [text_body(model, tokens=64, answer=4, stream=True, seed=seed + turn) for turn in range(64)]
+    images = [image_body(model, side=256, answer=4, stream=True, seed=seed + turn) for turn in range(64)]
     urls = [by_url(turn) for turn in range(int(seconds * RATES["url"]) + 1)]
     return [
-        Flow("text", texts, dues(RATES["text"])),
-        Flow("picture", pictures, dues(RATES["picture"])),
-        Flow("url", urls, dues(RATES["url"])),
+        Flow(requests(texts), "text", dues=dues(RATES["text"])),
+        Flow(requests(images), "picture", dues=dues(RATES["picture"])),
+        Flow(requests(urls), "url", dues=dues(RATES["url"])),
     ]
 
 
@@ -191,8 +198,8 @@ def _figures(rows: Sequence[dict[str, Any]], before_mb: float, peak_mb: float, m
     for row in rows:
         for (_, what), number in row["seen"].counts.items():
             counts[what] += number
-    outcomes = {
-        behave: [one for row in rows if row["behave"] is behave and not row["arrive"] for one in row["outcomes"]]
+    records = {
+        behave: [one for row in rows if row["behave"] is behave and not row["arrive"] for one in row["records"]]
         for behave in (True, False)
     }
     allowed_mb = before_mb + (memory_bytes + BUFFERS_BYTES * sum(NUMBERS.values())) / 2**20
@@ -206,14 +213,15 @@ def _figures(rows: Sequence[dict[str, Any]], before_mb: float, peak_mb: float, m
         "malformed_sent": float(
             sum(n for row in rows if not row["behave"] for (k, _), n in row["seen"].counts.items() if k == "malformed")
         ),
-        "tenant_bad_among_abuse": float(sum(one.verdict != GOOD for one in outcomes[False])),
-        "tenant_bad_among_behaving": float(sum(one.verdict != GOOD for one in outcomes[True])),
+        "tenant_bad_among_abuse": float(sum(not one.ok for one in records[False])),
+        "tenant_bad_among_behaving": float(sum(not one.ok for one in records[True])),
         "rss_before_mb": round(before_mb, 1),
         "rss_peak_mb": round(peak_mb, 1),
         "rss_allowed_mb": round(allowed_mb, 1),
+        "rss_over_allowed": round(peak_mb / allowed_mb, 3),
     }
     for kind in (*RATES, "all"):
-        p99 = [_p99_ms([one for one in outcomes[behave] if kind in (one.kind, "all")]) for behave in (False, True)]
+        p99 = [_p99_ms([one for one in records[behave] if kind in (one.kind, "all")]) for behave in (False, True)]
         figures |= {f"{kind}_p99_abuse_ms": p99[0], f"{kind}_p99_behaving_ms": p99[1]}
         figures[f"{kind}_p99_ratio"] = round(p99[0] / p99[1], 3)
     return figures
@@ -227,36 +235,25 @@ def _by_status(series: Mapping[str, float]) -> dict[str, float]:
     return dict(sorted(counts.items()))
 
 
-def _p99_ms(outcomes: Sequence[Outcome]) -> float:
-    return round(percentile([one.first_s for one in outcomes], 99) * 1e3, 2)
-
-
-def _wrong(figures: dict[str, float]) -> list[str]:
-    wrong = [name for name in ("answers_5xx", "hanging", "tenant_bad_among_abuse") if figures[name]]
-    if figures["rss_peak_mb"] > figures["rss_allowed_mb"]:
-        wrong.append("memory beyond what is configured")
-    if figures["all_p99_ratio"] > MAX_RATIO:
-        wrong.append(f"p99 of the tenant is {figures['all_p99_ratio']} times of what it is among those that behave")
-    return wrong
+def _p99_ms(records: Sequence[RequestRecord]) -> float:
+    return round(percentile([one.wait_s() for one in records], 99) * 1e3, 2)
 
 
 def _short(row: dict[str, Any]) -> dict[str, Any]:
     seen: Seen = row["seen"]
-    by_kind = {kind: [one for one in row["outcomes"] if one.kind == kind] for kind in RATES}
+    by_kind = {kind: [one for one in row["records"] if one.kind == kind] for kind in RATES}
     return {
         "behave": row["behave"],
         "arrive": row["arrive"],
         "rss_mb": row.get("rss_mb"),
         "cpu_s": row["cpu_s"],
-        "p50_ms": {k: round(percentile([one.first_s for one in v], 50) * 1e3, 1) for k, v in by_kind.items() if v},
+        "p50_ms": {k: round(percentile([one.wait_s() for one in v], 50) * 1e3, 1) for k, v in by_kind.items() if v},
         "p99_ms": {k: _p99_ms(v) for k, v in by_kind.items() if v},
-        "bad": sorted(
-            {f"{one.kind} {one.verdict}: {one.said}"[:200] for one in row["outcomes"] if one.verdict != GOOD}
-        )[:3],
+        "bad": sorted({f"{one.kind} {one.fault}: {one.error}"[:200] for one in row["records"] if not one.ok})[:3],
         "seen": {f"{kind}: {what}": number for (kind, what), number in sorted(seen.counts.items())},
         "failures": seen.failures[:5],
     }
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(SOAK.main())

@@ -44,7 +44,8 @@ from bench.micro.colocation.figures import E_P_D, E_PD, E_PD_SHARES, EP_D, SHARE
 from bench.micro.colocation.mix import Mix, stream_body
 from bench.micro.colocation.storm import Storm
 from bench.micro.measurement import Measurement, Row, Usually, whole
-from bench.micro.real_stages import (
+from bench.processes import cpu_seconds
+from bench.real_stages import (
     add_engine_flags,
     check_memory,
     closed_loop,
@@ -53,7 +54,6 @@ from bench.micro.real_stages import (
     seconds_of,
     tpot_s,
 )
-from bench.processes import cpu_seconds
 from bench.scratch import scratch
 from bench.served import Served, served
 from epd_serve.errors import StageError

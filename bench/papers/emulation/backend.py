@@ -7,15 +7,14 @@ is judged besides is judged by the same code as a measured run.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bench.client.joined import mean_phases
-from bench.client.measure import Plan, judged
-from bench.client.rows_file import RowsFile
+from bench.clients.bodies import sent_by
+from bench.clients.measure import Plan, judged
+from bench.clients.records import RecordsFile
 from bench.layouts.book import BATCHES, PHASES, ROWS, Book
 from bench.layouts.entry import How
 from bench.layouts.experiment import Experiment, Planned
@@ -23,6 +22,7 @@ from bench.layouts.judged import Judged
 from bench.papers.devices.stage import StageDevice
 from bench.papers.emulation.check import DEVICES, check, kind_of
 from bench.papers.emulation.deployment import check_emulated, emulate
+from bench.phases import mean_phases
 from bench.record import environment, flatten
 from bench.workloads.arrivals import ClosedLoop, with_arrivals
 from bench.workloads.spec import RequestSpec
@@ -102,7 +102,7 @@ class Emulation:
         entry = book.entry
         plan = self.limits.plan(experiment, entry, run)
         emulated = emulate(parse(entry.layout), self.device, self._requests_of(plan), run.label, details=True)
-        with RowsFile(book.folder / ROWS, append=True) as rows:
+        with RecordsFile(book.folder / ROWS, append=True) as rows:
             for row in emulated.run.rows:
                 rows.keep(row)
         _append(book, PHASES, emulated.phases)
@@ -113,13 +113,10 @@ class Emulation:
         book.keep({**measured.row(), **about}, flatten({run.label: figures}))
 
     def _requests_of(self, plan: Plan) -> list[RequestSpec]:
-        """As `bench/client/source.py` makes them of a workload: those of the run, not those of another one."""
+        """Returns those of the run, not those of another one."""
         assert self.requests is not None
-        until = float("inf") if plan.seconds is None else plan.seconds
         dated = with_arrivals(self.requests.seeded(plan.seed).endless(), plan.arrivals, plan.seed)
-        return list(
-            itertools.takewhile(lambda spec: (spec.arrival_s or 0.0) < until, itertools.islice(dated, plan.count))
-        )
+        return list(sent_by(dated, plan))
 
 
 def _append(book: Book, name: str, lines: Iterable[Mapping[str, Any]]) -> None:

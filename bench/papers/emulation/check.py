@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from bench.client.run import Run
-from bench.client.slo import Slo
+from bench.clients.sender import Run
+from bench.clients.slo import Slo
 from bench.papers.devices import openpangu_vl_7b_910b
 from bench.papers.devices.stage import CONSTANTS, StageDevice
 from bench.papers.emulation.table5 import (

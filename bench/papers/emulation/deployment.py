@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.client.row import Outcome, Row
-from bench.client.run import Run
+from bench.clients.records import Outcome, RequestRecord
+from bench.clients.sender import Run
 from bench.papers.devices.stage import ENCODE, PREFILL, StageDevice
 from bench.papers.emulation.clock import Clock
 from bench.papers.emulation.shared_device import SharedDevice
@@ -84,10 +84,10 @@ class Request:
     def prompt_tokens(self) -> int:
         return self.text_tokens + sum(self.item_tokens)
 
-    def row(self, label: str, number: int) -> Row:
-        """Returns what the load generator would have noted."""
+    def row(self, label: str, number: int) -> RequestRecord:
+        """Returns what the request sender would have noted."""
         last_s = self.token_s[-1]
-        return Row(
+        return RequestRecord(
             *(label, number, self.id, self.id, self.due_s, self.due_s, last_s, Outcome.OK, self.due_s),
             token_s=tuple(self.token_s),
             last_s=last_s,

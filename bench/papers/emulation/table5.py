@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy import stats
 
-from bench.client.run import Run
-from bench.client.slo import Slo
+from bench.clients.sender import Run
+from bench.clients.slo import Slo
 from bench.papers.devices.stage import StageDevice
 from bench.papers.emulation.deployment import emulate
 from bench.papers.printed import REQUESTS, TABLE_5, TABLE_5_RPS, Table5Row

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from bench.cli import main
-from bench.client.known_server import Known
-from bench.client.measure import Plan
-from bench.client.run import Bounds
-from bench.client.source import Requests
+from bench.clients.bodies import Requests
+from bench.clients.known_server import Known
+from bench.clients.measure import Plan
+from bench.clients.sender import Bounds
 from bench.papers import ablations
 from bench.papers.ablations import Rounds, in_turns, variants_of, warm_up
 from bench.papers.table2 import BASELINE, VARIANTS, figures, shown
@@ -23,7 +23,7 @@ from bench.workloads.arrivals import Poisson
 from deploy.config import DeployConfig
 from epd_serve.errors import ConfigError, StageError
 from epd_serve.kv.grouping import LinkCost, Step, exposed_s, parse_grouping
-from tests.bench.client.test_command import Served
+from tests.bench.clients.serving import Served
 from tests.waiting import wait_for
 
 

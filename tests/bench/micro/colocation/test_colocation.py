@@ -21,8 +21,8 @@ from bench.micro.colocation.figures import E_PD, E_PD_SHARES, figures, tables
 from bench.micro.colocation.mix import Mix, numbered_image
 from bench.micro.colocation.storm import Storm
 from bench.micro.measurement import Row, resolve
-from bench.micro.real_stages import check_memory, closed_loop, tpot_s
-from bench.proxy_speed import simulated
+from bench.micro.proxy.simulated import simulated
+from bench.real_stages import check_memory, closed_loop, tpot_s
 from bench.served import Served
 from deploy.config import DeployConfig
 from epd_serve.errors import ConfigError, StageError

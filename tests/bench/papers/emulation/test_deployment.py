@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from bench.client.measure import Plan, judged
-from bench.client.validity import Rules
+from bench.clients.measure import Plan, Rules, judged
 from bench.papers.printed import TABLE_5
 from bench.workloads.arrivals import Poisson
 from epd_serve.errors import ConfigError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.client.row import Outcome, Row
-from bench.client.run import Run
+from bench.clients.records import Outcome, RequestRecord
+from bench.clients.sender import Run
 from bench.papers.emulation.check import (
     AVERAGE_IMAGE,
     implied_table,
@@ -43,9 +43,10 @@ def test_monoliths_ran_at_twice_the_load_of_the_others():
 
 
 def test_the_row_of_a_run():
-    def answered(ttft_s: float, tpot_s: float) -> Row:
+    def answered(ttft_s: float, tpot_s: float) -> RequestRecord:
         tokens = tuple(ttft_s + tpot_s * n for n in range(64))
-        return Row("r", 0, "a", "a", 0.0, 0.0, tokens[-1], Outcome.OK, 0.0, tokens, tokens[-1], usage_tokens=64)
+        times = {"token_s": tokens, "last_s": tokens[-1]}
+        return RequestRecord("r", 0, "a", "a", 0.0, 0.0, tokens[-1], Outcome.OK, usage_tokens=64, **times)
 
     run = Run(
         "r", ended_s=10.0, rows=[answered(1.0, 0.04), answered(3.0, 0.04), answered(1.0, 0.06), answered(2.0, 0.05)]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.goals import Goal
-from bench.proxy_part import Found, Options, Part
+from bench.micro.proxy.part import Options, Part, PartResult
 from proxy.encode.assignment import spread
 from proxy.encode.schedule import makespan_s
 from proxy.routing.policy import Candidate
@@ -104,10 +104,10 @@ def _sets(count: int) -> Iterator[tuple[str, tuple[float, ...]]]:
         yield kind, tuple(each / PIXELS_PER_TOKEN for each in pixels)
 
 
-def measure(options: Options) -> Found:
+def measure(options: Options) -> PartResult:
     """The part `irp` of `epd-bench proxy`."""
     rows = list(irp_rows(quick=options.quick))
-    return Found(irp_figures(rows), rows, "emulated: no encoder runs, an image takes as long as it has tokens")
+    return PartResult(irp_figures(rows), rows, "emulated: no encoder runs, an image takes as long as it has tokens")
 
 
 PART = Part("irp", "a request's images over several encoders, placement alone", measure, GOALS)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from bench.client.connection import connect, post
-from bench.holding_stages import HoldingStages
 from epd_serve.roles import Role
+from tests.soak.holding_stages import HoldingStages
 from tests.waiting import PATIENCE_S
 
 

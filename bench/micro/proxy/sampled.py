@@ -2,7 +2,7 @@
 
 From SIGUSR1 on a timer of the kernel fires per millisecond of CPU time, and Python's handler notes the stack; time in C
 counts for the Python that called it. Counts per stack go to OUT as JSON lines when the program ends. Who is who in a
-stack is `bench/proxy_breakdown.py`'s to say.
+stack is `breakdown.py`'s to say.
 """
 
 from __future__ import annotations

@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from bench import cli, proxy, proxy_peers, proxy_speed
+from bench import cli
+from bench.clients.process import SenderProcess
+from bench.example_proxies import ASCEND, VLLM, running, source
 from bench.goals import Goal
-from bench.load_process import Generator, Load
-from bench.proxy_breakdown import part_of, shares
-from bench.proxy_part import Found, Options, Part
-from bench.proxy_peers import ASCEND, VLLM
-from bench.proxy_rivals import bare_relay, running
+from bench.micro.proxy import command, peers, rivals
+from bench.micro.proxy.breakdown import part_of, shares
+from bench.micro.proxy.part import Options, Part, PartResult
+from bench.micro.proxy.rivals import bare_relay, closed_loop
 from epd_serve.errors import StageError
 from epd_serve.roles import Role
-from tests.proxy.fakes import DONE, FakeStage, chunk, served, streams, text_body
+from tests.proxy.fakes import DONE, FakeStage, chunk, served, streams
 
 SITE = "/lib/python3.11/site-packages"
 
@@ -28,13 +29,13 @@ def test_parts_run_one_by_one_and_their_figures_come_together(
     asked: list[tuple[str, Options]] = []
 
     def part(name: str, value: float) -> Part:
-        def measure(options: Options) -> Found:
+        def measure(options: Options) -> PartResult:
             asked.append((name, options))
-            return Found({name: value}, [{"x": value}], f"table of {name}")
+            return PartResult({name: value}, [{"x": value}], f"table of {name}")
 
         return Part(name, f"what {name} is", measure, (Goal(name, "<=", 1.5),))
 
-    monkeypatch.setattr(proxy, "PARTS", (part("one", 1.0), part("two", 2.0)))
+    monkeypatch.setattr(command, "PARTS", (part("one", 1.0), part("two", 2.0)))
     out = tmp_path / "out.json"
     assert cli.main(["proxy", "--quick", "--json", str(out)]) == 0
     result = json.loads(out.read_text())
@@ -49,11 +50,11 @@ def test_parts_run_one_by_one_and_their_figures_come_together(
 def _parts(asked: list[str], tmp_path: Path) -> tuple[Part, ...]:
     """One that measures, one that needs what is not there, one that fails, one that measures."""
 
-    def measure(options: Options) -> Found:
+    def measure(options: Options) -> PartResult:
         asked.append("measured")
-        return Found({f"figure{len(asked)}": 1.0}, [{"x": 1}], "table")
+        return PartResult({f"figure{len(asked)}": 1.0}, [{"x": 1}], "table")
 
-    def fails(options: Options) -> Found:
+    def fails(options: Options) -> PartResult:
         raise StageError("it fell over", stage="third")
 
     def fetch(options: Options) -> None:
@@ -73,7 +74,7 @@ def test_a_part_that_lacks_a_download_says_so_before_anything_is_measured_and_co
 ) -> None:
     asked: list[str] = []
     parts = _parts(asked, tmp_path)
-    monkeypatch.setattr(proxy, "PARTS", (parts[0], parts[1]))
+    monkeypatch.setattr(command, "PARTS", (parts[0], parts[1]))
     assert cli.main(["proxy", "--quick"]) == 0
     printed = capsys.readouterr().out
     assert asked == ["fetched", "measured"]
@@ -88,7 +89,7 @@ def test_what_was_measured_is_kept_when_another_part_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts = _parts([], tmp_path)
-    monkeypatch.setattr(proxy, "PARTS", (parts[0], parts[2], parts[3]))
+    monkeypatch.setattr(command, "PARTS", (parts[0], parts[2], parts[3]))
     out = tmp_path / "out.json"
     assert cli.main(["proxy", "--json", str(out)]) == 1
     assert set(json.loads(out.read_text())["figures"]) == {"figure1", "figure2"}
@@ -96,8 +97,8 @@ def test_what_was_measured_is_kept_when_another_part_fails(
 
 
 def test_every_part_has_a_name_of_its_own_and_no_two_set_one_goal() -> None:
-    names = [part.name for part in proxy.PARTS]
-    goals = [goal.figure for part in proxy.PARTS for goal in part.goals]
+    names = [part.name for part in command.PARTS]
+    goals = [goal.figure for part in command.PARTS for goal in part.goals]
     assert len(set(names)) == len(names) and len(set(goals)) == len(goals)
 
 
@@ -117,11 +118,11 @@ def test_ratios_are_taken_within_a_round() -> None:
         for turn, pair in enumerate([(60, 100), (30, 60), (8, 10)])
         for name, rps in zip(("proxy", "relay"), pair, strict=True)
     ]
-    assert proxy_speed._ratio(rows, "whole", "proxy", "relay") == 0.6
+    assert rivals.ratio(rows, "whole", "proxy", "relay") == 0.6
 
 
-def test_pictures_have_the_size_they_should_and_differ() -> None:
-    first, second = (json.dumps(proxy_speed.picture_body("m", seed)) for seed in (1, 2))
+def test_images_have_the_size_they_should_and_differ() -> None:
+    first, second = (rivals.image_request("m", seed).body for seed in (1, 2))
     assert first != second and 190_000 < len(first) * 3 / 4 < 215_000
 
 
@@ -131,11 +132,11 @@ async def test_the_bare_relay_passes_answers_on() -> None:
     async with served(fake) as url:
 
         def through() -> dict[str, float]:
-            with bare_relay(url) as relay, Generator() as generator:
-                return generator.run(relay.url, Load([text_body(stream=True)], 0.2, at_once=1, warm_up_s=0.0))
+            with bare_relay(url) as relay, SenderProcess() as sender:
+                return closed_loop(sender, relay, [rivals.text_request("m", stream=True)], 0.2)
 
-        found = await asyncio.to_thread(through)
-    assert found["requests"] and not found["errors"] and found["events"] == 2 * found["requests"]
+        row = await asyncio.to_thread(through)
+    assert row["requests"] and not row["errors"] and row["cpu_us_per_request"] > 0
 
 
 def test_a_rival_that_does_not_start_shows_its_log() -> None:
@@ -148,9 +149,9 @@ def test_the_peers_are_pinned_and_taken_from_a_file_where_one_is_given(tmp_path:
         assert any(len(part) == 40 for part in peer.url.split("/"))
     copy = tmp_path / "copy.py"
     copy.write_text("print()")
-    assert proxy_peers._source(VLLM, copy) == b"print()"
+    assert source(VLLM, copy) == b"print()"
     with pytest.raises(StageError, match="--peer-ascend"):
-        proxy_peers.PART.fetch(Options(peer_vllm=copy, peer_ascend=tmp_path / "missing.py"))
+        peers.PART.fetch(Options(peer_vllm=copy, peer_ascend=tmp_path / "missing.py"))
     argv = VLLM.argv(copy, 8000, ["http://127.0.0.1:1"], ["http://127.0.0.1:2"])
     assert argv[2:] == [
         *("--host", "127.0.0.1", "--port", "8000", "--encode-servers-urls", "http://127.0.0.1:1"),

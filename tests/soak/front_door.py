@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -55,10 +55,6 @@ def until(holds: Callable[[], object], timeout_s: float) -> bool:
             return False
         time.sleep(LOOK_S)
     return True
-
-
-def total(series: Mapping[str, float]) -> float:
-    return sum(series.values())
 
 
 def _get(url: str, path: str) -> httpx.Response:

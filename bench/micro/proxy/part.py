@@ -1,4 +1,4 @@
-"""A part of `epd-bench proxy`: what it is called, what it should find, and how it measures."""
+"""A part of `epd-bench proxy`: what it is called, what it should measure, and how."""
 
 from __future__ import annotations
 
@@ -16,27 +16,21 @@ class Options:
 
     Attributes:
         quick: cut the time, not the kinds of measurement.
-        real: with real stages too, where a part can (`kills`).
         peer_vllm, peer_ascend: copies of the peers' example proxies; None has them fetched.
     """
 
     quick: bool = False
     peer_vllm: Path | None = None
     peer_ascend: Path | None = None
-    real: bool = False
 
 
 @dataclass(frozen=True)
-class Found:
+class PartResult:
     """What a part has measured. `text` is printed; figures and rows go into the result (`bench/record.py`)."""
 
     figures: Mapping[str, float]
     rows: Sequence[Mapping[str, Any]] = ()
     text: str = ""
-
-
-def _everything_here(options: Options) -> None:
-    return
 
 
 @dataclass(frozen=True)
@@ -49,6 +43,6 @@ class Part:
 
     name: str
     what: str
-    measure: Callable[[Options], Found] = field(compare=False)
+    measure: Callable[[Options], PartResult] = field(compare=False)
     goals: tuple[Goal, ...] = ()
-    fetch: Callable[[Options], None] = field(compare=False, default=_everything_here)
+    fetch: Callable[[Options], None] = field(compare=False, default=lambda options: None)

@@ -1,4 +1,4 @@
-"""Memory of a process, and how it grows."""
+"""Memory of a process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from bench.resident import Resident, growth, parse_rollup, resident
+from tests.soak.resident import Resident, parse_rollup, resident
 
 ROLLUP = """\
 55d5c0000000-7fff00000000 ---p 00000000 00:00 0                          [rollup]
@@ -30,10 +30,3 @@ def test_memory_of_several_processes_adds_up() -> None:
 def test_a_process_that_is_gone_is_an_error() -> None:
     with pytest.raises(OSError, match="No such"):
         resident([2**22 + 1])
-
-
-def test_growth_is_the_slope_that_one_jump_does_not_bend() -> None:
-    steady = [(n * 1000.0, 100.0 + n * 0.5) for n in range(11)]
-    assert growth(steady, 100_000) == pytest.approx(50.0)
-    jumped = [(x, 100.0 + (7.0 if x > 9000 else 0.0)) for x, _ in steady]
-    assert growth(jumped, 100_000) == 0.0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.goals import goal_table
-from bench.micro.irp import ENCODERS, GOALS, IMAGES, RATES, irp_figures, irp_rows, optimum, placed
+from bench.micro.proxy.irp import ENCODERS, GOALS, IMAGES, RATES, irp_figures, irp_rows, optimum, placed
 from proxy.encode.schedule import makespan_s
 
 

@@ -1,8 +1,7 @@
-"""Memory of a process, and how it grows. The figures are pure."""
+"""Memory of a process."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +30,3 @@ def parse_rollup(text: str) -> Resident:
     """From the kernel's summary (`smaps_rollup`, kB)."""
     kib = {line.split(":")[0]: float(line.split()[1]) for line in text.splitlines() if line.endswith(" kB")}
     return Resident(kib["Rss"] / 1024, (kib["Private_Clean"] + kib["Private_Dirty"]) / 1024)
-
-
-def growth(points: Sequence[tuple[float, float]], per: float) -> float:
-    """How much the second value grows while the first grows by `per`: the median slope over all pairs of points, which
-    a single step up or down does not bend (Theil and Sen). Of at least two different first values."""
-    slopes = [(y1 - y0) / (x1 - x0) for at, (x0, y0) in enumerate(points) for x1, y1 in points[at + 1 :] if x1 != x0]
-    return statistics.median(slopes) * per

@@ -1,0 +1,62 @@
+"""The bare relay: what a proxy costs that only passes bytes on, with the same HTTP server and client as ours.
+
+`python -m bench.micro.proxy.relay PORT URL…`. Takes a request whole, sends it to one stage after another in turn, and
+passes the answer on as it comes. No parsing, no checks, no choice, no retries, no watch for clients that leave: the
+least that any proxy on this server and this client does, and so the base of `rps_over_bare_relay`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+
+import aiohttp
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+PASSED_ON = {b"content-type", b"content-length"}
+
+
+def bare_relay(urls: Sequence[str]) -> ASGIApp:
+    """Returns the application. `urls`: the stages."""
+    stages, sessions = itertools.cycle(urls), list[aiohttp.ClientSession]()
+
+    async def relay(scope: Scope, receive: Receive, send: Send) -> None:
+        if not sessions:  # of the server's event loop, which runs only now
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+            timeout = aiohttp.ClientTimeout(total=None)
+            sessions.append(aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False))
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        headers = {"content-type": "application/json"}
+        async with sessions[0].post(next(stages) + scope["path"], data=body, headers=headers) as answer:
+            kept = [pair for pair in answer.raw_headers if pair[0].lower() in PASSED_ON]
+            await send({"type": "http.response.start", "status": answer.status, "headers": kept})
+            while chunk := await answer.content.readany():
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return relay
+
+
+def main(argv: Sequence[str]) -> None:
+    port, *urls = argv
+    uvicorn.run(
+        bare_relay(urls),
+        host="127.0.0.1",
+        port=int(port),
+        log_level="warning",
+        access_log=False,
+        loop="uvloop",
+        http="httptools",
+        server_header=False,
+        proxy_headers=False,
+        lifespan="off",
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,16 @@
+"""The quick form of every soak test: `python -m tests.soak.NAME --quick`. Speed is the command's to judge."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.soak import abuse, kills, leave, memory, real_time, streams
+from tests.soak.harness import Soak
+
+SOAKS = (abuse.SOAK, kills.SOAK, leave.SOAK, memory.SOAK, real_time.SOAK, streams.SOAK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("soak", SOAKS, ids=lambda soak: soak.name)
+def test_the_front_door_keeps_its_promises(soak: Soak) -> None:
+    assert soak.missed(soak.run(["--quick"]), speed=False) == []
