@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from npu_ops.fake import FakeDevice
-from npu_ops.fake_engine import MAX_DESCRIPTORS, MINUS_ONE, EngineCrashedError, FakeTransferEngine
-from npu_ops.fake_network import DONE, FAILED, MAX_WAITING, PENDING, TOO_LATE, FakeNetwork, Fault
+from npu_ops.fake.device import FakeDevice
+from npu_ops.fake.engine import MAX_DESCRIPTORS, MINUS_ONE, EngineCrashedError, FakeTransferEngine
+from npu_ops.fake.network import DONE, FAILED, MAX_WAITING, PENDING, TOO_LATE, FakeNetwork, Fault
 from npu_ops.memory import MAX_REGIONS, NPU_ALIGNMENT, DeviceBlock
 from tests.waiting import PATIENCE_S
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from npu_ops.fake import FakeDevice, RuleBrokenError
-from npu_ops.fake_fabric import FakeFabric, FakePort, SameDeviceError
+from npu_ops.fake.device import FakeDevice, RuleBrokenError
+from npu_ops.fake.fabric import FakeFabric, FakePort, SameDeviceError
 from npu_ops.memory import MAX_REGIONS, NPU_ALIGNMENT
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npu_ops import torch_memory as memory_module
-from npu_ops.fake import FakeDevice
+from npu_ops.fake.device import FakeDevice
 from npu_ops.memory import DeviceMemory, DeviceMemoryError, proves_total
 from npu_ops.torch_memory import HostMemory, open_memory
 

@@ -16,8 +16,8 @@ from epd_serve.engine.ec.device_ledger import DevicePin
 from epd_serve.engine.ec.device_outbox import DeviceOutbox
 from epd_serve.engine.ec.device_probe import Path
 from epd_serve.engine.ec.device_trailer import FeatureShape
-from npu_ops.fake import FakeDevice
-from npu_ops.fake_fabric import FakeFabric, FakePort, SameDeviceError
+from npu_ops.fake.device import FakeDevice
+from npu_ops.fake.fabric import FakeFabric, FakePort, SameDeviceError
 from store.errors import StoreError
 from tests.waiting import PATIENCE_S, wait_for
 

@@ -14,8 +14,8 @@ from epd_serve.engine.ec import device_probe
 from epd_serve.engine.ec.device_fetch import FeatureAgent
 from epd_serve.engine.ec.device_probe import ArenaNeed, Path
 from epd_serve.engine.ec.device_source import DeviceSource
-from npu_ops.fake import FakeDevice
-from npu_ops.fake_fabric import FakeFabric
+from npu_ops.fake.device import FakeDevice
+from npu_ops.fake.fabric import FakeFabric
 from npu_ops.memory import DeviceMemoryError
 from store.errors import CorruptFeatureError, StoreError, StoreFullError
 from tests.epd_serve.engine.ec.device_stages import Consumer, Encoder, FabricTier

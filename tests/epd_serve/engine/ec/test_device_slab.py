@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from epd_serve.engine.ec.device_slab import DeviceSlab, Place, SlabBook
-from npu_ops.fake import FakeDevice, RuleBrokenError
-from npu_ops.fake_fabric import FakeFabric, FakePort
+from npu_ops.fake.device import FakeDevice, RuleBrokenError
+from npu_ops.fake.fabric import FakeFabric, FakePort
 from npu_ops.memory import DeviceMemoryError
 
 KIB = 1 << 10

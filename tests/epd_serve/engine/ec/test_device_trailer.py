@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd_serve.engine.ec.device_trailer import TRAILER_BYTES, FeatureShape, Integrity, sampled
-from npu_ops.fake import FakeDevice
+from npu_ops.fake.device import FakeDevice
 from npu_ops.memory import DeviceMemory
 from npu_ops.torch_memory import HostMemory
 from store.errors import CorruptFeatureError, StoreError

@@ -13,7 +13,7 @@ from epd_serve.engine.ec.loading import ArenaReader
 from epd_serve.engine.ec.step import FeatureSlot
 from epd_serve.engine.ec.write_queue import WriteQueue
 from epd_serve.trace import Trace
-from npu_ops.fake import FakeDevice
+from npu_ops.fake.device import FakeDevice
 from store.arena import Arena
 from store.feature_pool import FeaturePool
 from tests.epd_serve.engine.ec.stages import feature, make_arena

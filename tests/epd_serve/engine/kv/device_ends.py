@@ -32,9 +32,9 @@ from epd_serve.engine.kv.transports import OnDemand
 from epd_serve.kv.faults import Faults
 from epd_serve.kv.grouping import parse_grouping
 from epd_serve.kv.slices import LARGEST_PROBE_BYTES, SLICE_BYTES
-from npu_ops.fake import FakeDevice
-from npu_ops.fake_engine import FakeTransferEngine
-from npu_ops.fake_network import FakeNetwork
+from npu_ops.fake.device import FakeDevice
+from npu_ops.fake.engine import FakeTransferEngine
+from npu_ops.fake.network import FakeNetwork
 from tests.epd_serve.engine.kv.fakes import NO_TRACE, key_of
 from tests.epd_serve.engine.kv.slow_devices import (
     BLOCK_BYTES,

@@ -16,9 +16,9 @@ from epd_serve.engine.kv.mooncake_writes import Write
 from epd_serve.engine.kv.regions import Layers, layers_of, pieces_of
 from epd_serve.engine.kv.transport import LinkError
 from epd_serve.kv.plan import LayerPacket, Run
-from npu_ops.fake import FakeDevice
-from npu_ops.fake_engine import FakeTransferEngine
-from npu_ops.fake_network import FakeNetwork, Fault
+from npu_ops.fake.device import FakeDevice
+from npu_ops.fake.engine import FakeTransferEngine
+from npu_ops.fake.network import FakeNetwork, Fault
 from tests.epd_serve.engine.kv.fakes import (
     HOST,
     SCRATCH,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from epd_serve.kv.ways import transports_between
-from npu_ops.fake_network import FakeNetwork
+from npu_ops.fake.network import FakeNetwork
 from tests.epd_serve.engine.kv.device_ends import P_NPU, Pair, Setting
 from tests.epd_serve.engine.kv.slow_devices import STALE, Prompt, SlowDevice, ascend_caches, neighbouring_caches
 from tests.waiting import wait_for

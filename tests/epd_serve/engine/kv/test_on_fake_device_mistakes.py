@@ -19,7 +19,7 @@ from epd_serve.engine.kv.spans import Extent
 from epd_serve.engine.kv.staging_ring import StagingRing
 from epd_serve.kv.link_queue import LinkQueue
 from epd_serve.kv.plan import Run
-from npu_ops.fake import FakeEvent, FakeTimedFence
+from npu_ops.fake.device import FakeEvent, FakeTimedFence
 from tests.epd_serve.engine.kv.device_courses import (
     Course,
     follow,

@@ -24,7 +24,7 @@ from epd_serve.kv.faults import Faults, here_of
 from epd_serve.kv.slices import SLICE_BYTES
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
-from npu_ops.fake import FakeDevice
+from npu_ops.fake.device import FakeDevice
 from npu_ops.memory import DeviceMemory
 from npu_ops.torch_memory import HostMemory
 from tests.epd_serve.engine.kv.slow_devices import SlowDevice

@@ -24,7 +24,7 @@ from epd_serve.kv.ways import MOONCAKE, SHM
 from epd_serve.roles import Role
 from epd_serve.wire import TransferKey
 from epd_serve.wiring import StageWiring
-from npu_ops.fake import FakeDevice
+from npu_ops.fake.device import FakeDevice
 from tests.waiting import PATIENCE_S, wait_for
 
 LAYERS, BLOCKS, HEADS, BLOCK_SIZE, WIDTH = 3, 8, 4, 16, 8

@@ -4,7 +4,7 @@
 executes what was queued, in order, each operation `latency_s` (and its bytes' time) after the one before: a write is
 visible to a transport, or to another stream, only when its stream got there. Waiting for nothing therefore reads old
 bytes, as on hardware. A gate orders such tests without sleeping: `device.run(gate.wait)` holds the calling thread's
-stream. Its transports are in `fake_fabric.py` and `fake_engine.py`.
+stream. Its transports are in `fabric.py` and `engine.py`.
 
 A broken rule raises `RuleBrokenError` and stays in `FakeDevice.broken`, whoever swallows the exception.
 """
@@ -104,7 +104,7 @@ class FakeDevice:
         latency_s: how late each queued operation runs; may be changed at any time.
         bytes_per_s: how fast copies are, on each stream; likewise.
         broken: every rule that was broken, in order.
-        engine: the Transfer Engine of this process, once it has one (`fake_engine.py`).
+        engine: the Transfer Engine of this process, once it has one (`engine.py`).
         waits: fences that threads wait for.
         registered: host memory that is page-locked now, from address to end.
     """

@@ -30,8 +30,8 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 
-from npu_ops.fake import FakeDevice, RuleBrokenError
-from npu_ops.fake_network import DONE, FAILED, PENDING, FakeNetwork, Peer, Task, Tasks, execute
+from npu_ops.fake.device import FakeDevice, RuleBrokenError
+from npu_ops.fake.network import DONE, FAILED, PENDING, FakeNetwork, Peer, Task, Tasks, execute
 from npu_ops.memory import MAX_REGIONS, NPU_ALIGNMENT
 
 MAX_DESCRIPTORS = 2048

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import threading
 
-from npu_ops.fake import FakeDevice
+from npu_ops.fake.device import FakeDevice
 from npu_ops.memory import MAX_REGIONS, NPU_ALIGNMENT, DeviceMemoryError
 
 

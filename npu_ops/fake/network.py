@@ -1,6 +1,6 @@
 """What joins fake Transfer Engines, and what becomes of each descriptor there: it lands in any order, late or never.
 
-The engines and their rules are in `fake_engine.py`.
+The engines and their rules are in `engine.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from npu_ops.fake import FakeDevice
+from npu_ops.fake.device import FakeDevice
 
 MAX_WAITING = 1024  # tasks of one engine; further ones fail. Mooncake's default for TCP
 PENDING, DONE, FAILED, TOO_LATE = 0, 1, -1, -2
