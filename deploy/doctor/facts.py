@@ -62,6 +62,19 @@ class PackageFacts:
 
 
 @dataclass(frozen=True)
+class Namesake:
+    """Something else that is imported, or was installed, under the name of one of our packages.
+
+    Attributes:
+        distributions: other installed distributions that bring a package of this name.
+        origin: the file that an import of the name leads to, where that is not ours; "" where it is.
+    """
+
+    distributions: tuple[str, ...] = ()
+    origin: str = ""
+
+
+@dataclass(frozen=True)
 class MasterFacts:
     """The program `mooncake_master`. `unknown_flags`: those of ours that its --help does not name."""
 
@@ -109,6 +122,7 @@ class Facts:
 
     Attributes:
         environment: variables that matter, by name; `set` in place of a value that is nobody's business.
+        namesakes: what else goes by the name of one of our top-level packages, by that name.
         devices_note: why no device was found. driver_tool, compute_modes: of CUDA, by nvidia-smi.
     """
 
@@ -123,3 +137,4 @@ class Facts:
     ascend: AscendFiles = field(default_factory=AscendFiles)
     links: LinkFacts = LinkFacts()
     master: MasterFacts = MasterFacts()
+    namesakes: Mapping[str, Namesake] = field(default_factory=dict)

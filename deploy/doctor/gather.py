@@ -10,7 +10,7 @@ from deploy.doctor.ascend_tools import read_links
 from deploy.doctor.environment_checks import KEPT_VALUES, WATCHED
 from deploy.doctor.facts import Facts, LinkFacts, Wanted
 from deploy.doctor.machine import read_machine
-from deploy.doctor.packages import read_master, read_packages
+from deploy.doctor.packages import read_master, read_namesakes, read_packages
 from npu_ops.discovery import DeviceInventory
 from npu_ops.properties import read_properties
 from npu_ops.vendor_tool import ask
@@ -30,6 +30,7 @@ def gather(
     with ThreadPoolExecutor(thread_name_prefix="doctor") as pool:
         devices = pool.submit(read_properties, inventory)
         packages = pool.submit(read_packages, _FRAMEWORKS[wanted.device] if imports else ())
+        namesakes = pool.submit(read_namesakes)
         master = pool.submit(read_master)
         links = pool.submit(read_links, inventory.ids) if npu else None
         cuda = pool.submit(_cuda_driver, wanted.device)
@@ -39,6 +40,7 @@ def gather(
             wanted=wanted,
             machine=machine,
             packages=packages.result(),
+            namesakes=namesakes.result(),
             environment={
                 name: value if name in KEPT_VALUES else "set"
                 for name, value in environment.items()

@@ -17,6 +17,7 @@ def package_checks(facts: Facts) -> Iterator[Finding]:
         yield _vllm(facts)
     yield from _torch(facts)
     yield plugin_check(facts)
+    yield from _namesakes(facts)
     for module, failure in facts.packages.imports.items():
         if failure:
             yield error(
@@ -90,6 +91,21 @@ def _torch(facts: Facts) -> Iterator[Finding]:
         yield warning("torch", version, "torch-npu is made for the CPU build", "pip install torch==2.10.0+cpu")
     else:
         yield ok("torch", version)
+
+
+def _namesakes(facts: Facts) -> Iterator[Finding]:
+    for name, other in facts.namesakes.items():
+        named = " ".join(other.distributions)
+        yield error(
+            f"package {name}",
+            f"also a package of {', '.join(other.distributions)}" if named else f"imported from {other.origin}",
+            "EPD-Serve has a package of this name: an import takes whichever comes first, for either of the two",
+            f"pip uninstall -y {named}, or install EPD-Serve into an environment of its own (python -m venv DIR)"
+            if named
+            else f"move {other.origin} away, or start from another directory and without it on PYTHONPATH",
+        )
+    if not facts.namesakes:
+        yield ok("package names", "no other distribution has one of ours")
 
 
 def plugin_check(facts: Facts) -> Finding:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
+from importlib.util import find_spec
+from pathlib import Path
 
-from deploy.doctor.facts import MasterFacts, PackageFacts
+from deploy.doctor.facts import MasterFacts, Namesake, PackageFacts
 from deploy.environment import module_environment
 from deploy.mm_store import master_program
 from deploy.mooncake_package import installed_packages
@@ -23,6 +25,7 @@ DISTRIBUTIONS = (
     "transformers",
     "triton-ascend",
 )
+OUR_PACKAGES = ("bench", "deploy", "proxy", "epd_serve", "store", "npu_ops")
 IMPORT_S = 120.0
 """torch_npu takes half a minute on a cold disk."""
 
@@ -40,6 +43,22 @@ def read_packages(imports: Iterable[str] = ()) -> PackageFacts:
             continue
     registered = any(found.value.startswith("epd_serve.") for found in entry_points(group=_PLUGINS))
     return PackageFacts(versions, installed_packages(), registered, {name: try_import(name) for name in imports})
+
+
+def read_namesakes() -> dict[str, Namesake]:
+    """What else has the name of one of our packages: the names are short, and others may have thought of them, too."""
+    installed = packages_distributions()
+    home = Path(__file__).resolve().parents[2]
+    found = {}
+    for name in OUR_PACKAGES:
+        others = {other for other in installed.get(name, ()) if other.lower().replace("_", "-") != "epd-serve"}
+        spec = find_spec(name)
+        places = [spec.origin or "", *(spec.submodule_search_locations or ())] if spec is not None else []
+        origin = next((place for place in places if place), "")
+        elsewhere = bool(origin) and not Path(origin).resolve().is_relative_to(home / name)
+        if others or elsewhere:
+            found[name] = Namesake(tuple(sorted(others)), origin if elsewhere else "")
+    return found
 
 
 def try_import(module: str, deadline_s: float = IMPORT_S) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deploy.doctor.facts import Facts, MasterFacts
+from deploy.doctor.facts import Facts, MasterFacts, Namesake
 from deploy.doctor.finding import Level
-from deploy.doctor.packages import try_import
+from deploy.doctor.packages import read_namesakes, try_import
 from deploy.mooncake_package import MooncakePackage
 from tests.deploy.doctor.machines import CPU, CUDA, NPU, found, troubles, with_packages
 
@@ -51,6 +54,32 @@ def test_a_plugin_that_is_not_registered_or_left_out_is_an_error() -> None:
     assert one.stops and one.fix.endswith("VLLM_PLUGINS=ascend,other,epd_serve")
     assert found(replace(NPU, environment={"VLLM_PLUGINS": "ascend, epd_serve"}), "vllm plugin").level is Level.OK
     assert found(replace(CPU, environment={"VLLM_PLUGINS": "epd_serve"}), "vllm plugin").level is Level.OK
+
+
+def test_another_distribution_with_a_package_of_our_name_is_an_error_that_names_both() -> None:
+    one = found(replace(CPU, namesakes={"proxy": Namesake(("proxy.py", "proxytool"))}), "package proxy")
+    assert one.level is Level.ERROR
+    assert one.seen == "also a package of proxy.py, proxytool"
+    assert one.fix.startswith("pip uninstall -y proxy.py proxytool, or")
+    shadowed = found(replace(CPU, namesakes={"store": Namesake(origin="/home/me/store.py")}), "package store")
+    assert shadowed.level is Level.ERROR
+    assert "/home/me/store.py" in shadowed.seen and "/home/me/store.py" in shadowed.fix
+
+
+def test_an_installed_distribution_and_a_file_that_take_our_names_are_found(tmp_path: Path, monkeypatch: Any) -> None:
+    assert read_namesakes() == {}
+    metadata = tmp_path / "proxytool-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: proxytool\nVersion: 1.0\n")
+    (metadata / "top_level.txt").write_text("proxy\n")
+    (tmp_path / "store.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "store"]:
+        monkeypatch.delitem(sys.modules, name)  # find_spec asks a module that is loaded for its own
+    assert read_namesakes() == {
+        "proxy": Namesake(("proxytool",)),
+        "store": Namesake(origin=str(tmp_path / "store.py")),
+    }
 
 
 def test_imports_are_shown_where_they_were_tried() -> None:
