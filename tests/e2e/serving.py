@@ -40,6 +40,11 @@ def shared_memory(launch_id: str) -> list[Path]:
     return [path for start in ("", "sem.") for path in Path("/dev/shm").glob(f"{start}epd-{launch_id}-*")]
 
 
+def recomputed(counters: dict[str, int]) -> int:
+    """How many features an instance encoded itself because they were lost."""
+    return sum(count for name, count in counters.items() if name.startswith("recomputed."))
+
+
 @dataclass
 class Endpoint:
     """An OpenAI endpoint: the proxy's, a stage's, or plain vLLM's."""
@@ -53,6 +58,11 @@ class Endpoint:
 
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
         return self.client.post(self.url + path, json=body, **kwargs)
+
+    def metric(self, name: str) -> float:
+        """A metric summed over its labels, or one series of it, named with its labels; 0 where there is none."""
+        lines = [line for line in self.get("/metrics").text.splitlines() if line.startswith((name + "{", name + " "))]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def answers(self, body: dict[str, Any]) -> bool:
         try:
@@ -116,8 +126,21 @@ class Serving(Endpoint):
         counters: dict[str, int] = self.instances()[instance]["store"]["counters"]
         return counters
 
+    def settled_counters(self, instance: str) -> dict[str, int]:
+        """The same, with all that has happened until now: after two more of its reports on its load at least.
+
+        An instance reports both in the same rhythm, within 50 ms of a change and twice a second without one.
+        """
+
+        def reports() -> int:
+            return int((self.instances()[instance]["stage"] or {"seq": 0})["seq"])
+
+        first = reports()
+        wait_for(lambda: reports() >= first + 3, f"{instance} to report", 15)
+        return self.counters(instance)
+
     def recomputed(self, instance: str) -> int:
-        return sum(count for name, count in self.counters(instance).items() if name.startswith("recomputed."))
+        return recomputed(self.counters(instance))
 
     def stage(self, instance: str) -> Endpoint:
         """A stage's own server, past the proxy."""
@@ -140,11 +163,11 @@ class Serving(Endpoint):
 
     def kv_blocks_in_use(self, instance: str) -> float:
         """vLLM's own KV cache usage, 0 … 1."""
-        return _metric(self.stage(instance).get("/metrics").text, "vllm:kv_cache_usage_perc")
+        return self.stage(instance).metric("vllm:kv_cache_usage_perc")
 
     def requests_inside(self, instance: str) -> float:
-        text = self.stage(instance).get("/metrics").text
-        return _metric(text, "vllm:num_requests_running") + _metric(text, "vllm:num_requests_waiting")
+        stage = self.stage(instance)
+        return stage.metric("vllm:num_requests_running") + stage.metric("vllm:num_requests_waiting")
 
     def stop(self) -> None:
         """Ctrl-C, and the promise that nothing remains."""
@@ -185,10 +208,6 @@ class Serving(Endpoint):
     def _urls(self, instance: str) -> Iterator[str]:
         argv = Path(f"/proc/{self.stage_pid(instance)}/cmdline").read_bytes().decode().split("\0")
         yield f"http://127.0.0.1:{argv[argv.index('--port') + 1]}"
-
-
-def _metric(text: str, name: str) -> float:
-    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name + "{"))
 
 
 @contextlib.contextmanager

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy import processes
-from tests.e2e.bodies import Body, about, ask, chat
-from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, DemoPrompt
+from tests.e2e.bodies import Body, ask, chat, fresh
 from tests.e2e.serving import Serving
 from tests.waiting import wait_for
 
@@ -21,12 +20,7 @@ pytestmark = [
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="core shares on CPU need two cores"),
 ]
 Solo = Callable[[Body], list[list[int]]]
-halves = pytest.mark.parametrize("launch", [("(E-PD)", "--core-share", "E=0.5,PD=0.5")], indirect=True, scope="module")
-
-
-def fresh(index: int) -> Body:
-    base = PAIRWISE_DIFFERENT[index]
-    return about(DemoPrompt(base.shapes, 225 + 7 * index, base.answer, background=base.background))
+halves = pytest.mark.parametrize("launch", [("(E-PD)", "--core-share", "E=0.5,PD=0.5")], indirect=True)
 
 
 def cores(launch: Serving, name: str) -> set[int]:
@@ -49,7 +43,7 @@ def pinned_threads(group: int) -> list[set[int]]:
 
 @halves
 def test_each_stage_computes_on_cores_of_its_own(launch: Serving, solo_answer: Solo) -> None:
-    body = fresh(0)
+    body = fresh(504)
     assert ask(launch, body) == solo_answer(body)
     encoder, model = cores(launch, "E0"), cores(launch, "PD0")
     assert encoder and model and not encoder & model
@@ -60,7 +54,7 @@ def test_each_stage_computes_on_cores_of_its_own(launch: Serving, solo_answer: S
 def test_a_neighbour_that_dies_comes_back_to_its_cores_and_takes_nobody_down(
     launch: Serving, solo_answer: Solo
 ) -> None:
-    text, picture = chat("Hello", max_tokens=8), fresh(1)
+    text, picture = chat("Hello", max_tokens=8), fresh(505)
     before, mine, neighbours = launch.instances(), cores(launch, "E0"), cores(launch, "PD0")
     launch.signal_stage("E0", signal.SIGKILL)
     wait_for(lambda: not launch.instances()["E0"]["up"], "the death to be noticed", 30)

@@ -14,20 +14,14 @@ from deploy import processes
 from store.arena import Arena
 from store.arena.lease import Lease
 from store.errors import StoreFullError
-from tests.e2e.bodies import Body, about, ask, chat, conversation, png
-from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, DemoPrompt
+from tests.e2e.bodies import Body, about, ask, chat, conversation, fresh, png
+from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT
 from tests.e2e.serving import Serving
 from tests.waiting import wait_for
 
 Solo = Callable[[Body], list[list[int]]]
-epd = pytest.mark.parametrize("launch", ["(E-P)-D"], indirect=True, scope="module")
+epd = pytest.mark.parametrize("launch", ["(E-P)-D"], indirect=True)
 LONG_ANSWER = chat("Hello", max_tokens=8000, ignore_eos=True, stream=True)
-
-
-def fresh(index: int) -> Body:
-    """A picture that no other test has shown: its feature cannot be anywhere yet."""
-    base = PAIRWISE_DIFFERENT[index]
-    return about(DemoPrompt(base.shapes, 225 + 7 * index, base.answer, background=base.background))
 
 
 def _lease_one_more(arena: Arena, number: int, data: bytes) -> Lease | None:
@@ -40,24 +34,25 @@ def _lease_one_more(arena: Arena, number: int, data: bytes) -> Lease | None:
 
 @epd
 def test_a_feature_that_cannot_be_stored_is_recomputed(launch: Serving, solo_answer: Solo) -> None:
-    body = fresh(0)
+    body = fresh(408)
     arena = Arena.attach(next(path for path in launch.shared_memory() if path.name.endswith("-arena")))
     block = bytes(64 << 10)
     held = []
+    waited, recomputed = launch.counters("E0").get("put_waited", 0), launch.recomputed("P0")
     try:
         while (lease := _lease_one_more(arena, len(held), block)) is not None:  # leased features are never evicted
             held.append(lease)
         assert ask(launch, body) == solo_answer(body)
-        wait_for(lambda: launch.counters("E0").get("put_waited", 0) == 1, "E to report that it had no room", 5)
-        wait_for(lambda: launch.recomputed("P0") == 1, "P to report that it recomputed", 5)
+        wait_for(lambda: launch.counters("E0").get("put_waited", 0) == waited + 1, "E to report a lack of room", 5)
+        wait_for(lambda: launch.recomputed("P0") == recomputed + 1, "P to report that it recomputed", 5)
     finally:
         for lease in held:
             lease.release()
         arena.close()
-    again = fresh(1)
+    again, stored = fresh(409), launch.counters("E0").get("put", 0)
     assert ask(launch, again) == solo_answer(again)
-    wait_for(lambda: launch.counters("E0").get("put", 0) > 0, "E to report that it stored the next one", 5)
-    assert launch.recomputed("P0") == 1
+    wait_for(lambda: launch.counters("E0").get("put", 0) > stored, "E to report that it stored the next one", 5)
+    assert launch.recomputed("P0") == recomputed + 1
 
 
 @epd
@@ -77,13 +72,13 @@ def test_a_client_that_leaves_frees_blocks_on_prefill_and_decode(launch: Serving
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(launch: Serving, solo_answer: Solo) -> None:
     for moment in range(12):
         with pytest.raises(httpx.TimeoutException):
-            launch.post("/v1/chat/completions", {**fresh(2), "max_tokens": 4000, "ignore_eos": True},
+            launch.post("/v1/chat/completions", {**fresh(410), "max_tokens": 4000, "ignore_eos": True},
                         timeout=0.02 + 0.03 * moment)  # fmt: skip
     for instance in ("E0", "P0", "D0"):
         wait_for(lambda i=instance: launch.requests_inside(i) == 0, f"{instance} to drop the requests", 15)
     for instance in ("P0", "D0"):
         wait_for(lambda i=instance: launch.kv_blocks_in_use(i) == 0, f"{instance} to free its blocks", 15)
-    assert ask(launch, fresh(3)) == solo_answer(fresh(3))
+    assert ask(launch, fresh(411)) == solo_answer(fresh(411))
 
 
 @epd
@@ -122,7 +117,7 @@ def test_a_killed_stage_is_restarted_and_requests_go_on(launch: Serving, solo_an
     before = launch.instances()[killed]["incarnation"]
     group = launch.stage_pid(killed)
     os.kill(group, signal.SIGKILL)
-    body = fresh(4)
+    body = fresh(412)
     wait_for(lambda: not launch.instances()[killed]["up"], "the proxy to know", 5)
     assert launch.get("/health").status_code == (200 if killed == "E0" else 503)
     wait_for(lambda: not processes.group_members(group), "the dead stage's processes to go", 10)
@@ -135,7 +130,7 @@ def test_a_killed_stage_is_restarted_and_requests_go_on(launch: Serving, solo_an
 def test_without_its_encoder_the_rest_serves_on_and_says_how(launch: Serving, solo_answer: Solo) -> None:
     os.kill(launch.stage_pid("E0"), signal.SIGKILL)
     wait_for(lambda: not launch.instances()["E0"]["up"], "the proxy to know", 5)
-    text, picture = {**chat("Hello"), "max_tokens": 11}, fresh(7)
+    text, picture = {**chat("Hello"), "max_tokens": 11}, fresh(415)
     assert launch.get("/health").status_code == 200
     ready = launch.get("/ready?kind=image")
     assert ready.status_code == 200 and ready.json()["status"] == "degraded" and ready.json()["missing"] == ["E"]

@@ -12,37 +12,20 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from store.arena import Arena
-from tests.e2e.bodies import Body, about, ask, conversation, png
-from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, DemoPrompt
+from tests.e2e.bodies import Body, ask, conversation, fresh, fresh_prompt, png
 from tests.e2e.engine_facts import METADATA_TRAVELS
-from tests.e2e.serving import Serving
+from tests.e2e.serving import Serving, recomputed
 from tests.waiting import wait_for
 
 Solo = Callable[[Body], list[list[int]]]
 pytestmark = pytest.mark.slow
-epd = pytest.mark.parametrize("launch", ["(E-P)-D"], indirect=True, scope="module")
+epd = pytest.mark.parametrize("launch", ["(E-P)-D"], indirect=True)
 small_arena = pytest.mark.parametrize(
     "launch",
     [("(E-P)-D", "--arena-mib", "1", "--send-pixels", "always", "--on-missing-feature", "reencode")],
     indirect=True,
-    scope="module",
     ids=["an arena of 1 MiB, pixels for everybody"],
 )
-
-
-def fresh_prompt(number: int) -> DemoPrompt:
-    """A picture that no other test has shown: its feature cannot be anywhere yet."""
-    base = PAIRWISE_DIFFERENT[number % len(PAIRWISE_DIFFERENT)]
-    return DemoPrompt(base.shapes, 225 + number, base.answer, background=base.background)
-
-
-def fresh(number: int) -> Body:
-    return about(fresh_prompt(number))
-
-
-def proxy_metric(launch: Serving, line: str) -> float:
-    values = [row.rsplit(" ", 1)[1] for row in launch.get("/metrics").text.splitlines() if row.startswith(line + " ")]
-    return float(values[0]) if values else 0.0
 
 
 @contextlib.contextmanager
@@ -85,28 +68,26 @@ def test_a_known_picture_is_not_encoded_again_and_its_media_stays_at_the_proxy(
 ) -> None:
     body = fresh(0)
     assert ask(launch, body) == solo_answer(body)
-    wait_for(lambda: launch.counters("E0").get("encoded", 0) >= 1, "E to report", 5)
-    encoded = launch.counters("E0")["encoded"]
-    as_metadata = proxy_metric(launch, 'epd_proxy_deliveries_total{delivery="metadata"}')
-    skipped = proxy_metric(launch, "epd_proxy_encode_skipped_total")
+    encoded = launch.settled_counters("E0")["encoded"]
+    as_metadata = launch.metric('epd_proxy_deliveries_total{delivery="metadata"}')
+    skipped = launch.metric("epd_proxy_encode_skipped_total")
     again = {**body, "max_tokens": 7}
     assert ask(launch, again) == solo_answer(again)
     assert ask(launch, body) == solo_answer(body)
-    as_metadata_since = proxy_metric(launch, 'epd_proxy_deliveries_total{delivery="metadata"}') - as_metadata
+    as_metadata_since = launch.metric('epd_proxy_deliveries_total{delivery="metadata"}') - as_metadata
     assert as_metadata_since == (2 if METADATA_TRAVELS else 0)
-    assert proxy_metric(launch, "epd_proxy_encode_skipped_total") == skipped + 2
-    assert launch.counters("E0")["encoded"] == encoded
+    assert launch.metric("epd_proxy_encode_skipped_total") == skipped + 2
+    assert launch.settled_counters("E0")["encoded"] == encoded
 
 
 @epd
 def test_concurrent_duplicates_are_encoded_once(launch: Serving, solo_answer: Solo) -> None:
     body = fresh(1)
     alone = solo_answer(body)
-    encoded = launch.counters("E0").get("encoded", 0)
+    encoded = launch.settled_counters("E0").get("encoded", 0)
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(lambda _: ask(launch, body), range(16))) == [alone] * 16
-    time.sleep(0.6)  # one report period: what would be counted late is counted
-    assert launch.counters("E0")["encoded"] == encoded + 1
+    assert launch.settled_counters("E0")["encoded"] == encoded + 1
 
 
 @epd
@@ -153,24 +134,21 @@ def test_features_that_vanish_at_any_moment_cost_no_answer(launch: Serving, solo
 def test_a_slow_encoder_does_not_turn_prefill_into_an_encoder(launch: Serving, solo_answer: Solo) -> None:
     bodies = [fresh(60 + number) for number in range(16)]
     alone = [solo_answer(body) for body in bodies]
-    before = launch.recomputed("P0")
+    before = recomputed(launch.settled_counters("P0"))
     with slowed(launch, "E0", 1 / 20), ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda body: ask(launch, body), bodies)) == alone
-    time.sleep(0.6)  # one report period
-    share = (launch.recomputed("P0") - before) / len(bodies)
-    assert share <= 0.25
-    settled = launch.recomputed("P0")
+    slow = recomputed(launch.settled_counters("P0"))
+    assert (slow - before) / len(bodies) <= 0.25
     for number in range(80, 84):
         assert ask(launch, fresh(number)) == solo_answer(fresh(number))
-    time.sleep(0.6)
-    assert launch.recomputed("P0") == settled, "with the encoder back to its speed nothing is recomputed"
+    assert recomputed(launch.settled_counters("P0")) == slow, "with the encoder back to its speed nothing is recomputed"
 
 
 @epd
 def test_a_prefill_stage_restarted_before_it_fetched_finds_the_feature(launch: Serving, solo_answer: Solo) -> None:
     body = fresh(100)
     alone = solo_answer(body)
-    encoded = launch.counters("E0").get("encoded", 0)
+    encoded = launch.settled_counters("E0").get("encoded", 0)
     launch.signal_stage("P0", signal.SIGSTOP)  # hears no event, fetches nothing …
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, launch, body)
@@ -186,7 +164,7 @@ def test_a_prefill_stage_restarted_before_it_fetched_finds_the_feature(launch: S
 def test_an_encoder_killed_while_it_stores_costs_no_answer(launch: Serving, solo_answer: Solo) -> None:
     bodies = [fresh(110 + number) for number in range(8)]
     alone = [solo_answer(body) for body in bodies]
-    encoded = launch.counters("E0").get("encoded", 0)
+    encoded = launch.settled_counters("E0").get("encoded", 0)
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(ask, launch, body) for body in bodies]
         wait_for(lambda: launch.counters("E0").get("encoded", 0) > encoded or answers[0].done(), "the first", 10)
@@ -206,7 +184,7 @@ def test_more_pictures_than_the_arena_holds_are_all_answered(launch: Serving, so
         assert list(pool.map(lambda body: ask(launch, body), bodies)) == alone
     with arena_of(launch) as arena:
         assert arena.stats().evictions > 0
-        assert proxy_metric(launch, 'epd_proxy_deliveries_total{delivery="metadata"}') == 0
+        assert launch.metric('epd_proxy_deliveries_total{delivery="metadata"}') == 0
         wait_for(lambda: arena.stats().leased == 0, "all pins to be given back", 15)
 
 
@@ -215,6 +193,6 @@ def test_where_everybody_gets_pixels_a_known_picture_is_not_encoded_again_either
     launch: Serving, solo_answer: Solo
 ) -> None:
     body = fresh(180)
-    skipped = proxy_metric(launch, "epd_proxy_encode_skipped_total")
+    skipped = launch.metric("epd_proxy_encode_skipped_total")
     assert ask(launch, body) == ask(launch, {**body, "max_tokens": 25}) == solo_answer(body)
-    assert proxy_metric(launch, "epd_proxy_encode_skipped_total") == skipped + 1
+    assert launch.metric("epd_proxy_encode_skipped_total") == skipped + 1

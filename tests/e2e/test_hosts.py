@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from deploy import processes
-from tests.e2e.bodies import SOLO, TWO_CHOICES, Body, about, ask, stream
-from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, DemoPrompt
+from tests.e2e.bodies import SOLO, TWO_CHOICES, Body, about, ask, fresh, stream
+from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT
 from tests.e2e.hosts import ADDRESSES, Hosts, hosts_serving
+from tests.e2e.serving import recomputed
 from tests.waiting import wait_for
 
 Solo = Callable[[Body], list[list[int]]]
@@ -28,12 +29,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.mooncake]
 def hosts() -> Iterator[Hosts]:
     with hosts_serving() as serving:
         yield serving
-
-
-def fresh(index: int) -> Body:
-    """A picture that no other test here has shown: its feature cannot be anywhere yet."""
-    base = PAIRWISE_DIFFERENT[index % len(PAIRWISE_DIFFERENT)]
-    return about(DemoPrompt(base.shapes, 229 + 9 * index, base.answer, background=base.background))
 
 
 @pytest.mark.parametrize("name", SOLO)
@@ -67,12 +62,29 @@ def test_every_machine_has_its_own_arena_and_features_cross_by_mooncake(hosts: H
     arenas = {name: Path(f"/dev/shm/epd-{hosts.run(name).name}-arena") for name in "EPD"}
     assert len(set(arenas.values())) == 3
     assert all(map(Path.exists, arenas.values()))
-    before = hosts.counters("P0")
-    assert ask(hosts, fresh(0)) == solo_answer(fresh(0))
-    wait_for(lambda: hosts.counters("P0").get("fetched", 0) > before.get("fetched", 0), "P to count its fetch", 5)
-    after = hosts.counters("P0")
-    recomputed = [name for name in after if name.startswith("recomputed") and after[name] != before.get(name, 0)]
-    assert recomputed == [], "the feature came from E"
+
+    def late_calls() -> int:
+        return sum(hosts.counters(name).get("pool.late_calls", 0) for name in ("E0", "P0"))
+
+    def crossing(number: int) -> dict[str, int]:
+        """What P counts of one image: it fetched the feature, or Mooncake was late and it encoded the image itself.
+
+        On a busy machine a read of Mooncake's may stop for seconds, and past its deadline the feature is recomputed.
+        """
+        before, late, moved = hosts.counters("P0"), late_calls(), dict[str, int]()
+
+        def has_it() -> bool:
+            moved.update({name: count - before.get(name, 0) for name, count in hosts.counters("P0").items()})
+            return moved.get("fetched", 0) > 0 or recomputed(moved) > 0
+
+        assert ask(hosts, fresh(number)) == solo_answer(fresh(number))
+        wait_for(has_it, "P to count how it came by the feature", 30)
+        changes = {name: count for name, count in moved.items() if count}
+        assert not recomputed(changes) or late_calls() > late, f"{changes}, E0 {hosts.counters('E0')}"
+        return changes
+
+    crossings = [crossing(number) for number in range(640, 643)]
+    assert any(changes.get("fetched") for changes in crossings), crossings
 
 
 def test_a_stages_own_server_answers_its_proxy_only(hosts: Hosts) -> None:
@@ -98,23 +110,23 @@ def test_a_killed_encoder_costs_no_answer(hosts: Hosts, solo_answer: Solo) -> No
     before = hosts.instances()["E0"]["incarnation"]
     group = hosts.group("E", "E0")
     os.kill(group, signal.SIGKILL)
-    assert ask(hosts, fresh(1)) == solo_answer(fresh(1))
+    assert ask(hosts, fresh(601)) == solo_answer(fresh(601))
     wait_for(lambda: not processes.group_members(group), "its processes to go", 10)
-    assert ask(hosts, fresh(2)) == solo_answer(fresh(2))
+    assert ask(hosts, fresh(602)) == solo_answer(fresh(602))
     wait_for(hosts.complete, "E0 to be back", 180)
     assert hosts.instances()["E0"]["incarnation"] != before
-    assert ask(hosts, fresh(3)) == solo_answer(fresh(3))
+    assert ask(hosts, fresh(603)) == solo_answer(fresh(603))
 
 
 def test_a_killed_master_of_the_store_costs_no_answer(hosts: Hosts, solo_answer: Solo) -> None:
     master = hosts.group("head", "mooncake_master")
     os.kill(master, signal.SIGKILL)
-    assert ask(hosts, fresh(4)) == solo_answer(fresh(4))
+    assert ask(hosts, fresh(604)) == solo_answer(fresh(604))
     wait_for(lambda: hosts.group("head", "mooncake_master") != master, "another master", 30)
     wait_for(lambda: hosts.instances()["P0"]["store"]["pool"] == "up", "P to reach it", 30)
     wait_for(lambda: hosts.instances()["E0"]["store"]["pool"] == "up", "E to reach it", 30)
     before = hosts.counters("P0").get("fetched", 0)
-    numbers = itertools.count(20)
+    numbers = itertools.count(620)
 
     def one_crossed() -> bool:
         """A pool is up for whoever has not asked it since; E's memory is the new master's when E's client noticed."""
@@ -134,13 +146,13 @@ def test_a_restarted_head_finds_its_stages_and_features_cross_again(hosts: Hosts
     wait_for(hosts.healthy, "the head to be back", 60)
     wait_for(hosts.complete, "the stages to join again", 30)
     assert {name: entry["incarnation"] for name, entry in hosts.instances().items()} == lives, "no stage was restarted"
-    assert ask(hosts, fresh(6)) == solo_answer(fresh(6))
+    assert ask(hosts, fresh(606)) == solo_answer(fresh(606))
 
 
 def test_a_machine_that_dies_comes_back_and_an_owner_of_features_that_hangs_costs_no_answer(
     hosts: Hosts, solo_answer: Solo
 ) -> None:
-    known = fresh(8)
+    known = fresh(608)
     assert ask(hosts, known) == solo_answer(known)
     run, agent = hosts.run("P"), hosts.processes["P"]
     group, arena = hosts.group("P", "P0"), Path(f"/dev/shm/epd-{run.name}-arena")
@@ -151,11 +163,11 @@ def test_a_machine_that_dies_comes_back_and_an_owner_of_features_that_hangs_cost
     hosts.start("P")
     wait_for(lambda: not run.exists() and not arena.exists(), "what it left to be cleaned up", 30)
     wait_for(hosts.complete, "P0 to be back", 180)
-    assert ask(hosts, fresh(7)) == solo_answer(fresh(7))
+    assert ask(hosts, fresh(607)) == solo_answer(fresh(607))
     encoder = hosts.group("E", "E0")
     os.killpg(encoder, signal.SIGSTOP)  # its memory holds the only copy: the arena of P is a new one
     try:
         assert ask(hosts, known) == solo_answer(known)
     finally:
         os.killpg(encoder, signal.SIGCONT)
-    assert ask(hosts, fresh(9)) == solo_answer(fresh(9))
+    assert ask(hosts, fresh(609)) == solo_answer(fresh(609))

@@ -33,7 +33,7 @@ DOUBLED = ";".join(f"double={kind}:1" for kind in ("Ready", "Cancel", "CancelAck
 
 # A packet for each layer: there is something between packets.
 pausing = pytest.mark.parametrize(
-    "launch", [("P-D", "--kv-grouping", "layerwise", "--kv-faults", PAUSES)], indirect=True, scope="module", ids=["P-D"]
+    "launch", [("P-D", "--kv-grouping", "layerwise", "--kv-faults", PAUSES)], indirect=True, ids=["P-D"]
 )
 PROMPTS = [chat(text) for text, _ in TEXT_ONLY]
 PROMPTS += [about(PAIRWISE_DIFFERENT[index]) for index in (0, 1, 2, 4, 9)] + [conversation(turns) for turns in (6, 20)]
@@ -134,7 +134,6 @@ def test_a_stage_killed_in_the_middle_of_a_transfer(
     "launch",
     [("P-D", "--kv-grouping", "layerwise", "--kv-transport", "mooncake", "--kv-faults", PAUSES)],
     indirect=True,
-    scope="module",
     ids=["mooncake"],
 )
 @pytest.mark.parametrize("killed", ["P0", "D0"])

@@ -23,7 +23,7 @@ def _layouts() -> list[object]:
     return [*SHORT, *(pytest.param(layout, marks=pytest.mark.slow) for layout in LONG)]
 
 
-every_layout = pytest.mark.parametrize("launch", _layouts(), indirect=True, scope="module")
+every_layout = pytest.mark.parametrize("launch", _layouts(), indirect=True)
 
 
 @every_layout

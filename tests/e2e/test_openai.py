@@ -20,9 +20,7 @@ FORMS = (
     "all:--enable-auto-tool-choice --tool-call-parser hermes "
     """--structured-outputs-config '{"backend": "xgrammar", "disable_any_whitespace": true}'""",
 )
-layouts = pytest.mark.parametrize(
-    "launch", [("E-P-D", *FORMS), ("TP1", *FORMS)], indirect=True, scope="module", ids=["E-P-D", "TP1"]
-)
+layouts = pytest.mark.parametrize("launch", [("E-P-D", *FORMS), ("TP1", *FORMS)], indirect=True, ids=["E-P-D", "TP1"])
 
 PROMPT = PAIRWISE_DIFFERENT[0]
 PICTURE: Any = about(PROMPT)["messages"]

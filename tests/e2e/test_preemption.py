@@ -16,11 +16,11 @@ import httpx
 import pytest
 
 from store.arena import Arena
-from tests.e2e.bodies import Body, about, ask, chat, conversation, png
+from tests.e2e.bodies import Body, about, ask, chat, conversation, fresh, fresh_prompt, png
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, TEXT_ONLY
 from tests.e2e.engine_facts import METADATA_TRAVELS
 from tests.e2e.serving import Endpoint, Serving, plain_vllm
-from tests.e2e.test_features import arena_of, fresh_prompt, proxy_metric
+from tests.e2e.test_features import arena_of
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,6 @@ small_kv = pytest.mark.parametrize(
     "launch",
     [("(E-P)-D", "--stage-args", "all:" + SAME, "--stage-args", P, "--stage-args", D)],
     indirect=True,
-    scope="module",
     ids=["small KV"],
 )
 STREAMS = 3
@@ -53,8 +52,7 @@ def long(body: Body) -> Body:
 
 
 def preemptions(launch: Serving, instance: str) -> float:
-    lines = launch.stage(instance).get("/metrics").text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm:num_preemptions_total{"))
+    return launch.stage(instance).metric("vllm:num_preemptions_total")
 
 
 class Stream:
@@ -101,7 +99,7 @@ def streaming(launch: Serving, bodies: list[Body]) -> Iterator[list[Stream]]:
 
 
 def pictures(first: int) -> list[Body]:
-    return [long(about(fresh_prompt(first + number))) for number in range(STREAMS)]
+    return [long(fresh(first + number)) for number in range(STREAMS)]
 
 
 @contextlib.contextmanager
@@ -140,11 +138,11 @@ def test_pictures_that_decode_preempts_are_seen_again(launch: Serving, alone: As
     bodies = pictures(300)
     right = [alone(body)[0] for body in bodies]
     before = preemptions(launch, "D0")
-    as_metadata = proxy_metric(launch, 'epd_proxy_deliveries_total{delivery="metadata"}')
+    as_metadata = launch.metric('epd_proxy_deliveries_total{delivery="metadata"}')
     with streaming(launch, bodies) as streams:
         pass
     assert [stream.tokens for stream in streams] == right
-    as_metadata_since = proxy_metric(launch, 'epd_proxy_deliveries_total{delivery="metadata"}') - as_metadata
+    as_metadata_since = launch.metric('epd_proxy_deliveries_total{delivery="metadata"}') - as_metadata
     assert as_metadata_since == (STREAMS if METADATA_TRAVELS else 0)
     assert preemptions(launch, "D0") > before
     with arena_of(launch) as arena:

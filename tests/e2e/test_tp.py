@@ -12,7 +12,7 @@ from tests.e2e.serving import Serving
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("launch", ["P:tp2-D", "P-D:tp2", "P:tp2-D:tp2"], indirect=True, scope="module")
+@pytest.mark.parametrize("launch", ["P:tp2-D", "P-D:tp2", "P:tp2-D:tp2"], indirect=True)
 @pytest.mark.parametrize("name", ["text", "one picture", "three pictures of different sizes", "a long prompt"])
 def test_heads_find_their_ranks(launch: Serving, solo_answer: Callable[[Body], list[list[int]]], name: str) -> None:
     assert ask(launch, SOLO[name]) == solo_answer(SOLO[name])

@@ -17,10 +17,9 @@ import pytest
 
 from bench.stamps import read_stamps
 from epd_serve.demo.presets import builtin_model_dir
-from tests.e2e.bodies import SOLO, Body, about, ask
+from tests.e2e.bodies import SOLO, Body, about, ask, fresh
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT
 from tests.e2e.serving import MODEL, Endpoint, Serving, plain_vllm, serving
-from tests.e2e.test_features import fresh_prompt
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
@@ -70,11 +69,6 @@ def quantised(request: pytest.FixtureRequest) -> Iterator[tuple[Serving, Endpoin
         yield launch, stack.enter_context(plain_vllm(None, *flag.split()))
 
 
-def metric(endpoint: Endpoint, name: str) -> float:
-    lines = endpoint.get("/metrics").text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
-
-
 @pytest.mark.parametrize("name", SOLO)
 def test_a_prompt_that_prefill_computes_in_chunks_arrives_whole(
     launch: Serving, plain: Endpoint, model: Path, name: str
@@ -87,23 +81,23 @@ def test_a_prompt_that_prefill_computes_in_chunks_arrives_whole(
 
 def test_what_decode_guesses_by_ngrams_does_not_change_the_answer(launch: Serving, plain: Endpoint) -> None:
     body = about(PAIRWISE_DIFFERENT[1], max_tokens=120, ignore_eos=True)
-    before = metric(launch.stage("D0"), "vllm:spec_decode_num_draft_tokens_total")
+    before = launch.stage("D0").metric("vllm:spec_decode_num_draft_tokens_total")
     assert ask(launch, body) == ask(plain, body)
-    assert metric(launch.stage("D0"), "vllm:spec_decode_num_draft_tokens_total") > before
+    assert launch.stage("D0").metric("vllm:spec_decode_num_draft_tokens_total") > before
 
 
 def test_prefill_sends_only_what_decode_does_not_hold(launch: Serving, plain: Endpoint) -> None:
-    body = about(fresh_prompt(700))
+    body = fresh(700)
     whole, rest = (sent_for(launch, plain, body) for _ in range(2))
     assert 0 < rest < whole
 
 
 def sent_for(launch: Serving, plain: Endpoint, body: Body) -> float:
     """Bytes of KV that one request moved; its answer is checked."""
-    transfers, sent = metric(launch, "epd_kv_transfers_total"), metric(launch, "epd_kv_bytes_total")
+    transfers, sent = launch.metric("epd_kv_transfers_total"), launch.metric("epd_kv_bytes_total")
     assert ask(launch, body) == ask(plain, body)
-    wait_for(lambda: metric(launch, "epd_kv_transfers_total") > transfers, "the transfer to be reported", 15)
-    return metric(launch, "epd_kv_bytes_total") - sent
+    wait_for(lambda: launch.metric("epd_kv_transfers_total") > transfers, "the transfer to be reported", 15)
+    return launch.metric("epd_kv_bytes_total") - sent
 
 
 def test_reasoning_is_parsed_as_plain_vllm_parses_it(launch: Serving, plain: Endpoint) -> None:
