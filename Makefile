@@ -18,7 +18,7 @@ PIP_ARGS   ?=
 export VENV VENV_VLLM023 PYTHON DEVICE LAYOUT MODEL PORT PIP_ARGS EPD_TEST_DEVICE EAGER
 
 SHELL := /bin/bash
-CODE  := bench deploy proxy epd_serve store npu_ops setup.py
+CODE  := bench deploy proxy epd_serve store npu_ops
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-all test-npu test-vllm023 check check-npu-contract npu-contract format environment-serve environment-test clean
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 def sources(root: Path = ROOT) -> dict[str, str]:
     """Path (from the root) and text of every file of ours but this package's, which names the wheels' parts as data."""
     paths = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
-    files = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in [*paths, root / "setup.py"]}
+    files = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in paths}
     return {path: text for path, text in files.items() if not path.startswith("deploy/contract/")}
 
 

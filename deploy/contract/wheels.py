@@ -1,6 +1,6 @@
 """Which released wheels the contract is read from, and their download. Nothing is installed or imported.
 
-The versions are those that `setup.py` claims, and those between that a rolling upgrade passes through.
+The versions are those that `pyproject.toml` claims, and those between that a rolling upgrade passes through.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ base="$DEVICE $python $version $PWD"
 marker=$VENV/.epd-serve
 digest_of() { cat "$@" | sha256sum | cut -d' ' -f1; }
 wants() { # digest of all that goes into an environment for goal $1
-    local inputs=(setup.py deploy/install/environment.sh "$lock")
+    local inputs=(pyproject.toml deploy/install/environment.sh "$lock")
     [[ $1 != serve ]] && inputs+=(requirements/dev.txt requirements/mooncake.txt)
     digest_of "${inputs[@]}"
 }

@@ -27,14 +27,16 @@ fi
 python=${python:-python3}
 command -v "$python" >/dev/null || die "PYTHON=$python does not run"
 
-PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} "$python" - <<'PYTHON' || exit 2
+metadata=build/plugin-metadata
+"$python" - "$metadata" <<'PYTHON' || exit 2
 import importlib.util
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 
-def lacks(package: str) -> bool:
+def lacks(package):
     try:
         version(package)
     except PackageNotFoundError:
@@ -42,23 +44,27 @@ def lacks(package: str) -> bool:
     return False
 
 
-sys.argv = ["setup.py", "--name"]  # importing it asks setuptools for a name, and gives us its requirements
-sys.stdout = open("/dev/null", "w")
 if sys.version_info < (3, 11):
     sys.exit(f"epd-serve: error: {sys.executable} is Python {sys.version.split()[0]}: 3.11 or newer is wanted")
 if importlib.util.find_spec("vllm") is None:
     sys.exit(f"epd-serve: error: {sys.executable} has no vLLM: set PYTHON= to the interpreter that has")
-if importlib.util.find_spec("setuptools") is None:
-    sys.exit(f"epd-serve: error: {sys.executable} has no setuptools, which writes our plugin's metadata")
-import setup
 
-missing = [name for name in (re.split(r"[<>=]", one)[0] for one in setup.RUNTIME) if lacks(name)]
+import tomllib  # Python 3.11 is the first to have it
+
+project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+missing = [name for name in (re.split(r"[<>=]", one)[0] for one in project["dependencies"]) if lacks(name)]
 if missing:
     sys.exit(f"epd-serve: error: {sys.executable} lacks {', '.join(missing)}: install what this names, no more is needed")
+
+# What an installation would write for vLLM to find our plugin by; nothing is installed.
+about = Path(sys.argv[1], "epd_serve.dist-info")
+about.mkdir(parents=True, exist_ok=True)
+ours = re.search('__version__ = "(.+)"', Path("epd_serve/__init__.py").read_text())[1]
+(about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: epd-serve\nVersion: {ours}\n")
+groups = project["entry-points"].items()
+lines = [line for group, entries in groups for line in (f"[{group}]", *(f"{name} = {to}" for name, to in entries.items()))]
+(about / "entry_points.txt").write_text("\n".join(lines) + "\n")
 PYTHON
 
-metadata=build/plugin-metadata
-mkdir -p "$metadata"
-"$python" setup.py -q egg_info --egg-base "$metadata"
 export PYTHONPATH=$PWD:$PWD/$metadata${PYTHONPATH:+:$PYTHONPATH}
 exec "$python" -m tests.npu.run "$@"

