@@ -20,7 +20,7 @@ export VENV VENV_VLLM023 PYTHON DEVICE LAYOUT MODEL PORT PIP_ARGS EPD_TEST_DEVIC
 SHELL := /bin/bash
 CODE  := bench deploy proxy epd_serve store npu_ops
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-npu test-vllm023 check check-npu-contract npu-contract format environment-serve environment-test clean
+.PHONY: help serve test test-promises coverage test-all test-npu test-vllm023 check check-npu-contract npu-contract format environment-serve environment-test clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -39,6 +39,12 @@ serve: environment-serve ## install what is missing and serve a model (the built
 test: environment-test ## unit tests and the short end-to-end tests
 	@exec "$$VENV/bin/python" -m pytest -m "not slow" $(TEST_ARGS)
 
+test-promises: environment-test ## the same, and every promise of README.md on real stages (what CI runs)
+	@exec "$$VENV/bin/python" -m pytest -m "not slow or promise" $(TEST_ARGS)
+
+coverage: environment-test ## unit tests, with the share of lines that they run (processes that they start not counted)
+	@exec "$$VENV/bin/python" -m pytest -m "not slow and not e2e" --cov --cov-report=term:skip-covered $(TEST_ARGS)
+
 test-all: environment-test ## all tests, the long ones too
 	@exec "$$VENV/bin/python" -m pytest --hypothesis-profile=explore $(TEST_ARGS)
 
@@ -49,10 +55,10 @@ test-vllm023: ## tests of the engine, and the short end-to-end ones, on vLLM 0.2
 	@VENV="$$VENV_VLLM023" deploy/install/environment.sh vllm023
 	@exec "$$VENV_VLLM023/bin/python" -m pytest tests/epd_serve/engine tests/e2e -m "not slow" $(TEST_ARGS)
 
-check: environment-test ## ruff, mypy, import-linter, NPU contract
+check: environment-test ## ruff, mypy (the tests, too), import-linter, NPU contract
 	"$$VENV/bin/ruff" check .
 	"$$VENV/bin/ruff" format --check .
-	"$$VENV/bin/mypy" $(CODE)
+	"$$VENV/bin/mypy" $(CODE) tests
 	"$$VENV/bin/lint-imports"
 	"$$VENV/bin/python" -m deploy.contract
 

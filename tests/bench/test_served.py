@@ -12,7 +12,8 @@ from deploy.blueprint import draw
 from deploy.config import DeployConfig
 from deploy.ready_message import ready_message
 from deploy.rundir import RunDir
-from deploy.wiring_plan import SharedMemory, WiringPlan
+from deploy.shared_memory import SharedMemory
+from deploy.wiring_plan import WiringPlan
 from epd_serve.errors import StageError
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 
@@ -39,7 +40,7 @@ def installs(monkeypatch: pytest.MonkeyPatch) -> Installs:
         monkeypatch.setattr(mooncake_package, "version", version)
         monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if found else None)
         monkeypatch.setattr(mm_store, "master_program", lambda: "mooncake_master")
-        monkeypatch.setattr(mm_store.ctypes, "CDLL", lambda name: None)
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
 
     return install
 

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npu_ops import torch_memory as memory_module
 from npu_ops.fake.device import FakeDevice
 from npu_ops.memory import DeviceMemory, DeviceMemoryError, proves_total
 from npu_ops.torch_memory import HostMemory, open_memory
@@ -157,7 +156,7 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     module = Recorded()
     monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
     monkeypatch.setattr(torch, "npu", module, raising=False)
-    monkeypatch.setattr(memory_module.torch, "device", lambda kind, index: f"{kind}:{index}")
+    monkeypatch.setattr(torch, "device", lambda kind, index: f"{kind}:{index}")
     return module
 
 

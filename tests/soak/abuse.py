@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -229,7 +229,7 @@ def _figures(rows: Sequence[dict[str, Any]], before_mb: float, peak_mb: float, m
 
 def _by_status(series: Mapping[str, float]) -> dict[str, float]:
     """How the front door counted its answers, of every endpoint together."""
-    counts: Counter[str] = Counter()
+    counts: dict[str, float] = defaultdict(float)
     for name, value in series.items():
         counts["answered_" + name.partition('status="')[2].partition('"')[0]] += value
     return dict(sorted(counts.items()))

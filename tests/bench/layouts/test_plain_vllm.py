@@ -12,7 +12,8 @@ from deploy.blueprint import draw
 from deploy.config import DeployConfig
 from deploy.processes import group_members
 from deploy.rundir import RunDir
-from deploy.wiring_plan import SharedMemory, WiringPlan
+from deploy.shared_memory import SharedMemory
+from deploy.wiring_plan import WiringPlan
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.engine.argv import STAGE_ENV, stage_command
 

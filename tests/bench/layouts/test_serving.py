@@ -19,6 +19,7 @@ from bench.cli import main
 from bench.layouts import serving
 from bench.record import ROOT
 from bench.scratch import ROOT as SCRATCH
+from bench.served import served
 from deploy.processes import group_members
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -107,7 +108,6 @@ def test_a_stage_that_dies_under_load_costs_its_rate_and_the_next_call_measures_
             yield launch
             thread.join(PATIENCE_S)
 
-    served = serving.served
     asked = flags(out, "--layouts", "E-PD,TP1", "--rates", "20,2", "--n", "8")
     monkeypatch.setattr(serving, "served", lambda spec, *a, **k: (killing if spec == "E-PD" else served)(spec, *a, **k))
     assert main(asked) == 1

@@ -23,7 +23,7 @@ def test_the_second_proxy_reads_what_it_is_told_of_the_stages(tmp_path, monkeypa
     instances = {
         "instances": [{"id": stage.instance, "incarnation": f"incarnation of {stage.role}"} for stage in stages]
     }
-    monkeypatch.setattr(duplicates.httpx, "get", lambda url, **_: httpx.Response(200, json=instances))
+    monkeypatch.setattr(httpx, "get", lambda url, **_: httpx.Response(200, json=instances))
     file = tmp_path / "stages.json"
     file.write_text(json.dumps(duplicates.stages_file(launch)))
 

@@ -12,6 +12,7 @@ import pytest
 from bench import report
 from bench.cli import main
 from bench.report import folder, style
+from bench.report.experiment import Entry
 from bench.report.whole import PAGE
 from tests.bench.report.folders import asked, entry, measured, requests
 from tests.bench.report.test_breakdown import FUSED, SPLIT
@@ -196,6 +197,6 @@ def test_a_picture_is_drawn_of_runs_that_are_not_valid_too(tmp_path, monkeypatch
 
 
 def test_entries_look_different():
-    looks = style.styles([folder.Entry(str(n), "TP1", 1) for n in range(8)])
+    looks = style.styles([Entry(str(n), "TP1", 1) for n in range(8)])
 
     assert len({one.colour for one in looks.values()}) == len({one.marker for one in looks.values()}) == 8

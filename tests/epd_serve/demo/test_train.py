@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def weights(training: Training) -> dict[str, torch.Tensor]:
+def weights(training: Training) -> dict[str, Any]:
     return training.network.state_dict()
 
 

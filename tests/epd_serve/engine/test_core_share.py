@@ -39,9 +39,10 @@ class Worker:
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> type[Worker]:
-    fresh = type("Fresh", (Worker,), {"init_device": Worker.init_device, "npu": FakeCores(devices=2)})
+    cores = FakeCores(devices=2)
+    fresh = type("Fresh", (Worker,), {"init_device": Worker.init_device, "npu": cores})
     stub(monkeypatch, "vllm.v1.worker.worker_base", WorkerWrapperBase=fresh)
-    monkeypatch.setattr(torch, "npu", fresh.npu, raising=False)
+    monkeypatch.setattr(torch, "npu", cores, raising=False)
     return fresh
 
 

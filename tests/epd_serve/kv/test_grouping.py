@@ -24,7 +24,7 @@ from epd_serve.kv.grouping import (
     parse_grouping,
     spare_s,
 )
-from epd_serve.kv.least_exposed import MOST_COUNTED
+from epd_serve.kv.least_exposed import MOST_COUNTED, fewest_packets
 
 MB = 1_000_000
 EXACT = AdaptiveGrouping(floor_bytes=0, tolerance=0.0, hedge=0.0)
@@ -229,7 +229,7 @@ def test_the_plan_for_exactly_the_expected_time_is_brittle() -> None:
 
 def test_steps_alike_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
-    planner = grouping.fewest_packets
+    planner = fewest_packets
     monkeypatch.setattr(
         grouping, "fewest_packets", lambda *args, **named: plans.append(args) or planner(*args, **named)
     )

@@ -182,7 +182,7 @@ def _proofs(rig: Rig, memory: DeviceMemory) -> None:
     why = proves_total(memory)
     rig.check(why is None, "sums on the device can be trusted", str(why))
     if not memory.host_visible:
-        why = proves_blocks(memory, memory.device)  # type: ignore[attr-defined]  (of the devices with streams)
+        why = proves_blocks(memory, memory.device)  # type: ignore[attr-defined]
         rig.check(why is None, "a card moves blocks by one kernel per row", str(why))
 
 

@@ -161,7 +161,7 @@ class Stages:
         if ending == "late":
             raise DeadlineError("late")
         if ending == "refusal":
-            raise StageRefusal("bad image", status=400, stage=instance.id)
+            raise StageRefusal("bad image", status=400, error_type="invalid_request_error", param=None, code=None)
         if ending == "hangs":
             await asyncio.Event().wait()
         if ending == "down":

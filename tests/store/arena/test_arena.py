@@ -13,7 +13,7 @@ import pytest
 
 import store.arena.arena
 from store.arena import Arena
-from store.checksum import Bytes
+from store.checksum import Bytes, checksum
 from store.errors import CorruptFeatureError, StoreError, StoreFullError
 from store.interface import FeatureStore
 from tests.store.conftest import CAPACITY
@@ -333,7 +333,6 @@ def test_a_corrupt_feature_that_could_not_be_dropped_for_the_lock_goes_later(
     put(arena, "k", b"abc")
     flip_a_bit(arena, "k")
     neighbour = contextlib.ExitStack()
-    checksum = store.arena.arena.checksum
 
     def checksum_while_the_neighbour_comes(data: Bytes) -> int:
         neighbour.enter_context(arena._lock)

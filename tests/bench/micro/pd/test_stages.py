@@ -119,7 +119,7 @@ def test_prompts_of_another_length_than_asked_are_no_measurement(launch):
 
 
 def test_transfers_without_stamps_are_said_to_lack_them(launch, monkeypatch):
-    read = stages.read_stamps
+    read = read_stamps
     monkeypatch.setattr(stages, "read_stamps", lambda folder: [one for one in read(folder) if one.event != "kv_done"])
 
     with pytest.raises(StageError, match="2 of 2 transfers lack stamps"):

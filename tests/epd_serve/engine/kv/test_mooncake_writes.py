@@ -192,7 +192,7 @@ def count_asks(ends: Ends) -> list[int]:
     """The batches that are asked for from now on."""
     asked: list[int] = []
     ask = ends.p.transfer_check_status
-    ends.p.transfer_check_status = lambda batch: asked.append(batch) or ask(batch)  # type: ignore[method-assign]
+    ends.p.transfer_check_status = lambda batch: asked.append(batch) or ask(batch)  # type: ignore[assignment]
     return asked
 
 

@@ -65,7 +65,7 @@ def hold_move(p: PrefillEnd, d: DecodeEnd) -> Gate:
         gate.wait()
         return move(*args)
 
-    side.move = slow
+    side.move = slow  # type: ignore[assignment]
     return gate
 
 
