@@ -61,7 +61,7 @@ def proxy_overrides(entries: Iterable[str]) -> dict[str, Any]:
             raise ConfigError(f"proxy setting {key} has a flag of its own: {flag}", param="--proxy")
         hint = _scalars(owner).get(last)
         if hint is None:
-            raise ConfigError(unknown("proxy setting", key, _all_keys(ProxySettings)), param="--proxy")
+            raise ConfigError(unknown("proxy setting", key, setting_keys(ProxySettings)), param="--proxy")
         target[last] = _value(key, text.strip(), hint)
     return overrides
 
@@ -84,7 +84,7 @@ def _replace(value: Any, overrides: dict[str, Any]) -> Any:
 def _section(owner: type[Any], name: str, key: str) -> type[Any]:
     hint = typing.get_type_hints(owner).get(name)
     if not (isinstance(hint, type) and dataclasses.is_dataclass(hint)) or name in _DECIDED:
-        raise ConfigError(unknown("proxy setting", key, _all_keys(owner)), param="--proxy")
+        raise ConfigError(unknown("proxy setting", key, setting_keys(owner)), param="--proxy")
     return hint
 
 
@@ -93,11 +93,12 @@ def _scalars(owner: type[Any]) -> dict[str, Any]:
     return {name: hint for name, hint in hints.items() if not dataclasses.is_dataclass(hint) and name not in _DECIDED}
 
 
-def _all_keys(owner: type[Any], prefix: str = "") -> list[str]:
+def setting_keys(owner: type[Any], prefix: str = "") -> list[str]:
+    """All keys that `--proxy` takes for a class of settings, those of its sections as `section.name`."""
     keys = [f"{prefix}{name}" for name in _scalars(owner)]
     for name, hint in typing.get_type_hints(owner).items():
         if isinstance(hint, type) and dataclasses.is_dataclass(hint) and name not in _DECIDED:
-            keys += _all_keys(hint, f"{prefix}{name}.")
+            keys += setting_keys(hint, f"{prefix}{name}.")
     return keys
 
 
