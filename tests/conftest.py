@@ -1,8 +1,9 @@
-"""What every test may rely on: markers that skip themselves where their need is not met."""
+"""What every test may rely on: markers that skip themselves where their need is not met, and the report of promises."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter, defaultdict
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -30,3 +31,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if needing and (problem := _mooncake_problem()):
         for item in needing:
             item.add_marker(pytest.mark.skip(reason=problem))
+    for item in items:
+        for mark in item.iter_markers("promise"):
+            item.user_properties.append(("promise", mark.args[0]))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Which tests held which promise, and what they took; launches that tests share count where they began and end."""
+    outcomes: dict[str, dict[str, str]] = defaultdict(dict)  # promise → test → how it ended
+    seconds: dict[str, float] = defaultdict(float)
+    for outcome, reports in terminalreporter.stats.items():
+        for report in (one for one in reports if isinstance(one, pytest.TestReport)):
+            for name, promise in report.user_properties:
+                if name == "promise":
+                    outcomes[promise].setdefault(report.nodeid, "passed")
+                    seconds[promise] += report.duration
+                    if outcome not in ("", "passed"):
+                        outcomes[promise][report.nodeid] = outcome
+    if not outcomes:
+        return
+    terminalreporter.section("promises of README.md")
+    for promise, tests in sorted(outcomes.items()):
+        counts = Counter(tests.values())
+        ended = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+        terminalreporter.write_line(f"{promise:16} {ended:24} {seconds[promise]:5.0f} s")
+        for test, outcome in tests.items():
+            terminalreporter.write_line(f"    {outcome:8} {test}")

@@ -28,6 +28,7 @@ START_S = 420.0
 STOP_S = 15.0  # the promise: everything ends within this
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "epd-demo"
+PATIENT = "timeouts.instance_wait_s=170"  # a restart takes longer where other things run, too
 # The plain monolith gets the flags that every stage gets on CPU, so that both compute the same.
 PLAIN_FLAGS = (
     *("--limit-mm-per-prompt", '{"image": 8, "video": 0}'),
@@ -90,7 +91,7 @@ class Serving(Endpoint):
         self.root = Path(tempfile.mkdtemp(prefix="epd-e2e-", dir="/tmp"))
         self.log = self.root / "launcher.log"
         argv = [sys.executable, "-m", "deploy.cli", "serve", "--layout", layout, "--device", "cpu"]
-        argv += ["--port", str(port), "--run-root", str(self.root / "run"), *flags]
+        argv += ["--port", str(port), "--run-root", str(self.root / "run"), "--proxy", PATIENT, *flags]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

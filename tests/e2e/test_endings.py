@@ -26,6 +26,7 @@ def _maps(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/maps").read_text().splitlines()
 
 
+@pytest.mark.promise("nothing-left")
 def test_after_kill_9_of_the_launcher_the_next_start_cleans_up() -> None:
     launch = Serving("E-PD").wait_ready()
     try:

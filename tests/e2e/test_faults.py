@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import threading
@@ -24,6 +26,11 @@ epd = pytest.mark.parametrize("launch", ["(E-P)-D"], indirect=True)
 LONG_ANSWER = chat("Hello", max_tokens=8000, ignore_eos=True, stream=True)
 
 
+def chat_about(url: str) -> Body:
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
+    return {**chat("What?"), "messages": [{"role": "user", "content": content}]}
+
+
 def _lease_one_more(arena: Arena, number: int, data: bytes) -> Lease | None:
     try:
         arena.put(f"filler-{number}", data, shape=(len(data),), dtype="uint8")
@@ -36,12 +43,13 @@ def _lease_one_more(arena: Arena, number: int, data: bytes) -> Lease | None:
 def test_a_feature_that_cannot_be_stored_is_recomputed(launch: Serving, solo_answer: Solo) -> None:
     body = fresh(408)
     arena = Arena.attach(next(path for path in launch.shared_memory() if path.name.endswith("-arena")))
-    block = bytes(64 << 10)
-    held = []
+    held: list[Lease] = []
     waited, recomputed = launch.counters("E0").get("put_waited", 0), launch.recomputed("P0")
     try:
-        while (lease := _lease_one_more(arena, len(held), block)) is not None:  # leased features are never evicted
-            held.append(lease)
+        for size_bytes in (64 << 10, 1 << 10):  # and what lies between the large ones
+            block = bytes(size_bytes)
+            while (lease := _lease_one_more(arena, len(held), block)) is not None:  # leased features are never evicted
+                held.append(lease)
         assert ask(launch, body) == solo_answer(body)
         wait_for(lambda: launch.counters("E0").get("put_waited", 0) == waited + 1, "E to report a lack of room", 5)
         wait_for(lambda: launch.recomputed("P0") == recomputed + 1, "P to report that it recomputed", 5)
@@ -82,6 +90,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(launch: Serving, 
 
 
 @epd
+@pytest.mark.promise("bad-input")
 @pytest.mark.parametrize(
     ("body", "status", "named"),
     [
@@ -90,6 +99,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(launch: Serving, 
         ({**chat("Hello"), "kv_transfer_params": {"transfer_id": "x"}}, 400, "kv_transfer_params"),
         (chat("Hello " * 9000), 400, "8192"),
         (chat("What?", b"this is not a picture"), 400, "messages[0].content[0]"),
+        (chat_about("http://127.0.0.1:9/secret.png"), 400, "media_address_refused"),
         ({**chat("Hello"), "temperature": "warm"}, 400, "temperature"),
     ],
     ids=[
@@ -98,6 +108,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(launch: Serving, 
         "transfer params",
         "context overflow",
         "corrupt picture",
+        "private address",
         "wrong type",
     ],
 )
@@ -107,11 +118,12 @@ def test_bad_input_is_one_clear_error_and_the_server_stays_up(
     response = launch.post("/v1/chat/completions", body)
     assert response.status_code == status, response.text[:500]
     error = response.json()["error"]
-    assert named in error["message"] + str(error["param"])
+    assert named in error["message"] + str(error["param"]) + str(error["code"])
     assert launch.get("/health").status_code == 200
 
 
 @epd
+@pytest.mark.promise("recomputed")
 @pytest.mark.parametrize("killed", ["P0", "D0", pytest.param("E0", marks=pytest.mark.slow)])
 def test_a_killed_stage_is_restarted_and_requests_go_on(launch: Serving, solo_answer: Solo, killed: str) -> None:
     before = launch.instances()[killed]["incarnation"]
@@ -124,6 +136,28 @@ def test_a_killed_stage_is_restarted_and_requests_go_on(launch: Serving, solo_an
     wait_for(launch.healthy, f"{killed} to be back", 180)
     assert launch.instances()[killed]["incarnation"] != before
     assert ask(launch, body) == solo_answer(body)
+
+
+@epd
+@pytest.mark.promise("no-silent-cut")
+def test_an_answer_that_loses_its_stage_halfway_ends_with_an_error_and_without_done(launch: Serving) -> None:
+    events: list[str] = []
+    url = launch.url + "/v1/chat/completions"
+    with (
+        launch.client.stream("POST", url, json=LONG_ANSWER) as response,
+        contextlib.suppress(httpx.RemoteProtocolError),
+    ):
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                events.append(line.removeprefix("data: "))
+                if len(events) == 3:
+                    os.kill(launch.stage_pid("D0"), signal.SIGKILL)
+    assert "[DONE]" not in events
+    error = json.loads(events[-1])["error"]
+    assert error["type"] and error["message"]
+    assert not any("error" in json.loads(event) for event in events[:-1])
+    wait_until(lambda: not launch.healthy(), 10, "the proxy to know")
 
 
 @epd

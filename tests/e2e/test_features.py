@@ -63,6 +63,7 @@ def slowed(launch: Serving, instance: str, share: float) -> Iterator[None]:
 
 
 @epd
+@pytest.mark.promise("encoded-once")
 def test_a_known_picture_is_not_encoded_again_and_its_media_stays_at_the_proxy(
     launch: Serving, solo_answer: Solo
 ) -> None:
@@ -81,6 +82,7 @@ def test_a_known_picture_is_not_encoded_again_and_its_media_stays_at_the_proxy(
 
 
 @epd
+@pytest.mark.promise("encoded-once")
 def test_concurrent_duplicates_are_encoded_once(launch: Serving, solo_answer: Solo) -> None:
     body = fresh(1)
     alone = solo_answer(body)
@@ -91,6 +93,7 @@ def test_concurrent_duplicates_are_encoded_once(launch: Serving, solo_answer: So
 
 
 @epd
+@pytest.mark.promise("recomputed")
 def test_a_bit_that_flips_in_memory_never_reaches_an_answer(launch: Serving, solo_answer: Solo) -> None:
     body = fresh(2)
     assert ask(launch, body) == solo_answer(body)
@@ -108,6 +111,7 @@ def test_a_bit_that_flips_in_memory_never_reaches_an_answer(launch: Serving, sol
 
 
 @epd
+@pytest.mark.promise("recomputed")
 def test_features_that_vanish_at_any_moment_cost_no_answer(launch: Serving, solo_answer: Solo) -> None:
     over = threading.Event()
 
@@ -131,6 +135,7 @@ def test_features_that_vanish_at_any_moment_cost_no_answer(launch: Serving, solo
 
 
 @epd
+@pytest.mark.promise("recomputed")
 def test_a_slow_encoder_does_not_turn_prefill_into_an_encoder(launch: Serving, solo_answer: Solo) -> None:
     bodies = [fresh(60 + number) for number in range(16)]
     alone = [solo_answer(body) for body in bodies]

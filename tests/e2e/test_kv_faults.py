@@ -114,10 +114,12 @@ def kill(launch: Serving, solo_answer: Solo, holding: Hold, killed: str) -> None
     ("killed", "point", "number"),
     [
         pytest.param("P0", "ready", 1, marks=pytest.mark.slow, id="P before READY"),
-        pytest.param("P0", "packet", 2, id="P between packets"),
+        pytest.param("P0", "packet", 2, marks=pytest.mark.promise("kv-whole"), id="P between packets"),
         pytest.param("P0", "done", 1, marks=pytest.mark.slow, id="P before DONE"),
         pytest.param("D0", "ready", 1, marks=pytest.mark.slow, id="D before READY"),
-        pytest.param("D0", "packet", 2, marks=pytest.mark.slow, id="D between packets"),
+        pytest.param(
+            "D0", "packet", 2, marks=[pytest.mark.promise("kv-whole"), pytest.mark.slow], id="D between packets"
+        ),
         pytest.param("D0", "done", 1, marks=pytest.mark.slow, id="D before DONE"),
         pytest.param("D0", "received", 1, marks=pytest.mark.slow, id="D before it reports DONE"),
     ],

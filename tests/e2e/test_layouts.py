@@ -27,6 +27,7 @@ every_layout = pytest.mark.parametrize("launch", _layouts(), indirect=True)
 
 
 @every_layout
+@pytest.mark.promise("same-tokens")
 @pytest.mark.parametrize("name", SOLO)
 def test_greedy_tokens_equal_the_monoliths(launch: Serving, solo_answer: Solo, name: str) -> None:
     assert ask(launch, SOLO[name]) == solo_answer(SOLO[name])
@@ -86,6 +87,20 @@ def test_health_models_and_instances_describe_the_layout(launch: Serving) -> Non
     assert launch.get("/v1/models").json()["data"][0]["id"] == "epd-demo"
     assert all(entry["up"] for entry in launch.instances().values())
     assert all(sum(entry["in_flight"].values()) == 0 for entry in launch.instances().values())
+
+
+@every_layout
+@pytest.mark.promise("memory-plan")
+def test_the_memory_of_every_stage_was_worked_out_before_it_started(launch: Serving) -> None:
+    plan = launch.run / "memory.txt"
+    header, *rows = [line.split() for line in plan.read_text().splitlines() if line.strip()]
+    assert header[:2] == ["instance", "cpu"] and header[-2:] == ["tokens", "share"]
+    instances = launch.instances()
+    planned = {row[0]: row for row in rows if row[0] in instances}
+    assert set(planned) == set(instances)
+    assert all((planned[name][-2] != "-") is (entry["role"] != "E") for name, entry in instances.items())
+    first = min(path.stat().st_mtime for path in launch.run.glob("*.log"))
+    assert plan.stat().st_mtime <= first + 1, "written before any stage had said much"
 
 
 @every_layout

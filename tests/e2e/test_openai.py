@@ -20,7 +20,14 @@ FORMS = (
     "all:--enable-auto-tool-choice --tool-call-parser hermes "
     """--structured-outputs-config '{"backend": "xgrammar", "disable_any_whitespace": true}'""",
 )
-layouts = pytest.mark.parametrize("launch", [("E-P-D", *FORMS), ("TP1", *FORMS)], indirect=True, ids=["E-P-D", "TP1"])
+layouts = pytest.mark.parametrize(
+    "launch",
+    [
+        pytest.param(("E-P-D", *FORMS), id="E-P-D", marks=pytest.mark.promise("openai-sdk")),
+        pytest.param(("TP1", *FORMS), id="TP1"),
+    ],
+    indirect=True,
+)
 
 PROMPT = PAIRWISE_DIFFERENT[0]
 PICTURE: Any = about(PROMPT)["messages"]
