@@ -132,7 +132,7 @@ def test_the_wheel_has_the_commands_the_plugin_and_the_version(installed_wheel: 
 
 
 PYTHONS = ("3.11", "3.12")
-"""On CPU and in Ascend's image; in vLLM's image for CUDA."""
+"""Of the pinned CPU environment; of vLLM's and vllm-ascend's images."""
 
 
 def project() -> dict[str, Any]:
@@ -182,8 +182,7 @@ def index() -> None:
         pytest.skip("no package index answers")
 
 
-@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize(("python", "machine"), [("3.11", "aarch64"), ("3.12", "x86_64"), ("3.12", "aarch64")])
 @pytest.mark.usefixtures("index")
 def test_all_that_serving_needs_has_wheels_for(wheel: Path, tmp_path: Path, python: str, machine: str) -> None:
     platforms = [f"--platform={kind}_{machine}" for kind in ("manylinux_2_28", "manylinux_2_17", "manylinux2014")]
