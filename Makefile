@@ -1,7 +1,9 @@
-# EPD-Serve. `make help` lists what there is. All is installed into $(VENV), test-vllm023 into $(VENV_VLLM023), nowhere else.
+# EPD-Serve. `make help` lists what there is. All is installed into $(VENV), what test-vllm023 and docs need into
+# $(VENV_VLLM023) and $(VENV_DOCS), nowhere else.
 
 VENV   ?= .venv
 VENV_VLLM023 ?= .venv-vllm023
+VENV_DOCS ?= .venv-docs
 PYTHON ?=
 DEVICE ?= auto
 LAYOUT ?= (E-P)-D
@@ -15,12 +17,12 @@ EAGER  ?=
 SERVE_ARGS ?=
 TEST_ARGS  ?=
 PIP_ARGS   ?=
-export VENV VENV_VLLM023 PYTHON DEVICE LAYOUT MODEL PORT PIP_ARGS EPD_TEST_DEVICE EAGER
+export VENV VENV_VLLM023 VENV_DOCS PYTHON DEVICE LAYOUT MODEL PORT PIP_ARGS EPD_TEST_DEVICE EAGER
 
 SHELL := /bin/bash
-CODE  := bench deploy proxy epd_serve store npu_ops
+CODE  := bench deploy proxy epd_serve store npu_ops docs/generate.py
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-promises coverage test-all test-npu test-vllm023 check check-npu-contract npu-contract format environment-serve environment-test clean
+.PHONY: help serve test test-promises coverage test-all test-npu test-vllm023 check check-npu-contract npu-contract docs reference format environment-serve environment-test clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -65,14 +67,22 @@ check: environment-test ## ruff, mypy (the tests, too), import-linter, NPU contr
 check-npu-contract: environment-test ## our code against released vLLM, vllm-ascend, torch-npu, Mooncake; offline
 	"$$VENV/bin/python" -m deploy.contract
 
-npu-contract: environment-test ## download those wheels, read them again, write the manifest and docs/compatibility.md
+npu-contract: environment-test ## download those wheels, read them again, write the manifest and docs/reference/compatibility.md
 	"$$VENV/bin/python" -m deploy.contract --refresh build/npu-wheels
+
+docs: ## build the documentation as a site, into build/site (170 MB of tools, in an environment of their own)
+	@VENV="$$VENV_DOCS" deploy/install/environment.sh docs
+	@NO_MKDOCS_2_WARNING=1 exec "$$VENV_DOCS/bin/mkdocs" build --strict --clean
+	@echo "build/site/index.html"
+
+reference: environment-test ## write docs/reference/ anew: command line, configuration, metrics, HTTP API
+	@PYTHONPATH=. exec "$$VENV/bin/python" docs/generate.py
 
 format: environment-test ## let ruff format and fix
 	"$$VENV/bin/ruff" check --fix .
 	"$$VENV/bin/ruff" format .
 
 clean: ## remove the environment and all caches
-	@for venv in "$$VENV" "$$VENV_VLLM023"; do if [[ -f "$$venv/.epd-serve" ]]; then rm -rf "$$venv"; fi; done
+	@for venv in "$$VENV" "$$VENV_VLLM023" "$$VENV_DOCS"; do if [[ -f "$$venv/.epd-serve" ]]; then rm -rf "$$venv"; fi; done
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0, or 1 when a part failed, or 2 when the input is wrong. Errors go to stderr, never as a traceback.
     """
     try:
-        arguments = _parse(list(sys.argv[1:] if argv is None else argv))
+        arguments = parse_words(list(sys.argv[1:] if argv is None else argv))
         command = arguments.pop("command")
         return int(command(arguments))
     except ConfigError as error:
@@ -45,11 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parse(argv: list[str]) -> dict[str, Any]:
-    parser = Parser(prog="epd-serve", description="Serve multimodal models, encode, prefill and decode apart.")
-    parser.add_argument("--version", action="version", version=f"epd-serve {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
-    subparsers = {
+def parser() -> Parser:
+    """Returns the parser of the whole command line."""
+    return _parsers()[0]
+
+
+def _parsers() -> tuple[Parser, dict[str, Parser]]:
+    made = Parser(prog="epd-serve", description="Serve multimodal models, encode, prefill and decode apart.")
+    made.add_argument("--version", action="version", version=f"epd-serve {__version__}")
+    commands = made.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
+    return made, {
         "serve": _add_serve(commands),
         "layout": _add_layout(commands),
         "stage": add_stage(commands),
@@ -58,8 +63,17 @@ def _parse(argv: list[str]) -> dict[str, Any]:
         "doctor": _add_doctor(commands),
         "demo-model": _add_demo_model(commands),
     }
+
+
+def parse_words(argv: list[str]) -> dict[str, Any]:
+    """Returns what the words of `epd-serve WORDS…` say, and under `command` what carries it out.
+
+    Raises:
+        ConfigError: a word that no command takes; the message names the nearest one that it takes.
+    """
+    made, subparsers = _parsers()
     own, passed = split(argv)
-    known, extra = parser.parse_known_args(own)
+    known, extra = made.parse_known_args(own)
     arguments = vars(known)
     if extra:
         name = next(word for word in own if word in subparsers)
@@ -88,7 +102,7 @@ def _add_serve(commands: Any) -> Parser:
 
 def serve_config(words: Sequence[str]) -> DeployConfig:
     """What `epd-serve serve WORDS…` would serve. Raises ConfigError as it would."""
-    arguments = _parse(["serve", *words])
+    arguments = parse_words(["serve", *words])
     del arguments["command"]
     return _config(arguments)
 

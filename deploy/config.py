@@ -47,7 +47,7 @@ class DeployConfig:
     model: str = _option("", "model directory or hub name (default: the built-in demo model)", positional=True)
     layout: str = _option("(E-P)-D", "stages and devices, for example (E-P)-D, E-PD, TP1 (see epd-serve layout)")
     engine: str = _option("vllm", "what runs the stages: vLLM, or a simulation of it", choices=ENGINES)
-    sim_profile: str = _option("", "latencies and capacity of simulated stages (JSON, docs/simulation.md)")
+    sim_profile: str = _option("", "latencies and capacity of simulated stages (JSON, docs/guides/simulation.md)")
     device: str = _option("auto", "device kind", choices=("auto", "npu", "cuda", "cpu"))
     share_devices: bool = _option(
         False, "where a layout wants more devices than there are, place it on those in turn (to try it, not to be fast)"
@@ -72,8 +72,8 @@ class DeployConfig:
         (), "a proxy setting, as KEY=VALUE, for example media.max_bytes=1000000; repeatable", many=True
     )
     api_keys: tuple[str, ...] = _option((), "accept only this bearer token; repeatable", many=True, flag="--api-key")
-    media_root: str = _option("", "directory that file:// pictures may be read from (default: none)")
-    allow_private_media: bool = _option(False, "let picture URLs reach private and loopback addresses")
+    media_root: str = _option("", "directory that file:// images may be read from (default: none)")
+    allow_private_media: bool = _option(False, "let image URLs reach private and loopback addresses")
     arena_mib: int = _option(256, "shared memory for features (MM Store tier 1)")
     mm_store: str = _option(
         "auto",
@@ -89,7 +89,7 @@ class DeployConfig:
         choices=("recompute", "reencode"),
     )
     send_pixels: str = _option(
-        "auto", "send pictures to prefill and decode: only where needed (auto), or always", choices=("auto", "always")
+        "auto", "send images to prefill and decode: only where needed (auto), or always", choices=("auto", "always")
     )
     tenant_header: str = _option("", "header that names the tenant, set by a gateway you trust (default: the API key)")
     shared_features: bool = _option(False, "let tenants use each other's features")

@@ -1,7 +1,8 @@
 """What one joined stage is: its checked flags, what it tells the head, and the plan of each life of its vLLM server.
 
 Ports are neighbours, so that a firewall rule is one range: `port` is the HTTP server's, `port + 1` takes READY (P), or
-`port + 1 + rank` KV packets (D). Mooncake picks its own (docs/operations.md). Pure but for looking at this machine.
+`port + 1 + rank` KV packets (D). Mooncake picks its own (docs/guides/several-hosts.md).
+Pure but for looking at this machine.
 """
 
 from __future__ import annotations

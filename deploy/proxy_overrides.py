@@ -33,7 +33,7 @@ _DECIDED = (
 )
 """Fields that follow from the deployment itself."""
 
-_OWN_FLAGS = ("tenant_header", "shared_features", "send_pixels", "on_missing_feature")
+OWN_FLAGS = ("tenant_header", "shared_features", "send_pixels", "on_missing_feature")
 """Fields that have a flag of their own; by --proxy they would be two answers to one question."""
 
 
@@ -56,7 +56,7 @@ def proxy_overrides(entries: Iterable[str]) -> dict[str, Any]:
         for name in path:
             owner = _section(owner, name, key)
             target = target.setdefault(name, {})
-        if not path and last in _OWN_FLAGS:
+        if not path and last in OWN_FLAGS:
             flag = "--" + last.replace("_", "-")
             raise ConfigError(f"proxy setting {key} has a flag of its own: {flag}", param="--proxy")
         hint = _scalars(owner).get(last)

@@ -157,7 +157,7 @@ def _clear_pool(master: str, metrics: str, removed: set[str], leased: set[str]) 
 
 
 def size(nbytes: int) -> str:
-    """`8.6 MB`; decimal, as the sizes in docs/operations.md."""
+    """`8.6 MB`; decimal, as the sizes in docs/guides/sizing.md."""
     if nbytes < 1000:
         return f"{nbytes} B"
     amount = float(nbytes)

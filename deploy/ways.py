@@ -2,7 +2,7 @@
 
 A pair on one NPU never depends on a connection of that NPU with itself: features go through the arena, KV through
 shared memory. What is decided here is probed when the stages start (`link_connection.py`, `device_probe.py`); `GET
-/instances` shows what each link came to. Device IPC is not built (docs/operations.md, "Pairs on one device").
+/instances` shows what each link came to. Device IPC is not built (docs/guides/kv-links.md, "Pairs on one device").
 """
 
 from __future__ import annotations

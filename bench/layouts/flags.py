@@ -49,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--preset", default="bench", choices=PRESETS, help="a model made on the spot (default bench)")
     where.add_argument("--device", default="auto", choices=("auto", "npu", "cuda", "cpu"))
     where.add_argument("--engine", default="vllm", choices=("vllm", "sim"), help="sim: simulated stages")
-    where.add_argument("--sim-profile", default="", metavar="FILE", help="of simulated stages (docs/simulation.md)")
+    where.add_argument("--sim-profile", default="", metavar="FILE", help="of simulated stages")
     where.add_argument(
         "--emulate", default="", metavar="DEVICE", help="910b: nothing runs, layouts on such devices in virtual time"
     )

@@ -1,4 +1,7 @@
-"""`docs/compatibility.md`, from the manifest and what our code does with it. Pure; a test holds the file to this."""
+"""`docs/reference/compatibility.md`, from the manifest and what our code does with it.
+
+Pure; a test holds the file to this.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from deploy.contract.origins import GUARDED
 from deploy.contract.source import Function
 from deploy.contract.wheels import Wheel
 
-DOCUMENT = "docs/compatibility.md"
+DOCUMENT = "docs/reference/compatibility.md"
 
 _INTRODUCTION = """# Compatibility
 

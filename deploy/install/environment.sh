@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Makes the virtual environment that the goals of the Makefile run in. Usage: environment.sh serve|test|vllm023
+# Makes the virtual environment that the goals of the Makefile run in. Usage: environment.sh serve|test|vllm023|docs
 #
 # It writes into $VENV only. `test` adds the development tools, Mooncake, and (where it may) the system library that
-# Mooncake needs. `vllm023` is `test` for CPU with vLLM 0.23 instead of the vLLM that is served with, and wants a $VENV of its own. A
+# Mooncake needs. `vllm023` is `test` for CPU with vLLM 0.23 instead of the vLLM that is served with, and wants a $VENV of its own.
+# `docs` is what builds the documentation: pure Python in a $VENV of its own, nothing of it is seen by the others. A
 # second call with nothing changed installs nothing: stamps hold a digest of all that goes in.
 #
 # Reads: VENV (.venv), PYTHON (python3.11), DEVICE (auto|cpu|npu|cuda), PIP_ARGS (passed to every pip install).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-goal=${1:?usage: environment.sh serve|test|vllm023}
+goal=${1:?usage: environment.sh serve|test|vllm023|docs}
 VENV=${VENV:-.venv}
 DEVICE=${DEVICE:-auto}
 read -r -a pip_args <<<"${PIP_ARGS:-}"
@@ -19,6 +20,21 @@ die() {
     printf 'epd-serve: error: %s\n' "$*" >&2
     exit 1
 }
+
+# --- the documentation: any Python, no device, nothing of ours ------------------------------------------------------
+if [[ $goal == docs ]]; then
+    lock=requirements/docs.txt marker=$VENV/.epd-serve stamp=$VENV/.epd-serve-docs
+    wanted=$(sha256sum <"$lock")
+    [[ -x $VENV/bin/mkdocs && $(cat "$stamp" 2>/dev/null) == "$wanted" ]] && exit 0
+    [[ ! -e $VENV || -f $marker ]] || die "$VENV exists and is not ours: remove it, or set VENV_DOCS= to another folder"
+    python=${PYTHON:-$(command -v python3.11 || command -v python3)} || die "no python3 was found: set PYTHON=/path/to/python3"
+    say "$VENV with the tools of $lock (170 MB)"
+    "$python" -m venv --clear "$VENV" || die "$python cannot make a virtual environment (Debian: install python3-venv)"
+    echo docs >"$marker"
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input "${pip_args[@]}" --no-deps -r "$lock"
+    echo "$wanted" >"$stamp"
+    exit 0
+fi
 
 # --- which device, which Python ---------------------------------------------------------------------------------
 npu_answers() { command -v npu-smi >/dev/null && npu-smi info >/dev/null 2>&1; }

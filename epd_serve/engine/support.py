@@ -1,8 +1,9 @@
 """Which features of vLLM a stage may be started with: supported, with the test that shows it, or refused by name.
 
-One table, `FEATURES`: `docs/support.md` is made from it, and a stage is held against it when its configuration is
-known, before a model is loaded (`stage_main.py`). What is refused is refused only where it meets our connectors: a
-monolith, and an instance that prefills and decodes without features from elsewhere, may do all that vLLM does.
+One table, `FEATURES`: `docs/reference/support.md` is made from it, and a stage is held against it when its
+configuration is known, before a model is loaded (`stage_main.py`). What is refused is refused only where it
+meets our connectors: a monolith, and an instance that prefills and decodes without features from elsewhere, may do all
+that vLLM does.
 Pure: vLLM's configuration is read by its names, which 0.23 and 0.32 share but where noted.
 """
 
@@ -328,7 +329,7 @@ def refusals() -> Iterator[tuple[Feature, Refusal]]:
 
 
 def document() -> str:
-    """`docs/support.md`."""
+    """`docs/reference/support.md`."""
     rows = [f"| {row.name} | {_status(row)} | {_shown(row)} | {row.notes} |" for row in FEATURES]
     return "\n".join((_HEAD, *rows, ""))
 

@@ -54,7 +54,9 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m epd_serve.sim", description="a simulated stage (see docs/simulation.md)", allow_abbrev=False
+        prog="python -m epd_serve.sim",
+        description="a simulated stage (see docs/guides/simulation.md)",
+        allow_abbrev=False,
     )
     parser.add_argument("--role", choices=[role.value for role in Role], help="default: of --wiring, or PD")
     parser.add_argument("--instance", default="", help="name (default: role and 0)")

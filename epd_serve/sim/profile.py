@@ -1,7 +1,7 @@
 """How long a simulated stage takes for what, and how much it holds: the profile file (JSON), read and checked once.
 
-Latencies are straight lines (a + b·amount) and a table for decode steps; `docs/simulation.md` shows a whole file. A
-stage without a profile takes no time for anything.
+Latencies are straight lines (a + b·amount) and a table for decode steps; `docs/guides/simulation.md` shows a whole
+file. A stage without a profile takes no time for anything.
 """
 
 from __future__ import annotations

@@ -53,16 +53,18 @@ class MediaLimits:
         max_bytes: one item. `max_total_bytes`: all items of one request.
         max_pixels: width x height of an image or a video's frames, checked on headers before anything decodes them.
         max_video_s, max_audio_s: length of a clip in seconds, where its container tells.
-        max_frames: that a stage decodes of a video, as the request asks. max_video_pixels: of all of them.
+        max_frames: frames that a stage decodes of a video, as the request asks.
+        max_video_pixels: pixels of all frames.
         max_items: items of one request.
-        fetch_timeout_s: one http(s) item, redirects included. `max_redirects`: hops, each checked anew.
-        fetch_wait_s: until its turn to be fetched comes.
+        fetch_timeout_s: fetching one http(s) item, redirects included. `max_redirects`: hops, each checked anew.
+        fetch_wait_s: how long an item waits until its turn to be fetched comes.
         allowed_local_root: directory that `file://` may read from, or None to refuse `file://`.
-        schemes: of the URLs that clients may send.
-        allowed_domains, denied_domains: hosts that http(s) may reach, as `proxy/config/domains.py` reads them.
+        schemes: schemes of the URLs that clients may send.
+        allowed_domains: hosts that http(s) may reach, where there are any: `cdn.example.com` is that host,
+            `*.example.com` all below it. denied_domains: hosts that it may not reach.
         allow_private_addresses: let http(s) reach loopback, private and link-local addresses.
-        max_parallel_fetches, threads: bounds of the whole process, which accounts share fairly
-            (`proxy/tenants/fair_semaphore.py`).
+        max_parallel_fetches: fetches of the whole process at once. threads: items that are decoded and keyed at once.
+            Accounts share both fairly.
     """
 
     max_bytes: int = 32 << 20
@@ -99,8 +101,8 @@ class BodyPace:
     """How slowly a client may send its body before it is answered 408 and its connection closed.
 
     Attributes:
-        grace_s: before anything is asked of it. bytes_per_s: on average after that.
-        most_s: for all of it, however fast.
+        grace_s: seconds before anything is asked of it. bytes_per_s: bytes a second on average after that.
+        most_s: seconds for all of the body, however fast.
     """
 
     grace_s: float = 10.0
@@ -117,7 +119,7 @@ class MemoryLimits:
 
     Attributes:
         process_bytes: bodies and media of all requests of one proxy process. An account among others gets half of it
-            at most (`proxy/tenants/fair_share.py`).
+            at most.
     """
 
     process_bytes: int = 2 << 30
@@ -157,9 +159,10 @@ class AdmissionLimits:
         media_yields_s: text that arrives up to this much later than a request with media goes first.
         priority_step_s: what one unit of a request's `priority` is worth. priority_limit: larger ones count as this;
             0 to heed none.
-        text_share, media_share: of the capacity, that the other modality does not take while both are about.
-        sequences_per_instance: prefilling or decoding, for an instance that does not report how many it can run.
-        prefill_tokens: of prompts that one instance has still to prefill; or as many as it does in `prefill_s`.
+        text_share, media_share: share of the capacity that the other modality does not take while both are about.
+        sequences_per_instance: sequences prefilling or decoding, where an instance does not report how many.
+        prefill_tokens: tokens that one instance may have still to prefill; more where it does more in `prefill_s`.
+        prefill_s: seconds of prefilling that one instance may have before it.
         encodes_per_instance: requests at one encoder.
     """
 
@@ -195,7 +198,8 @@ class RetryLimits:
     """How many attempts may be repeated over the whole proxy (`proxy/stages/retry_budget.py`).
 
     Attributes:
-        ratio: retries per request. floor_per_s: retries that may be made in any case. burst: at once, after a calm.
+        ratio: retries per request. floor_per_s: retries a second that may be made in any case. burst: retries at once,
+            after a calm.
     """
 
     ratio: float = 0.2
@@ -214,8 +218,9 @@ class PoisonLimits:
 
     Attributes:
         blame_s: a request that was sent to an instance longer ago is not suspected of its death.
-        quarantine_s: how long a body is refused at first; doubles each time, up to `quarantine_max_s`.
-        memory_s: how long anything is held against a body. bodies: of how many; the oldest are forgotten first.
+        quarantine_s: how long a body is refused at first; doubles each time. quarantine_max_s: how long at most.
+        memory_s: how long anything is held against a body. bodies: bodies that are remembered; the oldest are forgotten
+            first.
     """
 
     blame_s: float = 5.0

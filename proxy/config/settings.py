@@ -56,7 +56,8 @@ class ProxySettings:
         retries: further attempts of one request after a stage failed before the first byte.
         stage_priorities: stages with a language model run with vLLM's priority policy, so that they heed `priority`.
         processes: proxies that share the stages, and so their capacity.
-        max_body_bytes: of one request. body_pace: how slowly it may come. memory: of all requests held at once.
+        max_body_bytes: bytes of one request's body. body_pace: how slowly it may come.
+        memory: what all requests may hold at once.
         max_n: answers to one prompt. max_sequences: answers that one request may ask for, over its prompts.
         max_in_flight: requests held at once; beyond it the answer is 429.
         api_keys: accepted bearer tokens; empty means no authentication. Each is a tenant.
@@ -70,7 +71,7 @@ class ProxySettings:
         arena: the arena of this host where all stages of the layout use it, else None.
         max_known_features: how many features the proxy remembers.
         trace_path: JSON-lines file for phase stamps, or None.
-        policy: how instances are chosen, a name of `proxy/routing/policy.py`.
+        policy: how instances are chosen: `least-loaded`, `round-robin`, `power-of-two`, `cache-affine` or `slo`.
         key_limits: what one API key may do at once and per minute.
         strict_fields: answer an unknown field with 400 instead of leaving it out.
         xargs: names that clients may send in `vllm_xargs`, for extensions that the operator loads into the stages.

@@ -1,7 +1,7 @@
 """How many bytes of request bodies and media this process holds at once: one account book, whoever holds them.
 
 Bytes are counted before they are held, as they come, and given back when they go; never by what was announced, since
-announcing is free. What is counted, and when, `docs/operations.md` has as a formula ("Memory").
+announcing is free. What is counted, and when, `docs/guides/overload.md` has as a formula ("Memory of the front door").
 """
 
 from __future__ import annotations

@@ -233,20 +233,7 @@ class WorkerHub:
         others = [worker for worker in self._workers if worker is not asker and worker.begun.is_set()]
         await asyncio.gather(*(worker.tell(TELL_S) for worker in others))
         serving = [asker, *others] if asker is not None else others
-        mine = [
-            Family(
-                "epd_proxy_workers",
-                "gauge",
-                "Proxy processes that take connections.",
-                [("epd_proxy_workers", (), len(serving))],
-            ),
-            Family(
-                "epd_proxy_workers_ended",
-                "counter",
-                "Proxy processes that have ended and were followed by another.",
-                [("epd_proxy_workers_ended_total", (), self._ended)],
-            ),
-        ]
+        mine = worker_metrics(len(serving), self._ended)
         return summed([self._past, *(worker.counts for worker in serving), own_counts(self._background.registry), mine])
 
     def _roster_changed(self) -> None:
@@ -264,3 +251,21 @@ class WorkerHub:
                 self._table.report_stage(message)
             case _:
                 pass
+
+
+def worker_metrics(serving: int, ended: int) -> list[Family]:
+    """Returns what only the parent can count: how many processes take connections, and how many have ended."""
+    return [
+        Family(
+            "epd_proxy_workers",
+            "gauge",
+            "Proxy processes that take connections.",
+            [("epd_proxy_workers", (), serving)],
+        ),
+        Family(
+            "epd_proxy_workers_ended",
+            "counter",
+            "Proxy processes that have ended and were followed by another.",
+            [("epd_proxy_workers_ended_total", (), ended)],
+        ),
+    ]

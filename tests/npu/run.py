@@ -41,7 +41,7 @@ SWEEP_S = 20.0
 
 
 def main(words: list[str], build: Path = ROOT / "build") -> int:
-    arguments = _parsed(words)
+    arguments = parsed(words)
     try:
         card, parts = read_card(), chosen(arguments.parts)
     except ValueError as error:
@@ -67,7 +67,7 @@ def main(words: list[str], build: Path = ROOT / "build") -> int:
     return run.over(parts, words)
 
 
-def _parsed(words: list[str]) -> argparse.Namespace:
+def parsed(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make test-npu TEST_ARGS=…", description=__doc__.split("\n\n")[0])
     parser.add_argument("--parts", default="", metavar="A,B", help=f"of {', '.join(part.name for part in PARTS)}; all")
     parser.add_argument(
@@ -125,7 +125,8 @@ class _Run:
         print(f"\n{text}")
         if left:
             print(f"Left: {', '.join(left)}. The same command goes on with them.")
-        print(f"Send this one file, whether all passed or not: {os.path.relpath(self._archive)}  (docs/ascend.md)")
+        archive = os.path.relpath(self._archive)
+        print(f"Send this one file, whether all passed or not: {archive}  (docs/guides/ascend.md)")
         if self.ended.is_set():
             return 130
         if any(outcomes.get(part.name, {}).get("outcome") == "failed" for part in parts):

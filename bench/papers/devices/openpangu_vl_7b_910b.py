@@ -1,7 +1,7 @@
 """openPangu-7B-VL on one NPU of an Atlas 800I A2 (Ascend 910B, 64 GB): every constant with its source.
 
 Nothing here was measured by us, and nothing was fitted to EPD-Serve's Table 5, whose ordering an emulation with these
-constants is held against (docs/emulation.md). They are solved from other numbers of that paper (Tables 1 to 4, §4.1,
+constants is held against (docs/measuring/emulation.md). They are solved from other numbers of that paper (Tables 1 to 4, §4.1,
 §4.3), from the model card and from vLLM's defaults. Table 5 was known to whoever chose how to read those; so what else
 a source could mean is in `READINGS`, and goes into the sensitivity.
 
@@ -71,7 +71,7 @@ KV_EXPOSED_S = _TABLE_4.exposed_ms / 1e3  # Table 4, optimised, 1024 tokens: 8.7
 # Not printed. It is what is left of Table 2's TTFT (EPD-Serve, 2 requests a second and NPU) when the rest is taken off:
 # encode, handover, prefill, exposed KV, the waiting for E and for P (Pollaczek and Khinchine: Poisson arrivals, one
 # server, service times as the pictures' sizes) and D's first token, which waits for half a step and takes one. The row
-# at 3 requests a second is then a prediction; docs/emulation.md has how well it holds.
+# at 3 requests a second is then a prediction; docs/measuring/emulation.md has how well it holds.
 TTFT_S = {rate: TABLE_2["both"].ttft_ms[at] / 1e3 for at, rate in enumerate(TABLE_2_RATES)}
 
 

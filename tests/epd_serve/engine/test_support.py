@@ -131,8 +131,8 @@ def test_a_feature_has_tests_that_exist_or_is_refused_or_says_why_it_is_taken_un
 
 
 def test_the_document_is_the_table() -> None:
-    assert (ROOT / "docs/support.md").read_text(encoding="utf-8") == document(), (
-        "make it anew: python -m epd_serve.engine.support > docs/support.md"
+    assert (ROOT / "docs/reference/support.md").read_text(encoding="utf-8") == document(), (
+        "make it anew: python -m epd_serve.engine.support > docs/reference/support.md"
     )
 
 
