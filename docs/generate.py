@@ -22,10 +22,10 @@ from deploy.cli import parser as serve_parser
 from deploy.config import DeployConfig
 from deploy.proxy_overrides import OWN_FLAGS, all_keys
 from proxy.background import Background
-from proxy.registry.kv_metrics import KvMetrics
-from proxy.metrics import Metrics
-from proxy.http.openapi import document
 from proxy.config.settings import ModelIdentity, ProxySettings
+from proxy.http.openapi import document
+from proxy.metrics import Metrics
+from proxy.registry.kv_metrics import KvMetrics
 from proxy.registry.stage_metrics import StageMetrics
 from proxy.registry.store_metrics import StoreMetrics
 from proxy.registry.table import InstanceTable
