@@ -131,7 +131,7 @@ def _make(words: list[str]) -> None:
 
 
 def _epd_serve(words: list[str]) -> None:
-    if _is_name(serve_parser(), words):
+    if is_name(serve_parser(), words):
         return
     with _refusals():
         parse_words(words)
@@ -152,7 +152,7 @@ def _serve(words: list[str]) -> None:
 
 
 def _epd_bench(words: list[str]) -> None:
-    if not _is_name(bench_parser(), words):
+    if not is_name(bench_parser(), words):
         with _refusals():
             bench_parser().parse_args(words)
 
@@ -169,7 +169,7 @@ def _python(words: list[str]) -> None:
             raise WrongCommand(f"python -m {shlex.join([module, *rest])}: {done.stderr}")
 
 
-def _is_name(parser: argparse.ArgumentParser, words: Sequence[str]) -> bool:
+def is_name(parser: argparse.ArgumentParser, words: Sequence[str]) -> bool:
     """Whether the words only name a command, or a flag of one, without what it would need to run."""
     for at, word in enumerate(words):
         groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]

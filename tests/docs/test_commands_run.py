@@ -1,0 +1,238 @@
+"""Documented commands, run in their smallest form: with the words of the document, and further ones that make it short.
+
+What starts real stages or takes minutes is `slow`. Every `epd-bench` command of the documents has its entry here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bench.cli import parser as bench_parser
+from deploy.ports import free_ports
+from epd_serve.demo.presets import builtin_model_dir
+from tests.docs.documents import ROOT, Command
+from tests.docs.test_commands import every_command, is_name
+from tests.waiting import PATIENCE_S, wait_for
+
+MODULES = {"epd-serve": "deploy.cli", "epd-bench": "bench.cli"}
+RESULTS = ROOT / "bench" / "results"
+LIMIT_S = 900
+SIMULATED = ("--engine", "sim")
+
+SMALL: Mapping[str, Sequence[str]] = {
+    "ablations": (*SIMULATED, "--rates", "4", "--seconds", "2", "--rounds", "1"),
+    "arena": ("--quick", "--rounds", "2"),
+    "compare": (),
+    "layouts": (*SIMULATED, "--layouts", "TP1,E-P-D", "--rates", "2", "--duration", "2", "--baselines", "", "--fresh"),
+    "load": ("--rate", "2", "--duration", "3", "--min-samples", "1", "--late-ms", "1000"),
+    "memory-tables": (),
+    "proxy --only irp": ("--quick",),
+    "workload": ("--n", "4"),
+}
+"""By the beginning of the command: what makes it short, with stages simulated or none at all."""
+
+REAL: Mapping[str, Sequence[str]] = {
+    "batches": ("--quick",),
+    "colocation": ("--quick",),
+    "duplicates": ("--quick",),
+    "interference": ("--quick", "--operators", "norm,decode_attention"),
+    "startup": ("--quick",),
+    "transfer ep": ("--quick",),
+    "transfer pd": ("--quick",),
+    "ttft": ("--quick",),
+}
+"""Those that need real stages, or processes that are busy for minutes."""
+
+TESTED_ELSEWHERE: Mapping[str, str] = {
+    "aisbench": "tests/bench/aisbench: it makes an environment of 2.2 GB",
+    "layouts --emulate": "tests/bench/emulation: some minutes of virtual time",
+    "memory-tables --check": "tests/bench/ablations: starts real models one after another",
+    "proxy": "each part by tests/bench and tests/soak: half an hour in all",
+    "report": "tests/bench: draws what `layouts` has measured, which ends with the same",
+    "selfcheck": "tests/bench: its verdict depends on the machine's load",
+    "workload own": "tests/bench/workloads: wants the user's files",
+}
+
+
+def bench_words(command: Command) -> str:
+    return " ".join(command.words[1:])
+
+
+def kind(command: Command, table: Mapping[str, object]) -> str | None:
+    """The longest entry of a table that a command begins with."""
+    fitting = [name for name in table if f"{bench_words(command)} ".startswith(f"{name} ")]
+    return max(fitting, key=len, default=None)
+
+
+EVERY = every_command()
+BENCH = [
+    command for command in EVERY if command.words[0] == "epd-bench" and not is_name(bench_parser(), command.words[1:])
+]
+CHOSEN = {command: max((SMALL, REAL, TESTED_ELSEWHERE), key=lambda t: len(kind(command, t) or "")) for command in BENCH}
+SERVE = [
+    one for one in EVERY if one.words[:2] == ("epd-serve", "serve") and len(one.words) > 2 and "=" not in one.words
+]
+LAYOUTS = [one for one in EVERY if one.words[:2] == ("epd-serve", "layout") and len(one.words) > 2]
+DOCTOR = [one for one in EVERY if one.words[:2] == ("epd-serve", "doctor") and "--imports" not in one.words]
+PLACES = {
+    "/models/Qwen2.5-VL-7B-Instruct": builtin_model_dir(),
+    "/models/Qwen3-VL-8B-Instruct": builtin_model_dir(),
+    "Qwen2.5-VL-7B-Instruct": builtin_model_dir(),
+    "MODEL": builtin_model_dir(),
+    "SPEC": "E-P-D",
+    "NAME": "pope-like",
+    "A": RESULTS / "ttft.json",
+    "B": RESULTS / "ttft-second.json",
+    "before.json": RESULTS / "ttft.json",
+    "after.json": RESULTS / "ttft-second.json",
+    "FILE": "file.json",
+    "FILE.png": "file.png",
+}
+"""What stands in a document for the reader's own, and what it is here."""
+
+
+def test_every_measurement_of_the_documents_is_run_or_tested_elsewhere():
+    assert [str(command) for command in BENCH if kind(command, CHOSEN[command]) is None] == []
+
+
+@pytest.mark.parametrize("command", LAYOUTS + DOCTOR, ids=str)
+def test_what_looks_at_layouts_and_machines_says_something(command, tmp_path):
+    done = run(command.words, tmp_path, accepted=(0, 1) if "doctor" in command.words else (0,))
+
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("target", ["help"])
+def test_make_lists_what_there_is(target):
+    done = subprocess.run(["make", target], cwd=ROOT, capture_output=True, text=True, check=True)
+
+    assert {"serve", "test", "docs", "reference"} <= {line.split()[0] for line in done.stdout.splitlines() if line}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [one for one in BENCH if CHOSEN[one] is SMALL], ids=str)
+def test_a_measurement_without_real_stages_runs(command, tmp_path, endpoint):
+    words = [word.replace("http://127.0.0.1:8000", endpoint) for word in command.words]
+    if "layouts-monday/" in words or "out/tp1x2" in words:
+        pytest.skip("folders of two experiments of the reader's")
+
+    run((*words, *SMALL[kind(command, SMALL)]), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.parametrize("command", [one for one in BENCH if CHOSEN[one] is REAL], ids=str)
+def test_a_measurement_of_real_stages_runs(command, tmp_path):
+    run((*command.words, *REAL[kind(command, REAL)]), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", SERVE, ids=str)
+def test_a_deployment_is_served_as_written_but_simulated(command, tmp_path):
+    with simulated(command.words[2:], tmp_path) as base:
+        assert httpx.get(f"{base}/ready").status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [one for one in EVERY if one.words[1:2] == ("demo-model",)], ids=str)
+def test_a_model_is_written(command, tmp_path):
+    if "--preset" not in command.words:
+        pytest.skip("names the command only")
+
+    run(command.words, tmp_path)
+
+    assert (tmp_path / "DIR/config.json").is_file()
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory) -> Iterator[str]:
+    with simulated(("--layout", "E-P-D"), tmp_path_factory.mktemp("endpoint")) as base:
+        yield base
+
+
+@contextmanager
+def simulated(words: Sequence[str], folder: Path) -> Iterator[str]:
+    """A deployment by the words of a document, on simulated stages, devices of this machine and free ports."""
+    port, admin = free_ports(2)
+    words = in_place(words, folder)
+    instead = {
+        "--admin-port": str(admin),
+        "--admin-host": "127.0.0.1",
+        "--device": "cpu",
+        "--host": "127.0.0.1",
+        "--mm-store": "arena",
+        "--sim-profile": str(profile(folder)),
+    }
+    words = [instead.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+    if words and not words[0].startswith("-"):
+        words = words[1:]  # simulated stages have a model of their own
+    (folder / "admin.key").write_text("a" * 64)
+    (folder / "admin.key").chmod(0o600)
+    arguments = [*words, *SIMULATED, "--port", str(port), "--lame-duck-s", "0", "--run-root", str(folder)]
+    process = start("epd-serve", ("serve", *arguments), folder)
+    base = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(lambda: process.poll() is not None or answers(f"{base}/ready?all"))
+        assert process.poll() is None, process.communicate()
+        yield base
+    finally:
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, (out, err)
+
+
+def profile(folder: Path) -> Path:
+    """The profile that the page on simulated stages shows."""
+    page = (ROOT / "docs/guides/simulation.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    path = folder / "profile.json"
+    path.write_text(block)
+    return path
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def run(words: Sequence[str], folder: Path, accepted: Sequence[int] = (0,)) -> subprocess.CompletedProcess[str]:
+    process = start(words[0], in_place(words[1:], folder), folder)
+    try:
+        out, err = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    assert process.returncode in accepted, (out[-2000:], err[-2000:])
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def in_place(words: Sequence[str], folder: Path) -> list[str]:
+    """The words with the reader's own replaced. A folder after `--model` is one of a model, others are new."""
+    placed = [str(PLACES.get(word, word)) for word in words]
+    for at, word in enumerate(words):
+        if word == "DIR" and at and words[at - 1] == "--model":
+            placed[at] = str(builtin_model_dir())
+    return placed
+
+
+def start(program: str, words: Sequence[str], folder: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CLIENT_KEY": "k"}
+    return subprocess.Popen(
+        [sys.executable, "-m", MODULES[program], *words],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
