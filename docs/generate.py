@@ -25,9 +25,7 @@ from proxy.background import Background
 from proxy.config.settings import ModelIdentity, ProxySettings
 from proxy.http.openapi import document
 from proxy.metrics import Metrics
-from proxy.registry.kv_metrics import KvMetrics
-from proxy.registry.stage_metrics import StageMetrics
-from proxy.registry.store_metrics import StoreMetrics
+from proxy.registry.stage_metrics import KvMetrics, StageMetrics, StoreMetrics
 from proxy.registry.table import InstanceTable
 from proxy.workers.hub import worker_metrics
 

@@ -50,7 +50,7 @@ class MediaLimits:
     """Bounds on what a client may make the proxy load.
 
     Attributes:
-        max_bytes: one item. `max_total_bytes`: all items of one request.
+        max_bytes: bytes of one item. `max_total_bytes`: bytes of all items of one request.
         max_pixels: width x height of an image or a video's frames, checked on headers before anything decodes them.
         max_video_s, max_audio_s: length of a clip in seconds, where its container tells.
         max_frames: frames that a stage decodes of a video, as the request asks.
