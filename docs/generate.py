@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import Metric
 from bench.cli import parser as bench_parser
 from deploy.cli import parser as serve_parser
 from deploy.config import DeployConfig
-from deploy.proxy_overrides import OWN_FLAGS, all_keys
+from deploy.proxy_overrides import OWN_FLAGS, setting_keys
 from proxy.background import Background
 from proxy.config.settings import ModelIdentity, ProxySettings
 from proxy.http.openapi import document
@@ -146,7 +146,7 @@ def _meaning(option: Field[Any]) -> str:
 
 def proxy_settings() -> Iterator[tuple[str, Any, str]]:
     """Yields key, default and meaning of every setting that `--proxy` takes. The meaning is the class's docstring's."""
-    taken = set(all_keys(ProxySettings)) - set(OWN_FLAGS)
+    taken = set(setting_keys(ProxySettings)) - set(OWN_FLAGS)
     for key, field, text in _settings(ProxySettings):
         if key in taken:
             yield key, field.default if field.default is not MISSING else None, text
