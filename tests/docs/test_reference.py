@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from deploy.config import read_config_file
+from deploy.alone import read_stages_file
+from deploy.config import build_config, read_config_file
+from deploy.proxy_overrides import proxy_overrides
 from proxy.background import Background
 from proxy.metrics import Metrics
 from tests.docs.documents import DOCUMENTS, ROOT
@@ -45,6 +47,30 @@ def test_every_metric_of_a_running_proxy_is_in_the_reference():
 
 def test_the_complete_deployment_file_loads():
     assert read_config_file(str(ROOT / "docs/examples/deployment.yaml"))
+
+
+@pytest.mark.parametrize("path", [README, ROOT / "docs/guides/several-hosts.md"], ids=lambda path: path.name)
+def test_files_that_a_document_shows_load(path, tmp_path):
+    (shown,) = re.findall(r"```yaml\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+    file = tmp_path / "shown.yaml"
+    file.write_text(shown)
+
+    if "stages:" in shown:
+        assert len(read_stages_file(str(file)).instances) == 2
+    else:
+        assert proxy_overrides(build_config({}, str(file)).proxy) == {"policy": "cache-affine"}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_metrics_and_settings_that_a_document_names_exist(path):
+    text = path.read_text(encoding="utf-8")
+    reference = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
+    settings = {key for key, _, _ in GENERATED["proxy_settings"]()}
+    sections = "|".join({key.partition(".")[0] for key in settings if "." in key})
+
+    metrics = set(re.findall(r"\bepd_(?:proxy|stage|store|kv)_\w+", text))
+    assert {one for one in metrics if f"`{one}`" not in reference} == set()
+    assert set(re.findall(rf"`(?:--proxy )?((?:{sections})\.\w+)", text)) - settings - {"memory.txt"} == set()  # a file
 
 
 def test_the_readme_is_short_enough_to_be_read():
