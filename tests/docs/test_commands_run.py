@@ -35,8 +35,7 @@ SMALL: Mapping[str, str] = {
     "ablations": "--engine sim --rates 4 --seconds 2 --rounds 1 --only both",
     "arena": "--quick --rounds 2",
     "compare": "",
-    "layouts": "--engine sim --layouts TP1,E-P-D --rates 2 --duration 2 --min-samples 1 "
-    "--baselines '' --peer-vllm '' --peer-ascend ''",
+    "layouts": "--engine sim --layouts TP1,E-P-D --rates 2 --duration 2 --min-samples 1 --baselines ''",
     "load": "--rate 2 --duration 3 --min-samples 1 --late-ms 1000",
     "memory-tables": "",
     "proxy --only irp": "--quick",
@@ -129,7 +128,8 @@ def test_make_lists_what_there_is(target):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [one for one in BENCH if CHOSEN[one] is SMALL], ids=str)
 def test_a_measurement_without_real_stages_runs(command, tmp_path, endpoint):
-    words = [word.replace("http://127.0.0.1:8000", endpoint) for word in command.words]
+    words = without(("--peer-vllm", "--peer-ascend"), command.words)  # files of others' that the reader brings
+    words = [word.replace("http://127.0.0.1:8000", endpoint) for word in words]
     if "layouts-monday/" in words or "out/tp1x2" in words:
         pytest.skip("folders of two experiments of the reader's")
     if "--find-goodput" in words:
@@ -184,9 +184,9 @@ def simulated(words: Sequence[str], folder: Path) -> Iterator[str]:
         "--sim-profile": str(profile(folder)),
     }
     words = [instead.get(before, word) for before, word in zip(["", *words], words, strict=False)]
-    for flag, value in pairwise(list(words)):  # simulated stages compute on no cores, and bound no images
-        if flag == "--core-share" or (flag == "--stage-args" and "--limit-mm-per-prompt" in value):
-            words = [word for word in words if word not in (flag, value)]
+    words = without(("--core-share",), words)  # simulated stages compute on no cores,
+    if any("--limit-mm-per-prompt" in word for word in words):
+        words = without(("--stage-args",), words)  # and bound no images
     if words and not words[0].startswith("-"):
         words = words[1:]  # simulated stages have a model of their own
     (folder / "admin.key").write_text("a" * 64)
@@ -203,6 +203,11 @@ def simulated(words: Sequence[str], folder: Path) -> Iterator[str]:
             process.send_signal(signal.SIGTERM)
             out, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, (out, err)
+
+
+def without(flags: Sequence[str], words: Sequence[str]) -> list[str]:
+    """The words without these flags and their values."""
+    return [word for before, word in pairwise(["", *words]) if before not in flags and word not in flags]
 
 
 def profile(folder: Path) -> Path:
