@@ -58,8 +58,7 @@ REAL: Mapping[str, str] = {
 
 TESTED_ELSEWHERE: Mapping[str, str] = {
     "aisbench": "tests/bench/aisbench: it makes an environment of 2.2 GB",
-    "layouts --emulate": "tests/bench/emulation: some minutes of virtual time",
-    "memory-tables --check": "tests/bench/ablations: starts real models one after another",
+    "layouts --emulate": "tests/bench/papers: some minutes of virtual time",
     "proxy": "each part by tests/bench and tests/soak: half an hour in all",
     "report": "tests/bench: draws what `layouts` has measured, which ends with the same",
     "selfcheck": "tests/bench: its verdict depends on the machine's load",

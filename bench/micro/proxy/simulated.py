@@ -17,7 +17,7 @@ def simulated(layout: str, profile: Mapping[str, Any] | None = None, flags: Sequ
     """Serve `layout` until the context ends.
 
     Args:
-        profile: of the stages (docs/simulation.md); without one they take no time for anything.
+        profile: of the stages (docs/guides/simulation.md); without one they take no time for anything.
         flags: more of `epd-serve serve`.
 
     Raises:

@@ -1,9 +1,9 @@
 """openPangu-7B-VL on one NPU of an Atlas 800I A2 (Ascend 910B, 64 GB): every constant with its source.
 
 Nothing here was measured by us, and nothing was fitted to EPD-Serve's Table 5, whose ordering an emulation with these
-constants is held against (docs/measuring/emulation.md). They are solved from other numbers of that paper (Tables 1 to 4, §4.1,
-§4.3), from the model card and from vLLM's defaults. Table 5 was known to whoever chose how to read those; so what else
-a source could mean is in `READINGS`, and goes into the sensitivity.
+constants is held against (docs/measuring/emulation.md). They are solved from other numbers of that paper (Tables 1 to
+4, §4.1, §4.3), from the model card and from vLLM's defaults. Table 5 was known to whoever chose how to read those; so
+what else a source could mean is in `READINGS`, and goes into the sensitivity.
 
 The sources do not agree with each other everywhere:
 - Table 2's time per output token (38 to 44 ms at 2 and 3 requests a second) is above the 30 ms that §4.4 says 85 % of
