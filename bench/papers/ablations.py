@@ -20,7 +20,7 @@ from bench.clients.measure import Plan, measure
 from bench.clients.records import RequestRecord
 from bench.clients.target import Target
 from bench.papers.printed import MACHINE
-from bench.papers.table2 import BASELINE, LAYOUT, VARIANTS, Row, Variant, figures, shown, whole
+from bench.papers.table2 import BASELINE, LAYOUT, VARIANTS, Row, Variant, figures, tables, whole
 from bench.real_stages import add_engine_flags, check_memory, engine_flags
 from bench.record import add_arguments as add_record_arguments
 from bench.record import busy, environment, write
@@ -80,11 +80,11 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     try:
         rows.extend(_measured(arguments, rounds, variants))  # one by one: an error keeps those before it
     finally:
-        found = figures(rows, arguments.seed)
+        results = figures(rows, arguments.seed)
         if rows:
-            print(f"\n{shown(found, kind)}\n\npaper's: its change against its baseline, {MACHINE}")
+            print(f"\n{tables(results, kind)}\n\npaper's: its change against its baseline, {MACHINE}")
             print(f"\n{CANNOT}\n{busy(env)}", flush=True)
-            write(arguments.json, found, env, rows)
+            write(arguments.json, results, env, rows)
     return 0 if all(_valid(variant, rows) for variant in variants) else 1
 
 

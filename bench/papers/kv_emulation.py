@@ -115,8 +115,8 @@ def run_emulation(quick: bool) -> tuple[dict[str, float], list[Row], list[str]]:
 def row_of(rows: Sequence[Row], mode: str, tokens: int, device: str = SOURCED) -> Row:
     """Returns the row of that mode and length at the paper's concurrency."""
     wanted = (device, mode, tokens, TABLE_4_CONCURRENCY)
-    (found,) = (row for row in rows if (row["device"], row["mode"], row["tokens"], row["concurrency"]) == wanted)
-    return found
+    (row,) = (row for row in rows if (row["device"], row["mode"], row["tokens"], row["concurrency"]) == wanted)
+    return row
 
 
 def _warm_pair(device: DevicePair, mode: Mode) -> VirtualPair:

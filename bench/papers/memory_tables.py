@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if arguments.model is not None:
         subject = folder_subject(arguments.model, arguments.picture)
         cases = [Case.of(Path(arguments.model).resolve().name, arguments.picture, subject, total_bytes, runtime_bytes)]
-    print(f"{KIND}; a device of {total_bytes / 2**30:.1f} GiB\n\n{shown(cases)}")
+    print(f"{KIND}; a device of {total_bytes / 2**30:.1f} GiB\n\n{tables(cases)}")
     if arguments.model is None:
         print(f"\n{NOTES}")
     rows = [{"model": case.model, "picture": case.image} for case in cases]
@@ -121,21 +121,21 @@ def epd_cases(total_bytes: int, runtime_bytes: int) -> list[Case]:
 
 def figures(cases: Sequence[Case]) -> dict[str, float]:
     """Returns `TABLE/MODEL/PICTURE/PLACE`. 0: it does not run."""
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     for case in cases:
         where = f"{case.model}/{case.image}"
-        found |= {f"pictures_per_request/{where}/{place}": count for place, count in case.images.items()}
-        found |= {f"max_batch/{where}/{place}": batch for place, batch in case.batches.items()}
+        results |= {f"pictures_per_request/{where}/{place}": count for place, count in case.images.items()}
+        results |= {f"max_batch/{where}/{place}": batch for place, batch in case.batches.items()}
         for count in KV_IMAGES:
             for place in _PREFILLING:
                 share = case.rooms[place].kv_share(count)
                 at = f"{where}/{count} pictures/{place}"
-                found[f"kv_share/{at}"] = 0.0 if isinstance(share, str) else round(share, 4)
-                found[f"kv_tokens/{at}"] = case.rooms[place].kv_tokens(count)
-    return found
+                results[f"kv_share/{at}"] = 0.0 if isinstance(share, str) else round(share, 4)
+                results[f"kv_tokens/{at}"] = case.rooms[place].kv_tokens(count)
+    return results
 
 
-def shown(cases: Sequence[Case]) -> str:
+def tables(cases: Sequence[Case]) -> str:
     """Returns the three tables; the paper's numbers in brackets where it has them."""
     images: list[tuple[str, ...]] = [
         ("model", "image", "encoder beside prefill", "E and P apart", "ratio", "P with spare")

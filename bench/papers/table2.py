@@ -73,17 +73,17 @@ def figures(rows: Sequence[Row], seed: int = 0) -> dict[str, float]:
 
     Means over the requests that both answered whole; intervals (95 %) over pairs in blocks of neighbours.
     """
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     ordered = sorted(rows, key=lambda row: (row["rate_rps"], [one.name for one in VARIANTS].index(row["variant"])))
     for (rate, variant), group in groupby(ordered, key=lambda row: (row["rate_rps"], row["variant"])):
         own, prefix = list(group), f"{rate:g} rps/{variant}"
-        found[f"{prefix}/requests"] = len(own)
-        found[f"{prefix}/not_whole"] = sum(not whole(row) for row in own)
+        results[f"{prefix}/requests"] = len(own)
+        results[f"{prefix}/not_whole"] = sum(not whole(row) for row in own)
         for kind in ("ttft", "tpot"):
             pairs = [(row[f"{kind}_ms"], row[f"baseline_{kind}_ms"]) for row in own]
             values = np.array([pair for pair in pairs if None not in pair], dtype=np.float64).reshape(-1, 2)
-            found |= {f"{prefix}/{name}": value for name, value in _compared(kind, values, seed)}
-    return found
+            results |= {f"{prefix}/{name}": value for name, value in _compared(kind, values, seed)}
+    return results
 
 
 def _compared(kind: str, pairs: np.typing.NDArray[np.float64], seed: int) -> Iterator[tuple[str, float]]:
@@ -101,17 +101,17 @@ def _compared(kind: str, pairs: np.typing.NDArray[np.float64], seed: int) -> Ite
             yield f"{kind}_over_baseline_{end}", round(value, 4)
 
 
-def shown(found: Mapping[str, float], kind: str) -> str:
+def tables(results: Mapping[str, float], kind: str) -> str:
     """Returns the table of each rate: ours, and what the paper reports of its machine beside it."""
     parts = []
-    for rate in dict.fromkeys(name.split("/")[0] for name in found):
+    for rate in dict.fromkeys(name.split("/")[0] for name in results):
         lines: list[tuple[str, ...]] = [
             (rate, "requests", "TTFT ms", "baseline", "change (95 %)", "TPOT ms", "change (95 %)", "paper's TTFT")
         ]
         for one in VARIANTS:
             own = {
                 name.rpartition("/")[2]: value
-                for name, value in found.items()
+                for name, value in results.items()
                 if name.startswith(f"{rate}/{one.name}/")
             }
             if "ttft_ms" in own:

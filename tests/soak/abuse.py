@@ -55,23 +55,25 @@ CASES = 10_000
 SETTLE_S = 3.0
 
 
-def measure(asked: argparse.Namespace) -> Result:
-    seconds, windows, cases = (40.0, 1, 400) if asked.quick else (asked.seconds, asked.windows, asked.count)
+def measure(arguments: argparse.Namespace) -> Result:
+    seconds, windows, cases = (
+        (40.0, 1, 400) if arguments.quick else (arguments.seconds, arguments.windows, arguments.count)
+    )
     flags = ["--tenant-header", "x-tenant", "--allow-private-media"]
-    if asked.memory_bytes:
-        flags += ["--proxy", f"memory.process_bytes={asked.memory_bytes}"]
+    if arguments.memory_bytes:
+        flags += ["--proxy", f"memory.process_bytes={arguments.memory_bytes}"]
     rows: list[dict[str, Any]] = []
     with media_server() as media, SenderProcess() as sender, simulated(LAYOUT, PROFILE, flags) as launch:
         pids = launch.cpu_parts["proxy"]
         sender.run(launch.url, *_flows(launch.model, media, 2.0, 0))  # first-time imports
         before_mb = resident(pids).rss_mb
-        malformed = _cases(launch.url, cases, asked.cases)
+        malformed = _cases(launch.url, cases, arguments.cases)
         each = len(malformed) // windows
         with _peak(pids) as peak_mb:
             for index in range(windows):
                 some = malformed[index * each : (index + 1) * each]
                 for behave in (True, False):
-                    length_s = seconds / windows * (0.5 if behave and not asked.quick else 1.0)
+                    length_s = seconds / windows * (0.5 if behave and not arguments.quick else 1.0)
                     row = _window(launch, sender, media, some, behave=behave, seconds=length_s, index=index)
                     rows.append(row | {"rss_mb": round(resident(pids).rss_mb, 1)})
                     print(json.dumps(_short(rows[-1])), file=sys.stderr)
@@ -81,7 +83,7 @@ def measure(asked: argparse.Namespace) -> Result:
             rows.append(row | {"rss_mb": round(resident(pids).rss_mb, 1)})
             print(json.dumps(_short(rows[-1])), file=sys.stderr)
         statuses = _by_status(counters(launch.url, "epd_proxy_requests_total"))
-    figures = _figures(rows, before_mb, max(peak_mb), asked.memory_bytes or MEMORY_BYTES) | statuses
+    figures = _figures(rows, before_mb, max(peak_mb), arguments.memory_bytes or MEMORY_BYTES) | statuses
     return figures, [_short(row) for row in rows], ""
 
 
@@ -114,10 +116,10 @@ def _cases(url: str, count: int, kept: Path | None) -> list[bytes]:
     if kept is not None and kept.exists():
         return [bytes.fromhex(line) for line in kept.read_text(encoding="ascii").split()][:count]
     print(f"making {count} malformed requests", file=sys.stderr)
-    made = malformed_requests(url, count)
+    malformed = malformed_requests(url, count)
     if kept is not None:
-        kept.write_text("\n".join(one.hex() for one in made), encoding="ascii")
-    return made
+        kept.write_text("\n".join(one.hex() for one in malformed), encoding="ascii")
+    return malformed
 
 
 def _window(

@@ -51,14 +51,14 @@ class Seen:
 
     def note(self, kind: str, answer: bytes) -> None:
         head, _, body = answer.partition(b"\r\n\r\n")
-        words = head.split(b" ", 2)
-        if len(words) < 2 or not words[1].isdigit():
+        parts = head.split(b" ", 2)
+        if len(parts) < 2 or not parts[1].isdigit():
             self.counts[kind, "no answer"] += 1
             return
-        status = words[1].decode()
-        told = b"\r\nretry-after:" in head.lower()
-        self.counts[kind, status + (" retry-after" if told else "")] += 1
-        if status.startswith("5") and not told and len(self.failures) < 20:
+        status = parts[1].decode()
+        retries = b"\r\nretry-after:" in head.lower()
+        self.counts[kind, status + (" retry-after" if retries else "")] += 1
+        if status.startswith("5") and not retries and len(self.failures) < 20:
             self.failures.append(f"{kind}: {head[:200]!r} {body[:200]!r}")
 
 
@@ -188,8 +188,8 @@ class Crowd:
         ).encode()
 
     def _text(self, *, answer: int, stream: bool) -> dict[str, Any]:
-        words = f"{next(self._numbers)}: what a client may never do"
-        messages = [{"role": "user", "content": words}]
+        prompt = f"{next(self._numbers)}: what a client may never do"
+        messages = [{"role": "user", "content": prompt}]
         return {"model": self._scene.model, "messages": messages, "max_tokens": answer, "stream": stream}
 
     def _picture(self, url: str) -> dict[str, Any]:

@@ -16,20 +16,20 @@ LOOK_S = 0.2
 
 def instances(url: str) -> list[dict[str, Any]]:
     """The status table. Raises StageError where it cannot be read."""
-    found: list[dict[str, Any]] = _get(url, "/instances").json()["instances"]
-    return found
+    values: list[dict[str, Any]] = _get(url, "/instances").json()["instances"]
+    return values
 
 
 def held(url: str) -> dict[str, float]:
     """What requests hold, by instance or gauge; empty when nothing is in flight."""
-    found = {
+    values = {
         f"{view['id']} {work}": float(count)
         for view in instances(url)
         for work, count in view["in_flight"].items()
         if count
     }
     in_flight = counters(url, "epd_proxy_in_flight")
-    return found | {name: value for name, value in in_flight.items() if value}
+    return values | {name: value for name, value in in_flight.items() if value}
 
 
 def counters(url: str, name: str) -> dict[str, float]:
@@ -39,12 +39,12 @@ def counters(url: str, name: str) -> dict[str, float]:
 
 def parse_metrics(text: str, name: str) -> dict[str, float]:
     """The series of `name` in Prometheus' text format."""
-    found = {}
+    values = {}
     for line in text.splitlines():
         series, _, value = line.rpartition(" ")
         if series.partition("{")[0] == name:
-            found[series] = float(value)
-    return found
+            values[series] = float(value)
+    return values
 
 
 def until(holds: Callable[[], object], timeout_s: float) -> bool:

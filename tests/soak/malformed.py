@@ -20,19 +20,19 @@ def malformed_requests(url: str, count: int) -> list[bytes]:
 
     schema = schemathesis.openapi.from_dict(httpx.get(f"{url}/openapi.json", trust_env=False).raise_for_status().json())
     operations = [one.ok() for one in schema.get_all_operations()]
-    made: list[bytes] = []
+    requests_bytes: list[bytes] = []
     for mode in schemathesis.GenerationMode:
         for operation in operations:
-            _make(operation, mode, url, -(-count // (2 * len(operations))), made)
-    return (made * (count // max(1, len(made)) + 1))[:count]
+            _make(operation, mode, url, -(-count // (2 * len(operations))), requests_bytes)
+    return (requests_bytes * (count // max(1, len(requests_bytes)) + 1))[:count]
 
 
-def _make(operation: Any, mode: Any, url: str, examples: int, made: list[bytes]) -> None:
+def _make(operation: Any, mode: Any, url: str, examples: int, requests_bytes: list[bytes]) -> None:
     @examples_of(examples)
     @given(operation.as_strategy(generation_mode=mode))
     def make(case: Any) -> None:
         with contextlib.suppress(requests.RequestException, ValueError, UnicodeError):  # what no client could send
-            made.append(_raw(requests.Request(**case.as_transport_kwargs(base_url=url)).prepare()))
+            requests_bytes.append(_raw(requests.Request(**case.as_transport_kwargs(base_url=url)).prepare()))
 
     with contextlib.suppress(Unsatisfiable):  # a request without parameters cannot be wrong
         make()

@@ -56,12 +56,12 @@ def compare(arguments: argparse.Namespace) -> Result:
 
 def compared(real: Measured, virtual: Measured) -> Mapping[str, float]:
     """Returns figures of both, and the real ones as multiples of the virtual ones."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for kind, which in FIGURES:
         both = real.figures[kind][which], virtual.figures[kind][which]
-        found |= {f"real_time/{kind}/{which}": both[0], f"virtual/{kind}/{which}": both[1]}
-        found[f"real_over_virtual/{kind}/{which}"] = round(both[0] / both[1], 4)
-    return found
+        figures |= {f"real_time/{kind}/{which}": both[0], f"virtual/{kind}/{which}": both[1]}
+        figures[f"real_over_virtual/{kind}/{which}"] = round(both[0] / both[1], 4)
+    return figures
 
 
 SOAK = Soak(

@@ -79,11 +79,11 @@ def in_turns(rivals: Sequence[Rival], kinds: Mapping[str, Callable[[Rival], Row]
 
 def by_round(rows: Sequence[Row], kind: str, field: str) -> list[dict[str, float]]:
     """Returns the field's value by rival, for each round."""
-    found: dict[int, dict[str, float]] = {}
+    rounds: dict[int, dict[str, float]] = {}
     for row in rows:
         if row["kind"] == kind and field in row:
-            found.setdefault(row["round"], {})[row["to"]] = row[field]
-    return list(found.values())
+            rounds.setdefault(row["round"], {})[row["to"]] = row[field]
+    return list(rounds.values())
 
 
 def ratio(rows: Sequence[Row], kind: str, name: str, base: str, field: str = "rps") -> float:

@@ -103,15 +103,15 @@ def _readings(device: StageDevice, load: Load, seeds: Sequence[int]) -> Part:
     yield f"Table 5 as printed implies these loads:\n{implied_table()}", implied, []
     for reading, rates in readings().items():
         emulated = emulated_table(device, load, rates, seeds)
-        found = {metric: agreement(emulated, metric) for metric in METRICS}
+        agreements = {metric: agreement(emulated, metric) for metric in METRICS}
         flips = {metric: swapped(TABLE_5, emulated, metric) for metric in METRICS}
         figures = {
-            f"rank_correlation_table5{READINGS[reading][0]}": found["per_device"]["spearman"],
-            **flatten(found, f"agreement/{reading}/"),
+            f"rank_correlation_table5{READINGS[reading][0]}": agreements["per_device"]["spearman"],
+            **flatten(agreements, f"agreement/{reading}/"),
             **flatten(plain(emulated), f"emulated/{reading}/"),
         }
         row = {"part": "reading", "reading": reading, "rates": rates, "table": plain(emulated), "flips": flips}
-        yield reading_table(reading, emulated, rates, found, flips), figures, [row]
+        yield reading_table(reading, emulated, rates, agreements, flips), figures, [row]
 
 
 def implied_table() -> str:
@@ -127,7 +127,7 @@ def reading_table(
     reading: str,
     emulated: Table,
     rates: Mapping[str, float],
-    found: Mapping[str, Mapping[str, float]],
+    agreements: Mapping[str, Mapping[str, float]],
     flips: Mapping[str, Sequence[tuple[str, str]]],
 ) -> str:
     """Returns emulated beside printed values, the correlations, and the pairs of layouts in another order."""
@@ -139,7 +139,7 @@ def reading_table(
     rows: list[tuple[str, ...]] = [("layout", "req/s", *(f"{metric} (printed)" for metric in METRICS.values()))]
     rows += [(name, f"{rates[name]:.1f}", *(cell(name, metric) for metric in METRICS)) for name in emulated]
     rows += [
-        (name, "", *(f"{found[metric][name]:+.3f}" for metric in METRICS))
+        (name, "", *(f"{agreements[metric][name]:+.3f}" for metric in METRICS))
         for name in ("spearman", "kendall", "by_chance")
     ]
     lines = [f"{reading}: {READINGS[reading][1]}", text_table(rows)]
@@ -162,13 +162,13 @@ class PrintedNumber(NamedTuple):
 
 
 def _other_numbers(device: StageDevice, load: Load) -> Part:
-    found = other_numbers(device, load, QUICK_SEEDS)
+    numbers = other_numbers(device, load, QUICK_SEEDS)
     rows: list[tuple[str, ...]] = [("", "printed", "emulated", "", "where")]
-    for one in found:
+    for one in numbers:
         printed = f"{one.low:g}" if one.low == one.high else f"{one.low:g} to {one.high:g}"
         rows.append((one.name, printed, f"{one.emulated:.1f}", "used" if one.used else "", one.source))
-    figures = {f"other_numbers/{one.name}": one.emulated for one in found if one.emulated < float("inf")}
-    raw = [{"part": "other numbers", **one._asdict(), "emulated": str(one.emulated)} for one in found]
+    figures = {f"other_numbers/{one.name}": one.emulated for one in numbers if one.emulated < float("inf")}
+    raw = [{"part": "other numbers", **one._asdict(), "emulated": str(one.emulated)} for one in numbers]
     yield f"what else the paper prints; a constant was solved from what is marked:\n{text_table(rows)}", figures, raw
 
 
@@ -233,13 +233,13 @@ def _strict(run: Run) -> float:
 def _single_seeds(device: StageDevice, load: Load) -> Part:
     """The first reading by seed: what 512 requests leave to chance."""
     tables = {seed: emulated_table(device, load, readings()["total"], (seed,)) for seed in SINGLE_SEEDS}
-    found = {seed: agreement(one, "per_device")["spearman"] for seed, one in tables.items()}
+    correlations = {seed: agreement(one, "per_device")["spearman"] for seed, one in tables.items()}
     rows = [
-        {"part": "seed", "seed": seed, "rank_correlation": round(found[seed], 4), "table": plain(one)}
+        {"part": "seed", "seed": seed, "rank_correlation": round(correlations[seed], 4), "table": plain(one)}
         for seed, one in tables.items()
     ]
-    text = "by seed: " + ", ".join(f"{one:+.3f}" for one in found.values())
-    yield text, _least_and_most("_seeds", found.values()), rows
+    text = "by seed: " + ", ".join(f"{one:+.3f}" for one in correlations.values())
+    yield text, _least_and_most("_seeds", correlations.values()), rows
 
 
 @dataclass(frozen=True)
@@ -266,31 +266,31 @@ def sensitivity(device: StageDevice, others: Mapping[str, StageDevice], load: Lo
     """Of the first reading, with the first seed."""
     rates = readings()["total"]
     before = emulated_table(device, load, rates, QUICK_SEEDS)
-    found: dict[Variation, tuple[float, list[tuple[str, str]]]] = {}
+    outcomes: dict[Variation, tuple[float, list[tuple[str, str]]]] = {}
     rows: Rows = []
     for one in variations(device, others, load):
         after = emulated_table(one.device, one.load, rates, QUICK_SEEDS)
         correlation, turned = agreement(after, "per_device")["spearman"], swapped(before, after)
-        found[one] = correlation, turned
+        outcomes[one] = correlation, turned
         result = {"rank_correlation": round(correlation, 4), "turned": turned, "table": plain(after)}
         rows.append({"part": "sensitivity", "variation": one.name, **result})
     figures = {
-        **{f"sensitivity/{one.name}": correlation for one, (correlation, _) in found.items()},
-        **_least_and_most("", [correlation for one, (correlation, _) in found.items() if one.constant]),
-        **_least_and_most("_readings", [correlation for one, (correlation, _) in found.items() if not one.constant]),
+        **{f"sensitivity/{one.name}": correlation for one, (correlation, _) in outcomes.items()},
+        **_least_and_most("", [correlation for one, (correlation, _) in outcomes.items() if one.constant]),
+        **_least_and_most("_readings", [correlation for one, (correlation, _) in outcomes.items() if not one.constant]),
     }
     lines: list[tuple[str, ...]] = [
         ("variation", "rank correlation", "pairs that turn (effective throughput per device)")
     ]
     lines += [
         (one.name, f"{correlation:+.3f}", ", ".join(f"{low} > {high}" for low, high in turned))
-        for one, (correlation, turned) in found.items()
+        for one, (correlation, turned) in outcomes.items()
         if turned
     ]
     unvaried = agreement(before, "per_device")["spearman"]
     head = f"±30 % of each constant, and other readings (seed {QUICK_SEEDS[0]}, where it is {unvaried:+.3f}):"
-    still = sum(not turned for _, turned in found.values())
-    yield f"{head}\n{text_table(lines)}\n{still} of {len(found)} variations turn no pair", figures, rows
+    still = sum(not turned for _, turned in outcomes.values())
+    yield f"{head}\n{text_table(lines)}\n{still} of {len(outcomes)} variations turn no pair", figures, rows
 
 
 def _least_and_most(suffix: str, values: Any) -> dict[str, float]:

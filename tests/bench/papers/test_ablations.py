@@ -17,7 +17,7 @@ from bench.clients.measure import Plan
 from bench.clients.sender import Bounds
 from bench.papers import ablations
 from bench.papers.ablations import Rounds, in_turns, variants_of, warm_up
-from bench.papers.table2 import BASELINE, VARIANTS, figures, shown
+from bench.papers.table2 import BASELINE, VARIANTS, figures, tables
 from bench.served import Served as Launch
 from bench.workloads.arrivals import Poisson
 from deploy.config import DeployConfig
@@ -138,7 +138,7 @@ def test_figures_are_of_what_both_answered_and_ratios_have_intervals() -> None:
 
 
 def test_the_table_has_the_paper_beside_it_and_says_where_nothing_shows() -> None:
-    text = shown(figures([*rows("prefetch"), *rows("both", factor=1.1)]), "real stages")
+    text = tables(figures([*rows("prefetch"), *rows("both", factor=1.1)]), "real stages")
 
     assert "w/ E-P asynchronous prefetching  40        95.6" in text
     assert "-20.0% (-20.0 to -20.0)" in text and "+10.0% (+10.0 to +10.0)" in text
