@@ -29,12 +29,12 @@ class Command(NamedTuple):
 USE, MICRO, PAPERS = "compare, load, export", "measurements of one part", "papers and trust"
 GROUPS: dict[str, tuple[Command, ...]] = {
     USE: (
-        Command("layouts", "bench.layouts.command", "layouts and baselines against each other: started, loaded, drawn"),
-        Command("report", "bench.report.command", "draw a comparison of layouts: charts, tables, one HTML page"),
+        Command("layouts", "bench.layouts", "layouts and baselines against each other: started, loaded, drawn"),
+        Command("report", "bench.analysis.command", "draw a comparison of layouts: charts, tables, one HTML page"),
         Command("load", "bench.clients.command", "requests to any OpenAI endpoint: TTFT, TPOT, attainment, goodput"),
         Command("aisbench", "bench.aisbench.command", "AISBench loads an endpoint, judged by the terms of `load`"),
         Command("workload", "bench.workloads.command", "what the workloads consist of, and as files of other clients"),
-        Command("compare", "bench.compare.command", "two results: the ratio of every figure, with intervals"),
+        Command("compare", "bench.analysis.compare", "two results: the ratio of every figure, with intervals"),
     ),
     MICRO: (
         Command("startup", "bench.micro.startup", "time to ready per layout, and of each stage alone"),

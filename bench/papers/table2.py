@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from bench.compare.bootstrap import LEAST, draw, interval, share
+from bench.analysis.intervals import LEAST, Sample, ratio_interval
 from bench.papers.printed import TABLE_2
 from deploy.placement_table import table
 
 LAYOUT = "E-P-D"
-RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,7 @@ def _compared(kind: str, pairs: np.typing.NDArray[np.float64], seed: int) -> Ite
     yield f"{kind}_ms", round(float(with_it), 3)
     yield f"{kind}_over_baseline", round(float(with_it / base), 4)
     if len(pairs) >= LEAST:
-        weights, ones = draw(len(pairs), RESAMPLES, seed), np.ones(len(pairs))
-        drawn = interval(share(weights, pairs[:, 0], ones), share(weights, pairs[:, 1], ones))
+        drawn = ratio_interval(Sample.of(pairs[:, 0]), Sample.of(pairs[:, 1]), paired=True, seed=seed)
         for end, value in zip(("low", "high"), drawn or (), strict=False):
             yield f"{kind}_over_baseline_{end}", round(value, 4)
 

@@ -157,7 +157,7 @@ def test_an_answer_that_loses_its_stage_halfway_ends_with_an_error_and_without_d
     error = json.loads(events[-1])["error"]
     assert error["type"] and error["message"]
     assert not any("error" in json.loads(event) for event in events[:-1])
-    wait_until(lambda: not launch.healthy(), 10, "the proxy to know")
+    wait_for(lambda: not launch.healthy(), "the proxy to know", 10)
 
 
 @epd

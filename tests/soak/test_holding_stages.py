@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from bench.client.connection import connect, post
+from bench.clients.http import connect, post
 from epd_serve.roles import Role
 from tests.soak.holding_stages import HoldingStages
 from tests.waiting import PATIENCE_S
@@ -21,7 +21,7 @@ async def test_a_request_is_held_until_its_connection_is_lost() -> None:
     stages = HoldingStages()
     async with stages.serving(Role.P):
         connection = await connect(stages.urls[Role.P])
-        connection.ask(post(stages.urls[Role.P], "/v1/completions", b"{}"))
+        connection.send(post(stages.urls[Role.P], "/v1/completions", b"{}"))
         await until(lambda: stages.held == 1)
         assert not connection.begun and not stages.lost
         connection.close()
@@ -35,7 +35,7 @@ async def test_only_decode_begins_to_answer_and_only_where_it_is_told_to() -> No
     async with stages.serving(Role.P, Role.D):
         connections = {role: await connect(url) for role, url in stages.urls.items()}
         for role, connection in connections.items():
-            connection.ask(post(stages.urls[role], "/v1/completions", b"{}"))
+            connection.send(post(stages.urls[role], "/v1/completions", b"{}"))
         await until(lambda: stages.held == 2 and connections[Role.D].begun)
         assert not connections[Role.P].begun
         for connection in connections.values():

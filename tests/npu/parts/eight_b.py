@@ -70,13 +70,13 @@ def _measure(rig: Rig, layouts: str, more: tuple[str, ...]) -> None:
 
 
 def _say(rig: Rig, rows: list[dict[str, Any]], more: tuple[str, ...]) -> None:
-    monolith = {row["rate"]: row for row in rows if row["entry"] == TP1}
+    monolith = {row["rate"]: row for row in rows if row["deployment"] == TP1}
     goodput: dict[str, float] = {}
     for row in rows:
         slo = row[f"slo_{SLO}"]
-        goodput.setdefault(row["entry"], 0.0)
+        goodput.setdefault(row["deployment"], 0.0)
         if (slo["attainment"] or 0.0) >= ATTAINED:
-            goodput[row["entry"]] = max(goodput[row["entry"]], row["rate"])
+            goodput[row["deployment"]] = max(goodput[row["deployment"]], row["rate"])
         told = {
             "ttft_ms_p50_p99": [row["ttft_ms"][name] for name in ("p50", "p99")] if row.get("ttft_ms") else None,
             "tpot_ms_p50_p99": [row["tpot_ms"][name] for name in ("p50", "p99")] if row.get("tpot_ms") else None,
@@ -85,7 +85,7 @@ def _say(rig: Rig, rows: list[dict[str, Any]], more: tuple[str, ...]) -> None:
             "ok_of": [row["ok"], row["requests"]],
             "valid": row["valid"],
         }
-        rig.row(f"{row['entry']} at {row['rate']:g}/s", told, flags=" ".join(more), **rig.virtual(1))
+        rig.row(f"{row['deployment']} at {row['rate']:g}/s", told, flags=" ".join(more), **rig.virtual(1))
         base = monolith.get(row["rate"])
         if base is not None and row is not base and row.get("tpot_ms") and base.get("tpot_ms"):
             ratios = {
@@ -93,9 +93,9 @@ def _say(rig: Rig, rows: list[dict[str, Any]], more: tuple[str, ...]) -> None:
                 "ttft_p50": _over(row["ttft_ms"]["p50"], base["ttft_ms"]["p50"]),
                 "tpot_p50": _over(row["tpot_ms"]["p50"], base["tpot_ms"]["p50"]),
             }
-            rig.row(f"{row['entry']} over TP1 at {row['rate']:g}/s", ratios)
-    for entry, rate in goodput.items():
-        rig.row(f"{entry}: highest rate with {ATTAINED:.0%} within {SLO} ms", rate, flags=" ".join(more))
+            rig.row(f"{row['deployment']} over TP1 at {row['rate']:g}/s", ratios)
+    for deployment, rate in goodput.items():
+        rig.row(f"{deployment}: highest rate with {ATTAINED:.0%} within {SLO} ms", rate, flags=" ".join(more))
 
 
 def _over(value: float, base: float) -> float | None:

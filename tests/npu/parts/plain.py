@@ -9,8 +9,8 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from bench.layouts.entry import Entry, How
-from bench.layouts.plain_vllm import plain_vllm
+from bench.sweep.deployments import Deployment, ServedBy
+from bench.sweep.plain_vllm import plain_vllm
 from deploy.blueprint import draw
 from deploy.cli import serve_config
 from tests.e2e.serving import MODEL, Endpoint
@@ -34,9 +34,9 @@ def run(rig: Rig) -> None:
     model = rig.card.model(rig.scratch)
     words = [model, "--device", rig.card.kind, "--layout", "TP1", "--served-model-name", MODEL]
     flags = ("--max-model-len", "8192", "--max-num-seqs", "32", *(("--enforce-eager",) if rig.card.eager else ()))
-    with plain_vllm(Entry("plain vLLM", "TP1", 1, How.VLLM, flags), draw(serve_config(words))) as up:
-        rig.row("ready_s", round(up.ready_s, 1), layout="plain vLLM")
-        endpoint = Endpoint(str(up.target.servers[0].endpoint))
+    with plain_vllm(Deployment("plain vLLM", "TP1", 1, ServedBy.VLLM, flags), draw(serve_config(words))) as running:
+        rig.row("ready_s", round(running.ready_s, 1), layout="plain vLLM")
+        endpoint = Endpoint(str(running.target.servers[0].endpoint))
         alone = {name: answered(endpoint, body)[0] for name, body in ONE_AT_A_TIME.items()}
         pictures = tuple(answered(endpoint, body)[0] for body in TOGETHER)
         with ThreadPoolExecutor(len(TOGETHER)) as pool:

@@ -14,6 +14,7 @@ import pytest
 from bench.micro.pd import stages
 from bench.micro.pd.stages import Turns, check_mode, take_turns
 from bench.served import Served
+from bench.stamps import read_stamps
 from epd_serve.errors import StageError
 from epd_serve.kv.grouping import LinkCost, Step, parse_grouping
 from tests.bench.micro.pd.transfers_made import LAYERS, stamps, transfer

@@ -6,11 +6,13 @@ import json
 
 import pytest
 
+from bench import layouts as command
+from bench.analysis.phases import Phase, request_phases
+from bench.analysis.results import read_result
+from bench.analysis.sweep_results import read_sweep
 from bench.cli import main
-from bench.layouts import command
 from bench.papers.emulation import backend
-from bench.report import folder
-from bench.report.breakdown import Phase, phases_of
+from bench.sweep.store import PHASES, RESULT
 
 FEW = ["--rates", "2,4", "--n", "40"]
 
@@ -18,7 +20,7 @@ FEW = ["--rates", "2,4", "--n", "40"]
 @pytest.fixture
 def emulated(tmp_path, monkeypatch):
     """Runs the command without drawing and without the check against Table 5, which have tests of their own."""
-    monkeypatch.setattr(command, "_draw", lambda path: None)
+    monkeypatch.setattr(command, "draw", lambda path: None)
     monkeypatch.setattr(backend, "check", lambda *_, quick: ({"rank_correlation_table5": 0.5}, [{"part": "check"}]))
 
     def run(*flags: str, layouts: str = "EP-D,(E-D)-P") -> int:
@@ -32,16 +34,14 @@ def emulated(tmp_path, monkeypatch):
 def test_the_folder_is_that_of_a_measured_comparison(emulated, tmp_path):
     assert emulated("--json", str(tmp_path / "all.json")) == 0
 
-    found = folder.read(tmp_path / "out")
-    assert found.kind.startswith("emulated Atlas 800I A2, openPangu-7B-VL") and not found.real and not found.problems
-    assert [(entry.name, entry.devices, len(entry.runs)) for entry in found.entries] == [
-        ("EP-D", 2, 2),
-        ("(E-D)-P", 2, 2),
-    ]
-    assert all(run.valid and run.figure("ttft_ms", "p50") > 200 for _, run in found.all_runs())
-    assert [len(folder.rows(entry)) for entry in found.entries] == [80, 80]
-    assert {one.role for one in folder.batches(found.entries[1])} == {"E", "P", "D"}
-    assert found.entries[0].env["entry"]["constants"]["step_tokens"] == 2048
+    found = read_sweep(tmp_path / "out")
+    assert found.experiment.kind.startswith("emulated Atlas 800I A2, openPangu-7B-VL")
+    assert not found.experiment.real and not found.gaps
+    ends = [(one.name, one.devices, len(found.of(one))) for one in found.experiment.deployments]
+    assert ends == [("EP-D", 2, 2), ("(E-D)-P", 2, 2)]
+    assert all(run.valid and run.figure("ttft_ms/p50") > 200 and len(run.requests) == 40 for run in found.runs)
+    assert {batch.role for batch in found.runs[-1].batches} == {"E", "P", "D"}
+    assert found.envs["EP-D"]["deployment"]["constants"]["step_tokens"] == 2048
 
     whole = json.loads((tmp_path / "all.json").read_text())
     assert whole["figures"]["rank_correlation_table5"] == 0.5
@@ -51,8 +51,9 @@ def test_the_folder_is_that_of_a_measured_comparison(emulated, tmp_path):
 def test_the_report_knows_every_phase(emulated, tmp_path):
     assert emulated() == 0
 
-    apart = folder.phases(folder.read(tmp_path / "out").entries[1])
-    taken = [phases_of(one) for one in apart]
+    deployment = read_sweep(tmp_path / "out").experiment.deployments[1]
+    apart = read_result(tmp_path / "out" / deployment.slug / RESULT).lines(PHASES, request_phases)
+    taken = [one.taken for one in apart]
     assert all(Phase.OTHER not in one for one in taken)
     assert {Phase.ENCODE, Phase.EP_TRANSFER, Phase.PREFILL, Phase.PD_TRANSFER, Phase.DECODE_QUEUE} <= set(taken[0])
 

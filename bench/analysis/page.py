@@ -1,0 +1,77 @@
+"""Writes a report: a PNG per figure, a CSV per table, and `report.html` with all of it, from `report.html.j2`.
+
+The page is one file: pictures inside, tables, no script, nothing from elsewhere. Well-formed as XML too.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bench.analysis.plots import all_figures, save
+from bench.analysis.sweep_results import SweepResults
+from bench.analysis.tables import all_tables, chosen_rate, facts
+from epd_serve.errors import ConfigError
+
+PAGE, TEMPLATE = "report.html", "report.html.j2"
+NEEDS = ("matplotlib", "scipy", "jinja2")
+SECTIONS: Mapping[str, tuple[str, Sequence[str], Sequence[str]]] = {
+    "best": ("The best", (), ("best",)),
+    "attainment": ("SLO attainment (EPD-Serve Figs. 8 and 12)", ("attainment",), ()),
+    "throughput": ("Throughput (EPD-Serve Figs. 9 and 13)", ("throughput",), ()),
+    "ttft": ("TTFT (EPD-Serve Figs. 10 and 14)", ("ttft",), ()),
+    "tpot": ("TPOT (EPD-Serve Figs. 11 and 15)", ("tpot",), ()),
+    "rates": ("Numbers by rate", (), ("table5", "goodput", "rates")),
+    "scatter": ("All requests (EPD-Serve Fig. 16)", ("scatter-ttft", "scatter-tpot"), ("requests",)),
+    "ranks": ("Ranks (EPD-Serve Fig. 17)", ("ranks",), ()),
+    "phases": ("Phases (HydraInfer Figs. 11 and 13)", ("phases",), ("phases",)),
+    "batches": ("Batch sizes (after HydraInfer Figs. 3 and 6)", ("batches",), ("batches",)),
+    "ratios": ("Ratios to the monolith", (), ("ratios",)),
+    "runs": ("Deployments and runs", (), ("deployments", "runs")),
+}
+"""By anchor: title, figures, tables."""
+
+
+def missing_libraries(needed: Sequence[str] = NEEDS) -> str:
+    """Those that are not installed, and how to install them; "" where all are."""
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    return f"this needs {', '.join(missing)}: pip install 'epd-serve[bench]'" if missing else ""
+
+
+def write_report(results: SweepResults, wanted_rate: float | None = None) -> list[Path]:
+    """The paths of all files of a report, written into the sweep's folder.
+
+    Args:
+        wanted_rate: of Table 5 and the phases; default the highest that half of the deployments have.
+
+    Raises:
+        ConfigError: a library is missing, nothing was measured at that rate, or a file cannot be written.
+    """
+    if missing := missing_libraries():
+        raise ConfigError(missing)
+    import jinja2
+
+    rate = chosen_rate(results, wanted_rate)
+    tables, figures = all_tables(results, rate), all_figures(results, rate)
+    paths = {name: results.folder / f"{name}.png" for name in figures}
+    files = {results.folder / f"{table.name}.csv": table.csv(results.experiment.kind) for table in tables.values()}
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    try:
+        for name, path in paths.items():
+            save(results, figures[name], path)
+        files[results.folder / PAGE] = environment.get_template(TEMPLATE).render(
+            experiment=results.experiment,
+            sections=SECTIONS,
+            tables=tables,
+            titles={name: title for name, (title, _) in figures.items()},
+            images={name: base64.b64encode(path.read_bytes()).decode() for name, path in paths.items()},
+            facts=facts(results),
+        )
+        for path, text in files.items():
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be written: {error.strerror}", param="DIR") from error
+    return [*paths.values(), *files]

@@ -1,0 +1,334 @@
+"""The figures of a comparison, one function each over its runs (EPD-Serve Figs. 8 to 17, HydraInfer 3, 6, 11, 13).
+
+A deployment has one colour, marker and line in all of them; colours are Okabe and Ito's, which colour-blind people tell
+apart. Every figure says below what kind of measurement it is, of what and on what. A run that is not valid is a hollow
+marker with a cross, on no line. Matplotlib is imported where something is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.analysis.metrics import (
+    RANKED,
+    THROUGHPUT,
+    THROUGHPUT_PER_DEVICE,
+    TPOT,
+    TPOT_P99,
+    TTFT,
+    TTFT_P99,
+    Metric,
+    attainment,
+    ranked,
+    ranks,
+)
+from bench.analysis.phases import Phase
+from bench.analysis.sweep_results import SweepResults
+from bench.analysis.tables import GOOD_SHARE
+from bench.statistic import percentile
+from bench.sweep.deployments import Deployment
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BLACK, ORANGE, SKY, GREEN, BLUE, VERMILLION, PURPLE, YELLOW = (
+    "#000000",
+    "#E69F00",
+    "#56B4E9",
+    "#009E73",
+    "#0072B2",
+    "#D55E00",
+    "#CC79A7",
+    "#B8A800",  # Okabe and Ito's yellow, darker: on white it could not be seen
+)
+COLOURS = (BLACK, BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, YELLOW)
+MARKERS = ("s", "o", "^", "D", "v", "P", "X", "*", "<", ">")
+LINES = ("--", "-", "-.", "-", ":", "-", (0, (3, 1, 1, 1, 1, 1)))
+INK, FAINT = "#333333", "#767676"
+STYLE = {
+    "figure.dpi": 130,
+    "figure.constrained_layout.use": True,
+    "figure.constrained_layout.h_pad": 0.1,
+    "figure.titlesize": 12,
+    "figure.titleweight": "bold",
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.7,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.fontsize": 9,
+    "legend.title_fontsize": 8,
+    "legend.frameon": False,
+    "legend.handlelength": 3.2,
+    "lines.linewidth": 1.7,
+    "lines.markersize": 6.0,
+}
+LOG_SPAN = 20.0
+"""Largest over smallest value from which an axis of times is logarithmic."""
+LEAST_SPOKES = 3
+NAMED = 3
+"""Deployments that are named of each rate."""
+ACROSS = 4
+"""Panels of a scatter plot beside each other, at most."""
+APART = 0.07
+"""By which lines of equal rank are set apart."""
+SMALL = 0.045
+"""Share of the axis below which a part of a bar has no number in it."""
+PARTS: dict[Phase, tuple[str, str]] = {
+    Phase.OUTSIDE: ("#9A9A9A", ""),
+    Phase.ENCODE_QUEUE: ("#F8DFA8", "////"),
+    Phase.ENCODE: (ORANGE, ""),
+    Phase.EP_TRANSFER: ("#C77B00", "xxxx"),
+    Phase.ENCODER: ("#F3C766", ".."),
+    Phase.PREFILL_QUEUE: ("#A9CDE6", "////"),
+    Phase.PREFILL: (BLUE, ""),
+    Phase.PD_TRANSFER: ("#00466F", "xxxx"),
+    Phase.DECODE_QUEUE: ("#A6DCCB", "////"),
+    Phase.WHOLE: ("#D9D9D9", ".."),
+    Phase.FIRST_STEP: (GREEN, ""),
+    Phase.DECODE: (GREEN, ""),
+    Phase.OTHER: ("#FFFFFF", "++"),
+}
+"""Colour and hatch: stages have a colour each, queues and transfers are hatched."""
+
+Drawing = tuple[str, Callable[["Figure"], None]]
+"""A figure's title, and what fills it."""
+
+
+def all_figures(results: SweepResults, rate: float | None) -> dict[str, Drawing]:
+    """By the name of its file. `rate`: of the phases."""
+    slos = tuple(attainment(slo) for slo in results.experiment.slos)
+    made: dict[str, Drawing] = {
+        "attainment": ("SLO attainment against request rate", partial(curves, results, slos)),
+        "throughput": (
+            "Throughput against request rate",
+            partial(curves, results, (THROUGHPUT, THROUGHPUT_PER_DEVICE)),
+        ),
+        "ttft": ("Time to first token (TTFT) against request rate", partial(curves, results, (TTFT, TTFT_P99))),
+        "tpot": ("Time per output token (TPOT) against request rate", partial(curves, results, (TPOT, TPOT_P99))),
+        "scatter-ttft": ("TTFT of all requests; the best three by mean are named", partial(scatter, results, TTFT)),
+        "scatter-tpot": ("TPOT of all requests; the best three by mean are named", partial(scatter, results, TPOT)),
+    }
+    if len(results.rates) >= LEAST_SPOKES:
+        made["ranks"] = ("Ranks, a spoke per request rate; 1, the best, is the outermost ring", partial(radar, results))
+    if rate is not None and any(run.phases for run in results.runs if run.rate == rate and run.valid):
+        made["phases"] = (f"Phases of a request at {rate:g} req/s", partial(phases, results, rate))
+    if any(run.batches for run in results.runs):
+        title = "Batch sizes by stage (mean, band P10 to P90), and what they do to decode"
+        made["batches"] = (title, partial(batches, results))
+    return made
+
+
+def save(results: SweepResults, drawing: Drawing, path: Path) -> None:
+    """Draw a figure into a PNG: its title above, one legend below all panels, and what it is of."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, and no state of pyplot's
+    from matplotlib.figure import Figure
+
+    title, fill = drawing
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(12.0, 5.6))
+        fill(figure)
+        figure.suptitle(title, color=INK)
+        seen: dict[str, Any] = {}
+        for ax in figure.axes:
+            for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+                seen.setdefault(label, handle)
+        order = [one.label for one in results.experiment.deployments if one.label in seen]
+        labels = list(dict.fromkeys([*order, *seen]))
+        width_in = 0.068 * max(map(len, labels), default=1) + 0.72
+        columns = max(1, min(6, int(figure.get_figwidth() / width_in)))
+        handles = [seen[label] for label in labels]
+        legend = figure.legend(handles, labels, loc="outside lower center", ncols=columns, title=footer(results))
+        legend.get_title().set_color(FAINT)
+        FigureCanvasAgg(figure).print_png(str(path))
+
+
+def footer(results: SweepResults) -> str:
+    """Kind, workload, machine and commit."""
+    experiment, env = results.experiment, next(iter(results.envs.values()), {})
+    machine = experiment.machine
+    words = [experiment.kind, f"workload {experiment.workload}", f"{machine.get('cpu')}, {machine.get('cores')} cores"]
+    return "\n".join(textwrap.wrap(" · ".join([*words, f"commit {env.get('commit')}"]), 190))
+
+
+def curves(results: SweepResults, metrics: Sequence[Metric], figure: Figure) -> None:
+    """Metrics against rate, a panel each (EPD-Serve Figs. 8 to 15)."""
+    figure.set_size_inches(max(9.2, 4.6 * len(metrics)), 5.4)
+    for ax, metric in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
+        every = [value for run in results.runs if (value := metric.of(run)) is not None]
+        for one in results.experiment.deployments:
+            _line(ax, results, one, [(run.rate, metric.of(run)) for run in results.of(one) if run.valid])
+            invalid = [
+                (run.rate, value) for run in results.of(one) if not run.valid and (value := metric.of(run)) is not None
+            ]
+            if invalid:
+                look = _look(results, one)
+                ax.scatter(
+                    *zip(*invalid, strict=True), s=70, marker=look["marker"], facecolors="none", color=look["color"]
+                )
+                ax.scatter(*zip(*invalid, strict=True), s=40, marker="x", color=FAINT, label="not valid")
+        ax.set(xlabel=results.experiment.rate_axis, ylabel=metric.unit, title=metric.name)
+        ax.set_xticks(results.rates)
+        if metric.percent:
+            ax.set_ylim(-3, 105)
+            ax.axhline(GOOD_SHARE, color=FAINT, linestyle=":", linewidth=1.2, label=f"{GOOD_SHARE:g} %: goodput")
+        else:
+            _from_zero(ax, every, log=metric.lower_is_better)
+
+
+def radar(results: SweepResults, figure: Figure) -> None:
+    """Ranks, a spoke per rate (EPD-Serve Fig. 17)."""
+    rates, last = results.rates, len(results.experiment.deployments)
+    angles = [2 * math.pi * at / len(rates) for at in range(len(rates))]
+    axes = figure.subplots(1, len(RANKED), subplot_kw={"projection": "polar"})
+    for ax, metric in zip(axes, RANKED, strict=True):
+        by_rate = [ranks(results, metric, rate) for rate in rates]
+        for place, one in enumerate(results.experiment.deployments):
+            apart = APART * (place - (last - 1) / 2)
+            heights = [last + 1 - of[one.name] + apart if one.name in of else math.nan for of in by_rate]
+            ax.plot([*angles, angles[0]], [*heights, heights[0]], label=one.label, **_look(results, one))
+        ax.set(theta_offset=math.pi / 2, theta_direction=-1, ylim=(0, last + 0.6))
+        ax.set_xticks(angles, [f"{rate:g}" for rate in rates])
+        ax.set_yticks(range(1, last + 1), [str(last + 1 - ring) for ring in range(1, last + 1)])
+        ax.set_rlabel_position(180 / len(rates))
+        ax.spines["polar"].set_visible(False)
+        ax.set_title(metric.name, loc="center")
+
+
+def scatter(results: SweepResults, metric: Metric, figure: Figure) -> None:
+    """TTFT or TPOT of every whole answer, a panel per rate, all on one scale (EPD-Serve Fig. 16)."""
+    across = max(1, min(ACROSS, len(results.rates)))
+    down = max(1, -(-len(results.rates) // across))
+    figure.set_size_inches(max(8.0, 3.6 * across), 3.1 * down + 2.0)
+    panels = list(figure.subplots(down, across, squeeze=False, sharey=True).flat)
+    every: list[float] = []
+    for ax, rate in zip(panels, results.rates, strict=False):
+        for run in (run for run in results.runs if run.rate == rate):
+            rows = [
+                (row.due_s - run.begun_s, row.ttft_s if metric == TTFT else row.tpot_s)
+                for row in run.requests
+                if row.ok
+            ]
+            known = [(at_s, seconds * 1e3) for at_s, seconds in rows if seconds is not None]
+            every += [ms for _, ms in known]
+            look = _look(results, run.deployment) | {"linestyle": "", "markersize": 4.0, "markeredgewidth": 0.0}
+            ax.plot(*(zip(*known, strict=True) if known else ((), ())), alpha=0.55, label=run.deployment.label, **look)
+        ax.set(xlabel="due after the run's start (s)", title=f"{rate:g} req/s")
+        names = [run.deployment.name for run, _ in ranked(results, metric, rate)[:NAMED]]
+        best = "\n".join(f"{place}. {name}" for place, name in enumerate(names, 1)) or "no valid run"
+        box = {"facecolor": "white", "edgecolor": FAINT, "alpha": 0.85, "boxstyle": "round,pad=0.3", "linewidth": 0.6}
+        ax.text(0.02, 0.98, best, transform=ax.transAxes, fontsize=7.5, va="top", ha="left", bbox=box)
+    for ax in panels[len(results.rates) :]:
+        ax.set_visible(False)
+    panels[0].set_ylabel(f"{metric.name.split()[-1]} (ms)")
+    _from_zero(panels[0], every, log=True)
+
+
+def phases(results: SweepResults, rate: float, figure: Figure) -> None:
+    """Stacked bars, one per deployment: left the TTFT, right the whole request (HydraInfer v1 Fig. 13, v2 Fig. 11)."""
+    known = [(run, run.phases) for run in results.runs if run.rate == rate and run.valid and run.phases]
+    figure.set_size_inches(13.0, 3.0 + 0.52 * max(2, len(known)))
+    axes = figure.subplots(1, 2, sharey=True)
+    whole: list[Mapping[Phase, float]] = [of.eight() for _, of in known]
+    first: list[Mapping[Phase, float]] = [
+        {phase: ms for phase, ms in of.taken.items() if phase is not Phase.DECODE} for _, of in known
+    ]
+    for ax, stacks in zip(axes, (first, whole), strict=True):
+        longest, left = max(sum(stack.values()) for stack in stacks), [0.0] * len(stacks)
+        for phase, (colour, hatch) in PARTS.items():
+            widths = [stack.get(phase, 0.0) for stack in stacks]
+            if not any(widths):
+                continue
+            label = str(Phase.DECODE if phase is Phase.FIRST_STEP else phase)
+            edge = INK if hatch else "white"
+            bars = ax.barh(
+                range(len(stacks)), widths, 0.66, left, color=colour, hatch=hatch, edgecolor=edge, label=label
+            )
+            numbers = [f"{width:.0f}" if width > SMALL * longest and not hatch else "" for width in widths]
+            ax.bar_label(
+                bars, numbers, label_type="center", fontsize=8, color="white" if colour in (BLUE, GREEN) else "black"
+            )
+            left = [begun + width for begun, width in zip(left, widths, strict=True)]
+        for place, total in enumerate(left):
+            ax.text(
+                total + 0.01 * longest, place, f"{total:.0f}", va="center", fontsize=8, fontweight="bold", color=INK
+            )
+        ax.set(xlabel="mean, ms", xlim=(0, longest * 1.1), ylim=(len(stacks) - 0.45, -0.55))
+        ax.set_yticks(range(len(stacks)), [run.deployment.label.replace(", ", "\n") for run, _ in known])
+        ax.set_title("Time to first token" if stacks is first else "Whole request")
+        ax.grid(visible=False, axis="y")
+
+
+def batches(results: SweepResults, figure: Figure) -> None:
+    """Above, running sequences against rate by stage; below, what they cost and give where tokens are decoded."""
+    figure.set_size_inches(13.0, 8.4)
+    panels = figure.subplots(2, 3)
+    costs: tuple[tuple[str, str], ...] = (
+        ("itl_ms/mean", "time between tokens, mean (ms)"),
+        ("output_tokens_per_s", "output tokens/s of an instance"),
+        ("tpot_ms/p99", "P99 TPOT (ms)"),
+    )
+    for one in results.experiment.deployments:
+        valid = [(run, batch) for run in results.of(one) if run.valid for batch in run.batches]
+        for ax, letter in zip(panels[0], "EPD", strict=True):  # a fused instance is where its last stage is
+            own = [(run.rate, [float(n) for n in batch.running]) for run, batch in valid if batch.role[-1] == letter]
+            _line(ax, results, one, [(rate, sum(running) / len(running)) for rate, running in own])
+            low, high = ([percentile(running, percent) for _, running in own] for percent in (10, 90))
+            ax.fill_between(
+                [rate for rate, _ in own], low, high, color=_look(results, one)["color"], alpha=0.1, linewidth=0
+            )
+        for ax, (figure_name, _) in zip(panels[1], costs, strict=True):
+            decoding = [(run, batch) for run, batch in valid if batch.role[-1] == "D"]
+            points = []
+            for run, batch in decoding:
+                each, value = batch.instances if figure_name == "output_tokens_per_s" else 1, run.figure(figure_name)
+                points.append((sum(batch.running) / len(batch.running), None if value is None else value / each))
+            _line(ax, results, one, sorted(points))
+    for ax, stage in zip(panels[0], ("encode", "prefill", "decode"), strict=True):
+        ax.set(xlabel=results.experiment.rate_axis, ylabel="running sequences of an instance", title=stage)
+        ax.set_xticks(results.rates)
+        ax.set_ylim(bottom=0)
+    for ax, (_, label) in zip(panels[1], costs, strict=True):
+        ax.set(xlabel="running sequences of a decoding instance (mean)", ylabel=label)
+        ax.set_ylim(bottom=0)
+
+
+def _look(results: SweepResults, deployment: Deployment) -> dict[str, Any]:
+    """Keywords of `Axes.plot`. The numbers of colours, markers and lines have no common divisor that matters, so that
+    pairs repeat late."""
+    at = results.experiment.deployments.index(deployment)
+    colour, marker, line = (looks[at % len(looks)] for looks in (COLOURS, MARKERS, LINES))
+    return {"color": colour, "marker": marker, "linestyle": line}
+
+
+def _line(ax: Axes, results: SweepResults, one: Deployment, points: Sequence[tuple[float, float | None]]) -> None:
+    """Through the points that have a value."""
+    known = [(x, y) for x, y in points if y is not None]
+    if known:
+        ax.plot(*zip(*known, strict=True), label=one.label, **_look(results, one))
+
+
+def _from_zero(ax: Axes, values: Sequence[float], *, log: bool) -> None:
+    """An axis from 0; logarithmic, with plain numbers at 1, 2 and 5, where values span much and `log` allows it."""
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+    if not (log and values and min(values) > 0 and max(values) > LOG_SPAN * min(values)):
+        ax.set_ylim(0, max([1e-9, *values]) * 1.08)
+        return
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    ax.yaxis.set_minor_locator(NullLocator())

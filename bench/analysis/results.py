@@ -1,0 +1,124 @@
+"""Results as they are analysed: one from a file, all of a folder, and what lies beside each.
+
+A result has the shape of `bench/record.py`. The rows of its requests lie beside it, as `NAME.rows.jsonl`
+(`epd-bench load`) or `rows.jsonl` (`epd-bench layouts`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bench.clients.records import RequestRecord, read_records
+from bench.sweep.store import EXPERIMENT, RESULT, ROWS, read_object
+from epd_serve.errors import ConfigError
+
+ASKED = ("workload", "knobs", "arrivals", "duration_s", "count", "seed", "slos")
+"""Fields of a folder's experiment that have to be equal for its deployments to be compared with others."""
+_Line = TypeVar("_Line")
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """One result.
+
+    Attributes:
+        name: of the deployment in a folder of many, "" of one alone.
+        figures: flattened. rows: as the measurement kept them, one per run of a load.
+    """
+
+    name: str
+    path: Path
+    figures: Mapping[str, float]
+    env: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+
+    @property
+    def devices(self) -> int | None:
+        """That served it, where the result says."""
+        found = [(self.env.get(part) or {}).get("devices") for part in ("load", "deployment")]
+        return next((devices for devices in found if isinstance(devices, int) and devices > 0), None)
+
+    @property
+    def kind(self) -> str:
+        return str(self.env.get("kind", "unknown"))
+
+    @cached_property
+    def requests(self) -> Mapping[str, Sequence[RequestRecord]]:
+        """Every request that was kept, by run, in the order in which they were due; empty where none were."""
+        beside = [self.path.with_suffix(".rows.jsonl")]
+        beside += [self.path.with_name(ROWS)] if self.path.name == RESULT else []
+        rows = next((read_records(path) for path in beside if path.is_file()), [])
+        return by_run(sorted(rows, key=lambda row: row.due_s), lambda row: row.run)
+
+    def lines(self, name: str, read: Callable[[Mapping[str, Any]], _Line]) -> list[_Line]:
+        """The JSON lines of a file beside it, each read; half a line at the end is left out.
+
+        Raises:
+            ConfigError: a line is not what `read` takes; names file, line and fault.
+        """
+        path = self.path.with_name(name)
+        found = []
+        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.is_file() else [], 1):
+            try:
+                found.append(read(json.loads(line)))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConfigError(f"{path}:{number} cannot be read: {error!r}") from None
+        return found
+
+
+def by_run(lines: Sequence[_Line], run_of: Callable[[_Line], str]) -> dict[str, list[_Line]]:
+    """The lines of each run."""
+    found: dict[str, list[_Line]] = {}
+    for line in lines:
+        found.setdefault(run_of(line), []).append(line)
+    return found
+
+
+def read_results(path: Path) -> list[Result]:
+    """The result in a file, or those of a folder.
+
+    Raises:
+        ConfigError: nothing is there, or it is no result; names the path.
+    """
+    if path.is_file():
+        return [read_result(path)]
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such file or folder; give a result (--json FILE) or a folder of them")
+    if (path / ROWS).is_file() and (path / RESULT).is_file():
+        return [read_result(path / RESULT)]
+    if deployments := sorted(path.glob(f"*/{RESULT}")):
+        return [read_result(one, one.parent.name) for one in deployments]
+    files = [one for one in sorted(path.glob("*.json")) if {"figures", "env", "rows"} <= read_object(one).keys()]
+    if not files:
+        raise ConfigError(f"{path} has no results: neither */{RESULT} nor *.json of an epd-bench measurement")
+    return [read_result(one, one.stem) for one in files]
+
+
+def read_result(path: Path, name: str = "") -> Result:
+    """The result in a file.
+
+    Args:
+        name: of one among many; that of its deployment goes before it.
+
+    Raises:
+        ConfigError: it is none; names the path and what is wrong.
+    """
+    plain = read_object(path)
+    try:
+        figures, env, rows = plain["figures"], dict(plain["env"]), list(plain["rows"])
+        for figure, value in figures.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"figure {figure} is no number")
+        named = str(env.get("deployment", {}).get("name", name)) if name else ""
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} is no result of epd-bench: {error}") from None
+    asked = path.parent.parent / EXPERIMENT
+    if path.name == RESULT and asked.is_file():  # what was asked of all deployments, as a load records it
+        experiment = read_object(asked)
+        env["load"] = {**env.get("load", {}), **{field: experiment[field] for field in ASKED if field in experiment}}
+    return Result(named, path, figures, env, rows)

@@ -1,0 +1,330 @@
+"""The tables of a comparison: each rate, Table 5, goodput, the best, ratios, phases, batches, runs. Pure.
+
+A table is written as CSV and shown in the page with the same digits. Runs that are not valid are in it, and in no rank,
+ratio or best.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from bench.analysis.comparison import NEGLIGIBLE, against_monolith, monolith, ratio_cells
+from bench.analysis.metrics import (
+    LATENCIES,
+    RANKED,
+    THROUGHPUT,
+    THROUGHPUT_PER_DEVICE,
+    TTFT,
+    attainment,
+    compared_by,
+    effective_per_device,
+    ranked,
+    ranks,
+)
+from bench.analysis.phases import Phase, most_different
+from bench.analysis.sweep_results import Run, SweepResults
+from bench.clients.slo import Slo
+from bench.statistic import percentile
+from bench.sweep.deployments import Deployment
+from epd_serve.errors import ConfigError
+
+GOOD_SHARE = 90.0
+"""Percent of requests within the objective at which a rate counts as goodput (HydraInfer §5.2, DistServe)."""
+
+Cell = str | int | float | bool | None
+Line = Mapping[str, Cell]
+"""By column; a column's name has its unit, as `mean TTFT (ms)`. None where there is no number."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Attributes:
+        name: of its CSV file, without the ending.
+        lines: all with the same columns. Those whose `valid` is False do not count.
+        note: what its reader has to know.
+        long: too long for a page, which then only names its file.
+    """
+
+    name: str
+    title: str
+    lines: Sequence[Line]
+    note: str = ""
+    long: bool = False
+
+    @property
+    def columns(self) -> list[str]:
+        return list(self.lines[0]) if self.lines else []
+
+    @property
+    def cells(self) -> list[list[str]]:
+        """As they are printed, everywhere."""
+        return [[shown(line[column]) for column in self.columns] for line in self.lines]
+
+    def csv(self, kind: str) -> str:
+        """With a last column that says what kind of measurement this is."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(
+            [[*self.columns, "kind"], *([*line, kind] for line in self.cells)]
+        )
+        return text.getvalue()
+
+
+def shown(cell: Cell) -> str:
+    """Four significant digits, or all before the point; never an exponent. Empty where there is nothing."""
+    if cell is None or (isinstance(cell, str | int) and not isinstance(cell, bool)):
+        return "" if cell is None else str(cell)
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    assert math.isfinite(cell), "a figure is a number, or it is not there"
+    digits = max(0, 3 - math.floor(math.log10(abs(cell)))) if cell else 0
+    text = f"{cell:.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def chosen_rate(results: SweepResults, wanted: float | None = None) -> float | None:
+    """The rate of Table 5 and of the phases: `wanted`, else the highest that half of the deployments have validly.
+
+    Raises:
+        ConfigError: nothing was measured at `wanted`.
+    """
+    if wanted is not None and wanted not in results.rates:
+        measured = ", ".join(f"{rate:g}" for rate in results.rates) or "none"
+        raise ConfigError(f"--rate {wanted:g}: nothing was measured at it, but at {measured}", param="--rate")
+    measured_ones = len({run.deployment for run in results.runs})
+    known = [
+        rate
+        for rate in results.rates
+        if 2 * sum(run.valid for run in results.runs if run.rate == rate) >= measured_ones
+    ]
+    return max(known, default=max(results.rates, default=None)) if wanted is None else wanted
+
+
+def all_tables(results: SweepResults, rate: float | None) -> dict[str, Table]:
+    """By name. `rate`: of Table 5; None where there is no run."""
+    made = [gaps(results), best(results), rates(results), goodput(results), ratios(results), phases(results)]
+    made += [batches(results), requests(results), deployments(results), runs(results)]
+    made += [table5(results, rate)] if rate is not None else []
+    return {table.name: table for table in made}
+
+
+def gaps(results: SweepResults) -> Table:
+    return Table("gaps", "What is missing, or does not count", results.gaps)
+
+
+def rates(results: SweepResults) -> Table:
+    """Every run with its latencies, throughput and attainment, and its ranks (EPD-Serve Figs. 8 to 15 and 17)."""
+    metrics = (*LATENCIES, THROUGHPUT, THROUGHPUT_PER_DEVICE, *_objectives(results))
+    places = {(metric, rate): ranks(results, metric, rate) for metric, rate in product(RANKED, results.rates)}
+    lines = [
+        _line(
+            results,
+            run,
+            {one.label: one.of(run) for one in metrics},
+            {f"rank by {one.name}": places[one, run.rate].get(run.deployment.name) for one in RANKED},
+        )
+        for run in results.runs
+    ]
+    note = "Rank 1 is the best; equals share the better rank. It says nothing of how far apart two are."
+    return Table("rates", "Deployments at each rate", lines, note)
+
+
+def table5(results: SweepResults, rate: float) -> Table:
+    """EPD-Serve's Table 5 at `rate`: attainment and effective throughput within each objective."""
+    metrics = (*LATENCIES, *_objectives(results))
+    lines = [
+        _line(results, run, {one.label: one.of(run) for one in metrics}) for run in results.runs if run.rate == rate
+    ]
+    note = (
+        "Objectives are TTFT:TPOT in ms. Effective throughput counts output tokens of the requests that attain the "
+        "objective. Latencies are of whole answers; attainment is of all requests but those whose client left."
+    )
+    return Table("table5", f"Deployments at {rate:g} req/s (EPD-Serve Table 5)", lines, note)
+
+
+def goodput_of(results: SweepResults, deployment: Deployment, slo: Slo) -> tuple[float | None, float | None]:
+    """(highest measured rate that attains `slo`, lowest measured rate above it that misses); of valid runs only.
+
+    None: no such rate was measured. There is no interpolation: a rate nobody measured is no goodput.
+    """
+    known = [(run.rate, attainment(slo).of(run)) for run in results.of(deployment) if run.valid]
+    shares = {rate: share for rate, share in known if share is not None}
+    reached = max((rate for rate, share in shares.items() if share >= GOOD_SHARE), default=None)
+    above = [rate for rate, share in shares.items() if share < GOOD_SHARE and rate > (reached or 0.0)]
+    return reached, min(above, default=None)
+
+
+def goodput(results: SweepResults) -> Table:
+    lines = []
+    for slo, one in product(results.experiment.slos, results.experiment.deployments):
+        reached, missed = goodput_of(results, one, slo)
+        each = None if reached is None else reached / (1 if results.experiment.per_device else one.devices)
+        line: Line = {"deployment": one.name, "devices": one.devices, "objective (TTFT:TPOT, ms)": str(slo)}
+        figures = {"goodput (req/s)": reached, "goodput per device (req/s)": each, "next rate, which misses": missed}
+        lines += [{**line, **figures}] if results.of(one) else []
+    note = (
+        f"The highest measured rate at which {GOOD_SHARE:g} % of the requests attain the objective; empty where none "
+        "does. Nothing is interpolated: the true goodput lies between it and the next rate, where that was measured."
+    )
+    return Table("goodput", "Goodput", lines, note)
+
+
+def best(results: SweepResults) -> Table:
+    """The first three at each metric and rate; the first over the second and over the monolith."""
+    against = monolith(results)
+    lines = []
+    for metric, rate in product(compared_by(results.experiment.slos[0]), results.rates):
+        order = ranked(results, metric, rate, against.devices if against else None)
+        if len(order) < 2:
+            continue
+        first, second = order[0][0], order[1][0]
+        base = results.at(against, rate) if against and against != first.deployment else None
+        line: dict[str, Cell] = {"metric": metric.label, results.experiment.rate_axis: rate}
+        line |= {"best": first.deployment.name, "its value": order[0][1]}
+        line |= ratio_cells(metric, first, base, "best over monolith")
+        for place, name in enumerate(("second", "third"), 1):
+            run, value = order[place] if place < len(order) else (None, None)
+            line |= {name: run.deployment.name if run else None, f"value of the {name}": value}
+        line |= ratio_cells(metric, first, second, "best over second")
+        other = base or second
+        known = metric == TTFT and first.phases is not None and other.phases is not None
+        part = most_different(first.phases, other.phases) if known and first.phases and other.phases else None
+        titles = ("phase of TTFT that differs most", "in the best (ms)", "in the monolith, else the second (ms)")
+        lines.append(line | dict(zip(titles, part or (None, None, None), strict=True)))
+    among = f" with the monolith's device count ({against.devices})" if against else ""
+    note = (
+        f"Among deployments{among}. Beyond chance: an interval that excludes 1, and a ratio more than {NEGLIGIBLE:.0%} "
+        "from it; else two are not told apart. What stages that share an instance do is one phase of both."
+    )
+    return Table("best", "The best by metric and rate", lines, note)
+
+
+def ratios(results: SweepResults) -> Table:
+    """Every deployment over the monolith."""
+    against = monolith(results)
+    lines = [
+        {**_head(results, run), "metric": metric.label, "its value": metric.of(run), "the monolith's": metric.of(base)}
+        | ratio_cells(metric, run, base, "ratio")
+        for metric, run, base in against_monolith(results, against)
+    ]
+    note = (
+        "Intervals are by bootstrap over blocks of the requests of these runs, the same ones of both sides where both "
+        "were sent the same. They know nothing of other days and machines."
+    )
+    name = against.label if against else "none was measured"
+    return Table("ratios", f"Ratios to the monolith ({name})", lines, note)
+
+
+def phases(results: SweepResults) -> Table:
+    lines = [
+        {
+            **_head(results, run),
+            "requests traced": of.requests,
+            "of them through an encoder": of.encoded,
+            **{f"{phase} (ms)": of.eight().get(phase) for phase in Phase if phase is not Phase.FIRST_STEP},
+            "of decode: its first step (ms)": of.taken.get(Phase.FIRST_STEP),
+            "TTFT of these (ms)": of.ttft_ms,
+            "E2E of these (ms)": of.e2e_ms,
+        }
+        for run in results.runs
+        if (of := run.phases) is not None and run.valid
+    ]
+    note = (
+        "Means over whole answers of the window; a request that does not pass a phase spends nothing in it. A phase "
+        "lasts from the latest stamp so far to its own: what hides behind something slower counts nothing. An instance "
+        "that runs several stages stamps nothing between them, simulated stages stamp nothing, and plain servers are "
+        "not traced. In EP, prefill includes encode."
+    )
+    return Table("phases", "Where the time of a request goes (HydraInfer Figs. 11 and 13)", lines, note)
+
+
+def batches(results: SweepResults) -> Table:
+    lines = []
+    for run in results.runs:
+        for batch in run.batches:
+            running, decodes = [float(one) for one in batch.running], batch.role.endswith("D")
+            tokens_per_s = run.figure("output_tokens_per_s") if decodes else None
+            cells: Line = {
+                "role": batch.role,
+                "instances": batch.instances,
+                "samples": len(running),
+                "running, mean (sequences)": statistics.fmean(running),
+                "running, P10": percentile(running, 10),
+                "running, P90": percentile(running, 90),
+                "waiting, mean (sequences)": batch.waiting,
+                "time between tokens, mean (ms)": run.figure("itl_ms/mean") if decodes else None,
+                "output tokens/s of an instance": None if tokens_per_s is None else tokens_per_s / batch.instances,
+            }
+            lines.append(_line(results, run, cells))
+    note = "Of one instance: samples of all instances of a role are taken together. A fused one runs all its stages."
+    title = "Sequences that an instance runs at once (after HydraInfer Figs. 3 and 6)"
+    return Table("batches", title, lines, note)
+
+
+def requests(results: SweepResults) -> Table:
+    """Every whole answer (EPD-Serve Fig. 16)."""
+    lines = []
+    for run in results.runs:
+        for row in (row for row in run.requests if row.ok):
+            times = {"TTFT (ms)": row.ttft_s, "TPOT (ms)": row.tpot_s}
+            cells = {name: None if at_s is None else round(at_s * 1e3, 3) for name, at_s in times.items()}
+            lines.append({**_head(results, run), "due after (s)": round(row.due_s - run.begun_s, 3), **cells})
+    return Table("requests", "TTFT and TPOT of all requests (EPD-Serve Fig. 16)", lines, long=True)
+
+
+def deployments(results: SweepResults) -> Table:
+    lines = [
+        {
+            "deployment": one.name,
+            "layout": one.layout,
+            "devices": one.devices,
+            "served by": str(one.served_by),
+            "ready after (s)": results.envs.get(one.name, {}).get("deployment", {}).get("ready_s"),
+            "runs": len(results.of(one)),
+            "flags": " ".join(one.flags),
+        }
+        for one in results.experiment.deployments
+    ]
+    return Table("deployments", "Deployments", lines)
+
+
+def runs(results: SweepResults) -> Table:
+    """Every run with its requests and its validity."""
+    names = ("requests", "ok", "error", "truncated", "timeout", "offered_rps", "answered_rps", "load_average_1min")
+    return Table(
+        "runs", "All runs", [_line(results, run, {name: run.figure(name) for name in names}) for run in results.runs]
+    )
+
+
+def facts(results: SweepResults) -> dict[str, Any]:
+    """How it was measured: what was asked, and of the environments each different value once."""
+    found = {name: value for name, value in results.experiment.to_json().items() if name != "deployments"}
+    found |= {"runs": len(results.runs), "requests": sum(len(run.requests) for run in results.runs)}
+    for name in ("command", "commit", "uncommitted_changes", "date"):
+        found[name] = "; ".join(dict.fromkeys(str(env[name]) for env in results.envs.values() if name in env))
+    return found
+
+
+def _objectives(results: SweepResults) -> list[Any]:
+    return [metric for slo in results.experiment.slos for metric in (attainment(slo), effective_per_device(slo))]
+
+
+def _head(results: SweepResults, run: Run) -> dict[str, Cell]:
+    name, devices = run.deployment.name, run.deployment.devices
+    return {"deployment": name, "devices": devices, results.experiment.rate_axis: run.rate}
+
+
+def _line(results: SweepResults, run: Run, *parts: Line) -> dict[str, Cell]:
+    """Of one run; its last column says whether the run is valid."""
+    line = _head(results, run)
+    for part in parts:
+        line |= part
+    return {**line, "valid": run.valid}

@@ -1,0 +1,166 @@
+"""Deployments measured by starting them as a user does, loading them, and taking them down again.
+
+Order: start, ask a few requests alone (their tokens are compared), warm up, a run per rate. A stage that ends while a
+rate is measured ends the deployment: that rate is not kept, and the next call measures it and what is missing after it.
+
+The example proxies of vLLM and vllm-ascend are scripts that the user gives, and run as they are, over the stages of a
+layout of ours; its own proxy idles beside, and says what the stages do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.clients.records import RecordsFile, RequestRecord
+from bench.clients.sweep import Sweep
+from bench.clients.target import Target
+from bench.example_proxies import ASCEND, VLLM
+from bench.example_proxies import running as rival
+from bench.record import environment
+from bench.served import Served, served
+from bench.sweep.deployments import PEERS, Deployment, ServedBy
+from bench.sweep.experiment import Experiment, PlannedRun
+from bench.sweep.plain_vllm import plain_vllm
+from bench.sweep.requests import SentRequests
+from bench.sweep.running import RunningDeployment, proxy_status
+from bench.sweep.sampler import Sampler
+from bench.sweep.store import BATCHES, PHASES, ROWS, ResultStore
+from deploy.blueprint import Blueprint, draw
+from deploy.cli import serve_config
+from deploy.ports import free_ports
+from epd_serve.errors import ConfigError, StageError
+
+WARM_UP = 6
+"""Requests for each device before the first run: a stage's first few take up to three times as long as the next."""
+_PEERS = {ServedBy.PEER_VLLM: VLLM, ServedBy.PEER_ASCEND: ASCEND}
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The backend of real and of simulated stages (`bench/sweep/backend.py`).
+
+    Attributes:
+        argv: of every `epd-serve serve`: model, engine, device.
+        scripts: of the example proxies.
+        command, arguments: of this measurement, for the record.
+    """
+
+    kind: str
+    served: Mapping[str, Any]
+    requests: SentRequests
+    argv: tuple[str, ...]
+    scripts: Mapping[ServedBy, Path] = field(default_factory=dict)
+    command: Sequence[str] = ()
+    arguments: argparse.Namespace | None = None
+
+    def check(self, experiment: Experiment) -> None:
+        """Each deployment as its launch would check it. Raises ConfigError, LayoutError."""
+        for deployment in experiment.deployments:
+            self._blueprint(deployment)
+
+    def against_paper(self, *, quick: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        return {}, []
+
+    def measure(self, experiment: Experiment, store: ResultStore) -> None:
+        deployment = store.deployment
+        env = environment(self.command, experiment.kind, self.arguments)
+        with self._running(deployment) as running:
+            print(f"{deployment.name}: ready in {running.ready_s:.0f} s", flush=True)
+            about = {"ready_s": round(running.ready_s, 2), "devices_share_cores": running.shared_cores}
+            load = {  # as `epd-bench load` records it
+                "url": [str(server.endpoint) for server in running.target.servers],
+                "model": running.model,
+                "devices": deployment.devices,
+                "client_on_the_servers_host": True,
+            }
+            store.begin({**env, "deployment": {**deployment.to_json(), **about}, "load": load})
+            if not store.answers:
+                store.keep_answers(self.requests.answers(running))
+            self.requests.warm_up(running, concurrency=2 * deployment.devices, count=WARM_UP * deployment.devices)
+            for run in store.missing(experiment):
+                self._run(experiment, store, running, run)
+
+    def _run(self, experiment: Experiment, store: ResultStore, running: RunningDeployment, run: PlannedRun) -> None:
+        """One rate, kept where it came to its end with every stage alive."""
+        deployment, load = store.deployment, round(os.getloadavg()[0], 2)
+        full: list[ConfigError] = []
+        with (
+            RecordsFile(store.folder / ROWS, append=True) as rows,
+            Sampler(running.status, store.folder / BATCHES, run.label) as sampler,
+        ):
+
+            def keep(row: RequestRecord) -> None:
+                try:
+                    rows.keep(row)
+                except ConfigError as error:  # a full disk ends everything, not one deployment
+                    full.append(error)
+                    raise
+
+            sweep = Sweep(
+                running.target,
+                self.requests.of_run(running.model, run),
+                experiment.plan(deployment, run),
+                keep=keep,
+                traces=running.traces,
+                phases=store.folder / PHASES if running.traces else None,
+            )
+            found = sweep.rates([run.arrivals])
+        if full:
+            raise full[0]
+        if found.signal:
+            raise KeyboardInterrupt if found.signal == signal.SIGINT else SystemExit(128 + found.signal)
+        if sampler.died:
+            who = "; ".join(f"{name}: {why}" for name, why in sampler.died.items())
+            raise StageError(f"lost during {run.label}, which is to be measured again: {who}", stage=deployment.name)
+        if found.over:
+            raise StageError(f"{run.label}: {found.over}", stage=deployment.name)
+        (row,) = found.rows
+        about = {"rate": run.rate, "rate_rps": run.rate_rps, "devices": deployment.devices, "load_average_1min": load}
+        about |= {"number": run.number, "repeated_requests": self.requests.repeats(run)}
+        store.keep({**row, **about}, found.figures)
+
+    @contextlib.contextmanager
+    def _running(self, deployment: Deployment) -> Iterator[RunningDeployment]:
+        blueprint = self._blueprint(deployment)
+        with contextlib.ExitStack() as stack:
+            if deployment.served_by is ServedBy.VLLM:
+                yield stack.enter_context(plain_vllm(deployment, blueprint))
+                return
+            launch = stack.enter_context(
+                served(deployment.layout, (*self.argv, *deployment.flags), name=deployment.name)
+            )
+            running = RunningDeployment(
+                target=Target(launch.url, {"x-epd-explain": "1"}),
+                model=launch.model,
+                ready_s=launch.ready_s,
+                status=partial(proxy_status, launch.url),
+                traces=launch.traces,
+                shared_cores=blueprint.cores is not None and blueprint.cores.oversubscribed,
+            )
+            if deployment.baseline:
+                url = stack.enter_context(self._peer(deployment.served_by, launch))
+                running = replace(running, target=Target(url), traces=None)
+            yield running
+
+    @contextlib.contextmanager
+    def _peer(self, peer: ServedBy, launch: Served) -> Iterator[str]:
+        """URL of the example proxy over the stages of `launch`. Raises StageError with the end of its log."""
+        encoders, decoders = (
+            [f"http://127.0.0.1:{stage.port}" for stage in launch.stages if stage.role == role] for role in ("E", "PD")
+        )
+        (port,) = free_ports(1)
+        argv = _PEERS[peer].argv(self.scripts[peer].resolve(), port, encoders, decoders)
+        with rival(PEERS[peer], port, argv) as proxy:
+            yield proxy.url
+
+    def _blueprint(self, deployment: Deployment) -> Blueprint:
+        flags = () if deployment.served_by is ServedBy.VLLM else deployment.flags
+        return draw(serve_config([*self.argv, "--layout", deployment.layout, *flags]))

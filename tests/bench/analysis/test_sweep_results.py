@@ -1,0 +1,107 @@
+"""The folder of a sweep as runs, whole, interrupted and broken."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench.analysis.phases import Phase
+from bench.analysis.sweep_results import read_sweep
+from bench.clients.slo import PAPER
+from bench.sweep.store import BATCHES, EXPERIMENT, PHASES, RESULT
+from epd_serve.errors import ConfigError
+from tests.bench.analysis.sweeps import RATES, asked, deployment, measured, requests
+
+MONOLITH, SPLIT = deployment("TP1x2", baseline=True), deployment("E-P-D", 3)
+
+
+@pytest.fixture
+def whole(tmp_path):
+    at = asked(tmp_path / "results", [MONOLITH, SPLIT])
+    for one, ttft in ((MONOLITH, 0.4), (SPLIT, 0.2)):
+        runs = {f"{rate:g} rps": requests(f"{rate:g} rps", rate, ttft=ttft) for rate in RATES}
+        traced = [{"id": "2 rps-0", "run": "2 rps", "path": "E-P-D", "phases_ms": {"P: forward pass": 12.5}}]
+        sampled = [
+            {"run": "2 rps", "t_s": 1.5, "instance": "P0", "role": "P", "running": n, "waiting": 1} for n in (3, 5)
+        ]
+        measured(at, one, runs, phases=traced, batches=sampled)
+    return at
+
+
+def test_a_run_comes_with_its_figures_requests_phases_and_batches(whole):
+    found = read_sweep(whole)
+    run = found.at(SPLIT, 2.0)
+
+    assert (found.experiment.real, found.experiment.slos, found.rates) == (True, PAPER, (2.0, 4.0))
+    assert [one.label for one in found.experiment.deployments] == ["TP1x2, 2 devices", "E-P-D, 3 devices"]
+    assert found.gaps == [] and found.envs["E-P-D"]["deployment"]["ready_s"] == 12.5
+    assert run.figure("slo_2000:50/attainment") == 1.0 and 200 < run.figure("ttft_ms/mean") < 400
+    assert run.figure("ttft_ms/p12") is None
+    assert len(run.requests) == 40
+    assert (run.phases.requests, run.phases.taken[Phase.PREFILL]) == (1, 12.5)
+    assert [(one.role, one.instances, one.running, one.waiting) for one in run.batches] == [("P", 1, [3, 5], 1.0)]
+    assert found.at(SPLIT, 4.0).phases is None and found.at(SPLIT, 4.0).batches == []
+
+
+def test_an_interrupted_sweep_says_what_is_missing(tmp_path):
+    done, begun, never = deployment("TP1x2"), deployment("(E-PD)x2"), deployment("E-P-D")
+    at = asked(tmp_path, [done, begun, never])
+    measured(at, done, {f"{rate:g} rps": requests(f"{rate:g} rps", rate) for rate in RATES})
+    measured(at, begun, {"2 rps": requests("2 rps", 2, good=False)})
+    (at / begun.slug / "failed.json").write_text('{"reason": "its stage died"}')
+    found = read_sweep(at)
+
+    assert [list(gap.values())[:3] for gap in found.gaps] == [
+        ["(E-PD)x2", 4.0, "not measured"],
+        ["(E-PD)x2", 2.0, "not valid"],
+        ["E-P-D", 2.0, "not measured"],
+        ["E-P-D", 4.0, "not measured"],
+    ]
+    assert found.gaps[0]["why"] == "its stage died"
+    assert found.at(begun, 2.0) is None and len(found.of(begun)) == 1
+
+
+def test_half_a_line_at_the_end_is_left_out(whole):
+    with (whole / SPLIT.slug / BATCHES).open("a") as file:
+        file.write('{"run": "2 rp')
+
+    assert read_sweep(whole).at(SPLIT, 2.0).batches[0].running == [3, 5]
+
+
+def test_another_folder_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no experiment\.json: name the folder"):
+        read_sweep(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (PHASES, '{"id": "a", "run": "r", "phases_ms": {}}\n{"id": "a"}\n', r"phases\.jsonl:2 .*'phases_ms'"),
+        (BATCHES, '{"run": "2 rps"}\n', r"batches\.jsonl:1 .*'instance'"),
+        (RESULT, '{"figures": {},\n"env": nothing}', r"result\.json:2 is no JSON"),
+        (RESULT, '{"figures": {}, "env": {}}', r"result\.json is no result: it has no 'rows'"),
+        (RESULT, '{"figures": {}, "env": {}, "rows": [{"run": "2 rps", "rate": 2}]}', "no run of a sweep.*'valid'"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_fault(whole, name, text, said):
+    (whole / SPLIT.slug / name).write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_sweep(whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"kind": None, "kinds": "real"}, "kinds"),
+        ({"deployments": [{"name": "a"}]}, "'layout' and 'devices'"),
+        ({"deployments": [{"name": "a", "layout": "TP1", "devices": 0}]}, "'a' has devices 0"),
+        ({"rates": ["x"]}, "could not convert"),
+    ],
+)
+def test_an_experiment_that_is_none_is_refused(whole, change, said):
+    plain = json.loads((whole / EXPERIMENT).read_text())
+    (whole / EXPERIMENT).write_text(json.dumps({**plain, **change}))
+
+    with pytest.raises(ConfigError, match=rf"is no experiment: .*{said}"):
+        read_sweep(whole)

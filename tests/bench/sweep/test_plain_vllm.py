@@ -1,0 +1,73 @@
+"""The baseline's command: vLLM as it comes, with the cores and flags of a stage of ours, and nothing else of ours."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+
+from bench.sweep.deployments import deployments
+from bench.sweep.plain_vllm import command, end
+from deploy.blueprint import draw
+from deploy.config import DeployConfig
+from deploy.processes import group_members
+from deploy.rundir import RunDir
+from deploy.shared_memory import SharedMemory
+from deploy.wiring_plan import WiringPlan
+from epd_serve.demo.presets import builtin_model_dir
+from epd_serve.engine.argv import STAGE_ENV, stage_command
+
+
+def drawn(engine: str = "vllm"):
+    model = str(builtin_model_dir()) if engine == "vllm" else ""
+    return draw(DeployConfig(model=model, layout="TP1x2", device="cpu", engine=engine))
+
+
+def test_a_plain_server_has_the_cores_and_the_flags_of_a_monolith_of_ours(tmp_path):
+    blueprint = drawn()
+    (deployment,) = [one for one in deployments("TP1x2", vllm=True, vllm_flags=("--dtype", "float32")) if one.baseline]
+    run = RunDir("launch", tmp_path, tmp_path)
+    ports = {plan.id: 20000 + at for at, plan in enumerate(blueprint.plans)}
+    for plan in blueprint.plans:
+        argv, env = command(deployment, blueprint, plan, ports[plan.id])
+        ours = stage_command(WiringPlan(blueprint, run, ports, SharedMemory(1, 1)).stage(plan, "i"))
+
+        same = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE")
+        assert {name: env[name] for name in same} == {name: ours.env[name] for name in same}
+        added = {"epd_serve.engine.stage_main", *words_of("--scheduler-cls", ours.argv), "--scheduling-policy"}
+        left = [word for word in ours.argv if word not in added and word != "priority"]
+        assert [word for word in left if word not in argv] == []
+        assert STAGE_ENV not in env and not any("epd" in word for word in argv if word != str(builtin_model_dir()))
+        assert shlex.join(argv).endswith("--dtype float32")
+
+
+def words_of(flag, argv):
+    at = argv.index(flag)
+    return argv[at : at + 2]
+
+
+def test_beside_simulated_stages_it_is_simulated_too():
+    blueprint = drawn("sim")
+    deployment = next(one for one in deployments("TP1x2", vllm=True) if one.baseline)
+
+    argv, _ = command(deployment, blueprint, blueprint.plans[0], 1234)
+    assert argv[argv.index("-m") + 1] == "epd_serve.sim" and argv[argv.index("--role") + 1] == "EPD"
+
+
+def test_what_cleans_up_after_a_server_may_finish(tmp_path):
+    cleaned = tmp_path / "cleaned"
+    tracker = f"import sys, time, pathlib; sys.stdin.read(); time.sleep(0.5); pathlib.Path({str(cleaned)!r}).touch()"
+    server = (
+        "import subprocess, sys, time;"
+        f"subprocess.Popen([sys.executable, '-c', {tracker!r}], stdin=subprocess.PIPE);"
+        "print(flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", server], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    with process.stdout as ready:
+        ready.readline()
+
+    end(process)
+
+    assert cleaned.exists()
+    assert not group_members(process.pid)
