@@ -11,7 +11,7 @@ from bench.papers import kv_emulation
 from bench.papers.devices import atlas_800i_a2 as paper
 from bench.papers.devices.pair import DevicePair
 from bench.papers.emulation.kv_pair import Arrival, Mode, VirtualPair
-from bench.papers.printed import TABLE_4_GROUPED, TABLE_4_LAYERWISE
+from bench.papers.printed import TABLE_4_CONCURRENCY, TABLE_4_GROUPED, TABLE_4_LAYERWISE
 from epd_serve.kv.grouping import AdaptiveGrouping, BulkGrouping, FixedGrouping
 
 # 4 layers of 1 ms per token; a token's layer is 1 kB; a packet takes 1 ms and 1 ms per kB.
@@ -81,18 +81,18 @@ def test_kv_that_is_written_early_in_its_layer_hides_behind_the_rest_of_it():
 def test_the_sourced_line_gives_the_1024_token_rows_back():
     """Two equations, two unknowns; that the 2048-token rows are near is the only thing found."""
     for tokens, tolerance in ((1024, 1e-3), (2048, 0.15)):
-        nbytes = paper.BYTES_PER_TOKEN * paper.CONCURRENCY * tokens
+        nbytes = paper.BYTES_PER_TOKEN * TABLE_4_CONCURRENCY * tokens
         for row, packets in (
             (TABLE_4_LAYERWISE[tokens], paper.LAYERS),
             (TABLE_4_GROUPED[tokens], paper.OPTIMISED_GROUPS),
         ):
-            kv_ms = (packets * paper.CONCURRENCY * paper.SETUP_S + nbytes * paper.S_PER_BYTE) * 1e3
+            kv_ms = (packets * TABLE_4_CONCURRENCY * paper.SETUP_S + nbytes * paper.S_PER_BYTE) * 1e3
             assert kv_ms == pytest.approx(row.kv_ms, rel=tolerance)
 
 
 def test_the_printed_payload_is_latency_times_bandwidth():
     for tokens, row in (*TABLE_4_LAYERWISE.items(), *TABLE_4_GROUPED.items()):
-        nbytes = paper.BYTES_PER_TOKEN * paper.CONCURRENCY * tokens
+        nbytes = paper.BYTES_PER_TOKEN * TABLE_4_CONCURRENCY * tokens
         assert row.kv_ms / 1e3 * row.bandwidth_gb_per_s * 1e9 == pytest.approx(nbytes, rel=2e-3)
         assert 1 - row.exposed_ms / row.kv_ms == pytest.approx(row.overlap, abs=1e-4)
 

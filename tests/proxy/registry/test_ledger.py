@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.registry.ledger import IncarnationId, OwnLedger, Tally, Work
+from epd_serve.instances import IncarnationId
+from proxy.registry.ledger import OwnLedger, Tally, Work
 
 P0, P1 = ("P0", "one"), ("P1", "one")
 LEASES = st.lists(st.tuples(st.sampled_from([P0, P1]), st.sampled_from(list(Work)), st.integers(0, 10**9)), max_size=20)

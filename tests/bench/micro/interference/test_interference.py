@@ -79,7 +79,7 @@ def of_round(
 ) -> list[Row]:
     """`slow`: of the machine. The first takes 1 ms, the second 2 ms; beside each other 3 and 1.5 times as long."""
     alone_ms = dict(zip(names, (1.0, 2.0), strict=True))
-    first, second = names
+    first, second = tuple(names)
     times = {(first, second): 3.0, (second, first): 1.5}
 
     def row(seat: int, own: str, beside: str | None, ms: float) -> Row:
