@@ -2,7 +2,7 @@
 
 Layouts and baselines are measured one after the other on this machine, with the same requests, and compared per device.
 Every rate is kept as it ends: the same command goes on where an interruption left off, and ends with 0 once every
-deployment has a valid run of every rate. See docs/layouts.md.
+deployment has a valid run of every rate. See docs/measuring/layouts.md.
 """
 
 from __future__ import annotations
