@@ -118,13 +118,15 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.e2e)
+
+
 @pytest.hookimpl(trylast=True)  # after pytest's own order, which knows nothing of launches
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    ours = [item for item in items if "tests/e2e/" in str(item.path)]
-    for item in ours:
-        item.add_marker(pytest.mark.e2e)
     groups: dict[object, list[pytest.Item]] = {}
-    for item in ours:
-        groups.setdefault(launch_key(item) or item.path, []).append(item)
+    for item in items:
+        if item.get_closest_marker("e2e"):
+            groups.setdefault(launch_key(item) or item.path, []).append(item)
     in_order = iter([item for group in groups.values() for item in group])
     items[:] = [next(in_order) if item.get_closest_marker("e2e") else item for item in items]
