@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EpdError as error:
         print(f"epd-bench: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def parser(imported: Collection[str] = COMMANDS) -> argparse.ArgumentParser:

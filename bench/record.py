@@ -1,7 +1,7 @@
 """What a measurement leaves behind: `{"figures": {name: number}, "env": {…}, "rows": […]}`, the same for every command.
 
 Figures are what is compared and quoted, rows are the raw samples they come from, `env` says what ran where: command,
-commit, machine, versions, and whether the figures are real, emulated or simulated (design §6).
+commit, machine, versions, and whether the figures are real, emulated or simulated.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def environment(
 
     Args:
         arguments: what was given to `epd-bench`.
-        kind: `real`, `emulated` or `simulated` (design §6), and of what.
+        kind: `real`, `emulated` or `simulated`, and of what.
         asked: the same parsed: layouts, seed and sizes are then in the result also where nobody gave the flag.
     """
     return {

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from bench.analysis.conditions import refusals, warnings
 from bench.analysis.intervals import ratio_interval
 from bench.analysis.metrics import Direction, better
-from bench.analysis.page import missing_libraries
+from bench.analysis.page import require
 from bench.analysis.results import Result, read_results
 from bench.analysis.samples import LoadedRuns, Samples, row_samples
 from bench.record import environment, write
@@ -85,8 +85,7 @@ class Compared:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Read, check, compare, print, write. Nothing is measured."""
-    if missing := missing_libraries(["scipy"]):
-        raise ConfigError(missing)
+    require(["scipy"])
     pairs = _pairs(read_results(arguments.a), read_results(arguments.b))
     objections = list(dict.fromkeys(text for a, b in pairs for text in refusals(a, b)))
     if objections and not arguments.force:

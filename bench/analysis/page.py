@@ -40,6 +40,12 @@ def missing_libraries(needed: Sequence[str] = NEEDS) -> str:
     return f"this needs {', '.join(missing)}: pip install 'epd-serve[bench]'" if missing else ""
 
 
+def require(needed: Sequence[str] = NEEDS) -> None:
+    """Raises ConfigError where a library is missing: before anything is measured that could not be judged."""
+    if missing := missing_libraries(needed):
+        raise ConfigError(missing)
+
+
 def write_report(results: SweepResults, wanted_rate: float | None = None) -> list[Path]:
     """The paths of all files of a report, written into the sweep's folder.
 
@@ -49,8 +55,7 @@ def write_report(results: SweepResults, wanted_rate: float | None = None) -> lis
     Raises:
         ConfigError: a library is missing, nothing was measured at that rate, or a file cannot be written.
     """
-    if missing := missing_libraries():
-        raise ConfigError(missing)
+    require()
     import jinja2
 
     rate = chosen_rate(results, wanted_rate)

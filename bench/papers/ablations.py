@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import random
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bench.analysis.page import require
 from bench.clients.bodies import Source, WorkloadSource, prepared
 from bench.clients.flags import parse_rates
 from bench.clients.measure import Plan, measure
@@ -24,6 +24,7 @@ from bench.papers.table2 import BASELINE, LAYOUT, VARIANTS, Row, Variant, figure
 from bench.real_stages import add_engine_flags, check_memory, engine_flags
 from bench.record import add_arguments as add_record_arguments
 from bench.record import busy, environment, write
+from bench.scratch import scratch
 from bench.served import served
 from bench.workloads.arrivals import Poisson
 from bench.workloads.generate import Knobs
@@ -70,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure, print, write; what was measured is kept however it ends. 1 where answers are missing."""
+    require(["scipy"])
     rounds, variants = rounds_of(arguments), variants_of(arguments.only)
     kind = "real stages" if arguments.engine == "vllm" else "simulated stages: to try the flow"
     if arguments.engine == "vllm":
@@ -112,8 +114,8 @@ def variants_of(text: str) -> list[Variant]:
 
 def _measured(arguments: argparse.Namespace, rounds: Rounds, variants: Sequence[Variant]) -> Iterator[Row]:
     workload = Workload(WORKLOAD, 1, Knobs(arguments.seed, output_tokens=arguments.output_tokens))
-    with tempfile.TemporaryDirectory(prefix="epd-bench-", dir="/tmp") as scratch:
-        model = engine_flags(arguments, Path(scratch))
+    with scratch() as folder:
+        model = engine_flags(arguments, folder)
         with served(LAYOUT, (*model, *BASELINE.flags), name=BASELINE.name, traced=False) as base:
             images = Images(arguments.cache)
             source = WorkloadSource(

@@ -58,6 +58,26 @@ def test_a_measurement_has_to_be_named():
     assert ended.value.code == 2
 
 
+def test_ctrl_c_ends_a_measurement_with_its_exit_code_and_no_traceback(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bench.cli.parser", lambda _: _Parsed(interrupted))
+
+    assert main(["arena"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+class _Parsed:
+    """A parser of whatever line: its command is `run`."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def parse_args(self, argv):
+        return argparse.Namespace(run=self.run)
+
+
 def test_a_result_is_figures_environment_and_rows(tmp_path):
     env = environment(["ttft", "--layouts", "TP1,(E-P)-D"])
     write(tmp_path / "deep" / "r.json", {"a": 1.5, "b": 2}, env, [{"turn": 0}])

@@ -97,7 +97,10 @@ def test_paths_that_a_document_names_exist(path):
 
 
 def test_documents_that_the_code_names_exist():
-    sources = [path for name in FOLDERS for path in (ROOT / name).rglob("*.py")] + [ROOT / "Makefile"]
+    sources = [path for name in FOLDERS for path in (ROOT / name).rglob("*.py")] + [
+        ROOT / "Makefile",
+        *(ROOT / "containers").glob("*file"),
+    ]
     named = {
         (str(source.relative_to(ROOT)), one)
         for source in sources

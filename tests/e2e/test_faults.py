@@ -129,7 +129,7 @@ def test_a_killed_stage_is_restarted_and_requests_go_on(launch: Serving, solo_an
     before = launch.instances()[killed]["incarnation"]
     group = launch.stage_pid(killed)
     os.kill(group, signal.SIGKILL)
-    body = fresh(412)
+    body = fresh({"P0": 412, "D0": 413, "E0": 414}[killed])
     wait_for(lambda: not launch.instances()[killed]["up"], "the proxy to know", 5)
     assert launch.get("/health").status_code == (200 if killed == "E0" else 503)
     wait_for(lambda: not processes.group_members(group), "the dead stage's processes to go", 10)

@@ -17,7 +17,7 @@ CACHE = re.compile(r'^vllm:cache_config_info\{.*?block_size="(\d+)".*?num_gpu_bl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launch", [LAYOUT], indirect=True, scope="module")
+@pytest.mark.parametrize("launch", [LAYOUT], indirect=True)
 def test_vllm_makes_of_the_planned_memory_as_many_blocks_as_were_computed(launch: Serving) -> None:
     _, planned = preview(parse(LAYOUT), str(builtin_model_dir()), "cpu", None, ())
     urls = {name: entry["url"] for name, entry in launch.instances().items()}

@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from bench.example_proxies import running
 from bench.micro.proxy.part import Options, Part, PartResult
 from bench.micro.proxy.rivals import CONCURRENCY, closed_loop, text_request
 from bench.micro.proxy.simulated import simulated
+from bench.scratch import scratch
 from deploy.placement_table import table
 from deploy.ports import free_ports
 
@@ -55,9 +55,9 @@ Stacks = list[tuple[list[str], int]]
 def measure(options: Options) -> PartResult:
     seconds = 3.0 if options.quick else 12.0
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="epd-bench-", dir="/tmp") as folder, SenderProcess() as sender:
+    with scratch() as folder, SenderProcess() as sender:
         with simulated("PD") as launch:
-            stage, stages = launch.stage_url("PD"), Path(folder) / "stages.yaml"
+            stage, stages = launch.stage_url("PD"), folder / "stages.yaml"
             assert stage is not None, "the layout has a PD"
             listed = {"model": launch.model, "stages": [{"id": "PD0", "role": "PD", "url": stage}]}
             stages.write_text(yaml.safe_dump(listed), encoding="utf-8")
@@ -68,7 +68,7 @@ def measure(options: Options) -> PartResult:
             for kind in ("whole", "stream"):
                 request = text_request(launch.model, stream=kind == "stream")
                 for name, argv in programs.items():
-                    spent_us, stacks = _sampled(name, argv, Path(folder) / f"{kind} {name}", sender, request, seconds)
+                    spent_us, stacks = _sampled(name, argv, folder / f"{kind} {name}", sender, request, seconds)
                     rows += [
                         {
                             "kind": kind,

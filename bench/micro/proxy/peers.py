@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import tempfile
 from pathlib import Path
 
 from bench.clients.process import SenderProcess
@@ -27,6 +26,7 @@ from bench.micro.proxy.rivals import (
     text_request,
 )
 from bench.micro.proxy.simulated import simulated
+from bench.scratch import scratch
 from deploy.ports import free_ports
 
 IMAGES = 400
@@ -37,14 +37,14 @@ def measure(options: Options) -> PartResult:
     seconds, rounds = (2.0, 3) if options.quick else (6.0, 5)
     seeds = itertools.count()
     with contextlib.ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="epd-bench-", dir="/tmp")))
+        folder = stack.enter_context(scratch())
         sender = stack.enter_context(SenderProcess())
         launch = stack.enter_context(simulated("E-PD"))
         encoder, decoder = launch.stage_url("E"), launch.stage_url("PD")
         assert encoder is not None and decoder is not None, "the layout is E-PD"
         rivals = [Rival("proxy", launch.url, launch.cpu_parts["proxy"])]
         for peer in PEERS:
-            script, (port,) = scratch / f"{peer.name}.py", free_ports(1)
+            script, (port,) = folder / f"{peer.name}.py", free_ports(1)
             script.write_bytes(source(peer, _copy(peer, options)))
             rivals.append(stack.enter_context(running(peer.name, port, peer.argv(script, port, [encoder], [decoder]))))
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from bench.scratch import scratch
 from bench.served import Served, served
 
 
@@ -23,8 +22,8 @@ def simulated(layout: str, profile: Mapping[str, Any] | None = None, flags: Sequ
     Raises:
         StageError: it did not become ready.
     """
-    with tempfile.TemporaryDirectory(prefix="epd-bench-", dir="/tmp") as scratch:
-        path = Path(scratch) / "profile.json"
+    with scratch() as folder:
+        path = folder / "profile.json"
         path.write_text(json.dumps(profile or {}), encoding="utf-8")
         with served(layout, ["--engine", "sim", "--sim-profile", str(path), *flags], traced=False) as launch:
             yield launch

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from bench.analysis.page import require
 from bench.clients.bodies import sent_by
 from bench.clients.measure import judged
 from bench.clients.records import RecordsFile
@@ -30,7 +31,8 @@ from epd_serve.layout_parser import parse
 
 
 def emulated(name: str, requests: Workload, arguments: argparse.Namespace, argv: Sequence[str]) -> Emulation:
-    """Returns the backend of a device of `DEVICES` (`bench/sweep/backend.py`)."""
+    """Returns the backend of a device of `DEVICES` (`bench/sweep/backend.py`). Raises ConfigError without SciPy."""
+    require(["scipy"])
     return Emulation(name, requests, argv, arguments)
 
 

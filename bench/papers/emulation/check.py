@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from bench.analysis.page import require
 from bench.clients.sender import Run
 from bench.clients.slo import Slo
 from bench.papers.devices import openpangu_vl_7b_910b
@@ -309,6 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--emulate", default="910b", choices=tuple(DEVICES), help="device (default 910b)")
     add_arguments(parser, quick="one seed, no sensitivity")
     arguments = parser.parse_args(argv)
+    require(["scipy"])
     device, others = DEVICES[arguments.emulate]
     env = environment(argv, kind_of(device))
     env |= {"command": shlex.join([*parser.prog.split(), *argv]), "constants": asdict(device)}
