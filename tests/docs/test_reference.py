@@ -73,6 +73,13 @@ def test_metrics_and_settings_that_a_document_names_exist(path):
     assert set(re.findall(rf"`(?:--proxy )?((?:{sections})\.\w+)", text)) - settings - {"memory.txt"} == set()  # a file
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_rate_has_the_range_without_which_prometheus_refuses_it(path):
+    text = path.read_text(encoding="utf-8")
+
+    assert re.findall(r"\brate\((?![^()]*\[\d+[smh]\]\))[^`]*", text) == []
+
+
 def test_the_readme_is_short_enough_to_be_read():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
     assert README.stat().st_size <= 9_000
