@@ -19,13 +19,23 @@ def add_stage(commands: Any) -> Parser:
     parser.set_defaults(command=_stage, passes=True)
     parser.add_argument("model", nargs="?", default="", help="model directory or hub name (default: the demo model)")
     parser.add_argument("--wiring", metavar="FILE.json", help="addresses of the launch it belongs to (StageWiring)")
-    parser.add_argument("--role", choices=[role.value for role in Role], help="stages to run (default: of --wiring)")
+    parser.add_argument(
+        "--role",
+        choices=[role.value for role in Role],
+        help="stages to run; ED is refused, run E and D apart (default: of --wiring)",
+    )
     parser.add_argument("--instance", default="", help="name (default: role and 0)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind; keep it private, it has no guard")
-    parser.add_argument("--port", type=port, default=8001)
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to bind; without --join nothing guards it: keep it private"
+    )
+    parser.add_argument(
+        "--port", type=port, default=8001, help="port of its HTTP server; with --join P and D take those after it, too"
+    )
     parser.add_argument("--device", default="auto", choices=("auto", "npu", "cuda", "cpu"))
     parser.add_argument("--device-ids", default="", metavar="0,1", help="devices, one per tensor-parallel rank")
-    parser.add_argument("--served-model-name", default="")
+    parser.add_argument(
+        "--served-model-name", default="", help="name in requests (default: the model directory's name)"
+    )
     parser.add_argument("--engine", default="vllm", choices=ENGINES, help="what runs it (default: vllm)")
     parser.add_argument("--sim-profile", default="", metavar="FILE", help="latencies and capacity with --engine sim")
     parser.add_argument("--print", action="store_true", help="print the command instead of running it")
@@ -81,12 +91,19 @@ def add_proxy(commands: Any) -> Parser:
         commands, "proxy", "run the proxy alone: in front of stages that run already, or as the head of a cluster"
     )
     parser.set_defaults(command=_proxy)
-    parser.add_argument("--stages", metavar="FILE.yaml", help="stages and model (see docs)")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=port, default=8000)
+    parser.add_argument("--stages", metavar="FILE.yaml", help="stages and model (docs/guides/several-hosts.md)")
+    parser.add_argument("--host", default="127.0.0.1", help="address of the OpenAI endpoint")
+    parser.add_argument("--port", type=port, default=8000, help="port of the OpenAI endpoint")
     parser.add_argument("--workers", type=int, default=1, help="proxy processes on one port (default: 1)")
     parser.add_argument("--proxy", action="append", default=[], metavar="KEY=VALUE", help="a proxy setting; repeatable")
-    parser.add_argument("--api-key", dest="api_keys", action="append", default=[], help="repeatable")
+    parser.add_argument(
+        "--api-key",
+        dest="api_keys",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="accept only this bearer token; repeatable",
+    )
     parser.add_argument(
         "--lame-duck-s",
         type=float,
@@ -104,7 +121,9 @@ def add_proxy(commands: Any) -> Parser:
     head.add_argument(
         "--cluster-port", type=port, default=0, help="first of five for the stages (default: --port + 10)"
     )
-    head.add_argument("--mooncake-master", default="auto", metavar="auto|none|HOST:PORT", help="run one, or use that")
+    head.add_argument(
+        "--mooncake-master", default="auto", metavar="HOST:PORT", help="use that one; auto runs one, none goes without"
+    )
     for option in fields(DeployConfig):
         if option.name in _HEADS_OPTIONS:
             add_option(head, option)

@@ -95,10 +95,12 @@ class DeployConfig:
     shared_features: bool = _option(False, "let tenants use each other's features")
     recompute_limit: int = _option(2, "requests with lost features that one instance recomputes at a time")
     feature_prefetch: str = _option(
-        "event", "fetch features when announced or on demand", choices=("event", "demand"), hidden=True
+        "event", "fetch features when announced, or on demand, to compare with", choices=("event", "demand")
     )
     feature_path: str = _option(
-        "auto", "features through the host or to device memory", choices=("auto", "host", "device"), hidden=True
+        "auto",
+        "features of the second tier go through the host, or on NPUs to device memory",
+        choices=("auto", "host", "device"),
     )
     kv_transport: str = _option("auto", "how KV travels P→D", choices=("auto", "shm", "mooncake"))
     mooncake_protocol: str = _option("tcp", "Mooncake's protocol (NPUs always use ascend)", choices=("tcp", "rdma"))

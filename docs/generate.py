@@ -66,7 +66,7 @@ def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
         yield _command(parser)
         return
     if " " not in parser.prog:
-        yield f"## {parser.prog}"
+        yield f"## {parser.prog}\n\n`{parser.prog} --version` tells the version."
     for one in choices.values():
         yield from _commands(one)
 
@@ -83,12 +83,29 @@ def _command(parser: argparse.ArgumentParser) -> str:
     for action in parser._actions:
         if argparse.SUPPRESS in (action.help, action.dest) or isinstance(action, argparse._HelpAction):
             continue
-        text = (action.help or "") % {**vars(action), "prog": parser.prog}
+        text, said = _split_default((action.help or "") % {**vars(action), "prog": parser.prog})
+        value = _default_of(action)
+        default = said if said and value == 0 else _default(value) or said  # 0 that stands for what is said
         if action.choices is not None:
             text = f"{text} ({', '.join(f'`{choice}`' for choice in action.choices)})".strip()
-        rows.append((_argument(action), _default(_default_of(action)), text))
+        rows.append((_argument(action), _of_any_user(default), _linked(_of_any_user(text))))
     description = " ".join((parser.description or "").split("\n\n")[0].split())
     return f"### `{parser.prog}`\n\n{_sentence(description)}\n\n{_table(('argument', 'default', ''), rows)}"
+
+
+def _split_default(text: str) -> tuple[str, str]:
+    """A help's text, and what it says of the default in its parentheses: a column of its own has that."""
+    found = re.search(r" \(default:? (.+)\)$", text)
+    return (text[: found.start()], found[1]) if found else (text, "")
+
+
+def _of_any_user(text: str) -> str:
+    return text.replace(str(Path.home()), "~")
+
+
+def _linked(text: str) -> str:
+    """Names of our pages as links to them."""
+    return re.sub(r"\bdocs/([\w/-]+\.md)", r"[\1](../\1)", text)
 
 
 def _argument(action: argparse.Action) -> str:
@@ -111,9 +128,7 @@ def _default_of(action: argparse.Action) -> Any:
 
 def configuration() -> str:
     options = [option for option in fields(DeployConfig) if not option.metadata.get("hidden")]
-    rows = [
-        (f"`{option.name}`", f"`{_flag(option)}`", _default(option.default), _meaning(option)) for option in options
-    ]
+    rows = [(f"`{option.name}`", f"`{_flag(option)}`", *_default_and_meaning(option)) for option in options]
     settings = [
         (f"`{key}`", "`false`" if default is False else _default(default), _sentence(text))
         for key, default, text in proxy_settings()
@@ -128,7 +143,8 @@ def configuration() -> str:
         "Sizes in MiB or KiB and times in seconds, as the names say. A key has the same meaning as its flag.",
         _table(("key", "flag", "default", "meaning"), rows),
         "## Settings of the proxy",
-        "Given as `--proxy KEY=VALUE` (repeatable), or under `proxy:` in the file.",
+        "Given as `--proxy KEY=VALUE` (repeatable), or under `proxy:` in the file. Where a flag or the model says the "
+        "same (`media.allowed_local_root`, `trace_path`, `max_model_len`, `stage_priorities`), the setting wins.",
         _table(("key", "default", "meaning"), settings),
     )
 
@@ -139,9 +155,11 @@ def _flag(option: Field[Any]) -> str:
     return str(option.metadata.get("flag", "--" + option.name.replace("_", "-")))
 
 
-def _meaning(option: Field[Any]) -> str:
-    text, choices = str(option.metadata["help"]), option.metadata.get("choices")
-    return f"{text} ({', '.join(f'`{choice}`' for choice in choices)})" if choices else text
+def _default_and_meaning(option: Field[Any]) -> tuple[str, str]:
+    text, default = _split_default(str(option.metadata["help"]))
+    if choices := option.metadata.get("choices"):
+        text += f" ({', '.join(f'`{choice}`' for choice in choices)})"
+    return _default(option.default) or default, _linked(text)
 
 
 def proxy_settings() -> Iterator[tuple[str, Any, str]]:

@@ -58,7 +58,7 @@ class MediaLimits:
         max_items: items of one request.
         fetch_timeout_s: fetching one http(s) item, redirects included. `max_redirects`: hops, each checked anew.
         fetch_wait_s: how long an item waits until its turn to be fetched comes.
-        allowed_local_root: directory that `file://` may read from, or None to refuse `file://`.
+        allowed_local_root: directory that `file://` may read from; by default `file://` is refused.
         schemes: schemes of the URLs that clients may send.
         allowed_domains: hosts that http(s) may reach, where there are any: `cdn.example.com` is that host,
             `*.example.com` all below it. denied_domains: hosts that it may not reach.
@@ -135,7 +135,7 @@ class KeyLimits:
     Attributes:
         requests_in_flight: requests of one key that are held at once.
         requests_per_minute: requests of one key that are begun within a minute, on average.
-        best_priority: the best (lowest) `priority` that a request of a key gets, whatever it asks for; None for any.
+        best_priority: the best (lowest) `priority` that a request of a key gets, whatever it asks for; by default any.
     """
 
     requests_in_flight: int = 0

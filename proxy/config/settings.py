@@ -50,7 +50,7 @@ class ProxySettings:
         served_models: names that clients may ask for; the first is the default that `/v1/models` lists first.
         identity: model, revision and dtype as they enter feature keys.
         roles: roles of the layout, of which `/ready` says which are missing; empty means "those in the table".
-        max_model_len: context length in tokens that `/v1/models` reports, or None when unknown.
+        max_model_len: context length in tokens that `/v1/models` reports; by default the model's, where it is known.
         admission: who waits in front of the stages. retry: how many attempts are repeated over the whole proxy.
         poison: when a body that instances die of is refused.
         retries: further attempts of one request after a stage failed before the first byte.
@@ -70,7 +70,7 @@ class ProxySettings:
         on_missing_feature: `recompute` lets P encode what got lost, `reencode` has an encoder do it again first.
         arena: the arena of this host where all stages of the layout use it, else None.
         max_known_features: how many features the proxy remembers.
-        trace_path: JSON-lines file for phase stamps, or None.
+        trace_path: JSON-lines file for phase stamps; by default none.
         policy: how instances are chosen: `least-loaded`, `round-robin`, `power-of-two`, `cache-affine` or `slo`.
         key_limits: what one API key may do at once and per minute.
         strict_fields: answer an unknown field with 400 instead of leaving it out.
