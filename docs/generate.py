@@ -27,6 +27,7 @@ from proxy.http.openapi import document
 from proxy.metrics import Metrics
 from proxy.registry.stage_metrics import KvMetrics, StageMetrics, StoreMetrics
 from proxy.registry.table import InstanceTable
+from proxy.request.client_deadline import HEADER
 from proxy.workers.hub import worker_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -259,7 +260,9 @@ def http_api() -> str:
         "What clients may call, from the document that a running server has at `/openapi.json`. Bodies show the fields "
         "that the proxy itself judges; other fields that the stages' vLLM documents are passed on, unknown ones are "
         "left out and counted. See [Sending requests](../guides/sending-requests.md). With API keys, every path but "
-        "the probes wants `Authorization: Bearer KEY` and answers 401 without.",
+        "the probes wants `Authorization: Bearer KEY` and answers 401 (`invalid_api_key`) without. Requests for an "
+        f"answer may carry `{HEADER}`, the milliseconds from arrival within which they want all of it "
+        "([deadlines](../guides/overload.md#deadlines)).",
         *sections,
     )
 

@@ -17,12 +17,19 @@ Json = dict[str, Any]
 CLIENT_ERRORS = {
     400: "A field is wrong; `param` names it.",
     404: "No such model.",
-    413: "The body or a media item is too large.",
+    408: "The body came too slowly (`body_too_slow`).",
+    413: "The body, a media item or what the request takes of the server's memory is too large.",
+    422: "Instances died under this very body (`poisonous_request`); do not repeat it.",
 }
-BUSY = {429: "Too many requests; try again after `Retry-After` seconds."}
+BUSY = {
+    429: "Too many requests wait (`overloaded`), or this key or tenant has its share (`rate_limit_exceeded`); try "
+    "again after `Retry-After` seconds."
+}
 SERVER_ERRORS = {
     502: "A stage failed, and so did the retries.",
-    503: "No live instance, or the server is coming to an end; try again after `Retry-After` seconds.",
+    503: "No live instance of a role (`no_instance`), no room for what the request needs next (`memory_full`, "
+    "`bodies_full`, `fetches_full`), or the server is coming to an end (`draining`); try again after `Retry-After` "
+    "seconds.",
     504: f"A deadline ran out: one of the server's, or the client's own, which is in the header `{HEADER}`.",
 }
 EXCHANGES = {  # operation and body
@@ -31,6 +38,15 @@ EXCHANGES = {  # operation and body
     Endpoint.RESPONSES: ("createResponse", "ResponseRequest"),
     Endpoint.TOKENIZE: ("tokenize", "TokenizeRequest"),
     Endpoint.DETOKENIZE: ("detokenize", "DetokenizeRequest"),
+}
+ANSWERS = {Endpoint.TOKENIZE: "The tokens, and how many.", Endpoint.DETOKENIZE: "The text."}
+REQUEST_ID: Json = {
+    "name": "x-request-id",
+    "in": "header",
+    "required": False,
+    "schema": {"type": "string"},
+    "description": "The client's name for the request, which the answer carries in the same header: up to 128 letters, "
+    "digits and `._:/+=-`. Without one, or with another kind, the answer carries a name of the server's.",
 }
 EXPLAIN: Json = {
     "name": "x-epd-explain",
@@ -73,10 +89,10 @@ def _exchange(endpoint: Endpoint, secured: bool) -> Json:
         answer["text/event-stream"] = {"schema": reference("StreamEvent")}
     return {
         "operationId": operation,
-        "parameters": [EXPLAIN],
+        "parameters": [REQUEST_ID, EXPLAIN],
         "requestBody": {"required": True, "content": {"application/json": {"schema": reference(body)}}},
         "responses": {
-            "200": {"description": "The model's answer.", "content": answer},
+            "200": {"description": ANSWERS.get(endpoint, "The model's answer."), "content": answer},
             **_errors({**CLIENT_ERRORS, **BUSY, **SERVER_ERRORS}, secured=secured),
         },
         **_security(secured),

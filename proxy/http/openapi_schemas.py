@@ -148,8 +148,15 @@ SCHEMAS: Json = {
         {"model": reference("Model"), "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}}}, "tokens"
     ),
     "ModelCard": _object(
-        {"id": TEXT, "object": {"const": "model"}, "created": {"type": "integer"}, "owned_by": TEXT},
-        *("id", "object", "created", "owned_by"),
+        {
+            "id": TEXT,
+            "object": {"const": "model"},
+            "created": {"type": "integer"},
+            "owned_by": TEXT,
+            "root": {**TEXT, "description": "The name of the model itself."},
+            "max_model_len": {"type": "integer", "description": "Context length in tokens, where it is known."},
+        },
+        *("id", "object", "created", "owned_by", "root"),
     ),
     "Models": _object({"object": {"const": "list"}, "data": _list(reference("ModelCard"))}, "object", "data"),
     "Version": _object({"version": TEXT}, "version"),

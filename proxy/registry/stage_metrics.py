@@ -13,6 +13,9 @@ from proxy.registry.instance_state import REPORT_TRUST_S
 from proxy.registry.kv_links import LinkView, link_views
 from proxy.registry.table import InstanceTable
 
+LOAD = (
+    "Pending work: item tokens (E), prompt tokens (P, EP; PD and EPD count 1 more per running request), requests (D)."
+)
 LOAD_GAUGES = {
     "waiting": "Requests that wait in the instance's scheduler.",
     "running": "Requests that the instance runs.",
@@ -36,7 +39,7 @@ class StageMetrics(Collector):
         labels = ("instance", "role")
         views = self._table.snapshot()
         up = GaugeMetricFamily("epd_stage_up", "1 while the instance gets requests.", labels=labels)
-        load = GaugeMetricFamily("epd_stage_load", "Pending work, in the unit of the role.", labels=labels)
+        load = GaugeMetricFamily("epd_stage_load", LOAD, labels=labels)
         for view in views:
             up.add_metric((view.instance.id, view.instance.role.value), view.up)
             load.add_metric((view.instance.id, view.instance.role.value), view.load)
@@ -78,7 +81,9 @@ class StoreMetrics(Collector):
             labels=("instance", "state"),
         )
         events = CounterMetricFamily(
-            "epd_store_events", "What the instance counts, in this life of it.", labels=("instance", "event")
+            "epd_store_events",
+            "What became of features, by event, in this life of the instance; the guide on monitoring lists events.",
+            labels=("instance", "event"),
         )
         for report in reports:
             pool.add_metric((report.instance, report.pool), 1)
