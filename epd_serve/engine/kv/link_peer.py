@@ -57,7 +57,7 @@ class Peer:
             if wanted is None:
                 break
             # Afterwards it answers, is known to be replaced, or what waited for it is broken.
-            if self._connection.is_open and self._connection.who() == self._connection.target:
+            if self._connection.is_open and self._still_there():
                 self._answers(wanted)  # a late packet for a former life: transfers of this one are not disturbed
             else:
                 self._open(wanted)
@@ -83,6 +83,17 @@ class Peer:
         self._connection.close()
         self._fates.connection_lost()
         self._on_lost()
+
+    def _still_there(self) -> bool:
+        """Whether the life of D that the connection is open to answers on it.
+
+        Where it has died unnoticed, that is no fault of transfers for the life after it: nothing of them was sent.
+        """
+        try:
+            return self._connection.who() == self._connection.target
+        except LinkError as error:
+            logger.error("KV link to %s: %s", self._endpoint, error)
+            return False
 
     def _open(self, wanted: str = "") -> None:
         self.disconnect()

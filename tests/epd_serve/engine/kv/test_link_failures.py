@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from epd_serve.engine.kv.link_fates import Fates
+from epd_serve.engine.kv.link_peer import Peer
 from epd_serve.engine.kv.packet_memory import PacketMemory
 from epd_serve.engine.kv.regions import Layers
 from epd_serve.engine.kv.shm_send import ShmSendSide
@@ -259,3 +261,31 @@ def test_an_address_that_is_none_fails_its_transfers_and_no_other(start: Ends) -
     p.step([chunk(nowhere, "c", [1], [5], last=True)], finished=["c"])  # type: ignore[arg-type]
     p.wait_over({"c"})
     assert "Invalid argument" in p.links["nonsense"].snapshot().reason
+
+
+class DiedUnnoticed:
+    """A connection whose D has died; nobody has looked since. Another life of it answers at the address."""
+
+    def __init__(self) -> None:
+        self.target, self.is_open = "D0:1", True
+
+    def who(self) -> str:
+        raise LinkError("decode's end of the connection has closed")
+
+    def close(self) -> None:
+        self.target, self.is_open = "", False
+
+    def open(self) -> None:
+        self.target, self.is_open = "D0:2", True
+
+
+def test_a_transfer_for_the_new_life_is_no_victim_of_the_old_ones_death() -> None:
+    fates = Fates()
+    fates.answered("D0:1")
+    old, new = (SimpleNamespace(key=key_of(name), target=target) for name, target in (("a", "D0:1"), ("b", "D0:2")))
+    fates.sent({old.key})
+    peer = Peer("ipc://D0", DiedUnnoticed(), fates, lambda: None, lambda: None)  # type: ignore[arg-type]
+
+    assert peer.reach([new]) == [new]  # type: ignore[list-item]
+    assert peer.state == "up"
+    assert fates.living([old]) == []  # type: ignore[list-item]
