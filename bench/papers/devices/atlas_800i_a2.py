@@ -52,7 +52,7 @@ S_PER_TOKEN_SQUARED = (_PER_TOKEN_S[2048] - _PER_TOKEN_S[1024]) / 1024  # β = 0
 # 199.8 ms, and 1688.40 - 1264.87 = 423.5 ms at 2048, where one layer computes for 422.0 ms: what it hides is about one
 # layer's compute, as if no packet left before the last layer begins. §3.3: the "metadata handshake, which introduces
 # unpredictable latency … delays hierarchical KV transmission, preventing full communication-computation overlap".
-BASELINE_BEGINS_WITH_LAYER = LAYERS  # nothing of it leaves before this layer begins
+# So nothing of the emulated baseline leaves before the last layer begins (`bench/papers/kv_emulation.py`).
 
 DEVICE = DevicePair(
     name="Atlas 800I A2, openPangu-7B",
@@ -89,7 +89,3 @@ VARIATIONS = {
 }
 """What the sources leave open, one at a time. A tenth of the bandwidth is no reading of the paper: there the link is
 slower than the compute, and sizes are harder to choose."""
-
-# §4.1: ShareGPT-4o, "average image resolution of 802×652 and an average text length of 9.6 tokens".
-# Table 3: a token is 28×28 pixels (560×560 gives 400; 720×1280 gives 26 · 46 = 1196), so 29 · 23 + 10.
-TABLE_2_PROMPT_TOKENS = 29 * 23 + 10

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from epd_serve.kv.grouping import LinkCost, Step
+
 
 @dataclass(frozen=True)
 class DevicePair:
@@ -16,7 +18,7 @@ class DevicePair:
         layers: of the model.
         bytes_per_token: of KV, all layers together.
         s_per_token: compute of one layer, per token of the step.
-        s_per_token_squared: compute of one layer that attention adds, times end² - begin² of each chunk.
+        s_per_token_squared: compute of one layer that attention adds, times the square of each prompt's tokens.
         setup_s, s_per_byte: a packet takes setup_s + s_per_byte · bytes.
         setup_s_per_part: added for each further request whose KV is in the packet.
         tail: the part of a layer's compute that comes after its KV is written. The end of the last layer is the end
@@ -33,16 +35,15 @@ class DevicePair:
     setup_s_per_part: float = 0.0
     tail: float = 0.0
 
-    def layer_s(self, chunks: list[tuple[int, int]]) -> float:
-        """Compute of one layer in a step of such chunks [first token, last token)."""
-        tokens = sum(end - begin for begin, end in chunks)
-        return self.s_per_token * tokens + self.s_per_token_squared * sum(end**2 - begin**2 for begin, end in chunks)
+    def step(self, tokens: int, requests: int) -> Step:
+        """The prefill step of so many prompts of so many tokens each."""
+        layer_s = requests * (self.s_per_token * tokens + self.s_per_token_squared * tokens**2)
+        layer_bytes = round(self.bytes_per_token * tokens * requests / self.layers)
+        return Step(self.layers, layer_bytes, layer_s, slack_s=self.tail * layer_s)
 
-    def layer_bytes(self, tokens: int) -> int:
-        return round(self.bytes_per_token * tokens / self.layers)
-
-    def packet_s(self, size_bytes: int, parts: int) -> float:
-        return self.setup_s + self.setup_s_per_part * (parts - 1) + self.s_per_byte * size_bytes
+    def link(self, requests: int) -> LinkCost:
+        """Of packets that so many requests share."""
+        return LinkCost(self.setup_s + self.setup_s_per_part * (requests - 1), self.s_per_byte)
 
     def scaled(self, *, setup: float = 1.0, bandwidth: float = 1.0, compute: float = 1.0) -> DevicePair:
         """The same with these constants multiplied. `compute` is the compute time."""

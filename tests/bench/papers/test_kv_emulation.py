@@ -1,81 +1,70 @@
-"""The emulation of P→D transfers: what its clock says of cases worked out by hand, and what its figures must hold."""
+"""The emulation of P→D transfers: cases worked out by hand, and what its figures must hold."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from bench.papers import kv_emulation
 from bench.papers.devices import atlas_800i_a2 as paper
 from bench.papers.devices.pair import DevicePair
-from bench.papers.emulation.kv_pair import Arrival, Mode, VirtualPair
 from bench.papers.printed import TABLE_4_CONCURRENCY, TABLE_4_GROUPED, TABLE_4_LAYERWISE
-from epd_serve.kv.grouping import AdaptiveGrouping, BulkGrouping, FixedGrouping
 
 # 4 layers of 1 ms per token; a token's layer is 1 kB; a packet takes 1 ms and 1 ms per kB.
 DEVICE = DevicePair("by hand", 4, 4000, s_per_token=1e-3, s_per_token_squared=0.0, setup_s=1e-3, s_per_byte=1e-6)
-LAYERWISE = FixedGrouping(1, "layerwise")
 
 
-def served(mode, arrivals, device=DEVICE, step_tokens=math.inf):
-    return VirtualPair(device, mode, step_tokens).run(arrivals)
+def row(mode: str, device: DevicePair = DEVICE, concurrency: int = 1) -> dict[str, Any]:
+    """Of prompts of 256 tokens, of which a layer computes 256 ms and is sent in 257."""
+    rows = kv_emulation.device_rows("", device)
+    return next(one for one in rows if (one["mode"], one["tokens"], one["concurrency"]) == (mode, 256, concurrency))
 
 
-def test_bulk_exposes_all_of_its_one_packet():
-    run = served(Mode("bulk", BulkGrouping()), [Arrival(0.0, 10)])
+def test_bulk_exposes_all_of_its_one_packet() -> None:
+    found = row("bulk")
 
-    assert run.prefill_s == pytest.approx(0.040)
-    assert [one.packet.size_bytes for one in run.moved] == [40_000]
-    assert (run.kv_s, run.prompts[0].exposed_s) == pytest.approx((0.041, 0.041))
-
-
-def test_a_link_slower_than_the_compute_works_from_the_first_layer_to_the_end():
-    """Written at 10, 20, 30, 40 ms; a packet takes 11 ms; the first begins at 10 and none ever waits for a layer."""
-    run = served(Mode("layerwise", LAYERWISE), [Arrival(0.0, 10)])
-
-    assert [one.begun_s for one in run.moved] == pytest.approx([0.010, 0.021, 0.032, 0.043])
-    assert run.prompts[0].exposed_s == pytest.approx(0.014)
+    assert (found["packets"], found["prefill_ms"]) == (1, pytest.approx(1024))
+    assert found["kv_ms"] == found["exposed_ms"] == pytest.approx(1025)
 
 
-def test_what_begins_with_the_last_layer_hides_one_layers_compute():
-    run = served(Mode("late", LAYERWISE, begins_with_layer=4), [Arrival(0.0, 10)])
-
-    assert run.moved[0].begun_s == pytest.approx(0.030)
-    assert run.prompts[0].exposed_s == pytest.approx(run.kv_s - 0.010)
+def test_a_link_slower_than_the_compute_works_from_the_first_layer_to_the_end() -> None:
+    """Written at 256, 512, 768, 1024 ms; the first packet begins at 256 and none ever waits for a layer."""
+    assert row("layerwise")["exposed_ms"] == pytest.approx(256 + 4 * 257 - 1024)
 
 
-def test_requests_of_a_step_share_packets_or_have_their_own():
-    arrivals = [Arrival(0.0, 5)] * 2
-    shared = served(Mode("", LAYERWISE), arrivals)
-    own = served(Mode("", LAYERWISE, merged=False), arrivals)
+def test_what_begins_with_the_last_layer_hides_one_layers_compute() -> None:
+    found = row(kv_emulation.LATE)
 
-    assert (len(shared.moved), len(own.moved)) == (4, 8)
-    assert own.kv_s - shared.kv_s == pytest.approx(4 * DEVICE.setup_s)
+    assert found["exposed_ms"] == pytest.approx(4 * 257 - 256)
 
 
-def test_a_request_is_done_after_its_own_packets():
-    first, second = served(Mode("", BulkGrouping(), merged=False), [Arrival(0.0, 5)] * 2).prompts
+def test_requests_of_a_step_share_packets_but_for_the_papers_baseline() -> None:
+    shared, own = row("layerwise", concurrency=16), row(kv_emulation.LATE, concurrency=16)
 
-    assert (first.exposed_s, second.exposed_s) == pytest.approx((0.021, 0.042))
-
-
-@pytest.mark.parametrize("grouping", [LAYERWISE, BulkGrouping(), AdaptiveGrouping(0)], ids=lambda one: one.name)
-def test_chunks_of_a_prompt_move_every_byte_once(grouping):
-    run = served(Mode("", grouping), [Arrival(0.0, 25), Arrival(0.05, 7), Arrival(3.0, 1)], step_tokens=10)
-
-    assert sum(one.packet.size_bytes for one in run.moved) == (25 + 7 + 1) * 4000
-    assert [one.prefill_end_s for one in run.prompts] == pytest.approx([0.120, 0.128, 3.004])
-    assert all(one.done_s >= one.prefill_end_s for one in run.prompts)
+    assert (shared["packets"], own["packets"]) == (4, 64)
+    assert own["kv_ms"] - shared["kv_ms"] == pytest.approx(60)
 
 
-def test_kv_that_is_written_early_in_its_layer_hides_behind_the_rest_of_it():
+def test_a_part_of_a_packet_may_cost_something() -> None:
+    costly = replace(DEVICE, setup_s_per_part=1e-3)
+
+    assert row("bulk", costly, 16)["kv_ms"] - row("bulk", DEVICE, 16)["kv_ms"] == pytest.approx(15)
+
+
+def test_kv_that_is_written_early_in_its_layer_hides_behind_the_rest_of_it() -> None:
     early = replace(DEVICE, s_per_byte=1e-7, tail=0.5)
-    run = served(Mode("", LAYERWISE), [Arrival(0.0, 10)], early)
 
-    assert run.moved[-1].begun_s == pytest.approx(0.035)
-    assert run.prompts[0].exposed_s == 0.0
+    assert row("layerwise", early)["exposed_ms"] == 0.0
+    assert row("layerwise", replace(early, tail=0.0))["exposed_ms"] == pytest.approx(26.6)
+
+
+def test_the_best_fixed_size_is_the_one_that_exposes_least() -> None:
+    found = row("fixed:2")
+
+    assert (found["best_fixed"], found["best_fixed_ms"]) == (1, pytest.approx(260))
+    assert found["over_best_fixed"] == pytest.approx((512 + 2 * 513 - 1024) / 260)
 
 
 def test_the_sourced_line_gives_the_1024_token_rows_back():
@@ -131,7 +120,6 @@ def test_every_mode_moves_the_same_bytes(quick):
         assert max(moved) == pytest.approx(min(moved), rel=1e-6)
 
 
-@pytest.mark.slow
 def test_no_fixed_size_beats_adaptive_on_any_variation_of_the_device():
     figures, _, tables = kv_emulation.run_emulation(quick=False)
     worst = [figures[name] for name in figures if name.startswith("exposed_adaptive_over_best_fixed_worst")]
