@@ -81,7 +81,7 @@ def device_rows(variation: str, device: DevicePair) -> Iterator[Row]:
     """Every mode at every length and concurrency, each held against the best of all fixed sizes."""
     for concurrency, tokens in product(CONCURRENCIES, LENGTHS):
         step, cost = device.step(tokens, concurrency), device.link(concurrency)
-        case = {"kind": "emulated", "device": variation, "tokens": tokens, "concurrency": concurrency}
+        case: Row = {"kind": "emulated", "device": variation, "tokens": tokens, "concurrency": concurrency}
         best_s, best = _best_fixed(step, cost)
         for mode, grouping in MODES.items():
             row = case | {"mode": mode} | _transfer(grouping.cuts(step, cost), step, cost)
@@ -126,7 +126,7 @@ def row_of(rows: Sequence[Row], mode: str, tokens: int, device: str = SOURCED) -
 
 def _worst(rows: Sequence[Row], devices: Iterable[str]) -> float:
     names = set(devices)
-    return max(row["over_best_fixed"] for row in rows if row["mode"] == ADAPTIVE and row["device"] in names)
+    return max(float(row["over_best_fixed"]) for row in rows if row["mode"] == ADAPTIVE and row["device"] in names)
 
 
 def _kv_over_bulk(rows: Sequence[Row], device: str) -> float:

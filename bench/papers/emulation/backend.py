@@ -16,9 +16,10 @@ from bench.analysis.page import require
 from bench.clients.bodies import sent_by
 from bench.clients.measure import judged
 from bench.clients.records import RecordsFile
+from bench.papers.devices import openpangu_vl_7b_910b
 from bench.papers.devices.stage import StageDevice
-from bench.papers.emulation.check import DEVICES, check, kind_of
 from bench.papers.emulation.deployment import check_emulated, emulate
+from bench.papers.emulation.table5 import check
 from bench.phases import mean_phases
 from bench.record import environment, flatten
 from bench.sweep.deployments import ServedBy
@@ -28,6 +29,11 @@ from bench.workloads.arrivals import ClosedLoop, with_arrivals
 from bench.workloads.workload import Workload
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
+
+DEVICES: Mapping[str, tuple[StageDevice, Mapping[str, StageDevice]]] = {
+    "910b": (openpangu_vl_7b_910b.DEVICE, openpangu_vl_7b_910b.READINGS)
+}
+"""Device and other readings of its sources, by the name that `--emulate` takes."""
 
 
 def emulated(name: str, requests: Workload, arguments: argparse.Namespace, argv: Sequence[str]) -> Emulation:
@@ -57,7 +63,7 @@ class Emulation:
     @property
     def kind(self) -> str:
         """What the figures are."""
-        return kind_of(self.device)
+        return f"emulated {self.device.name} (bench/papers/devices/, virtual clock)"
 
     @property
     def served(self) -> Mapping[str, Any]:

@@ -1,7 +1,0 @@
-"""`python -m bench.papers.emulation`."""
-
-import sys
-
-from bench.papers.emulation.check import main
-
-sys.exit(main())
