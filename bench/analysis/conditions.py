@@ -7,12 +7,11 @@ requests, other objectives. Another machine or commit may be the very thing that
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from bench.analysis.results import ASKED, Result
-from bench.clients.resume import difference
-from bench.record import busy
+from bench.record import busy, flatten
 
 _WHERE = frozenset("json rows out plot cache traces resume url header report output".split())
 """Flags that say where things are."""
@@ -23,19 +22,21 @@ _MORE = frozenset(
 """Flags that say how much is measured, or which parts: figures that both have can still be compared."""
 _JUDGING = frozenset("devices kind min_samples late_ms".split())
 """Fields of a load's experiment that say what serves, and what a valid run is."""
+_TOLD = ("machine/cpu", "machine/cores", "machine/arch", "commit", "versions/")
 
 
 def refusals(a: Result, b: Result) -> list[str]:
     """Why they cannot be compared, each with the field at fault; empty where they can."""
-    found = []
-    if a.kind != b.kind:
-        found.append(f"kind: A is {a.kind}, B is {b.kind}")
+    found = list(_differing({"kind": a.kind}, {"kind": b.kind}))
     left, right = (one.env.get("load") for one in (a, b))
     if isinstance(left, Mapping) and isinstance(right, Mapping):
-        return found + list(_load(left, right))
-    if (first := _measurement(a)) != (second := _measurement(b)):
-        return [*found, f"measurement: A is {first!r}, B is {second!r}"]
-    return found + [text for name, text in _flags(a, b) if name not in _MORE]
+        asked = _asked(left), _asked(right)
+        both = [
+            {name: value for name, value in one.items() if name in asked[0].keys() & asked[1].keys()} for one in asked
+        ]
+        return found + list(_differing(*both))
+    found += _differing({"measurement": _measurement(a)}, {"measurement": _measurement(b)})
+    return found or list(_flags(a, b, lambda name: name not in _MORE | _WHERE))
 
 
 def warnings(a: Result, b: Result) -> list[str]:
@@ -44,22 +45,13 @@ def warnings(a: Result, b: Result) -> list[str]:
 
 
 def _between(a: Result, b: Result) -> Iterator[str]:
-    for name, one, other in _differing(a.env.get("machine", {}), b.env.get("machine", {}), ("cpu", "cores", "arch")):
-        yield f"different machines: {name} {one} and {other}"
-    for name, one, other in _differing(a.env, b.env, ("commit",)):
-        yield f"different {name}s: {one} and {other}"
-    first, second = (one.env.get("versions", {}) for one in (a, b))
-    if changed := _differing(first, second, sorted({*first, *second})):
-        yield "different versions: " + ", ".join(f"{name} {one} and {other}" for name, one, other in changed)
-    if a.devices != b.devices:
-        yield f"different device counts: {a.devices} and {b.devices}; throughput is compared per device"
+    first, second = (
+        {name: value for name, value in flatten(one.env).items() if name.startswith(_TOLD)} for one in (a, b)
+    )
+    yield from _differing(first, second)
+    yield from _differing({"devices": a.devices}, {"devices": b.devices})
     if not ("load" in a.env and "load" in b.env):
-        yield from (text for name, text in _flags(a, b) if name in _MORE)
-
-
-def _differing(a: Mapping[str, Any], b: Mapping[str, Any], names: Iterable[str]) -> list[tuple[str, Any, Any]]:
-    """(name, value in A, value in B) of those that differ."""
-    return [(name, a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)]
+        yield from _flags(a, b, lambda name: name in _MORE)
 
 
 def _within(side: str, one: Result) -> Iterator[str]:
@@ -80,35 +72,29 @@ def _within(side: str, one: Result) -> Iterator[str]:
         yield "the client ran on the server's host, and shared its cores"
 
 
-def _load(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
-    """What differs of two loads, but how many devices served them, and what a valid run is."""
-    left, right = a.get("experiment"), b.get("experiment")
-    if isinstance(left, Mapping) and isinstance(right, Mapping):
-        asked = [{name: value for name, value in one.items() if name not in _JUDGING} for one in (left, right)]
-        if other := difference(*asked):
-            yield f"experiment: {other} (A, B)"
-        return
-    for name, first, second in _differing(a, b, (*ASKED, "model")):
-        if name in a and name in b:
-            yield f"{name}: A has {first}, B has {second}"
+def _asked(load: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a load was asked to send, and to be judged by."""
+    asked = load.get("experiment") or {name: load[name] for name in (*ASKED, "model") if name in load}
+    return {name: value for name, value in asked.items() if name not in _JUDGING}
 
 
 def _measurement(one: Result) -> str:
     """`ttft`, or `transfer pd`: the words of the command before its flags."""
-    words = shlex.split(str(one.env.get("command", "")))
-    if words[:2] == ["python", "-m"]:
-        words = words[2:]
-    words = [word.removeprefix("bench.") for word in words if word != "epd-bench"]
-    count = 2 if words[:1] == ["transfer"] else 1
-    return " ".join(words[:count])
+    words = shlex.split(str(one.env.get("command", "")).replace("python -m", "epd-bench"))[1:]
+    return " ".join(words[: 2 if words[:1] == ["transfer"] else 1])
 
 
-def _flags(a: Result, b: Result) -> Iterator[tuple[str, str]]:
-    """(flag, what differs). Results that do not have their flags are held by their commands."""
-    first, second = a.env.get("asked"), b.env.get("asked")
-    if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
-        for _, one, other in _differing(a.env, b.env, ("command",)):
-            yield "layouts", f"different commands: {one!r} and {other!r}"
-        return
-    for name, one, other in _differing(first, second, sorted({*first, *second} - _WHERE)):
-        yield name, f"--{name.replace('_', '-')}: A has {one}, B has {other}"
+def _flags(a: Result, b: Result, wanted: Callable[[str], bool]) -> Iterator[str]:
+    """What differs of flags. Nothing is known of results that do not have theirs."""
+    sides = [
+        {f"--{name.replace('_', '-')}": value for name, value in (one.env.get("asked") or {}).items() if wanted(name)}
+        for one in (a, b)
+    ]
+    return _differing(*sides)
+
+
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
+    """Of each field that differs its name and both values."""
+    for name in dict.fromkeys([*a, *b]):
+        if a.get(name) != b.get(name):
+            yield f"{name}: A has {a.get(name)}, B has {b.get(name)}"

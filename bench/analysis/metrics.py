@@ -44,13 +44,12 @@ class Metric:
     Attributes:
         name, unit: as axes and columns have them.
         figure: where it lies in the run's figures.
-        per_device: divided by the deployment's devices. percent: a share, shown in percent.
+        percent: a share, shown in percent.
     """
 
     name: str
     unit: str
     figure: str
-    per_device: bool = False
     percent: bool = False
 
     @property
@@ -63,15 +62,13 @@ class Metric:
 
     def of(self, run: Run) -> float | None:
         value = run.figure(self.figure)
-        if value is None:
-            return None
-        return value * (100.0 if self.percent else 1.0) / (run.deployment.devices if self.per_device else 1)
+        return value * 100.0 if value is not None and self.percent else value
 
 
 TTFT, TTFT_P99 = Metric("mean TTFT", "ms", "ttft_ms/mean"), Metric("P99 TTFT", "ms", "ttft_ms/p99")
 TPOT, TPOT_P99 = Metric("mean TPOT", "ms", "tpot_ms/mean"), Metric("P99 TPOT", "ms", "tpot_ms/p99")
 THROUGHPUT = Metric("throughput", "output tokens/s", "output_tokens_per_s")
-THROUGHPUT_PER_DEVICE = Metric("throughput per device", "output tokens/s", "output_tokens_per_s", per_device=True)
+THROUGHPUT_PER_DEVICE = Metric("throughput per device", "output tokens/s", "output_tokens_per_s_per_device")
 
 LATENCIES = (TTFT, TTFT_P99, TPOT, TPOT_P99)
 RANKED = (TTFT, TPOT, THROUGHPUT_PER_DEVICE)
@@ -86,12 +83,8 @@ def attainment(slo: Slo) -> Metric:
 
 def effective_per_device(slo: Slo) -> Metric:
     """Output tokens a second of requests within `slo`, per device (EPD-Serve Table 5)."""
-    return Metric(
-        f"effective throughput per device, {slo}",
-        "output tokens/s",
-        f"slo_{slo}/effective_tokens_per_s",
-        per_device=True,
-    )
+    figure = f"slo_{slo}/effective_tokens_per_s_per_device"
+    return Metric(f"effective throughput per device, {slo}", "output tokens/s", figure)
 
 
 def compared_by(slo: Slo) -> tuple[Metric, ...]:

@@ -29,7 +29,7 @@ SECTIONS: Mapping[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "phases": ("Phases (HydraInfer Figs. 11 and 13)", ("phases",), ("phases",)),
     "batches": ("Batch sizes (after HydraInfer Figs. 3 and 6)", ("batches",), ("batches",)),
     "ratios": ("Ratios to the monolith", (), ("ratios",)),
-    "runs": ("Deployments and runs", (), ("deployments", "runs")),
+    "deployments": ("Deployments", (), ("deployments",)),
 }
 """By anchor: title, figures, tables."""
 

@@ -41,8 +41,6 @@ class Phase(StrEnum):
 
 
 ENCODING = (Phase.ENCODE_QUEUE, Phase.ENCODE, Phase.EP_TRANSFER, Phase.ENCODER)
-PREFILLING = (Phase.PREFILL_QUEUE, Phase.PREFILL)
-LANGUAGE = (*PREFILLING, Phase.PD_TRANSFER, Phase.DECODE_QUEUE, Phase.WHOLE, Phase.FIRST_STEP)
 _EVENTS = {
     Phase.OUTSIDE: ("sent", "arrived", "media_loaded", "encode_sent", "dispatched", "first_content"),
     Phase.ENCODE_QUEUE: ("encode_arrived", "encode_start"),
@@ -127,34 +125,3 @@ def breakdown(requests: Sequence[RequestPhases], rows: Sequence[RequestRecord]) 
         statistics.fmean(row.e2e_s * 1e3 for _, row in known),
         {phase: summed[phase] / len(known) for phase in Phase if phase in summed},
     )
-
-
-def most_different(one: Breakdown, other: Breakdown) -> tuple[str, float, float] | None:
-    """(name, ms of one, ms of the other) of the part of the TTFT in which they differ most; None where in none.
-
-    Parts are the phases that both can tell apart: what one of them knows as one piece is one piece of both.
-    """
-    names = _common_parts(one, other)
-    parts: dict[str, list[float]] = {}
-    for side, breakdown_ in enumerate((one, other)):
-        for phase, ms in breakdown_.taken.items():
-            if phase is not Phase.DECODE:
-                parts.setdefault(names[phase], [0.0, 0.0])[side] += ms
-    name = max(parts, key=lambda part: abs(parts[part][0] - parts[part][1]), default="")
-    return (name, parts[name][0], parts[name][1]) if name and parts[name][0] != parts[name][1] else None
-
-
-def _common_parts(one: Breakdown, other: Breakdown) -> dict[Phase, str]:
-    names = {phase: phase.value for phase in Phase}
-    both = (one.taken, other.taken)
-    fused = any(taken.get(Phase.WHOLE) for taken in both)
-    encoders = {any(taken.get(phase) for phase in ENCODING) for taken in both}
-    if any(taken.get(Phase.ENCODER) for taken in both):
-        names |= dict.fromkeys(ENCODING, "encode, with its queue and transfer")
-    if len(encoders) > 1:  # one has its encoder in an instance with other stages
-        names |= dict.fromkeys((*ENCODING, *PREFILLING), "encode and prefill")
-    if fused:
-        names |= dict.fromkeys(LANGUAGE, "prefill to the first decode step")
-    if fused and len(encoders) > 1:
-        names |= dict.fromkeys((*ENCODING, *LANGUAGE), "all stages")
-    return names

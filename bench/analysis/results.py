@@ -7,7 +7,7 @@ A result has the shape of `bench/record.py`. The rows of its requests lie beside
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,27 @@ from epd_serve.errors import ConfigError
 
 ASKED = ("workload", "knobs", "arrivals", "duration_s", "count", "seed", "slos")
 """Fields of a folder's experiment that have to be equal for its deployments to be compared with others."""
+PER_DEVICE = "_per_device"
 _Line = TypeVar("_Line")
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedRun:
+    """One run of a load.
+
+    Attributes:
+        figures: flattened. requests: in the order in which they were due; empty where they were not kept.
+        devices: that served it.
+    """
+
+    figures: Mapping[str, float]
+    requests: Sequence[RequestRecord]
+    devices: int
+
+    def figure(self, name: str) -> float | None:
+        """By name, as `ttft_ms/p99`; None where there is none. `NAME_per_device` is NAME over the devices."""
+        whole = self.figures.get(name.removesuffix(PER_DEVICE))
+        return whole if whole is None or not name.endswith(PER_DEVICE) else whole / self.devices
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +68,19 @@ class Result:
         return str(self.env.get("kind", "unknown"))
 
     @cached_property
-    def requests(self) -> Mapping[str, Sequence[RequestRecord]]:
-        """Every request that was kept, by run, in the order in which they were due; empty where none were."""
+    def runs(self) -> Mapping[str, LoadedRun]:
+        """The runs of a load by label; none of any other measurement."""
+        labels = [str(row["run"]) for row in self.rows if {"run", "window_s"} <= row.keys()]
         beside = [self.path.with_suffix(".rows.jsonl")]
         beside += [self.path.with_name(ROWS)] if self.path.name == RESULT else []
-        rows = next((read_records(path) for path in beside if path.is_file()), [])
-        return by_run(sorted(rows, key=lambda row: row.due_s), lambda row: row.run)
+        records = next((read_records(path) for path in beside if path.is_file()), []) if labels else []
+        requests = by_run(sorted(records, key=lambda row: row.due_s), lambda row: row.run)
+        return {label: LoadedRun(self.under(label), requests.get(label, []), self.devices or 1) for label in labels}
+
+    def under(self, label: str) -> dict[str, float]:
+        """The figures of a run, without its label."""
+        prefix = f"{label}/"
+        return {name.removeprefix(prefix): value for name, value in self.figures.items() if name.startswith(prefix)}
 
     def lines(self, name: str, read: Callable[[Mapping[str, Any]], _Line]) -> list[_Line]:
         """The JSON lines of a file beside it, each read; half a line at the end is left out.
@@ -71,7 +98,7 @@ class Result:
         return found
 
 
-def by_run(lines: Sequence[_Line], run_of: Callable[[_Line], str]) -> dict[str, list[_Line]]:
+def by_run(lines: Iterable[_Line], run_of: Callable[[_Line], str]) -> dict[str, list[_Line]]:
     """The lines of each run."""
     found: dict[str, list[_Line]] = {}
     for line in lines:

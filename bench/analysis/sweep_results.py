@@ -5,7 +5,6 @@ Reads the folder of `epd-bench layouts`, whole or interrupted; what is missing o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.analysis.phases import Breakdown, breakdown, request_phases
-from bench.analysis.results import Result, by_run, read_result
-from bench.clients.records import RequestRecord
+from bench.analysis.results import LoadedRun, Result, by_run, read_result
 from bench.sweep.deployments import Deployment
 from bench.sweep.experiment import Experiment
 from bench.sweep.store import BATCHES, EXPERIMENT, PHASES, RESULT, ResultStore, read_object
@@ -36,11 +34,11 @@ class Batch:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class Run(LoadedRun):
     """One deployment at one rate.
 
     Attributes:
-        rate: in the terms in which rates were asked. row: its row in the result, figures nested.
+        rate: in the terms in which rates were asked. row: its row in the result.
         batches: by role, in the order of the stages; empty where the stages were not sampled.
         phases: mean times of its requests; None where none was traced.
     """
@@ -48,9 +46,8 @@ class Run:
     deployment: Deployment
     rate: float
     row: Mapping[str, Any]
-    requests: Sequence[RequestRecord] = ()
-    batches: Sequence[Batch] = ()
-    phases: Breakdown | None = None
+    batches: Sequence[Batch]
+    phases: Breakdown | None
 
     @property
     def begun_s(self) -> float:
@@ -61,13 +58,6 @@ class Run:
     def valid(self) -> bool:
         """It says something about the server; `row["objections"]` says why not."""
         return bool(self.row["valid"])
-
-    def figure(self, path: str) -> float | None:
-        """A number by its nested name, as `ttft_ms/p99`; None where there is none."""
-        found: Any = self.row
-        for name in path.split("/"):
-            found = found.get(name) if isinstance(found, Mapping) else None
-        return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,11 +129,11 @@ def _runs(deployment: Deployment, result: Result) -> list[Run]:
     for row in result.rows:
         try:
             label, rate, _ = str(row["run"]), float(row["rate"]), (row["valid"], row["grows"], row["objections"])
+            one = result.runs[label]
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{result.path} has a row that is no run of a sweep: {error!r}") from None
-        requests = result.requests.get(label, [])
-        phases = breakdown(traced.get(label, ()), requests)
-        found.append(Run(deployment, rate, row, requests, _batches(sampled.get(label, ())), phases))
+        phases, batches = breakdown(traced.get(label, ()), one.requests), _batches(sampled.get(label, ()))
+        found.append(Run(one.figures, one.requests, deployment.devices, deployment, rate, row, batches, phases))
     return found
 
 

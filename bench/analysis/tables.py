@@ -12,28 +12,30 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, zip_longest
 from typing import Any
 
-from bench.analysis.comparison import NEGLIGIBLE, against_monolith, monolith, ratio_cells
 from bench.analysis.metrics import (
     LATENCIES,
     RANKED,
     THROUGHPUT,
     THROUGHPUT_PER_DEVICE,
-    TTFT,
+    Metric,
     attainment,
     compared_by,
     effective_per_device,
     ranked,
     ranks,
 )
-from bench.analysis.phases import Phase, most_different
+from bench.analysis.phases import Phase
+from bench.analysis.ratios import NEGLIGIBLE, run_ratio
 from bench.analysis.sweep_results import Run, SweepResults
 from bench.clients.slo import Slo
 from bench.statistic import percentile
 from bench.sweep.deployments import Deployment
 from epd_serve.errors import ConfigError
+from epd_serve.layout_parser import parse
+from epd_serve.roles import Role
 
 GOOD_SHARE = 90.0
 """Percent of requests within the objective at which a rate counts as goodput (HydraInfer §5.2, DistServe)."""
@@ -111,7 +113,7 @@ def chosen_rate(results: SweepResults, wanted: float | None = None) -> float | N
 def all_tables(results: SweepResults, rate: float | None) -> dict[str, Table]:
     """By name. `rate`: of Table 5; None where there is no run."""
     made = [gaps(results), best(results), rates(results), goodput(results), ratios(results), phases(results)]
-    made += [batches(results), requests(results), deployments(results), runs(results)]
+    made += [batches(results), requests(results), deployments(results)]
     made += [table5(results, rate)] if rate is not None else []
     return {table.name: table for table in made}
 
@@ -121,8 +123,9 @@ def gaps(results: SweepResults) -> Table:
 
 
 def rates(results: SweepResults) -> Table:
-    """Every run with its latencies, throughput and attainment, and its ranks (EPD-Serve Figs. 8 to 15 and 17)."""
+    """Every run: latencies, throughput and attainment, ranks (EPD-Serve Figs. 8 to 15 and 17), and its requests."""
     metrics = (*LATENCIES, THROUGHPUT, THROUGHPUT_PER_DEVICE, *_objectives(results))
+    counted = ("requests", "ok", "error", "truncated", "timeout", "offered_rps", "answered_rps")
     places = {(metric, rate): ranks(results, metric, rate) for metric, rate in product(RANKED, results.rates)}
     lines = [
         _line(
@@ -130,6 +133,7 @@ def rates(results: SweepResults) -> Table:
             run,
             {one.label: one.of(run) for one in metrics},
             {f"rank by {one.name}": places[one, run.rate].get(run.deployment.name) for one in RANKED},
+            {name: run.figure(name) for name in counted},
         )
         for run in results.runs
     ]
@@ -177,32 +181,31 @@ def goodput(results: SweepResults) -> Table:
     return Table("goodput", "Goodput", lines, note)
 
 
+def monolith(results: SweepResults) -> Deployment | None:
+    """What the others are compared to: a baseline of whole instances, else any deployment of such.
+
+    Of several the one whose device count the most deployments have. None where there is none that was measured.
+    """
+    counts = [one.devices for one in results.experiment.deployments]
+    whole = [one for one in results.experiment.deployments if parse(one.layout).roles == {Role.EPD} and results.of(one)]
+    return max(whole, key=lambda one: (one.baseline, counts.count(one.devices)), default=None)
+
+
 def best(results: SweepResults) -> Table:
-    """The first three at each metric and rate; the first over the second and over the monolith."""
+    """The first three at each metric and rate, and the first over the second."""
     against = monolith(results)
     lines = []
     for metric, rate in product(compared_by(results.experiment.slos[0]), results.rates):
         order = ranked(results, metric, rate, against.devices if against else None)
-        if len(order) < 2:
-            continue
-        first, second = order[0][0], order[1][0]
-        base = results.at(against, rate) if against and against != first.deployment else None
-        line: dict[str, Cell] = {"metric": metric.label, results.experiment.rate_axis: rate}
-        line |= {"best": first.deployment.name, "its value": order[0][1]}
-        line |= ratio_cells(metric, first, base, "best over monolith")
-        for place, name in enumerate(("second", "third"), 1):
-            run, value = order[place] if place < len(order) else (None, None)
-            line |= {name: run.deployment.name if run else None, f"value of the {name}": value}
-        line |= ratio_cells(metric, first, second, "best over second")
-        other = base or second
-        known = metric == TTFT and first.phases is not None and other.phases is not None
-        part = most_different(first.phases, other.phases) if known and first.phases and other.phases else None
-        titles = ("phase of TTFT that differs most", "in the best (ms)", "in the monolith, else the second (ms)")
-        lines.append(line | dict(zip(titles, part or (None, None, None), strict=True)))
+        if len(order) > 1:
+            line: dict[str, Cell] = {"metric": metric.label, results.experiment.rate_axis: rate}
+            for place, one in zip_longest(("best", "second", "third"), order[:3]):
+                line |= {place: one and one[0].deployment.name, f"value of the {place}": one and one[1]}
+            lines.append(line | _ratio(metric, order[0][0], order[1][0], "best over second"))
     among = f" with the monolith's device count ({against.devices})" if against else ""
     note = (
-        f"Among deployments{among}. Beyond chance: an interval that excludes 1, and a ratio more than {NEGLIGIBLE:.0%} "
-        "from it; else two are not told apart. What stages that share an instance do is one phase of both."
+        f"Among deployments{among}. A difference is shown where its interval excludes 1 and its ratio is more than "
+        f"{NEGLIGIBLE:.0%} from it."
     )
     return Table("best", "The best by metric and rate", lines, note)
 
@@ -212,8 +215,10 @@ def ratios(results: SweepResults) -> Table:
     against = monolith(results)
     lines = [
         {**_head(results, run), "metric": metric.label, "its value": metric.of(run), "the monolith's": metric.of(base)}
-        | ratio_cells(metric, run, base, "ratio")
-        for metric, run, base in against_monolith(results, against)
+        | _ratio(metric, run, base, "ratio")
+        for metric, run in product(compared_by(results.experiment.slos[0]), results.runs)
+        if against and run.valid and run.deployment != against
+        if (base := results.at(against, run.rate)) and metric.of(run) is not None and metric.of(base)
     ]
     note = (
         "Intervals are by bootstrap over blocks of the requests of these runs, the same ones of both sides where both "
@@ -221,6 +226,13 @@ def ratios(results: SweepResults) -> Table:
     )
     name = against.label if against else "none was measured"
     return Table("ratios", f"Ratios to the monolith ({name})", lines, note)
+
+
+def _ratio(metric: Metric, run: Run, base: Run, name: str) -> dict[str, Cell]:
+    """Columns of the ratio of two runs that both have the metric, its interval (95 %), and what that says."""
+    found = run_ratio(metric.figure, base, run)
+    cells = (found.ratio, found.low, found.high, found.verdict) if found else (None,) * 4
+    return dict(zip((name, f"{name}: from", f"{name}: to", f"{name}: is"), cells, strict=True))
 
 
 def phases(results: SweepResults) -> Table:
@@ -294,14 +306,6 @@ def deployments(results: SweepResults) -> Table:
         for one in results.experiment.deployments
     ]
     return Table("deployments", "Deployments", lines)
-
-
-def runs(results: SweepResults) -> Table:
-    """Every run with its requests and its validity."""
-    names = ("requests", "ok", "error", "truncated", "timeout", "offered_rps", "answered_rps", "load_average_1min")
-    return Table(
-        "runs", "All runs", [_line(results, run, {name: run.figure(name) for name in names}) for run in results.runs]
-    )
 
 
 def facts(results: SweepResults) -> dict[str, Any]:

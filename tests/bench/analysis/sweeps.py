@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.analysis.sweep_results import SweepResults, read_sweep
-from bench.clients.measure import Plan, Rules, judged
+from bench.clients.measure import Measured, Plan, Rules, judged
 from bench.clients.records import Outcome, RequestRecord
 from bench.clients.sender import Run
 from bench.clients.slo import PAPER
-from bench.record import write
+from bench.record import flatten, write
 from bench.sweep.deployments import Deployment, ServedBy
 from bench.sweep.experiment import Experiment
 from bench.sweep.store import BATCHES, EXPERIMENT, PHASES, RESULT, ROWS
@@ -51,13 +51,13 @@ def requests(
     return made
 
 
-def run_row(label: str, rows: Sequence[RequestRecord], devices: int) -> dict[str, Any]:
-    """As `bench.clients.sweep` keeps a run."""
+def judged_run(label: str, rows: Sequence[RequestRecord], devices: int) -> Measured:
+    """As `bench.clients.sweep` judges a run."""
     begun, issued = rows[0].due_s, rows[-1].due_s
     ended = max(one.ended_s for one in rows)
     run = Run(label, begun, issued, ended, 0.1, sent=len(rows), rows=list(rows))
     plan = Plan(Poisson(1.0), count=len(rows), slos=PAPER, devices=devices, rules=Rules(min_samples=1))
-    return judged(run, plan).row()
+    return judged(run, plan)
 
 
 def asked(folder: Path, deployments: Sequence[Deployment], *, kind: str = "real", **more: Any) -> Path:
@@ -86,9 +86,10 @@ def measured(
 ) -> Path:
     """The files of a deployment: `runs` are its requests by label."""
     own = folder / one.slug
-    rows = [{**run_row(label, of, one.devices), "rate": float(label.split()[0])} for label, of in runs.items()]
+    judgements = {label: judged_run(label, of, one.devices) for label, of in runs.items()}
+    rows = [{**of.row(), "rate": float(label.split()[0])} for label, of in judgements.items()]
     env = {**ENV, "kind": "real", "deployment": {**one.to_json(), "ready_s": 12.5}}
-    write(own / RESULT, {"1 rps/ok": 1.0}, env, rows)
+    write(own / RESULT, flatten({label: of.figures for label, of in judgements.items()}), env, rows)
     _lines(own / ROWS, (each.to_json() for of_run in runs.values() for each in of_run))
     _lines(own / PHASES, phases)
     _lines(own / BATCHES, batches)

@@ -23,7 +23,6 @@ TABLES = {
     "table5",
     "goodput",
     "ratios",
-    "runs",
     "deployments",
     "requests",
     "phases",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.analysis.phases import Phase, RequestPhases, breakdown, most_different, request_phases
+from bench.analysis.phases import Phase, RequestPhases, breakdown, request_phases
 from bench.phases import DIRECT, DISAGGREGATED, MONOLITH, SEEN_BY_PROXY, SENT
 from tests.bench.clients.made import row
 
@@ -70,27 +70,3 @@ def test_a_request_that_skips_a_phase_spends_nothing_in_it():
 
 def test_requests_without_an_answer_are_in_no_mean():
     assert breakdown([request(SPLIT)], []) is None
-
-
-def test_beside_a_monolith_only_the_whole_of_the_stages_can_be_compared():
-    name, split, fused = most_different(of(SPLIT), of(FUSED, ttft=0.2))
-
-    assert (name, split, fused) == ("all stages", pytest.approx(125.0), pytest.approx(199.0))
-
-
-def test_stages_apart_are_compared_phase_by_phase():
-    assert most_different(of(SPLIT), of({**SPLIT, "P: forward pass": 90.0})) == ("prefill", 60.0, 90.0)
-    assert most_different(of(SPLIT), of(SPLIT)) is None
-
-
-def test_an_encoder_inside_prefill_is_compared_with_both():
-    inside = {name: ms for name, ms in SPLIT.items() if not name.startswith(("E:", "event"))}  # EP-D
-
-    name, apart, together = most_different(of(SPLIT), of(inside))
-    assert (name, apart, together) == ("encode and prefill", pytest.approx(2.0 + 30.0 + 4.0 + 5.0 + 60.0), 65.0)
-
-
-def test_encoders_apart_are_compared_where_the_rest_is_one_piece():
-    mixed = {"client to proxy": 1.0, "E: vision tower": 80.0, "D: forward pass, answer": 90.0}  # (E-PD)
-
-    assert most_different(of(SPLIT), of(mixed)) == ("encode", 30.0, 80.0)

@@ -1,18 +1,14 @@
-"""The pure parts of a comparison: directions, columns that give a figure, what may be compared."""
+"""The pure parts of a comparison: directions, what may be compared, what a ratio says."""
 
 from __future__ import annotations
-
-import random
-import statistics
-from typing import Any
 
 import pytest
 
 from bench.analysis.compare import Compared, figures
 from bench.analysis.conditions import refusals
 from bench.analysis.metrics import better
+from bench.analysis.ratios import Ratio, Verdict, plain_ratio
 from bench.analysis.results import Result, read_results
-from bench.analysis.samples import row_samples
 from bench.record import ROOT
 
 
@@ -42,27 +38,6 @@ def test_better_is_told_by_the_name(figure, direction):
     assert better(figure) == direction
 
 
-def test_the_column_that_gives_a_figure_in_both_is_its_sample():
-    def rows(seed: int) -> list[dict[str, Any]]:
-        chance = random.Random(seed)
-        return [
-            {"target": target, "mode": "unique", "ttft_ms": chance.random(), "parts_ms": {"put": chance.random()}}
-            for target in ("TP1", "TP1 past the proxy")
-            for _ in range(12)
-        ]
-
-    a, b = rows(1), rows(2)
-    of = [[row["ttft_ms"] for row in side if row["target"] == "TP1"] for side in (a, b)]
-    medians = statistics.median(of[0]), statistics.median(of[1])
-
-    found = row_samples("unique/TP1/median_ms", a, b, medians)
-    assert (found.base.percent, found.base.values.tolist(), found.other.values.tolist()) == (50, *of)
-    assert row_samples("unique/TP1 past the proxy/median_ms", a, b, medians).base is None
-    assert row_samples("unique/TP1/median_ms", a, b, (medians[0], 7.0)).why == "no column of the rows gives it"
-    put = [statistics.fmean(row["parts_ms"]["put"] for row in side[:12]) for side in (a, b)]
-    assert row_samples("unique/TP1/put", a, b, (put[0], put[1])).base.percent is None
-
-
 def test_our_own_results_can_be_compared_with_themselves():
     for one in read_results(ROOT / "bench" / "results"):
         assert refusals(one, one) == []
@@ -71,7 +46,7 @@ def test_our_own_results_can_be_compared_with_themselves():
 def test_another_measurement_is_refused():
     results = {one.name: one for one in read_results(ROOT / "bench" / "results")}
 
-    assert "measurement: A is 'ttft', B is 'startup'" in refusals(results["ttft"], results["startup"])
+    assert "measurement: A has ttft, B has startup" in refusals(results["ttft"], results["startup"])
 
 
 def test_another_flag_is_refused_and_more_requests_are_not(tmp_path):
@@ -82,8 +57,26 @@ def test_another_flag_is_refused_and_more_requests_are_not(tmp_path):
     assert refusals(asked(preset="demo"), asked(preset="bench")) == ["--preset: A has demo, B has bench"]
 
 
-def test_figures_without_a_ratio_are_left_out_of_the_record():
-    found = [Compared("", "r", "x", 0.0, 1.0, None, ""), Compared("e", "", "y", 1.0, 2.0, 2.0, "higher", 1.5, 2.5)]
+def test_figures_without_a_ratio_are_left_out_of_the_record() -> None:
+    found = [Compared("", "r", plain_ratio("x", 0.0, 1.0, "")), Compared("e", "", Ratio("y", 1.0, 2.0, 2.0, 1.5, 2.5))]
 
     assert figures(found) == {"e/y/ratio": 2.0, "e/y/low": 1.5, "e/y/high": 2.5}
-    assert found[1].verdict == "better"
+
+
+@pytest.mark.parametrize(
+    ("figure", "ratio", "low", "high", "verdict"),
+    [
+        ("ttft_ms/mean", 1.3, 1.2, 1.4, "worse"),
+        ("ttft_ms/mean", 0.7, 0.6, 0.8, "better"),
+        ("output_tokens_per_s", 1.3, 1.2, 1.4, "better"),
+        ("ttft_ms/mean", 1.3, 0.9, 1.4, "no difference shown"),
+        ("ttft_ms/mean", 1.01, 1.009, 1.011, "no difference shown"),
+        ("ttft_ms/mean", 1.3, None, None, "no interval"),
+        ("requests", 1.3, None, None, ""),
+        ("requests", 1.3, 1.2, 1.4, ""),
+    ],
+)
+def test_a_ratio_says_something_beyond_its_interval_and_beyond_what_anybody_would_choose_by(
+    figure: str, ratio: float, low: float | None, high: float | None, verdict: Verdict
+) -> None:
+    assert Ratio(figure, 1.0, ratio, ratio, low, high).verdict == verdict
