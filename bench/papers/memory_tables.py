@@ -1,23 +1,27 @@
 """`epd-bench memory-tables`: how much more fits where the encoder is not beside prefill (EPD, tables 2 to 4).
 
-Images of a request, batch, KV, each by where the encoder is. Computed from sizes and weights of models; nothing is
-started, and nothing was measured on a device. That real stages get the KV cache that is computed for them is a test
-(tests/e2e/test_memory_preview.py).
+Images of a request, batch, KV, each by where the encoder is. Computed from sizes and weights of the paper's models;
+nothing is started, and nothing was measured on a device. That real stages get the KV cache that is computed for them is
+a test (tests/e2e/test_memory_preview.py); of a model of yours `epd-serve layout LAYOUT --model DIR` shows it.
+
+EPD (§5.3) encodes all images of a request at once and prefills its prompt at once; so here. vLLM encodes in portions of
+`--max-num-batched-tokens`, and so needs less than EPD's engine where a request has many images: there the context and
+the KV cache bound a request, not the encoder's activations.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import bisect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
-from bench.papers.epd_models import IMAGES, MODELS, EpdModel
-from bench.papers.memory_fit import PLACES, Room, Subject
-from bench.papers.memory_models import epd_subject, folder_subject
+from bench.papers.epd_models import IMAGES, MODELS, SLICE_PATCHES, EpdModel
 from bench.record import add_arguments as add_record_arguments
 from bench.record import environment, write
 from deploy.placement_table import table
+from epd_serve.activation_peak import feature_cache, language_peak, tower_peak
 from epd_serve.errors import ConfigError
 from epd_serve.stage_memory import CONTEXT_BYTES
 
@@ -27,6 +31,12 @@ BATCH_IMAGES = 10
 """Of a request, in EPD's table 3."""
 KV_IMAGES = (5, 10, 20, 40, 80)
 """Of a request, in EPD's table 4."""
+ELEMENT_BYTES = 2
+KV_SHARE = 0.8
+"""Of the free memory, as EPD's tables 2 and 3 allot it."""
+TEXT_TOKENS = 22
+"""Of a request beside its images (EPD §5)."""
+MOST = 100_000
 KIND = "emulated: computed from sizes of models, nothing was run"
 
 NOTES = """\
@@ -37,93 +47,139 @@ up to three times the one computed. P with spare: our P as it starts, with an en
 and the KV cache bound a request before the encoder's activations do."""
 
 
+class Place(NamedTuple):
+    """What is on a device: the encoder's weights, the language model, and the images that a step encodes; None: all."""
+
+    tower: bool
+    language: bool
+    encodes: int | None
+
+
+PLACES: Mapping[str, Place] = {
+    "together": Place(True, True, None),  # EP; DistServe's prefill node, a monolith's prefill
+    "encoder": Place(True, False, None),
+    "prefill": Place(False, True, 0),  # EPD's P; ours with --language-model-only
+    "spare": Place(True, True, 1),  # our P, which encodes an image again whose feature was lost
+}
+_APART = {"disaggregated": "prefill", "disaggregated_spare": "spare"}
+_PREFILLING = ("together", "prefill", "spare")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="DIR", help="this model instead of the paper's three")
-    parser.add_argument("--picture", default="largest", help="with --model: WIDTHxHEIGHT, or largest (default)")
     parser.add_argument(
         "--device-memory", type=float, metavar="GIB", help=f"of a device (default {PAPER_BYTES / 2**30:.1f}, EPD's)"
     )
-    parser.add_argument("--device", choices=sorted(CONTEXT_BYTES), default="cuda", help="whose runtime takes memory")
     add_record_arguments(parser, quick="nothing: it takes a second")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Compute, print, write."""
+    """Compute, print, write. Raises ConfigError for a device on which nothing is left."""
     total_bytes = PAPER_BYTES if arguments.device_memory is None else int(arguments.device_memory * 2**30)
-    runtime_bytes = CONTEXT_BYTES[arguments.device]
-    if total_bytes <= runtime_bytes:
+    if total_bytes <= CONTEXT_BYTES["cuda"]:
         raise ConfigError(f"--device-memory {arguments.device_memory:g} is less than the runtime takes")
-    cases = epd_cases(total_bytes, runtime_bytes)
-    if arguments.model is not None:
-        subject = folder_subject(arguments.model, arguments.picture)
-        cases = [Case.of(Path(arguments.model).resolve().name, arguments.picture, subject, total_bytes, runtime_bytes)]
-    print(f"{KIND}; a device of {total_bytes / 2**30:.1f} GiB\n\n{tables(cases)}")
-    if arguments.model is None:
-        print(f"\n{NOTES}")
-    rows = [{"model": case.model, "picture": case.image} for case in cases]
+    cases = [Case(model, at, total_bytes) for model in MODELS for at in range(len(IMAGES))]
+    print(f"{KIND}; a device of {total_bytes / 2**30:.1f} GiB\n\n{tables(cases)}\n\n{NOTES}")
+    rows = [{"model": case.model.name, "picture": IMAGES[case.image]} for case in cases]
     write(arguments.json, figures(cases), environment(argv, KIND, asked=arguments), rows)
     return 0
 
 
 @dataclass(frozen=True)
+class Room:
+    """A model at a place on a device of `total_bytes`, with images that are cut into so many slices."""
+
+    model: EpdModel
+    slices: int
+    place: Place
+    total_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        """Beside weights and runtime; below 0 where not even these fit."""
+        weights, place = self.model.weights, self.place
+        used = CONTEXT_BYTES["cuda"] + place.tower * weights.tower + place.language * weights.language
+        return self.total_bytes - used
+
+    def prompt_tokens(self, images: int) -> int:
+        return images * self.slices * self.model.slice_tokens + TEXT_TOKENS
+
+    def activation_bytes(self, images: int, batch: int) -> int:
+        """Returns the most that a step takes, with the features of all its images."""
+        tower, tokens = self.model.tower, self.slices * self.model.slice_tokens
+        count = images * batch
+        encoded = count if self.place.encodes is None else self.place.encodes
+        sizes = {"tp": 1, "element_bytes": ELEMENT_BYTES}
+        peaks = [tower_peak(tower, encoded * self.slices * SLICE_PATCHES, tokens=encoded * tokens, **sizes)]
+        if self.place.language:
+            peaks.append(language_peak(self.model.language, batch * self.prompt_tokens(images), batch, **sizes))
+        return max(peaks) + feature_cache(tower, count * tokens, element_bytes=ELEMENT_BYTES)
+
+    def fits(self, images: int, batch: int) -> bool:
+        """Such a batch runs: its activations, its KV and each request's length have room."""
+        free, activations, tokens = self.free_bytes, self.activation_bytes(images, batch), self.prompt_tokens(images)
+        if free <= 0 or not self.place.language:
+            return 0 < activations <= free
+        within = tokens <= self.model.context and batch * tokens * self._token_bytes <= KV_SHARE * free
+        return within and activations <= (1 - KV_SHARE) * free
+
+    def most_images(self) -> int:
+        """Returns how many one request alone may have."""
+        return _most(lambda images: self.fits(images, 1))
+
+    def largest_batch(self) -> int:
+        """Returns how many requests with `BATCH_IMAGES` one step may have."""
+        return _most(lambda batch: self.fits(BATCH_IMAGES, batch))
+
+    def kv_share(self, images: int) -> float | str:
+        """Returns the largest share of the free memory that KV can have beside one such request.
+
+        Else `OOM`: it does not fit, or `OOCL`: it is longer than the context.
+        """
+        free = self.free_bytes
+        if free > 0 and self.prompt_tokens(images) > self.model.context:
+            return "OOCL"
+        share = 1 - self.activation_bytes(images, 1) / free if free > 0 else 0.0
+        return share if share > 0 else "OOM"
+
+    def kv_tokens(self, images: int) -> int:
+        """Returns the tokens that such a KV cache of prefill holds; 0 where there is none."""
+        share = self.kv_share(images)
+        return 0 if isinstance(share, str) else int(share * self.free_bytes) // self._token_bytes
+
+    @property
+    def _token_bytes(self) -> int:
+        return self.model.language.kv_token_bytes(1, ELEMENT_BYTES)
+
+
+def _most(holds: Callable[[int], bool]) -> int:
+    """Returns the largest number for which it holds; it holds for all below that."""
+    return bisect.bisect_left(range(1, MOST), True, key=lambda number: not holds(number))
+
+
 class Case:
     """A model with a kind of image, on one device.
 
     Attributes:
-        rooms: by place.
-        paper_*: beside what is computed, where the paper has it (`EpdModel`).
+        image: its number in `IMAGES`. rooms: by place.
+        images: most of a request, by place; E and P apart: what both allow. batches: largest of requests with
+            `BATCH_IMAGES`, by place.
     """
 
-    model: str
-    image: str
-    rooms: Mapping[str, Room]
-    paper_images: tuple[int, int] | tuple[None, None] = (None, None)
-    paper_batch: tuple[int | str | None, ...] = (None,) * 3
-    paper_kv: Mapping[int, tuple[str, str]] | None = None
-
-    @classmethod
-    def of(
-        cls, model: str, image: str, subject: Subject, total_bytes: int, runtime_bytes: int, epd: EpdModel | None = None
-    ) -> Case:
-        rooms = {place: Room(subject, place, total_bytes, runtime_bytes) for place in PLACES}
-        if epd is None:
-            return cls(model, image, rooms)
-        at = IMAGES.index(image)
-        batch = tuple(one or "OOM" for one in epd.paper_batch[at])
-        return cls(model, image, rooms, epd.paper_images[at], batch, epd.paper_kv if image == IMAGES[-1] else {})
-
-    @property
-    def images(self) -> dict[str, int]:
-        """Most of a request, by place. E and P apart: what both allow."""
-        most = {place: room.most_images() for place, room in self.rooms.items()}
+    def __init__(self, model: EpdModel, image: int, total_bytes: int) -> None:
+        self.model, self.image = model, image
+        self.rooms = {name: Room(model, model.slices[image], place, total_bytes) for name, place in PLACES.items()}
+        most = {name: room.most_images() for name, room in self.rooms.items()}
         apart = {name: min(most["encoder"], most[place]) for name, place in _APART.items()}
-        return {"together": most["together"], **apart}
-
-    @property
-    def batches(self) -> dict[str, int]:
-        """Largest of requests with `BATCH_IMAGES`, by place."""
-        return {place: room.largest_batch(BATCH_IMAGES) for place, room in self.rooms.items()}
-
-
-_APART = {"disaggregated": "prefill", "disaggregated_spare": "spare"}
-_PREFILLING = ("together", "prefill", "spare")
-
-
-def epd_cases(total_bytes: int, runtime_bytes: int) -> list[Case]:
-    """Returns the paper's models and images on a device of so many bytes."""
-    return [
-        Case.of(model.name, image, epd_subject(model, at), total_bytes, runtime_bytes, model)
-        for model in MODELS
-        for at, image in enumerate(IMAGES)
-    ]
+        self.images = {"together": most["together"], **apart}
+        self.batches = {name: room.largest_batch() for name, room in self.rooms.items()}
 
 
 def figures(cases: Sequence[Case]) -> dict[str, float]:
     """Returns `TABLE/MODEL/PICTURE/PLACE`. 0: it does not run."""
     results: dict[str, float] = {}
     for case in cases:
-        where = f"{case.model}/{case.image}"
+        where = f"{case.model.name}/{IMAGES[case.image]}"
         results |= {f"pictures_per_request/{where}/{place}": count for place, count in case.images.items()}
         results |= {f"max_batch/{where}/{place}": batch for place, batch in case.batches.items()}
         for count in KV_IMAGES:
@@ -145,17 +201,17 @@ def tables(cases: Sequence[Case]) -> str:
         ("model", "image", "images", "encoder beside prefill", "P alone", "P with spare", "tokens, beside", "alone")
     ]
     for case in cases:
-        about, (together, apart, spare) = (case.model, case.image), case.images.values()
-        cells = map(_beside, (together, apart), case.paper_images)
+        model, about = case.model, (case.model.name, IMAGES[case.image])
+        together, apart, spare = case.images.values()
+        cells = _beside((together, apart), model.paper_images[case.image])
         images.append((*about, *cells, f"{apart / together:.1f}x" if together else "-", str(spare)))
         *own, spare = case.batches.values()
-        batches.append((*about, *map(_beside, own, case.paper_batch), str(spare)))
-        for count in KV_IMAGES if case.paper_kv != {} else ():  # EPD's table 4 is of the largest images
+        batches.append((*about, *_beside(own, model.paper_batch[case.image]), str(spare)))
+        for count in KV_IMAGES if IMAGES[case.image] == IMAGES[-1] else ():  # EPD's table 4 is of the largest images
             shares = [case.rooms[place].kv_share(count) for place in _PREFILLING]
             percent = [one if isinstance(one, str) else f"{one:.0%}" for one in shares]
-            beside = map(_beside, percent, (*(case.paper_kv or {}).get(count, (None, None)), None))
             tokens = (f"{case.rooms[place].kv_tokens(count):,}" for place in _PREFILLING[:2])
-            kv.append((*about, str(count), *beside, *tokens))
+            kv.append((*about, str(count), *_beside(percent, (*model.paper_kv.get(count, ("", "")), "")), *tokens))
     return "\n\n".join(
         [
             f"Most images of a request (batch 1, KV 80 % of what is free)\n{table(images)}",
@@ -165,5 +221,5 @@ def tables(cases: Sequence[Case]) -> str:
     )
 
 
-def _beside(own: int | str, paper: int | str | None) -> str:
-    return str(own) if paper is None else f"{own} ({paper})"
+def _beside(own: Sequence[int | str], paper: Sequence[int | str]) -> list[str]:
+    return [f"{one} ({printed})" if printed else str(one) for one, printed in zip(own, paper, strict=True)]
