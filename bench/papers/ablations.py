@@ -19,11 +19,10 @@ from bench.clients.flags import parse_rates
 from bench.clients.measure import Plan, measure
 from bench.clients.records import RequestRecord
 from bench.clients.target import Target
-from bench.papers.printed import MACHINE
-from bench.papers.table2 import BASELINE, LAYOUT, VARIANTS, Row, Variant, figures, tables, whole
-from bench.real_stages import add_engine_flags, check_memory, engine_flags
+from bench.papers.table2 import BASELINE, LAYOUT, VARIANTS, Row, Variant, figures, tables
+from bench.real_stages import add_engine_flags, check_memory, engine_flags, kind_of
 from bench.record import add_arguments as add_record_arguments
-from bench.record import busy, environment, write
+from bench.record import busy, environment, kept, write
 from bench.scratch import scratch
 from bench.served import served
 from bench.workloads.arrivals import Poisson
@@ -41,11 +40,6 @@ WARM_UP_REQUESTS, WARM_UP_NUMBER = 8, 1_000_000
 LEAST_WHOLE = 0.9
 """Share of requests that both have to answer whole for the table to be a result."""
 
-CANNOT = """\
-What this can show here: what each switch costs or saves per request, on an engine that is hardly loaded. What it
-cannot: a net gain from overlap. Two CPU cores do the computing and the copying; a transfer that hides behind a layer
-takes that layer's core. The paper's gains come from copy engines and links that work beside the computing units."""
-
 
 @dataclass(frozen=True)
 class Rounds:
@@ -57,62 +51,60 @@ class Rounds:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rates", default="0.5,1", help="requests a second, with commas (default 0.5,1)")
-    parser.add_argument("--rounds", type=int, help="of each rate, in turns (default 4, quick 2)")
-    parser.add_argument("--seconds", type=float, help="of a run (default 30, quick 15)")
-    parser.add_argument("--only", default=",".join(one.name for one in VARIANTS), help="variants, with commas")
-    parser.add_argument("--output-tokens", type=int, default=32, help="of an answer (default 32)")
-    parser.add_argument("--seed", type=int, default=0, help="of requests and arrivals")
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="where drawn images are kept")
+    add, names = parser.add_argument, [one.name for one in VARIANTS]
+    add("--rates", default="0.5,1", help="requests a second, with commas (default 0.5,1)")
+    add("--rounds", type=int, help="of each rate, in turns (default 4, quick 2)")
+    add("--seconds", type=float, help="of a run (default 30, quick 15)")
+    add("--only", default=",".join(names), help="variants, with commas")
+    add("--output-tokens", type=int, default=32, help="of an answer (default 32)")
+    add("--seed", type=int, default=0, help="of requests and arrivals")
+    add("--cache", type=Path, metavar="DIR", help="where drawn images are kept")
     add_engine_flags(parser)
     add_record_arguments(parser, quick="2 rounds of 15 s")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Measure, print, write; what was measured is kept however it ends. 1 where answers are missing."""
+    """Measure, print, write; the rows until an error are kept. 1 where answers are missing."""
     require(["scipy"])
     rounds, variants = rounds_of(arguments), variants_of(arguments.only)
-    kind = "real stages" if arguments.engine == "vllm" else "simulated stages: to try the flow"
     if arguments.engine == "vllm":
         check_memory(STAGES)
-    env = environment(argv, kind, asked=arguments)
-    env |= {"layout": LAYOUT, "flags": {one.name: list(one.flags) for one in (BASELINE, *variants)}}
+    env = {**environment(argv, asked=arguments), **kind_of(arguments), "layout": LAYOUT}
+    env |= {"flags": {one.name: list(one.flags) for one in (BASELINE, *variants)}}
     rows: list[Row] = []
-    try:
-        rows.extend(_measured(arguments, rounds, variants))  # one by one: an error keeps those before it
-    finally:
-        results = figures(rows, arguments.seed)
-        if rows:
-            print(f"\n{tables(results, kind)}\n\npaper's: its change against its baseline, {MACHINE}")
-            print(f"\n{CANNOT}\n{busy(env)}", flush=True)
-            write(arguments.json, results, env, rows)
-    return 0 if all(_valid(variant, rows) for variant in variants) else 1
+    with kept(arguments.json, env, rows):
+        for row in _measured(arguments, rounds, variants):
+            rows.append(row)  # noqa: PERF402  (one by one: an error keeps those before it)
+    results = figures(rows)
+    print("\n" + "\n\n".join([env["kind"], *tables(rows), busy(env)]), flush=True)
+    write(arguments.json, results, env, rows)
+    return 0 if all(results.get(f"{one.name}/whole", 0.0) >= LEAST_WHOLE for one in variants) else 1
 
 
 def rounds_of(arguments: argparse.Namespace) -> Rounds:
     """Raises ConfigError for numbers that measure nothing."""
-    count = arguments.rounds or (0 if arguments.rounds == 0 else 2 if arguments.quick else 4)
-    seconds = (15.0 if arguments.quick else 30.0) if arguments.seconds is None else arguments.seconds
-    for flag, value, least in (("--rounds", count, 1), ("--output-tokens", arguments.output_tokens, 2)):
-        if value < least:
-            raise ConfigError(f"{flag} is {value}: {least} or more", param=flag)
-    if not 0 < seconds < float("inf"):
-        raise ConfigError(f"--seconds is {seconds:g}: above 0", param="--seconds")
+    count, seconds = (2, 15.0) if arguments.quick else (4, 30.0)
+    count = count if arguments.rounds is None else arguments.rounds
+    seconds = seconds if arguments.seconds is None else arguments.seconds
+    least = {"--rounds": (count, 1), "--output-tokens": (arguments.output_tokens, 2), "--seconds": (seconds, 1e-3)}
+    for flag, (value, bound) in least.items():
+        if not bound <= value < float("inf"):
+            raise ConfigError(f"{flag} is {value:g}: {bound:g} or more", param=flag)
     plan = Plan(Poisson(1.0), seconds=seconds, seed=arguments.seed, warm_up_s=0.0)
     return Rounds(plan, parse_rates(arguments.rates, "--rates"), count)
 
 
 def variants_of(text: str) -> list[Variant]:
     """Raises ConfigError for one that there is not."""
-    by_name = {one.name: one for one in VARIANTS}
-    names = list(dict.fromkeys(text.split(",")))
-    if unknown := [name for name in names if name not in by_name]:
-        raise ConfigError(f"--only {unknown[0]!r}: of {', '.join(by_name)}", param="--only")
-    return [by_name[name] for name in names]
+    names, known = text.split(","), [one.name for one in VARIANTS]
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"--only {unknown[0]!r}: of {', '.join(known)}", param="--only")
+    return [one for one in VARIANTS if one.name in names]
 
 
 def _measured(arguments: argparse.Namespace, rounds: Rounds, variants: Sequence[Variant]) -> Iterator[Row]:
+    """The requests of every variant beside the baseline, as soon as both have had a rate's."""
     workload = Workload(WORKLOAD, 1, Knobs(arguments.seed, output_tokens=arguments.output_tokens))
     with scratch() as folder:
         model = engine_flags(arguments, folder)
@@ -174,11 +166,3 @@ def _sent(url: str, source: Source, plan: Plan, number: int) -> dict[int, Reques
 def _times(record: RequestRecord, prefix: str = "") -> Row:
     times = {"ttft_ms": record.ttft_s, "tpot_ms": record.tpot_s}
     return {f"{prefix}{name}": round(s * 1e3, 3) if record.ok and s is not None else None for name, s in times.items()}
-
-
-def _valid(variant: Variant, rows: Sequence[Row]) -> bool:
-    own = [whole(row) for row in rows if row["variant"] == variant.name]
-    if own and sum(own) >= LEAST_WHOLE * len(own):
-        return True
-    print(f"NOT VALID: {variant.title}: {sum(own)} of {len(own)} requests were answered whole by both", flush=True)
-    return False

@@ -15,10 +15,14 @@ from typing import Any
 import numpy as np
 
 from bench.analysis.intervals import LEAST, Sample, ratio_interval
-from bench.papers.printed import TABLE_2
+from bench.papers.printed import MACHINE, TABLE_2
 from deploy.placement_table import table
 
 LAYOUT = "E-P-D"
+CANNOT = """\
+What this can show here: what each switch costs or saves per request, on an engine that is hardly loaded. What it
+cannot: a net gain from overlap. Two CPU cores do the computing and the copying; a transfer that hides behind a layer
+takes that layer's core. The paper's gains come from copy engines and links that work beside the computing units."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,15 @@ def whole(row: Row) -> bool:
     return None not in (row["ttft_ms"], row["baseline_ttft_ms"])
 
 
-def figures(rows: Sequence[Row], seed: int = 0) -> dict[str, float]:
+def figures(rows: Sequence[Row]) -> dict[str, float]:
     """Returns `RATE rps/VARIANT/ttft_ms`, `baseline_ttft_ms`, `ttft_over_baseline` with `_low`, `_high`; TPOT likewise.
 
-    Means over the requests that both answered whole; intervals (95 %) over pairs in blocks of neighbours.
+    Means over the requests that both answered whole; intervals (95 %) over pairs in blocks of neighbours. And
+    `VARIANT/whole`: the share of its requests that were.
     """
     results: dict[str, float] = {}
-    ordered = sorted(rows, key=lambda row: (row["rate_rps"], [one.name for one in VARIANTS].index(row["variant"])))
+    names = [one.name for one in VARIANTS]
+    ordered = sorted(rows, key=lambda row: (row["rate_rps"], names.index(row["variant"])))
     for (rate, variant), group in groupby(ordered, key=lambda row: (row["rate_rps"], row["variant"])):
         own, prefix = list(group), f"{rate:g} rps/{variant}"
         results[f"{prefix}/requests"] = len(own)
@@ -81,11 +87,12 @@ def figures(rows: Sequence[Row], seed: int = 0) -> dict[str, float]:
         for kind in ("ttft", "tpot"):
             pairs = [(row[f"{kind}_ms"], row[f"baseline_{kind}_ms"]) for row in own]
             values = np.array([pair for pair in pairs if None not in pair], dtype=np.float64).reshape(-1, 2)
-            results |= {f"{prefix}/{name}": value for name, value in _compared(kind, values, seed)}
-    return results
+            results |= {f"{prefix}/{name}": value for name, value in _compared(kind, values)}
+    of_variants = ([row for row in rows if row["variant"] == name] for name in names)
+    return results | {f"{own[0]['variant']}/whole": sum(map(whole, own)) / len(own) for own in of_variants if own}
 
 
-def _compared(kind: str, pairs: np.typing.NDArray[np.float64], seed: int) -> Iterator[tuple[str, float]]:
+def _compared(kind: str, pairs: np.typing.NDArray[np.float64]) -> Iterator[tuple[str, float]]:
     """`pairs`: [requests, (variant, baseline)]."""
     if not len(pairs) or not pairs[:, 1].any():
         return  # simulated answers may come all at once
@@ -94,30 +101,27 @@ def _compared(kind: str, pairs: np.typing.NDArray[np.float64], seed: int) -> Ite
     yield f"{kind}_ms", round(float(with_it), 3)
     yield f"{kind}_over_baseline", round(float(with_it / base), 4)
     if len(pairs) >= LEAST:
-        drawn = ratio_interval(Sample.of(pairs[:, 0]), Sample.of(pairs[:, 1]), paired=True, seed=seed)
+        drawn = ratio_interval(Sample.of(pairs[:, 0]), Sample.of(pairs[:, 1]), paired=True)
         for end, value in zip(("low", "high"), drawn or (), strict=False):
             yield f"{kind}_over_baseline_{end}", round(value, 4)
 
 
-def tables(results: Mapping[str, float], kind: str) -> str:
-    """Returns the table of each rate: ours, and what the paper reports of its machine beside it."""
-    parts = []
-    for rate in dict.fromkeys(name.split("/")[0] for name in results):
-        lines: list[tuple[str, ...]] = [
-            (rate, "requests", "TTFT ms", "baseline", "change (95 %)", "TPOT ms", "change (95 %)", "paper's TTFT")
-        ]
+def tables(rows: Sequence[Row]) -> Iterator[str]:
+    """Yields the table of each rate: ours, and what the paper reports of its machine beside it."""
+    results = figures(rows)
+    head = ("requests", "TTFT ms", "baseline", "change (95 %)", "TPOT ms", "change (95 %)", "paper's TTFT")
+    for rate in dict.fromkeys(row["rate_rps"] for row in rows):
+        lines = [(f"{rate:g} rps", *head)]
         for one in VARIANTS:
-            own = {
-                name.rpartition("/")[2]: value
-                for name, value in results.items()
-                if name.startswith(f"{rate}/{one.name}/")
-            }
+            prefix = f"{rate:g} rps/{one.name}/"
+            own = {name.removeprefix(prefix): value for name, value in results.items() if name.startswith(prefix)}
             if "ttft_ms" in own:
                 ttft, tpot = (f"{own['ttft_ms']:.1f}", f"{own['baseline_ttft_ms']:.1f}"), f"{own.get('tpot_ms', 0):.2f}"
                 changes = _change(own, "ttft"), _change(own, "tpot")
                 lines.append((one.title, f"{own['requests']:.0f}", *ttft, changes[0], tpot, changes[1], one.paper))
-        parts.append(table(lines))
-    return "\n\n".join([f"{kind}; each row beside the baseline of its own rounds", *parts])
+        yield table(lines)
+    yield f"each row beside the baseline of its own rounds; paper's: its change against its baseline, {MACHINE}"
+    yield CANNOT
 
 
 def _change(own: Mapping[str, float], kind: str) -> str:
