@@ -24,6 +24,14 @@ import epd_serve
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("bench", "deploy", "proxy", "epd_serve", "store", "npu_ops")
+LEFT_OUT = (
+    "bench/results/",
+    "deploy/contract/",
+    "deploy/install/environment.sh",  # of `make`, in a checkout
+    "epd_serve/demo/training/",
+    "npu_ops/fake/",
+    "tests/",
+)
 HEAVY = {"torch", "torch_npu", "vllm", "transformers", "mooncake"}
 
 
@@ -76,11 +84,47 @@ def test_the_wheel_carries_what_serving_needs_and_no_more(wheel: Path) -> None:
         "deploy/cli.py",
         "bench/cli.py",
         "epd_serve/engine/site/sitecustomize.py",
-        "epd_serve/demo/weights/model.safetensors",
     ):
         assert needed in names
-    for left_out in ("deploy/contract/", "epd_serve/demo/training/", "npu_ops/fake/", "tests/", "bench/results/"):
+    for left_out in LEFT_OUT:
         assert [name for name in names if name.startswith(left_out)] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bench/analysis/report.html.j2",
+        "epd_serve/demo/blank/chat_template.jinja",
+        "epd_serve/demo/blank/config.json",
+        "epd_serve/demo/blank/tokenizer.json",
+        "epd_serve/demo/blank/video_preprocessor_config.json",
+        "epd_serve/demo/families/internvl-tiny.json",
+        "epd_serve/demo/families/llava-onevision-tiny.json",
+        "epd_serve/demo/families/qwen2-audio-tiny.json",
+        "epd_serve/demo/families/qwen2.5-vl-tiny.json",
+        "epd_serve/demo/samples/night.png",
+        "epd_serve/demo/samples/red_circle.png",
+        "epd_serve/demo/samples/square_and_triangle.png",
+        "epd_serve/demo/weights/config.json",
+        "epd_serve/demo/weights/model.safetensors",
+        "epd_serve/demo/weights/preprocessor_config.json",
+        "epd_serve/demo/weights/tokenizer.json",
+    ],
+)
+def test_the_wheel_carries_the_data_that_code_reads(wheel: Path, name: str) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.read(name) == (ROOT / name).read_bytes()
+
+
+def test_no_data_beside_code_is_forgotten(wheel: Path) -> None:
+    beside = [
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    ]
+    carried = set(zipfile.ZipFile(wheel).namelist())
+    assert [name for name in beside if name not in carried and not name.startswith(LEFT_OUT)] == []
 
 
 def test_no_module_of_the_wheel_imports_what_was_left_out_of_it(wheel: Path) -> None:
