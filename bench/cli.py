@@ -30,7 +30,7 @@ USE, MICRO, PAPERS = "compare, load, export", "measurements of one part", "paper
 GROUPS: dict[str, tuple[Command, ...]] = {
     USE: (
         Command("layouts", "bench.layouts", "layouts and baselines against each other: started, loaded, drawn"),
-        Command("report", "bench.analysis.command", "draw a comparison of layouts: charts, tables, one HTML page"),
+        Command("report", "bench.analysis.page", "draw a comparison of layouts: charts, tables, one HTML page"),
         Command("load", "bench.clients.command", "requests to any OpenAI endpoint: TTFT, TPOT, attainment, goodput"),
         Command("aisbench", "bench.aisbench.command", "AISBench loads an endpoint, judged by the terms of `load`"),
         Command("workload", "bench.workloads.command", "what the workloads consist of, and as files of other clients"),

@@ -12,8 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from bench.analysis.command import draw
-from bench.analysis.page import missing_libraries
+from bench.analysis.page import draw, missing_libraries
 from bench.record import busy, environment, write
 from bench.sweep.backend import Backend
 from bench.sweep.experiment import Experiment

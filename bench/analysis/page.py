@@ -1,18 +1,23 @@
-"""Writes a report: a PNG per figure, a CSV per table, and `report.html` with all of it, from `report.html.j2`.
+"""`epd-bench report`: draw a results folder of `epd-bench layouts` again, whole or interrupted.
 
-The page is one file: pictures inside, tables, no script, nothing from elsewhere. Well-formed as XML too.
+Into the folder go a PNG for each figure, a CSV for each table, and report.html, from `report.html.j2`, which has all of
+it inside: pictures and tables in one file, no script, nothing from elsewhere. Well-formed as XML too. Needs matplotlib,
+SciPy and Jinja2: pip install 'epd-serve[bench]'.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.analysis.plots import all_figures, save
-from bench.analysis.sweep_results import SweepResults
-from bench.analysis.tables import all_tables, chosen_rate, facts
+from bench.analysis.ratios import NEGLIGIBLE
+from bench.analysis.sweep_results import SweepResults, read_sweep
+from bench.analysis.tables import GOOD_SHARE, Table, all_tables, chosen_rate, facts
+from deploy.placement_table import table as text_table
 from epd_serve.errors import ConfigError
 
 PAGE, TEMPLATE = "report.html", "report.html.j2"
@@ -32,6 +37,30 @@ SECTIONS: Mapping[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "deployments": ("Deployments", (), ("deployments",)),
 }
 """By anchor: title, figures, tables."""
+SHOWN: Mapping[str, int | None] = {"gaps": None, "table5": 9, "best": 8}
+"""Tables that the terminal shows, and their first columns there: the others are in the page."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", type=Path, help="that `epd-bench layouts --out` wrote")
+    parser.add_argument("--rate", type=float, metavar="R", help="of Table 5 and the phases (default the highest)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Draw, and print what is best. Returns 0; 1 where no run is valid, since then it says nothing."""
+    return draw(arguments.folder, arguments.rate)
+
+
+def draw(folder: Path, rate: float | None = None) -> int:
+    """The report of a folder: its files, and in the terminal what is missing, Table 5 and the best."""
+    results = read_sweep(folder)
+    paths, tables = write_report(results, rate)
+    for name, columns in SHOWN.items():
+        if (one := tables.get(name)) and one.lines:
+            print(f"\n{one.title}\n\n{text_table([line[:columns] for line in [one.columns, *one.cells]])}")
+    print(f"\n{results.experiment.kind}: {len(paths)} files, of which {folder / PAGE} has all of it", flush=True)
+    return 0 if any(run.valid for run in results.runs) else 1
 
 
 def missing_libraries(needed: Sequence[str] = NEEDS) -> str:
@@ -46,8 +75,8 @@ def require(needed: Sequence[str] = NEEDS) -> None:
         raise ConfigError(missing)
 
 
-def write_report(results: SweepResults, wanted_rate: float | None = None) -> list[Path]:
-    """The paths of all files of a report, written into the sweep's folder.
+def write_report(results: SweepResults, wanted_rate: float | None = None) -> tuple[list[Path], Mapping[str, Table]]:
+    """The paths of all files of a report, written into the sweep's folder, and its tables.
 
     Args:
         wanted_rate: of Table 5 and the phases; default the highest that half of the deployments have.
@@ -74,9 +103,11 @@ def write_report(results: SweepResults, wanted_rate: float | None = None) -> lis
             titles={name: title for name, (title, _) in figures.items()},
             images={name: base64.b64encode(path.read_bytes()).decode() for name, path in paths.items()},
             facts=facts(results),
+            good_share=f"{GOOD_SHARE:g}",
+            negligible=f"{100 * NEGLIGIBLE:g}",
         )
         for path, text in files.items():
             path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be written: {error.strerror}", param="DIR") from error
-    return [*paths.values(), *files]
+    return [*paths.values(), *files], tables

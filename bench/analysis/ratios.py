@@ -1,4 +1,9 @@
-"""The ratio of a figure of two results: its interval, where requests were kept, and what that says. Pure.
+"""The ratio of a figure of two results: its interval, where requests were kept, and what that says. Pure, seeded.
+
+Intervals are SciPy's bootstrap over blocks of neighbours. Requests that follow each other wait in the same queue; drawn
+one by one they would look like more evidence than they are. So what is drawn are blocks of n^(1/3) neighbours
+(Carlstein, 1986). An interval speaks of the requests of these two runs. What differs between two runs of the same thing
+(a machine's mood, a thermal limit) is not in it.
 
 A request adds to a throughput the tokens that it got within the window. A sample counts only where its statistic is the
 figure as it was recorded: it is never guessed.
@@ -8,18 +13,29 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from bench.analysis.intervals import Sample, ratio_interval
 from bench.analysis.metrics import better
 from bench.analysis.results import PER_DEVICE, LoadedRun
 from bench.clients.metrics import Window
 from bench.clients.records import Outcome, RequestRecord
 from bench.clients.slo import parse_slos
+
+LEVEL = 0.95
+RESAMPLES = 2000
+LEAST = 10
+"""Members of a sample below which no interval is given."""
+LEAST_BEYOND = 5
+"""Members that have to lie beyond a percentile: of fewer its interval is the spread of single requests."""
+BATCH = 100
+"""Resamples that are worked on at once."""
 
 NEGLIGIBLE = 0.02
 """Difference of a ratio from 1: with the same requests on both sides an interval may exclude 1 by nothing at all."""
@@ -29,10 +45,11 @@ ROUNDING_S = 0.0005
 """Windows are recorded in whole milliseconds."""
 TOLERANCE = 2e-3
 """By which a figure may differ from its record, for that rounding."""
-_SPREAD = re.compile(r"(ttft|tpot|itl|e2e)_ms/(?:mean|p(\d+))")
+_SPREAD = re.compile(r"(ttft|tpot|e2e)_ms/(?:mean|p(\d+))")
 _SLO = re.compile(r"slo_([\d.e+]+:[\d.e+]+)/(attainment|effective_tokens_per_s)")
 Verdict = Literal["better", "worse", "no difference shown", "no interval", ""]
 Rows = Sequence[RequestRecord | None]
+Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -110,31 +127,121 @@ def _in_one_order(a: Sequence[RequestRecord], b: Sequence[RequestRecord]) -> tup
 
 def _sample(figure: str, run: LoadedRun, rows: Rows) -> Sample | None:
     """Of a figure of one run by its name; None where its requests give none of that name."""
-    there = [(place, row) for place, row in enumerate(rows) if row is not None]
-    window_s, end_s = run.figures["window_s"], max(row.due_s for _, row in there)
+    window_s, end_s = run.figures["window_s"], run.requests[-1].due_s
     window = Window(end_s - window_s - ROUNDING_S, end_s)
-    due = [(place, row) for place, row in there if window.begin_s <= row.due_s]
-    if found := _SPREAD.fullmatch(figure):
-        kind, percent = found[1], int(found[2]) if found[2] else None
-        times = [(at, row.itl_s if kind == "itl" else [getattr(row, f"{kind}_s")]) for at, row in due if row.ok]
-        return _of([(place, one * 1e3) for place, all_s in times for one in all_s if one is not None], rows, percent)
-    name = figure.removesuffix(PER_DEVICE)
-    objective = _SLO.fullmatch(name)
+    name, percent, scale = figure.removesuffix(PER_DEVICE), None, 1.0
+    spread, objective = _SPREAD.fullmatch(name), _SLO.fullmatch(name)
     slo = parse_slos(objective[1])[0] if objective else None
-    if objective and slo and objective[2] == "attainment":
-        about = [(place, row) for place, row in due if row.outcome is not Outcome.CANCELLED]
-        return _of([(place, float(slo.attained(row))) for place, row in about], rows)
-    if objective or name == "output_tokens_per_s":
-        values = [(at, window.tokens([row]) if slo is None or slo.attained(row) else 0.0) for at, row in there]
-    elif name == "answered_rps":
-        values = [(at, float(row.ok and window.begin_s <= row.ended_s <= end_s)) for at, row in there]
-    else:
+
+    def value(row: RequestRecord) -> float | None:
+        """What a request adds to the mean of all, or to the percentile; None where it is not of them."""
+        if name == "answered_rps":
+            return float(row.ok and window.begin_s <= row.ended_s <= end_s)
+        if spread:
+            seconds: float | None = getattr(row, f"{spread[1]}_s") if row.ok and window.begin_s <= row.due_s else None
+            return None if seconds is None else seconds * 1e3
+        if slo and objective and objective[2] == "attainment":
+            about = row.outcome is not Outcome.CANCELLED and window.begin_s <= row.due_s
+            return float(slo.attained(row)) if about else None
+        return window.tokens([row]) if slo is None or slo.attained(row) else 0.0
+
+    if spread:
+        percent = int(spread[2]) if spread[2] else None
+    elif name.endswith("_per_s") or name == "answered_rps":
+        scale = len(run.requests) / window_s if window_s > 0 else math.nan  # of the mean of all requests of the run
+        scale /= run.devices if figure.endswith(PER_DEVICE) else 1
+    elif not objective:
         return None
-    per_s = len(there) / window_s if window_s > 0 else math.nan  # of the mean of all requests of the run
-    return _of(values, rows, scale=per_s / (run.devices if figure.endswith(PER_DEVICE) else 1))
+    values = [None if row is None else value(row) for row in rows]
+    return Sample(np.array(values, dtype=np.float64), percent, scale)
 
 
-def _of(values: Sequence[tuple[int, float]], rows: Rows, percent: int | None = None, scale: float = 1.0) -> Sample:
-    """`values`: (place of the request, number)."""
-    owners, numbers = zip(*values, strict=True) if values else ((), ())
-    return Sample(np.asarray(numbers, np.float64), np.asarray(owners, np.int64), len(rows), percent, scale)
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Values of the members of a sample, which are requests, in their order.
+
+    Attributes:
+        values: of each member, NaN of one that has none.
+        percent: the statistic is this percentile (nearest rank, as `bench.statistic.percentile`); None: the mean.
+        scale: the figure is the statistic times this.
+    """
+
+    values: Values
+    percent: int | None = None
+    scale: float = 1.0
+
+    @property
+    def statistic(self) -> float:
+        """Of the sample itself, scaled; NaN of an empty one."""
+        return self.scale * float(self.of_blocks(np.arange(self.blocks)))
+
+    @property
+    def counted(self) -> int:
+        """Members that have a value."""
+        return int(np.isfinite(self.values).sum())
+
+    @property
+    def enough(self) -> bool:
+        """They are enough for an interval to mean something."""
+        beyond = LEAST_BEYOND if self.percent is None else self.counted * min(self.percent, 100 - self.percent) / 100
+        return self.counted >= LEAST and beyond >= LEAST_BEYOND
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of n^(1/3) members."""
+        return max(1, round(math.pow(len(self.values), 2 / 3)))
+
+    def of_blocks(self, drawn: NDArray[np.int64]) -> Values:
+        """The statistic of resamples. `drawn`: blocks by number, [..., number of blocks]."""
+        values, block = self._sorted
+        if not len(values):
+            return np.full(drawn.shape[:-1], np.nan)
+        times = (drawn[..., None] == np.arange(self.blocks)).sum(-2)[..., block]  # [..., values]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            if self.percent is None:
+                found: Values = (times @ values) / times.sum(-1)
+                return found
+        ranks = np.cumsum(times, axis=-1)
+        at = (ranks < np.ceil(ranks[..., -1:] * self.percent / 100)).sum(-1)
+        return np.where(ranks[..., -1] > 0, values[np.minimum(at, len(values) - 1)], np.nan)
+
+    @cached_property
+    def _sorted(self) -> tuple[Values, NDArray[np.int64]]:
+        """Values in ascending order, and the block of each."""
+        order = np.argsort(self.values, kind="stable")[: self.counted]  # NaN is last
+        return self.values[order], order * self.blocks // max(1, len(self.values))
+
+
+def ratio_interval(other: Sample, base: Sample, *, paired: bool, seed: int = 0) -> tuple[float, float] | None:
+    """The percentile interval of `other` over `base`; None where more than one in twenty resamples has no ratio.
+
+    Args:
+        paired: members of a number are the same request in both, and are drawn together: what a hard request costs
+            both does not widen the interval then.
+    """
+    from scipy.stats import DegenerateDataWarning, bootstrap  # takes a second, and who only measures needs none
+
+    assert not paired or len(other.values) == len(base.values), "pairs have two sides"
+    scale = other.scale / base.scale
+
+    def ratio(*drawn: NDArray[np.int64], axis: int) -> Values:
+        ratios: Values = scale * other.of_blocks(drawn[0]) / base.of_blocks(drawn[-1])
+        return ratios
+
+    numbers = [np.arange(one.blocks) for one in ((other,) if paired else (other, base))]
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore", DegenerateDataWarning)  # of resamples without a ratio
+        found = bootstrap(
+            numbers,
+            ratio,
+            n_resamples=RESAMPLES,
+            batch=BATCH,
+            vectorized=True,
+            method="percentile",
+            rng=np.random.default_rng(seed),
+        )
+    ratios = found.bootstrap_distribution[np.isfinite(found.bootstrap_distribution)]
+    if len(ratios) < LEVEL * RESAMPLES:
+        return None
+    low, high = np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)

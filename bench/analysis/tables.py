@@ -28,7 +28,7 @@ from bench.analysis.metrics import (
     ranks,
 )
 from bench.analysis.phases import Phase
-from bench.analysis.ratios import NEGLIGIBLE, run_ratio
+from bench.analysis.ratios import run_ratio
 from bench.analysis.sweep_results import Run, SweepResults
 from bench.clients.slo import Slo
 from bench.statistic import percentile
@@ -52,14 +52,12 @@ class Table:
     Attributes:
         name: of its CSV file, without the ending.
         lines: all with the same columns. Those whose `valid` is False do not count.
-        note: what its reader has to know.
         long: too long for a page, which then only names its file.
     """
 
     name: str
     title: str
     lines: Sequence[Line]
-    note: str = ""
     long: bool = False
 
     @property
@@ -137,21 +135,15 @@ def rates(results: SweepResults) -> Table:
         )
         for run in results.runs
     ]
-    note = "Rank 1 is the best; equals share the better rank. It says nothing of how far apart two are."
-    return Table("rates", "Deployments at each rate", lines, note)
+    return Table("rates", "Deployments at each rate", lines)
 
 
 def table5(results: SweepResults, rate: float) -> Table:
     """EPD-Serve's Table 5 at `rate`: attainment and effective throughput within each objective."""
     metrics = (*LATENCIES, *_objectives(results))
-    lines = [
-        _line(results, run, {one.label: one.of(run) for one in metrics}) for run in results.runs if run.rate == rate
-    ]
-    note = (
-        "Objectives are TTFT:TPOT in ms. Effective throughput counts output tokens of the requests that attain the "
-        "objective. Latencies are of whole answers; attainment is of all requests but those whose client left."
-    )
-    return Table("table5", f"Deployments at {rate:g} req/s (EPD-Serve Table 5)", lines, note)
+    own = [run for run in results.runs if run.rate == rate]
+    lines = [_line(results, run, {one.label: one.of(run) for one in metrics}) for run in own]
+    return Table("table5", f"Deployments at {rate:g} req/s (EPD-Serve Table 5)", lines)
 
 
 def goodput_of(results: SweepResults, deployment: Deployment, slo: Slo) -> tuple[float | None, float | None]:
@@ -174,11 +166,7 @@ def goodput(results: SweepResults) -> Table:
         line: Line = {"deployment": one.name, "devices": one.devices, "objective (TTFT:TPOT, ms)": str(slo)}
         figures = {"goodput (req/s)": reached, "goodput per device (req/s)": each, "next rate, which misses": missed}
         lines += [{**line, **figures}] if results.of(one) else []
-    note = (
-        f"The highest measured rate at which {GOOD_SHARE:g} % of the requests attain the objective; empty where none "
-        "does. Nothing is interpolated: the true goodput lies between it and the next rate, where that was measured."
-    )
-    return Table("goodput", "Goodput", lines, note)
+    return Table("goodput", "Goodput", lines)
 
 
 def monolith(results: SweepResults) -> Deployment | None:
@@ -202,12 +190,8 @@ def best(results: SweepResults) -> Table:
             for place, one in zip_longest(("best", "second", "third"), order[:3]):
                 line |= {place: one and one[0].deployment.name, f"value of the {place}": one and one[1]}
             lines.append(line | _ratio(metric, order[0][0], order[1][0], "best over second"))
-    among = f" with the monolith's device count ({against.devices})" if against else ""
-    note = (
-        f"Among deployments{among}. A difference is shown where its interval excludes 1 and its ratio is more than "
-        f"{NEGLIGIBLE:.0%} from it."
-    )
-    return Table("best", "The best by metric and rate", lines, note)
+    among = f" (of {against.devices} devices, as the monolith)" if against else ""
+    return Table("best", f"The best by metric and rate{among}", lines)
 
 
 def ratios(results: SweepResults) -> Table:
@@ -220,12 +204,8 @@ def ratios(results: SweepResults) -> Table:
         if against and run.valid and run.deployment != against
         if (base := results.at(against, run.rate)) and metric.of(run) is not None and metric.of(base)
     ]
-    note = (
-        "Intervals are by bootstrap over blocks of the requests of these runs, the same ones of both sides where both "
-        "were sent the same. They know nothing of other days and machines."
-    )
     name = against.label if against else "none was measured"
-    return Table("ratios", f"Ratios to the monolith ({name})", lines, note)
+    return Table("ratios", f"Ratios to the monolith ({name})", lines)
 
 
 def _ratio(metric: Metric, run: Run, base: Run, name: str) -> dict[str, Cell]:
@@ -249,13 +229,7 @@ def phases(results: SweepResults) -> Table:
         for run in results.runs
         if (of := run.phases) is not None and run.valid
     ]
-    note = (
-        "Means over whole answers of the window; a request that does not pass a phase spends nothing in it. A phase "
-        "lasts from the latest stamp so far to its own: what hides behind something slower counts nothing. An instance "
-        "that runs several stages stamps nothing between them, simulated stages stamp nothing, and plain servers are "
-        "not traced. In EP, prefill includes encode."
-    )
-    return Table("phases", "Where the time of a request goes (HydraInfer Figs. 11 and 13)", lines, note)
+    return Table("phases", "Where the time of a request goes (HydraInfer Figs. 11 and 13)", lines)
 
 
 def batches(results: SweepResults) -> Table:
@@ -276,9 +250,7 @@ def batches(results: SweepResults) -> Table:
                 "output tokens/s of an instance": None if tokens_per_s is None else tokens_per_s / batch.instances,
             }
             lines.append(_line(results, run, cells))
-    note = "Of one instance: samples of all instances of a role are taken together. A fused one runs all its stages."
-    title = "Sequences that an instance runs at once (after HydraInfer Figs. 3 and 6)"
-    return Table("batches", title, lines, note)
+    return Table("batches", "Sequences that an instance runs at once (after HydraInfer Figs. 3 and 6)", lines)
 
 
 def requests(results: SweepResults) -> Table:

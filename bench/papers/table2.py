@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.analysis.intervals import LEAST, Sample, ratio_interval
+from bench.analysis.ratios import LEAST, Sample, ratio_interval
 from bench.papers.printed import MACHINE, TABLE_2
 from deploy.placement_table import table
 
@@ -101,7 +101,7 @@ def _compared(kind: str, pairs: np.typing.NDArray[np.float64]) -> Iterator[tuple
     yield f"{kind}_ms", round(float(with_it), 3)
     yield f"{kind}_over_baseline", round(float(with_it / base), 4)
     if len(pairs) >= LEAST:
-        drawn = ratio_interval(Sample.of(pairs[:, 0]), Sample.of(pairs[:, 1]), paired=True)
+        drawn = ratio_interval(Sample(pairs[:, 0]), Sample(pairs[:, 1]), paired=True)
         for end, value in zip(("low", "high"), drawn or (), strict=False):
             yield f"{kind}_over_baseline_{end}", round(value, 4)
 

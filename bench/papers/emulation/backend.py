@@ -96,7 +96,7 @@ class Emulation:
         deployment = store.deployment
         plan = experiment.plan(deployment, run)
         dated = with_arrivals(self.requests.seeded(plan.seed).endless(), plan.arrivals, plan.seed)
-        emulation = emulate(parse(deployment.layout), self.device, sent_by(dated, plan), run.label, details=True)
+        emulation = emulate(parse(deployment.layout), self.device, sent_by(dated, plan), run.label)
         with RecordsFile(store.folder / ROWS, append=True) as rows:
             for row in emulation.run.rows:
                 rows.keep(row)

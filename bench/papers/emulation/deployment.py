@@ -16,9 +16,7 @@ from typing import Any
 from bench.clients.records import Outcome, RequestRecord
 from bench.clients.sender import Run
 from bench.papers.devices.stage import ENCODE, PREFILL, StageDevice
-from bench.papers.emulation.clock import Clock
-from bench.papers.emulation.shared_device import SharedDevice
-from bench.papers.emulation.stage import VirtualStage
+from bench.papers.emulation.stage import Clock, SharedDevice, VirtualStage
 from bench.phases import Milestone, groups, phases
 from bench.workloads.spec import RequestSpec
 from epd_serve.errors import ConfigError
@@ -114,7 +112,7 @@ class Request:
 
 @dataclass
 class EmulatedRun:
-    """A run. `phases`, `batches`: lines of `phases.jsonl` and `batches.jsonl`, where details were asked for."""
+    """A run. `phases`, `batches`: lines of `phases.jsonl` and `batches.jsonl`."""
 
     run: Run
     phases: list[dict[str, Any]] = field(default_factory=list)
@@ -130,13 +128,11 @@ def check_emulated(layout: Layout) -> None:
         )
 
 
-def emulate(
-    layout: Layout, device: StageDevice, requests: Iterable[RequestSpec], label: str, *, details: bool = False
-) -> EmulatedRun:
+def emulate(layout: Layout, device: StageDevice, requests: Iterable[RequestSpec], label: str) -> EmulatedRun:
     """Serve `requests`, each of which has an `arrival_s`, on devices that are all `device`.
 
     Args:
-        label: of the run, in its rows. details: phases and batches, too.
+        label: of the run, in its rows.
 
     Raises:
         ConfigError: see `check_emulated`.
@@ -150,8 +146,7 @@ def emulate(
 
     def ended(request: Request) -> None:
         run.rows.append(request.row(label, len(run.rows)))
-        if details:
-            emulated.phases.append(request.phases(label))
+        emulated.phases.append(request.phases(label))
 
     def sample() -> None:
         emulated.batches.extend({"run": label, "t_s": round(clock.now_s, 6), **one} for one in deployment.batches())
@@ -160,8 +155,7 @@ def emulate(
 
     for request in own:
         deployment.expect(request, ended)
-    if details:
-        clock.after(0.0, sample)
+    clock.after(0.0, sample)
     clock.run()
     assert len(run.rows) == len(own), f"{len(own) - len(run.rows)} requests never ended"
     run.ended_s = max((row.ended_s for row in run.rows), default=0.0)

@@ -55,7 +55,7 @@ def experiment(
 
 def written(at: Path) -> ElementTree.Element:
     """The page, which has to be well-formed, and of which no word may be a number that is none."""
-    paths = write_report(read_sweep(at))
+    paths, _ = write_report(read_sweep(at))
     assert all(path.is_file() for path in paths)
     read = ElementTree.fromstring((at / PAGE).read_text().split("\n", 1)[1])
     assert not {"nan", "inf", "None", "None,", "nan,"} & set(words_of(read).split())

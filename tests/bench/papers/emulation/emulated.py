@@ -35,5 +35,5 @@ def request(number: int, at_s: float, *, pictures: int = 1, text: int = 10, toke
     return RequestSpec(f"r{number}", "", drawn, tokens, text, arrival_s=at_s)
 
 
-def served(layout: str, *requests: RequestSpec, device: StageDevice = DEVICE, details: bool = False) -> EmulatedRun:
-    return emulate(parse(layout), device, requests, "1 rps", details=details)
+def served(layout: str, *requests: RequestSpec, device: StageDevice = DEVICE) -> EmulatedRun:
+    return emulate(parse(layout), device, requests, "1 rps")

@@ -103,7 +103,7 @@ def test_every_request_gets_all_its_tokens_in_order(layout):
 def test_a_second_run_is_the_same(layout):
     requests = [request(n, 0.04 * n) for n in range(15)]
 
-    assert served(layout, *requests, details=True) == served(layout, *requests, details=True)
+    assert served(layout, *requests) == served(layout, *requests)
 
 
 def test_no_work_is_lost_or_done_twice_when_blocks_are_short():
@@ -116,7 +116,7 @@ def test_no_work_is_lost_or_done_twice_when_blocks_are_short():
 
 
 def test_the_phases_of_a_request_add_up_to_its_time_to_first_token():
-    found = served("(E-P)-D", *(request(n, 0.03 * n) for n in range(5)), details=True)
+    found = served("(E-P)-D", *(request(n, 0.03 * n) for n in range(5)))
 
     ttft_ms = {row.id: row.ttft_s * 1e3 for row in found.run.rows}
     for one in found.phases:
@@ -126,7 +126,7 @@ def test_the_phases_of_a_request_add_up_to_its_time_to_first_token():
 
 
 def test_batches_are_looked_at_until_the_end():
-    found = served("EP-D", request(1, 0.0, tokens=200), details=True)
+    found = served("EP-D", request(1, 0.0, tokens=200))
 
     assert {one["instance"] for one in found.batches} == {"EP0", "D0"}
     assert max(one["running"] for one in found.batches) == 1
