@@ -29,8 +29,7 @@ from bench.analysis.metrics import (
 )
 from bench.analysis.phases import Phase
 from bench.analysis.sweep_results import SweepResults
-from bench.analysis.tables import GOOD_SHARE
-from bench.statistic import percentile
+from bench.analysis.tables import DECODED, GOOD_SHARE
 from bench.sweep.deployments import Deployment
 
 if TYPE_CHECKING:
@@ -144,14 +143,11 @@ def save(results: SweepResults, drawing: Drawing, path: Path) -> None:
         figure.suptitle(title, color=INK)
         seen: dict[str, Any] = {}
         for ax in figure.axes:
-            for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-                seen.setdefault(label, handle)
-        order = [one.label for one in results.experiment.deployments if one.label in seen]
-        labels = list(dict.fromkeys([*order, *seen]))
-        width_in = 0.068 * max(map(len, labels), default=1) + 0.72
-        columns = max(1, min(6, int(figure.get_figwidth() / width_in)))
-        handles = [seen[label] for label in labels]
-        legend = figure.legend(handles, labels, loc="outside lower center", ncols=columns, title=footer(results))
+            handles, labels = ax.get_legend_handles_labels()
+            seen = {**dict(zip(labels, handles, strict=True)), **seen}
+        width_in = 0.068 * max(map(len, seen), default=1) + 0.72
+        look = {"loc": "outside lower center", "ncols": max(1, min(6, int(figure.get_figwidth() / width_in)))}
+        legend = figure.legend(list(seen.values()), list(seen), title=footer(results), **look)
         legend.get_title().set_color(FAINT)
         FigureCanvasAgg(figure).print_png(str(path))
 
@@ -170,16 +166,11 @@ def curves(results: SweepResults, metrics: Sequence[Metric], figure: Figure) -> 
     for ax, metric in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
         every = [value for run in results.runs if (value := metric.of(run)) is not None]
         for one in results.experiment.deployments:
-            _line(ax, results, one, [(run.rate, metric.of(run)) for run in results.of(one) if run.valid])
-            invalid = [
-                (run.rate, value) for run in results.of(one) if not run.valid and (value := metric.of(run)) is not None
-            ]
-            if invalid:
-                look = _look(results, one)
-                ax.scatter(
-                    *zip(*invalid, strict=True), s=70, marker=look["marker"], facecolors="none", color=look["color"]
-                )
-                ax.scatter(*zip(*invalid, strict=True), s=40, marker="x", color=FAINT, label="not valid")
+            look = _look(results, one)
+            _line(ax, [(run.rate, metric.of(run)) for run in results.of(one) if run.valid], **look)
+            invalid = [(run.rate, metric.of(run)) for run in results.of(one) if not run.valid]
+            _line(ax, invalid, **look | {"linestyle": "", "fillstyle": "none", "label": None})
+            _line(ax, invalid, linestyle="", marker="x", color=FAINT, label="not valid")
         ax.set(xlabel=results.experiment.rate_axis, ylabel=metric.unit, title=metric.name)
         ax.set_xticks(results.rates)
         if metric.percent:
@@ -199,7 +190,7 @@ def radar(results: SweepResults, figure: Figure) -> None:
         for place, one in enumerate(results.experiment.deployments):
             apart = APART * (place - (last - 1) / 2)
             heights = [last + 1 - of[one.name] + apart if one.name in of else math.nan for of in by_rate]
-            ax.plot([*angles, angles[0]], [*heights, heights[0]], label=one.label, **_look(results, one))
+            ax.plot([*angles, angles[0]], [*heights, heights[0]], **_look(results, one))
         ax.set(theta_offset=math.pi / 2, theta_direction=-1, ylim=(0, last + 0.6))
         ax.set_xticks(angles, [f"{rate:g}" for rate in rates])
         ax.set_yticks(range(1, last + 1), [str(last + 1 - ring) for ring in range(1, last + 1)])
@@ -215,17 +206,14 @@ def scatter(results: SweepResults, metric: Metric, figure: Figure) -> None:
     figure.set_size_inches(max(8.0, 3.6 * across), 3.1 * down + 2.0)
     panels = list(figure.subplots(down, across, squeeze=False, sharey=True).flat)
     every: list[float] = []
+    kind = metric.name.split()[-1]
     for ax, rate in zip(panels, results.rates, strict=False):
         for run in (run for run in results.runs if run.rate == rate):
-            rows = [
-                (row.due_s - run.begun_s, row.ttft_s if metric == TTFT else row.tpot_s)
-                for row in run.requests
-                if row.ok
-            ]
+            rows = [(row.due_s - run.begun_s, getattr(row, f"{kind.lower()}_s")) for row in run.requests if row.ok]
             known = [(at_s, seconds * 1e3) for at_s, seconds in rows if seconds is not None]
             every += [ms for _, ms in known]
             look = _look(results, run.deployment) | {"linestyle": "", "markersize": 4.0, "markeredgewidth": 0.0}
-            ax.plot(*(zip(*known, strict=True) if known else ((), ())), alpha=0.55, label=run.deployment.label, **look)
+            _line(ax, known, alpha=0.55, **look)
         ax.set(xlabel="due after the run's start (s)", title=f"{rate:g} req/s")
         names = [run.deployment.name for run, _ in ranked(results, metric, rate)[:NAMED]]
         best = "\n".join(f"{place}. {name}" for place, name in enumerate(names, 1)) or "no valid run"
@@ -233,7 +221,7 @@ def scatter(results: SweepResults, metric: Metric, figure: Figure) -> None:
         ax.text(0.02, 0.98, best, transform=ax.transAxes, fontsize=7.5, va="top", ha="left", bbox=box)
     for ax in panels[len(results.rates) :]:
         ax.set_visible(False)
-    panels[0].set_ylabel(f"{metric.name.split()[-1]} (ms)")
+    panels[0].set_ylabel(f"{kind} (ms)")
     _from_zero(panels[0], every, log=True)
 
 
@@ -253,19 +241,13 @@ def phases(results: SweepResults, rate: float, figure: Figure) -> None:
             if not any(widths):
                 continue
             label = str(Phase.DECODE if phase is Phase.FIRST_STEP else phase)
-            edge = INK if hatch else "white"
-            bars = ax.barh(
-                range(len(stacks)), widths, 0.66, left, color=colour, hatch=hatch, edgecolor=edge, label=label
-            )
+            look = {"color": colour, "hatch": hatch, "edgecolor": INK if hatch else "white", "label": label}
+            bars = ax.barh(range(len(stacks)), widths, 0.66, left, **look)
             numbers = [f"{width:.0f}" if width > SMALL * longest and not hatch else "" for width in widths]
-            ax.bar_label(
-                bars, numbers, label_type="center", fontsize=8, color="white" if colour in (BLUE, GREEN) else "black"
-            )
+            ink = "white" if colour in (BLUE, GREEN) else "black"
+            ax.bar_label(bars, numbers, label_type="center", fontsize=8, color=ink)
             left = [begun + width for begun, width in zip(left, widths, strict=True)]
-        for place, total in enumerate(left):
-            ax.text(
-                total + 0.01 * longest, place, f"{total:.0f}", va="center", fontsize=8, fontweight="bold", color=INK
-            )
+        ax.bar_label(bars, [f" {total:.0f}" for total in left], fontsize=8, fontweight="bold", color=INK)
         ax.set(xlabel="mean, ms", xlim=(0, longest * 1.1), ylim=(len(stacks) - 0.45, -0.55))
         ax.set_yticks(range(len(stacks)), [run.deployment.label.replace(", ", "\n") for run, _ in known])
         ax.set_title("Time to first token" if stacks is first else "Whole request")
@@ -276,33 +258,23 @@ def batches(results: SweepResults, figure: Figure) -> None:
     """Above, running sequences against rate by stage; below, what they cost and give where tokens are decoded."""
     figure.set_size_inches(13.0, 8.4)
     panels = figure.subplots(2, 3)
-    costs: tuple[tuple[str, str], ...] = (
-        ("itl_ms/mean", "time between tokens, mean (ms)"),
-        ("output_tokens_per_s", "output tokens/s of an instance"),
-        ("tpot_ms/p99", "P99 TPOT (ms)"),
-    )
     for one in results.experiment.deployments:
-        valid = [(run, batch) for run in results.of(one) if run.valid for batch in run.batches]
+        look, valid = _look(results, one), [run for run in results.of(one) if run.valid]
         for ax, letter in zip(panels[0], "EPD", strict=True):  # a fused instance is where its last stage is
-            own = [(run.rate, [float(n) for n in batch.running]) for run, batch in valid if batch.role[-1] == letter]
-            _line(ax, results, one, [(rate, sum(running) / len(running)) for rate, running in own])
-            low, high = ([percentile(running, percent) for _, running in own] for percent in (10, 90))
-            ax.fill_between(
-                [rate for rate, _ in own], low, high, color=_look(results, one)["color"], alpha=0.1, linewidth=0
-            )
-        for ax, (figure_name, _) in zip(panels[1], costs, strict=True):
-            decoding = [(run, batch) for run, batch in valid if batch.role[-1] == "D"]
-            points = []
-            for run, batch in decoding:
-                each, value = batch.instances if figure_name == "output_tokens_per_s" else 1, run.figure(figure_name)
-                points.append((sum(batch.running) / len(batch.running), None if value is None else value / each))
-            _line(ax, results, one, sorted(points))
+            own = [(run.rate, batch) for run in valid for batch in run.batches if batch.role[-1] == letter]
+            _line(ax, [(rate, batch.mean) for rate, batch in own], **look)
+            band = [(rate, batch.p10, batch.p90) for rate, batch in own]
+            if band:
+                ax.fill_between(*zip(*band, strict=True), color=look["color"], alpha=0.1, linewidth=0)
+        for ax, decoded in zip(panels[1], DECODED.values(), strict=True):
+            ends = [(run, batch) for run in valid for batch in run.batches if batch.role[-1] == "D"]
+            _line(ax, sorted((batch.mean, decoded(run, batch)) for run, batch in ends), **look)
     for ax, stage in zip(panels[0], ("encode", "prefill", "decode"), strict=True):
         ax.set(xlabel=results.experiment.rate_axis, ylabel="running sequences of an instance", title=stage)
         ax.set_xticks(results.rates)
         ax.set_ylim(bottom=0)
-    for ax, (_, label) in zip(panels[1], costs, strict=True):
-        ax.set(xlabel="running sequences of a decoding instance (mean)", ylabel=label)
+    for ax, name in zip(panels[1], DECODED, strict=True):
+        ax.set(xlabel="running sequences of a decoding instance (mean)", ylabel=name)
         ax.set_ylim(bottom=0)
 
 
@@ -311,14 +283,13 @@ def _look(results: SweepResults, deployment: Deployment) -> dict[str, Any]:
     pairs repeat late."""
     at = results.experiment.deployments.index(deployment)
     colour, marker, line = (looks[at % len(looks)] for looks in (COLOURS, MARKERS, LINES))
-    return {"color": colour, "marker": marker, "linestyle": line}
+    return {"color": colour, "marker": marker, "linestyle": line, "label": deployment.label}
 
 
-def _line(ax: Axes, results: SweepResults, one: Deployment, points: Sequence[tuple[float, float | None]]) -> None:
+def _line(ax: Axes, points: Sequence[tuple[float, float | None]], **look: Any) -> None:
     """Through the points that have a value."""
-    known = [(x, y) for x, y in points if y is not None]
-    if known:
-        ax.plot(*zip(*known, strict=True), label=one.label, **_look(results, one))
+    if known := [(x, y) for x, y in points if y is not None]:
+        ax.plot(*zip(*known, strict=True), **look)
 
 
 def _from_zero(ax: Axes, values: Sequence[float], *, log: bool) -> None:

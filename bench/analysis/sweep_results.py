@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from bench.analysis.phases import Breakdown, breakdown, request_phases
 from bench.analysis.results import LoadedRun, Result, by_run, read_result
+from bench.statistic import percentile
 from bench.sweep.deployments import Deployment
 from bench.sweep.experiment import Experiment
 from bench.sweep.store import BATCHES, EXPERIMENT, PHASES, RESULT, ResultStore, read_object
@@ -24,12 +26,15 @@ class Batch:
     """What the instances of one role ran at once during a run, sampled.
 
     Attributes:
-        running: sequences of one instance, of each sample. waiting: their mean.
+        mean, p10, p90: running sequences of one instance, of so many samples. waiting: mean.
     """
 
     role: str
     instances: int
-    running: Sequence[int]
+    samples: int
+    mean: float
+    p10: float
+    p90: float
     waiting: float
 
 
@@ -150,6 +155,7 @@ def _batches(samples: Sequence[Mapping[str, Any]]) -> list[Batch]:
     found = []
     for role in sorted({one["role"] for one in samples}, key=lambda role: ("EPD".find(role[-1:]), role)):
         own = [one for one in samples if one["role"] == role]
-        waiting = sum(one["waiting"] for one in own) / len(own)
-        found.append(Batch(role, len({one["instance"] for one in own}), [one["running"] for one in own], waiting))
+        running, waiting = ([float(one[name]) for one in own] for name in ("running", "waiting"))
+        spread = fmean(running), percentile(running, 10), percentile(running, 90)
+        found.append(Batch(role, len({one["instance"] for one in own}), len(own), *spread, fmean(waiting)))
     return found

@@ -9,10 +9,9 @@ from __future__ import annotations
 import csv
 import io
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product, zip_longest
+from itertools import product
 from typing import Any
 
 from bench.analysis.metrics import (
@@ -29,9 +28,8 @@ from bench.analysis.metrics import (
 )
 from bench.analysis.phases import Phase
 from bench.analysis.ratios import run_ratio
-from bench.analysis.sweep_results import Run, SweepResults
+from bench.analysis.sweep_results import Batch, Run, SweepResults
 from bench.clients.slo import Slo
-from bench.statistic import percentile
 from bench.sweep.deployments import Deployment
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
@@ -186,10 +184,14 @@ def best(results: SweepResults) -> Table:
     for metric, rate in product(compared_by(results.experiment.slos[0]), results.rates):
         order = ranked(results, metric, rate, against.devices if against else None)
         if len(order) > 1:
+            (first, value), (second, other) = order[:2]
             line: dict[str, Cell] = {"metric": metric.label, results.experiment.rate_axis: rate}
-            for place, one in zip_longest(("best", "second", "third"), order[:3]):
-                line |= {place: one and one[0].deployment.name, f"value of the {place}": one and one[1]}
-            lines.append(line | _ratio(metric, order[0][0], order[1][0], "best over second"))
+            line |= {"best": first.deployment.name, "its value": value}
+            line |= {"second": second.deployment.name, "value of the second": other}
+            third, last = order[2] if len(order) > 2 else (None, None)
+            line |= _ratio(metric, first, second, "best over second")
+            line |= {"third": third.deployment.name if third else None, "value of the third": last}
+            lines.append(line)
     among = f" (of {against.devices} devices, as the monolith)" if against else ""
     return Table("best", f"The best by metric and rate{among}", lines)
 
@@ -233,24 +235,32 @@ def phases(results: SweepResults) -> Table:
 
 
 def batches(results: SweepResults) -> Table:
-    lines = []
-    for run in results.runs:
-        for batch in run.batches:
-            running, decodes = [float(one) for one in batch.running], batch.role.endswith("D")
-            tokens_per_s = run.figure("output_tokens_per_s") if decodes else None
-            cells: Line = {
-                "role": batch.role,
-                "instances": batch.instances,
-                "samples": len(running),
-                "running, mean (sequences)": statistics.fmean(running),
-                "running, P10": percentile(running, 10),
-                "running, P90": percentile(running, 90),
-                "waiting, mean (sequences)": batch.waiting,
-                "time between tokens, mean (ms)": run.figure("itl_ms/mean") if decodes else None,
-                "output tokens/s of an instance": None if tokens_per_s is None else tokens_per_s / batch.instances,
-            }
-            lines.append(_line(results, run, cells))
+    lines = [
+        _line(
+            results,
+            run,
+            {"role": batch.role, "instances": batch.instances, "samples": batch.samples},
+            {"running, mean (sequences)": batch.mean, "running, P10": batch.p10, "running, P90": batch.p90},
+            {"waiting, mean (sequences)": batch.waiting},
+            {name: of(run, batch) if batch.role.endswith("D") else None for name, of in DECODED.items()},
+        )
+        for run in results.runs
+        for batch in run.batches
+    ]
     return Table("batches", "Sequences that an instance runs at once (after HydraInfer Figs. 3 and 6)", lines)
+
+
+def _tokens_per_instance(run: Run, batch: Batch) -> float | None:
+    tokens_per_s = run.figure("output_tokens_per_s")
+    return None if tokens_per_s is None else tokens_per_s / batch.instances
+
+
+DECODED: Mapping[str, Callable[[Run, Batch], float | None]] = {
+    "time between tokens, mean (ms)": lambda run, batch: run.figure("itl_ms/mean"),
+    "output tokens/s of an instance": _tokens_per_instance,
+    "P99 TPOT (ms)": lambda run, batch: run.figure("tpot_ms/p99"),
+}
+"""What batches of instances that decode cost and give."""
 
 
 def requests(results: SweepResults) -> Table:

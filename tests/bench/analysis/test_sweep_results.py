@@ -40,7 +40,9 @@ def test_a_run_comes_with_its_figures_requests_phases_and_batches(whole):
     assert run.figure("ttft_ms/p12") is None
     assert len(run.requests) == 40
     assert (run.phases.requests, run.phases.taken[Phase.PREFILL]) == (1, 12.5)
-    assert [(one.role, one.instances, one.running, one.waiting) for one in run.batches] == [("P", 1, [3, 5], 1.0)]
+    (batch,) = run.batches
+    assert (batch.role, batch.instances, batch.samples, batch.waiting) == ("P", 1, 2, 1.0)
+    assert (batch.p10, batch.mean, batch.p90) == (3.0, 4.0, 5.0)
     assert found.at(SPLIT, 4.0).phases is None and found.at(SPLIT, 4.0).batches == []
 
 
@@ -66,7 +68,7 @@ def test_half_a_line_at_the_end_is_left_out(whole):
     with (whole / SPLIT.slug / BATCHES).open("a") as file:
         file.write('{"run": "2 rp')
 
-    assert read_sweep(whole).at(SPLIT, 2.0).batches[0].running == [3, 5]
+    assert read_sweep(whole).at(SPLIT, 2.0).batches[0].samples == 2
 
 
 def test_another_folder_is_refused(tmp_path):
