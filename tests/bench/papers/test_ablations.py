@@ -18,6 +18,7 @@ from bench.clients.sender import Bounds
 from bench.papers import ablations
 from bench.papers.ablations import Rounds, in_turns, variants_of, warm_up
 from bench.papers.table2 import BASELINE, VARIANTS, figures, tables
+from bench.record import ROOT
 from bench.served import Served as Launch
 from bench.workloads.arrivals import Poisson
 from deploy.config import DeployConfig
@@ -192,3 +193,11 @@ def test_variants_are_taken_once() -> None:
     assert [one.name for one in variants_of("both,prefetch,both")] == ["prefetch", "both"]
     with pytest.raises(ConfigError):
         variants_of("")
+
+
+def test_the_committed_figures_follow_from_their_rows_and_are_of_the_papers_baseline() -> None:
+    saved = json.loads((ROOT / "bench" / "results" / "ablations.json").read_text())
+
+    assert figures(saved["rows"]) == pytest.approx(saved["figures"])
+    assert saved["env"]["flags"] == {one.name: list(one.flags) for one in (BASELINE, *VARIANTS)}
+    assert {row["variant"] for row in saved["rows"]} == {one.name for one in VARIANTS}
