@@ -7,7 +7,7 @@ requests, other objectives. Another machine or commit may be the very thing that
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bench.analysis.results import ASKED, Result
@@ -30,13 +30,11 @@ def refusals(a: Result, b: Result) -> list[str]:
     found = list(_differing({"kind": a.kind}, {"kind": b.kind}))
     left, right = (one.env.get("load") for one in (a, b))
     if isinstance(left, Mapping) and isinstance(right, Mapping):
-        asked = _asked(left), _asked(right)
-        both = [
-            {name: value for name, value in one.items() if name in asked[0].keys() & asked[1].keys()} for one in asked
-        ]
-        return found + list(_differing(*both))
+        first, second = _asked(left), _asked(right)
+        both = first.keys() & second.keys()
+        return found + list(_differing(*({name: one[name] for name in one if name in both} for one in (first, second))))
     found += _differing({"measurement": _measurement(a)}, {"measurement": _measurement(b)})
-    return found or list(_flags(a, b, lambda name: name not in _MORE | _WHERE))
+    return found or list(_flags(a, b, more=False))
 
 
 def warnings(a: Result, b: Result) -> list[str]:
@@ -51,7 +49,7 @@ def _between(a: Result, b: Result) -> Iterator[str]:
     yield from _differing(first, second)
     yield from _differing({"devices": a.devices}, {"devices": b.devices})
     if not ("load" in a.env and "load" in b.env):
-        yield from _flags(a, b, lambda name: name in _MORE)
+        yield from _flags(a, b, more=True)
 
 
 def _within(side: str, one: Result) -> Iterator[str]:
@@ -84,13 +82,16 @@ def _measurement(one: Result) -> str:
     return " ".join(words[: 2 if words[:1] == ["transfer"] else 1])
 
 
-def _flags(a: Result, b: Result, wanted: Callable[[str], bool]) -> Iterator[str]:
-    """What differs of flags. Nothing is known of results that do not have theirs."""
-    sides = [
-        {f"--{name.replace('_', '-')}": value for name, value in (one.env.get("asked") or {}).items() if wanted(name)}
-        for one in (a, b)
-    ]
-    return _differing(*sides)
+def _flags(a: Result, b: Result, *, more: bool) -> Iterator[str]:
+    """What differs of the flags that say how much is measured (`more`), or of the others.
+
+    Results that do not have their flags are held by their commands, which refuse nothing.
+    """
+    sides = [one.env.get("asked") or {} for one in (a, b)]
+    if not all(sides):
+        return _differing(*({"command": one.env.get("command")} if more else {} for one in (a, b)))
+    wanted = [name for name in {**sides[0], **sides[1]} if name not in _WHERE and (name in _MORE) == more]
+    return _differing(*({f"--{name.replace('_', '-')}": side.get(name) for name in wanted} for side in sides))
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:

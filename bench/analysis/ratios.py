@@ -15,7 +15,7 @@ import math
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -90,30 +90,35 @@ def plain_ratio(figure: str, a: float, b: float, why: str) -> Ratio:
     return Ratio(figure, a, b, b / a, why=why) if a > 0 and b >= 0 else Ratio(figure, a, b, why="one is 0 or below")
 
 
+def sample_ratio(figure: str, a: Sample, b: Sample, *, paired: bool) -> Ratio:
+    """Of two samples, with an interval where they are large enough. `paired`: see `ratio_interval`."""
+    plain = plain_ratio(figure, a.statistic, b.statistic, "")
+    if plain.ratio is None:
+        return plain
+    if not (a.enough and b.enough):
+        return replace(plain, why="too few requests")
+    if (ends := ratio_interval(b, a, paired=paired)) is None:
+        return replace(plain, why="too many resamples are 0")
+    over, samples = "paired requests" if paired else "requests", min(a.counted, b.counted)
+    return replace(plain, low=ends[0], high=ends[1], over=over, samples=samples)
+
+
 def run_ratio(figure: str, a: LoadedRun, b: LoadedRun) -> Ratio | None:
     """Of two runs, with an interval where their requests give the figure; None where one has no such figure."""
     values = a.figure(figure), b.figure(figure)
     if values[0] is None or values[1] is None:
         return None
-    plain = plain_ratio(figure, values[0], values[1], "")
-    if plain.ratio is None:
-        return plain
     paired, sides = _in_one_order(a.requests, b.requests)
     samples = []
     for run, rows, value in zip((a, b), sides, values, strict=True):
         sample = _sample(figure, run, rows) if run.requests else None
-        why = "" if sample else "not of single requests" if run.requests else "its requests were not kept"
+        why = "not of single requests" if run.requests else "its requests were not kept"
         if sample and not math.isclose(sample.statistic, value or 0.0, rel_tol=TOLERANCE, abs_tol=1e-4):
-            why = "the requests that were kept do not give it"
-        elif sample and not sample.enough:
-            why = "too few requests"
-        if why or sample is None:
-            return plain_ratio(figure, plain.a, plain.b, why)
+            sample, why = None, "the requests that were kept do not give it"
+        if sample is None:
+            return plain_ratio(figure, values[0], values[1], why)
         samples.append(sample)
-    if (ends := ratio_interval(samples[1], samples[0], paired=paired)) is None:
-        return plain_ratio(figure, plain.a, plain.b, "too many resamples are 0")
-    over, counted = "paired requests" if paired else "requests", min(one.counted for one in samples)
-    return Ratio(figure, plain.a, plain.b, plain.ratio, *ends, over=over, samples=counted)
+    return sample_ratio(figure, *samples, paired=paired)
 
 
 def _in_one_order(a: Sequence[RequestRecord], b: Sequence[RequestRecord]) -> tuple[bool, tuple[Rows, Rows]]:

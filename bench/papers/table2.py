@@ -7,14 +7,14 @@ computed (§3.3, "synchronous transmission"), so all of its transfer is exposed;
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import product
 from typing import Any
 
 import numpy as np
 
-from bench.analysis.ratios import LEAST, Sample, ratio_interval
+from bench.analysis.ratios import Ratio, Sample, sample_ratio
 from bench.papers.printed import MACHINE, TABLE_2
 from deploy.placement_table import table
 
@@ -78,58 +78,61 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     `VARIANT/whole`: the share of its requests that were.
     """
     results: dict[str, float] = {}
-    names = [one.name for one in VARIANTS]
-    ordered = sorted(rows, key=lambda row: (row["rate_rps"], names.index(row["variant"])))
-    for (rate, variant), group in groupby(ordered, key=lambda row: (row["rate_rps"], row["variant"])):
-        own, prefix = list(group), f"{rate:g} rps/{variant}"
+    for (rate, variant), own in _groups(rows).items():
+        prefix = f"{rate:g} rps/{variant.name}"
         results[f"{prefix}/requests"] = len(own)
         results[f"{prefix}/not_whole"] = sum(not whole(row) for row in own)
-        for kind in ("ttft", "tpot"):
-            pairs = [(row[f"{kind}_ms"], row[f"baseline_{kind}_ms"]) for row in own]
-            values = np.array([pair for pair in pairs if None not in pair], dtype=np.float64).reshape(-1, 2)
-            results |= {f"{prefix}/{name}": value for name, value in _compared(kind, values)}
-    of_variants = ([row for row in rows if row["variant"] == name] for name in names)
-    return results | {f"{own[0]['variant']}/whole": sum(map(whole, own)) / len(own) for own in of_variants if own}
+        for kind, found in _changes(own).items():
+            results |= {f"{prefix}/baseline_{kind}_ms": round(found.a, 3), f"{prefix}/{kind}_ms": round(found.b, 3)}
+            ends = {"": found.ratio, "_low": found.low, "_high": found.high}
+            over = {f"{prefix}/{kind}_over_baseline{end}": value for end, value in ends.items()}
+            results |= {name: round(value, 4) for name, value in over.items() if value is not None}
+    for one in VARIANTS:
+        if own := [row for row in rows if row["variant"] == one.name]:
+            results[f"{one.name}/whole"] = sum(map(whole, own)) / len(own)
+    return results
 
 
-def _compared(kind: str, pairs: np.typing.NDArray[np.float64]) -> Iterator[tuple[str, float]]:
-    """`pairs`: [requests, (variant, baseline)]."""
-    if not len(pairs) or not pairs[:, 1].any():
-        return  # simulated answers may come all at once
-    with_it, base = pairs.mean(axis=0)
-    yield f"baseline_{kind}_ms", round(float(base), 3)
-    yield f"{kind}_ms", round(float(with_it), 3)
-    yield f"{kind}_over_baseline", round(float(with_it / base), 4)
-    if len(pairs) >= LEAST:
-        drawn = ratio_interval(Sample(pairs[:, 0]), Sample(pairs[:, 1]), paired=True)
-        for end, value in zip(("low", "high"), drawn or (), strict=False):
-            yield f"{kind}_over_baseline_{end}", round(value, 4)
+def _groups(rows: Sequence[Row]) -> dict[tuple[float, Variant], list[Row]]:
+    """By rate and variant, in their order."""
+    keys = product(sorted({row["rate_rps"] for row in rows}), VARIANTS)
+    groups = {
+        (rate, one): [row for row in rows if (row["rate_rps"], row["variant"]) == (rate, one.name)]
+        for rate, one in keys
+    }
+    return {key: own for key, own in groups.items() if own}
+
+
+def _changes(rows: Sequence[Row]) -> dict[str, Ratio]:
+    """Of TTFT and TPOT, the variant over the baseline."""
+    found = {}
+    for kind in ("ttft", "tpot"):
+        pairs = [(row[f"baseline_{kind}_ms"], row[f"{kind}_ms"]) for row in rows]
+        values = np.array([pair for pair in pairs if None not in pair], dtype=np.float64).reshape(-1, 2)
+        if values[:, 0].any():  # simulated answers may come all at once
+            found[kind] = sample_ratio(f"{kind}_ms", Sample(values[:, 0]), Sample(values[:, 1]), paired=True)
+    return found
 
 
 def tables(rows: Sequence[Row]) -> Iterator[str]:
-    """Yields the table of each rate: ours, and what the paper reports of its machine beside it."""
-    results = figures(rows)
-    head = ("requests", "TTFT ms", "baseline", "change (95 %)", "TPOT ms", "change (95 %)", "paper's TTFT")
-    for rate in dict.fromkeys(row["rate_rps"] for row in rows):
-        lines = [(f"{rate:g} rps", *head)]
-        for one in VARIANTS:
-            prefix = f"{rate:g} rps/{one.name}/"
-            own = {name.removeprefix(prefix): value for name, value in results.items() if name.startswith(prefix)}
-            if "ttft_ms" in own:
-                ttft, tpot = (f"{own['ttft_ms']:.1f}", f"{own['baseline_ttft_ms']:.1f}"), f"{own.get('tpot_ms', 0):.2f}"
-                changes = _change(own, "ttft"), _change(own, "tpot")
-                lines.append((one.title, f"{own['requests']:.0f}", *ttft, changes[0], tpot, changes[1], one.paper))
-        yield table(lines)
-    yield f"each row beside the baseline of its own rounds; paper's: its change against its baseline, {MACHINE}"
+    """Yields the table: ours, and what the paper reports of its machine beside it."""
+    head = ("requests/s", "", "requests", "TTFT ms", "baseline", "change (95 %)", "TPOT ms", "change (95 %)", "paper")
+    lines = [head]
+    for (rate, one), own in _groups(rows).items():
+        if ttft := (changes := _changes(own)).get("ttft"):
+            tpot = changes.get("tpot")
+            cells = (f"{ttft.b:.1f}", f"{ttft.a:.1f}", _change(ttft), f"{tpot.b:.2f}" if tpot else "-", _change(tpot))
+            lines.append((f"{rate:g}", one.title, str(len(own)), *cells, one.paper))
+    yield table(lines)
+    yield f"Each row beside the baseline of its own rounds; paper: its change of TTFT against its baseline, {MACHINE}"
     yield CANNOT
 
 
-def _change(own: Mapping[str, float], kind: str) -> str:
+def _change(found: Ratio | None) -> str:
     """`-12.3% (-15.0 to -9.1)`, or that no difference shows."""
-    name = f"{kind}_over_baseline"
-    if name not in own:
+    if found is None or found.ratio is None:
         return "-"
-    if f"{name}_low" not in own:
-        return f"{own[name] - 1:+.1%} (too few)"
-    low, high = (100 * (own[f"{name}_{end}"] - 1) for end in ("low", "high"))
-    return f"{own[name] - 1:+.1%} ({low:+.1f} to {high:+.1f}{', no difference shown' if low <= 0 <= high else ''})"
+    if found.low is None or found.high is None:
+        return f"{found.ratio - 1:+.1%} ({found.why})"
+    ends = f"{100 * (found.low - 1):+.1f} to {100 * (found.high - 1):+.1f}"
+    return f"{found.ratio - 1:+.1%} ({ends}{', no difference shown' if found.verdict == 'no difference shown' else ''})"

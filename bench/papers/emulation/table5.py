@@ -115,19 +115,22 @@ def check(device: StageDevice, others: Mapping[str, StageDevice], *, quick: bool
     Returns:
         Figures and rows of a result.
     """
-    load, seeds = Load(), QUICK_SEEDS if quick else SEEDS
-    parts: list[Iterator[Part]] = [
-        (against_print(name, emulated_table(device, load, READINGS[name].rates, seeds)) for name in READINGS),
-        iter([_other_numbers(device, load)]),
-        iter([] if quick else [sensitivity(device, others, load)]),
-    ]
     figures: dict[str, float] = {}
     rows: Rows = []
-    for text, more, raw in itertools.chain(*parts):
+    for text, more, raw in _parts(device, others, quick=quick):
         print(f"{text}\n", flush=True)
         figures |= {name: round(value, 4) for name, value in more.items()}
         rows += raw
     return figures, rows
+
+
+def _parts(device: StageDevice, others: Mapping[str, StageDevice], *, quick: bool) -> Iterator[Part]:
+    load, seeds = Load(), QUICK_SEEDS if quick else SEEDS
+    for name, reading in READINGS.items():
+        yield against_print(name, emulated_table(device, load, reading.rates, seeds))
+    yield _other_numbers(device, load)
+    if not quick:
+        yield sensitivity(device, others, load)
 
 
 # --- the table ----------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.analysis.compare import Compared, figures
-from bench.analysis.conditions import refusals
+from bench.analysis.conditions import refusals, warnings
 from bench.analysis.metrics import better
 from bench.analysis.ratios import Ratio, Verdict, plain_ratio
 from bench.analysis.results import Result, read_results
@@ -55,6 +55,12 @@ def test_another_flag_is_refused_and_more_requests_are_not(tmp_path):
 
     assert refusals(asked(preset="demo", requests=8, json="a"), asked(preset="demo", requests=30, json="b")) == []
     assert refusals(asked(preset="demo"), asked(preset="bench")) == ["--preset: A has demo, B has bench"]
+    assert warnings(asked(preset="demo", requests=8), asked(preset="demo", requests=30)) == [
+        "--requests: A has 8, B has 30"
+    ]
+    older = Result("", tmp_path, {}, {"kind": "real", "command": "epd-bench ttft --quick"}, ())
+    assert refusals(asked(preset="demo"), older) == []
+    assert warnings(asked(preset="demo"), older) == ["command: A has epd-bench ttft, B has epd-bench ttft --quick"]
 
 
 def test_figures_without_a_ratio_are_left_out_of_the_record() -> None:
