@@ -178,7 +178,7 @@ class Sample:
     @property
     def statistic(self) -> float:
         """Of the sample itself, scaled; NaN of an empty one."""
-        return self.scale * float(self.of_blocks(np.arange(self.blocks)))
+        return self.scale * float(self.of_blocks(np.arange(len(self.blocks)))) if self.counted else math.nan
 
     @property
     def counted(self) -> int:
@@ -191,30 +191,20 @@ class Sample:
         beyond = LEAST_BEYOND if self.percent is None else self.counted * min(self.percent, 100 - self.percent) / 100
         return self.counted >= LEAST and beyond >= LEAST_BEYOND
 
-    @property
-    def blocks(self) -> int:
-        """Blocks of n^(1/3) members."""
-        return max(1, round(math.pow(len(self.values), 2 / 3)))
+    @cached_property
+    def blocks(self) -> Values:
+        """[blocks, n^(1/3) neighbours], filled up with NaN."""
+        neighbours = max(1, round(len(self.values) ** (1 / 3)))
+        return np.append(self.values, np.full(-len(self.values) % neighbours, np.nan)).reshape(-1, neighbours)
 
     def of_blocks(self, drawn: NDArray[np.int64]) -> Values:
-        """The statistic of resamples. `drawn`: blocks by number, [..., number of blocks]."""
-        values, block = self._sorted
-        if not len(values):
-            return np.full(drawn.shape[:-1], np.nan)
-        times = (drawn[..., None] == np.arange(self.blocks)).sum(-2)[..., block]  # [..., values]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            if self.percent is None:
-                found: Values = (times @ values) / times.sum(-1)
-                return found
-        ranks = np.cumsum(times, axis=-1)
-        at = (ranks < np.ceil(ranks[..., -1:] * self.percent / 100)).sum(-1)
-        return np.where(ranks[..., -1] > 0, values[np.minimum(at, len(values) - 1)], np.nan)
-
-    @cached_property
-    def _sorted(self) -> tuple[Values, NDArray[np.int64]]:
-        """Values in ascending order, and the block of each."""
-        order = np.argsort(self.values, kind="stable")[: self.counted]  # NaN is last
-        return self.values[order], order * self.blocks // max(1, len(self.values))
+        """The statistic of resamples; NaN of one without any value. `drawn`: blocks by number, [..., blocks]."""
+        values = np.sort(self.blocks[drawn].reshape(*drawn.shape[:-1], -1))  # NaN is last
+        counted = np.isfinite(values).sum(-1)
+        if self.percent is None:
+            return np.asarray(np.nansum(values, -1) / counted)
+        rank = np.maximum(np.ceil(counted * self.percent / 100).astype(np.int64), 1)
+        return np.asarray(np.take_along_axis(values, rank[..., None] - 1, -1)[..., 0])
 
 
 def ratio_interval(other: Sample, base: Sample, *, paired: bool, seed: int = 0) -> tuple[float, float] | None:
@@ -233,7 +223,7 @@ def ratio_interval(other: Sample, base: Sample, *, paired: bool, seed: int = 0) 
         ratios: Values = scale * other.of_blocks(drawn[0]) / base.of_blocks(drawn[-1])
         return ratios
 
-    numbers = [np.arange(one.blocks) for one in ((other,) if paired else (other, base))]
+    numbers = [np.arange(len(one.blocks)) for one in ((other,) if paired else (other, base))]
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore", DegenerateDataWarning)  # of resamples without a ratio
         found = bootstrap(
