@@ -241,11 +241,14 @@ def phases(results: SweepResults, rate: float, figure: Figure) -> None:
             if not any(widths):
                 continue
             label = str(Phase.DECODE if phase is Phase.FIRST_STEP else phase)
-            look = {"color": colour, "hatch": hatch, "edgecolor": INK if hatch else "white", "label": label}
-            bars = ax.barh(range(len(stacks)), widths, 0.66, left, **look)
+            edge = INK if hatch else "white"
+            bars = ax.barh(
+                range(len(stacks)), widths, 0.66, left, color=colour, hatch=hatch, edgecolor=edge, label=label
+            )
             numbers = [f"{width:.0f}" if width > SMALL * longest and not hatch else "" for width in widths]
-            ink = "white" if colour in (BLUE, GREEN) else "black"
-            ax.bar_label(bars, numbers, label_type="center", fontsize=8, color=ink)
+            ax.bar_label(
+                bars, numbers, label_type="center", fontsize=8, color="white" if colour in (BLUE, GREEN) else "black"
+            )
             left = [begun + width for begun, width in zip(left, widths, strict=True)]
         ax.bar_label(bars, [f" {total:.0f}" for total in left], fontsize=8, fontweight="bold", color=INK)
         ax.set(xlabel="mean, ms", xlim=(0, longest * 1.1), ylim=(len(stacks) - 0.45, -0.55))
