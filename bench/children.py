@@ -99,11 +99,16 @@ def commands() -> Iterator[Message]:
 
 
 def answering() -> Callable[..., None]:
-    """In the child: a function that writes one line to the parent. Everything else that prints goes to the log."""
-    out = os.dup(1)
+    """In the child: a function that writes one line to the parent. Everything else that prints goes to the log.
+
+    The line is written whole: a bare `os.write` stops in the middle of a long one where a signal comes, or the io_uring
+    of an event loop that has just been closed (uvloop's), and the parent would wait for the rest until its deadline.
+    """
+    out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
 
     def answer(**message: Any) -> None:
-        os.write(out, json.dumps(message).encode() + b"\n")
+        out.write(json.dumps(message).encode() + b"\n")
+        out.flush()
 
     return answer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from bench.children import answering, commands
 
 if __name__ == "__main__":
@@ -11,5 +13,9 @@ if __name__ == "__main__":
     for command in told:
         if "fail" in command:
             raise SystemExit(command["fail"])
-        if not command.get("silent"):
+        if "interrupted_bytes" in command:
+            signal.signal(signal.SIGALRM, lambda *_: None)
+            signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+            answer(text="x" * command["interrupted_bytes"])
+        elif not command.get("silent"):
             answer(echo=command)

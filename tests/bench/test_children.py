@@ -35,3 +35,12 @@ def test_a_silent_child_is_not_waited_for_without_end():
         child.ask(0.05, silent=True)
 
     child.stop()
+
+
+def test_a_long_answer_comes_whole_whatever_interrupts_its_writing():
+    child = Child("tests.bench.echo_child", {})
+    child.hear()
+
+    assert len(child.ask(20.0, interrupted_bytes=4_000_000)["text"]) == 4_000_000
+
+    child.stop()
