@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from bench.goals import Goal
-from bench.micro.measurement import Measurement, Row, Usually, whole
-from bench.micro.rows import table_of
+from bench.micro.measurement import Measurement, Row, Usually, flag, in_turns, whole
+from bench.micro.rows import figure_table, table_of
 from store.arena import Arena
 
 SIZES = {"1m": 1_000_000, "8m": 1196 * 3584 * 2, "19m": 2691 * 3584 * 2}  # 1196 (720p), 2691 (1080p) tokens x 3584 fp16
@@ -36,16 +36,14 @@ BUFFERS = 5
 AGE = 3  # turns between a put and its get; small enough that eviction takes read features only
 
 
-def in_turns(variants: Mapping[str, Callable[[int], None]], turns: range) -> dict[str, list[float]]:
-    """Milliseconds of each variant in each turn from 0 on; negative turns are for warming up. The order is drawn."""
-    rng = np.random.default_rng(0)
+def timed(variants: Mapping[str, Callable[[int], None]], rounds: int, warm_up: int) -> dict[str, list[float]]:
+    """Milliseconds of each variant in so many turns, after those that warm up; each is given the turn's number."""
     taken_ms: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in turns:
-        for name in rng.permutation(list(variants)):
-            started = time.perf_counter()
-            variants[name](turn)
-            if turn >= 0:
-                taken_ms[name].append(round((time.perf_counter() - started) * 1e3, 4))
+    for turn, name in in_turns(list(variants), warm_up + rounds):
+        begun = time.perf_counter()
+        variants[name](turn)
+        if turn >= warm_up:
+            taken_ms[name].append(round((time.perf_counter() - begun) * 1e3, 4))
     return taken_ms
 
 
@@ -58,28 +56,21 @@ def median_ms(nbytes: int, rounds: int) -> dict[str, float]:
     shared = mmap.mmap(-1, span * PLACES)
     shared.write(bytes(span * PLACES))
     base = [np.frombuffer(shared, dtype=np.uint8)[place * span :][:nbytes] for place in range(PLACES)]
+
+    def put(arena: Arena, turn: int) -> None:
+        assert arena.put(f"feature-{turn}", next(sources), shape=(nbytes,), dtype="uint8")
+
+    def get(arena: Arena, turn: int) -> None:
+        assert arena.get_into(f"feature-{turn - AGE}", next(targets))
+
+    def lease(arena: Arena, turn: int) -> None:
+        held = arena.lease(f"feature-{turn - AGE}", verify=False)
+        assert held
+        held.release()
+
     with contextlib.ExitStack() as stack:
-
-        def arena(name: str, *, checksums: bool) -> Arena:
-            path = f"/dev/shm/epd-bench-{os.getpid()}-{name}"
-            stack.callback(Arena.unlink, path)
-            made = Arena.create(path, span * PLACES, checksums=checksums)
-            stack.callback(made.close)
-            return made
-
-        def put(arena: Arena, turn: int) -> None:
-            assert arena.put(f"feature-{turn}", next(sources), shape=(nbytes,), dtype="uint8")
-
-        def get(arena: Arena, turn: int) -> None:
-            assert arena.get_into(f"feature-{turn - AGE}", next(targets))
-
-        def lease(turn: int) -> None:
-            held = checked.lease(f"feature-{turn - AGE}", verify=False)
-            assert held
-            held.release()
-
-        checked, plain = arena("checked", checksums=True), arena("plain", checksums=False)
-        for turn in range(-AGE - rounds // 10, -rounds // 10):
+        checked, plain = (_arena(stack, span * PLACES, checksums=checksums) for checksums in (True, False))
+        for turn in range(-AGE, 0):
             put(checked, turn)
             put(plain, turn)
         variants: dict[str, Callable[[int], None]] = {
@@ -89,10 +80,19 @@ def median_ms(nbytes: int, rounds: int) -> dict[str, float]:
             "copy out": lambda turn: np.copyto(next(targets), base[(turn - AGE) % PLACES]),
             "get": lambda turn: get(checked, turn),
             "get, no checksum": lambda turn: get(plain, turn),
-            "lease": lease,
+            "lease": lambda turn: lease(checked, turn),
         }
-        taken_ms = in_turns(variants, range(-(rounds // 10), rounds - rounds // 10))
+        taken_ms = timed(variants, rounds - rounds // 10, warm_up=rounds // 10)
     return {name: float(np.median(taken)) for name, taken in taken_ms.items()}
+
+
+def _arena(stack: contextlib.ExitStack, size_bytes: int, *, checksums: bool) -> Arena:
+    """A new arena, gone at the end of the stack."""
+    path = f"/dev/shm/epd-bench-{os.getpid()}-{checksums}"
+    stack.callback(Arena.unlink, path)
+    made = Arena.create(path, size_bytes, checksums=checksums)
+    stack.callback(made.close)
+    return made
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
@@ -112,20 +112,13 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
 
 def tables(rows: Sequence[Row]) -> Iterable[str]:
     """Median milliseconds per size, and ratios to the plain copy."""
-    lines = [
-        {**row, **{f"{of} / {over}": row["median_ms"][of] / row["median_ms"][over] for of, over in RATIOS.values()}}
-        for row in rows
-    ]
     medians = {f"{name} ms": f"{{median_ms[{name}]:.3f}}" for name in rows[0]["median_ms"]}
-    over = {f"{of} / {base}": f"{{{of} / {base}:.2f}}" for of, base in RATIOS.values()}
-    yield table_of(lines, {"size": "{size}", **medians, **over})
+    yield table_of(rows, {"size": "{size}", **medians})
+    yield figure_table(figures(rows))
 
 
-def flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=whole(10), default=Usually(400, 100), help="turns per size (%(default)s)")
-
-
+FLAGS = {"--rounds": flag("turns per size", Usually(400, quick=100), whole(10))}
 MEASUREMENT = Measurement(
-    quick="100 turns per size", flags=flags, measure=measure, figures=figures, tables=tables, goals=GOALS
+    quick="100 turns per size", flags=FLAGS, measure=measure, figures=figures, tables=tables, goals=GOALS
 )
 add_arguments = MEASUREMENT.add_arguments

@@ -25,8 +25,8 @@ import numpy as np
 from bench.clients.process import SenderProcess
 from bench.clients.records import RequestRecord
 from bench.micro.charts import BLUE, VERMILLION, chart
-from bench.micro.colocation.mix import encode_body, numbered_image, stream_body
-from bench.micro.measurement import Measurement, Row, Usually, one_of, several, whole
+from bench.micro.colocation.mix import encode_body, stream_body
+from bench.micro.measurement import Measurement, Row, Usually, flag, one_of, several, whole
 from bench.micro.rows import grouped, table_of
 from bench.real_stages import (
     add_engine_flags,
@@ -39,7 +39,7 @@ from bench.real_stages import (
 )
 from bench.scratch import scratch
 from bench.served import served
-from bench.workloads.synthetic import text_body
+from bench.workloads.synthetic import demo_image, text_body
 from epd_serve.errors import StageError
 
 LAYOUT = "E-PD"
@@ -56,15 +56,17 @@ SATURATED = 0.9
 """Of a stage's best throughput."""
 
 
-def flags(parser: argparse.ArgumentParser) -> None:
-    add, sizes = parser.add_argument, Usually((1, 2, 4, 8, 16), quick=(1, 2, 4))
-    add("--sizes", type=several(whole(1, MOST)), metavar="N,…", default=sizes, help="requests under way (%(default)s)")
-    add("--stages", type=several(one_of(*STAGES)), default=tuple(STAGES), help=f"of {', '.join(STAGES)} (default all)")
-    add("--prompt", type=whole(), default=1024, help="tokens of a prompt of prefill (default %(default)s)")
-    add("--answer", type=whole(2), default=32, help="tokens of an answer of decode (default %(default)s)")
-    add("--side", type=whole(28), default=336, help="of an image, in pixels (default %(default)s)")
-    add_engine_flags(parser)
-    parser.set_defaults(turns=Usually(4, quick=2))  # requests of a point over its batch size
+FLAGS = {
+    "--sizes": flag(
+        "requests under way", Usually((1, 2, 4, 8, 16), quick=(1, 2, 4)), several(whole(1, MOST)), metavar="N,…"
+    ),
+    "--stages": flag("of them", tuple(STAGES), several(one_of(*STAGES))),
+    "--prompt": flag("tokens of a prompt of prefill", 1024, whole()),
+    "--answer": flag("tokens of an answer of decode", 32, whole(2)),
+    "--side": flag("of an image, in pixels", 336, whole(28)),
+}
+SETTINGS = {"turns": Usually(4, quick=2)}
+"""Requests of a point over its batch size."""
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
@@ -85,7 +87,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
 
 def bodies_of(stage: str, model: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Requests without end, none of which has anything that a cache could know."""
-    image = numbered_image(0, arguments.side)
+    image = demo_image(0, arguments.side).url
     kinds: dict[str, Callable[[int], dict[str, Any]]] = {
         "encode": lambda n: encode_body(model, image, f"batches {n}"),
         "prefill": lambda n: text_body(model, tokens=arguments.prompt, answer=1, stream=False, seed=n),
@@ -174,7 +176,9 @@ def draw(path: Path, rows: Sequence[Row], heading: str) -> None:
 
 MEASUREMENT = Measurement(
     quick="sizes 1,2,4, fewer requests of each",
-    flags=flags,
+    flags=FLAGS,
+    add_flags=add_engine_flags,
+    settings=SETTINGS,
     about=kind_of,
     measure=measure,
     figures=figures,

@@ -23,7 +23,7 @@ import httpx
 from bench.clients.sender import Flow, ask, send
 from bench.clients.target import Target, requests
 from bench.goals import Goal
-from bench.micro.measurement import Measurement, Row, Usually, whole
+from bench.micro.measurement import Measurement, Row, Usually, flag, whole
 from bench.micro.rows import table_of
 from bench.micro.started import started
 from bench.scratch import scratch
@@ -44,9 +44,10 @@ _INSTANCE = re.compile(r'instance="(\w+)"')
 GOALS = (Goal("encodes_for_64_duplicates", "==", 1), Goal("encodes_for_a_known_feature", "==", 0))
 
 
-def flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--clients", type=whole(), default=64, help="duplicates per round (default %(default)s)")
-    parser.add_argument("--rounds", type=whole(), default=Usually(10, quick=3), help="images (default %(default)s)")
+FLAGS = {
+    "--clients": flag("duplicates per round", 64, whole()),
+    "--rounds": flag("images", Usually(10, quick=3), whole()),
+}
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
@@ -141,5 +142,5 @@ def tables(rows: Sequence[Row]) -> Iterable[str]:
     yield table_of(rows, {name.replace("_", " "): f"{{{name}}}" for name in rows[0]})
 
 
-MEASUREMENT = Measurement(quick="3 images", flags=flags, measure=measure, figures=figures, tables=tables, goals=GOALS)
+MEASUREMENT = Measurement(quick="3 images", flags=FLAGS, measure=measure, figures=figures, tables=tables, goals=GOALS)
 add_arguments = MEASUREMENT.add_arguments

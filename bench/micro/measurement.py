@@ -7,8 +7,11 @@ Also the flags that measurements share: numbers and names in lists, and defaults
 from __future__ import annotations
 
 import argparse
+import os
+import random
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +21,9 @@ from bench.micro.charts import check_plot
 
 T = TypeVar("T")
 Row = dict[str, Any]
+Flag = Mapping[str, Any]
+
+LEAST_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -28,10 +34,12 @@ class Usually:
     quick: Any
 
     def __str__(self) -> str:
-        usual, quick = (
-            ",".join(map(str, one)) if isinstance(one, tuple) else str(one) for one in (self.usual, self.quick)
-        )
-        return f"{usual}, quick {quick}"
+        return "{}, quick {}".format(*map(listed, (self.usual, self.quick)))
+
+
+def listed(value: object) -> str:
+    """A default as its flag would be given."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def whole(least: int = 1, most: float = float("inf")) -> Callable[[str], int]:
@@ -68,6 +76,33 @@ def several(of: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
     return lambda text: tuple(dict.fromkeys(map(of, text.split(","))))
 
 
+def flag(help: str, default: Any = None, type: Callable[[str], Any] = str, **more: Any) -> Flag:
+    """A row of a measurement's table of flags: what `ArgumentParser.add_argument` takes. The default is in the help."""
+    shown = "" if default is None else f" (default {listed(default)})"
+    return {"help": f"{help}{shown}", "default": default, "type": type, **more}
+
+
+def in_turns(
+    kinds: Sequence[T], rounds: int, budget_s: float = float("inf"), shown: str = ""
+) -> Iterator[tuple[int, T]]:
+    """(round, kind): all kinds in each round, in an order drawn for it; what slows the machine down meets all alike.
+
+    Args:
+        budget_s: after so long no further round is begun, once there are `LEAST_ROUNDS`.
+        shown: what is measured, for a line after each round.
+    """
+    end = time.monotonic() + budget_s
+    for turn in range(rounds):
+        begun = time.monotonic()
+        if turn >= LEAST_ROUNDS and begun > end:
+            print(f"a slow or busy machine: {turn} rounds instead of {rounds}", flush=True)
+            return
+        yield from ((turn, kind) for kind in random.Random(turn).sample(kinds, len(kinds)))
+        if shown:
+            took_s, load = time.monotonic() - begun, os.getloadavg()[0]
+            print(f"{shown}: round {turn + 1} of {rounds}, {took_s:.0f} s (load {load:.1f})", flush=True)
+
+
 def _real(arguments: argparse.Namespace) -> Mapping[str, str]:
     return {"kind": "real"}
 
@@ -84,7 +119,9 @@ class Measurement:
         quick: what `--quick` cuts, for the help.
         measure: checks what it needs (raising ConfigError), then yields a row per sample, as soon as it has it.
         figures: from rows to named numbers. tables: from rows to what is printed; both pure.
-        flags: adds its own flags. about: what `env` says of the run: `kind`, a device.
+        flags: its own, by name; add_flags: adds those that it shares with other commands.
+        settings: what `--quick` lowers without a flag.
+        about: what `env` says of the run: `kind`, a device.
         goals: shown beside the figures. required: goals too; the command fails (exit 1) where one is missed.
         plot: draws the rows into a file, under a heading; there is a flag `--plot` then.
         also: what else is made of flags, rows and `env`.
@@ -94,7 +131,9 @@ class Measurement:
     measure: Callable[[argparse.Namespace], Iterator[Row]]
     figures: Callable[[Sequence[Row]], dict[str, float]]
     tables: Callable[[Sequence[Row]], Iterable[str]]
-    flags: Callable[[argparse.ArgumentParser], None] = _nothing
+    flags: Mapping[str, Flag] = field(default_factory=dict)
+    add_flags: Callable[[argparse.ArgumentParser], None] = _nothing
+    settings: Mapping[str, Usually] = field(default_factory=dict)
     about: Callable[[argparse.Namespace], Mapping[str, str]] = _real
     goals: tuple[Goal, ...] = ()
     required: tuple[Goal, ...] = ()
@@ -102,11 +141,13 @@ class Measurement:
     also: Callable[[argparse.Namespace, Sequence[Row], Mapping[str, Any]], None] = _nothing
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        self.flags(parser)
+        for name, told in self.flags.items():
+            parser.add_argument(*name.split(), **told)
+        self.add_flags(parser)
+        parser.set_defaults(run=self.run, **self.settings)
         if self.plot is not None:
             parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it there (needs matplotlib)")
         record.add_arguments(parser, self.quick)
-        parser.set_defaults(run=self.run)
 
     def run(self, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         """Measure, print, write, draw.

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from bench.micro.alone import seconds_to_ready
-from bench.micro.measurement import Measurement, Row, Usually, several, whole
+from bench.micro.measurement import Measurement, Row, Usually, flag, several, whole
 from bench.micro.rows import grouped, median, table_of
 from bench.record import ROOT, flatten
 from bench.served import served
@@ -45,10 +45,14 @@ IMPORT_ROUNDS = 3
 IMPORT_S = 300.0
 
 
-def flags(parser: argparse.ArgumentParser) -> None:
-    layouts = Usually(("TP1", "(E-PD)", "E-PD", "EP-D", "(E-P)-D", "E-P-D"), quick=("TP1", "(E-P)-D"))
-    parser.add_argument("--layouts", type=several(str), default=layouts, help="default %(default)s")
-    parser.add_argument("--rounds", type=whole(), default=Usually(3, quick=1), help="starts of each (%(default)s)")
+FLAGS = {
+    "--layouts": flag(
+        "comma-separated",
+        Usually(("TP1", "(E-PD)", "E-PD", "EP-D", "(E-P)-D", "E-P-D"), quick=("TP1", "(E-P)-D")),
+        several(str),
+    ),
+    "--rounds": flag("starts of each", Usually(3, quick=1), whole()),
+}
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
@@ -141,7 +145,7 @@ def tables(rows: Sequence[Row]) -> Iterable[str]:
 
 MEASUREMENT = Measurement(
     quick="one start each of the monolith and of (E-P)-D with its stages",
-    flags=flags,
+    flags=FLAGS,
     measure=measure,
     figures=figures,
     tables=tables,

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from bench.clients.records import RequestRecord
 from bench.clients.sender import ask
-from bench.micro.measurement import Measurement, Row, Usually, one_of, positive, several, whole
+from bench.micro.measurement import Measurement, Row, Usually, flag, one_of, positive, several, whole
 from bench.micro.ttft_figures import VARIANTS, WHOLE, figures, tables
 from bench.phases import DIRECT, DISAGGREGATED, MONOLITH, Milestone, groups, hidden, phases
 from bench.processes import cpu_seconds, since
@@ -51,17 +51,17 @@ class Target:
     milestones: tuple[Milestone, ...]
 
 
-def flags(parser: argparse.ArgumentParser) -> None:
-    add, variants, modes = parser.add_argument, tuple(VARIANTS), Usually(MODES, quick=MODES[:1])
-    add("--layouts", type=several(str), default=("TP1", "(E-P)-D"), help="comma-separated; ratios are to the first")
-    add("--mechanism", action="store_true", help="(E-P)-D with and without each part of the mechanism")
-    add("--without", type=several(one_of(*variants)), default=variants, help="with --mechanism: parts to take away")
-    add("--preset", choices=PRESETS, default="demo", help="the model")
-    add("--requests", type=whole(), default=Usually(30, quick=8), help="per target and mode (default %(default)s)")
-    add("--warmup", type=whole(0), default=5, help="requests per target before measuring")
-    add("--modes", type=several(one_of(*MODES)), default=modes, help="unique or repeated images (default %(default)s)")
-    add("--pause", type=positive, default=0.5, help="seconds between requests")
-    add("--size", type=whole(28), default=224, help="image width and height in pixels")
+FLAGS = {
+    "--layouts": flag("comma-separated; ratios are to the first", ("TP1", "(E-P)-D"), several(str)),
+    "--mechanism": {"help": "(E-P)-D with and without each part of the mechanism", "action": "store_true"},
+    "--without": flag("with --mechanism: parts to take away", tuple(VARIANTS), several(one_of(*VARIANTS))),
+    "--preset": flag("the model", "demo", choices=PRESETS),
+    "--requests": flag("per target and mode", Usually(30, quick=8), whole()),
+    "--warmup": flag("requests per target before measuring", 5, whole(0)),
+    "--modes": flag("of images", Usually(MODES, quick=MODES[:1]), several(one_of(*MODES))),
+    "--pause": flag("seconds between requests", 0.5, positive),
+    "--size": flag("image width and height in pixels", 224, whole(28)),
+}
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
@@ -165,7 +165,7 @@ def about(arguments: argparse.Namespace) -> dict[str, str]:
 
 MEASUREMENT = Measurement(
     quick="8 requests per target, new images only",
-    flags=flags,
+    flags=FLAGS,
     about=about,
     measure=measure,
     figures=figures,

@@ -28,10 +28,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import os
-import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +39,8 @@ import numpy as np
 from bench.clients.process import SenderProcess
 from bench.goals import Goal
 from bench.micro.colocation.figures import E_P_D, E_PD, E_PD_SHARES, EP_D, SHARES, TP1, figures, tables
-from bench.micro.colocation.mix import Mix, stream_body
-from bench.micro.colocation.storm import Storm
-from bench.micro.measurement import Measurement, Row, Usually, whole
+from bench.micro.colocation.mix import Mix, storm, stream_body
+from bench.micro.measurement import Measurement, Row, Usually, flag, in_turns, whole
 from bench.processes import cpu_seconds
 from bench.real_stages import (
     add_engine_flags,
@@ -65,7 +62,6 @@ STORM_LEAD_S = 1.0
 """A storm has lasted so long before the stream begins."""
 STREAMS = 2
 """Answers of the decode stream, one after the other, of each half of a storm's round."""
-LEAST_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -85,17 +81,15 @@ GROUPS = {
 SAME = tuple(Goal(f"same_tokens/{name}", "==", 1, "as the first layout's") for name in (E_PD, E_P_D))
 
 
-def flags(parser: argparse.ArgumentParser) -> None:
-    add, requests = parser.add_argument, Usually(24, quick=12)
-    add("--rounds", type=whole(), default=Usually(9, quick=3), help="rounds of each comparison (default %(default)s)")
-    add(
-        "--requests", type=whole(2), default=requests, help="of a round, two thirds with an image (default %(default)s)"
-    )
-    add("--concurrency", "--at-once", type=whole(), default=6, help="requests under way in a round")
-    add("--answer", type=whole(2), default=32, help="tokens of an answer in a round")
-    add("--only", choices=tuple(GROUPS), help="pd: the layouts without a D of its own; d: those with one")
-    add_engine_flags(parser)
-    parser.set_defaults(budget_s=Usually(360.0, quick=75.0))  # no further round of a kind then, once there are two
+FLAGS = {
+    "--rounds": flag("rounds of each comparison", Usually(9, quick=3), whole()),
+    "--requests": flag("of a round, two thirds with an image", Usually(24, quick=12), whole(2)),
+    "--concurrency --at-once": flag("requests under way in a round", 6, whole()),
+    "--answer": flag("tokens of an answer in a round", 32, whole(2)),
+    "--only": flag("pd: the layouts without a D of its own; d: those with one", choices=tuple(GROUPS)),
+}
+SETTINGS = {"budget_s": Usually(360.0, quick=75.0)}
+"""No further round of a kind then, once there are two."""
 
 
 def mix_of(arguments: argparse.Namespace) -> Mix:
@@ -122,23 +116,12 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
                 yield from same_tokens(launches, mix)
                 for launch in launches:
                     play(sender, launch, launches, mix, seed=1000, turn=-1)  # kernels, connections, first-time imports
-                yield from in_turns(launches, lambda one, turn: play(sender, one, launches, mix, turn, turn), arguments)  # noqa: B023
+                names, budget_s = ", ".join(one.name for one in launches), arguments.budget_s
+                for turn, launch in in_turns(launches, arguments.rounds, budget_s, names):
+                    yield play(sender, launch, launches, mix, turn, turn)
                 colocated = [one for one in launches if one.stage_url("E") and group is GROUPS["pd"]]
-                yield from in_turns(colocated, lambda one, turn: in_a_storm(sender, one, mix, turn), arguments)
-
-
-def in_turns(
-    launches: Sequence[Served], measured: Callable[[Served, int], Row], arguments: argparse.Namespace
-) -> Iterator[Row]:
-    """All rounds of a kind, or those that fit into the budget; the order changes from round to round."""
-    begun = time.monotonic()
-    for turn in range(arguments.rounds if launches else 0):
-        if turn >= LEAST_ROUNDS and time.monotonic() - begun > arguments.budget_s:
-            print(f"a slow or busy machine: {turn} rounds instead of {arguments.rounds}", flush=True)
-            break
-        for launch in random.Random(turn).sample(list(launches), len(launches)):
-            yield measured(launch, turn)
-        print(f"round {turn}: {time.monotonic() - begun:.0f} s (load {os.getloadavg()[0]:.1f})", flush=True)
+                for turn, launch in in_turns(colocated, arguments.rounds, budget_s, "in a storm" * bool(colocated)):
+                    yield in_a_storm(sender, launch, mix, turn)
 
 
 def same_tokens(launches: Sequence[Served], mix: Mix) -> Iterator[Row]:
@@ -197,7 +180,7 @@ def in_a_storm(sender: SenderProcess, launch: Served, mix: Mix, turn: int) -> Ro
         return round(float(np.mean([tpot_s(one, answer) for one in records])) * 1e3, 3)
 
     solo_ms = stream_ms() if turn % 2 == 0 else None
-    with Storm(encoder, launch.model, side=mix.side, concurrency=STORM_CONCURRENCY) as storm:
+    with storm(encoder, launch.model, side=mix.side, concurrency=STORM_CONCURRENCY) as run:
         time.sleep(STORM_LEAD_S)
         storm_ms = stream_ms()
     return {
@@ -206,13 +189,15 @@ def in_a_storm(sender: SenderProcess, launch: Served, mix: Mix, turn: int) -> Ro
         "storm": True,
         "solo_tpot_ms": stream_ms() if solo_ms is None else solo_ms,
         "storm_tpot_ms": storm_ms,
-        "encodes_per_s": round(storm.per_second, 3),
+        "encodes_per_s": round(sum(one.ok for one in run.rows) / (run.ended_s - run.begun_s), 3),
     }
 
 
 MEASUREMENT = Measurement(
     quick="3 rounds of 12 requests, within 8 minutes",
-    flags=flags,
+    flags=FLAGS,
+    add_flags=add_engine_flags,
+    settings=SETTINGS,
     about=kind_of,
     measure=measure,
     figures=figures,

@@ -1,26 +1,29 @@
-"""What is sent to stages that compute for real, all different: the requests of a round, images, encodes alone."""
+"""What is sent to stages that compute for real, all different: the requests of a round, and a storm of images."""
 
 from __future__ import annotations
 
-import base64
-import functools
+import contextlib
 import hashlib
-import io
 import random
+import secrets
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from PIL.Image import Image
+from bench.clients.records import Outcome
+from bench.clients.sender import Flow, Run, Sender
+from bench.clients.target import requests
+from bench.workloads.synthetic import QUESTION, demo_image, text_body
+from deploy import event_loop
+from epd_serve.errors import StageError
 
-from bench.workloads.synthetic import text_body
-from epd_serve.demo.pictures import draw, scene
-
-QUESTION = "What is in the picture?"
 EVERY_TOKEN = {"ignore_eos": True, "return_token_ids": True}
 """Answers as long as asked for, and an event for each token: random weights also give tokens that have no text, and of
 those vLLM sends nothing before the answer ends unless the client wants their ids."""
-
-DRAWN = 4
+STORM_IMAGES = 2000
+"""More than an encoder gets through in a storm: none is known to it."""
+STORM_LIMIT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -42,17 +45,12 @@ class Mix:
 
     def bodies(self, model: str, seed: int) -> list[dict[str, Any]]:
         """The same ones for the same seed, with images and texts in a drawn order."""
-        kinds = [place < self.images for place in range(self.requests)]
-        random.Random(seed).shuffle(kinds)
         numbers = range(seed * self.requests, (seed + 1) * self.requests)
-        return [self._body(model, number, image) for number, image in zip(numbers, kinds, strict=True)]
-
-    def _body(self, model: str, number: int, image: bool) -> dict[str, Any]:
-        body = stream_body(model, number, self.prompt, self.answer)
-        if image:
-            shown = {"type": "image_url", "image_url": {"url": numbered_image(number, self.side)}}
-            body["messages"] = [{"role": "user", "content": [shown, {"type": "text", "text": QUESTION}]}]
-        return body
+        bodies = [stream_body(model, number, self.prompt, self.answer) for number in numbers]
+        for place in random.Random(seed).sample(range(self.requests), self.images):
+            shown = {"type": "image_url", "image_url": {"url": demo_image(numbers[place], self.side).url}}
+            bodies[place]["messages"] = [{"role": "user", "content": [shown, {"type": "text", "text": QUESTION}]}]
+        return bodies
 
 
 def stream_body(model: str, number: int, prompt: int, answer: int) -> dict[str, Any]:
@@ -67,19 +65,30 @@ def encode_body(model: str, url: str, name: str) -> dict[str, Any]:
     return {"model": model, "messages": [{"role": "user", "content": [part]}], "max_tokens": 1, "stream": False}
 
 
-def numbered_image(number: int, side: int) -> str:
-    """An image that no other number gives, as a data URL: one of a few, its number written in its corner pixels.
+@contextlib.contextmanager
+def storm(encoder: str, model: str, *, side: int, concurrency: int) -> Iterator[Run]:
+    """Images that storm an encoder (its URL) past the proxy: so many under way at any time, until the context ends.
 
-    To draw an image takes as long as to encode a small one, and one core of two is not to be busy with that.
+    Every image has a name of its own, so that each is encoded; its pixels are the same. Sent from a thread of the
+    measuring process, which has nothing else to do meanwhile. The run is over, and its records are all there, when the
+    context has been left.
+
+    Raises:
+        StageError: on leaving, when an answer was not good.
     """
-    image = _drawn(number % DRAWN, side).copy()
-    for bit in range(24):
-        image.putpixel((bit, 0), (255, 255, 255 - (number >> bit & 1)))
-    data = io.BytesIO()
-    image.save(data, "PNG", compress_level=1)
-    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
-
-
-@functools.cache
-def _drawn(seed: int, side: int) -> Image:
-    return draw(scene(seed), side)
+    image, name = demo_image(0, side).url, secrets.token_hex(4)
+    flow = Flow(
+        requests(encode_body(model, image, f"storm {name} {number}") for number in range(STORM_IMAGES)),
+        concurrency=concurrency,
+        duration_s=STORM_LIMIT_S,
+    )
+    sender = Sender(encoder, realtime=False)
+    with ThreadPoolExecutor(1) as thread:
+        under_way = thread.submit(event_loop.run, sender.run(flow))
+        try:
+            yield sender.result
+        finally:
+            sender.result.stopped = "the storm is over"  # what is under way is answered
+            rows = under_way.result().rows
+    if bad := [one for one in rows if not one.ok and one.outcome is not Outcome.CANCELLED]:
+        raise StageError(f"{encoder} in a storm of images: {bad[0].fault}: {bad[0].error}", stage=encoder)

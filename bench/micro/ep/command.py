@@ -3,7 +3,7 @@
 Real: the features' bytes ([tokens, 3584] fp16, random), an encoder and a prefill process per mode with the stages' own
 producer and consumer, their threads and sockets, the arena, Mooncake with its master over TCP on loopback. No vision
 tower runs and no language model: P's compute is emulated, as a scheduling latency during which its engine thread waits
-for the device and asks for nothing (`bench/micro/ep/prefill.py`). Models of P:
+for the device and asks for nothing (`bench/micro/ep/stages.py`). Models of P:
 
     waiting     the request waits already: the bare transfer, nothing to hide behind
     idle        P is idle; what passes until the request reaches its scheduler is E's answer, the proxy, P's API
@@ -24,16 +24,15 @@ like the paper's, and is no claim to be faster than it. All modes take turns wit
 from __future__ import annotations
 
 import argparse
-import random
-import time
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bench.goals import Goal
 from bench.micro import arena
 from bench.micro.ep import mooncake_get
-from bench.micro.ep.links import MODES, WAITING, Link, links
-from bench.micro.measurement import Measurement, Row, Usually, one_of, several, whole
+from bench.micro.ep.links import MODES, WAITING, links
+from bench.micro.measurement import Measurement, Row, Usually, flag, in_turns, one_of, several, whole
 from bench.micro.rows import grouped, spread, table_of
 from bench.papers.printed import TABLE_3
 from bench.scratch import scratch
@@ -46,7 +45,7 @@ IDLE_S = 0.0132
 BUSY = "busy"
 EVENT_TOKENS = 1
 EVENTS_EVERY_S = 0.005
-LEAST_ROUNDS = 2
+KIND = "real processes, bytes, sockets and stores; emulated prefill (scheduling latency)"
 GOALS = (
     Goal("overlap_1080p_arena", ">=", 0.99, "the paper's 100 %, within the resolution of a measurement"),
     Goal("overlap_4k_arena", ">=", 0.9978, "the paper's 99.78 %"),
@@ -59,13 +58,17 @@ GOALS = (
 )
 
 
-def flags(parser: argparse.ArgumentParser) -> None:
-    add, rounds, images = parser.add_argument, Usually(12, quick=4), tuple(IMAGES)
-    add("--rounds", type=whole(), default=rounds, help="features per image, mode and model of P (default %(default)s)")
-    add("--pictures", type=several(one_of(*images)), default=images, help=f"of {','.join(images)} (default all)")
-    add("--modes", type=several(one_of(*MODES)), help=f"of {','.join(MODES)} (default all that are installed)")
-    parser.set_defaults(budget_s=Usually(86_400.0, quick=40.0), turns=Usually(400, quick=100))
-    parser.set_defaults(events=Usually(2000, quick=300), factors=Usually((1.0, 0.7, 1.3), quick=(1.0,)))
+FLAGS = {
+    "--rounds": flag("features per image, mode and model of P", Usually(12, quick=4), whole()),
+    "--pictures": flag("of them", tuple(IMAGES), several(one_of(*IMAGES))),
+    "--modes": flag(f"of {','.join(MODES)} (default all that are installed)", type=several(one_of(*MODES))),
+}
+SETTINGS = {
+    "budget_s": Usually(86_400.0, quick=40.0),
+    "turns": Usually(400, quick=100),
+    "events": Usually(2000, quick=300),
+    "factors": Usually((1.0, 0.7, 1.3), quick=(1.0,)),
+}
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
@@ -98,9 +101,8 @@ def prefill_models(factors: Sequence[float]) -> dict[str, dict[str, float]]:
 
 def transfers(modes: Sequence[str], arguments: argparse.Namespace) -> Iterator[Row]:
     """Rows of features sent in every mode, and of `event_ms`: from the put in E to P having the event in hand."""
-    begun, chance = time.monotonic(), random.Random(0)
     tokens = {image: IMAGES[image].tokens for image in arguments.pictures}
-    models = prefill_models(arguments.factors)
+    models = {WAITING: dict.fromkeys(IMAGES, 0.0), **prefill_models(arguments.factors)}
     keys = [f"burst-{number}" for number in range(arguments.events)]
     with scratch() as folder, links(modes, [EVENT_TOKENS, *tokens.values()], folder) as opened:
         for link in opened:
@@ -108,27 +110,11 @@ def transfers(modes: Sequence[str], arguments: argparse.Namespace) -> Iterator[R
                 link.encode(keys, EVENT_TOKENS, EVENTS_EVERY_S)
             for image in tokens:  # each size once, unmeasured: page tables, buffers
                 link.send(image, tokens[image], WAITING, 0.0, -1)
-        for turn in range(arguments.rounds):
-            if turn >= LEAST_ROUNDS and time.monotonic() > begun + arguments.budget_s:
-                print(f"a slow or busy machine: {turn} rounds instead of {arguments.rounds}")
-                break
-            for image in chance.sample(list(tokens), len(tokens)):
-                yield from _turn(opened, image, tokens[image], models, turn, chance)
+        cases = [*itertools.product(tokens, models, opened)]
+        for turn, (image, model, link) in in_turns(cases, arguments.rounds, arguments.budget_s):
+            yield link.send(image, tokens[image], model, models[model][image], turn)
         if "arena" in modes:
             yield from ({"event_ms": round(ms, 4)} for ms in event_latencies_ms(read_stamps(folder / "arena"), keys))
-
-
-def _turn(
-    opened: Sequence[Link],
-    image: str,
-    tokens: int,
-    models: Mapping[str, Mapping[str, float]],
-    turn: int,
-    chance: random.Random,
-) -> Iterator[Row]:
-    for model in (WAITING, *models):
-        for link in chance.sample(list(opened), len(opened)):
-            yield link.send(image, tokens, model, models[model][image] if model in models else 0.0, turn)
 
 
 def event_latencies_ms(stamps: Sequence[Stamp], keys: Sequence[str]) -> list[float]:
@@ -199,14 +185,11 @@ def _printed(cell: Mapping[str, Any], name: str, spec: str) -> str:
     return f"{getattr(IMAGES[cell['image']], name):{spec}}" if cell["model"] == BUSY else ""
 
 
-def about(arguments: argparse.Namespace) -> dict[str, str]:
-    return {"kind": "real processes, bytes, sockets and stores; emulated prefill (scheduling latency)"}
-
-
 MEASUREMENT = Measurement(
     quick="4 rounds, 2 on a slow machine, without the sensitivity of the emulated latency",
-    flags=flags,
-    about=about,
+    flags=FLAGS,
+    settings=SETTINGS,
+    about=lambda arguments: {"kind": KIND},
     measure=measure,
     figures=figures,
     tables=tables,

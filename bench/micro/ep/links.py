@@ -13,8 +13,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from bench.children import Child, Message
+from bench.children import Child
 from bench.micro.ep.mooncake_get import master
 from bench.micro.measurement import Row
 from bench.papers.printed import HIDDEN_SIZE
@@ -35,16 +36,16 @@ WAIT_S = 20.0
 START_S = 120.0
 WARM_TRIES = 20
 WARM_S = 1.0
+QUIET = {"MC_LOG_LEVEL": "ERROR", "MC_TCP_BIND_ADDRESS": "127.0.0.1"}
 
 
 @dataclass
 class Link:
-    """An encoder process and a prefill process of one mode. `traces`: folder of their stamps."""
+    """An encoder process and a prefill process of one mode."""
 
     mode: str
     encoder: Child
     prefill: Child
-    traces: Path
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def send(self, image: str, tokens: int, model: str, scheduling_s: float, turn: int, limit_s: float = WAIT_S) -> Row:
@@ -57,26 +58,24 @@ class Link:
             StageError: the feature did not arrive, or its announcement did not within `limit_s` (synchronous modes).
         """
         key = f"{self.mode}-{image}-{next(self._numbers)}"
-        synchronous = self.mode.startswith("sync_")
-        if synchronous or model == WAITING:
-            at = scheduling_s if synchronous else 0.0
-            self.prefill.tell(admit=key, key=key, at=at, synchronous=synchronous, limit_s=limit_s)
-            assert self.prefill.hear()["armed"]
+        synchronous, waiting = self.mode.startswith("sync_"), model == WAITING
+        if synchronous or waiting:
+            self._arm(key, key, scheduling_s if synchronous else 0.0, synchronous=synchronous, limit_s=limit_s)
             encoded = self.encode([key], tokens)
-            admission = self.prefill.hear()
         else:
             encoded = self.encode([key], tokens)
-            admission = self._admit(key, key, encoded + scheduling_s)
+            self._arm(key, key, encoded + scheduling_s)
+        admission = self.prefill.hear()
         if not admission["heard"]:
             raise StageError(f"{self.mode}: {image} was not announced within {limit_s:g} s", stage=self.mode)
         # As long a wait as before: a thread that slept long wakes later, and that is not the transfer's doing.
-        local = self._admit(f"{key}-local", key, time.monotonic() + max(LOCAL_AFTER_S, scheduling_s))
+        self._arm(f"{key}-local", key, time.monotonic() + max(LOCAL_AFTER_S, scheduling_s))
+        local = self.prefill.hear()
         self.prefill.ask(release=[key, f"{key}-local"])
         if not admission["local"]:
             raise StageError(f"{self.mode}: the feature of {image} did not arrive", stage=self.mode)
         exposed_s = admission["admitted"] - (encoded + scheduling_s)
-        if model != WAITING:
-            exposed_s -= local["admitted"] - local["request_at"]
+        exposed_s -= 0.0 if waiting else local["admitted"] - local["request_at"]
         return {
             "mode": self.mode,
             "picture": image,
@@ -84,7 +83,7 @@ class Link:
             "prefill": model,
             "round": turn,
             "scheduling_ms": round(scheduling_s * 1e3, 4),
-            "transfer_ms" if model == WAITING else "exposed_ms": round(exposed_s * 1e3, 4),
+            "transfer_ms" if waiting else "exposed_ms": round(exposed_s * 1e3, 4),
             "load_ms": round(local["load_s"] * 1e3, 4),
         }
 
@@ -103,36 +102,39 @@ class Link:
                 if attempt == WARM_TRIES - 1:
                     raise
 
-    def _admit(self, request: str, key: str, at: float) -> Message:
-        self.prefill.tell(admit=request, key=key, at=at, synchronous=False)
-        assert self.prefill.hear()["armed"]
-        return self.prefill.hear()
+    def _arm(self, request: str, key: str, at: float, *, synchronous: bool = False, limit_s: float = WAIT_S) -> None:
+        """Have a request wait for `key` from `at` on: a moment, or so long after the announcement."""
+        pooled = "mooncake" in self.mode
+        self.prefill.ask(admit=request, key=key, at=at, synchronous=synchronous, pooled=pooled, limit_s=limit_s)
 
 
 @contextlib.contextmanager
 def links(modes: Sequence[str], tokens: Sequence[int], scratch: Path) -> Iterator[list[Link]]:
     """Make the arenas and start both processes of every mode, all at once, and send a first feature through each.
 
+    The stamps of a link are in the folder of its mode.
+
     Raises:
         ConfigError: /dev/shm is too small, or Mooncake is not installed; before anything is started.
     """
     capacity = int(max(tokens) * HIDDEN_SIZE * 2 * SLACK)
-    hosts = {host for mode in modes for host in (("e", "p") if "mooncake" in mode else ("one",))}
-    paths = {host: f"/dev/shm/epd-bench-{os.getpid()}-{host}" for host in hosts}
+    hosts = {mode: ("e", "p") if "mooncake" in mode else ("one", "one") for mode in modes}
+    paths = {host: f"/dev/shm/epd-bench-{os.getpid()}-{host}" for both in hosts.values() for host in both}
     needed_mib, free = len(paths) * capacity >> 20, free_mib(Path("/dev/shm"))
     if needed_mib > free:
         raise ConfigError(f"/dev/shm has {free} MiB free, {needed_mib} are needed: leave 4k out of --pictures")
     with contextlib.ExitStack() as stack:
-        address = stack.enter_context(master()) if "e" in hosts else ""
+        address = stack.enter_context(master()) if "e" in paths else ""
         for path in paths.values():
             stack.callback(Arena.unlink, path)
             stack.callback(Arena.create(path, capacity, prefault=False).close)
         opened = []
-        for mode in modes:
-            pooled = (
-                (paths["e"], paths["p"], address, capacity) if "mooncake" in mode else (paths["one"],) * 2 + ("", 0)
-            )
-            opened.append(_link(mode, *pooled, tokens, scratch, stack))
+        for mode, (e, p) in hosts.items():
+            (scratch / mode).mkdir()
+            pool = (address, capacity) if "mooncake" in mode else ("", 0)
+            to_e, to_p = wirings(mode, paths[e], paths[p], f"{scratch}/{mode}", *pool)
+            encoder = _child(stack, to_e, tokens=tokens, hidden=HIDDEN_SIZE)
+            opened.append(Link(mode, encoder, _child(stack, to_p, announced=to_e.publish)))
         for link in opened:
             link.encoder.hear(START_S)
             link.prefill.hear(START_S)
@@ -143,49 +145,38 @@ def links(modes: Sequence[str], tokens: Sequence[int], scratch: Path) -> Iterato
         yield opened
 
 
-def _link(
-    mode: str,
-    encoder_arena: str,
-    prefill_arena: str,
-    address: str,
-    segment_bytes: int,
-    tokens: Sequence[int],
-    scratch: Path,
-    stack: contextlib.ExitStack,
-) -> Link:
-    traces, socket = scratch / mode, f"ipc://{scratch}/{mode}.sock"
-    traces.mkdir()
+def _child(stack: contextlib.ExitStack, wiring: StageWiring, **config: Any) -> Child:
+    child = Child("bench.micro.ep.stages", {"wiring": wiring.to_json(), **config}, QUIET)
+    stack.callback(child.stop)
+    return child
+
+
+def wirings(
+    mode: str, encoder_arena: str, prefill_arena: str, folder: str, master: str, segment_bytes: int
+) -> tuple[StageWiring, StageWiring]:
+    """Of E and P, as the launcher would wire them. `folder`: for their stamps. `master`: of Mooncake, or ""."""
+    synchronous, socket = mode.startswith("sync_"), f"ipc://{folder}.sock"
+    both: dict[str, Any] = {"incarnation": "bench", "mooncake_master": master}
     encoder = StageWiring(
         instance="E0",
         role=Role.E,
-        incarnation="bench",
         arena=encoder_arena,
         arena_id=encoder_arena,
         publish=socket,
-        mooncake_master=address,
-        mooncake_segment_bytes=segment_bytes,
-        trace_path=str(traces / "E0.jsonl"),
+        mooncake_segment_bytes=segment_bytes,  # P has none: every byte comes from E's host
+        trace_path=f"{folder}/E0.jsonl",
+        **both,
     )
-    synchronous = mode.startswith("sync_")
     prefill = StageWiring(
         instance="P0",
         role=Role.P,
-        incarnation="bench",
         arena=prefill_arena,
         arena_id=prefill_arena,
         events={} if synchronous else {"E0": socket},
         feature_prefetch="demand" if synchronous else "event",
-        publish=f"ipc://{scratch}/{mode}.p.sock",
-        mooncake_master=address,
+        publish=f"ipc://{folder}.p.sock",
         feature_wait_s=WAIT_S,
-        trace_path=str(traces / "P0.jsonl"),
+        trace_path=f"{folder}/P0.jsonl",
+        **both,
     )
-    configs = {
-        "encoder": {"wiring": encoder.to_json(), "tokens": list(tokens), "hidden": HIDDEN_SIZE},
-        "prefill": {"wiring": prefill.to_json(), "announced": socket, "pooled": bool(address)},
-    }
-    quiet = {"MC_LOG_LEVEL": "ERROR", "MC_TCP_BIND_ADDRESS": "127.0.0.1"}
-    children = {name: Child(f"bench.micro.ep.{name}", config, quiet) for name, config in configs.items()}
-    for child in children.values():
-        stack.callback(child.stop)
-    return Link(mode, children["encoder"], children["prefill"], traces)
+    return encoder, prefill

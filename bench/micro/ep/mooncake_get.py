@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from bench.children import Child, Message, answering, commands
-from bench.micro.arena import in_turns
+from bench.micro.arena import timed
 from bench.micro.started import started
 from bench.scratch import scratch
 from deploy.pool_master import mooncake_command
@@ -78,21 +78,26 @@ def main() -> None:
     """One of the two processes."""
     answer, orders = answering(), commands()
     config = next(orders)
-    if not config["own"]:
-        answer(**_read_all(config))
-        return
-    nbytes = config["nbytes"]
-    segment = 2 * len(KEYS) * (nbytes + TRAILER_BYTES)
+    if config["own"]:
+        _own(config, answer, orders)
+    else:
+        answer(**_read(config))
+
+
+def _own(config: Message, answer: Callable[..., None], orders: Iterator[Message]) -> None:
+    """Until the end of its input."""
+    segment = 2 * len(KEYS) * (config["nbytes"] + TRAILER_BYTES)
     store = MooncakeStore.connect(MooncakeConfig(master=config["master"], segment_bytes=segment))
-    for key, value in zip(KEYS, np.random.default_rng(0).integers(0, 255, (len(KEYS), nbytes), np.uint8), strict=True):
-        store.put(key, value, shape=(nbytes,), dtype="uint8")
+    rng = np.random.default_rng(0)
+    for key in KEYS:
+        store.put(key, rng.integers(0, 255, config["nbytes"], np.uint8), shape=(config["nbytes"],), dtype="uint8")
     answer(ready=True)
     for _ in orders:
-        pass  # until the end of its input
+        pass
     store.close()
 
 
-def _read_all(config: Message) -> dict[str, list[float]]:
+def _read(config: Message) -> dict[str, list[float]]:
     nbytes, mooncake = config["nbytes"], MooncakeConfig(master=config["master"])
     store, target = MooncakeStore.connect(mooncake), _memory(nbytes)
     store.register(target.ctypes.data, target.nbytes)
@@ -119,7 +124,7 @@ def _read_all(config: Message) -> dict[str, list[float]]:
         "fetch": lambda turn: fetch(turn, verify=True),
         "fetch, no checksum": lambda turn: fetch(turn, verify=False),
     }
-    taken_ms = in_turns(variants, range(-len(KEYS), config["rounds"]))  # each value once before it counts
+    taken_ms = timed(variants, config["rounds"], warm_up=len(KEYS))  # each value once before it counts
     raw.close()
     store.close()
     return taken_ms

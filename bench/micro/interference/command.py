@@ -14,9 +14,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import random
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,32 +24,33 @@ from typing import Any
 import numpy as np
 
 from bench.micro.interference import heat_map
-from bench.micro.interference.processes import FLAG, OperatorProcess, orders_of, parse_shares
+from bench.micro.interference.processes import FLAG, OperatorProcess, Span, orders_of, parse_shares
 from bench.micro.interference.windows import latency_s, means_by_needs, overlapping, profile_of, windows
-from bench.micro.measurement import Measurement, Row, Usually, positive, several, whole
-from bench.micro.rows import figure_table, grouped, table_of
+from bench.micro.measurement import Measurement, Row, Usually, flag, in_turns, positive, several, whole
+from bench.micro.rows import figure_table, table_of
 from bench.record import flatten
 from epd_serve.errors import ConfigError, StageError
 from npu_ops.discovery import DiscoveryError, discover
 from npu_ops.interference import Operator, default_sizes, operators, shares_of_best
-from npu_ops.interference_profile import InterferenceMap, InterferenceProfile, Shares
+from npu_ops.interference_profile import InterferenceProfile, Shares
 from npu_ops.properties import read_properties
 
 LEAD_S = 0.1
 """Both run for so long before anything counts."""
-TRIES = 6
-"""A window to which a process came late, or in which it finished too little, is repeated at twice the length."""
+LONGEST_TIMES = 32
+"""A window to which a process came late, or in which it finished too little, is repeated at twice the length until it
+is so many times as long."""
 SPARE_S = 60.0
 
 
-def flags(parser: argparse.ArgumentParser) -> None:
-    add, seconds = parser.add_argument, Usually(1.0, quick=0.4)
-    add("--device", choices=("auto", "npu", "cuda", "cpu"), default="auto", help="what to measure")
-    add("--operators", type=several(str), help="comma-separated (default: all that the device has)")
-    add(FLAG, type=parse_shares, metavar="A,B", help="measure with these shares of the cores as well, such as 0.5,0.5")
-    add("--rounds", type=whole(), default=Usually(5, quick=1), help="measurements of every pair (default %(default)s)")
-    add("--seconds", type=positive, default=seconds, help="length of each measurement (default %(default)s)")
-    add("--profile", type=Path, metavar="FILE", help="save the profile there (JSON), for placement")
+FLAGS = {
+    "--device": flag("what to measure", "auto", choices=("auto", "npu", "cuda", "cpu")),
+    "--operators": flag("comma-separated (default: all that the device has)", type=several(str)),
+    FLAG: flag("measure with these shares of the cores as well, such as 0.5,0.5", type=parse_shares, metavar="A,B"),
+    "--rounds": flag("measurements of every pair", Usually(5, quick=1), whole()),
+    "--seconds": flag("length of each measurement", Usually(1.0, quick=0.4), positive),
+    "--profile": flag("save the profile there (JSON), for placement", type=Path, metavar="FILE"),
+}
 
 
 @functools.cache
@@ -85,18 +86,14 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     """First the device and its operators; then all windows of all divisions in each round, in an order drawn anew."""
     device = device_of(arguments.device)
     every = chosen(arguments.operators, device)
-    names, chance = [one.name for one in every], random.Random(0)
+    names = [one.name for one in every]
     with contextlib.ExitStack() as stack:
         divisions: list[Shares | None] = [None, *([arguments.core_share] if arguments.core_share else [])]
         pairs = [_Pair(device["kind"], division, names, stack) for division in divisions]
         yield {"device": device, "operators": [asdict(one) for one in every]}
-        for turn in range(arguments.rounds):
-            due = [(pair, window) for pair in pairs for window in windows(names, pair.shares)]
-            begun = time.monotonic()
-            for pair, window in chance.sample(due, len(due)):
-                yield from pair.measure(window, turn, arguments.seconds)
-            took_s = time.monotonic() - begun
-            print(f"round {turn + 1} of {arguments.rounds}: {len(due)} windows, {took_s:.0f} s", flush=True)
+        due = [(pair, window) for pair in pairs for window in windows(names, pair.shares)]
+        for turn, (pair, window) in in_turns(due, arguments.rounds, shown=f"{len(due)} windows"):
+            yield from pair.measure(window, turn, arguments.seconds)
 
 
 class _Pair:
@@ -104,11 +101,10 @@ class _Pair:
 
     def __init__(self, kind: str, shares: Shares | None, names: Sequence[str], stack: contextlib.ExitStack) -> None:
         self.shares = shares
-        # Frameworks count the visible devices from 0, whatever the operator's list of ids.
-        start = functools.partial(OperatorProcess, kind, 0, default_sizes(kind))
         self._processes = []
         for order in orders_of(kind, shares) if shares else (None, None):
-            self._processes.append(start(order))
+            # Frameworks count the visible devices from 0, whatever the operator's list of ids.
+            self._processes.append(OperatorProcess(kind, 0, default_sizes(kind), order))
             stack.callback(self._processes[-1].stop)
         if any(granted := [process.ready() for process in self._processes]):
             print(f"with core shares the processes have: {'; '.join(granted)}", flush=True)
@@ -117,41 +113,38 @@ class _Pair:
 
     def measure(self, window: Sequence[str], turn: int, seconds: float) -> Iterator[Row]:
         """Alone: in each process in turn. A pair: together, and in every other round the other way round."""
-        if len(window) == 1:
-            yield from (row for seat in (0, 1) for row in self._run({seat: window[0]}, turn, seconds))
-            return
-        first = turn % 2 if self.shares is None or self.shares[0] == self.shares[1] else 0
-        yield from self._run({first: window[0], 1 - first: window[1]}, turn, seconds)
-
-    def _run(self, taken: Mapping[int, str], turn: int, seconds: float) -> Iterator[Row]:
-        kept = self._samples(taken, LEAD_S, seconds, TRIES)
+        equal = self.shares is None or self.shares[0] == self.shares[1]
+        first = turn % 2 if equal else 0
+        seats = [{first: window[0], 1 - first: window[1]}] if len(window) == 2 else [{0: window[0]}, {1: window[0]}]
         shares = self.shares or (None, None)
-        for (seat, name), own in zip(taken.items(), kept, strict=True):
-            yield {
-                "round": turn,
-                "process": seat,
-                "operator": name,
-                "share": shares[seat],
-                "beside": taken.get(1 - seat),
-                "beside_share": shares[1 - seat] if len(taken) > 1 else None,
-                "latency_ms": round(latency_s(own, self._repeats[seat][name]) * 1e3, 5),
-                "samples": len(own),
-            }
+        for taken in seats:
+            for (seat, name), own in zip(taken.items(), self._samples(taken, seconds), strict=True):
+                yield {
+                    "round": turn,
+                    "process": seat,
+                    "operator": name,
+                    "share": shares[seat],
+                    "beside": taken.get(1 - seat),
+                    "beside_share": shares[1 - seat] if len(taken) > 1 else None,
+                    "latency_ms": round(latency_s(own, self._repeats[seat][name]) * 1e3, 5),
+                    "samples": len(own),
+                }
 
-    def _samples(
-        self, taken: Mapping[int, str], lead_s: float, seconds: float, tries: int
-    ) -> list[list[tuple[float, float]]]:
-        at = time.monotonic() + 0.02
-        begin, end = at + lead_s, at + lead_s + seconds
-        for seat, name in taken.items():
-            self._processes[seat].begin(name, at, end)
-        spans = [self._processes[seat].spans(end - at + SPARE_S) for seat in taken]
-        try:
-            return overlapping(spans, begin, end)
-        except StageError:
-            if tries == 1:
-                raise
-        return self._samples(taken, 2 * lead_s, 2 * seconds, tries - 1)
+    def _samples(self, taken: Mapping[int, str], seconds: float) -> list[list[Span]]:
+        """Of each process in `taken`. Raises StageError where the longest window was spoilt, too."""
+        times = 1
+        while True:
+            at = time.monotonic() + 0.02
+            begin, end = at + times * LEAD_S, at + times * (LEAD_S + seconds)
+            for seat, name in taken.items():
+                self._processes[seat].begin(name, at, end)
+            spans = [self._processes[seat].spans(end - at + SPARE_S) for seat in taken]
+            try:
+                return overlapping(spans, begin, end)
+            except StageError:
+                if times >= LONGEST_TIMES:
+                    raise
+            times *= 2
 
 
 def label(division: Shares | None) -> str:
@@ -178,36 +171,37 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
 def tables(rows: Sequence[Row]) -> Iterable[str]:
     """The operators, then per division the slowdowns, stages beside stages, and means."""
     profile, named = profile_of(rows), figures(rows)
-    best, alone = best_of(rows, profile), {}
-    for each in profile.maps:
-        times_s = each.alone_s
-        alone[f"ms alone, {label(each.core_shares)}"] = lambda one, s=times_s: f"{s[one.name] * 1e3:.3f}"
-    yield table_of(
-        profile.operators,
+    best, divisions = best_of(rows, profile), [label(one.core_shares) for one in profile.maps]
+    lines = [
         {
-            "operator": "{0.name}",
-            "of": "{0.stages}",
-            "FLOP/byte": lambda one: heat_map.intensity(one.flops / one.moved_bytes),
-            "share of best FLOP/s": lambda one: f"{best[one.name][0]:.0%}",
-            "of best bytes/s": lambda one: f"{best[one.name][1]:.0%}",
-            "needs": "{0.needs}",
-            **alone,
+            **asdict(one),
+            "intensity": heat_map.intensity(one.flops / one.moved_bytes),
+            "best": best[one.name],
+            "alone_ms": [named[f"{division}/alone_ms/{one.name}"] for division in divisions],
+        }
+        for one in profile.operators
+    ]
+    yield table_of(
+        lines,
+        {
+            "operator": "{name}",
+            "of": "{stages}",
+            "FLOP/byte": "{intensity}",
+            "share of best FLOP/s": "{best[0]:.0%}",
+            "of best bytes/s": "{best[1]:.0%}",
+            "needs": "{needs}",
+            **{f"ms alone, {division}": f"{{alone_ms[{at}]:.3f}}" for at, division in enumerate(divisions)},
         },
     )
-    for each in profile.maps:
-        division = label(each.core_shares)
-        slower = grouped(map(asdict, each.slowdowns), "operator")
-        lines = [{"own": own, **{row["beside"]: row["slowdown"] for row in pairs}} for (own,), pairs in slower.items()]
-        beside = {name: f"{{{name}:.2f}}" for name in each.alone_s}
-        yield table_of(lines, {f"{division}: times slower, beside": "{own}", **beside})
-        yield table_of("EPD", {"stage, beside": "{}", **{one: _mean_beside(profile, each, one) for one in "EPD"}})
+    for division, each in zip(divisions, profile.maps, strict=True):
+        slower = [{"own": own} | {beside: each.of(own, beside).slowdown for beside in each.alone_s} for own in best]
+        columns = {beside: f"{{{beside}:.2f}}" for beside in each.alone_s}
+        yield table_of(slower, {f"{division}: times slower, beside": "{own}", **columns})
+        means = [
+            {"of": of, **{by: profile.between(of, by, each.core_shares) or math.nan for by in "EPD"}} for of in "EPD"
+        ]
+        yield table_of(means, {"stage, beside": "{of}", **{by: f"{{{by}:.2f}}" for by in "EPD"}})
         yield figure_table(named, [name for name in named if name.startswith(f"{division}/mean")])
-
-
-def _mean_beside(profile: InterferenceProfile, found: InterferenceMap, beside: str) -> Callable[[str], str]:
-    """A column of means over the operators typical of each stage."""
-    means = {stage: profile.between(stage, beside, found.core_shares) for stage in "EPD"}
-    return lambda stage: "-" if means[stage] is None else f"{means[stage]:.2f}"
 
 
 def best_of(rows: Sequence[Row], profile: InterferenceProfile) -> dict[str, tuple[float, float]]:
@@ -234,7 +228,7 @@ def about(arguments: argparse.Namespace) -> dict[str, str]:
 
 MEASUREMENT = Measurement(
     quick="one short round",
-    flags=flags,
+    flags=FLAGS,
     about=about,
     measure=measure,
     figures=figures,

@@ -64,15 +64,14 @@ def orders_of(kind: str, shares: Shares, cores: tuple[int, ...] | None = None) -
     return first, second
 
 
-class OperatorProcess:
+class OperatorProcess(Child):
     """The measurement's end. `order`: its share of the device's cores, or None for all of them."""
 
     def __init__(self, kind: str, index: int, sizes: Sizes, order: CoreOrder | None = None) -> None:
         config = {"kind": kind, "index": index, "sizes": asdict(sizes), "order": order and order.to_json()}
         # MPS reads a process's share when it starts.
         mps = {PERCENTAGE_ENV: percentage(order.share)} if order is not None and kind == "cuda" else {}
-        self._child = Child("bench.micro.interference.processes", config, mps)
-        self.stop = self._child.stop
+        super().__init__("bench.micro.interference.processes", config, mps)
 
     def ready(self) -> str:
         """Wait until it has the device; what of the cores it has, "" without a share.
@@ -80,19 +79,19 @@ class OperatorProcess:
         Raises:
             StageError: it cannot have the device, or not its share.
         """
-        return str(self._child.hear(PREPARE_S)["granted"])
+        return str(self.hear(PREPARE_S)["granted"])
 
     def prepare(self, name: str) -> int:
         """How many calls a sample of it has. Raises StageError where the device cannot run it."""
-        return int(self._child.ask(PREPARE_S, prepare=name)["repeats"])
+        return int(self.ask(PREPARE_S, prepare=name)["repeats"])
 
     def begin(self, name: str, begin: float, end: float) -> None:
         """Run a prepared operator from `begin` to `end` on CLOCK_MONOTONIC."""
-        self._child.tell(run=name, begin=begin, end=end)
+        self.tell(run=name, begin=begin, end=end)
 
     def spans(self, timeout_s: float) -> list[Span]:
         """When each sample of the last run began and ended."""
-        return [(begun, ended) for begun, ended in self._child.hear(timeout_s)["spans"]]
+        return [(begun, ended) for begun, ended in self.hear(timeout_s)["spans"]]
 
 
 def main() -> None:

@@ -1,11 +1,8 @@
 """`epd-bench transfer pd`: what of the P→D transfer a request sees, by mode of grouping, after EPD-Serve's Table 4.
 
-Real: two vLLM processes on this machine's CPU, P and D, `bench` preset with random weights; bulk, layer by layer, fixed
-groups and adaptive groups in turns on one launch per transport. Two cores that P, D and the link share cannot show what
-overlap gains; they show packets, order and what is exposed.
-
-`--device cuda`: the sender on a GPU's streams against layers of an 8B model's shape (`bench/micro/pd/one_gpu.py`). It
-has not run on a GPU yet.
+Real: two vLLM processes, P and D, on this machine's CPU or sharing its cards (`--device`), random weights; bulk, layer
+by layer, fixed groups and adaptive groups in turns on one launch per transport. Two cores that P, D and the link share
+cannot show what overlap gains; they show packets, order and what is exposed. It has not run on a card yet.
 
 Emulated: the same policy on a fake device and link with a virtual clock, constants of one device from a sourced file
 (`bench/papers/kv_emulation.py`). It shows that the policy is right, and is no claim to be fast.
@@ -21,11 +18,12 @@ import argparse
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 
-from bench.micro.measurement import Measurement, Row, Usually, one_of, several, whole
+from bench.micro.measurement import LEAST_ROUNDS, Measurement, Row, Usually, flag, one_of, several, whole
 from bench.micro.pd import figures as pd
 from bench.micro.pd import stages, timeline
 from bench.micro.rows import figure_table
 from bench.papers.kv_emulation import GOALS, run_emulation
+from epd_serve.demo.presets import PRESETS
 from epd_serve.errors import ConfigError
 from epd_serve.kv.grouping import parse_grouping
 
@@ -40,64 +38,42 @@ SHOWN = (
 _emulation = functools.cache(run_emulation)
 
 
-def flags(parser: argparse.ArgumentParser) -> None:
-    add, lengths = parser.add_argument, Usually((256, 512, 1024, 2048, 4096), quick=(256, 1024, 2048))
-    add(
-        "--lengths",
-        type=several(whole(1, stages.LONGEST)),
+FLAGS = {
+    "--lengths": flag(
+        "prompt tokens",
+        Usually((256, 512, 1024, 2048, 4096), quick=(256, 1024, 2048)),
+        several(whole(1, stages.LONGEST)),
         metavar="N,…",
-        default=lengths,
-        help="prompt tokens (default %(default)s)",
-    )
-    add(
-        "--modes",
-        type=several(str),
-        default=MODES,
-        help="of grouping, as --kv-grouping of epd-serve; ratios are to bulk",
-    )
-    add("--concurrency", type=several(whole(1, 64)), metavar="N,…", help="requests at a time (default 1,16, quick 1)")
-    add("--transports", type=several(one_of(*stages.TRANSPORTS)), help="default all that are installed")
-    add(
-        "--rounds",
-        type=whole(1, 1000),
-        default=Usually(12, quick=4),
-        help="of every mode, one request at a time (default %(default)s)",
-    )
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the sender alone, on one GPU")
-    parser.set_defaults(budget_s=Usually(86_400.0, quick=50.0))  # of asking one launch: no further round then
+    ),
+    "--modes": flag("of grouping, as --kv-grouping of epd-serve; ratios are to bulk", MODES, several(str)),
+    "--concurrency": flag("requests at a time", Usually((1, 16), quick=(1,)), several(whole(1, 64)), metavar="N,…"),
+    "--transports": flag("default all that are installed", type=several(one_of(*stages.TRANSPORTS))),
+    "--rounds": flag("of every mode, one request at a time", Usually(12, quick=4), whole(1, 1000)),
+    "--device": flag("of both stages", "cpu", choices=("cpu", "cuda", "npu")),
+    "--preset": flag("the model; 8b for a card", "bench", choices=PRESETS),
+}
+SETTINGS = {"budget_s": Usually(86_400.0, quick=50.0)}
+"""Of asking one launch: no further round then."""
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     """Rows of real requests, then of emulated ones; the last row has the figures of the emulation."""
     for mode in arguments.modes:
         parse_grouping(mode, 1)
-    if arguments.device == "cuda":
-        yield from _on_gpu(arguments)
-        return
     installed, rounds = stages.available_transports(), arguments.rounds
     transports = arguments.transports or installed
-    if missing := set(stages.TRANSPORTS) - set(installed):
-        print(f"not installed: {', '.join(missing)}")
-        if missing & set(transports):
-            raise ConfigError(f"--transports: {', '.join(missing)} is not installed", param="--transports")
-    concurrencies = arguments.concurrency or ((1,) if arguments.quick else (1, 16))
-    of_each = {one: rounds if one == 1 else max(stages.LEAST_ROUNDS, rounds // 4) for one in concurrencies}
+    if missing := ", ".join(sorted(set(stages.TRANSPORTS) - set(installed))):
+        print(f"not installed: {missing}")
+        if set(transports) - set(installed):
+            raise ConfigError(f"--transports: {missing} is not installed", param="--transports")
+    of_each = {one: rounds if one == 1 else max(LEAST_ROUNDS, rounds // 4) for one in arguments.concurrency}
+    turns = stages.Turns(arguments.lengths, arguments.modes, of_each, arguments.budget_s)
     for transport in transports:
         print(f"{transport}: starting {stages.LAYOUT}", flush=True)
-        turns = stages.Turns(arguments.lengths, arguments.modes, of_each, arguments.budget_s)
-        yield from stages.measure(transport, turns)
+        yield from stages.measure(transport, turns, arguments.device, arguments.preset)
     emulated, rows, _ = _emulation(arguments.quick)
     yield from rows
     yield {"kind": "emulated figures", "quick": arguments.quick, "figures": emulated}
-
-
-def _on_gpu(arguments: argparse.Namespace) -> Iterator[Row]:
-    from bench.micro.pd import one_gpu  # imports torch
-
-    for flag in ("transports", "concurrency"):
-        if getattr(arguments, flag) is not None:
-            raise ConfigError(f"--{flag} is for stages: leave it away with --device cuda", param=f"--{flag}")
-    yield from one_gpu.measure_gpu(arguments.lengths, arguments.modes, arguments.rounds)
 
 
 def figures(rows: Sequence[Row]) -> dict[str, float]:
@@ -114,18 +90,14 @@ def tables(rows: Sequence[Row]) -> Iterable[str]:
 
 
 def about(arguments: argparse.Namespace) -> dict[str, str]:
-    if arguments.device == "cuda":
-        from epd_serve.demo.decoder_layers import cuda_missing, device_name
-
-        name = "no device" if cuda_missing() else device_name("cuda")
-        return {"kind": f"real: compute and copies of {name}, layers of an 8B model, no vLLM"}
-    real = f"real ({stages.LAYOUT}, two vLLM processes on CPU, {stages.PRESET} preset)"
+    real = f"real ({stages.LAYOUT}, two vLLM processes on {arguments.device}, {arguments.preset} preset)"
     return {"kind": f"rows say which: {real} or emulated (virtual clock)"}
 
 
 MEASUREMENT = Measurement(
     quick="fewer lengths and rounds, one request at a time",
-    flags=flags,
+    flags=FLAGS,
+    settings=SETTINGS,
     about=about,
     measure=measure,
     figures=figures,

@@ -1,4 +1,4 @@
-"""The real part of `epd-bench transfer pd`: prompts of exact lengths through P-D, two vLLM processes on CPU.
+"""The real part of `epd-bench transfer pd`: prompts of exact lengths through P-D, two vLLM processes.
 
 One launch per transport. All modes take turns on it, in an order drawn for every case of every round: P reads its mode
 from a file (`epd_serve.engine.kv.grouping_file`), which is replaced between two turns. Prompts are random tokens, so no
@@ -13,29 +13,28 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import groupby, pairwise, product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from bench.micro.measurement import Row
+from bench.micro.measurement import Row, in_turns
 from bench.micro.pd.figures import BASE, row_of
 from bench.micro.pd.transfers import Transfer, arrived, together, transfer_of_requests
 from bench.scratch import scratch
 from bench.served import Served, served
 from bench.stamps import read_stamps
-from epd_serve.demo.presets import write_preset
+from epd_serve.demo.presets import RANDOM_PRESETS, write_preset
 from epd_serve.engine.kv.grouping_file import LOOK_EVERY_S, PREFIX, replace_mode
 from epd_serve.errors import StageError
 from epd_serve.kv.grouping import LinkCost, Step, parse_grouping
 
 LAYOUT = "P-D"
-PRESET = "bench"
 TRANSPORTS = ("shm", "mooncake")
 TOKENS = range(16, 512)  # ordinary tokens of the demo model's vocabulary: no image, no end
 PAUSE_S = 3 * LOOK_EVERY_S  # P has noticed the new mode, and the remains of the turn before have ended
-LEAST_ROUNDS = 2
 LONGEST = 7936  # tokens: the model's 8192 positions less SPARE
 SPARE = 256
 STAMPS_S = 10.0
@@ -48,7 +47,7 @@ class Turns:
 
     Attributes:
         rounds: by concurrency.
-        budget_s: after so long no further round is begun, once there are `LEAST_ROUNDS`.
+        budget_s: of each concurrency; after so long no further round is begun.
     """
 
     lengths: tuple[int, ...]
@@ -61,7 +60,7 @@ def available_transports() -> tuple[str, ...]:
     return TRANSPORTS if find_spec("mooncake") else ("shm",)
 
 
-def measure(transport: str, turns: Turns) -> Iterator[Row]:
+def measure(transport: str, turns: Turns, device: str, preset: str) -> Iterator[Row]:
     """Launch, warm up, ask all turns; a row per mode, case and round.
 
     Raises:
@@ -69,49 +68,43 @@ def measure(transport: str, turns: Turns) -> Iterator[Row]:
     """
     longest = max(turns.lengths) + SPARE
     with scratch() as folder:
-        model, mode = folder / PRESET, folder / "mode"
-        write_preset(model, PRESET)
+        model, mode = folder / preset, folder / "mode"
+        write_preset(model, preset)
         replace_mode(mode, BASE)
-        flags = [str(model), "--kv-transport", transport, "--kv-grouping", f"{PREFIX}{mode}"]
-        flags += ["--stage-args", f"all:--max-model-len {longest} --max-num-batched-tokens {longest}"]
+        hollow = preset in RANDOM_PRESETS and RANDOM_PRESETS[preset].hollow
+        words = f"--max-model-len {longest} --max-num-batched-tokens {longest}" + " --load-format dummy" * hollow
+        flags = [str(model), "--device", device, "--share-devices", "--stage-args", f"all:{words}"]
+        flags += ["--kv-transport", transport, "--kv-grouping", f"{PREFIX}{mode}"]
         with served(LAYOUT, flags) as launch, httpx.Client(timeout=ANSWER_S, trust_env=False) as client:
-            yield from take_turns(launch, client, mode, transport, turns)
+            about = {} if device == "cpu" else {"device": device}
+            yield from ({**about, **row} for row in take_turns(launch, client, mode, transport, turns))
 
 
 def take_turns(launch: Served, client: httpx.Client, mode: Path, transport: str, turns: Turns) -> Iterator[Row]:
     """Ask a launch whose P reads its mode from the file `mode`; rows come round by round."""
-    prompts, order = random.Random(0), random.Random(1)
+    prompts, cases = random.Random(0), [*product(turns.lengths, turns.modes)]
 
-    def ask(tokens: int, concurrency: int, name: str) -> list[tuple[str, float]]:
+    def ask(tokens: int, name: str, concurrency: int) -> list[tuple[str, float]]:
         replace_mode(mode, name)
         time.sleep(PAUSE_S)
         bodies = [_body(launch.model, prompts.choices(TOKENS, k=tokens)) for _ in range(concurrency)]
         with ThreadPoolExecutor(concurrency) as pool:
             return list(pool.map(lambda body: _ask(client, f"{launch.url}/v1/completions", body), bodies))
 
-    for tokens in turns.lengths:  # unmeasured: from these the link and P's layer times are known
-        for name in dict.fromkeys((turns.modes[0], turns.modes[-1])):
-            ask(tokens, 1, name)
-    end = time.monotonic() + turns.budget_s
+    for tokens, name in product(turns.lengths, dict.fromkeys((turns.modes[0], turns.modes[-1]))):
+        ask(tokens, name, 1)  # unmeasured: from these the link and P's layer times are known
     for concurrency, rounds in turns.rounds.items():
-        for turn in range(rounds):
-            if turn >= LEAST_ROUNDS and time.monotonic() > end:
-                print(f"a slow or busy machine: {turn} rounds instead of {rounds}", flush=True)
-                break
-            waves = {
-                (tokens, name): ask(tokens, concurrency, name)
-                for tokens in order.sample(turns.lengths, len(turns.lengths))
-                for name in order.sample(turns.modes, len(turns.modes))
-            }
+        taken = in_turns(cases, rounds, turns.budget_s, f"{transport}, {concurrency} at a time")
+        for turn, drawn in groupby(taken, key=itemgetter(0)):
+            waves = {case: ask(*case, concurrency) for _, case in drawn}
             transfers = _transfers(launch.traces, [request for wave in waves.values() for request, _ in wave])
-            for tokens in turns.lengths:
-                for name in turns.modes:
-                    own = [transfers[request] for request, _ in waves[tokens, name]]
-                    for one in own:
-                        check_mode(name, one)
-                    case = {"transport": transport, "tokens": tokens, "concurrency": concurrency}
-                    ttft_s = [seconds for _, seconds in waves[tokens, name]]
-                    yield row_of(together(own), ttft_s, **case, mode=name, round=turn)
+            for tokens, name in cases:
+                own = [transfers[request] for request, _ in waves[tokens, name]]
+                for one in own:
+                    check_mode(name, one)
+                case = {"transport": transport, "tokens": tokens, "concurrency": concurrency}
+                ttft_s = [seconds for _, seconds in waves[tokens, name]]
+                yield row_of(together(own), ttft_s, **case, mode=name, round=turn)
 
 
 def check_mode(mode: str, transfer: Transfer) -> None:

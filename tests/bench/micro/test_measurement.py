@@ -8,7 +8,7 @@ import json
 import pytest
 
 from bench.goals import Goal
-from bench.micro.measurement import Measurement, Usually, one_of, resolve, several, whole
+from bench.micro.measurement import LEAST_ROUNDS, Measurement, Usually, flag, in_turns, one_of, resolve, several, whole
 from bench.micro.rows import grouped, ratios, table_of
 from bench.statistic import Spread
 from epd_serve.errors import StageError
@@ -79,18 +79,29 @@ def test_a_required_goal_that_is_missed_fails_the_command(least, code):
 
 
 def test_quick_lowers_defaults_and_what_is_given_wins():
-    def flags(parser):
-        parser.add_argument("--rounds", type=whole(), default=Usually(12, quick=4), help="default %(default)s")
-
-    measurement = counted(lambda arguments: iter(()), flags=flags)
+    flags = {"--rounds --turns": flag("of all", Usually(12, quick=4), whole())}
+    measurement = counted(lambda arguments: iter(()), flags=flags, settings={"events": Usually(9, quick=1)})
     rounds = []
-    for argv in ((), ("--quick",), ("--quick", "--rounds", "7")):
+    for argv in ((), ("--quick",), ("--quick", "--turns", "7")):
         parsed = arguments(measurement, *argv)
         resolve(parsed)
         rounds.append(parsed.rounds)
 
-    assert rounds == [12, 4, 7]
-    assert str(Usually((1, 2), quick=(1,))) == "1,2, quick 1"
+    assert rounds == [12, 4, 7] and parsed.events == 1
+    assert flags["--rounds --turns"]["help"] == "of all (default 12, quick 4)"
+    assert flag("x", (1, 2))["help"] == "x (default 1,2)" and flag("x")["help"] == "x"
+
+
+def test_all_kinds_take_their_turn_in_an_order_drawn_for_each_round():
+    turns = [[kind for of, kind in in_turns("abcd", 20) if of == turn] for turn in range(20)]
+
+    assert all(sorted(turn) == [*"abcd"] for turn in turns)
+    assert len({turn[0] for turn in turns}) == 4
+
+
+def test_out_of_time_there_are_the_least_rounds_all_the_same(capsys):
+    assert [turn for turn, _ in in_turns("a", 5, budget_s=0.0)] == [*range(LEAST_ROUNDS)]
+    assert "2 rounds instead of 5" in capsys.readouterr().out
 
 
 def test_lists_of_numbers_and_names_are_checked_and_counted_once():

@@ -19,11 +19,11 @@ from typing import Any
 
 import httpx
 
-from bench.micro.colocation.mix import numbered_image
 from bench.micro.pd.figures import cell_table, cells
 from bench.micro.pd.stages import ANSWER_S, SPARE, Turns, take_turns
 from bench.served import LOGS_ENV, Served, served
 from bench.stamps import Timeline, read_stamps
+from bench.workloads.synthetic import demo_image
 from epd_serve.engine.kv.grouping_file import PREFIX, replace_mode
 from tests.npu.parts.eight_b import model_of, stage_flags
 from tests.npu.rig import Rig
@@ -97,7 +97,7 @@ def _pictures(launch: Served, client: httpx.Client, numbers: list[int]) -> list[
     """Request ids."""
 
     def ask(number: int) -> str:
-        picture: dict[str, Any] = {"type": "image_url", "image_url": {"url": numbered_image(number, SIDE)}}
+        picture: dict[str, Any] = {"type": "image_url", "image_url": {"url": demo_image(number, SIDE).url}}
         messages = [{"role": "user", "content": [picture, {"type": "text", "text": "What is in the picture?"}]}]
         body = {"model": launch.model, "messages": messages, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
         answer = client.post(f"{launch.url}/v1/chat/completions", json=body)

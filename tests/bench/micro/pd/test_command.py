@@ -17,14 +17,15 @@ def played(monkeypatch):
     """Stages that answer at once; the turns that they were asked."""
     asked = []
 
-    def measure(transport, turns):
+    def measure(transport, turns, device, preset):
         asked.append((transport, turns))
+        about = {} if device == "cpu" else {"device": device}
         for concurrency, rounds in turns.rounds.items():
             for turn in range(rounds):
                 for tokens in turns.lengths:
                     for mode in turns.modes:
                         case = {"transport": transport, "tokens": tokens, "concurrency": concurrency}
-                        yield row(mode, 1.0, turn=turn, **case)
+                        yield row(mode, 1.0, turn=turn, **case, **about)
 
     monkeypatch.setattr(stages, "measure", measure)
     monkeypatch.setattr(stages, "available_transports", lambda: stages.TRANSPORTS)
@@ -97,6 +98,15 @@ def test_what_cannot_be_asked_is_refused_before_a_launch(played, capsys, flags, 
     assert played == []
 
 
+def test_on_a_card_the_figures_are_named_after_it(played, tmp_path):
+    words = ["--device", "cuda", "--preset", "8b", "--quick", "--json", str(tmp_path / "r.json")]
+
+    assert main(["transfer", "pd", *words]) == 0
+    saved = json.loads((tmp_path / "r.json").read_text())
+    assert "cuda_exposed_adaptive_over_bulk_1024" in saved["figures"]
+    assert "on cuda, 8b preset" in saved["env"]["kind"]
+
+
 def test_mooncake_is_left_out_where_it_is_not_installed(played, monkeypatch, capsys):
     monkeypatch.setattr(stages, "available_transports", lambda: ("shm",))
     main(["transfer", "pd", "--quick"])
@@ -110,10 +120,10 @@ def test_mooncake_is_left_out_where_it_is_not_installed(played, monkeypatch, cap
 def test_what_was_measured_before_a_stage_failed_is_kept(played, monkeypatch, tmp_path):
     whole = stages.measure
 
-    def failing(transport, turns):
+    def failing(transport, *more):
         if transport == "mooncake":
             raise StageError("P0 is gone", stage="P0")
-        return whole(transport, turns)
+        return whole(transport, *more)
 
     monkeypatch.setattr(stages, "measure", failing)
 

@@ -28,7 +28,7 @@ def test_figures_have_the_names_they_are_quoted_by():
         ({"concurrency": 16}, "real_packets_adaptive_256_c16"),
         ({"transport": "mooncake"}, "real_packets_adaptive_256_mooncake"),
         ({"transport": "mooncake", "concurrency": 16}, "real_packets_adaptive_256_mooncake_c16"),
-        ({"transport": "host", "device": "cuda"}, "cuda_packets_adaptive_256_host"),
+        ({"device": "cuda"}, "cuda_packets_adaptive_256"),
     ],
 )
 def test_other_transports_and_concurrencies_have_a_suffix(case, name):

@@ -11,6 +11,7 @@ from collections import Counter
 import httpx
 import pytest
 
+from bench.micro.measurement import LEAST_ROUNDS
 from bench.micro.pd import stages
 from bench.micro.pd.stages import Turns, check_mode, take_turns
 from bench.served import Served
@@ -130,7 +131,7 @@ def test_transfers_without_stamps_are_said_to_lack_them(launch, monkeypatch):
 def test_out_of_time_a_case_has_its_least_rounds_all_the_same(launch, capsys):
     rows = launch.ask(Turns((8,), MODES, {1: 5}, budget_s=0.0))
 
-    assert len(rows) == stages.LEAST_ROUNDS * len(MODES)
+    assert len(rows) == LEAST_ROUNDS * len(MODES)
     assert "2 rounds instead of 5" in capsys.readouterr().out
 
 

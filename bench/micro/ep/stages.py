@@ -1,0 +1,126 @@
+"""The two processes of a link of `epd-bench transfer ep`: a stage's own producer, and a stage's own consumer.
+
+E's features are random and lie ready, no vision tower runs; what happens from the moment the tower would be done is the
+stage's own code: writer thread, put into the store, announcement on its socket.
+
+P is asked as vLLM's scheduler asks it. Emulated is the compute only. While P computes another prefill, its engine
+thread waits for the device and asks nothing: here it sleeps until the given time, as a thread does that waits for an
+NPU (on CPU stages the compute would also take cores away from the listener thread; that is not in these figures). After
+it, each turn of the loop is a scheduler step without tokens: ask the consumer, then sleep on the bell that its listener
+rings, as the connector does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import zmq
+
+from bench.children import Message, answering, commands
+from epd_serve import wire
+from epd_serve.demo.features import random_feature
+from epd_serve.engine.ec.consumer import FeatureConsumer
+from epd_serve.engine.ec.producer import FeatureProducer
+from epd_serve.roles import Role
+from epd_serve.sockets import Socket, open_socket, readable
+from epd_serve.wake import idle_waiter
+from epd_serve.wiring import StageWiring
+from store.arena.lease import Lease
+
+LIMIT_S = 30.0
+KEPT = 4
+"""Features that the stand-in for vLLM's encoder cache holds."""
+
+Answer = Callable[..., None]
+
+
+def main() -> None:
+    answer, orders = answering(), commands()
+    config = next(orders)
+    wiring = StageWiring.from_json(config["wiring"])
+    (_encoder if wiring.role is Role.E else _prefill)(wiring, config, orders, answer)
+
+
+def _encoder(wiring: StageWiring, config: Message, orders: Iterator[Message], answer: Answer) -> None:
+    """Commands: save features one after the other, `every_s`. Answers carry CLOCK_MONOTONIC seconds of the last."""
+    producer = FeatureProducer(wiring)
+    features = {tokens: random_feature(tokens, config["hidden"]) for tokens in config["tokens"]}
+    cache: dict[str, Any] = {}  # as vLLM's: one dict for the life of the worker
+    answer(ready=True)
+    for order in orders:
+        for key in order["keys"]:
+            cache[key] = features[order["tokens"]]
+            while len(cache) > KEPT:
+                del cache[next(iter(cache))]
+            encoded = time.monotonic()
+            producer.save(cache, key)
+            time.sleep(order["every_s"])
+        answer(encoded=encoded)
+    producer.close()
+
+
+def _prefill(wiring: StageWiring, config: Message, orders: Iterator[Message], answer: Answer) -> None:
+    """Commands: `admit` a request (at a time, or a while after its feature was announced), or `release` requests."""
+    consumer = FeatureConsumer(wiring)
+    announced = open_socket(zmq.SUB)  # ours, not the consumer's: what tells a synchronous P that E has finished
+    announced.setsockopt(zmq.SUBSCRIBE, b"")
+    announced.connect(config["announced"])
+    answer(ready=True)
+    for order in orders:
+        if "admit" in order:
+            _admit(consumer, announced, order, answer)
+            continue
+        for request in order["release"]:
+            consumer.ended(request)
+        consumer.release(order["release"])
+        answer(released=True)
+    consumer.close()
+
+
+def _admit(consumer: FeatureConsumer, announced: Socket, order: Message, answer: Answer) -> None:
+    """Answers twice: when it is armed, and how it went; `heard=False` when nobody announced the feature."""
+    request, key, at, synchronous = order["admit"], order["key"], order["at"], order["synchronous"]
+    if synchronous:
+        answer(armed=True)
+        announced_at = _announced_at(announced, key, order["limit_s"], pooled=order["pooled"])
+        if announced_at is None:
+            answer(heard=False)
+            return
+        at += announced_at
+    while (left := at - time.monotonic()) > 0:  # P computes
+        time.sleep(left)
+    end = time.monotonic() + LIMIT_S
+    settled = consumer.settled(request, [key])
+    if not synchronous:
+        answer(armed=True)
+    wait_for_change = idle_waiter.sleeper()
+    while not settled and time.monotonic() < end:
+        wait_for_change()
+        settled = consumer.settled(request, [key])
+    admitted, copied = time.monotonic(), 0.0
+    lease = consumer.pinned(key)
+    assert lease is None or isinstance(lease, Lease), "the host path is what is measured here"
+    if lease is not None:
+        np.frombuffer(lease.view(), np.uint8).copy()  # as the worker loads it, whatever the mode
+        copied = time.monotonic() - admitted
+    answer(heard=True, admitted=admitted, request_at=at, local=lease is not None, load_s=copied)
+
+
+def _announced_at(announced: Socket, key: str, limit_s: float, *, pooled: bool) -> float | None:
+    """When the feature's announcement arrived; None when it did not in time.
+
+    `pooled`: the announcement that says that other hosts can fetch it. E announces a feature of its arena before that.
+    """
+    end = time.monotonic() + limit_s
+    while readable(announced, max(0.0, end - time.monotonic())):
+        message = wire.announcements.decode(announced.recv())
+        if isinstance(message, wire.FeatureReady) and message.key == key and (message.pooled or not pooled):
+            return time.monotonic()
+    return None
+
+
+if __name__ == "__main__":
+    main()
