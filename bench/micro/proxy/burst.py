@@ -8,21 +8,22 @@ without a good answer counts as one that took as long as any may.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import argparse
+from collections.abc import Iterable, Iterator, Sequence
 
 from bench.clients.process import SenderProcess
 from bench.clients.records import RequestRecord
 from bench.clients.sender import Flow
 from bench.clients.target import requests
 from bench.goals import Goal
-from bench.micro.proxy.part import Options, Part, PartResult
+from bench.micro.measurement import Row
+from bench.micro.proxy.part import Part
 from bench.micro.proxy.simulated import simulated
+from bench.micro.rows import table_of
 from bench.served import Served
 from bench.statistic import percentile
 from bench.workloads.arrivals import Poisson, arrivals_within
 from bench.workloads.synthetic import image_body, text_body
-from deploy.placement_table import table
 
 LAYOUT = "2E-2P-2D"
 PROFILE = {
@@ -42,32 +43,31 @@ BURST = 10.0
 ANSWER = 8
 SETTLE_S = 3.0
 
-Row = dict[str, Any]
+
+LINES = {"per modality": (), "single": ("--proxy", "admission.single_queue=true")}
 
 
-def measure(options: Options) -> PartResult:
-    before_s, burst_s = (15.0, 12.0) if options.quick else (60.0, 30.0)
-    rows: list[Row] = []
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    before_s, burst_s = (15.0, 12.0) if arguments.quick else (60.0, 30.0)
     with SenderProcess() as sender:
-        for line, flags in (("per modality", ()), ("single", ("--proxy", "admission.single_queue=true"))):
+        for line, flags in LINES.items():
             with simulated(LAYOUT, PROFILE, flags) as launch:
                 run = sender.run(launch.url, *_flows(launch, before_s, burst_s))
-            rows += phases(line, run.rows, run.begun_s + SETTLE_S, run.begun_s + SETTLE_S + before_s)
-    figures = {
+            yield from phases(line, run.rows, run.begun_s + SETTLE_S, run.begun_s + SETTLE_S + before_s)
+
+
+def figures(rows: Sequence[Row]) -> dict[str, float]:
+    return {
         "text_p99_burst_over_idle": over_idle(rows, "per modality"),
         "text_p99_single_queue_over_idle": over_idle(rows, "single"),
         **{f"{row['kind']}_p99_{row['phase']}_{row['line'].replace(' ', '_')}_ms": row["first_p99_ms"] for row in rows},
         "burst_errors": float(sum(row["bad"] for row in rows)),
     }
-    return PartResult(figures, rows, _table(rows))
 
 
-PART = Part(
-    "burst",
-    "text's time to first token under a burst of images, and the same with a single queue",
-    measure,
-    (Goal("burst_errors", "<=", 0.0, "everything fits into the queues"),),
-)
+def tables(rows: Sequence[Row]) -> Iterable[str]:
+    columns = {"lines": "{line}", "requests": "{kind}", "when": "{phase}", "sent": "{requests}", "bad": "{bad}"}
+    yield table_of(rows, columns | {f"p{p} ms": f"{{first_p{p}_ms:.0f}}" for p in (50, 90, 99)})
 
 
 def phases(line: str, records: Sequence[RequestRecord], settled_s: float, burst_at_s: float) -> list[Row]:
@@ -105,9 +105,10 @@ def _flows(launch: Served, before_s: float, burst_s: float) -> list[Flow]:
     ]
 
 
-def _table(rows: Sequence[Row]) -> str:
-    lines: list[tuple[str, ...]] = [("lines", "requests", "when", "sent", "bad", "p50 ms", "p90 ms", "p99 ms")]
-    for row in rows:
-        times = [f"{row[f'first_p{p}_ms']:.0f}" for p in (50, 90, 99)]
-        lines.append((row["line"], row["kind"], row["phase"], str(row["requests"]), str(row["bad"]), *times))
-    return table(lines)
+PART = Part(
+    what="text's time to first token under a burst of images, and the same with a single queue",
+    measure=measure,
+    figures=figures,
+    tables=tables,
+    goals=(Goal("burst_errors", "<=", 0.0, "everything fits into the queues"),),
+)

@@ -1,77 +1,100 @@
 """`epd-bench proxy`: how much the proxy costs, over simulated stages.
 
 Stages are simulated (`epd-serve serve --engine sim`), everything between them, the proxy and the clients is real: HTTP,
-sockets, processes. `--only PART` measures one of the parts below, else all of them one after another. How the proxy
-keeps its promises over minutes is tested in tests/soak.
+sockets, processes. `--only PART` measures one of the parts below, else all of them one after another. One that lacks
+what it needs from elsewhere is left out, or refused at once if it was asked for by name; one that fails costs the
+others nothing, but fails the command. How the proxy keeps its promises over minutes is tested in tests/soak.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from bench.goals import goal_table
-from bench.micro.proxy import breakdown, burst, irp, peers, speed
-from bench.micro.proxy.part import Options, Part
-from bench.record import add_arguments as add_record_arguments
-from bench.record import environment, write
+from bench.goals import Goal
+from bench.micro.measurement import Measurement, Row, flag
+from bench.micro.proxy import burst, irp, speed
+from bench.micro.proxy.part import Part
+from bench.micro.rows import grouped
 from epd_serve.errors import EpdError, StageError
 
-PARTS: tuple[Part, ...] = (speed.PART, peers.PART, breakdown.PART, burst.PART, irp.PART)
+PARTS: dict[str, Part] = {
+    "speed": speed.PART,
+    "peers": speed.PEERS_PART,
+    "burst": burst.PART,
+    "irp": irp.PART,
+}
+FLAGS = {
+    "--only": flag(
+        ", ".join(f"{name} ({part.what})" for name, part in PARTS.items()),
+        choices=PARTS,
+        metavar="PART",
+        action="append",
+    ),
+    "--peer-vllm": flag("vLLM's example proxy, instead of fetching it", type=Path, metavar="FILE"),
+    "--peer-ascend": flag("vllm-ascend's example proxy, likewise", type=Path, metavar="FILE"),
+}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = ", ".join(f"{part.name} ({part.what})" for part in PARTS)
-    parser.add_argument("--only", choices=[part.name for part in PARTS], metavar="PART", action="append", help=names)
-    parser.add_argument("--peer-vllm", type=Path, metavar="FILE", help="vLLM's example proxy, instead of fetching it")
-    parser.add_argument("--peer-ascend", type=Path, metavar="FILE", help="vllm-ascend's example proxy, likewise")
-    add_record_arguments(parser, quick="shorter runs, fewer rounds")
-    parser.set_defaults(run=run)
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Rows part by part; a part that could not be measured has a last row that says why.
 
-
-def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Measure part by part; print and write what there is so far.
-
-    A part that cannot be measured keeps nobody waiting and costs the others nothing: one that lacks what it needs from
-    elsewhere is left out, or refused at once if it was asked for by name; one that fails is named at the end.
+    Raises:
+        StageError: a part that was asked for by name lacks what it needs from elsewhere.
     """
-    env = environment(argv, kind="real proxy, clients and sockets; simulated stages", asked=arguments)
-    options = Options(arguments.quick, arguments.peer_vllm, arguments.peer_ascend)
-    parts = [part for part in PARTS if not arguments.only or part.name in arguments.only]
-    figures: dict[str, float] = {}
-    rows: list[dict[str, Any]] = []
-    lacking = _unfetched(parts, options, by_name=bool(arguments.only))
-    failed: dict[str, str] = {}
-    for part in parts:
-        if part.name in lacking:
-            continue
+    names = [name for name in PARTS if not arguments.only or name in arguments.only]
+    lacking = {name: why for name in names if (why := _lack(PARTS[name], arguments))}
+    for name, why in lacking.items():
+        print(f"{name} is left out: {why}", flush=True)
+        yield {"part": name, "left_out": why}
+    for name in (name for name in names if name not in lacking):
+        print(f"{name}: {PARTS[name].what}", flush=True)
         try:
-            result = part.measure(options)
+            yield from ({**row, "part": name} for row in PARTS[name].measure(arguments))
         except EpdError as error:
-            failed[part.name] = str(error)
-            print(f"\n{part.name}: failed: {error}", flush=True)
-            continue
-        figures |= result.figures
-        rows += [{**row, "part": part.name} for row in result.rows]
-        print(f"\n{part.name}: {part.what}\n\n{result.text}", flush=True)
-        write(arguments.json, figures, env, rows)  # after each: all of them take half an hour
-    print(f"\n{goal_table(figures, tuple(goal for part in parts for goal in part.goals))}")
-    for name, why in (lacking | failed).items():
-        print(f"\nnot measured: {name}: {why}")
-    return 1 if failed else 0
+            yield {"part": name, "failed": str(error)}
 
 
-def _unfetched(parts: Sequence[Part], options: Options, *, by_name: bool) -> dict[str, str]:
-    """Returns parts that lack what they need from elsewhere, and why. Raises StageError for one of `--only`."""
-    lacking: dict[str, str] = {}
-    for part in parts:
-        try:
-            part.fetch(options)
-        except StageError as error:
-            if by_name:
-                raise
-            lacking[part.name] = str(error)
-            print(f"{part.name} is left out: {error}", flush=True)
-    return lacking
+def _lack(part: Part, arguments: argparse.Namespace) -> str:
+    """Why the part cannot be measured here, or ""."""
+    try:
+        part.fetch(arguments)
+    except StageError as error:
+        if arguments.only:
+            raise
+        return str(error)
+    return ""
+
+
+def _by_part(rows: Sequence[Row]) -> dict[str, tuple[list[Row], str]]:
+    """Of each part its rows, and why it was not measured, or ""."""
+    parts = grouped(rows, "part")
+    return {name: (own, own[-1].get("failed") or own[-1].get("left_out", "")) for (name,), own in parts.items()}
+
+
+def figures(rows: Sequence[Row]) -> dict[str, float]:
+    """Those of all parts that were measured, and how many failed."""
+    named: dict[str, float] = {"failed_parts": sum("failed" in row for row in rows)}
+    for name, (own, why_not) in _by_part(rows).items():
+        named |= {} if why_not else PARTS[name].figures(own)
+    return named
+
+
+def tables(rows: Sequence[Row]) -> Iterable[str]:
+    for name, (own, why_not) in _by_part(rows).items():
+        yield f"not measured: {name}: {why_not}" if why_not else f"{name}: {PARTS[name].what}"
+        yield from () if why_not else PARTS[name].tables(own)
+
+
+MEASUREMENT = Measurement(
+    quick="shorter runs, fewer rounds",
+    flags=FLAGS,
+    about=lambda arguments: {"kind": "real proxy, clients and sockets; simulated stages"},
+    measure=measure,
+    figures=figures,
+    tables=tables,
+    goals=tuple(goal for part in PARTS.values() for goal in part.goals),
+    required=(Goal("failed_parts", "==", 0),),
+)
+add_arguments = MEASUREMENT.add_arguments

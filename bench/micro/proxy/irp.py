@@ -6,17 +6,18 @@ of all placements is found by trying them. Emulated in that no encoder runs; wha
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bench.goals import Goal
-from bench.micro.proxy.part import Options, Part, PartResult
+from bench.micro.measurement import Row
+from bench.micro.proxy.part import Part
 from proxy.encode.assignment import spread
 from proxy.encode.schedule import makespan_s
 from proxy.routing.policy import Candidate
@@ -37,9 +38,9 @@ GOALS = (
 )
 
 
-def irp_rows(*, quick: bool = False) -> Iterator[dict[str, Any]]:
-    """One row per set and kind of encoders; deterministic. `quick`: fewer sets."""
-    for number, (kind, costs) in enumerate(_sets(QUICK_SETS if quick else SETS)):
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    """One row per set and kind of encoders; deterministic."""
+    for number, (kind, costs) in enumerate(_sets(QUICK_SETS if arguments.quick else SETS)):
         for encoders, rates in RATES.items():
             row = {"set": number, "kind": kind, "encoders": encoders, "optimum": optimum(costs, rates)}
             dealt = [item % len(rates) for item in range(len(costs))]
@@ -48,7 +49,7 @@ def irp_rows(*, quick: bool = False) -> Iterator[dict[str, Any]]:
             yield row | {"equal_count": makespan_s(dealt, costs, idle, rates)}
 
 
-def irp_figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+def figures(rows: Sequence[Row]) -> dict[str, float]:
     """From rows to figures.
 
     Returns:
@@ -104,10 +105,10 @@ def _sets(count: int) -> Iterator[tuple[str, tuple[float, ...]]]:
         yield kind, tuple(each / PIXELS_PER_TOKEN for each in pixels)
 
 
-def measure(options: Options) -> PartResult:
-    """The part `irp` of `epd-bench proxy`."""
-    rows = list(irp_rows(quick=options.quick))
-    return PartResult(irp_figures(rows), rows, "emulated: no encoder runs, an image takes as long as it has tokens")
-
-
-PART = Part("irp", "a request's images over several encoders, placement alone", measure, GOALS)
+PART = Part(
+    what="a request's images over several encoders, placement alone",
+    measure=measure,
+    figures=figures,
+    tables=lambda rows: ["emulated: no encoder runs, an image takes as long as it has tokens"],
+    goals=GOALS,
+)

@@ -1,4 +1,4 @@
-"""How fast the proxy is: requests a second against a bare relay, and what it adds to a request's latency.
+"""How fast the proxy is, against a bare relay and against the example proxies of vLLM and vllm-ascend.
 
 Throughput: closed loops over stages that take no time, our proxy, the bare relay (`relay.py`) and the stage itself in
 turns within a round; ratios are within a round. The base makes one call to a stage, and so does our proxy on the layout
@@ -7,82 +7,151 @@ milliseconds, our proxy, the bare relay and the stage itself in turns, from when
 what the relay adds is what any proxy on this server and client does.
 
 Sender, proxy and stages share the machine's cores: whichever is short of them, CPU time per request is shown too.
+
+The examples are fetched when this is measured, each at a commit, or taken from `--peer-vllm` and `--peer-ascend`; they
+run as they are, each in a process of its own. Layout E-PD, which all three can serve without a KV connector: streamed
+text (one call to PD), and images (one call to E, one to PD), each image sent once. The examples check nothing, keep
+no table, and drop nothing from answers; ours does all that.
 """
 
 from __future__ import annotations
 
-import functools
+import argparse
+import contextlib
+import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 
 from bench.clients.metrics import throughput
 from bench.clients.process import SenderProcess
 from bench.clients.sender import Flow
 from bench.clients.target import Request
-from bench.example_proxies import Rival
+from bench.example_proxies import PEERS, VLLM, Peer, Rival, running, source
 from bench.goals import Goal
-from bench.micro.proxy.part import Options, Part, PartResult
+from bench.micro.measurement import Row
+from bench.micro.proxy.part import Part
 from bench.micro.proxy.rivals import (
-    Row,
     bare_relay,
-    by_round,
     closed_loop,
+    compared,
     image_request,
-    in_turns,
     medians_table,
     ratio,
+    stage_of,
     text_request,
 )
 from bench.micro.proxy.simulated import simulated
+from bench.micro.rows import grouped, median
+from bench.scratch import scratch
 from bench.workloads.arrivals import Poisson, arrivals_within
+from deploy.ports import free_ports
 
 RATE_RPS = 200.0
 IMAGE_RATE_RPS = 20.0
+PEER_IMAGES, PEER_IMAGE_SIDE = 400, 64
 PROFILE = {
     "prefill": {"setup_s": 0.004, "per_unit_s": 0.00002},
     "encode": {"setup_s": 0.004, "per_unit_s": 0.00001},
     "decode_step_s": [[1, 0.002], [64, 0.004]],
 }
+RATIOS = {
+    "rps_over_bare_relay": ("whole", "proxy", "rps"),
+    "rps_over_bare_relay_streamed": ("stream", "proxy", "rps"),
+    "rps_over_bare_relay_p_d": ("whole", "proxy P-D", "rps"),
+    "rps_over_bare_relay_p_d_streamed": ("stream", "proxy P-D", "rps"),
+    "cpu_over_bare_relay": ("whole", "proxy", "cpu_us_per_request"),
+}
+"""Kind of request, who, and of what; over the bare relay's in the same round."""
+ADDED = {
+    "added_p50_ms": ("text", "proxy", "first_p50_ms"),
+    "added_p99_ms": ("text", "proxy", "first_p99_ms"),
+    "added_whole_p50_ms": ("text", "proxy", "whole_p50_ms"),
+    "added_whole_p99_ms": ("text", "proxy", "whole_p99_ms"),
+    "added_picture_p50_ms": ("picture", "proxy", "first_p50_ms"),
+    "added_picture_p99_ms": ("picture", "proxy", "first_p99_ms"),
+    "relay_added_p50_ms": ("text", "relay", "first_p50_ms"),
+    "relay_added_p99_ms": ("text", "relay", "first_p99_ms"),
+    "relay_added_picture_p50_ms": ("picture", "relay", "first_p50_ms"),
+}
+"""The same, above the stage's own."""
+LOOPED = ("whole", "stream")
+"""Kinds that are closed loops; the others are open ones."""
+LOOPS = {"rps": ".0f", "cpu_us_per_request": ".0f", "generator_us_per_request": ".0f"}
+PEER_FIELDS = {"rps": ".0f", "cpu_us_per_request": ".0f"}
+LATENCIES = {f"{what}_p{percent}_ms": ".2f" for what in ("first", "whole") for percent in (50, 99)}
 
 
-def measure(options: Options) -> PartResult:
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     with SenderProcess() as sender:
-        loops = _throughput(sender, options.quick)
-        latencies = _latency(sender, options.quick)
+        yield from _throughput(sender, arguments.quick)
+        yield from _latency(sender, arguments.quick)
 
-    def added(kind: str, field: str, name: str = "proxy") -> float:
+
+def _throughput(sender: SenderProcess, quick: bool) -> Iterator[Row]:
+    seconds, rounds = (2.0, 3) if quick else (8.0, 5)
+    with simulated("PD") as fused, simulated("P-D") as apart, bare_relay(stage_of(fused)) as relay:
+        rivals = (
+            Rival("stage", stage_of(fused)),
+            relay,
+            Rival("proxy", fused.url, fused.cpu_parts["proxy"]),
+            Rival("proxy P-D", apart.url, apart.cpu_parts["proxy"]),
+        )
+
+        def loop(stream: bool, rival: Rival) -> Row:
+            return closed_loop(sender, rival, [text_request(fused.model, stream=stream)], seconds)
+
+        yield from compared(rivals, {"whole": partial(loop, False), "stream": partial(loop, True)}, rounds)
+
+
+def _latency(sender: SenderProcess, quick: bool) -> Iterator[Row]:
+    seconds, rounds = (3.0, 3) if quick else (10.0, 5)
+    with simulated("PD", PROFILE) as launch, bare_relay(stage_of(launch)) as relay:
+        rivals = Rival("stage", stage_of(launch)), relay, Rival("proxy", launch.url)
+        texts = [text_request(launch.model, stream=True)]
+        images = [image_request(launch.model, seed) for seed in range(4)]
+
+        def open_loop(requests: Sequence[Request], rate_rps: float, seconds: float, rival: Rival) -> Row:
+            dues = arrivals_within(Poisson(rate_rps), seconds, seed=round(rate_rps))
+            return throughput(sender.run(rival.url, Flow(requests, dues=dues)))
+
+        for requests, rival in itertools.product((texts, images), rivals):  # connections, first-time imports
+            open_loop(requests, IMAGE_RATE_RPS, 1.0, rival)
+        kinds = {
+            "text": partial(open_loop, texts, RATE_RPS, seconds),
+            "picture": partial(open_loop, images, IMAGE_RATE_RPS, seconds),
+        }
+        yield from compared(rivals, kinds, rounds)
+
+
+def figures(rows: Sequence[Row]) -> dict[str, float]:
+    by = grouped(rows, "kind", "to", "round")
+
+    def added(kind: str, name: str, field: str) -> float:
         """Milliseconds above the stage's, the median over rounds."""
-        return round(statistics.median(one[name] - one["stage"] for one in by_round(latencies, kind, field)), 4)
+        rounds = [turn for of, to, turn in by if (of, to) == (kind, name)]
+        over = [median(by[kind, name, turn], field) - median(by[kind, "stage", turn], field) for turn in rounds]
+        return round(statistics.median(over), 4)
 
-    figures = {
-        "rps_over_bare_relay": ratio(loops, "whole", "proxy", "relay"),
-        "rps_over_bare_relay_streamed": ratio(loops, "stream", "proxy", "relay"),
-        "rps_over_bare_relay_p_d": ratio(loops, "whole", "proxy P-D", "relay"),
-        "rps_over_bare_relay_p_d_streamed": ratio(loops, "stream", "proxy P-D", "relay"),
-        "cpu_over_bare_relay": ratio(loops, "whole", "proxy", "relay", "cpu_us_per_request"),
-        "generator_us_per_request": statistics.median(row["generator_us_per_request"] for row in loops),
-        "added_p50_ms": added("text", "first_p50_ms"),
-        "added_p99_ms": added("text", "first_p99_ms"),
-        "added_whole_p50_ms": added("text", "whole_p50_ms"),
-        "added_whole_p99_ms": added("text", "whole_p99_ms"),
-        "added_picture_p50_ms": added("picture", "first_p50_ms"),
-        "added_picture_p99_ms": added("picture", "first_p99_ms"),
-        "relay_added_p50_ms": added("text", "first_p50_ms", "relay"),
-        "relay_added_p99_ms": added("text", "first_p99_ms", "relay"),
-        "relay_added_picture_p50_ms": added("picture", "first_p50_ms", "relay"),
+    return {
+        **{figure: ratio(rows, kind, name, "relay", field) for figure, (kind, name, field) in RATIOS.items()},
+        "generator_us_per_request": median((row for row in rows if row["kind"] in LOOPED), "generator_us_per_request"),
+        **{figure: added(*of) for figure, of in ADDED.items()},
     }
-    tables = [
-        medians_table(loops, {"rps": ".0f", "cpu_us_per_request": ".0f", "generator_us_per_request": ".0f"}),
-        medians_table(latencies, {f"{what}_p{p}_ms": ".2f" for what in ("first", "whole") for p in (50, 99)}),
-    ]
-    return PartResult(figures, [*loops, *latencies], "\n\n".join(tables))
+
+
+def tables(rows: Sequence[Row]) -> Iterable[str]:
+    yield medians_table([row for row in rows if row["kind"] in LOOPED], LOOPS)
+    yield medians_table([row for row in rows if row["kind"] not in LOOPED], LATENCIES)
 
 
 PART = Part(
-    "speed",
-    "requests a second against a bare relay, latency added to text and images",
-    measure,
-    (
+    what="requests a second against a bare relay, latency added to text and images",
+    measure=measure,
+    figures=figures,
+    tables=tables,
+    goals=(
         Goal("rps_over_bare_relay", ">=", 0.6, "never the bottleneck: one call each, answers in one piece"),
         Goal("added_p50_ms", "<=", 1.0, f"{RATE_RPS:g} streamed text requests a second"),
         Goal("added_p99_ms", "<=", 5.0),
@@ -91,44 +160,54 @@ PART = Part(
 )
 
 
-def _throughput(sender: SenderProcess, quick: bool) -> list[Row]:
-    seconds, rounds = (2.0, 3) if quick else (8.0, 5)
-    with simulated("PD") as fused, simulated("P-D") as apart:
-        stage = fused.stage_url("PD")
-        assert stage is not None, "the layout has a PD"
-        with bare_relay(stage) as relay:
-            rivals = (
-                Rival("stage", stage),
-                relay,
-                Rival("proxy", fused.url, fused.cpu_parts["proxy"]),
-                Rival("proxy P-D", apart.url, apart.cpu_parts["proxy"]),
-            )
+def measure_peers(arguments: argparse.Namespace) -> Iterator[Row]:
+    seconds, rounds = (2.0, 3) if arguments.quick else (6.0, 5)
+    seeds = itertools.count()
+    with scratch() as folder, SenderProcess() as sender, simulated("E-PD") as launch, contextlib.ExitStack() as stack:
+        rivals = [Rival("proxy", launch.url, launch.cpu_parts["proxy"])]
+        for peer in PEERS:
+            script, (port,) = folder / f"{peer.name}.py", free_ports(1)
+            script.write_bytes(source(peer, _copy(peer, arguments)))
+            argv = peer.argv(script, port, [stage_of(launch, "E")], [stage_of(launch)])
+            rivals.append(stack.enter_context(running(peer.name, port, argv)))
 
-            def loop(stream: bool, rival: Rival) -> Row:
-                return closed_loop(sender, rival, [text_request(fused.model, stream=stream)], seconds)
+        def texts(rival: Rival) -> Row:
+            return closed_loop(sender, rival, [text_request(launch.model, stream=True)], seconds)
 
-            kinds = {"whole": functools.partial(loop, False), "stream": functools.partial(loop, True)}
-            return list(in_turns(rivals, kinds, rounds))
+        def images(rival: Rival) -> Row:
+            fresh = [image_request(launch.model, next(seeds), PEER_IMAGE_SIDE) for _ in range(PEER_IMAGES)]
+            return closed_loop(sender, rival, fresh, seconds)
+
+        yield from compared(rivals, {"text": texts, "picture": images}, rounds)
 
 
-def _latency(sender: SenderProcess, quick: bool) -> list[Row]:
-    seconds, rounds = (3.0, 3) if quick else (10.0, 5)
-    with simulated("PD", PROFILE) as launch:
-        stage = launch.stage_url("PD")
-        assert stage is not None, "the layout has a PD"
-        with bare_relay(stage) as relay:
-            rivals = Rival("stage", stage), relay, Rival("proxy", launch.url)
-            texts = [text_request(launch.model, stream=True)]
-            images = [image_request(launch.model, seed) for seed in range(4)]
+def peer_figures(rows: Sequence[Row]) -> dict[str, float]:
+    return {
+        f"rps_over_{peer.name}{suffix}": ratio(rows, kind, "proxy", peer.name)
+        for peer in PEERS
+        for kind, suffix in (("text", ""), ("picture", "_picture"))
+    }
 
-            def open_loop(requests: Sequence[Request], rate_rps: float, seconds: float) -> Callable[[Rival], Row]:
-                dues = arrivals_within(Poisson(rate_rps), seconds, seed=round(rate_rps))
-                return lambda rival: throughput(sender.run(rival.url, Flow(requests, dues=dues)))
 
-            for requests in (texts, images):  # connections, first-time imports
-                list(in_turns(rivals, {"": open_loop(requests, IMAGE_RATE_RPS, 1.0)}, 1))
-            kinds = {
-                "text": open_loop(texts, RATE_RPS, seconds),
-                "picture": open_loop(images, IMAGE_RATE_RPS, seconds),
-            }
-            return list(in_turns(rivals, kinds, rounds))
+def fetch(arguments: argparse.Namespace) -> None:
+    """Reads both, for `measure` to find. Raises StageError."""
+    for peer in PEERS:
+        source(peer, _copy(peer, arguments))
+
+
+def _copy(peer: Peer, arguments: argparse.Namespace) -> Path | None:
+    copy: Path | None = arguments.peer_vllm if peer is VLLM else arguments.peer_ascend
+    return copy
+
+
+PEERS_PART = Part(
+    what="requests a second against the example proxies of vLLM and vllm-ascend",
+    measure=measure_peers,
+    figures=peer_figures,
+    tables=lambda rows: [medians_table(rows, PEER_FIELDS)],
+    goals=(
+        Goal("rps_over_vllm_example", ">=", 1.0, "streamed text on E-PD"),
+        Goal("rps_over_vllm_ascend_example", ">=", 1.0, "the same"),
+    ),
+    fetch=fetch,
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from itertools import product
 
 import pytest
@@ -9,15 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.goals import goal_table
-from bench.micro.proxy.irp import ENCODERS, GOALS, IMAGES, RATES, irp_figures, irp_rows, optimum, placed
+from bench.micro.proxy.irp import ENCODERS, GOALS, IMAGES, RATES, figures, measure, optimum, placed
 from proxy.encode.schedule import makespan_s
 
 
 def test_the_figures_meet_their_goals_on_every_run() -> None:
-    rows = list(irp_rows(quick=True))
-    figures = irp_figures(rows)
-    assert "MISSED" not in goal_table(figures, GOALS) and "not measured" not in goal_table(figures, GOALS)
-    assert rows == list(irp_rows(quick=True))
+    quick = argparse.Namespace(quick=True)
+    rows = list(measure(quick))
+    judged = goal_table(figures(rows), GOALS)
+    assert "MISSED" not in judged and "not measured" not in judged
+    assert rows == list(measure(quick))
     assert {row["encoders"] for row in rows} == set(RATES) and all(row["optimum"] > 0 for row in rows)
 
 

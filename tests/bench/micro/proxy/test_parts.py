@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,105 +13,85 @@ import pytest
 from bench import cli
 from bench.clients.process import SenderProcess
 from bench.example_proxies import ASCEND, VLLM, running, source
-from bench.goals import Goal
-from bench.micro.proxy import command, peers, rivals
-from bench.micro.proxy.breakdown import part_of, shares
-from bench.micro.proxy.part import Options, Part, PartResult
+from bench.micro.measurement import Row
+from bench.micro.proxy import command, rivals, speed
+from bench.micro.proxy.part import Part
 from bench.micro.proxy.rivals import bare_relay, closed_loop
 from epd_serve.errors import StageError
 from epd_serve.roles import Role
 from tests.proxy.fakes import DONE, FakeStage, chunk, served, streams
 
-SITE = "/lib/python3.11/site-packages"
+
+def part(value: float, asked: list[bool], fetch: Callable[[argparse.Namespace], None] = lambda _: None) -> Part:
+    def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+        asked.append(arguments.quick)
+        yield {"x": value}
+
+    return Part(
+        what="what it is",
+        measure=measure,
+        figures=lambda rows: {f"figure_{value:g}": sum(row["x"] for row in rows)},
+        tables=lambda rows: [f"table of {value:g}"],
+        fetch=fetch,
+    )
+
+
+def failing() -> Part:
+    def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+        yield {"x": 1}
+        raise StageError("it fell over", stage="third")
+
+    return Part(what="", measure=measure, tables=lambda rows: pytest.fail("half a part has no table"))
 
 
 def test_parts_run_one_by_one_and_their_figures_come_together(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[tuple[str, Options]] = []
-
-    def part(name: str, value: float) -> Part:
-        def measure(options: Options) -> PartResult:
-            asked.append((name, options))
-            return PartResult({name: value}, [{"x": value}], f"table of {name}")
-
-        return Part(name, f"what {name} is", measure, (Goal(name, "<=", 1.5),))
-
-    monkeypatch.setattr(command, "PARTS", (part("one", 1.0), part("two", 2.0)))
+    asked: list[bool] = []
+    monkeypatch.setattr(command, "PARTS", {"speed": part(1.0, asked), "burst": part(2.0, asked)})
     out = tmp_path / "out.json"
     assert cli.main(["proxy", "--quick", "--json", str(out)]) == 0
     result = json.loads(out.read_text())
-    assert result["figures"] == {"one": 1.0, "two": 2.0}
-    assert result["rows"] == [{"x": 1.0, "part": "one"}, {"x": 2.0, "part": "two"}]
-    printed = capsys.readouterr().out
-    assert "table of two" in printed and "MISSED" in printed
-    assert cli.main(["proxy", "--only", "two"]) == 0
-    assert [(name, options.quick) for name, options in asked] == [("one", True), ("two", True), ("two", False)]
-
-
-def _parts(asked: list[str], tmp_path: Path) -> tuple[Part, ...]:
-    """One that measures, one that needs what is not there, one that fails, one that measures."""
-
-    def measure(options: Options) -> PartResult:
-        asked.append("measured")
-        return PartResult({f"figure{len(asked)}": 1.0}, [{"x": 1}], "table")
-
-    def fails(options: Options) -> PartResult:
-        raise StageError("it fell over", stage="third")
-
-    def fetch(options: Options) -> None:
-        asked.append("fetched")
-        raise StageError("no network: give a copy by --peer-vllm", stage="second")
-
-    return (
-        Part("first", "", measure),
-        Part("second", "", measure, (Goal("never", ">=", 1),), fetch),
-        Part("third", "", fails),
-        Part("fourth", "", measure),
-    )
+    assert result["figures"] == {"figure_1": 1.0, "figure_2": 2.0, "failed_parts": 0}
+    assert result["rows"] == [{"x": 1.0, "part": "speed"}, {"x": 2.0, "part": "burst"}]
+    assert "table of 2" in capsys.readouterr().out
+    assert cli.main(["proxy", "--only", "burst"]) == 0
+    assert asked == [True, True, False]
 
 
 def test_a_part_that_lacks_a_download_says_so_before_anything_is_measured_and_costs_the_others_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[str] = []
-    parts = _parts(asked, tmp_path)
-    monkeypatch.setattr(command, "PARTS", (parts[0], parts[1]))
+    def fetch(arguments: argparse.Namespace) -> None:
+        assert not asked, "before anything is measured"
+        raise StageError("no network: give a copy by --peer-vllm", stage="peers")
+
+    asked: list[bool] = []
+    monkeypatch.setattr(command, "PARTS", {"speed": part(1.0, asked), "peers": part(2.0, asked, fetch)})
     assert cli.main(["proxy", "--quick"]) == 0
     printed = capsys.readouterr().out
-    assert asked == ["fetched", "measured"]
-    assert printed.startswith("second is left out: no network") and "not measured: second: no network" in printed
+    assert printed.startswith("peers is left out: no network") and "not measured: peers: no network" in printed
+    assert asked == [True]
     asked.clear()
-    assert cli.main(["proxy", "--only", "first", "--only", "second"]) == 1
-    assert asked == ["fetched"], "what was asked for by name is refused at once"
+    assert cli.main(["proxy", "--only", "speed", "--only", "peers"]) == 1
+    assert asked == [], "what was asked for by name is refused at once"
     assert "--peer-vllm" in capsys.readouterr().err
 
 
 def test_what_was_measured_is_kept_when_another_part_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parts = _parts([], tmp_path)
-    monkeypatch.setattr(command, "PARTS", (parts[0], parts[2], parts[3]))
+    parts = {"speed": part(1.0, []), "burst": failing(), "irp": part(2.0, [])}
+    monkeypatch.setattr(command, "PARTS", parts)
     out = tmp_path / "out.json"
     assert cli.main(["proxy", "--json", str(out)]) == 1
-    assert set(json.loads(out.read_text())["figures"]) == {"figure1", "figure2"}
-    assert "not measured: third: it fell over" in capsys.readouterr().out
+    assert json.loads(out.read_text())["figures"] == {"figure_1": 1.0, "figure_2": 2.0, "failed_parts": 1}
+    assert "not measured: burst: it fell over" in capsys.readouterr().out
 
 
-def test_every_part_has_a_name_of_its_own_and_no_two_set_one_goal() -> None:
-    names = [part.name for part in command.PARTS]
-    goals = [goal.figure for part in command.PARTS for goal in part.goals]
-    assert len(set(names)) == len(names) and len(set(goals)) == len(goals)
-
-
-def test_a_sample_counts_for_the_innermost_file_that_is_known() -> None:
-    assert part_of([f"{SITE}/aiohttp/client.py", "/x/proxy/stages/client.py"]) == "client: aiohttp"
-    assert part_of(["/usr/lib/python3.11/contextlib.py", "/x/proxy/http/exchange.py"]) == "exchange, admission"
-    assert part_of(["/x/proxy/routing/policy.py"]) == "routing: table, policies"
-    assert part_of([f"{SITE}/uvloop/__init__.py"]) == "event loop, tasks, timers"
-    assert part_of(["<string>"]) == "other"
-    found = shares([(["/x/proxy/stages/sse.py"], 3), ([f"{SITE}/uvicorn/server.py"], 1)])
-    assert found == {"relay: HTTP to stages, events": 0.75, "server: uvicorn": 0.25}
+def test_no_two_parts_set_one_goal() -> None:
+    goals = [goal.figure for part in command.PARTS.values() for goal in part.goals]
+    assert len(set(goals)) == len(goals)
 
 
 def test_ratios_are_taken_within_a_round() -> None:
@@ -151,7 +133,7 @@ def test_the_peers_are_pinned_and_taken_from_a_file_where_one_is_given(tmp_path:
     copy.write_text("print()")
     assert source(VLLM, copy) == b"print()"
     with pytest.raises(StageError, match="--peer-ascend"):
-        peers.PART.fetch(Options(peer_vllm=copy, peer_ascend=tmp_path / "missing.py"))
+        speed.PEERS_PART.fetch(argparse.Namespace(peer_vllm=copy, peer_ascend=tmp_path / "missing.py"))
     argv = VLLM.argv(copy, 8000, ["http://127.0.0.1:1"], ["http://127.0.0.1:2"])
     assert argv[2:] == [
         *("--host", "127.0.0.1", "--port", "8000", "--encode-servers-urls", "http://127.0.0.1:1"),
