@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -22,12 +18,10 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from bench.record import ROOT
-from deploy.parent_death_exec import parent_death_exec
+from bench.started import started
 from epd_serve.errors import StageError
 
 START_S = 60.0
-STOP_S = 10.0
 FETCH_S = 30.0
 
 
@@ -99,33 +93,12 @@ def running(name: str, port: int, argv: Sequence[str]) -> Iterator[Rival]:
     Raises:
         StageError: it ended, or did not listen on `port` within `START_S`.
     """
-    with tempfile.TemporaryFile() as log:
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        process = subprocess.Popen(
-            [sys.executable, "-m", *parent_death_exec(argv, signal.SIGINT)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            cwd="/",
-            env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,
-        )
-        try:
-            end = time.monotonic() + START_S
-            while not _listens(port):
-                if process.poll() is not None or time.monotonic() > end:
-                    log.seek(0)
-                    tail = log.read()[-2000:].decode(errors="replace")
-                    raise StageError(f"{name} did not start:\n{tail}", stage=name)
-                time.sleep(0.05)
-            yield Rival(name, f"http://127.0.0.1:{port}", (process.pid,))
-        finally:
-            process.send_signal(signal.SIGINT)  # as Ctrl-C: uvicorn would die of SIGTERM after its shutdown
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    with (
+        tempfile.TemporaryDirectory(prefix="epd-bench-") as folder,
+        started(argv, Path(folder) / "log", name=name) as process,
+    ):
+        process.ready(lambda: _listens(port), START_S)
+        yield Rival(name, f"http://127.0.0.1:{port}", (process.process.pid,))
 
 
 def _listens(port: int) -> bool:

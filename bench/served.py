@@ -10,10 +10,7 @@ import contextlib
 import json
 import os
 import re
-import select
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,11 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.processes import Parts, parts
-from bench.record import ROOT
 from bench.scratch import scratch
-from deploy.parent_death_exec import parent_death_exec
+from bench.started import started
 from deploy.ports import free_ports
-from epd_serve.errors import StageError
 
 LOGS_ENV = "EPD_BENCH_LOGS"
 """A folder that all logs of a launch are copied to before it ends: for who looks only afterwards."""
@@ -92,32 +87,15 @@ def served(layout: str, flags: Sequence[str] = (), *, name: str = "", traced: bo
     """
     with scratch() as folder, contextlib.ExitStack() as stack:
         (port,) = free_ports(1)
-        traces = folder / "traces"
+        traces, said = folder / "traces", folder / "launcher.out"
         argv = [sys.executable, "-m", "deploy.cli", "serve", "--layout", layout, "--port", str(port)]
         argv += ["--run-root", f"{folder}/run", *(["--trace-dir", str(traces)] if traced else []), *flags]
-        log = stack.enter_context((folder / "launcher.log").open("w+b"))
         begun = time.monotonic()
-        process = subprocess.Popen(
-            [sys.executable, "-m", *parent_death_exec(argv, signal.SIGINT)],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,
-        )
-        stack.callback(_stop, process)
+        launcher = stack.enter_context(started(argv, folder / "launcher.log", name=layout, out=said, stop_s=STOP_S))
         stack.callback(_keep_logs, name or layout, folder)  # before it is stopped, which removes them
-        text = ""
-        while (message := parse_ready(text)) is None:
-            chunk = _read(process, begun + START_S - time.monotonic())
-            if not chunk:
-                log.seek(0)
-                tail = log.read().decode(errors="replace")[-2000:]
-                raise StageError(f"{layout} did not become ready:\n{tail}", stage=layout)
-            text += chunk
+        own_s, model, stages = launcher.ready(lambda: parse_ready(said.read_text(encoding="utf-8")), START_S)
         ready_s = time.monotonic() - begun
-        own_s, model, stages = message
-        processes = parts(process.pid, groups(folder / "run"))
+        processes = parts(launcher.process.pid, groups(folder / "run"))
         (run,) = (found.parent for found in (folder / "run").glob("*/groups.jsonl"))
         yield Served(name or layout, f"http://127.0.0.1:{port}", model, processes, ready_s, own_s, stages, traces, run)
 
@@ -134,30 +112,6 @@ def _keep_logs(name: str, folder: Path) -> None:
         return
     target = Path(kept) / re.sub(r"[^\w.()-]+", "_", name)
     target.mkdir(parents=True, exist_ok=True)
-    for log in (
-        folder / "launcher.log",
-        *(folder / "run").glob("last-failure-*.log"),
-        *(folder / "run").glob("*/*.log"),
-    ):
+    for log in (*folder.glob("*.log"), *folder.glob("run/last-failure-*.log"), *folder.glob("run/*/*.log")):
         with contextlib.suppress(OSError):  # the launch may be ending
             shutil.copyfile(log, target / log.name)
-
-
-def _read(process: subprocess.Popen[bytes], timeout_s: float) -> str:
-    """What the process prints next; empty at its end or after the time."""
-    assert process.stdout is not None
-    ready, _, _ = select.select([process.stdout], [], [], max(0.0, timeout_s))
-    return os.read(process.stdout.fileno(), 1 << 16).decode() if ready else ""
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ctrl-C; the launcher removes its stages itself. Killed, they die with it."""
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(signal.SIGINT)
-    try:
-        process.wait(timeout=STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    assert process.stdout is not None
-    process.stdout.close()

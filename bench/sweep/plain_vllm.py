@@ -14,32 +14,26 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-
-import httpx
 
 from bench.clients.target import Target
 from bench.record import ROOT
 from bench.scratch import scratch
+from bench.started import Started, answers, started
 from bench.sweep.deployments import Deployment
 from bench.sweep.running import RunningDeployment, StageStatus, server_status
 from deploy.blueprint import Blueprint
 from deploy.memory_check import VISIBLE
-from deploy.parent_death_exec import parent_death_exec
 from deploy.ports import free_ports
-from deploy.processes import group_members
 from epd_serve.engine.argv import CPU_ARGS, CPU_KV_GIB
-from epd_serve.errors import StageError
 from epd_serve.placement import InstancePlan
 
 START_S = 600.0
 STOP_S = 30.0
-TRACKER_S = 10.0
-LOOK_EVERY_S = 0.2
 _SITE = ROOT / "epd_serve" / "engine" / "site"
 
 
@@ -55,60 +49,27 @@ def plain_vllm(deployment: Deployment, blueprint: Blueprint) -> Iterator[Running
     """
     with scratch() as folder, contextlib.ExitStack() as stack:
         begun = time.monotonic()
-        plans, ports = blueprint.plans, free_ports(len(blueprint.plans))
-        servers = []
-        for at, (plan, port) in enumerate(zip(plans, ports, strict=True)):
+        servers: dict[str, Started] = {}
+        for plan, port in zip(blueprint.plans, free_ports(len(blueprint.plans)), strict=True):
             argv, env = command(deployment, blueprint, plan, port)
-            servers.append(_Server(f"vllm{at}", port, folder / f"vllm{at}.log", argv, env))
-            stack.callback(end, servers[-1].process)
-        for server in servers:
-            server.wait_ready(begun + START_S)
+            log, env = folder / f"vllm{len(servers)}.log", {**env, "TMPDIR": str(folder)}
+            server = started(argv, log, env=env, by=signal.SIGTERM, stop_s=STOP_S)
+            servers[f"http://127.0.0.1:{port}"] = stack.enter_context(server)
+        for url, one in servers.items():
+            one.ready(partial(answers, f"{url}/health"), START_S)
         yield RunningDeployment(
-            target=Target([server.url for server in servers]),
+            target=Target(list(servers)),
             model=blueprint.served_model_name,
             ready_s=time.monotonic() - begun,
-            status=lambda: [server.status() for server in servers],
+            status=lambda: [_status(url, one) for url, one in servers.items()],
             shared_cores=blueprint.cores is not None and blueprint.cores.oversubscribed,
         )
 
 
-class _Server:
-    """One server, started."""
-
-    def __init__(self, name: str, port: int, log: Path, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        self.name, self.url, self._log = name, f"http://127.0.0.1:{port}", log
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", *parent_death_exec(argv, signal.SIGTERM)],
-                cwd=ROOT,
-                env={**env, "TMPDIR": str(log.parent)},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-
-    def wait_ready(self, deadline: float) -> None:
-        while not self._healthy():
-            code = self.process.poll()
-            if code is not None or time.monotonic() > deadline:
-                why = (
-                    f"is not ready after {START_S:.0f} s" if code is None else f"ended with {code} before it was ready"
-                )
-                tail = self._log.read_text(encoding="utf-8", errors="replace")[-2000:]
-                raise StageError(f"{self.name} {why}:\n{tail}", stage=self.name)
-            time.sleep(LOOK_EVERY_S)
-
-    def status(self) -> StageStatus:
-        if (code := self.process.poll()) is not None:
-            return StageStatus(self.name, "EPD", "", f"it ended with {code}")
-        return server_status(self.url, self.name, str(self.process.pid))
-
-    def _healthy(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/health", timeout=5.0, trust_env=False).status_code == 200
-        except httpx.HTTPError:
-            return False
+def _status(url: str, server: Started) -> StageStatus:
+    if (code := server.process.poll()) is not None:
+        return StageStatus(server.name, "EPD", "", f"it ended with {code}")
+    return server_status(url, server.name, str(server.process.pid))
 
 
 def command(
@@ -134,22 +95,3 @@ def command(
     else:
         env[VISIBLE[blueprint.device]] = ",".join(map(str, plan.devices))
     return [*argv, *deployment.flags], env
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, time to end, then SIGKILL to whatever is left of its group.
-
-    The last of a group is Python's resource tracker, which takes its shared memory out of /dev/shm.
-    """
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_S)
-    deadline = time.monotonic() + TRACKER_S
-    while group_members(process.pid) and time.monotonic() < deadline:
-        time.sleep(LOOK_EVERY_S)
-    deadline = time.monotonic() + STOP_S
-    while group_members(process.pid) and time.monotonic() < deadline:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        time.sleep(LOOK_EVERY_S)
-    process.wait(STOP_S)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
-import sys
 
 from bench.sweep.deployments import deployments
-from bench.sweep.plain_vllm import command, end
+from bench.sweep.plain_vllm import command
 from deploy.blueprint import draw
 from deploy.config import DeployConfig
-from deploy.processes import group_members
 from deploy.rundir import RunDir
 from deploy.shared_memory import SharedMemory
 from deploy.wiring_plan import WiringPlan
@@ -52,22 +49,3 @@ def test_beside_simulated_stages_it_is_simulated_too():
 
     argv, _ = command(deployment, blueprint, blueprint.plans[0], 1234)
     assert argv[argv.index("-m") + 1] == "epd_serve.sim" and argv[argv.index("--role") + 1] == "EPD"
-
-
-def test_what_cleans_up_after_a_server_may_finish(tmp_path):
-    cleaned = tmp_path / "cleaned"
-    tracker = f"import sys, time, pathlib; sys.stdin.read(); time.sleep(0.5); pathlib.Path({str(cleaned)!r}).touch()"
-    server = (
-        "import subprocess, sys, time;"
-        f"subprocess.Popen([sys.executable, '-c', {tracker!r}], stdin=subprocess.PIPE);"
-        "print(flush=True); time.sleep(60)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", server], stdout=subprocess.PIPE, start_new_session=True)
-    assert process.stdout is not None
-    with process.stdout as ready:
-        ready.readline()
-
-    end(process)
-
-    assert cleaned.exists()
-    assert not group_members(process.pid)
