@@ -25,9 +25,9 @@ from bench.clients.target import Target, requests
 from bench.goals import Goal
 from bench.micro.measurement import Measurement, Row, Usually, flag, whole
 from bench.micro.rows import table_of
-from bench.micro.started import started
 from bench.scratch import scratch
 from bench.served import Served, served
+from bench.started import answers, started
 from bench.workloads.synthetic import demo_body, demo_image
 from deploy.blueprint import draw
 from deploy.config import DeployConfig
@@ -107,7 +107,8 @@ def second_proxy(launch: Served) -> Iterator[str]:
         file = folder / "stages.json"
         file.write_text(json.dumps(stages_file(launch)), encoding="utf-8")
         argv = [sys.executable, "-m", "deploy.cli", "proxy", "--stages", str(file), "--port", str(port)]
-        with started(argv, f"{url}/ready?all", folder / "proxy.log", START_S):
+        with started(argv, folder / "proxy.log") as proxy:
+            proxy.ready(lambda: answers(f"{url}/ready?all"), START_S)
             yield url
 
 

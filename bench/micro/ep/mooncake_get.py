@@ -15,8 +15,8 @@ import numpy as np
 
 from bench.children import Child, Message, answering, commands
 from bench.micro.arena import timed
-from bench.micro.started import started
 from bench.scratch import scratch
+from bench.started import answers, started
 from deploy.pool_master import mooncake_command
 from deploy.ports import free_ports
 from store.checksum import Bytes
@@ -46,7 +46,8 @@ def master() -> Iterator[str]:
     rpc_port, metrics_port = free_ports(2)
     settings = MasterSettings(rpc_port=rpc_port, metrics_port=metrics_port)
     argv = mooncake_command(settings)
-    with scratch() as folder, started(argv, health_url(settings), folder / "log", START_S, says="service_ready"):
+    with scratch() as folder, started(argv, folder / "master.log") as process:
+        process.ready(lambda: answers(health_url(settings), says="service_ready"), START_S)
         yield rpc_address(settings)
 
 
