@@ -60,7 +60,7 @@ FLAGS = {
     "--sizes": flag(
         "requests under way", Usually((1, 2, 4, 8, 16), quick=(1, 2, 4)), several(whole(1, MOST)), metavar="N,…"
     ),
-    "--stages": flag("of them", tuple(STAGES), several(one_of(*STAGES))),
+    "--stages": flag("which are measured", tuple(STAGES), several(one_of(*STAGES))),
     "--prompt": flag("tokens of a prompt of prefill", 1024, whole()),
     "--answer": flag("tokens of an answer of decode", 32, whole(2)),
     "--side": flag("of an image, in pixels", 336, whole(28)),

@@ -58,7 +58,7 @@ FLAGS = {
     "--preset": flag("the model", "demo", choices=PRESETS),
     "--requests": flag("per target and mode", Usually(30, quick=8), whole()),
     "--warmup": flag("requests per target before measuring", 5, whole(0)),
-    "--modes": flag("of images", Usually(MODES, quick=MODES[:1]), several(one_of(*MODES))),
+    "--modes": flag("new images, or one again and again", Usually(MODES, quick=MODES[:1]), several(one_of(*MODES))),
     "--pause": flag("seconds between requests", 0.5, positive),
     "--size": flag("image width and height in pixels", 224, whole(28)),
 }

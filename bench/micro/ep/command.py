@@ -60,7 +60,7 @@ GOALS = (
 
 FLAGS = {
     "--rounds": flag("features per image, mode and model of P", Usually(12, quick=4), whole()),
-    "--pictures": flag("of them", tuple(IMAGES), several(one_of(*IMAGES))),
+    "--pictures": flag("sizes of images", tuple(IMAGES), several(one_of(*IMAGES))),
     "--modes": flag(f"of {','.join(MODES)} (default all that are installed)", type=several(one_of(*MODES))),
 }
 SETTINGS = {

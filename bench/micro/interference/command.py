@@ -25,7 +25,7 @@ import numpy as np
 
 from bench.micro.interference import heat_map
 from bench.micro.interference.processes import FLAG, OperatorProcess, Span, orders_of, parse_shares
-from bench.micro.interference.windows import latency_s, means_by_needs, overlapping, profile_of, windows
+from bench.micro.interference.windows import label, latency_s, means_by_needs, overlapping, profile_of, windows
 from bench.micro.measurement import Measurement, Row, Usually, flag, in_turns, positive, several, whole
 from bench.micro.rows import figure_table, table_of
 from bench.record import flatten
@@ -145,10 +145,6 @@ class _Pair:
                 if times >= LONGEST_TIMES:
                     raise
             times *= 2
-
-
-def label(division: Shares | None) -> str:
-    return "all cores" if division is None else f"share {division[0]:g} beside {division[1]:g}"
 
 
 def figures(rows: Sequence[Row]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.micro.charts import BLUE, ORANGE, chart
+from bench.micro.interference.windows import label
 from npu_ops.interference_profile import InterferenceMap, InterferenceProfile
 
 if TYPE_CHECKING:
@@ -41,15 +42,9 @@ def intensity(flops_per_byte: float) -> str:
     return f"{flops_per_byte:.{0 if flops_per_byte >= 10 or not flops_per_byte else 2}f}"
 
 
-def title(found: InterferenceMap) -> str:
-    if found.core_shares is None:
-        return "both have all cores"
-    return "{:g} of the cores, the neighbour {:g}".format(*found.core_shares)
-
-
 def _bars(ax: Axes, profile: InterferenceProfile, best: Mapping[str, tuple[float, float]]) -> None:
     places = range(len(profile.operators))
-    for which, (colour, hatch, label) in enumerate(((BLUE, "", "operations/s"), (ORANGE, "///", "bytes/s"))):
+    for which, (colour, hatch, what) in enumerate(((BLUE, "", "operations/s"), (ORANGE, "///", "bytes/s"))):
         ax.barh(
             [place + (which - 0.5) * BAR for place in places],
             [100.0 * best[one.name][which] for one in profile.operators],
@@ -58,7 +53,7 @@ def _bars(ax: Axes, profile: InterferenceProfile, best: Mapping[str, tuple[float
             hatch=hatch,
             edgecolor="white",
             linewidth=0.0,
-            label=label,
+            label=what,
         )
     rows = [f"{one.name}\n{intensity(one.flops / one.moved_bytes)} FLOP/B, {one.needs}" for one in profile.operators]
     ax.set_yticks(list(places), rows, fontsize=7)
@@ -80,5 +75,5 @@ def _heat(ax: Axes, found: InterferenceMap, top: float) -> AxesImage:
     ax.set_yticks(range(len(names)), names, fontsize=7)
     ax.set_xlabel("neighbour", fontsize=8)
     ax.set_ylabel("slowed down", fontsize=8)
-    ax.set_title(title(found), fontsize=9, loc="left")
+    ax.set_title(label(found.core_shares), fontsize=9, loc="left")
     return image

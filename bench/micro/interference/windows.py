@@ -50,6 +50,11 @@ def windows(names: Sequence[str], shares: Shares | None) -> list[tuple[str, ...]
     return [*((name,) for name in names), *pairs]
 
 
+def label(shares: Shares | None) -> str:
+    """What a division of the cores is called."""
+    return "all cores" if shares is None else f"share {shares[0]:g} beside {shares[1]:g}"
+
+
 def slowdowns(rows: Sequence[Row]) -> list[Row]:
     """Each run with a neighbour, with its `slowdown` over the same process alone in the same round, and `shares`."""
     key = ("round", "process", "operator", "share")

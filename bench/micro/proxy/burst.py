@@ -16,8 +16,7 @@ from bench.clients.records import RequestRecord
 from bench.clients.sender import Flow
 from bench.clients.target import requests
 from bench.goals import Goal
-from bench.micro.measurement import Row
-from bench.micro.proxy.part import Part
+from bench.micro.measurement import Measurement, Row
 from bench.micro.proxy.simulated import simulated
 from bench.micro.rows import table_of
 from bench.served import Served
@@ -105,7 +104,7 @@ def _flows(launch: Served, before_s: float, burst_s: float) -> list[Flow]:
     ]
 
 
-PART = Part(
+MEASUREMENT = Measurement(
     what="text's time to first token under a burst of images, and the same with a single queue",
     measure=measure,
     figures=figures,

@@ -15,15 +15,14 @@ from pathlib import Path
 from bench.goals import Goal
 from bench.micro.measurement import Measurement, Row, flag
 from bench.micro.proxy import burst, irp, speed
-from bench.micro.proxy.part import Part
 from bench.micro.rows import grouped
 from epd_serve.errors import EpdError, StageError
 
-PARTS: dict[str, Part] = {
-    "speed": speed.PART,
-    "peers": speed.PEERS_PART,
-    "burst": burst.PART,
-    "irp": irp.PART,
+PARTS: dict[str, Measurement] = {
+    "speed": speed.MEASUREMENT,
+    "peers": speed.PEERS,
+    "burst": burst.MEASUREMENT,
+    "irp": irp.MEASUREMENT,
 }
 FLAGS = {
     "--only": flag(
@@ -56,7 +55,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
             yield {"part": name, "failed": str(error)}
 
 
-def _lack(part: Part, arguments: argparse.Namespace) -> str:
+def _lack(part: Measurement, arguments: argparse.Namespace) -> str:
     """Why the part cannot be measured here, or ""."""
     try:
         part.fetch(arguments)

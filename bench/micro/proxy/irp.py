@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.goals import Goal
-from bench.micro.measurement import Row
-from bench.micro.proxy.part import Part
+from bench.micro.measurement import Measurement, Row
 from proxy.encode.assignment import spread
 from proxy.encode.schedule import makespan_s
 from proxy.routing.policy import Candidate
@@ -105,7 +104,7 @@ def _sets(count: int) -> Iterator[tuple[str, tuple[float, ...]]]:
         yield kind, tuple(each / PIXELS_PER_TOKEN for each in pixels)
 
 
-PART = Part(
+MEASUREMENT = Measurement(
     what="a request's images over several encoders, placement alone",
     measure=measure,
     figures=figures,

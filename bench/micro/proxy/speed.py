@@ -28,10 +28,10 @@ from bench.clients.metrics import throughput
 from bench.clients.process import SenderProcess
 from bench.clients.sender import Flow
 from bench.clients.target import Request
-from bench.example_proxies import PEERS, VLLM, Peer, Rival, running, source
+from bench.example_proxies import PEERS as EXAMPLES
+from bench.example_proxies import VLLM, Peer, Rival, running, source
 from bench.goals import Goal
-from bench.micro.measurement import Row
-from bench.micro.proxy.part import Part
+from bench.micro.measurement import Measurement, Row
 from bench.micro.proxy.rivals import (
     bare_relay,
     closed_loop,
@@ -146,7 +146,7 @@ def tables(rows: Sequence[Row]) -> Iterable[str]:
     yield medians_table([row for row in rows if row["kind"] not in LOOPED], LATENCIES)
 
 
-PART = Part(
+MEASUREMENT = Measurement(
     what="requests a second against a bare relay, latency added to text and images",
     measure=measure,
     figures=figures,
@@ -165,7 +165,7 @@ def measure_peers(arguments: argparse.Namespace) -> Iterator[Row]:
     seeds = itertools.count()
     with scratch() as folder, SenderProcess() as sender, simulated("E-PD") as launch, contextlib.ExitStack() as stack:
         rivals = [Rival("proxy", launch.url, launch.cpu_parts["proxy"])]
-        for peer in PEERS:
+        for peer in EXAMPLES:
             script, (port,) = folder / f"{peer.name}.py", free_ports(1)
             script.write_bytes(source(peer, _copy(peer, arguments)))
             argv = peer.argv(script, port, [stage_of(launch, "E")], [stage_of(launch)])
@@ -184,14 +184,14 @@ def measure_peers(arguments: argparse.Namespace) -> Iterator[Row]:
 def peer_figures(rows: Sequence[Row]) -> dict[str, float]:
     return {
         f"rps_over_{peer.name}{suffix}": ratio(rows, kind, "proxy", peer.name)
-        for peer in PEERS
+        for peer in EXAMPLES
         for kind, suffix in (("text", ""), ("picture", "_picture"))
     }
 
 
 def fetch(arguments: argparse.Namespace) -> None:
     """Reads both, for `measure` to find. Raises StageError."""
-    for peer in PEERS:
+    for peer in EXAMPLES:
         source(peer, _copy(peer, arguments))
 
 
@@ -200,7 +200,7 @@ def _copy(peer: Peer, arguments: argparse.Namespace) -> Path | None:
     return copy
 
 
-PEERS_PART = Part(
+PEERS = Measurement(
     what="requests a second against the example proxies of vLLM and vllm-ascend",
     measure=measure_peers,
     figures=peer_figures,

@@ -13,9 +13,10 @@ import pytest
 from bench.cli import main
 from bench.micro.interference import command
 from bench.micro.interference.command import best_of, chosen, device_of, figures, save_profile, tables
-from bench.micro.interference.heat_map import draw, title
+from bench.micro.interference.heat_map import draw
 from bench.micro.interference.processes import OperatorProcess, orders_of, parse_shares
 from bench.micro.interference.windows import (
+    label,
     latency_s,
     maps,
     means_by_needs,
@@ -28,7 +29,6 @@ from bench.micro.measurement import Row
 from epd_serve.errors import ConfigError, StageError
 from npu_ops.core_grants import CoreOrder
 from npu_ops.interference import BENCH, operators
-from npu_ops.interference_profile import InterferenceMap
 
 CPU = {"kind": "cpu", "name": "a CPU", "devices": 1, "cores": {"cpu": 2}}
 ENV = {"date": "2025-01-01", "commit": "abc", "command": "c", "machine": {"cores": 2}, "versions": {}}
@@ -188,8 +188,8 @@ def test_the_chart_is_a_png(tmp_path):
     assert (tmp_path / "deep" / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_heat_map_says_who_has_which_share():
-    assert title(InterferenceMap((0.3, 0.7), {}, ())) == "0.3 of the cores, the neighbour 0.7"
+def test_a_division_says_who_has_which_share():
+    assert (label(None), label((0.3, 0.7))) == ("all cores", "share 0.3 beside 0.7")
 
 
 def test_an_operator_that_the_device_lacks_is_refused():

@@ -5,29 +5,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from bench import cli
 from bench.clients.process import SenderProcess
 from bench.example_proxies import ASCEND, VLLM, running, source
-from bench.micro.measurement import Row
+from bench.micro.measurement import Measurement, Row
 from bench.micro.proxy import command, rivals, speed
-from bench.micro.proxy.part import Part
 from bench.micro.proxy.rivals import bare_relay, closed_loop
 from epd_serve.errors import StageError
 from epd_serve.roles import Role
 from tests.proxy.fakes import DONE, FakeStage, chunk, served, streams
 
 
-def part(value: float, asked: list[bool], fetch: Callable[[argparse.Namespace], None] = lambda _: None) -> Part:
+def part(value: float, asked: list[bool], fetch: Callable[[argparse.Namespace], None] = lambda _: None) -> Measurement:
     def measure(arguments: argparse.Namespace) -> Iterator[Row]:
         asked.append(arguments.quick)
         yield {"x": value}
 
-    return Part(
+    return Measurement(
         what="what it is",
         measure=measure,
         figures=lambda rows: {f"figure_{value:g}": sum(row["x"] for row in rows)},
@@ -36,12 +36,15 @@ def part(value: float, asked: list[bool], fetch: Callable[[argparse.Namespace], 
     )
 
 
-def failing() -> Part:
+def failing() -> Measurement:
     def measure(arguments: argparse.Namespace) -> Iterator[Row]:
         yield {"x": 1}
         raise StageError("it fell over", stage="third")
 
-    return Part(what="", measure=measure, tables=lambda rows: pytest.fail("half a part has no table"))
+    def untold(rows: Sequence[Row]) -> NoReturn:
+        pytest.fail("half a part has neither figures nor a table")
+
+    return Measurement(measure=measure, figures=untold, tables=untold)
 
 
 def test_parts_run_one_by_one_and_their_figures_come_together(
@@ -133,7 +136,7 @@ def test_the_peers_are_pinned_and_taken_from_a_file_where_one_is_given(tmp_path:
     copy.write_text("print()")
     assert source(VLLM, copy) == b"print()"
     with pytest.raises(StageError, match="--peer-ascend"):
-        speed.PEERS_PART.fetch(argparse.Namespace(peer_vllm=copy, peer_ascend=tmp_path / "missing.py"))
+        speed.PEERS.fetch(argparse.Namespace(peer_vllm=copy, peer_ascend=tmp_path / "missing.py"))
     argv = VLLM.argv(copy, 8000, ["http://127.0.0.1:1"], ["http://127.0.0.1:2"])
     assert argv[2:] == [
         *("--host", "127.0.0.1", "--port", "8000", "--encode-servers-urls", "http://127.0.0.1:1"),
