@@ -25,7 +25,16 @@ import numpy as np
 
 from bench.micro.interference import heat_map
 from bench.micro.interference.processes import FLAG, OperatorProcess, Span, orders_of, parse_shares
-from bench.micro.interference.windows import label, latency_s, means_by_needs, overlapping, profile_of, windows
+from bench.micro.interference.windows import (
+    Window,
+    equal,
+    label,
+    latency_s,
+    means_by_needs,
+    overlapping,
+    profile_of,
+    windows,
+)
 from bench.micro.measurement import Measurement, Row, Usually, flag, in_turns, positive, several, whole
 from bench.micro.rows import figure_table, table_of
 from bench.record import flatten
@@ -111,24 +120,22 @@ class _Pair:
         # One after the other: each is to find out alone how long its calls take.
         self._repeats = [{name: process.prepare(name) for name in names} for process in self._processes]
 
-    def measure(self, window: Sequence[str], turn: int, seconds: float) -> Iterator[Row]:
-        """Alone: in each process in turn. A pair: together, and in every other round the other way round."""
-        equal = self.shares is None or self.shares[0] == self.shares[1]
-        first = turn % 2 if equal else 0
-        seats = [{first: window[0], 1 - first: window[1]}] if len(window) == 2 else [{0: window[0]}, {1: window[0]}]
+    def measure(self, window: Window, turn: int, seconds: float) -> Iterator[Row]:
+        """With equal shares in every other round the other way round."""
+        seats = window[::-1] if turn % 2 and equal(self.shares) else window
+        taken = {seat: name for seat, name in enumerate(seats) if name is not None}
         shares = self.shares or (None, None)
-        for taken in seats:
-            for (seat, name), own in zip(taken.items(), self._samples(taken, seconds), strict=True):
-                yield {
-                    "round": turn,
-                    "process": seat,
-                    "operator": name,
-                    "share": shares[seat],
-                    "beside": taken.get(1 - seat),
-                    "beside_share": shares[1 - seat] if len(taken) > 1 else None,
-                    "latency_ms": round(latency_s(own, self._repeats[seat][name]) * 1e3, 5),
-                    "samples": len(own),
-                }
+        for (seat, name), own in zip(taken.items(), self._samples(taken, seconds), strict=True):
+            yield {
+                "round": turn,
+                "process": seat,
+                "operator": name,
+                "share": shares[seat],
+                "beside": taken.get(1 - seat),
+                "beside_share": shares[1 - seat] if len(taken) > 1 else None,
+                "latency_ms": round(latency_s(own, self._repeats[seat][name]) * 1e3, 5),
+                "samples": len(own),
+            }
 
     def _samples(self, taken: Mapping[int, str], seconds: float) -> list[list[Span]]:
         """Of each process in `taken`. Raises StageError where the longest window was spoilt, too."""

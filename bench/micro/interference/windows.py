@@ -15,6 +15,9 @@ from epd_serve.errors import StageError
 from npu_ops.interference import Operator, needs
 from npu_ops.interference_profile import InterferenceMap, InterferenceProfile, ProfiledOperator, Shares, Slowdown
 
+Window = tuple[str | None, str | None]
+"""What each process runs, or None."""
+
 LEAST = 3
 """Samples of a process in a window."""
 
@@ -40,14 +43,19 @@ def latency_s(spans: Sequence[Span], repeats: int) -> float:
     return float(np.mean(np.diff(spans))) / repeats
 
 
-def windows(names: Sequence[str], shares: Shares | None) -> list[tuple[str, ...]]:
-    """What has to be run for one division: (operator,) alone in each process, and pairs, one operator per process.
+def windows(names: Sequence[str], shares: Shares | None) -> list[Window]:
+    """What has to be run for one division: each operator in each process while the other one idles, and pairs.
 
     With equal shares a pair tells of both orders; with unequal ones it matters who has which.
     """
-    equal = shares is None or shares[0] == shares[1]
-    pairs = itertools.combinations_with_replacement(names, 2) if equal else itertools.product(names, repeat=2)
-    return [*((name,) for name in names), *pairs]
+    alone = [window for name in names for window in ((name, None), (None, name))]
+    if equal(shares):
+        return [*alone, *itertools.combinations_with_replacement(names, 2)]
+    return [*alone, *itertools.product(names, repeat=2)]
+
+
+def equal(shares: Shares | None) -> bool:
+    return shares is None or shares[0] == shares[1]
 
 
 def label(shares: Shares | None) -> str:
