@@ -24,6 +24,7 @@ from epd_serve.errors import ConfigError, StageError
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
 from store.arena import Arena
+from store.mooncake.client import LEAST_SEGMENT_BYTES
 
 MODES = ("sync_arena", "arena", "sync_mooncake", "mooncake")
 """Synchronous: P is told when E has put the feature, and fetches it when the request asks. Else: event-driven."""
@@ -117,7 +118,7 @@ def links(modes: Sequence[str], tokens: Sequence[int], scratch: Path) -> Iterato
     Raises:
         ConfigError: /dev/shm is too small, or Mooncake is not installed; before anything is started.
     """
-    capacity = int(max(tokens) * HIDDEN_SIZE * 2 * SLACK)
+    capacity = max(LEAST_SEGMENT_BYTES, int(max(tokens) * HIDDEN_SIZE * 2 * SLACK))
     hosts = {mode: ("e", "p") if "mooncake" in mode else ("one", "one") for mode in modes}
     paths = {host: f"/dev/shm/epd-bench-{os.getpid()}-{host}" for both in hosts.values() for host in both}
     needed_mib, free = len(paths) * capacity >> 20, free_mib(Path("/dev/shm"))
