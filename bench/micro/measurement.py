@@ -1,7 +1,7 @@
 """What every measurement here is: flags, rows that are measured one by one, figures and tables that follow from them.
 
 Owns the order of a run: check, measure, print, write, draw. What was measured before an error or Ctrl-C is written too.
-Also the flags that measurements share: numbers and names in lists, and defaults that `--quick` lowers.
+Also what measurements share: flags with numbers and names in lists, defaults that `--quick` lowers, turns by rounds.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Measurement:
             give instead.
         measure: checks what it needs (raising ConfigError), then yields a row per sample, as soon as it has it.
         figures: from rows to named numbers. tables: from rows to what is printed; both pure.
-        flags: its own, by name; add_flags: adds those that it shares with other commands.
+        flags: its own, by name (with its other names after a blank); add_flags: adds those that it shares with others.
         settings: what `--quick` lowers without a flag.
         about: what `env` says of the run: `kind`, a device.
         goals: shown beside the figures. required: goals too; the command fails (exit 1) where one is missed.
@@ -145,8 +145,8 @@ class Measurement:
     also: Callable[[argparse.Namespace, Sequence[Row], Mapping[str, Any]], None] = _nothing
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        for name, told in self.flags.items():
-            parser.add_argument(*name.split(), **told)
+        for names, row in self.flags.items():
+            parser.add_argument(*names.split(), **row)
         self.add_flags(parser)
         parser.set_defaults(run=self.run, **self.settings)
         if self.plot is not None:
@@ -165,8 +165,7 @@ class Measurement:
         env = {**record.environment(argv, asked=arguments), **self.about(arguments)}
         rows: list[Row] = []
         with record.kept(arguments.json, env, rows):
-            for row in self.measure(arguments):
-                rows.append(row)  # noqa: PERF402  (one by one: an error keeps those before it)
+            rows.extend(self.measure(arguments))  # one by one: an error keeps those before it
             figures = self.figures(rows)
             goals = tuple(goal for goal in (*self.goals, *self.required) if goal.figure in figures)
             goal_text = goal_table(figures, goals) if goals else ""

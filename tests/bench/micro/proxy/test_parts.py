@@ -41,10 +41,10 @@ def failing() -> Measurement:
         yield {"x": 1}
         raise StageError("it fell over", stage="third")
 
-    def untold(rows: Sequence[Row]) -> NoReturn:
+    def no_result(rows: Sequence[Row]) -> NoReturn:
         pytest.fail("half a part has neither figures nor a table")
 
-    return Measurement(measure=measure, figures=untold, tables=untold)
+    return Measurement(measure=measure, figures=no_result, tables=no_result)
 
 
 def test_parts_run_one_by_one_and_their_figures_come_together(
