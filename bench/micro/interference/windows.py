@@ -48,10 +48,8 @@ def windows(names: Sequence[str], shares: Shares | None) -> list[Window]:
 
     With equal shares a pair tells of both orders; with unequal ones it matters who has which.
     """
-    alone = [window for name in names for window in ((name, None), (None, name))]
-    if equal(shares):
-        return [*alone, *itertools.combinations_with_replacement(names, 2)]
-    return [*alone, *itertools.product(names, repeat=2)]
+    pairs = itertools.combinations_with_replacement(names, 2) if equal(shares) else itertools.product(names, names)
+    return [*((name, None) for name in names), *((None, name) for name in names), *pairs]
 
 
 def equal(shares: Shares | None) -> bool:

@@ -67,7 +67,7 @@ def test_the_latency_of_a_call_is_the_mean_of_its_samples():
 
 
 def test_equal_shares_need_every_pair_once_and_unequal_ones_in_both_orders():
-    alone = [("a", None), (None, "a"), ("b", None), (None, "b")]
+    alone = [("a", None), ("b", None), (None, "a"), (None, "b")]
 
     assert windows(["a", "b"], None) == [*alone, ("a", "a"), ("a", "b"), ("b", "b")]
     assert windows(["a", "b"], (0.5, 0.5)) == windows(["a", "b"], None)
