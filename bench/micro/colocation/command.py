@@ -79,8 +79,6 @@ GROUPS = {
     "d": (Entry(EP_D, "EP-D", 2), Entry(E_P_D, "(E-P)-D", 3)),
 }
 SAME = tuple(Goal(f"same_tokens/{name}", "==", 1, "as the first layout's") for name in (E_PD, E_P_D))
-
-
 FLAGS = {
     "--rounds": flag("rounds of each comparison", Usually(9, quick=3), whole()),
     "--requests": flag("of a round, two thirds with an image", Usually(24, quick=12), whole(2)),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.clients.records import Outcome
-from bench.clients.sender import Flow, Run, Sender
+from bench.clients.sender import Bounds, Flow, Run, Sender
 from bench.clients.target import requests
 from bench.workloads.synthetic import QUESTION, demo_image, text_body
 from deploy import event_loop
@@ -23,7 +23,7 @@ EVERY_TOKEN = {"ignore_eos": True, "return_token_ids": True}
 those vLLM sends nothing before the answer ends unless the client wants their ids."""
 STORM_IMAGES = 2000
 """More than an encoder gets through in a storm: none is known to it."""
-STORM_LIMIT_S = 600.0
+STORM_LIMIT_S, ENCODE_LIMIT_S = 600.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def storm(encoder: str, model: str, *, side: int, concurrency: int) -> Iterator[
         concurrency=concurrency,
         duration_s=STORM_LIMIT_S,
     )
-    sender = Sender(encoder, realtime=False)
+    sender = Sender(encoder, bounds=Bounds(ENCODE_LIMIT_S), realtime=False)
     with ThreadPoolExecutor(1) as thread:
         under_way = thread.submit(event_loop.run, sender.run(flow))
         try:

@@ -36,8 +36,6 @@ SHOWN = (
 """Figures without a goal that the command is quoted with; also with `_mooncake`."""
 
 _emulation = functools.cache(run_emulation)
-
-
 FLAGS = {
     "--lengths": flag(
         "prompt tokens",
