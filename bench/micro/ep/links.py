@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,9 +30,7 @@ MODES = ("sync_arena", "arena", "sync_mooncake", "mooncake")
 WAITING = "waiting"
 """The request waits already: nothing hides the transfer."""
 SLACK = 4.4  # a consumer prefetches up to a quarter of the arena: the largest feature has to fit into that
-LOCAL_AFTER_S = 0.005
-"""Where there is no scheduling latency: time enough for the command to be there before its moment."""
-WAIT_S = 20.0
+WAIT_S, ADMITTED_S = 20.0, 90.0
 START_S = 120.0
 WARM_TRIES = 20
 WARM_S = 1.0
@@ -61,22 +58,17 @@ class Link:
         key = f"{self.mode}-{image}-{next(self._numbers)}"
         synchronous, waiting = self.mode.startswith("sync_"), model == WAITING
         if synchronous or waiting:
-            self._arm(key, key, scheduling_s if synchronous else 0.0, synchronous=synchronous, limit_s=limit_s)
+            self._arm(key, scheduling_s if synchronous else 0.0, scheduling_s, limit_s)
             encoded = self.encode([key], tokens)
         else:
             encoded = self.encode([key], tokens)
-            self._arm(key, key, encoded + scheduling_s)
-        admission = self.prefill.hear()
+            self._arm(key, encoded + scheduling_s, scheduling_s, limit_s)
+        admission = self.prefill.hear(ADMITTED_S)
         if not admission["heard"]:
             raise StageError(f"{self.mode}: {image} was not announced within {limit_s:g} s", stage=self.mode)
-        # As long a wait as before: a thread that slept long wakes later, and that is not the transfer's doing.
-        self._arm(f"{key}-local", key, time.monotonic() + max(LOCAL_AFTER_S, scheduling_s))
-        local = self.prefill.hear()
-        self.prefill.ask(release=[key, f"{key}-local"])
         if not admission["local"]:
             raise StageError(f"{self.mode}: the feature of {image} did not arrive", stage=self.mode)
-        exposed_s = admission["admitted"] - (encoded + scheduling_s)
-        exposed_s -= 0.0 if waiting else local["admitted"] - local["request_at"]
+        exposed_s = admission["admitted"] - (encoded + scheduling_s) - (0.0 if waiting else admission["local_s"])
         return {
             "mode": self.mode,
             "picture": image,
@@ -85,7 +77,7 @@ class Link:
             "round": turn,
             "scheduling_ms": round(scheduling_s * 1e3, 4),
             "transfer_ms" if waiting else "exposed_ms": round(exposed_s * 1e3, 4),
-            "load_ms": round(local["load_s"] * 1e3, 4),
+            "load_ms": round(admission["load_s"] * 1e3, 4),
         }
 
     def encode(self, keys: Sequence[str], tokens: int, every_s: float = 0.0) -> float:
@@ -103,10 +95,10 @@ class Link:
                 if attempt == WARM_TRIES - 1:
                     raise
 
-    def _arm(self, request: str, key: str, at: float, *, synchronous: bool = False, limit_s: float = WAIT_S) -> None:
+    def _arm(self, key: str, at: float, scheduling_s: float, limit_s: float) -> None:
         """Have a request wait for `key` from `at` on: a moment, or so long after the announcement."""
-        pooled = "mooncake" in self.mode
-        self.prefill.ask(admit=request, key=key, at=at, synchronous=synchronous, pooled=pooled, limit_s=limit_s)
+        how = {"synchronous": self.mode.startswith("sync_"), "pooled": "mooncake" in self.mode}
+        self.prefill.ask(admit=key, at=at, scheduling_s=scheduling_s, limit_s=limit_s, **how)
 
 
 @contextlib.contextmanager

@@ -31,6 +31,8 @@ from epd_serve.wiring import StageWiring
 from store.arena.lease import Lease
 
 LIMIT_S = 30.0
+LOCAL_AFTER_S = 0.005
+"""Where there is no scheduling latency: so long a wait until a request whose feature is local."""
 KEPT = 4
 """Features that the stand-in for vLLM's encoder cache holds."""
 
@@ -63,50 +65,63 @@ def _encoder(wiring: StageWiring, config: Message, orders: Iterator[Message], an
 
 
 def _prefill(wiring: StageWiring, config: Message, orders: Iterator[Message], answer: Answer) -> None:
-    """Commands: `admit` a request (at a time, or a while after its feature was announced), or `release` requests."""
+    """Commands: `admit` a request for a feature, at a moment or so long after it was announced (`synchronous`)."""
     consumer = FeatureConsumer(wiring)
     announced = open_socket(zmq.SUB)  # ours, not the consumer's: what tells a synchronous P that E has finished
     announced.setsockopt(zmq.SUBSCRIBE, b"")
     announced.connect(config["announced"])
     answer(ready=True)
     for order in orders:
-        if "admit" in order:
-            _admit(consumer, announced, order, answer)
-            continue
-        for request in order["release"]:
-            consumer.ended(request)
-        consumer.release(order["release"])
-        answer(released=True)
+        _admit(consumer, announced, order, answer)
     consumer.close()
 
 
 def _admit(consumer: FeatureConsumer, announced: Socket, order: Message, answer: Answer) -> None:
-    """Answers twice: when it is armed, and how it went; `heard=False` when nobody announced the feature."""
-    request, key, at, synchronous = order["admit"], order["key"], order["at"], order["synchronous"]
-    if synchronous:
+    """Admit a request for the feature, and once more with the feature local.
+
+    Answers twice: when it is armed, and how it went; `heard=False` when nobody announced the feature.
+    """
+    key, at, again = order["admit"], order["at"], f"{order['admit']} again"
+    if order["synchronous"]:
         answer(armed=True)
         announced_at = _announced_at(announced, key, order["limit_s"], pooled=order["pooled"])
         if announced_at is None:
             answer(heard=False)
             return
         at += announced_at
-    while (left := at - time.monotonic()) > 0:  # P computes
-        time.sleep(left)
-    end = time.monotonic() + LIMIT_S
-    settled = consumer.settled(request, [key])
-    if not synchronous:
+    settled = _asked(consumer, key, key, at)
+    if not order["synchronous"]:
         answer(armed=True)
-    wait_for_change = idle_waiter.sleeper()
+    admitted = _admitted(consumer, key, key, settled=settled)
+    # As long a wait as before: a thread that slept long wakes later, and that is not the transfer's doing.
+    local_at = time.monotonic() + max(LOCAL_AFTER_S, order["scheduling_s"])
+    local = _admitted(consumer, again, key, settled=_asked(consumer, again, key, local_at))
+    lease = consumer.pinned(key)
+    assert lease is None or isinstance(lease, Lease), "the host path is what is measured here"
+    begun = time.monotonic()
+    if lease is not None:
+        np.frombuffer(lease.view(), np.uint8).copy()  # as the worker loads it, whatever the mode
+    load_s = time.monotonic() - begun
+    for request in (key, again):
+        consumer.ended(request)
+    consumer.release([key, again])
+    answer(heard=True, local=lease is not None, admitted=admitted, local_s=local - local_at, load_s=load_s)
+
+
+def _asked(consumer: FeatureConsumer, request: str, key: str, at: float) -> bool:
+    """Whether the feature is there (or lost) when P, which computes until `at`, asks for the first time."""
+    while (left := at - time.monotonic()) > 0:
+        time.sleep(left)
+    return consumer.settled(request, [key])
+
+
+def _admitted(consumer: FeatureConsumer, request: str, key: str, *, settled: bool) -> float:
+    """When the request could be admitted: P asks whenever it is woken."""
+    end, wait_for_change = time.monotonic() + LIMIT_S, idle_waiter.sleeper()
     while not settled and time.monotonic() < end:
         wait_for_change()
         settled = consumer.settled(request, [key])
-    admitted, copied = time.monotonic(), 0.0
-    lease = consumer.pinned(key)
-    assert lease is None or isinstance(lease, Lease), "the host path is what is measured here"
-    if lease is not None:
-        np.frombuffer(lease.view(), np.uint8).copy()  # as the worker loads it, whatever the mode
-        copied = time.monotonic() - admitted
-    answer(heard=True, admitted=admitted, request_at=at, local=lease is not None, load_s=copied)
+    return time.monotonic()
 
 
 def _announced_at(announced: Socket, key: str, limit_s: float, *, pooled: bool) -> float | None:
