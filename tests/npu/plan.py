@@ -47,7 +47,7 @@ PARTS = (
     Part("8b", "8B proportions: TP1, (E-PD), (E-P-D) at four rates", f"{_IN}.eight_b:plain", 455, 300, 575),
     Part("8b-shares", "the same with core shares", f"{_IN}.eight_b:shared", 325, 120, 575),
     Part("exposed", "8B: E→P and P→D, exposed and overlap at 1, 8, 16", f"{_IN}.exposed:run", 165, 140, 420),
-    Part("transfer-pd", "epd-bench transfer pd, both stages on the card", f"{_IN}.benches:transfer_pd", 55, 60, 240),
+    Part("transfer-pd", "epd-bench transfer pd, both stages on the card", f"{_IN}.benches:transfer_pd", 55, 45, 240),
     Part("interference", "epd-bench interference (EPD-Serve, Fig. 6)", f"{_IN}.benches:interference", 50, 100, 240),
     Part("storm", "decoding beside an encode storm", f"{_IN}.layouts:storm", 150, 90, 420, (), usual=False),
     Part("faults", "kill -9 of E and P beside each other", f"{_IN}.faults:run", 300, 180, 575, ("plain",), usual=False),
