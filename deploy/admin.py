@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from deploy.cluster_key import read_key
+from deploy.key_files import read_key
 from deploy.ports import listen
 from epd_serve.errors import ConfigError
 

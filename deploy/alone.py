@@ -20,6 +20,7 @@ from deploy.admin import LOOPBACK, open_admin
 from deploy.ending import Ending
 from deploy.front import Front
 from deploy.health import health_status
+from deploy.key_files import client_keys
 from deploy.suggestions import unknown
 from epd_serve.errors import ConfigError
 from epd_serve.instances import Instance
@@ -238,9 +239,10 @@ def run_proxy(
     host: str,
     port: int,
     proxy: Sequence[str],
-    api_keys: Sequence[str],
     lame_duck_s: float,
     drain_s: float,
+    api_keys: Sequence[str] = (),
+    api_key_file: str = "",
     workers: int = 1,
     admin_port: int = 0,
     admin_host: str = LOOPBACK,
@@ -261,7 +263,7 @@ def run_proxy(
         served_models=(file.model,),
         identity=ModelIdentity(file.model, file.revision, file.dtype),
         roles=tuple(sorted({one.role for one in file.instances})),
-        api_keys=tuple(api_keys),
+        api_keys=client_keys(api_keys, api_key_file),
     )
     settings = apply_overrides(settings, proxy_overrides(proxy))
     with contextlib.ExitStack() as stack:

@@ -97,14 +97,6 @@ def add_proxy(commands: Any) -> Parser:
     parser.add_argument("--workers", type=int, default=1, help="proxy processes on one port (default: 1)")
     parser.add_argument("--proxy", action="append", default=[], metavar="KEY=VALUE", help="a proxy setting; repeatable")
     parser.add_argument(
-        "--api-key",
-        dest="api_keys",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="accept only this bearer token; repeatable",
-    )
-    parser.add_argument(
         "--lame-duck-s",
         type=float,
         default=LAME_DUCK_S,
@@ -112,7 +104,7 @@ def add_proxy(commands: Any) -> Parser:
     )
     parser.add_argument("--drain-s", type=float, default=30.0, help="how long requests in flight may go on after that")
     for option in fields(DeployConfig):
-        if option.name in _ADMIN:
+        if option.name in _KEYS:
             add_option(parser, option)
     head = parser.add_argument_group("as the head of a cluster that stages join (epd-serve stage --join)")
     head.add_argument("--cluster-key-file", metavar="FILE", help="the key that stages join with; makes this a head")
@@ -131,7 +123,7 @@ def add_proxy(commands: Any) -> Parser:
     return parser
 
 
-_ADMIN = ("admin_port", "admin_host", "admin_key_file")
+_KEYS = ("api_keys", "api_key_file", "admin_port", "admin_host", "admin_key_file")
 _HEADS_OWN = ("model", "cluster_host", "cluster_port", "mooncake_master")
 _HEADS_OPTIONS = (
     *("served_model_name", "tenant_header", "shared_features", "send_pixels", "on_missing_feature", "recompute_limit"),
@@ -141,6 +133,7 @@ _HEADS_OPTIONS = (
 
 
 def _proxy(arguments: dict[str, Any]) -> int:
+    arguments = {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
     key_file, stages = arguments.pop("cluster_key_file"), arguments.pop("stages")
     if (key_file is None) == (stages is None):
         raise ConfigError("proxy needs --stages FILE.yaml, or --cluster-key-file FILE to be the head of a cluster")
@@ -148,8 +141,6 @@ def _proxy(arguments: dict[str, Any]) -> int:
         from deploy.cluster import run_head
 
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-        for many in ("proxy", "api_keys"):
-            arguments[many] = tuple(arguments[many])
         return run_head(cluster_key_file=key_file, **arguments)
     from deploy.alone import run_proxy
 

@@ -28,12 +28,12 @@ from deploy import event_loop
 from deploy.admin import Admin, open_admin
 from deploy.blueprint import Blueprint, draw
 from deploy.cluster_bus import EventBus
-from deploy.cluster_key import admin_key, admin_key_command, read_cluster_key
 from deploy.config import DeployConfig, check_admin_port, host_and_port
 from deploy.ending import Ending
 from deploy.environment import is_terminal
 from deploy.front import Front
 from deploy.join_plan import address_of, processing_text
+from deploy.key_files import admin_key, admin_key_command, read_cluster_key
 from deploy.mm_store import what_is_missing
 from deploy.pool_master import PoolMaster, mooncake_command
 from deploy.ports import listen

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from deploy.alone import device_list
 from deploy.blueprint import draw
-from deploy.cluster_key import read_cluster_key
 from deploy.config import DeployConfig, check_segment
 from deploy.core_plan import joined_order
 from deploy.engines import command_of
@@ -27,6 +26,7 @@ from deploy.environment import is_terminal, shm_root, stage_environment
 from deploy.join_client import HeadClient, check_head_url
 from deploy.join_member import Member
 from deploy.join_plan import JoinPlan, address_of, check_passed
+from deploy.key_files import read_cluster_key
 from deploy.memory_check import OneStage
 from deploy.mm_store import what_is_missing
 from deploy.ports import listen

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.identity import model_identity
+from deploy.key_files import client_keys
 from deploy.proxy_overrides import apply_overrides, proxy_overrides
 from deploy.stage_args import flag_of
 from epd_serve.errors import ConfigError
@@ -43,7 +44,7 @@ def build_proxy_settings(blueprint: Blueprint, arena: Path | None = None) -> Pro
         served_models=(blueprint.served_model_name,),
         identity=model_identity(blueprint),
         roles=tuple(sorted(blueprint.layout.roles)),
-        api_keys=config.api_keys,
+        api_keys=client_keys(config.api_keys, config.api_key_file),
         tenant_header=config.tenant_header,
         shared_features=config.shared_features,
         modalities=_modalities(blueprint),

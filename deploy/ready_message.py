@@ -86,7 +86,8 @@ def curl(blueprint: Blueprint, endpoint: str) -> str:
             "temperature": 0,
         }
     )
-    key = ' -H "Authorization: Bearer $EPD_API_KEY"' if blueprint.config.api_keys else ""
+    wants_key = blueprint.config.api_keys or blueprint.config.api_key_file
+    key = ' -H "Authorization: Bearer $EPD_API_KEY"' if wants_key else ""
     return f"curl -s {endpoint}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {_quoted(body)}"
 
 

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 from deploy.blueprint import draw
-from deploy.cluster_key import read_cluster_key
 from deploy.config import DeployConfig
 from deploy.join import serve_joined
 from deploy.join_plan import JoinPlan
+from deploy.key_files import read_cluster_key
 from deploy.supervisor import Patience
 from epd_serve.engine.argv import stage_command
 from epd_serve.errors import EpdError

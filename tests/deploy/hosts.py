@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from deploy.cluster_key import admin_key
+from deploy.key_files import admin_key
 from deploy.ports import free_ports
 from tests.deploy.launched import neighbours
 from tests.waiting import PATIENCE_S

@@ -10,8 +10,8 @@ import pytest
 
 from deploy.admin import open_admin
 from deploy.cli import BAD_INPUT, main
-from deploy.cluster_key import admin_key
 from deploy.config import DeployConfig
+from deploy.key_files import admin_key
 from deploy.ports import free_ports, listen
 from epd_serve.errors import ConfigError
 from tests.deploy.hosts import KEY, Hosts

@@ -85,14 +85,26 @@ def test_what_ends_the_front_door_is_one_named_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Front, "serve", fails)
     stages = stages_file(tmp_path, "model: m\nstages: [{id: PD0, role: PD, url: 'http://127.0.0.1:1'}]\n")
     with pytest.raises(EpdError, match="did not start"):
-        run_proxy(stages=stages, host="127.0.0.1", port=0, proxy=(), api_keys=(), lame_duck_s=0.0, drain_s=0.0)
+        run_proxy(stages=stages, host="127.0.0.1", port=0, proxy=(), lame_duck_s=0.0, drain_s=0.0)
 
 
-def test_the_proxy_alone_follows_the_health_of_its_stages_and_ends_on_sigterm(tmp_path: Path) -> None:
+def models(port: int, key: str) -> int:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/models", headers={"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_the_proxy_alone_follows_its_stages_asks_for_keys_and_ends_on_sigterm(tmp_path: Path) -> None:
     port, stage_port = free_ports(2)
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    keys.chmod(0o600)
     text = f"model: m\nstages: [{{id: EPD0, role: EPD, url: 'http://127.0.0.1:{stage_port}'}}]\n"
     argv = [sys.executable, "-m", "deploy.cli", "proxy", "--stages", stages_file(tmp_path, text), "--port", str(port)]
-    argv += ["--lame-duck-s", "0"]
+    argv += ["--api-key-file", str(keys), "--lame-duck-s", "0"]
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     proxy = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE)
     stage = None
@@ -100,6 +112,7 @@ def test_the_proxy_alone_follows_the_health_of_its_stages_and_ends_on_sigterm(tm
         wait_health(port, 503)
         stage = subprocess.Popen([sys.executable, FAKE_STAGE, str(stage_port)], stdout=subprocess.DEVNULL)
         wait_health(port, 200)
+        assert [models(port, key) for key in ("one", "two", "three")] == [200, 200, 401]
         stage.kill()
         wait_health(port, 503)
         proxy.send_signal(signal.SIGTERM)

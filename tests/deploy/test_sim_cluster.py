@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.cluster_key import admin_key
+from deploy.key_files import admin_key
 from deploy.processes import stat
 from tests.deploy.hosts import KEY, Hosts, fetch
 from tests.deploy.sim_load import TEXT, in_flight, load, more, picture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +97,9 @@ def test_every_life_of_a_stage_becomes_a_command() -> None:
 
 
 def test_the_settings_of_the_proxy_follow_from_the_deployment(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("from-file\n")
+    keys.chmod(0o600)
     plan = wired(
         "(E-P)-D",
         media_root=str(tmp_path),
@@ -106,6 +110,7 @@ def test_the_settings_of_the_proxy_follow_from_the_deployment(tmp_path: Path) ->
             "key_limits.requests_per_minute=60",
         ),
         api_keys=("k",),
+        api_key_file=str(keys),
     )
     settings = build_proxy_settings(plan.blueprint)
     assert settings.served_models == ("epd-demo",)
@@ -116,7 +121,7 @@ def test_the_settings_of_the_proxy_follow_from_the_deployment(tmp_path: Path) ->
     assert settings.max_model_len == 8192
     assert settings.identity.dtype == "bfloat16"
     assert settings.identity.revision
-    assert settings.api_keys == ("k",)
+    assert settings.api_keys == ("k", "from-file")
     assert settings.modalities == {"image"}
 
 
@@ -270,8 +275,9 @@ def test_the_ready_message_shows_endpoint_placement_and_a_command() -> None:
     assert "P0        P       0    E0" in message
 
 
-def test_the_command_to_try_names_a_reachable_address_and_the_key() -> None:
-    blueprint = wired("TP1", host="0.0.0.0", api_keys=("secret",)).blueprint
+@pytest.mark.parametrize("keys", [{"api_keys": ("secret",)}, {"api_key_file": "secret"}], ids=str)
+def test_the_command_to_try_names_a_reachable_address_and_the_key(keys: dict[str, Any]) -> None:
+    blueprint = wired("TP1", host="0.0.0.0", **keys).blueprint
     assert endpoint_url(blueprint) == "http://127.0.0.1:8000"
     shown = curl(blueprint, endpoint_url(blueprint))
     assert "$EPD_API_KEY" in shown

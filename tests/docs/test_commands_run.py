@@ -188,8 +188,9 @@ def simulated(words: Sequence[str], folder: Path) -> Iterator[str]:
         words = without(("--stage-args",), words)  # and bound no images
     if words and not words[0].startswith("-"):
         words = words[1:]  # simulated stages have a model of their own
-    (folder / "admin.key").write_text("a" * 64)
-    (folder / "admin.key").chmod(0o600)
+    for key in (folder / "admin.key", folder / "clients.keys"):
+        key.write_text("a" * 64)
+        key.chmod(0o600)
     base = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory(prefix="epd-") as root:  # sockets lie in it, whose paths have to be short
         simulate = ("--engine", "sim", "--port", str(port), "--lame-duck-s", "0", "--run-root", root)
@@ -245,7 +246,7 @@ def in_place(words: Sequence[str], folder: Path) -> list[str]:
 
 
 def start(program: str, words: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CLIENT_KEY": "k"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [sys.executable, "-m", MODULES[program], *words],
         cwd=folder,

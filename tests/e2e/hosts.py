@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from deploy import processes
-from deploy.cluster_key import admin_key, read_cluster_key
+from deploy.key_files import admin_key, read_cluster_key
 from deploy.ports import free_ports, listen
 from epd_serve.errors import ConfigError
 from tests.e2e.serving import ROOT, START_S, Endpoint

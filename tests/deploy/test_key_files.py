@@ -1,4 +1,4 @@
-"""The file that opens a cluster."""
+"""Files with keys: the one that opens a cluster, and those of clients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cluster_key import admin_key, admin_key_command, read_cluster_key
+from deploy.key_files import admin_key, admin_key_command, client_keys, read_cluster_key
 from epd_serve.cluster import stage_key
 from epd_serve.errors import ConfigError
 
@@ -53,3 +53,16 @@ def test_the_operators_key_is_another_one_and_printed_by_the_command_that_is_nam
 def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="openssl rand"):
         read_cluster_key(str(tmp_path / "none"))
+
+
+def test_clients_keys_are_lines_of_a_file_after_those_given_in_words(tmp_path: Path) -> None:
+    path = key_file(tmp_path, b"first\n\n second \n")
+    assert client_keys(["word"], path) == ("word", "first", "second")
+    assert client_keys(["word"], "") == ("word",)
+
+
+@pytest.mark.parametrize(("content", "mode"), [(b"", 0o600), (b"one\ntwo words\n", 0o600), (b"one\n", 0o644)])
+def test_a_file_without_clients_keys_is_refused(tmp_path: Path, content: bytes, mode: int) -> None:
+    with pytest.raises(ConfigError) as refused:
+        client_keys((), key_file(tmp_path, content, mode))
+    assert refused.value.param == "--api-key-file"

@@ -1,0 +1,90 @@
+"""Reads keys from files that are not everybody's: the cluster's, the admin listener's and those of clients."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from epd_serve.errors import ConfigError
+
+SHORTEST = 16
+_ADMIN = "epd-serve/admin-key/1/"
+
+
+def read_cluster_key(path: str) -> str:
+    """The cluster's key. Raises ConfigError as `read_key`, and when none is given."""
+    if not path:
+        raise ConfigError("give the file with the cluster's key by --cluster-key-file", param="--cluster-key-file")
+    return read_key(path, "--cluster-key-file")
+
+
+def admin_key(cluster_key: str) -> str:
+    """What the operators of a head have who gave it no key for them. Derived, so that Prometheus and whoever else reads
+    along does not hold the cluster key, with which one may join."""
+    return hashlib.sha256((_ADMIN + cluster_key).encode()).hexdigest()
+
+
+def admin_key_command(path: str) -> str:
+    """A shell command that prints `admin_key` of the cluster key in the file `path`; no process list shows either."""
+    return f"(printf {_ADMIN}; tr -d '[:space:]' < {shlex.quote(path)}) | sha256sum | cut -c-64"
+
+
+def read_key(path: str, flag: str) -> str:
+    """The key in a file that a flag names.
+
+    Raises:
+        ConfigError: unreadable, open to everybody, or too short to be a secret.
+    """
+    key = _read(path, flag).strip()
+    if len(key) < SHORTEST or not _is_word(key):
+        raise ConfigError(
+            f"{_named(flag)} {path} needs one word of at least {SHORTEST} characters; {_make(path)}", param=flag
+        )
+    return key
+
+
+def client_keys(given: Sequence[str], path: str) -> tuple[str, ...]:
+    """The bearer tokens that clients may come with: those given in words, then those of `--api-key-file`, one a line.
+
+    Args:
+        path: of that file; "" for none.
+
+    Raises:
+        ConfigError: the file is unreadable, open to everybody, or has no key or a line that is none.
+    """
+    if not path:
+        return tuple(given)
+    flag = "--api-key-file"
+    keys = [line.strip() for line in _read(path, flag).splitlines() if line.strip()]
+    if not keys or not all(map(_is_word, keys)):
+        raise ConfigError(f"{_named(flag)} {path}: one key a line, without blanks; {_make(path)}", param=flag)
+    return (*given, *keys)
+
+
+def _read(path: str, flag: str) -> str:
+    file = Path(path)
+    try:
+        mode = file.stat().st_mode
+        text = file.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not plain text"
+        raise ConfigError(f"{_named(flag)} {path}: {reason}; {_make(path)}", param=flag) from error
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        how = "readable" if mode & stat.S_IROTH else "writable"
+        raise ConfigError(f"{_named(flag)} {path} is {how} by everybody: chmod 600 it", param=flag)
+    return text
+
+
+def _is_word(key: str) -> bool:
+    return all("!" <= letter <= "~" for letter in key)
+
+
+def _named(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", " ")
+
+
+def _make(path: str) -> str:
+    return f"make one with: (umask 077; openssl rand -hex 32 > {path})"
