@@ -230,12 +230,6 @@ class InstanceTable:
             for state in self._states.values()
         )
 
-    def total_in_flight(self) -> int:
-        """Leases not yet released, on present and past incarnations."""
-        self._forget_idle()
-        present = [state.instance.incarnation_id for state in self._states.values()]
-        return sum(map(self._held, (*present, *self._retired)))
-
     async def changed(self, timeout_s: float) -> bool:
         """Wait until an instance comes, goes, goes up or down, or has room in its store again; False when `timeout_s`
         passed first."""
@@ -283,9 +277,6 @@ class InstanceTable:
         state.up = False
         self._by_role = None
         self._retired.append(state.instance.incarnation_id)
-        self._forget_idle()
-
-    def _forget_idle(self) -> None:
         for gone in [one for one in self._retired if not self._held(one)]:
             self._retired.remove(gone)
             self._ledger.forget(gone)

@@ -264,10 +264,15 @@ class Cluster:
     async def idle(self) -> None:
         """Wait until nothing is in flight anywhere; fails after a while, naming what is left."""
         async with asyncio.timeout(PATIENCE_S):
-            while self.table.total_in_flight() or self.metric("epd_proxy_in_flight"):
+            while in_flight(self.table) or self.metric("epd_proxy_in_flight"):
                 await asyncio.sleep(0.005)
         for stage in self.stages.values():
             await stage.until(lambda stage: stage.active == 0)
+
+
+def in_flight(table: InstanceTable) -> int:
+    """Leases that are not released yet, on instances that are there."""
+    return sum(sum(view.in_flight.values()) for view in table.snapshot())
 
 
 def settings(**changes: Any) -> ProxySettings:

@@ -32,7 +32,7 @@ from proxy.stages.circuits import Circuits
 from proxy.stages.job import Job
 from proxy.stages.retry_budget import RetryBudget
 from proxy.stages.suspects import Suspects
-from tests.proxy.fakes import Cluster, breaks, cluster, data_url, encodes, hangs, image_file, refuses
+from tests.proxy.fakes import Cluster, breaks, cluster, data_url, encodes, hangs, image_file, in_flight, refuses
 
 SIDE = 460  # 270 tokens: a call of its own
 
@@ -220,7 +220,7 @@ def test_no_load_is_leaked_and_no_item_lost_whatever_the_calls_end_in(
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])
-        assert table.total_in_flight() == 0
+        assert in_flight(table) == 0
         assert all(view.load == 0 for view in table.snapshot())
         assert len(done) == len(set(done))
         if set(endings) <= {"ok", "later"}:
@@ -243,7 +243,7 @@ def test_the_load_of_every_call_is_there_before_the_next_choice() -> None:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        assert table.total_in_flight() == 0
+        assert in_flight(table) == 0
         return stages.items
 
     assert max(asyncio.run(encode()).values()) <= 3

@@ -20,6 +20,7 @@ from tests.proxy.fakes import (
     hangs,
     image_body,
     image_file,
+    in_flight,
     refuses,
     settings,
     streams,
@@ -159,7 +160,7 @@ async def test_no_load_is_leaked_whatever_the_ending(policy: str) -> None:
         for request in leaving:
             request.cancel()
         await c.idle()
-        assert c.table.total_in_flight() == 0
+        assert in_flight(c.table) == 0
         assert {view.load for view in c.table.snapshot()} == {0.0}
 
 

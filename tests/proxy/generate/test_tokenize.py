@@ -18,6 +18,7 @@ from tests.proxy.fakes import (
     data_url,
     image_body,
     image_file,
+    in_flight,
     once,
     replies,
     settings,
@@ -35,7 +36,7 @@ async def test_a_prompt_is_tokenized_by_a_stage_that_has_a_tokenizer() -> None:
         assert response.status_code == 200 and response.json() == TOKENS
         (call,) = c["P0"].calls + c["D0"].calls
         assert call.path == "/tokenize" and call.body["model"] == "demo" and not call.body["add_special_tokens"]
-        assert not c["E0"].calls and c.table.total_in_flight() == 0
+        assert not c["E0"].calls and in_flight(c.table) == 0
 
 
 async def test_images_of_a_tokenized_chat_are_loaded_here_and_have_no_name() -> None:

@@ -11,7 +11,9 @@ from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from epd_serve.wire import StageReport, StoreReport
 from proxy.registry.instance_state import Work
+from proxy.registry.ledger import Ledger, OwnLedger
 from proxy.registry.table import InstanceTable
+from tests.proxy.fakes import in_flight
 
 P0 = Instance("P0", Role.P, "http://x", "one")
 
@@ -51,19 +53,24 @@ def test_an_instance_that_starts_is_known_but_missing() -> None:
     assert table.roles() == frozenset()
 
 
+def held(ledger: Ledger) -> int:
+    """Leases on the first incarnation of P0."""
+    return sum(tally.held for tally in ledger.tallies(P0.incarnation_id).values())
+
+
 def test_leases_count_on_the_incarnation_they_were_taken_on_and_are_released_once() -> None:
-    table = InstanceTable()
+    table = InstanceTable(ledger=(ledger := OwnLedger()))
     table.apply(P0)
     first, second = table.acquire("P0", Work.PREFILL, 3.0), table.acquire("P0", Work.DECODE)
-    assert table.live(Role.P)[0].load == 4.0 and table.total_in_flight() == 2
+    assert table.live(Role.P)[0].load == 4.0 and held(ledger) == 2
     table.apply(replace(P0, incarnation="two"))
-    assert table.live(Role.P)[0].load == 0.0 and table.total_in_flight() == 2
+    assert table.live(Role.P)[0].load == 0.0 and held(ledger) == 2
     first.release()
     first.release()
-    assert table.total_in_flight() == 1 and table.live(Role.P)[0].load == 0.0
+    assert table.live(Role.P)[0].load == 0.0 and held(ledger) == 1
     with second as instance:
         assert instance.incarnation == "one"
-    assert table.total_in_flight() == 0
+    assert held(ledger) == 0
 
 
 async def test_waiters_wake_on_change_and_give_up_at_their_deadline() -> None:
@@ -77,15 +84,15 @@ async def test_waiters_wake_on_change_and_give_up_at_their_deadline() -> None:
 
 
 def test_an_incarnation_that_comes_back_is_counted_once() -> None:
-    table = InstanceTable()
+    table = InstanceTable(ledger=(ledger := OwnLedger()))
     table.apply(P0)
     lease = table.acquire("P0", Work.PREFILL)
     table.remove("P0")
-    assert table.total_in_flight() == 1
+    assert held(ledger) == 1
     table.apply(P0)
-    assert table.total_in_flight() == 1
+    assert in_flight(table) == held(ledger) == 1
     lease.release()
-    assert table.total_in_flight() == 0
+    assert in_flight(table) == held(ledger) == 0
 
 
 class Silences:

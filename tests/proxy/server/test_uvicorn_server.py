@@ -12,7 +12,7 @@ from epd_serve.errors import ConfigError
 from proxy.http.app import create_app
 from proxy.registry.table import InstanceTable
 from proxy.server.uvicorn_server import bind, serve
-from tests.proxy.fakes import cluster, hangs, served, settings, text_body
+from tests.proxy.fakes import cluster, hangs, in_flight, served, settings, text_body
 from tests.waiting import PATIENCE_S
 
 
@@ -48,7 +48,7 @@ async def test_a_cancelled_server_leaves_signals_alone_ends_its_requests_and_fre
             with pytest.raises(asyncio.CancelledError):
                 await running
             await c["PD0"].until(lambda stage: stage.cancelled == 1)
-            assert table.total_in_flight() == 0
+            assert in_flight(table) == 0
             request.cancel()
             await asyncio.wait([request])
         bind("127.0.0.1", port).close()

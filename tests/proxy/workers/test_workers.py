@@ -30,7 +30,7 @@ from proxy.workers.shared_counters import SharedCounters, shared_memory
 from proxy.workers.shared_ledger import COUNTS, SharedLedger, settle
 from proxy.workers.wire import FeedError, Roster, Serving, Setup, frame, from_parent
 from proxy.workers.worker import WorkerSignals, run_worker
-from tests.proxy.fakes import FakeStage, answer, once, served, settings, text_body
+from tests.proxy.fakes import FakeStage, answer, in_flight, once, served, settings, text_body
 from tests.waiting import until
 
 DEADLINE_S = 60.0
@@ -112,7 +112,7 @@ async def test_every_worker_says_the_same_of_instances_and_health() -> None:
         released.set()
         assert {one.status_code for one in await asyncio.gather(*requests)} == {200}
         c.table.mark_down("PD0", "killed")
-        await until(lambda: not c.table.total_in_flight())
+        await until(lambda: not in_flight(c.table))
         async with asyncio.timeout(DEADLINE_S):
             while {(await c.ask("/health")).status_code for _ in range(4)} != {503}:
                 pass
@@ -192,9 +192,9 @@ async def test_what_a_worker_held_that_died_is_held_by_nobody() -> None:
     async with crew(2) as c:
         dead = SharedLedger(c.counters, 0)
         Lease(dead, c.table.instance("PD0"), Work.DECODE, 3.0)
-        assert c.table.total_in_flight() == 1
+        assert in_flight(c.table) == 1
         settle(c.counters, 0)
-        assert c.table.total_in_flight() == 0
+        assert in_flight(c.table) == 0
         (row,) = (await c.ask("/instances")).json()["instances"]
         assert row["load"] == 0
 
