@@ -12,7 +12,6 @@ from pathlib import Path
 from deploy.config import DeployConfig
 from deploy.core_plan import plan_cores
 from deploy.doctor.preflight import preflight
-from deploy.doctor.versions import numbers
 from deploy.engines import checked_profile
 from deploy.environment import environment
 from deploy.memory_check import NO_MEMORY, OneStage, share_memory
@@ -21,6 +20,7 @@ from deploy.mm_store import choose_pool
 from deploy.mooncake_package import client_warnings, reads_device_memory
 from deploy.proxy_overrides import proxy_overrides
 from deploy.stage_args import StageArgs, parse_stage_args
+from deploy.versions import numbers
 from deploy.ways import Ways, draw_ways
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout

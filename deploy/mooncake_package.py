@@ -9,9 +9,10 @@ new.
 from __future__ import annotations
 
 import importlib.util
-import re
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+
+from deploy.versions import numbers
 
 PACKAGES = {
     "cpu": "mooncake-transfer-engine-non-cuda",
@@ -45,14 +46,9 @@ def installed_packages() -> tuple[MooncakePackage, ...]:
     return tuple(found)
 
 
-def release(text: str) -> tuple[int, ...]:
-    """`0.3.13.post1` as (0, 3, 13, 1): comparable, as far as Mooncake's versions go."""
-    return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])))
-
-
 def is_older(package: MooncakePackage) -> bool:
     """Whether it is known to be older than the second tier wants."""
-    return bool(package.version) and release(package.version) < release(SECOND_TIER_FROM)
+    return bool(package.version) and numbers(package.version) < numbers(SECOND_TIER_FROM)
 
 
 def install_command(device: str) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from deploy.doctor.text_file import read_text
+
 HOME_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")  # set by set_env.sh
 _DEFAULT_HOMES = ("usr/local/Ascend/cann", "usr/local/Ascend/ascend-toolkit/latest")  # from 8.5 on, and before
 _RUNTIME = "libascendcl.so"
@@ -49,7 +51,7 @@ def read_ascend(environment: Mapping[str, str], root: Path = Path("/")) -> Ascen
         cann=cann_version(home) if home is not None else "",
         hixl=home is not None and _has_hixl(home),
         driver=_driver(root),
-        hccn_conf=bool(_text(root / "etc/hccn.conf").strip()),
+        hccn_conf=bool(read_text(root / "etc/hccn.conf").strip()),
     )
 
 
@@ -59,7 +61,7 @@ def cann_version(home: Path) -> str:
         if found := _field(folder / "ascend_toolkit_install.info", "version"):
             return found
     # runtime_running_version=[7.6.0.1.220:8.0.0]: inner version, then the release
-    if match := re.search(r"^\w+_running_version=\[[^:\]]*:([^\]]+)\]", _text(home / "version.cfg"), re.MULTILINE):
+    if match := re.search(r"^\w+_running_version=\[[^:\]]*:([^\]]+)\]", read_text(home / "version.cfg"), re.MULTILINE):
         return match.group(1)
     for part in ("runtime", "opp", "toolkit"):
         if found := _field(home / part / "version.info", "version_dir"):
@@ -83,12 +85,5 @@ def _has_hixl(home: Path) -> bool:
 
 
 def _field(path: Path, name: str) -> str:
-    found = re.search(rf"^{name}=(\S+)", _text(path), re.MULTILINE)
+    found = re.search(rf"^{name}=(\S+)", read_text(path), re.MULTILINE)
     return found.group(1).strip('"') if found is not None else ""
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

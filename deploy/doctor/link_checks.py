@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from deploy.config import DeployConfig
 from deploy.doctor.facts import Facts
 from deploy.doctor.finding import Finding, ok, warning
-from deploy.doctor.versions import SAME_NPU_FROM, series
+from deploy.versions import SAME_NPU_FROM, series
 from deploy.ways import draw_ways
 
 _ROCE = "HCCL_INTRA_ROCE_ENABLE"

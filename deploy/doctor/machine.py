@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from deploy.doctor.facts import MachineFacts
+from deploy.doctor.text_file import read_text
 
 
 def read_machine(root: Path = Path("/"), shm: Path = Path("/dev/shm")) -> MachineFacts:
@@ -20,7 +21,7 @@ def read_machine(root: Path = Path("/"), shm: Path = Path("/dev/shm")) -> Machin
     return MachineFacts(
         python=sys.version_info[:3],
         architecture=platform.machine(),
-        cpu_flags=cpu_flags(_text(root / "proc/cpuinfo")),
+        cpu_flags=cpu_flags(read_text(root / "proc/cpuinfo")),
         cores=len(os.sched_getaffinity(0)),
         quota_cores=_quota(root),
         memory_bytes=memory["MemAvailable"] << 10 if "MemAvailable" in memory else None,
@@ -42,10 +43,10 @@ def cpu_flags(cpuinfo: str) -> frozenset[str]:
 
 def _quota(root: Path) -> float | None:
     """Cores per second: cgroup v2 `cpu.max` (`200000 100000`, or `max`), else v1's pair of files."""
-    words = _text(root / "sys/fs/cgroup/cpu.max").split()
+    words = read_text(root / "sys/fs/cgroup/cpu.max").split()
     if len(words) != 2:
         v1 = root / "sys/fs/cgroup/cpu"
-        words = [_text(v1 / "cpu.cfs_quota_us").strip(), _text(v1 / "cpu.cfs_period_us").strip()]
+        words = [read_text(v1 / "cpu.cfs_quota_us").strip(), read_text(v1 / "cpu.cfs_period_us").strip()]
     if not all(word.isdecimal() for word in words) or int(words[1]) == 0:  # max, -1, or not there
         return None
     return int(words[0]) / int(words[1])
@@ -58,7 +59,7 @@ def _memory_limit(root: Path) -> tuple[int | None, int | None]:
         (v2 / "memory.max", v2 / "memory.current"),
         (v1 / "memory.limit_in_bytes", v1 / "memory.usage_in_bytes"),
     ):
-        word, in_use = _text(limit).strip(), _text(used).strip()
+        word, in_use = read_text(limit).strip(), read_text(used).strip()
         total = _table(root / "proc/meminfo").get("MemTotal", 0) << 10
         if word.isdecimal() and (not total or int(word) < total):
             return int(word), int(in_use) if in_use.isdecimal() else None
@@ -88,11 +89,4 @@ def _loads(library: str) -> bool:
 
 def _table(path: Path) -> dict[str, int]:
     """`Name:   12 kB` as {Name: 12}."""
-    return {name: int(number) for name, number in re.findall(r"^(\w+):\s+(\d+)", _text(path), re.MULTILINE)}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    return {name: int(number) for name, number in re.findall(r"^(\w+):\s+(\d+)", read_text(path), re.MULTILINE)}

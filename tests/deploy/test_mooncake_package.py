@@ -17,9 +17,9 @@ from deploy.mooncake_package import (
     installed_packages,
     is_older,
     reads_device_memory,
-    release,
     too_old_for_a_master,
 )
+from deploy.versions import numbers
 from epd_serve.errors import ConfigError
 
 OLD = {"mooncake-transfer-engine-npu": "0.3.11.post1"}  # in the image of vllm-ascend 0.23
@@ -51,7 +51,7 @@ def installs(monkeypatch: pytest.MonkeyPatch) -> Installs:
 )
 def test_versions_are_compared_by_their_numbers(text: str, older: bool) -> None:
     assert is_older(MooncakePackage("mooncake-transfer-engine-npu", text)) is older
-    assert release("0.3.13.post1+cann9.1") == (0, 3, 13, 1)
+    assert numbers("0.3.13.post1+cann9.1") == (0, 3, 13, 1)
 
 
 def test_a_build_from_source_without_a_version_is_believed(installs: Installs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,9 @@ OLDEST_PYTHON = (3, 11)
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """`9.1.0` as (9, 1, 0), `25.3.rc1` as (25, 3, 1), `2.10.0.post4+cpu` as (2, 10, 0, 4); () where there are none."""
+    """`9.1.0` as (9, 1, 0), `25.3.rc1` as (25, 3, 1), `2.10.0.post4+cpu` as (2, 10, 0, 4); () where there are none.
+
+    Comparable, as far as the versions of drivers, CANN, torch-npu and Mooncake go."""
     return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])))
 
 
