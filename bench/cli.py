@@ -11,10 +11,12 @@ import importlib
 import signal
 import sys
 from collections.abc import Collection, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
 import epd_serve
+from deploy.standard_output import until_the_reader_leaves
 from epd_serve.errors import EpdError
 
 
@@ -60,6 +62,10 @@ COMMANDS = {command.name: command for commands in GROUPS.values() for command in
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
+    return until_the_reader_leaves(partial(_run, argv))
+
+
+def _run(argv: list[str]) -> int:
     named = [name for name in (" ".join(argv[:2]), *argv[:1]) if name in COMMANDS]
     arguments = parser(named).parse_args(argv)
     signal.signal(signal.SIGTERM, _end)  # as Ctrl-C: what was started has to be stopped

@@ -11,12 +11,14 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deploy.cli_parts import add_proxy, add_stage
 from deploy.config import DeployConfig, build_config
 from deploy.flags import Parser, add_option, split, subparser
+from deploy.standard_output import until_the_reader_leaves
 from deploy.suggestions import unknown
 from epd_serve import __version__
 from epd_serve.errors import ConfigError, EpdError
@@ -31,8 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0, or 1 when a part failed, or 2 when the input is wrong. Errors go to stderr, never as a traceback.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
+    return until_the_reader_leaves(partial(_run, words))
+
+
+def _run(words: list[str]) -> int:
     try:
-        arguments = parse_words(list(sys.argv[1:] if argv is None else argv))
+        arguments = parse_words(words)
         command = arguments.pop("command")
         return int(command(arguments))
     except ConfigError as error:
