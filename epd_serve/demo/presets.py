@@ -77,7 +77,7 @@ RANDOM_PRESETS = {
         max_pixels=1_048_576,
     ),
     # 11.3 M parameters: as `tiny`, with vision heads of 64. vllm-ascend hands a vision tower's heads of up to 64 to its
-    # fused attention as they are, which takes 64, 128 or 192 (docs/guides/ascend.md): those of `tiny` do not fit.
+    # fused attention as they are, which takes 64, 128 or 192 (docs/guides/ascend-testing.md): `tiny`'s do not fit.
     "npu": RandomPreset(
         text={"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8},
         vision={"hidden_size": 256, "depth": 4, "deepstack_visual_indexes": [1, 2], "out_hidden_size": 256},

@@ -126,7 +126,7 @@ class _Run:
         if left:
             print(f"Left: {', '.join(left)}. The same command goes on with them.")
         archive = os.path.relpath(self._archive)
-        print(f"Send this one file, whether all passed or not: {archive}  (docs/guides/ascend.md)")
+        print(f"Send this one file, whether all passed or not: {archive}  (docs/guides/ascend-testing.md)")
         if self.ended.is_set():
             return 130
         if any(outcomes.get(part.name, {}).get("outcome") == "failed" for part in parts):
