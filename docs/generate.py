@@ -262,7 +262,7 @@ def http_api() -> str:
         "left out and counted. See [Sending requests](../guides/sending-requests.md). With API keys, every path but "
         "the probes wants `Authorization: Bearer KEY` and answers 401 (`invalid_api_key`) without. Requests for an "
         f"answer may carry `{HEADER}`, the milliseconds from arrival within which they want all of it "
-        "([deadlines](../guides/overload.md#deadlines)).",
+        "([deadlines](../guides/failures.md#deadlines)).",
         *sections,
     )
 
