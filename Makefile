@@ -70,10 +70,10 @@ check-npu-contract: environment-test ## our code against released vLLM, vllm-asc
 npu-contract: environment-test ## download those wheels, read them again, write the manifest and docs/reference/compatibility.md
 	"$$VENV/bin/python" -m deploy.contract --refresh build/npu-wheels
 
-docs: ## build the documentation as a site, into build/site (170 MB of tools, in an environment of their own)
+docs: ## build the documentation as a site, into build/site; SITE_URL= where it will be (170 MB of tools, apart)
 	@VENV="$$VENV_DOCS" deploy/install/environment.sh docs
 	@NO_MKDOCS_2_WARNING=1 exec "$$VENV_DOCS/bin/mkdocs" build --strict --clean
-	@echo "build/site/index.html"
+	@echo "build/site/index.html; with search: python3 -m http.server --directory build/site"
 
 reference: environment-test ## write docs/reference/ anew: command line, configuration, metrics, HTTP API
 	@PYTHONPATH=. exec "$$VENV/bin/python" docs/generate.py
