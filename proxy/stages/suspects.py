@@ -1,22 +1,13 @@
 """Bodies under which instances died: tried once more, alone, and refused for a while when that one dies, too.
 
 A poisonous body kills whoever works on it, so repeating it elsewhere walks through the fleet. Whoever shared an
-instance with it at its death looks just as guilty. What tells them apart:
-
-- *Suspected* is a body that an instance had when it died, sent there within the last `blame_s`, and of which nothing
-  had come back: who has answered has survived what kills, and who has been computing for long is not what killed.
-- Suspects are tried one at a time, the one that was sent last before the death first, since that is what killed most
-  likely. A trial lasts until the answer, and not much longer than the instance had lasted with it. Whoever has waited
-  for that during `blame_s` goes on untried: most instances die of something else, and then all of them are innocent.
-- *Convicted* is only who is alone on trial when a second instance dies. A node that takes several instances with it
-  therefore convicts nobody, however popular a body was on all of them.
-- An answer acquits a body, and so everything else that is sent often: between two deaths it is answered somewhere. A
-  conviction acquits whoever was suspected for the same deaths only: they have been explained.
-
-A convicted body is refused for `quarantine_s`, twice as long each further time; between, one death convicts again.
+instance with it at its death looks just as guilty. So suspects (`proxy/stages/poison_records.py` says who is one) are
+tried one at a time, the one that was sent last before the death first, since that is what killed most likely. A trial
+lasts until the answer, and not much longer than the instance had lasted with it. Whoever has waited for that during
+`blame_s` goes on untried: most instances die of something else, and then all of them are innocent.
 
 All of it is counted by one process: neither workers nor replicas know of each other's suspects, so N of them lose at
-most 2 N instances to one body. What is kept is a digest with a salt of this process, never a body.
+most 2 N instances to one body.
 """
 
 from __future__ import annotations
@@ -24,10 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 import xxhash
 
@@ -36,35 +25,15 @@ from epd_serve.instances import IncarnationId
 from proxy.config.limits import PoisonLimits
 from proxy.errors import PoisonousRequest
 from proxy.metrics import Metrics
+from proxy.stages.poison_records import DEATHS, PoisonRecords
 
 logger = logging.getLogger(__name__)
-
-DEATHS = 2
-"""Attempts at one request that may end with an instance, and instances that convict a body."""
 
 GATHER_S = 0.05
 """After a death, until everybody who was there has noticed: only then can the one that was sent last go first."""
 
 LEAST_S = 1.0
 """How long a trial lasts at least, where no answer ends it: an instance may have more to do than the one that died."""
-
-
-@dataclass
-class _Record:
-    """What is held against one body.
-
-    Attributes:
-        deaths: incarnations that ended while it was there, and whether it was being encoded then.
-        sent_at: when it was sent to the last of them. age_s: how long that one lived on.
-        convictions: so far. refused_until: loop time. updated_at: when there was news of it.
-    """
-
-    deaths: dict[IncarnationId, bool] = field(default_factory=dict)
-    sent_at: float = 0.0
-    age_s: float = 0.0
-    convictions: int = 0
-    refused_until: float = 0.0
-    updated_at: float = 0.0
 
 
 class Suspects:
@@ -78,14 +47,13 @@ class Suspects:
         self._limits = limits
         self._metrics = metrics
         self._wait_s = wait_s
-        self._salt = secrets.randbits(64)
-        self._records: OrderedDict[bytes, _Record] = OrderedDict()
+        self._salt = secrets.randbits(64)  # of this process: digests tell nobody else which bodies were sent
+        self._records = PoisonRecords(limits)
         self._on_trial: Trial | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: dict[asyncio.Future[None], Trial] = {}
-        self._explained: deque[IncarnationId] = deque(maxlen=64)  # incarnations that ended by a body that is convicted
-        metrics.suspects.labels("suspected").set_function(lambda: self._count(lambda record: not record.refused_until))
-        metrics.suspects.labels("refused").set_function(lambda: self._count(lambda record: record.refused_until > 0))
+        metrics.suspects.labels("suspected").set_function(lambda: self._records.count(refused=False))
+        metrics.suspects.labels("refused").set_function(lambda: self._records.count(refused=True))
 
     def trial(self, body: bytes | bytearray) -> Trial:
         """Returns the trial of a request with this body."""
@@ -93,80 +61,41 @@ class Suspects:
 
     # --- what trials ask and say --------------------------------------------------------------------------------
 
-    def _record(self, digest: bytes) -> _Record | None:
-        """What is held against a body now. What is old is forgotten here."""
-        now = _now()
-        while self._records:
-            oldest = next(iter(self._records.values()))
-            if max(oldest.updated_at, oldest.refused_until) + self._limits.memory_s >= now:
-                break
-            self._records.popitem(last=False)
-        record = self._records.get(digest)
-        if record is not None and 0 < record.refused_until <= now:  # on probation: one death convicts
-            record.refused_until = 0.0
-            record.deaths = dict(list(record.deaths.items())[-1:])
-        return record
-
     def _check(self, digest: bytes) -> None:
-        record = self._record(digest)
+        now = _now()
+        record = self._records.get(digest, now)
         if record is not None and record.refused_until:
             self._metrics.refused.labels("poisonous").inc()
             raise PoisonousRequest(
                 f"{DEATHS} instances ended while they worked on this request body; it is refused for "
-                f"{record.refused_until - _now():.0f} s. Change it, or report it to the operator.",
+                f"{record.refused_until - now:.0f} s. Change it, or report it to the operator.",
             )
 
     def _suspected(self, digest: bytes) -> bool:
-        record = self._record(digest)
-        return record is not None and bool(record.deaths) and not record.refused_until
+        record = self._records.get(digest, _now())
+        return record is not None and record.suspected
 
     def _died(self, trial: Trial, incarnation_id: IncarnationId, sent_at: float, encoding: bool, ago_s: float) -> None:
         now = _now()
         died_at = now - ago_s
-        age_s = max(0.0, died_at - sent_at)
-        if age_s > self._limits.blame_s or incarnation_id in self._explained:
-            return
-        record = self._record(trial.digest)
-        if record is None:
-            while len(self._records) >= self._limits.bodies:
-                self._records.popitem(last=False)
-            record = self._records[trial.digest] = _Record()
-        elif record.refused_until or (record.deaths and self._on_trial is not trial and died_at > trial.ended_at):
-            return
-        record.deaths[incarnation_id] = encoding
-        record.sent_at, record.age_s, record.updated_at = sent_at, age_s, now
-        self._records.move_to_end(trial.digest)
-        if len(record.deaths) >= DEATHS:
-            self._convict(record, now)
-
-    def _convict(self, record: _Record, now: float) -> None:
-        limits = self._limits
-        for_s = min(limits.quarantine_max_s, limits.quarantine_s * 2.0**record.convictions)
-        record.convictions += 1
-        record.refused_until = now + for_s
-        self._explained.extend(record.deaths)
-        self._metrics.poisonous.inc()
-        logger.error("a request body under which %s ended is refused for %.0f s", _names(record), for_s)
-        for digest, other in list(self._records.items()):
-            if other is not record and not other.refused_until:
-                other.deaths = {name: encoded for name, encoded in other.deaths.items() if name not in record.deaths}
-                self._forget_if_clear(digest, other)
-        self._wake()
+        convicted = self._records.died(
+            trial.digest,
+            incarnation_id,
+            sent_at=sent_at,
+            died_at=died_at,
+            now=now,
+            encoding=encoding,
+            on_trial=self._on_trial is trial or died_at <= trial.ended_at,
+        )
+        if convicted is not None:
+            for_s = convicted.refused_until - now
+            self._metrics.poisonous.inc()
+            logger.error("a request body under which %s ended is refused for %.0f s", convicted.names, for_s)
+            self._wake()
 
     def _survived(self, digest: bytes, *, encoding: bool) -> None:
-        record = self._records.get(digest)
-        if record is None or record.refused_until:
-            return
-        if encoding:
-            record.deaths = {name: encoded for name, encoded in record.deaths.items() if not encoded}
-        else:
-            record.deaths, record.convictions = {}, 0
-        self._forget_if_clear(digest, record)
-        self._wake()
-
-    def _forget_if_clear(self, digest: bytes, record: _Record) -> None:
-        if not record.deaths and not record.convictions:
-            del self._records[digest]
+        if self._records.survived(digest, encoding=encoding):
+            self._wake()
 
     # --- one at a time ------------------------------------------------------------------------------------------
 
@@ -192,7 +121,7 @@ class Suspects:
     def _send(self, trial: Trial) -> None:
         if self._on_trial is not trial:
             return
-        record = self._records.get(trial.digest)
+        record = self._records.get(trial.digest, _now())
         if self._timer is not None:
             self._timer.cancel()
         loop, blame_s = asyncio.get_running_loop(), self._limits.blame_s
@@ -212,14 +141,13 @@ class Suspects:
 
     def _wake(self) -> None:
         """Whoever is no suspect any more goes on; of the others the one that was sent last, when none is on trial."""
-        suspects = [trial for trial in self._waiting.values() if self._suspected(trial.digest)]
-        if suspects and self._on_trial is None:
-            self._on_trial = max(suspects, key=lambda trial: self._records[trial.digest].sent_at)
-        stay = {id(trial) for trial in suspects if trial is not self._on_trial}
-        _let_go(waiter for waiter, trial in self._waiting.items() if id(trial) not in stay)
-
-    def _count(self, which: Callable[[_Record], bool]) -> int:
-        return sum(bool(record.deaths) and which(record) for record in self._records.values())
+        now = _now()
+        waiting = [(trial, self._records.get(trial.digest, now)) for trial in self._waiting.values()]
+        sent_at = {trial: record.sent_at for trial, record in waiting if record is not None and record.suspected}
+        if sent_at and self._on_trial is None:
+            self._on_trial = max(sent_at, key=sent_at.__getitem__)
+        stay = {trial for trial in sent_at if trial is not self._on_trial}
+        _let_go(waiter for waiter, trial in self._waiting.items() if trial not in stay)
 
 
 class Trial:
@@ -283,10 +211,6 @@ class Trial:
         self._suspects._survived(self.digest, encoding=encoding)
         if not encoding:
             self._suspects._end(self)
-
-
-def _names(record: _Record) -> str:
-    return " and ".join(sorted(name for name, _ in record.deaths))
 
 
 def _let_go(waiters: Iterable[asyncio.Future[None]]) -> None:

@@ -1,0 +1,242 @@
+"""Requests that kill stages, through the whole front door: what they cost, and what those beside them notice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from epd_serve.wire import StageReport
+from proxy.admission.ticket import Kind
+from proxy.config.limits import PoisonLimits
+from proxy.request.parse import Endpoint
+from tests.proxy.fakes import (
+    QUICK,
+    Call,
+    Cluster,
+    FakeStage,
+    answer,
+    breaks,
+    chunk,
+    cluster,
+    data_url,
+    encodes,
+    hangs,
+    image_body,
+    image_file,
+    once,
+    refuses,
+    settings,
+    streams,
+    text_body,
+)
+from tests.waiting import PATIENCE_S
+
+CHAT = Endpoint.CHAT.value
+POISON = "the poison"
+
+
+def dies_of_poison(c: Cluster, *, loses: asyncio.Event | None = None) -> Callable[..., Any]:
+    """A stage that dies of one body, with everything that it has; it lives again for the next request."""
+
+    async def behave(stage: FakeStage, call: Call, receive: Any, send: Any) -> None:
+        if POISON in str(call.body):
+            deaths[stage.id] = deaths.get(stage.id, 0) + 1
+            dead, ends[stage.id] = ends.setdefault(stage.id, asyncio.Event()), asyncio.Event()
+            dead.set()
+            await breaks(stage, call, receive, send)
+            return
+        dead = ends.setdefault(stage.id, asyncio.Event())
+        try:
+            async with asyncio.timeout(0.05):
+                await dead.wait()
+        except TimeoutError:
+            await answer(stage, call, receive, send)
+        else:
+            await breaks(stage, call, receive, send)
+
+    ends: dict[str, asyncio.Event] = {}
+    deaths: dict[str, int] = {}
+    behave.deaths = deaths  # type: ignore[attr-defined]
+    for stage in c.stages.values():
+        stage.usual = behave
+    return behave
+
+
+def reborn(c: Cluster) -> None:
+    """Give each instance another incarnation, as a launcher does after a death."""
+    for name, instance in c.instances.items():
+        c.instances[name] = replace(instance, incarnation=f"{name}-life{len(c.stages[name].calls) + 2}")
+        c.table.apply(c.instances[name])
+
+
+async def test_a_poisonous_body_costs_two_instances_and_is_refused_then() -> None:
+    async with cluster("PD0", "PD1", "PD2", "PD3") as c:
+        behave = dies_of_poison(c)
+        first = await c.client.post(CHAT, json=text_body(user=POISON))
+        assert first.status_code == 422 and first.json()["error"]["code"] == "poisonous_request"
+        reborn(c)
+        for _ in range(3):
+            again = await c.client.post(CHAT, json=text_body(user=POISON))
+            assert again.status_code == 422 and again.json()["error"]["type"] == "invalid_request_error"
+        assert sum(behave.deaths.values()) == 2  # type: ignore[attr-defined]
+        assert c.metric("epd_proxy_poisonous_total") == 1
+        assert (await c.client.post(CHAT, json=text_body())).status_code == 200
+
+
+async def test_the_two_deaths_may_come_from_two_requests_of_clients() -> None:
+    async with cluster("PD0", "PD1", "PD2", config=settings(retries=0)) as c:
+        behave = dies_of_poison(c)
+        assert [(await c.client.post(CHAT, json=text_body(user=POISON))).status_code for _ in range(3)] == [
+            502,
+            422,
+            422,
+        ]
+        assert sum(behave.deaths.values()) == 2  # type: ignore[attr-defined]
+
+
+async def test_innocents_beside_a_poisonous_body_all_succeed() -> None:
+    async with cluster("PD0", "PD1", "PD2") as c:
+        behave = dies_of_poison(c)
+        requests = [asyncio.create_task(c.client.post(CHAT, json=text_body(seed=n))) for n in range(40)]
+        for stage in c.stages.values():
+            await stage.until(lambda stage: stage.active >= 10)
+        poisonous = asyncio.create_task(c.client.post(CHAT, json=text_body(user=POISON)))
+        answers = await asyncio.gather(*requests)
+        assert {one.status_code for one in answers} == {200}
+        assert (await poisonous).status_code == 422
+        assert sum(behave.deaths.values()) == 2  # type: ignore[attr-defined]
+        assert c.metric("epd_proxy_suspects", state="suspected") == 0
+        await c.idle()
+
+
+async def all_die_with_pd0(c: Cluster, count: int) -> list[asyncio.Task[Any]]:
+    """`count` requests under which PD0 dies; all other instances, which come up only then, never answer."""
+    dead = asyncio.Event()
+    for name, stage in c.stages.items():
+        stage.usual = once(dead, breaks) if name == "PD0" else hangs
+        if name != "PD0":
+            c.table.mark_down(name, "not yet")
+    requests = [asyncio.create_task(c.client.post(CHAT, json=text_body(seed=n))) for n in range(count)]
+    await c["PD0"].until(lambda stage: stage.active >= count)
+    for name in c.stages.keys() - {"PD0"}:
+        c.table.apply(replace(c.instances[name], incarnation=f"{name}-life2"))
+    c.table.mark_down("PD0", "died")
+    dead.set()
+    return requests
+
+
+async def leave(requests: list[asyncio.Task[Any]]) -> None:
+    for task in requests:
+        task.cancel()
+    await asyncio.gather(*requests, return_exceptions=True)
+
+
+async def test_suspects_that_wait_for_a_trial_hold_no_place_and_keep_no_instance_from_others() -> None:
+    config = settings(poison=PoisonLimits(blame_s=PATIENCE_S * 2))
+    async with cluster("PD0", "PD1", "PD2", config=config) as c:
+        queue = c.pipeline.gate.queue
+        requests = await all_die_with_pd0(c, 12)
+        async with asyncio.timeout(PATIENCE_S):
+            while queue.served(Kind.TEXT) != 1 or queue.waiting(Kind.TEXT) != 11:
+                await asyncio.sleep(0.002)
+        unrelated = [asyncio.create_task(c.client.post(CHAT, json=text_body(seed=100 + n))) for n in range(20)]
+        for name in ("PD1", "PD2"):
+            await c[name].until(lambda stage: stage.active >= 10)
+        await leave(requests + unrelated)
+        await c.idle()
+
+
+async def test_after_a_death_all_who_were_there_are_soon_served_again_however_long_each_takes() -> None:
+    config = settings(poison=PoisonLimits(blame_s=2.0), timeouts=replace(QUICK, instance_wait_s=0.05))
+    async with cluster("PD0", "PD1", "PD2", config=config) as c:
+        requests = await all_die_with_pd0(c, 30)
+        async with asyncio.timeout(PATIENCE_S):
+            while c["PD1"].active + c["PD2"].active < 30:
+                assert not any(task.done() for task in requests)
+                await asyncio.sleep(0.002)
+        await leave(requests)
+        await c.idle()
+
+
+async def test_a_refused_connection_and_a_typed_refusal_are_no_deaths() -> None:
+    async with cluster("PD0", "PD1") as c:
+        for stage in c.stages.values():
+            stage.script.append(refuses(503, "not now"))
+        assert (await c.client.post(CHAT, json=text_body())).status_code == 200
+        assert c.metric("epd_proxy_deaths_total", stage="PD0") == 0
+        assert c.metric("epd_proxy_suspects", state="suspected") == 0
+
+
+async def test_an_engine_that_says_that_it_is_dead_has_died() -> None:
+    async with cluster("PD0", "PD1", "PD2") as c:
+        for stage in c.stages.values():
+            stage.usual = refuses(500, "EngineCore encountered an issue. See stack trace (above) for the root cause.")
+        assert (await c.client.post(CHAT, json=text_body())).status_code == 422
+        assert sum(len(stage.calls) for stage in c.stages.values()) == 2
+
+
+async def test_what_dies_after_the_first_byte_is_not_held_against_the_body() -> None:
+    async with cluster("PD0") as c:
+        c["PD0"].usual = streams(chunk("a"), then="break")
+        for _ in range(3):
+            await c.aborted_stream(text_body(stream=True))
+        assert c.metric("epd_proxy_suspects", state="suspected") == 0
+
+
+async def test_an_image_that_kills_encoders_does_not_go_on_to_prefill() -> None:
+    async with cluster("E0", "E1", "E2", "PD0") as c:
+        for name in ("E0", "E1", "E2"):
+            c[name].usual = breaks
+        assert [(await c.ask()).status_code for _ in range(2)] == [422, 422]
+        assert sum(len(c[name].calls) for name in ("E0", "E1", "E2")) == 2 and not c["PD0"].calls
+        c["E0"].usual = c["E1"].usual = c["E2"].usual = encodes()
+        assert (await c.client.post(CHAT, json=image_body(seed=1))).status_code == 200
+
+
+async def test_a_stage_that_hangs_of_a_body_dies_of_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.generate.stall_watchdog.CHECK_EVERY_S", 0.01)
+    async with cluster("PD0", "PD1", "PD2") as c:
+        monkeypatch.setattr(c.table, "silence_s", lambda *_: 11.0)
+        for name, instance in c.instances.items():
+            c.table.report_stage(StageReport(name, instance.incarnation, 1))
+
+        async def hangs_unheard(stage: FakeStage, call: Call, receive: Any, send: Any) -> None:
+            await stage.wait_disconnect(receive)
+
+        for stage in c.stages.values():
+            stage.usual = hangs_unheard
+        assert (await c.client.post(CHAT, json=text_body())).status_code == 422
+        assert sum(len(stage.calls) for stage in c.stages.values()) == 2
+
+
+async def test_nobody_follows_a_suspect_that_waits_for_its_trial_before_it_encodes() -> None:
+    config = settings(poison=PoisonLimits(blame_s=PATIENCE_S * 2))
+    async with cluster("E0", "E1", "PD0", config=config) as c:
+        red, blue = (data_url(image_file(color=color)) for color in ("red", "blue"))
+        together = asyncio.Event()
+
+        async def dies(stage: FakeStage, call: Call, receive: Any, send: Any) -> None:
+            if c["E0"].active + c["E1"].active >= 2:
+                together.set()
+            await together.wait()
+            await breaks(stage, call, receive, send)
+
+        c["E0"].usual = c["E1"].usual = dies
+        suspects = [asyncio.create_task(c.ask(url)) for url in (red, blue)]
+        async with asyncio.timeout(PATIENCE_S):
+            while len(c["E0"].calls) + len(c["E1"].calls) < 2:
+                await asyncio.sleep(0.002)
+        c["E0"].usual = c["E1"].usual = hangs
+        async with asyncio.timeout(PATIENCE_S):  # one of them is on trial, and hangs
+            while len(c["E0"].calls) + len(c["E1"].calls) < 3 or c["E0"].active + c["E1"].active != 1:
+                await asyncio.sleep(0.002)
+        c["E0"].usual = c["E1"].usual = encodes()
+        async with asyncio.timeout(PATIENCE_S):
+            assert [(await c.ask(url, seed=1)).status_code for url in (red, blue)] == [200, 200]
+        assert c.pipeline.gate.queue.encoding == 1, "the one on trial"
+        await leave(suspects)
+        await c.idle()
