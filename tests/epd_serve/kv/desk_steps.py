@@ -1,0 +1,26 @@
+"""Steps of a desk that several tests take, and the times they take them at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from epd_serve.kv.decode_desk import DecodeDesk
+from epd_serve.kv.prefill_desk import Admission, PrefillDesk
+from epd_serve.wire import TransferKey
+from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, key_of
+
+PATIENCE, SILENCE, BEAT = 50.0, 5.0, 0.5
+KEYS = [key_of(str(i)) for i in range(2)]
+A = KEYS[0]
+
+
+def admit(desk: PrefillDesk, key: TransferKey, now: float = 0.0, **changes: Any) -> Admission:
+    prompt = {"prompt_tokens": 10, "prompt_hash": "h", "block_size": BLOCK_SIZE, "kv_heads": 2, **changes}
+    return desk.admit(key, now=now, **prompt)
+
+
+def pass_time(desk: PrefillDesk | DecodeDesk, begin: float, end: float) -> None:
+    """Beats from `begin` on, the last one at `end`."""
+    for number in range(int((end - begin) / BEAT)):
+        desk.beat(begin + number * BEAT)
+    desk.beat(end)
