@@ -1,15 +1,13 @@
-"""Tier 2 of the MM Store: a Mooncake Store, which joins hosts. Every call has a deadline and passes one breaker.
+"""Tier 2 of the MM Store: a Mooncake Store, which joins hosts.
 
-Owns the connection, when it is given up and regained, and what a transfer may touch for how long. What a value is:
-`store.mooncake.values`; what Mooncake is told: `store.mooncake.client`.
+Owns what a transfer may touch for how long, and what answers mean. When the connection is given up and regained:
+`store.mooncake.connection`; what a value is: `store.mooncake.values`.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -21,8 +19,9 @@ from store.errors import CorruptFeatureError, StoreError, StoreUnavailableError
 from store.feature import FeatureMeta, StoreStats
 from store.interface import FeatureStore
 from store.mooncake.breaker import Guard, State
-from store.mooncake.client import MooncakeClient, MooncakeConfig, load_mooncake
+from store.mooncake.client import MooncakeClient, MooncakeConfig
 from store.mooncake.codes import Outcome
+from store.mooncake.connection import Call, Connection
 from store.mooncake.values import PrivateLease, Scratch, load_value, store_value
 
 log = logging.getLogger(__name__)
@@ -48,25 +47,10 @@ class MooncakeStore:
         Raises:
             StoreError: Mooncake is not installed.
         """
-        load_mooncake(config.host)
         self.config = config
-        self._client: MooncakeClient | None = None
-        self._lock = threading.Lock()
         self._scratch = Scratch(config.threads)
-        self._probing: Bytes = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=np.uint8)
-        self._registered = [(place.ctypes.data, place.nbytes) for place in (self._scratch.memory, self._probing)]
-        self._suspect = ""  # read by the probe: the value whose transfer was given up last
         self._counts = dict.fromkeys(("puts", "hits", "misses", "corrupt"), 0)
-        self.guard = Guard(
-            f"Mooncake at {config.master}",
-            self._probe,
-            timeout_s=config.timeout_s,
-            threads=config.threads,
-            failures_to_open=config.failures_to_open,
-            probe_after_s=config.probe_after_s,
-            is_open=True,
-            begin_thread=begin_thread,
-        )
+        self.connection = Connection(config, [self._scratch.memory], begin_thread=begin_thread)
 
     @classmethod
     def connect(
@@ -85,19 +69,20 @@ class MooncakeStore:
         return store
 
     @property
+    def guard(self) -> Guard:
+        return self.connection.guard
+
+    @property
     def state(self) -> State:
         return self.guard.state
 
     def deadline_s(self, nbytes: int) -> float:
         """How long a transfer of that size may take."""
-        return self.config.timeout_s + nbytes / self.config.bytes_per_s
+        return self.connection.deadline_s(nbytes)
 
     def register(self, address: int, nbytes: int) -> None:
         """Makes memory usable in `put_from` and `fetch_into`. It stays mapped until `close` has returned."""
-        with self._lock:
-            if self._client is not None:
-                self._client.register(address, nbytes)
-            self._registered.append((address, nbytes))
+        self.connection.register(address, nbytes)
 
     def put_from(self, meta: FeatureMeta, address: int, *, on_failure: Callable[[], None]) -> None:
         """Stores the `meta.nbytes` at `address`, which stay unchanged until this returns or `on_failure` is called.
@@ -108,7 +93,7 @@ class MooncakeStore:
             StoreUnavailableError: no answer in time, or another writer of this key has not finished.
             StoreFullError: no room.
         """
-        self._finished(meta.key, self._call(lambda: self._store(meta, address), meta.key, meta.nbytes, on_failure))
+        self._finished(meta.key, self._call(self._storing(meta, address), meta.key, meta.nbytes, on_failure))
 
     def size(self, key: str) -> int | None:
         """Bytes of the feature, or None when it is missing.
@@ -117,7 +102,7 @@ class MooncakeStore:
             CorruptFeatureError: what is there is no feature.
             StoreUnavailableError: no answer in time.
         """
-        stored = self._call(lambda: self._connected().size(self._name(key)), key)
+        stored = self._call(MooncakeClient.size, key)
         if stored is None:
             self._counts["misses"] += 1
             return None
@@ -137,7 +122,7 @@ class MooncakeStore:
             StoreUnavailableError: no answer in time.
         """
         try:
-            meta = self._call(lambda: self._load(key, address, nbytes), key, nbytes, on_failure)
+            meta = self._call(self._loading(key, address, nbytes), key, nbytes, on_failure)
         except CorruptFeatureError:
             self.drop_corrupt(key)
             raise
@@ -155,16 +140,13 @@ class MooncakeStore:
         digest = copy_with_checksum(staging, source)
         meta = FeatureMeta(key, tuple(shape), dtype, source.nbytes, digest)
         encode_trailer(meta)  # refuses what does not fit before anything is sent
-        address = staging.ctypes.data
-        stored = self._call(
-            lambda: self._with_registered(staging, lambda: self._store(meta, address)), key, source.nbytes
-        )
-        self._finished(key, stored)
+        store = _registered(staging, self._storing(meta, staging.ctypes.data))
+        self._finished(key, self._call(store, key, source.nbytes))
         return True
 
     def contains(self, key: str) -> bool:
         """See `FeatureStore.contains`. True also for a value whose owner has just died."""
-        return self._call(lambda: self._connected().exists(self._name(key)), key)
+        return self._call(MooncakeClient.exists, key)
 
     def lease(self, key: str, *, verify: bool = True) -> PrivateLease | None:
         """See `FeatureStore.lease`: a private copy, so it holds nothing in the store."""
@@ -172,11 +154,9 @@ class MooncakeStore:
         if nbytes is None:
             return None
         staging = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
-        address = staging.ctypes.data
+        load = _registered(staging, self._loading(key, staging.ctypes.data, nbytes))
         try:
-            meta = self._call(
-                lambda: self._with_registered(staging, lambda: self._load(key, address, nbytes)), key, nbytes
-            )
+            meta = self._call(load, key, nbytes)
             if meta is not None and verify:
                 verify_payload(meta, staging)
         except CorruptFeatureError:
@@ -200,7 +180,7 @@ class MooncakeStore:
 
     def remove(self, key: str) -> bool:
         """See `FeatureStore.remove`. At once, also under a reader: it will find the bytes corrupt."""
-        return self._call(lambda: self._connected().remove(self._name(key)), key) is Outcome.DONE
+        return self._call(MooncakeClient.remove, key) is Outcome.DONE
 
     def drop_corrupt(self, key: str) -> None:
         """Counts and removes a value whose bytes are wrong; without raising, as its finder already does."""
@@ -224,46 +204,27 @@ class MooncakeStore:
 
     def close(self) -> None:
         """Waits for calls in progress, but not for stuck ones: then the connection ends with the process."""
-        if not self.guard.close(self.config.timeout_s):
-            log.warning("%s: left with calls in progress", self.guard.name)
-            return
-        with self._lock:
-            client, self._client = self._client, None
-        if client is not None:
-            client.close()
+        self.connection.close()
 
-    def _call(self, fn: Callable[[], T], key: str, nbytes: int = 0, on_failure: Callable[[], None] = lambda: None) -> T:
-        late_calls = self.guard.late_calls
-        try:
-            # The master alone answers calls that move no bytes: they say nothing of the owners.
-            return self.guard.call(fn, timeout_s=self.deadline_s(nbytes), on_failure=on_failure, proof=nbytes > 0)
-        except StoreUnavailableError:
-            if nbytes and self.guard.late_calls != late_calls:
-                self._suspect = self._name(key)
-            raise
+    def _call(self, fn: Call[T], key: str, nbytes: int = 0, on_failure: Callable[[], None] = lambda: None) -> T:
+        return self.connection.call(fn, self._name(key), nbytes, on_failure)
 
-    def _store(self, meta: FeatureMeta, address: int) -> Outcome:
-        patience_s = self.config.timeout_s / 2
-        stored = store_value(self._connected(), self._name(meta.key), meta, address, self._scratch, patience_s)
-        self._counts["puts"] += stored is Outcome.DONE
-        return stored
+    def _storing(self, meta: FeatureMeta, address: int) -> Call[Outcome]:
+        def store(client: MooncakeClient, name: str) -> Outcome:
+            stored = store_value(client, name, meta, address, self._scratch, self.config.timeout_s / 2)
+            self._counts["puts"] += stored is Outcome.DONE
+            return stored
 
-    def _load(self, key: str, address: int, nbytes: int) -> FeatureMeta | None:
-        return load_value(self._connected(), self._name(key), key, address, nbytes, self._scratch)
+        return store
+
+    def _loading(self, key: str, address: int, nbytes: int) -> Call[FeatureMeta | None]:
+        return lambda client, name: load_value(client, name, key, address, nbytes, self._scratch)
 
     def _finished(self, key: str, stored: Outcome) -> None:
         if stored is Outcome.UNFINISHED:
             raise StoreUnavailableError(f"{key}: another writer has not finished it")
         if stored is Outcome.LOST:
             raise StoreUnavailableError(f"{key}: put into the second tier, but cannot be read there yet")
-
-    def _with_registered(self, memory: Bytes, transfer: Callable[[], T]) -> T:
-        client, address = self._connected(), memory.ctypes.data
-        client.register(address, memory.nbytes)
-        try:
-            return transfer()
-        finally:
-            client.unregister(address)
 
     def _name(self, key: str) -> str:
         try:
@@ -274,32 +235,18 @@ class MooncakeStore:
             raise StoreError(f"key of {len(key)} characters; 1 to {MAX_KEY} fit")
         return self.config.namespace + key
 
-    def _connected(self) -> MooncakeClient:
-        client = self._client
-        if client is None:
-            raise StoreUnavailableError(f"{self.guard.name}: not connected")
-        return client
 
-    def _probe(self) -> None:
-        """Runs while the breaker is open: connects if need be, then asks for what was not answered last."""
-        client = self._client
-        if client is None:
-            client = self._connect()
-        client.exists(self._name("probe"))
-        if self._suspect:
-            started = time.monotonic()
-            client.get_range(self._suspect, 0, (self._probing.ctypes.data, 1))
-            if time.monotonic() - started > self.config.timeout_s:
-                raise StoreUnavailableError("Mooncake: an owner of features does not answer")
-            self._suspect = ""
+def _registered(memory: Bytes, transfer: Call[T]) -> Call[T]:
+    """The transfer, with its memory registered meanwhile."""
 
-    def _connect(self) -> MooncakeClient:
-        client = MooncakeClient(self.config)
-        with self._lock:
-            for address, nbytes in self._registered:
-                client.register(address, nbytes)
-            self._client = client
-        return client
+    def registered(client: MooncakeClient, name: str) -> T:
+        client.register(memory.ctypes.data, memory.nbytes)
+        try:
+            return transfer(client, name)
+        finally:
+            client.unregister(memory.ctypes.data)
+
+    return registered
 
 
 if TYPE_CHECKING:

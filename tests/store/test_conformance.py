@@ -57,8 +57,8 @@ def open_tier(request: pytest.FixtureRequest, arena_path: Path) -> Iterator[Open
         remote: MooncakeStore
         if capacity == 32 * MB:
             remote = request.getfixturevalue("shared_remote")
-            assert remote._client is not None
-            remote._client._store.remove_all(True)
+            assert remote.connection.client is not None
+            remote.connection.client._store.remove_all(True)
             remote._counts = dict.fromkeys(remote._counts, 0)
             shared.append(remote)
         else:
@@ -72,10 +72,10 @@ def open_tier(request: pytest.FixtureRequest, arena_path: Path) -> Iterator[Open
 
     yield open_one
     for remote in shared:  # a pool lives as long as its tiers; here this tier outlives the pool's arena
-        for address, _ in remote._registered[2:]:
-            assert remote._client is not None
-            remote._client.unregister(address)
-        del remote._registered[2:]
+        for address, _ in remote.connection._registered[2:]:
+            assert remote.connection.client is not None
+            remote.connection.client.unregister(address)
+        del remote.connection._registered[2:]
     for tier in opened:
         tier.close()
 
@@ -109,8 +109,10 @@ def flip_a_bit(tier: Tier, key: str) -> None:
         tier.memory()[lease.offset + 5] ^= 16
         lease.release()
     else:
-        assert isinstance(tier, MooncakeStore) and tier._client is not None
-        place = tier._client._store.get_replica_desc(tier._name(key))[0].get_memory_descriptor().buffer_descriptor
+        assert isinstance(tier, MooncakeStore) and tier.connection.client is not None
+        place = (
+            tier.connection.client._store.get_replica_desc(tier._name(key))[0].get_memory_descriptor().buffer_descriptor
+        )
         ctypes.c_uint8.from_address(place.buffer_address + 5).value ^= 16
 
 

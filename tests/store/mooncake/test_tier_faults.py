@@ -45,7 +45,7 @@ for line in sys.stdin:
         assert pool.remote_counts()["published"], pool.remote_counts()
     else:  # begin: reserve both tiers, then write for ever
         room = pool.arena.reserve(key, int(nbytes))
-        codes = remote._client._store.batch_put_session_start([namespace + key], [int(nbytes)])
+        codes = remote.connection.client._store.batch_put_session_start([namespace + key], [int(nbytes)])
         assert room is not None and codes == [0]
     print("done", flush=True)
 """
@@ -236,7 +236,9 @@ def flip_in_segment(pool: FeaturePool, key: str, at: int) -> None:
     import ctypes
 
     remote: Any = pool._remote
-    place = remote._client._store.get_replica_desc(remote._name(key))[0].get_memory_descriptor().buffer_descriptor
+    place = (
+        remote.connection.client._store.get_replica_desc(remote._name(key))[0].get_memory_descriptor().buffer_descriptor
+    )
     ctypes.c_uint8.from_address(place.buffer_address + at).value ^= 4
 
 
