@@ -1,4 +1,4 @@
-"""Which encoder gets which items: to be done soon, and equal items at the same encoder. Pure.
+"""Which encoder gets which items, to be done soon, and equal items at the same encoder; which share a call. Pure.
 
 Two wishes meet. A key should have one owner that every proxy agrees on, so that equal work meets in one place
 (`proxy/routing/rendezvous.py`), and a request's items should be encoded in parallel by cost and by the
@@ -14,6 +14,10 @@ from statistics import median
 from proxy.encode.schedule import makespan_s, schedule
 from proxy.routing.policy import SLACK, Candidate
 from proxy.routing.rendezvous import owners
+
+CALL_TOKENS = 256.0
+"""Items share a call up to so much work: some 10 ms of a datacentre device, against about 2 ms of the proxy's CPU time
+that a further call costs. With a call for each thumbnail the proxy would be busy before its encoders are."""
 
 TOLERANCE = 1.05
 """By how much a request's items may take longer because they go to their owners."""
@@ -75,3 +79,22 @@ def _to_owners(
         at[item] = within[0] if within else min(order, key=lambda worker: done_s(worker, costs[item]))
         totals[at[item]] += costs[item]
     return at
+
+
+def calls(costs: Sequence[float], *, alone: bool = False) -> list[list[int]]:
+    """The items of one encoder's share as calls: each alone but for small ones, which go together up to `CALL_TOKENS`.
+
+    Args:
+        alone: the small ones too, so that one that fails takes no other with it.
+    """
+    parts: list[list[int]] = []
+    together: list[int] = []
+    for index, cost in enumerate(costs):
+        if alone or cost >= CALL_TOKENS:
+            parts.append([index])
+        elif together and sum(costs[other] for other in together) + cost <= CALL_TOKENS:
+            together.append(index)
+        else:
+            together = [index]
+            parts.append(together)
+    return parts

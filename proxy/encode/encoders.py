@@ -4,7 +4,7 @@ Owns back-pressure (an encoder whose store has no room is left alone), the retri
 given up. Which items need encoding at all is `proxy/encode/step.py`'s business.
 
 Each item has a call of its own, so that it is known, forwarded and waited for by itself, and fails by itself. Only
-small ones share a call (`calls`), since a call costs the proxy time whatever is in it. Within a call each item is still
+small ones share a call, since a call costs the proxy time whatever is in it. Within a call each item is still
 stored and announced when it is done, so a consumer's prefetch never waits for the others.
 """
 
@@ -25,7 +25,7 @@ from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
 from epd_serve.trace import Trace
 from proxy.config.limits import Timeouts
-from proxy.encode.assignment import spread
+from proxy.encode.assignment import calls, spread
 from proxy.encode.learnt_speeds import LearntSpeeds
 from proxy.errors import StageDied, most_telling
 from proxy.media.loader import LoadedItem
@@ -43,9 +43,6 @@ from proxy.stages.job import Job
 from proxy.stages.retry_budget import RetryBudget
 
 logger = logging.getLogger(__name__)
-CALL_TOKENS = 256.0
-"""Items share a call up to so much work: some 10 ms of a datacentre device, against about 2 ms of the proxy's CPU time
-that a further call costs. With a call for each thumbnail the proxy would be busy before its encoders are."""
 RELOOK_S = 0.5  # a full store's last report may lapse, and an encoder fall silent, without any news
 Answer = TypeVar("Answer")
 
@@ -249,22 +246,3 @@ class Encoders:
     def _give_up(self, order: EncodeOrder, items: Sequence[LoadedItem], reason: str) -> None:
         logger.warning("request %s: %d items go on unencoded (%s)", order.job.id, len(items), reason)
         self._metrics.encode_fallback.labels(reason).inc(len(items))
-
-
-def calls(costs: Sequence[float], *, alone: bool = False) -> list[list[int]]:
-    """The items of one encoder's share as calls: each alone but for small ones, which go together up to `CALL_TOKENS`.
-
-    Args:
-        alone: the small ones too, so that one that fails takes no other with it.
-    """
-    parts: list[list[int]] = []
-    together: list[int] = []
-    for index, cost in enumerate(costs):
-        if alone or cost >= CALL_TOKENS:
-            parts.append([index])
-        elif together and sum(costs[other] for other in together) + cost <= CALL_TOKENS:
-            together.append(index)
-        else:
-            together = [index]
-            parts.append(together)
-    return parts

@@ -1,13 +1,14 @@
-"""Items over encoders: to their owners, within a bound on when they are done."""
+"""Items over encoders: to their owners, within a bound on when they are done; small ones in one call."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.encode.assignment import SAME_SPEED, TOLERANCE, relative_speeds, spread
+from proxy.encode.assignment import CALL_TOKENS, SAME_SPEED, TOLERANCE, calls, relative_speeds, spread
 from proxy.encode.schedule import schedule
 from proxy.routing.policy import SLACK, Candidate
 from proxy.routing.rendezvous import owners
@@ -91,3 +92,16 @@ def test_speeds_are_relative_to_the_usual_one_and_noise_is_no_difference() -> No
     assert relative_speeds([90, 100, 110, 0]) == [1, 1, 1, 1]
     assert relative_speeds([100, 100, 400]) == [1, 1, 4]
     assert relative_speeds([25, 100, 100]) == [0.25, 1, 1]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.floats(1, 600), max_size=16), st.booleans())
+def test_calls_hold_every_item_once_and_only_small_ones_together(costs: list[float], alone: bool) -> None:
+    parts = calls(costs, alone=alone)
+    assert sorted(item for part in parts for item in part) == list(range(len(costs)))
+    for part in parts:
+        assert len(part) == 1 or (not alone and sum(costs[item] for item in part) <= CALL_TOKENS)
+    if not alone:
+        small = [part for part in parts if costs[part[0]] < CALL_TOKENS]
+        for part, following in pairwise(small):
+            assert sum(costs[item] for item in part) + costs[following[0]] > CALL_TOKENS, "no call without need"

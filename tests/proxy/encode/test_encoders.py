@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from epd_serve.wire import FeatureReady
 from proxy.admission.gate import Gate, Pass
 from proxy.admission.ticket import Capacity, Kind
 from proxy.config.limits import AdmissionLimits, PoisonLimits, RetryLimits, Timeouts
-from proxy.encode.encoders import CALL_TOKENS, EncodeOrder, Encoders, calls
+from proxy.encode.encoders import EncodeOrder, Encoders
 from proxy.errors import StageRefusal
 from proxy.fields.parts import MediaRef
 from proxy.media.loader import LoadedItem
@@ -43,19 +42,6 @@ def images(count: int, side: int = SIDE) -> list[str]:
 
 def encoded_by(c: Cluster) -> dict[str, list[list[str]]]:
     return {name: c[name].keys for name in c.stages if name.startswith("E")}
-
-
-@settings(max_examples=50)
-@given(st.lists(st.floats(1, 600), max_size=16), st.booleans())
-def test_calls_hold_every_item_once_and_only_small_ones_together(costs: list[float], alone: bool) -> None:
-    parts = calls(costs, alone=alone)
-    assert sorted(item for part in parts for item in part) == list(range(len(costs)))
-    for part in parts:
-        assert len(part) == 1 or (not alone and sum(costs[item] for item in part) <= CALL_TOKENS)
-    if not alone:
-        small = [part for part in parts if costs[part[0]] < CALL_TOKENS]
-        for part, following in pairwise(small):
-            assert sum(costs[item] for item in part) + costs[following[0]] > CALL_TOKENS, "no call without need"
 
 
 async def test_each_item_has_a_call_of_its_own_and_small_ones_share_one() -> None:
