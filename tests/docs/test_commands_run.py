@@ -76,6 +76,20 @@ def kind(command: Command, table: Mapping[str, object]) -> str | None:
     return max(fitting, key=len, default=None)
 
 
+def without(flags: Sequence[str], words: Sequence[str]) -> list[str]:
+    """The words without these flags and their values."""
+    return [word for before, word in pairwise(["", *words]) if before not in flags and word not in flags]
+
+
+def once(commands: Sequence[Command]) -> list[Command]:
+    """Of those that differ by what they write alone, the one that writes most: it runs what the others run."""
+    by_what = {
+        tuple(without(("--json", "--plot", "--profile"), one.words)): one
+        for one in sorted(commands, key=lambda one: len(one.words))
+    }
+    return list(by_what.values())
+
+
 EVERY = [one for one in every_command() if "reference/cli.md" not in one.where]  # headings: names of commands
 BENCH = [
     command for command in EVERY if command.words[0] == "epd-bench" and not is_name(bench_parser(), command.words[1:])
@@ -140,7 +154,7 @@ def test_a_measurement_without_real_stages_runs(command, tmp_path, endpoint):
 
 @pytest.mark.slow
 @pytest.mark.e2e
-@pytest.mark.parametrize("command", [one for one in BENCH if CHOSEN[one] is REAL], ids=str)
+@pytest.mark.parametrize("command", once([one for one in BENCH if CHOSEN[one] is REAL]), ids=str)
 def test_a_measurement_of_real_stages_runs(command, tmp_path):
     run((*command.words, *shlex.split(REAL[kind(command, REAL)])), tmp_path)
 
@@ -203,11 +217,6 @@ def simulated(words: Sequence[str], folder: Path) -> Iterator[str]:
             process.send_signal(signal.SIGTERM)
             out, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, (out, err)
-
-
-def without(flags: Sequence[str], words: Sequence[str]) -> list[str]:
-    """The words without these flags and their values."""
-    return [word for before, word in pairwise(["", *words]) if before not in flags and word not in flags]
 
 
 def profile(folder: Path) -> Path:
