@@ -33,9 +33,9 @@ RESULTS = ROOT / "bench" / "results"
 LIMIT_S = 900
 SMALL: Mapping[str, str] = {
     "ablations": "--engine sim --rates 4 --seconds 2 --rounds 1 --only both",
-    "arena": "--quick --rounds 2",
+    "arena": "--quick --rounds 10",
     "compare": "",
-    "layouts": "--engine sim --layouts TP1,E-P-D --rates 2 --duration 2 --min-samples 1 --baselines ''",
+    "layouts": "--engine sim --layouts TP1,E-P-D --rates 2 --duration 2 --min-samples 1",
     "load": "--rate 2 --duration 3 --min-samples 1 --late-ms 1000",
     "memory-tables": "",
     "proxy --only irp": "--quick",
@@ -141,7 +141,8 @@ def test_make_lists_what_there_is(target):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [one for one in BENCH if CHOSEN[one] is SMALL], ids=str)
 def test_a_measurement_without_real_stages_runs(command, tmp_path, endpoint):
-    words = without(("--peer-vllm", "--peer-ascend"), command.words)  # files of others' that the reader brings
+    # A plain vLLM is no stage that could be simulated; files of others' are the reader's to bring.
+    words = without(("--baselines", "--peer-vllm", "--peer-ascend"), command.words)
     words = [word.replace("http://127.0.0.1:8000", endpoint) for word in words]
     if "layouts-monday/" in words or "out/tp1x2" in words:
         pytest.skip("folders of two experiments of the reader's")
