@@ -17,7 +17,7 @@ from bench.record import busy, environment, write
 from bench.sweep.backend import Backend
 from bench.sweep.experiment import Experiment
 from bench.sweep.flags import add_flags, backend_of, experiment_of
-from bench.sweep.store import RESULT, ResultStore, opened, summary, write_result
+from bench.sweep.store import RESULT, ResultStore, opened, summary
 from epd_serve.errors import StageError
 
 
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             if not ended_by:
                 more, raw = backend.against_paper(quick=arguments.quick)
                 figures, rows = figures | more, rows + raw
-            write_result(arguments.out / RESULT, figures, env, rows)
+            write(arguments.out / RESULT, figures, env, rows, "--out")
             if arguments.json is not None:
                 write(arguments.json, figures, env, rows)
             if missing := missing_libraries():

@@ -84,31 +84,38 @@ def busy(env: Mapping[str, Any]) -> str:
     return f"A busy machine: load {load:g} on {cores} cores before the measurement. Its figures are no result."
 
 
-def result(figures: Mapping[str, float], env: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The one shape. Figures are plain numbers: whoever compares two results needs to know nothing else."""
-    wrong = [name for name, value in figures.items() if isinstance(value, bool) or not isinstance(value, int | float)]
-    assert not wrong, f"figures are numbers: {wrong}"
-    return {"figures": dict(figures), "env": dict(env), "rows": list(rows)}
-
-
 def write(
-    path: Path | None, figures: Mapping[str, float], env: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+    path: Path | None,
+    figures: Mapping[str, float],
+    env: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    flag: str = "--json",
 ) -> None:
     """Write the result to `path`, each row on a line of its own; without a path it was enough to print it.
 
-    The load average of this moment goes beside the one before measuring: what else ran meanwhile shows in both. A file
-    that was there is replaced whole, or stays as it was.
+    Figures are plain numbers: whoever compares two results needs to know nothing else. The load average of this moment
+    goes beside the one before measuring: what else ran meanwhile shows in both.
 
     Raises:
-        ConfigError: the disk is full, or the path cannot be written.
+        ConfigError: the disk is full, or the path cannot be written; names `flag`.
     """
-    whole = result(figures, _after(env), rows)
+    wrong = [name for name, value in figures.items() if isinstance(value, bool) or not isinstance(value, int | float)]
+    assert not wrong, f"figures are numbers: {wrong}"
     if path is None:
         return
-    parts = [f"{json.dumps(name)}: {json.dumps(whole[name], indent=1)}" for name in ("figures", "env")]
-    listed = ",\n".join(json.dumps(row, separators=(",", ":")) for row in whole["rows"])
-    text = "{" + ",\n".join([*parts, f'"rows": [\n{listed}\n]']) + "}\n"
-    # A device or a pipe is written to; anything else is made beside its place first.
+    if "machine" in env:
+        env = {**env, "machine": {**env["machine"], "load_average_1min_after": round(os.getloadavg()[0], 2)}}
+    listed = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
+    head = f'"figures": {json.dumps(dict(figures), indent=1)},\n"env": {json.dumps(dict(env), indent=1)}'
+    write_whole(path, f'{{{head},\n"rows": [\n{listed}\n]}}\n', flag)
+
+
+def write_whole(path: Path, text: str, flag: str) -> None:
+    """Make or replace a file, whole or not at all. A device or a pipe is written to.
+
+    Raises:
+        ConfigError: the disk is full, or the path cannot be written; names `flag`.
+    """
     draft = path if path.exists() and not path.is_file() else path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,9 +126,20 @@ def write(
         if draft != path:
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
-        raise ConfigError(
-            f"--json {path}: {error.strerror}; what is printed above is what there is", param="--json"
-        ) from error
+        raise ConfigError(f"{flag} {path}: {error.strerror}; what was there before is kept", param=flag) from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ConfigError naming the file, and the line where it is no JSON."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno} is no JSON: {error.msg}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return found
 
 
 @contextlib.contextmanager
@@ -143,12 +161,6 @@ def _without_secret(word: str) -> str:
     return _SECRET.sub(r"\1: ...", word)
 
 
-def _after(env: Mapping[str, Any]) -> dict[str, Any]:
-    if "machine" not in env:
-        return dict(env)
-    return {**env, "machine": {**env["machine"], "load_average_1min_after": round(os.getloadavg()[0], 2)}}
-
-
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Numbers of nested mappings under joined names: `unique/(E-P)-D/median_ms`."""
     flat: dict[str, float] = {}
@@ -168,19 +180,18 @@ def cpu_model() -> str:
 
 
 def _git(*arguments: str) -> str:
-    """Empty outside of a checkout, and where there is no git."""
+    """Empty outside of a checkout of ours, though it may lie in somebody else's, and where there is no git."""
+    if not (ROOT / ".git").exists():
+        return ""
     try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:
         return ""
-    return done.stdout.strip()
 
 
 def _versions() -> dict[str, str]:
     found = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found

@@ -11,9 +11,8 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from bench.clients.answers import events, judge, read_answer
 from bench.clients.bodies import streamed
-from bench.clients.response_status import judge
-from bench.clients.sse import events, read_answer
 from bench.clients.target import Target
 from epd_serve.errors import StageError
 

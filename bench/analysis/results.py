@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bench.clients.records import RequestRecord, read_records
-from bench.sweep.store import EXPERIMENT, RESULT, ROWS, read_object
+from bench.record import read_object
+from bench.sweep.store import EXPERIMENT, RESULT, ROWS
 from epd_serve.errors import ConfigError
 
 ASKED = ("workload", "knobs", "arrivals", "duration_s", "count", "seed", "slos")

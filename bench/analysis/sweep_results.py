@@ -14,10 +14,11 @@ from typing import Any
 
 from bench.analysis.phases import Breakdown, breakdown, request_phases
 from bench.analysis.results import LoadedRun, Result, by_run, read_result
+from bench.record import read_object
 from bench.statistic import percentile
 from bench.sweep.deployments import Deployment
 from bench.sweep.experiment import Experiment
-from bench.sweep.store import BATCHES, EXPERIMENT, PHASES, RESULT, ResultStore, read_object
+from bench.sweep.store import BATCHES, EXPERIMENT, PHASES, RESULT, ResultStore
 from epd_serve.errors import ConfigError
 
 

@@ -9,33 +9,39 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import ipaddress
 import os
 import resource
+import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from bench.clients import report
 from bench.clients.bodies import FileSource, Source, WorkloadSource, file_bodies
 from bench.clients.flags import add_flags, arrivals_at, header_of, plan_of, rates_of
 from bench.clients.goodput import Search
+from bench.clients.measure import Plan
 from bench.clients.records import RecordsFile
-from bench.clients.resume import Earlier, experiment, keep_runs, read_earlier
-from bench.clients.sender import Bounds
-from bench.clients.sweep import Sweep, SweepResult, labels
+from bench.clients.results import Results, difference
+from bench.clients.slo import attainment
+from bench.clients.sweep import RunFound, labels, one_run
 from bench.clients.target import Target
-from bench.record import environment
+from bench.record import environment, plain
 from bench.workloads.arrivals import Arrivals
 from bench.workloads.images import Images
 from bench.workloads.workload import Workload, workload
 from deploy import event_loop
 from epd_serve.errors import ConfigError
 
-SPARE_FILES = 256
-"""Open files for everything but connections."""
-PLACE = ("date", "commit", "uncommitted_changes", "machine", "versions")
-"""Of an earlier sweep's environment, what its runs are remembered with."""
+SEARCH_REQUESTS = 100
+"""Of a probe for the goodput, at least: of fewer an attainment of 90 % cannot be told from one of 80."""
+ELSEWHERE = frozenset("url header model rate find_goodput json rows resume traces cache quick".split())
+"""Flags that say where requests go and results are kept, and how many runs there are: no part of an experiment."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,14 +54,14 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if (arguments.workload is None) == (arguments.bodies is None):
         raise ConfigError("say what to send: --workload NAME, or --bodies FILE", param="--workload")
     plan, wanted = plan_of(arguments), workload(arguments.workload, arguments) if arguments.workload else None
-    plan = replace(plan, bounds=replace(plan.bounds, concurrency=_connections()))
     rates = rates_of(arguments, wanted.own if wanted else ())
-    headers = dict(map(header_of, arguments.header))
-    target = Target(arguments.url, headers if arguments.no_explain else {"x-epd-explain": "1", **headers})
+    target = Target(arguments.url, {"x-epd-explain": "1", **dict(map(header_of, arguments.header))})
     served = event_loop.run(target.models())  # in any case, so that an endpoint that is down is known at once
     if not (arguments.model or served):
         raise ConfigError(f"{target.endpoint} serves no model: say --model", param="--model")
     model = arguments.model or served[0]
+    source = _source(arguments, wanted, model)
+    _open_many_files()
     env = environment(argv, kind=arguments.kind, asked=arguments)
     env["load"] = {
         "url": str(target.endpoint),
@@ -65,49 +71,123 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         "devices": plan.devices,
         "slos": [str(slo) for slo in plan.slos],
         "client_on_the_servers_host": _is_here(target.endpoint.host),
-        "experiment": experiment(arguments, plan, model),
+        "experiment": _experiment(arguments, plan, model),
     }
-    earlier = _earlier(arguments, env, labels(rates)) if arguments.resume else None
     rows_path = arguments.rows or (arguments.json and arguments.json.with_suffix(".rows.jsonl"))
-    phases = rows_path.with_suffix(".phases.jsonl") if rows_path and arguments.traces else None
-    if earlier is not None:
-        for path in filter(None, (rows_path, phases)):
-            keep_runs(path, earlier.runs)
-    elif phases is not None:
-        phases.unlink(missing_ok=True)
-    with contextlib.ExitStack() as stack:
-        records = stack.enter_context(RecordsFile(rows_path, append=earlier is not None)) if rows_path else None
-        sweep = Sweep(
-            target,
-            _source(arguments, wanted, model),
-            plan,
-            keep=records.keep if records else None,
-            traces=arguments.traces,
-            phases=phases,
-            json_path=arguments.json,
-            env=env,
-            earlier=earlier,
-        )
+    phases_path = rows_path.with_suffix(".phases.jsonl") if rows_path and arguments.traces else None
+    beside = [path for path in (rows_path, phases_path) if path]
+    results = Results(arguments.json, beside, flag="--json", resume=arguments.resume)
+    if arguments.resume:
+        _check_the_same(results, env, labels(rates))
+    results.begin(env)
+    with RecordsFile(rows_path, append=True) if rows_path else contextlib.nullcontext() as records:
+        keep = records.keep if records else None
+        run = partial(one_run, target, source, keep=keep, traces=arguments.traces, phases_path=phases_path)
+        sweep = _Sweep(run, plan, results)
         try:
-            result = _measured(arguments, sweep, rates)
+            if arguments.find_goodput is None:
+                sweep.rates(rates)
+            else:
+                start_rps = getattr(rates[0], "rate_rps", None)
+                if start_rps is None:
+                    raise ConfigError("--find-goodput searches rates: say --rate R to begin with", param="--rate")
+                sweep.goodput(arrivals_at(arguments.arrivals), Search(arguments.find_goodput, start_rps))
         except KeyboardInterrupt:  # between two runs, while requests are made
-            result = sweep.result
-            result.signal = 2
-    return _exit_code(result)
+            sweep.signal = signal.SIGINT
+    return sweep.exit_code()
 
 
-def _earlier(arguments: argparse.Namespace, env: dict[str, Any], named: Sequence[str]) -> Earlier:
-    """The runs that are there; `env` gets to know under what they were measured."""
-    earlier = read_earlier(arguments.json, env["load"]["experiment"], named)
-    if not earlier.rows:
-        print(f"{arguments.json}: nothing there to go on with", flush=True)
-        return earlier
-    before = {"runs": sorted(earlier.runs)} | {key: earlier.env[key] for key in PLACE}
-    env["resumed"] = [*earlier.env.get("resumed", ()), before]
+@dataclass
+class _Sweep:
+    """Runs one after another, each kept as it ends.
+
+    Attributes:
+        signal: that ended it, or 0. wrong: why it is not valid, or makes no more sense; "" while it does.
+    """
+
+    run: Callable[[Plan, str, int], RunFound]
+    plan: Plan
+    results: Results
+    signal: int = 0
+    wrong: str = ""
+
+    def rates(self, arrivals: Sequence[Arrivals]) -> None:
+        """A run of each that is not there yet. Which requests one has depends on its place alone."""
+        for number, (label, one) in enumerate(zip(labels(arrivals), arrivals, strict=True)):
+            if label in self.results.finished:
+                print(f"\n{label}: measured before")
+                continue
+            self.wrong = self._one(replace(self.plan, arrivals=one), label, number).over
+            if self.wrong:
+                return
+        self.wrong = next((f"not valid: {text}" for row in self.results.rows for text in row["objections"]), "")
+
+    def goodput(self, arrivals: Callable[[float], Arrivals], search: Search) -> None:
+        """Probes until `search` has found the goodput of the plan's first objective. A probe that is too bad to be
+        measured is a miss."""
+        tried: list[Arrivals] = []
+        slo, devices = self.plan.slos[0], self.plan.devices
+        while not self.wrong and (rate := search.next()) is not None:
+            tried.append(arrivals(rate))
+            seconds = max(self.plan.seconds or 0.0, SEARCH_REQUESTS / rate)
+            plan = replace(self.plan, arrivals=tried[-1], count=None, seconds=seconds)
+            measured = self._one(plan, labels(tried)[-1], len(tried) - 1).measured
+            self.wrong = next((one.text for one in measured.objections if one.whose != "answers"), "")
+            if not self.wrong:
+                search.add(rate, *attainment(measured.window.due(measured.run.rows), slo), steady=not measured.grows)
+        found = search.result()
+        print(report.goodput(found, search.probed, search.target, slo, devices))
+        self.results.figures["goodput_rps"] = found.rate_rps
+        if devices:
+            self.results.figures["goodput_rps_per_device"] = found.rate_rps / devices
+        self.results.write()
+        if not found.rate_rps:
+            self.wrong = self.wrong or "not valid: no rate meets the target"
+
+    def exit_code(self) -> int:
+        if self.signal:
+            self.wrong = "interrupted; what was measured until then is above and in the files"
+        if self.wrong:
+            print(f"epd-bench: {self.wrong}", file=sys.stderr)
+        return 128 + self.signal if self.signal else int(bool(self.wrong))
+
+    def _one(self, plan: Plan, label: str, number: int) -> RunFound:
+        found = self.run(replace(plan, seed=plan.seed + number), label, number)
+        self.signal = found.signal
+        self.results.keep(found.row, found.figures)
+        return found
+
+
+def _experiment(arguments: argparse.Namespace, plan: Plan, model: str) -> dict[str, Any]:
+    """What is measured, by flag: whatever changes the requests, when they are due, or how they are judged."""
+    asked = {name: value for name, value in plain(arguments).items() if name not in ELSEWHERE}
+    files = {name: path for name in ("bodies", "prompts") if (path := getattr(arguments, name)) is not None}
+    asked |= {name: f"{path.name} ({_digest(path)})" for name, path in files.items()}
+    return {**asked, "model": model, "duration": plan.seconds, "slo": ",".join(map(str, plan.slos))}
+
+
+def _digest(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+
+
+def _check_the_same(results: Results, env: dict[str, Any], named: Sequence[str]) -> None:
+    """Raises ConfigError where the runs that are there are of another experiment, naming what differs."""
+    if not results.rows:
+        print(f"{results.path}: nothing there to go on with", flush=True)
+        return
+    other = difference(results.env.get("load", {}).get("experiment", {}), env["load"]["experiment"])
+    moved = [row["run"] for row in results.rows if named[row["number"] : row["number"] + 1] != [row["run"]]]
+    if moved:
+        other = other or f"{moved[0]} has another place among the rates, so its requests would be others"
+    if other:
+        raise ConfigError(
+            f"--resume: {results.path} is another experiment: {other}; ask for the same, further rates behind those "
+            "that are there, or name another --json FILE",
+            param="--resume",
+        )
     for key in ("commit", "uncommitted_changes", "versions"):
-        if earlier.env[key] != env[key]:
-            print(f"another {key.replace('_', ' ')} than before: {earlier.env[key]}, now {env[key]}", flush=True)
-    return earlier
+        if results.env.get(key) != env[key]:
+            print(f"another {key.replace('_', ' ')} than before: {results.env.get(key)}, now {env[key]}", flush=True)
 
 
 def _source(arguments: argparse.Namespace, wanted: Workload | None, model: str) -> Source:
@@ -118,39 +198,10 @@ def _source(arguments: argparse.Namespace, wanted: Workload | None, model: str) 
     return WorkloadSource(lambda seed: wanted.seeded(seed).endless(), data_url, model, arguments.seed, repeats)
 
 
-def _measured(arguments: argparse.Namespace, sweep: Sweep, rates: Sequence[Arrivals]) -> SweepResult:
-    if arguments.find_goodput is None:
-        return sweep.rates(rates)
-    start = getattr(rates[0], "rate_rps", None)
-    if start is None:
-        raise ConfigError("--find-goodput searches rates: say --rate R to begin with", param="--find-goodput")
-    search = Search(arguments.find_goodput, start, tolerance=arguments.tolerance)
-    return sweep.goodput(arrivals_at(arguments.arrivals), search, arguments.find_goodput)
-
-
-def _exit_code(result: SweepResult) -> int:
-    why = ""
-    if result.signal:
-        why = "interrupted; what was measured until then is above and in the files"
-    elif result.over:
-        why = result.over
-    elif not result.valid:
-        why = "not valid: " + next(
-            (text for row in result.rows for text in row["objections"]), "no rate meets the target"
-        )
-    if why:
-        print(f"epd-bench: {why}", file=sys.stderr)
-    return 128 + result.signal if result.signal else int(bool(why))
-
-
-def _connections() -> int:
-    """How many requests may be under way: as many as this process may open files for, up to the usual bound."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = Bounds().concurrency + SPARE_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return wanted - SPARE_FILES if soft == resource.RLIM_INFINITY else min(wanted, max(soft, 272)) - SPARE_FILES
+def _open_many_files() -> None:
+    """A connection is an open file: as many as this process may have."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _is_here(host: str) -> bool:

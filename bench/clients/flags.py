@@ -30,7 +30,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--bodies", type=Path, metavar="FILE", help="instead: request bodies, one JSON object per line")
     what.add_argument("--model", help="default: the one that the endpoint serves")
     what.add_argument("--header", action="append", default=[], metavar="NAME:VALUE", help="with every request")
-    what.add_argument("--no-explain", action="store_true", help="do not ask our proxy for each request's path")
     when = parser.add_argument_group("when")
     when.add_argument("--rate", metavar="R", help="requests a second: R, R,R,… or FROM-TO[:STEP], a run of each")
     when.add_argument("--arrivals", default="poisson", metavar="FORM", help="poisson, gamma:CV, trace:FILE")
@@ -46,7 +45,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     judged.add_argument("--min-samples", type=int, default=rules.min_samples, help="good answers that a run needs")
     judged.add_argument("--late-ms", type=float, default=rules.late_ms, help="by which the sender may be late")
     judged.add_argument("--find-goodput", type=float, metavar="SHARE", help="search the rate that so many attain")
-    judged.add_argument("--tolerance", type=float, default=0.1, help="of that rate (default 0.1)")
     kept = parser.add_argument_group("what is kept")
     kept.add_argument("--rows", type=Path, metavar="FILE", help="every request as a JSON line (default beside --json)")
     kept.add_argument("--resume", action="store_true", help="go on with the sweep of --json: rates it lacks")
@@ -57,7 +55,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
     """What the flags say of each run. Raises ConfigError naming the flag at fault."""
-    check_positive(arguments, "duration", "n", "timeout", "devices", "min_samples", "late_ms", "tolerance")
+    check_positive(arguments, "duration", "n", "timeout", "devices", "min_samples", "late_ms")
     if arguments.warm_up is not None and arguments.warm_up < 0:
         raise ConfigError("--warm-up is below 0", param="--warm-up")
     if arguments.find_goodput is not None and not 0 < arguments.find_goodput < 1:

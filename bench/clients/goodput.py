@@ -82,7 +82,7 @@ class Search:
         repeats: int = 3,
     ) -> None:
         assert 0 < target <= 1 and start_rps > 0 and tolerance > 0 and repeats > 0
-        self._target, self._tolerance, self._repeats = target, tolerance, repeats
+        self.target, self._tolerance, self._repeats = target, tolerance, repeats
         self._lowest, self._highest = lowest_rps or start_rps / 64, highest_rps or start_rps * 64
         self._probed: dict[float, Probed] = {}
         self._rate = min(max(start_rps, self._lowest), self._highest)
@@ -95,7 +95,7 @@ class Search:
     def next(self) -> float | None:
         """The rate to probe; None when the search is over."""
         now = self._probed.get(self._rate)
-        if now is None or (now.runs < self._repeats and not now.decided(self._target)):
+        if now is None or (now.runs < self._repeats and not now.decided(self.target)):
             return self._rate
         met, missed = self._bracket()
         if missed is None:
@@ -122,11 +122,11 @@ class Search:
     def result(self) -> Goodput:
         """As far as the search has come."""
         met, missed = self._bracket()
-        sure = all(self._probed[rate].decided(self._target) for rate in (met, missed) if rate is not None)
+        sure = all(self._probed[rate].decided(self.target) for rate in (met, missed) if rate is not None)
         return Goodput(met or 0.0, missed, sure and bool(self._probed))
 
     def _bracket(self) -> tuple[float | None, float | None]:
         """The highest rate that meets the target below the lowest that misses, and that one."""
-        missed = min((one.rate_rps for one in self.probed if not one.meets(self._target)), default=None)
+        missed = min((one.rate_rps for one in self.probed if not one.meets(self.target)), default=None)
         below = [one.rate_rps for one in self.probed if missed is None or one.rate_rps < missed]
         return max(below, default=None), missed

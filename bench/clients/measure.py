@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TextIO
 
+from bench.clients.answers import CROWDED, REFUSALS
 from bench.clients.metrics import Window, faults, steady_window, summary
 from bench.clients.progress import live_line
 from bench.clients.records import RequestRecord
-from bench.clients.response_status import CROWDED, REFUSALS
 from bench.clients.sender import Bounds, Flow, Run, Sender
 from bench.clients.slo import PAPER, Slo, counted
 from bench.clients.target import Request, Target

@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.clients.records import Outcome, RequestRecord
 from bench.clients.sender import Run
-from bench.clients.slo import Slo, attainment, counted, own_attained
+from bench.clients.slo import Slo, attainment, counted
 from bench.statistic import percentile
 from epd_serve.errors import StageError
 
@@ -115,9 +115,6 @@ def summary(run: Run, window: Window, slos: Sequence[Slo], devices: int | None) 
         figures["events_per_token"] = round(sum(len(record.token_s) for record in good) / max(tokens, 1), 4)
     for slo in slos:
         figures[f"slo_{slo}"] = _objective(run.rows, records, window, slo, devices)
-    brought = [attained for record in counted(records) if (attained := own_attained(record)) is not None]
-    if brought:
-        figures["slo_own"] = {"attainment": round(statistics.fmean(brought), 5), "requests": len(brought)}
     return _present(figures)
 
 

@@ -4,13 +4,12 @@ measures. A run may go on while the measurement does other things: `start`, then
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
-from typing import Any
+import multiprocessing
+import signal
+from multiprocessing.connection import Connection
 
-from bench.children import Child, answering, commands
-from bench.clients.records import LIMIT_S, RequestRecord
+from bench.clients.records import LIMIT_S
 from bench.clients.sender import Bounds, Flow, Run, send
-from bench.clients.target import Request
 from epd_serve.errors import StageError
 
 MARGIN_S = 60.0
@@ -21,14 +20,20 @@ class SenderProcess:
     """A sender process. Use as a context manager; leaving it ends what is still being sent."""
 
     def __init__(self) -> None:
-        self._child = Child("bench.clients.process", {})
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
         self._ends_s = 0.0
 
     def __enter__(self) -> SenderProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._child.stop()
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
 
     def run(self, url: str, *flows: Flow, within_s: float = 0.0, limit_s: float = LIMIT_S, decode: bool = False) -> Run:
         """`start`, then `finish`."""
@@ -46,39 +51,30 @@ class SenderProcess:
         """
         last_s = max(max(flow.dues or (0.0,)) + (flow.duration_s or 0.0) for flow in flows)
         self._ends_s = max(last_s, within_s) + limit_s + MARGIN_S
-        self._child.tell(url=url, flows=[_plain(flow) for flow in flows], limit_s=limit_s, decode=decode)
+        self._pipe.send((url, flows, {"bounds": Bounds(limit_s), "decode": decode, "realtime": False}))
 
     def finish(self) -> Run:
         """Wait until every request has ended. Raises StageError where that takes too long, or the process failed."""
-        heard = self._child.hear(self._ends_s)
-        if "failed" in heard:
-            raise StageError(heard["failed"], stage="load")
-        return Run(**{**heard, "rows": [RequestRecord.from_json(row) for row in heard["rows"]]})
-
-
-def _plain(flow: Flow) -> dict[str, Any]:
-    requests = [asdict(replace(one, body=b"")) | {"body": str(one.body, "utf-8")} for one in flow.requests]
-    return asdict(replace(flow, requests=[Request(b"")])) | {"requests": requests}
-
-
-def _flow(plain: dict[str, Any]) -> Flow:
-    requests = [Request(**{**one, "body": one["body"].encode()}) for one in plain["requests"]]
-    return Flow(**{**plain, "requests": requests})
-
-
-def main() -> None:
-    answer = answering()
-    lines = commands()
-    next(lines)  # no configuration
-    for order in lines:
-        flows = [_flow(plain) for plain in order["flows"]]
         try:
-            run = send(order["url"], *flows, bounds=Bounds(order["limit_s"]), decode=order["decode"], realtime=False)
+            found = self._pipe.recv() if self._pipe.poll(self._ends_s) else f"no end within {self._ends_s:.0f} s"
+        except EOFError:
+            found = "the sender's process has ended"
+        if not isinstance(found, Run):
+            raise StageError(f"the load failed: {found}", stage="load")
+        return found
+
+
+def _serve(pipe: Connection) -> None:
+    """In the process: send what comes, until nobody is there who asks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: who measures ends this one
+    while True:
+        try:
+            url, flows, options = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(send(url, *flows, **options))
         except BaseExceptionGroup as group:
-            answer(failed="; ".join(sorted({repr(error) for error in group.exceptions})))
-            continue
-        answer(**{**vars(run), "rows": [row.to_json() for row in run.rows]})
-
-
-if __name__ == "__main__":
-    main()
+            pipe.send("; ".join(sorted({repr(error) for error in group.exceptions})))
+        except Exception as error:  # noqa: BLE001  (whoever asked raises it)
+            pipe.send(repr(error))

@@ -5,7 +5,6 @@ All times are CLOCK_MONOTONIC seconds, as the phase stamps of one host are. A ti
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -49,7 +48,7 @@ class RequestRecord:
         usage_tokens: of the answer, as the server counts. prompt_tokens: likewise.
         fault: what went wrong, in a word that errors are counted by; "" where nothing did. error: what the server said.
         answered_id: the name under which the server says to know it. path, instances: of our proxy, where it told.
-        slo_ttft_ms, slo_tpot_ms: of this request alone. kind: of its flow. text: of the answer, where kept.
+        kind: of its flow. text: of the answer, where kept.
     """
 
     run: str
@@ -72,8 +71,6 @@ class RequestRecord:
     answered_id: str = ""
     path: str = ""
     instances: str = ""
-    slo_ttft_ms: float | None = None
-    slo_tpot_ms: float | None = None
     first_byte_s: float | None = None
     kind: str = ""
     text: str = ""
@@ -154,12 +151,16 @@ class RecordsFile:
     Args:
         append: to what is there, instead of a new file.
 
+    Attributes:
+        fault: why nothing more can be kept, or None.
+
     Raises:
         ConfigError: it cannot be made.
     """
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
         self._path = path
+        self.fault: ConfigError | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab" if append else "wb", buffering=0)
@@ -173,16 +174,14 @@ class RecordsFile:
         self._file.close()
 
     def keep(self, record: RequestRecord) -> None:
-        """Writes `record`. Raises ConfigError where the disk is full or gone; half a line is then taken back."""
+        """Writes `record`. Raises ConfigError where the disk is full or gone; half a line may be left."""
         line = json.dumps(record.to_json(), separators=(",", ":")).encode() + b"\n"
-        written = 0
         try:
-            while written < len(line):  # the second write of a full disk says so
-                written += self._file.write(line[written:]) or 0
+            while line:  # the second write of a full disk says so
+                line = line[self._file.write(line) :]
         except OSError as error:
-            with contextlib.suppress(OSError):  # not every file can be cut
-                self._file.truncate(self._file.tell() - written)
-            raise self._error(error) from error
+            self.fault = self._error(error)
+            raise self.fault from error
 
     def _error(self, error: OSError) -> ConfigError:
         return ConfigError(f"--rows {self._path} cannot be written: {error.strerror}", param="--rows")

@@ -52,8 +52,6 @@ def _objectives(figures: Mapping[str, Any], slos: Sequence[Slo]) -> list[str]:
             per_s = (one.get(f"effective_tokens_per_s{each}") for each in ("", "_per_device"))
             shown = ("-" if value is None else f"{value:.1f}" for value in per_s)
             rows.append((f"TTFT <= {slo.ttft_ms:g} ms, TPOT <= {slo.tpot_ms:g} ms", f"{one['attainment']:.1%}", *shown))
-    if "slo_own" in figures:
-        rows.append(("each request's own", f"{figures['slo_own']['attainment']:.1%}", "-", "-"))
     return [table(rows)] if len(rows) > 1 else []
 
 

@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from bench.clients.answers import CROWDED, UNREACHABLE, Reading, ResponseStatus, judge, read_answer
 from bench.clients.http import Connection, Pool, Response
 from bench.clients.realtime_priority import realtime_priority
 from bench.clients.records import Outcome, RequestRecord
-from bench.clients.response_status import CROWDED, UNREACHABLE, ResponseStatus, judge
-from bench.clients.sse import Reading, read_answer
 from bench.clients.target import Request, Target
 from bench.workloads.seeded_rng import seeded_rng
 from deploy import event_loop
@@ -192,8 +191,8 @@ class Sender:
     async def _send(self, flow: Flow, n: int, due_s: float) -> None:
         run, ready_s, request = self.result, time.perf_counter(), flow.request(n)
         run.sent += 1
-        response, reading, status = Response(), Reading(), self._ended()
         name = "-".join(filter(None, (self._name, flow.kind, str(n))))
+        response, reading, status = Response(), Reading(), self._ended()
         if status is None and run.under_way >= self._bounds.concurrency:
             status = ResponseStatus(Outcome.ERROR, CROWDED, f"{run.under_way} requests were under way")
         elif status is None:
@@ -204,14 +203,35 @@ class Sender:
                 run.under_way -= 1
             if response.status == 200 and response.pieces is not None:
                 reading = read_answer(response.pieces, stream=request.stream)
-            status = status or judge(
-                response,
-                reading if self._decode else None,
-                stream=request.stream,
-                expected_tokens=request.expected_tokens,
-            )
+            if status is None:
+                status = judge(response, reading if self._decode else None, request.stream, request.expected_tokens)
             self._watch(response, status)
-        record = self._record(flow, n, name, request, response, reading, status, due_s=due_s, ready_s=ready_s)
+        headers = {name: value.decode("latin-1") for name, value in response.headers.items()}
+        record = RequestRecord(
+            run=run.label,
+            n=n,
+            id=name,
+            spec=request.spec,
+            due_s=due_s,
+            ready_s=ready_s,
+            sent_s=response.sent_s or None,
+            first_byte_s=response.first_byte_s or None,
+            token_s=reading.content_s,
+            last_s=reading.last_s,
+            ended_s=response.ended_s or time.perf_counter(),
+            outcome=status.outcome,
+            fault=status.fault,
+            error=status.error,
+            status=response.status,
+            usage_tokens=reading.completion_tokens,
+            prompt_tokens=reading.prompt_tokens,
+            finish_reason=reading.finish_reason,
+            answered_id=headers.get(b"x-epd-request-id") or headers.get(b"x-request-id", ""),
+            path=headers.get(b"x-epd-path", ""),
+            instances=headers.get(b"x-epd-instances", ""),
+            kind=flow.kind,
+            text=reading.text if self._keep_text else "",
+        )
         run.rows.append(record)
         if self._keep is not None:
             try:
@@ -263,50 +283,6 @@ class Sender:
         for_s = time.perf_counter() - self._reached_s
         if self._missed >= self._bounds.gone_after and for_s >= self._bounds.gone_s:
             self.stop(f"the endpoint is gone: {self._missed} requests in a row had no answer, the last: {status.error}")
-
-    def _record(
-        self,
-        flow: Flow,
-        n: int,
-        name: str,
-        request: Request,
-        response: Response,
-        reading: Reading,
-        status: ResponseStatus,
-        *,
-        due_s: float,
-        ready_s: float,
-    ) -> RequestRecord:
-        def header(name: bytes) -> str:
-            return response.headers.get(name, b"").decode("latin-1")
-
-        return RequestRecord(
-            run=self.result.label,
-            n=n,
-            id=name,
-            spec=request.spec,
-            due_s=due_s,
-            ready_s=ready_s,
-            sent_s=response.sent_s or None,
-            first_byte_s=response.first_byte_s or None,
-            token_s=reading.content_s,
-            last_s=reading.last_s,
-            ended_s=response.ended_s or time.perf_counter(),
-            outcome=status.outcome,
-            fault=status.fault,
-            error=status.error,
-            status=response.status,
-            usage_tokens=reading.completion_tokens,
-            prompt_tokens=reading.prompt_tokens,
-            finish_reason=reading.finish_reason,
-            answered_id=header(b"x-epd-request-id") or header(b"x-request-id"),
-            path=header(b"x-epd-path"),
-            instances=header(b"x-epd-instances"),
-            slo_ttft_ms=request.slo_ttft_ms,
-            slo_tpot_ms=request.slo_tpot_ms,
-            kind=flow.kind,
-            text=reading.text if self._keep_text else "",
-        )
 
 
 def send(target: Target | str, *flows: Flow, **options: Any) -> Run:

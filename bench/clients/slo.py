@@ -62,10 +62,3 @@ def attainment(records: Sequence[RequestRecord], slo: Slo) -> tuple[int, int]:
     """(requests that attain it, requests that it is about)."""
     about = counted(records)
     return sum(map(slo.attained, about)), len(about)
-
-
-def own_attained(record: RequestRecord) -> bool | None:
-    """Whether the request attained the objective that it brought; None where it brought none."""
-    if record.slo_ttft_ms is None and record.slo_tpot_ms is None:
-        return None
-    return Slo(record.slo_ttft_ms or INFINITE, record.slo_tpot_ms or INFINITE).attained(record)

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.clients.answers import shortened
 from bench.clients.http import Endpoint, Response, connect, head
-from bench.clients.sse import shortened
 from epd_serve.errors import ConfigError, StageError
 
 CHAT = "/v1/chat/completions"
@@ -28,7 +28,6 @@ class Request:
         body: JSON. spec: names it in its record. stream: the body asks for a stream.
         expected_tokens: asked for with `ignore_eos`.
         cancel_after_s: the client leaves then, counted from sending; None: it stays.
-        slo_ttft_ms, slo_tpot_ms: of this request alone.
     """
 
     body: bytes | memoryview
@@ -36,8 +35,6 @@ class Request:
     stream: bool = True
     expected_tokens: int | None = None
     cancel_after_s: float | None = None
-    slo_ttft_ms: float | None = None
-    slo_tpot_ms: float | None = None
 
     @classmethod
     def of(cls, body: Mapping[str, Any], spec: str = "") -> Request:
@@ -85,7 +82,6 @@ class Target:
     async def served(self) -> list[tuple[str, str]]:
         """(name, where the model lies) of what it serves; "" where it does not say that. Raises as `models`."""
         response = await self._exchange(head(self.endpoint, "GET", "/v1/models", self._headers) + b"\r\n", LOOK_S)
-        wrong = ""
         if response.garbage:
             wrong = f"answers with garbage: {response.garbage}"
         elif not response.ended_s:
@@ -94,8 +90,7 @@ class Target:
             wrong = f"answers {response.status}: {shortened(response.tail)}"
         else:
             try:
-                entries = json.loads(response.body)["data"]
-                return [(str(entry["id"]), str(entry.get("root") or "")) for entry in entries]
+                return [(str(one["id"]), str(one.get("root") or "")) for one in json.loads(response.body)["data"]]
             except (ValueError, KeyError, TypeError, AttributeError):
                 wrong = f"is no list of models: {shortened(response.tail)}"
         raise StageError(f"{self.endpoint}/v1/models {wrong}", stage=str(self.endpoint))

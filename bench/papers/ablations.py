@@ -156,8 +156,8 @@ def _sent(url: str, source: Source, plan: Plan, number: int) -> dict[int, Reques
     requests = source.of_run(plan, number)
     if not requests.dues:
         return {}
-    with prepared(requests.bodies) as bodies:
-        measured = event_loop.run(measure(Target(url), bodies, plan, label=str(number), dues=requests.dues))
+    bodies = prepared(requests.bodies)
+    measured = event_loop.run(measure(Target(url), bodies, plan, label=str(number), dues=requests.dues))
     if measured.run.stopped:
         raise StageError(measured.run.stopped, stage=url)
     return {record.n: record for record in measured.run.rows}

@@ -3,32 +3,26 @@
 The server runs in a process of its own. Errors are absolute differences between what the sender reports of a request
 and the delays that the request asked for, so the server's own lateness and the way between both are in them too; the
 same against the moments at which the server says it wrote are beside them. Requests per core are of the sender's own
-CPU time, with a body and an answer of usual size, each token an event that is read by itself. Then other clients send
-the same to the same server (`bench/selfcheck/rival_clients.py`), which takes minutes: they are slow to start.
+CPU time, with a body and an answer of usual size, each token an event that is read by itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from bench.aisbench.environment import default_folder
 from bench.children import Child
 from bench.clients.bodies import streamed
-from bench.clients.known_server import MODEL, Known
 from bench.clients.measure import Measured, Plan, measure
 from bench.clients.records import RequestRecord
 from bench.clients.target import Target, requests
 from bench.goals import Goal, goal_table
 from bench.record import add_arguments as add_record_arguments
 from bench.record import environment, write
-from bench.selfcheck import rival_clients
+from bench.selfcheck.known_server import MODEL, Known
 from bench.statistic import percentile
 from bench.workloads.arrivals import Arrivals, ClosedLoop, Poisson
 from deploy import event_loop
@@ -50,7 +44,6 @@ GOALS = (
     Goal("ttft_error_ms", "<=", 2.0, "known delays, 50 requests a second: the mean"),
     Goal("tpot_error_ms", "<=", 2.0, "known delays, 50 requests a second: the mean"),
     Goal("generator_rps_per_core", ">=", 500.0, "bodies of 20 KB, 64 tokens one by one"),
-    *rival_clients.GOALS,
 )
 ERRORS = {
     "ttft_error": "TTFT, to the known delay",
@@ -62,50 +55,34 @@ ERRORS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_record_arguments(parser, quick="8 s of requests instead of 40, and other clients one round of 20")
-    parser.add_argument("--no-clients", action="store_true", help="without AISBench and vLLM bench, which take minutes")
-    parser.add_argument(
-        "--aisbench-venv",
-        type=Path,
-        default=default_folder(),
-        metavar="DIR",
-        help="environment with AISBench; without one it is not measured (default %(default)s)",
-    )
+    add_record_arguments(parser, quick="8 s of requests instead of 40")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure, print, write. 1 where a goal is missed, or the machine was too busy to tell."""
     env = environment(argv, kind="real client, simulated server", asked=arguments)
-    seconds, rivals = QUICK_S if arguments.quick else PART_S, rival_clients.Compared()
-    server = Child("bench.clients.known_server", {"usual": msgspec.to_builtins(rival_clients.USUAL)})
+    seconds = QUICK_S if arguments.quick else PART_S
+    server = Child("bench.selfcheck.known_server", {})
     try:
         url = server.hear()["url"]
         known = _sent(url, Poisson(RATE_RPS), KNOWN, seconds, pad=0)
         written = server.ask()["written"]
-        server.tell(forget=True)
         busy = _sent(url, ClosedLoop(CONCURRENCY), (BUSY,), seconds, pad=BODY_BYTES)
-        if not arguments.no_clients:
-            print("other clients take some minutes …", file=sys.stderr)
-            rivals = rival_clients.compare(url, arguments.aisbench_venv, quick=arguments.quick)
     finally:
         server.stop()
     errors = [errors_of(one, KNOWN[one.n % len(KNOWN)], written[one.id]) for one in known.run.rows]
-    figures = {**error_figures(errors), **_busy_figures(busy), "requests": float(len(errors)), **rivals.figures()}
+    figures = {**error_figures(errors), **_busy_figures(busy), "requests": float(len(errors))}
     figures["generator_late_p99_ms"] = round(percentile([one.late_s for one in known.run.rows], 99) * 1e3, 3)
-    lines = [_table(figures), rivals.text() if rivals.ttft_s else "", goal_table(figures, GOALS)]
-    print("\n\n".join(filter(None, lines)))
+    print(f"{_table(figures)}\n\n{goal_table(figures, GOALS)}")
     for objection in known.objections:
         print(f"  NOT VALID: {objection.text}")
-    short = ((name.replace("_error", ""), name) for name in ERRORS)
-    names = [(f"{key}_ms", name) for key, name in short]
-    rows: list[dict[str, Any]] = [
-        {"n": record.n, **{key: round(one[name], 4) for key, name in names}}
+    rows = [
+        {"n": record.n, **{f"{name.replace('_error', '')}_ms": round(error, 4) for name, error in one.items()}}
         for record, one in zip(known.run.rows, errors, strict=True)
     ]
-    write(arguments.json, figures, env, rows + rivals.rows())
-    met = all(goal.met(figures[goal.figure]) for goal in GOALS if goal.figure in figures)
-    return 0 if known.valid and met else 1
+    write(arguments.json, figures, env, rows)
+    return 0 if known.valid and all(goal.met(figures[goal.figure]) for goal in GOALS) else 1
 
 
 def errors_of(record: RequestRecord, known: Known, written: Sequence[float]) -> dict[str, float]:

@@ -16,7 +16,6 @@ from bench.clients.measure import Plan, Rules
 from bench.clients.sender import Bounds
 from bench.clients.slo import PAPER, Slo, parse_slos
 from bench.clients.sweep import label_of
-from bench.record import flatten
 from bench.sweep.deployments import Deployment
 from bench.workloads.arrivals import Arrivals
 
@@ -133,15 +132,3 @@ class Experiment:
             "deployments": tuple(Deployment.from_json(one) for one in plain["deployments"]),
         }
         return cls(**{**plain, **typed})
-
-
-def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The first field in which two experiments differ, with both values; "" where they are one."""
-    old, new = (
-        flatten({**one, "deployments": {each["name"]: each for each in one["deployments"]}}) for one in (before, now)
-    )
-    for name in dict.fromkeys([*new, *old]):
-        values = [json.dumps(one[name]) if name in one else "not recorded" for one in (old, new)]
-        if values[0] != values[1]:
-            return f"{name} is {values[0]} there and {values[1]} here"
-    return ""

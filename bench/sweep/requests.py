@@ -44,11 +44,7 @@ class SentRequests:
 
     def of_run(self, model: str, run: PlannedRun) -> WorkloadSource:
         """Other ones for every run, the same ones for every deployment's; a file's are always the same."""
-        return WorkloadSource(self._specs, self.pictures.data_url, model, self.seed + run.number)
-
-    def repeats(self, run: PlannedRun) -> bool:
-        """An earlier run of the deployment had the same requests."""
-        return bool(self.workload.own) and run.number > 0
+        return WorkloadSource(self._specs, self.pictures.data_url, model, self.seed, repeats=bool(self.workload.own))
 
     def _specs(self, seed: int) -> Iterator[RequestSpec]:
         return self.workload.seeded(seed).endless()
@@ -77,9 +73,9 @@ class SentRequests:
     def warm_up(self, running: RunningDeployment, concurrency: int, count: int) -> None:
         """A closed loop that is not counted. Raises StageError where nothing is answered well."""
         specs = self._besides(WARM_UP_SEED, count)
-        with prepared(spec_bodies(specs, running.model, self.pictures.data_url)) as asks:
-            plan = Plan(ClosedLoop(concurrency), count=count, bounds=Bounds(limit_s=ANSWER_S))
-            measured = event_loop.run(measure(running.target, asks, plan, label="warm-up"))
+        asks = prepared(spec_bodies(specs, running.model, self.pictures.data_url))
+        plan = Plan(ClosedLoop(concurrency), count=count, bounds=Bounds(limit_s=ANSWER_S))
+        measured = event_loop.run(measure(running.target, asks, plan, label="warm-up"))
         rows = measured.run.rows
         if not any(row.ok for row in rows):
             raise StageError(f"not one of {len(rows)} warm-up requests was answered: {rows[0].error}", stage="warm-up")

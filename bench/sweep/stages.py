@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.clients.records import RecordsFile, RequestRecord
-from bench.clients.sweep import Sweep
+from bench.clients.records import RecordsFile
+from bench.clients.sweep import one_run
 from bench.clients.target import Target
 from bench.example_proxies import ASCEND, VLLM
 from bench.example_proxies import running as rival
@@ -36,7 +36,7 @@ from bench.sweep.store import BATCHES, PHASES, ROWS, ResultStore
 from deploy.blueprint import Blueprint, draw
 from deploy.cli import serve_config
 from deploy.ports import free_ports
-from epd_serve.errors import ConfigError, StageError
+from epd_serve.errors import StageError
 
 WARM_UP = 6
 """Requests for each device before the first run: a stage's first few take up to three times as long as the next."""
@@ -91,30 +91,22 @@ class Stages:
     def _run(self, experiment: Experiment, store: ResultStore, running: RunningDeployment, run: PlannedRun) -> None:
         """One rate, kept where it came to its end with every stage alive."""
         deployment, load = store.deployment, round(os.getloadavg()[0], 2)
-        full: list[ConfigError] = []
         with (
             RecordsFile(store.folder / ROWS, append=True) as rows,
             Sampler(running.status, store.folder / BATCHES, run.label) as sampler,
         ):
-
-            def keep(row: RequestRecord) -> None:
-                try:
-                    rows.keep(row)
-                except ConfigError as error:  # a full disk ends everything, not one deployment
-                    full.append(error)
-                    raise
-
-            sweep = Sweep(
+            found = one_run(
                 running.target,
                 self.requests.of_run(running.model, run),
                 experiment.plan(deployment, run),
-                keep=keep,
+                run.label,
+                run.number,
+                keep=rows.keep,
                 traces=running.traces,
-                phases=store.folder / PHASES if running.traces else None,
+                phases_path=store.folder / PHASES if running.traces else None,
             )
-            found = sweep.rates([run.arrivals])
-        if full:
-            raise full[0]
+        if rows.fault is not None:  # a full disk ends everything, not one deployment
+            raise rows.fault
         if found.signal:
             raise KeyboardInterrupt if found.signal == signal.SIGINT else SystemExit(128 + found.signal)
         if sampler.died:
@@ -122,10 +114,8 @@ class Stages:
             raise StageError(f"lost during {run.label}, which is to be measured again: {who}", stage=deployment.name)
         if found.over:
             raise StageError(f"{run.label}: {found.over}", stage=deployment.name)
-        (row,) = found.rows
         about = {"rate": run.rate, "rate_rps": run.rate_rps, "devices": deployment.devices, "load_average_1min": load}
-        about |= {"number": run.number, "repeated_requests": self.requests.repeats(run)}
-        store.keep({**row, **about}, found.figures)
+        store.keep({**found.row, **about}, found.figures)
 
     @contextlib.contextmanager
     def _running(self, deployment: Deployment) -> Iterator[RunningDeployment]:

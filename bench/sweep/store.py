@@ -24,44 +24,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.clients.resume import keep_runs
-from bench.record import write
+from bench.clients.results import Results, difference
+from bench.record import flatten, read_object, write_whole
 from bench.sweep.deployments import Deployment
-from bench.sweep.experiment import Experiment, PlannedRun, difference
+from bench.sweep.experiment import Experiment, PlannedRun
 from epd_serve.errors import ConfigError
 
 EXPERIMENT, LOCK = "experiment.json", ".lock"
 RESULT, ROWS, PHASES, BATCHES = "result.json", "rows.jsonl", "phases.jsonl", "batches.jsonl"
 FAILED, ANSWERS = "failed.json", "answers.json"
 DRAWN = ("*.png", "*.csv", "report.html")
-SESSION = ("command", "commit", "uncommitted_changes", "date")
-"""Of an environment, what may differ between the sessions in which a deployment was measured."""
 
 
-class ResultStore:
-    """What there is of one deployment.
-
-    Attributes:
-        figures, env, rows: of its result so far.
-    """
+class ResultStore(Results):
+    """What there is of one deployment."""
 
     def __init__(self, folder: Path, deployment: Deployment) -> None:
         """Raises ConfigError where its result cannot be read."""
+        beside = [folder / name for name in (ROWS, PHASES, BATCHES)]
+        super().__init__(folder / RESULT, beside, flag="--out", resume=True)
         self.folder, self.deployment = folder, deployment
-        self.figures: dict[str, float] = {}
-        self.env: dict[str, Any] = {}
-        self.rows: list[dict[str, Any]] = []
-        if (folder / RESULT).exists():
-            found = read_object(folder / RESULT)
-            try:
-                self.figures, self.env, self.rows = found["figures"], found["env"], found["rows"]
-            except KeyError as error:
-                raise ConfigError(f"{folder / RESULT} is no result: it has no {error}", param="--out") from None
-
-    @property
-    def finished(self) -> set[str]:
-        """Labels of the runs that are."""
-        return {str(row["run"]) for row in self.rows}
 
     def missing(self, experiment: Experiment) -> list[PlannedRun]:
         """The runs that are still to be made."""
@@ -69,18 +51,8 @@ class ResultStore:
 
     def begin(self, env: Mapping[str, Any]) -> None:
         """A session of measuring begins: what unfinished runs left goes, and why the last session failed."""
-        for name in (ROWS, PHASES, BATCHES):
-            keep_runs(self.folder / name, self.finished, "--out")
-        session = {name: env.get(name) for name in SESSION}
-        session["load_average_1min"] = env.get("machine", {}).get("load_average_1min")
-        self.env = {**env, "sessions": [*self.env.get("sessions", ()), session]}
+        super().begin(env)
         (self.folder / FAILED).unlink(missing_ok=True)
-
-    def keep(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
-        """A run is finished. Raises ConfigError where the disk is full or gone; the result is then as it was."""
-        self.figures |= figures
-        self.rows.append(dict(row))
-        write_result(self.folder / RESULT, self.figures, self.env, self.rows)
 
     def fail(self, reason: str) -> None:
         """Keep why it has no more runs."""
@@ -122,13 +94,19 @@ def opened(path: Path, experiment: Experiment, *, fresh: bool) -> Iterator[list[
                 )
         elif fresh:
             _clear(path)
-        elif differs := difference(read_object(path / EXPERIMENT), experiment.to_json()):
+        elif differs := difference(*map(_fields, (read_object(path / EXPERIMENT), experiment.to_json()))):
             raise ConfigError(
                 f"{path} holds another experiment: {differs}; name another --out, or begin anew with --fresh",
                 param="--out",
             )
         _write_json(path / EXPERIMENT, experiment.to_json())
         yield [ResultStore(path / one.slug, one) for one in experiment.deployments]
+
+
+def _fields(experiment: Mapping[str, Any]) -> dict[str, Any]:
+    """By their joined names, deployments by their own."""
+    named = {str(one["name"]): one for one in experiment["deployments"]}
+    return dict(flatten({**experiment, "deployments": named}))
 
 
 def summary(
@@ -156,40 +134,8 @@ def summary(
     return figures, {**env, "experiment": experiment.to_json(), "failed": failed}, rows
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ConfigError naming the file, and the line where it is no JSON."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno} is no JSON: {error.msg}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds no JSON object")
-    return found
-
-
-def write_result(
-    path: Path, figures: Mapping[str, float], env: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
-) -> None:
-    """A result (`bench/record.py`), whole or not at all. Raises ConfigError."""
-    try:
-        write(path, figures, env, rows)
-    except ConfigError as error:
-        raise ConfigError(f"--out: {path}: {error.__cause__}; what was there before is kept", param="--out") from error
-
-
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Whole or not at all. Raises ConfigError."""
-    new = path.with_name(f"{path.name}.new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-        new.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
-        raise ConfigError(f"--out: {path}: {error.strerror}; what was there before is kept", param="--out") from error
+    write_whole(path, json.dumps(value, indent=1) + "\n", "--out")
 
 
 @contextlib.contextmanager

@@ -189,3 +189,12 @@ def test_where_there_is_no_git_a_result_has_no_commit(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
 
     assert environment([])["commit"] == ""
+
+
+def test_where_we_lie_in_a_checkout_of_something_else_a_result_has_no_commit(monkeypatch, tmp_path):
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    monkeypatch.setattr("bench.record.ROOT", tmp_path / "site-packages")
+    (tmp_path / "site-packages").mkdir()
+
+    found = environment([])
+    assert (found["commit"], found["uncommitted_changes"]) == ("", False)

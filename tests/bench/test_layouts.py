@@ -100,7 +100,7 @@ def test_another_experiment_is_refused_and_begins_anew_only_when_told_to(layouts
     assert layouts(Scripted()) == 0
     backend = Scripted()
     assert layouts(backend, "--seed", "4") == 1
-    assert "seed is 0 there and 4 here" in capsys.readouterr().err and backend.measured == []
+    assert "seed was 0, is 4" in capsys.readouterr().err and backend.measured == []
 
     assert layouts(backend, "--seed", "4", "--fresh") == 0 and backend.measured == ALL
 

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.clients.answers import ERROR_EVENT
 from bench.clients.process import SenderProcess
 from bench.clients.records import RequestRecord
-from bench.clients.response_status import ERROR_EVENT
 from bench.clients.sender import Flow
 from bench.clients.target import requests
 from bench.goals import Goal

@@ -45,9 +45,9 @@ def compare(arguments: argparse.Namespace) -> Result:
     plan = Plan(Poisson(RATE_RPS), count=count, devices=layout.device_count, rules=Rules(late_ms=1000.0))
     virtual = judged(emulate(layout, SIMULATED, specs, "virtual").run, plan)
     with simulated(LAYOUT, asdict(SIMULATED.profile())) as launch:
-        with prepared(spec_bodies(specs, launch.model, Images().data_url)) as requests:
-            dues = [spec.arrival_s or 0.0 for spec in specs]
-            real = event_loop.run(measure(Target(launch.url), requests, plan, label="real", dues=dues))
+        requests = prepared(spec_bodies(specs, launch.model, Images().data_url))
+        dues = [spec.arrival_s or 0.0 for spec in specs]
+        real = event_loop.run(measure(Target(launch.url), requests, plan, label="real", dues=dues))
     for one in (virtual, real):
         if not one.valid:
             raise StageError(f"the run is not valid: {[objection.text for objection in one.objections]}", stage=LAYOUT)

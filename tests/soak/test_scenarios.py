@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from bench.clients.answers import CUT, ERROR_EVENT
 from bench.clients.records import Outcome, RequestRecord
-from bench.clients.response_status import CUT, ERROR_EVENT
 from bench.goals import Goal
 from epd_serve.errors import StageError
 from tests.soak.front_door import held, instances, parse_metrics, until

@@ -17,12 +17,12 @@ import pytest
 
 from bench.aisbench import command
 from bench.cli import main
-from bench.clients.known_server import Known, KnownServer
 from bench.clients.records import read_records
 from bench.clients.target import Target
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.errors import ConfigError
 from tests.bench.aisbench.environments import fake_environment
+from tests.bench.clients.known_server import Known, KnownServer
 from tests.bench.clients.serving import Served
 from tests.waiting import wait_for
 

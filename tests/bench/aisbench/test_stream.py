@@ -7,10 +7,10 @@ import json
 import pytest
 
 from bench.aisbench.stream import Shape, look, shape_of
-from bench.clients.known_server import Known, KnownServer
 from bench.clients.target import Target
 from deploy.ports import free_ports
 from epd_serve.errors import StageError
+from tests.bench.clients.known_server import Known, KnownServer
 
 
 def event(delta: dict[str, str] | None, **more: object) -> bytes:

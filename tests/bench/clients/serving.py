@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from bench.clients.known_server import KnownServer
+from tests.bench.clients.known_server import KnownServer
 
 
 class Served(threading.Thread):

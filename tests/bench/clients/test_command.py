@@ -16,10 +16,10 @@ import pytest
 
 from bench.cli import main
 from bench.clients.goodput import Search
-from bench.clients.known_server import Known
 from bench.clients.records import read_records
 from bench.clients.sender import Bounds
 from deploy.ports import free_ports
+from tests.bench.clients.known_server import Known
 from tests.bench.clients.serving import Served
 from tests.waiting import wait_for
 
@@ -86,7 +86,7 @@ def test_a_closed_loop_is_a_load_too(served, sent, tmp_path):
 
 
 def test_the_goodput_is_searched_between_rates(served, sent, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("bench.clients.sweep.SEARCH_REQUESTS", 20)
+    monkeypatch.setattr("bench.clients.command.SEARCH_REQUESTS", 20)
     monkeypatch.setattr("bench.clients.command.Search", partial(Search, lowest_rps=100.0, highest_rps=400.0))
     flags = ["--rate", "200", "--find-goodput", "0.5", "--slo", "60000:60000", "--duration", "0.05", "--devices", "2"]
     flags += ["--json", str(tmp_path / "r.json")]
@@ -143,7 +143,7 @@ def test_an_endpoint_that_is_down_is_said_before_anything_is_sent(sent, capsys):
 
 
 def test_an_endpoint_that_dies_ends_the_sweep_and_keeps_what_there_is(served, sent, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("bench.clients.command.Bounds", _quick_bounds)
+    monkeypatch.setattr("bench.clients.flags.Bounds", _quick_bounds)
     rows = tmp_path / "r.jsonl"
 
     def die() -> None:

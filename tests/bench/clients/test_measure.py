@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from bench.clients.answers import CROWDED
 from bench.clients.measure import Rules, objections
 from bench.clients.metrics import Window
 from bench.clients.records import Outcome
-from bench.clients.response_status import CROWDED
 from bench.clients.sender import Run
 from tests.bench.clients.made import failed, row
 

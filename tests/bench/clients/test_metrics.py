@@ -67,12 +67,6 @@ def test_clients_that_left_are_no_fault():
     assert attainment(rows, SLO) == (0, 3)
 
 
-def test_what_requests_brought_themselves_is_judged_apart():
-    rows = [row(0, 1.0, slo_ttft_ms=150.0), row(1, 1.0, slo_ttft_ms=50.0), row(2, 1.0)]
-
-    assert summary(run_of(rows), Window(0.0, 10.0), [], None)["slo_own"] == {"attainment": 0.5, "requests": 2}
-
-
 def test_the_generator_says_how_late_it_was_and_what_it_cost():
     rows = [row(n, 1.0, ready_s=1.02) for n in range(10)]
     found = summary(run_of(rows, ended=10.0), Window(0.0, 10.0), [], None)["generator"]

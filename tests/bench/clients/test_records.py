@@ -34,7 +34,7 @@ def test_an_answer_of_one_token_has_no_time_per_token():
     assert failed().ttft_s is None
 
 
-@pytest.mark.parametrize("one", [row(3, 7.25, slo_ttft_ms=800.0), failed(1, 2.5)])
+@pytest.mark.parametrize("one", [row(3, 7.25), failed(1, 2.5)])
 def test_a_row_comes_back_from_its_json(one):
     back = RequestRecord.from_json(json.loads(json.dumps(one.to_json())))
 

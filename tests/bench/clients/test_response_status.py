@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from bench.clients.answers import Reading, judge
 from bench.clients.http import Response
 from bench.clients.records import Outcome
-from bench.clients.response_status import judge
-from bench.clients.sse import Reading
 
 GOOD = Reading((1.0, 2.0), 2.0, "ab", "length", 2, 7, done=True)
 

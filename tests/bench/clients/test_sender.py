@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from bench.clients.known_server import Known, KnownServer
+from bench.clients.answers import CROWDED
 from bench.clients.process import SenderProcess
 from bench.clients.records import Outcome, RequestRecord
-from bench.clients.response_status import CROWDED
 from bench.clients.sender import Bounds, Flow, Run, Sender
 from bench.clients.sender import ask as ask_alone
 from bench.clients.target import Request, Target, requests
 from deploy.ports import free_ports
 from epd_serve.errors import ConfigError, StageError
 from epd_serve.roles import Role
+from tests.bench.clients.known_server import Known, KnownServer
 from tests.proxy.fakes import DONE, FakeStage, chunk, refuses, served, streams, text_body
 from tests.waiting import PATIENCE_S
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.clients.records import Outcome
-from bench.clients.slo import PAPER, Slo, counted, own_attained, parse_slos
+from bench.clients.slo import PAPER, Slo, counted, parse_slos
 from epd_serve.errors import ConfigError
 from tests.bench.clients.made import failed, row
 
@@ -31,12 +31,6 @@ def test_only_clients_that_left_are_not_counted():
     rows = [row(), failed(), failed(outcome=Outcome.TIMEOUT), failed(outcome=Outcome.CANCELLED)]
 
     assert counted(rows) == rows[:3]
-
-
-def test_a_request_may_bring_its_own_objective():
-    assert own_attained(row()) is None
-    assert own_attained(row(ttft=0.1, slo_ttft_ms=150.0)) is True
-    assert own_attained(row(ttft=0.1, gap=0.02, slo_tpot_ms=10.0)) is False
 
 
 def test_objectives_are_read_as_they_are_written():

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.clients.sse import Reading, read_answer
+from bench.clients.answers import Reading, read_answer
 
 
 def event(**body: Any) -> bytes:

@@ -12,7 +12,6 @@ import pytest
 
 from bench.cli import main
 from bench.clients.bodies import Requests
-from bench.clients.known_server import Known
 from bench.clients.measure import Plan
 from bench.clients.sender import Bounds
 from bench.papers import ablations
@@ -24,6 +23,7 @@ from bench.workloads.arrivals import Poisson
 from deploy.config import DeployConfig
 from epd_serve.errors import ConfigError, StageError
 from epd_serve.kv.grouping import LinkCost, Step, exposed_s, parse_grouping
+from tests.bench.clients.known_server import Known
 from tests.bench.clients.serving import Served
 from tests.waiting import wait_for
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
+from bench.clients.slo import Slo
+from bench.sweep.deployments import deployments
+from bench.sweep.experiment import RunLimits
 from bench.sweep.store import BATCHES, EXPERIMENT, PHASES, RESULT, ROWS, ResultStore, opened
 from epd_serve.errors import ConfigError
 from tests.bench.sweep.experiments import ENV, experiment, run_row
@@ -51,7 +55,10 @@ def test_each_session_is_remembered_with_the_load_that_it_met(tmp_path):
         store.begin({**ENV, "machine": {"load_average_1min": load}})
         store.keep(run_row(f"{load} rps"), {})
 
-    assert [one["load_average_1min"] for one in ResultStore(tmp_path, DEPLOYMENT).env["sessions"]] == [0.1, 1.5]
+    assert [one["machine"]["load_average_1min"] for one in ResultStore(tmp_path, DEPLOYMENT).env["sessions"]] == [
+        0.1,
+        1.5,
+    ]
 
 
 def test_a_failure_is_kept_until_the_next_session(tmp_path):
@@ -79,7 +86,7 @@ def test_a_broken_result_is_named_with_the_way_out(tmp_path):
     with pytest.raises(ConfigError, match=r"result\.json:1 is no JSON"):
         ResultStore(tmp_path, DEPLOYMENT)
     (tmp_path / RESULT).write_text("{}")
-    with pytest.raises(ConfigError, match="it has no 'figures'"):
+    with pytest.raises(ConfigError, match=r"it has no .env."):
         ResultStore(tmp_path, DEPLOYMENT)
 
 
@@ -88,14 +95,27 @@ def test_answers_are_kept_for_those_that_come_later(tmp_path):
     assert ResultStore(tmp_path, DEPLOYMENT).answers == [[1, 2], [3]]
 
 
-def test_the_same_experiment_goes_on_and_another_one_is_refused_with_what_differs(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rates": (1.0, 3.0)}, r"rates was \[1.0, 2.0\], is \[1.0, 3.0\]"),
+        ({"seed": 7}, "seed was 0, is 7"),
+        ({"slos": (Slo(1, 2),)}, r"slos was \[\"2000:50\", .*\], is \[\"1:2\"\]"),
+        ({"per_device": True}, "per_device was false, is true"),
+        ({"knobs": {"reuse": 0.5}}, "knobs/reuse was not given, is 0.5"),
+        ({"deployments": deployments("TP1x2")}, r"deployments/\(E-P\)-D/name was .*, is not given"),
+        ({"deployments": deployments("TP1x2,(E-P)-D", flags=("--x",))}, r"deployments/TP1x2/flags was \[\], is"),
+        ({"limits": RunLimits(late_ms=5.0)}, "limits/late_ms was 100.0, is 5.0"),
+    ],
+)
+def test_another_experiment_is_refused_with_the_field_that_differs(tmp_path, change, said):
     for _ in range(2):
         with opened(tmp_path / "out", experiment(), fresh=False) as stores:
             assert [store.deployment.name for store in stores] == ["TP1x2", "(E-P)-D"]
 
     with (
-        pytest.raises(ConfigError, match=r"seed is 0 there and 3 here.*--fresh"),
-        opened(tmp_path / "out", experiment(seed=3), fresh=False),
+        pytest.raises(ConfigError, match=f"{said}.*--fresh"),
+        opened(tmp_path / "out", replace(experiment(), **change), fresh=False),
     ):
         pass
 

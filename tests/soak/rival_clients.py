@@ -1,4 +1,4 @@
-"""`epd-bench selfcheck`, against other clients: TTFT as we report it over TTFT as AISBench and vLLM bench do.
+"""`python -m tests.soak.rival_clients`: TTFT as we report it over TTFT as AISBench and `vllm bench serve` do.
 
 All clients send the same requests at the same rate to the same server, whose delays are known, one client after the
 other in rounds of alternating order, so that whatever the machine does meanwhile hits each of them. A figure is the
@@ -8,6 +8,7 @@ the first token. A client that is not there is not measured, and why is said.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -19,16 +20,19 @@ from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from bench.aisbench import process
 from bench.aisbench.config import Entry, command_line, write_entry
 from bench.aisbench.details import read_requests, results_folder, said
-from bench.aisbench.environment import AisBench, found
+from bench.aisbench.environment import AisBench, default_folder, found
+from bench.children import Child
 from bench.clients.bodies import prepared, spec_bodies
 from bench.clients.http import Endpoint
-from bench.clients.known_server import MODEL, Known
 from bench.clients.sender import Flow, send
 from bench.goals import Goal
 from bench.record import ROOT
+from bench.selfcheck.known_server import MODEL, Known
 from bench.workloads.arrivals import Poisson
 from bench.workloads.export_aisbench import export_aisbench
 from bench.workloads.exports import export_vllm
@@ -38,6 +42,7 @@ from bench.workloads.spec import RequestSpec
 from bench.workloads.workload import Workload
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.errors import StageError
+from tests.soak.harness import Result, Soak
 
 OURS, AISBENCH, VLLM = "ours", "aisbench", "vllm_bench"
 USUAL = Known(first_s=0.2, gap_s=0.01, tokens=16)
@@ -141,8 +146,8 @@ def in_rounds(clients: Mapping[str, Client], url: str, rounds: int, compared: Co
 
 
 def _ours(url: str, specs: Sequence[RequestSpec]) -> Sequence[float | None]:
-    with prepared(spec_bodies(specs, MODEL, Images().data_url)) as requests:
-        run = send(url, Flow(requests, dues=[spec.arrival_s or 0.0 for spec in specs]))
+    requests = prepared(spec_bodies(specs, MODEL, Images().data_url))
+    run = send(url, Flow(requests, dues=[spec.arrival_s or 0.0 for spec in specs]))
     return [record.ttft_s for record in run.rows if record.ok]
 
 
@@ -195,3 +200,25 @@ def _importable(folder: Path) -> dict[str, str]:
         text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version(CPU_BUILD)}\n"
         (info / "METADATA").write_text(text, encoding="utf-8")
     return {"PYTHONPATH": os.pathsep.join((str(ROOT / "epd_serve/engine/site"), str(folder)))}
+
+
+def measure(arguments: argparse.Namespace) -> Result:
+    server = Child("bench.selfcheck.known_server", {"usual": msgspec.to_builtins(USUAL)})
+    try:
+        compared = compare(server.hear()["url"], arguments.aisbench_venv, quick=arguments.quick)
+    finally:
+        server.stop()
+    return compared.figures(), compared.rows(), compared.text()
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    what = "environment with AISBench; without one it is not measured (default %(default)s)"
+    parser.add_argument("--aisbench-venv", type=Path, default=default_folder(), metavar="DIR", help=what)
+
+
+SOAK = Soak(
+    "rival_clients", "our time to first token over that of AISBench and vllm bench serve", measure, (), GOALS, flags
+)
+
+if __name__ == "__main__":
+    raise SystemExit(SOAK.main())

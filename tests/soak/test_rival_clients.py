@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.clients.known_server import Known
 from bench.goals import goal_table
-from bench.selfcheck import rival_clients
-from bench.selfcheck.rival_clients import AISBENCH, GOALS, OURS, VLLM, Compared, compare, in_rounds
 from epd_serve.errors import StageError
 from tests.bench.aisbench.environments import fake_environment
+from tests.bench.clients.known_server import Known
 from tests.bench.clients.serving import Served
+from tests.soak import rival_clients
+from tests.soak.rival_clients import AISBENCH, GOALS, OURS, VLLM, Compared, compare, in_rounds
 from tests.waiting import wait_for
 
 
