@@ -110,7 +110,7 @@ def write(
     write_whole(path, f'{{{head},\n"rows": [\n{listed}\n]}}\n', flag)
 
 
-def write_whole(path: Path, text: str, flag: str) -> None:
+def write_whole(path: Path, content: str | bytes, flag: str) -> None:
     """Make or replace a file, whole or not at all. A device or a pipe is written to.
 
     Raises:
@@ -119,7 +119,7 @@ def write_whole(path: Path, text: str, flag: str) -> None:
     draft = path if path.exists() and not path.is_file() else path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text, encoding="utf-8")
+        draft.write_bytes(content.encode() if isinstance(content, str) else content)
         if draft != path:
             draft.replace(path)
     except OSError as error:

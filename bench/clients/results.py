@@ -97,7 +97,7 @@ def keep_runs(path: Path, runs: Collection[str], flag: str) -> None:
     if not path.is_file():
         return
     kept = [line for line in path.read_bytes().split(b"\n")[:-1] if _run_of(line) in runs]
-    write_whole(path, b"".join(line + b"\n" for line in kept).decode(), flag)
+    write_whole(path, b"".join(line + b"\n" for line in kept), flag)
 
 
 def _run_of(line: bytes) -> object:

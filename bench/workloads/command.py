@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
+from bench.statistic import percentile
 from bench.workloads.custom_dataset import NAME as OWN
 from bench.workloads.export_aisbench import export_aisbench
 from bench.workloads.exports import Exported, export_aiperf, export_vllm
@@ -16,7 +17,6 @@ from bench.workloads.generate import Knobs, requests
 from bench.workloads.images import Images
 from bench.workloads.profiles import PROFILES, Profile
 from bench.workloads.spec import RequestSpec
-from bench.workloads.summary import Summary, summarise
 from bench.workloads.text import PlainWords
 from bench.workloads.workload import Workload, arrivals_of, workload
 from bench.workloads.workload import add_arguments as add_workload_arguments
@@ -24,7 +24,6 @@ from deploy.placement_table import table
 from epd_serve.errors import ConfigError
 
 CLIENTS = ("aisbench", "vllm", "aiperf")
-TELL_S = 5.0
 COLUMNS = ("workload", "requests", "text only", "text tokens", "images", "size", "output")
 
 
@@ -69,20 +68,10 @@ def export(wanted: Workload, client: str, directory: Path, images: Images) -> Ex
     Raises:
         ConfigError: the directory or the image cache cannot be written.
     """
-    requests = _with_progress(wanted.requests(), wanted.count)
+    specs = list(wanted.requests())
     if client == "vllm":
-        return export_vllm(requests, images, directory, wanted.arrivals, wanted.knobs.seed)
-    return {"aisbench": export_aisbench, "aiperf": export_aiperf}[client](requests, images, directory, wanted.arrivals)
-
-
-def _with_progress(requests: Iterable[RequestSpec], count: int) -> Iterator[RequestSpec]:
-    """The same requests; how far they are is told now and then, since drawing large images takes minutes."""
-    shown_s = time.monotonic()
-    for number, request in enumerate(requests):
-        if time.monotonic() - shown_s > TELL_S:
-            shown_s = time.monotonic()
-            print(f"{number} of {count} requests …", file=sys.stderr)
-        yield request
+        return export_vllm(specs, images, directory, wanted.arrivals, wanted.knobs.seed)
+    return {"aisbench": export_aisbench, "aiperf": export_aiperf}[client](specs, images, directory, wanted.arrivals)
 
 
 def overview() -> str:
@@ -99,29 +88,59 @@ def overview() -> str:
 def described(wanted: Workload) -> str:
     """What the workload consists of; of a profile also each published number beside the sample's."""
     summary = summarise(wanted.requests())
-    rate = f"{summary.rate_rps:.2f}/s" if summary.rate_rps else "-"
-    parts = [table([(*COLUMNS, "reuse", "rate"), (*_columns(wanted.name, summary), f"{summary.reuse:.3f}", rate)])]
+    rate = f"{summary['rate_rps']:.2f}/s" if summary["rate_rps"] else "-"
+    parts = [table([(*COLUMNS, "reuse", "rate"), (*_columns(wanted.name, summary), f"{summary['reuse']:.3f}", rate)])]
     if profile := PROFILES.get(wanted.name):
         facts: list[tuple[str, ...]] = [("statistic", "published", "this sample", "source")]
         for fact in profile.facts:
             published = f"{fact.sense} {fact.value:g}".removeprefix("== ")
-            facts.append((fact.statistic, published, f"{getattr(summary, fact.statistic):g}", fact.source))
+            facts.append((fact.statistic, published, f"{summary[fact.statistic]:g}", fact.source))
         parts += [table(facts), f"  chosen: {profile.chosen}"]
     return "\n\n".join(parts)
 
 
-def sample(profile: Profile, seed: int = 0) -> Summary:
+def sample(profile: Profile, seed: int = 0) -> dict[str, float]:
     """Of as many requests as the profile's runs have, without a tokenizer."""
     return summarise(itertools.islice(requests(profile, Knobs(seed), PlainWords()), profile.count))
 
 
-def _columns(name: str, summary: Summary) -> tuple[str, ...]:
+def summarise(requests: Iterable[RequestSpec]) -> dict[str, float]:
+    """The statistics of one request or more, under the names that `Fact` uses.
+
+    Images are counted as they occur, repeats included; widths and heights of no image at all are 0. `reuse` is the
+    share of occurrences whose image occurred before; `rate_rps` is between the first and the last arrival, 0 without.
+    """
+    sample = list(requests)
+    images = [image for request in sample for image in request.images]
+    counts = [len(request.images) for request in sample]
+    times = [request.arrival_s for request in sample if request.arrival_s is not None]
+    span_s = times[-1] - times[0] if times else 0.0
+    summary = {
+        "requests": len(sample),
+        "text_only_share": counts.count(0) / len(sample),
+        "text_tokens_mean": np.mean([request.text_tokens for request in sample]),
+        "output_tokens_mean": np.mean([request.max_tokens for request in sample]),
+        "images_mean": np.mean(counts),
+        "images_min": min(counts),
+        "images_max": max(counts),
+        "reuse": 1 - len(set(images)) / len(images) if images else 0.0,
+        "rate_rps": (len(times) - 1) / span_s if span_s else 0.0,
+    }
+    for side in ("width", "height"):
+        values = [getattr(image, side) for image in images] or [0]
+        summary |= {f"{side}_mean": np.mean(values), f"{side}_median": np.median(values), f"{side}_max": max(values)}
+        summary[f"{side}_p95"] = percentile(values, 95)
+    return {name: float(value) for name, value in summary.items()}
+
+
+def _columns(name: str, summary: Mapping[str, float]) -> tuple[str, ...]:
+    size = f"{summary['width_mean']:.0f}×{summary['height_mean']:.0f}" if summary["images_max"] else "-"
     return (
         name,
-        str(summary.requests),
-        f"{summary.text_only_share:.0%}",
-        f"{summary.text_tokens_mean:.1f}",
-        f"{summary.images_mean:.2f} ({summary.images_max})",
-        f"{summary.width_mean:.0f}×{summary.height_mean:.0f}" if summary.images_max else "-",
-        f"{summary.output_tokens_mean:.0f}",
+        f"{summary['requests']:.0f}",
+        f"{summary['text_only_share']:.0%}",
+        f"{summary['text_tokens_mean']:.1f}",
+        f"{summary['images_mean']:.2f} ({summary['images_max']:.0f})",
+        size,
+        f"{summary['output_tokens_mean']:.0f}",
     )

@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench.workloads.arrivals import Arrivals, ClosedLoop
-from bench.workloads.exports import Exported, rows_to, unwritable
+from bench.workloads.exports import Exported, unwritable, write_rows
 from bench.workloads.images import Images
 from bench.workloads.spec import MIME, ImageRef, RequestSpec
 
@@ -31,26 +31,21 @@ INPUT_COLUMNS = ("question", "image", "video", "audio", "max_out_len", "timestam
 
 
 def export_aisbench(
-    requests: Iterable[RequestSpec], images: Images, directory: Path, arrivals: Arrivals | None = None
+    requests: Sequence[RequestSpec], images: Images, directory: Path, arrivals: Arrivals | None = None
 ) -> Exported:
     """Write rows, images and the dataset entry.
 
     Args:
-        requests: finite; with arrival times in all or in none.
+        requests: with arrival times in all or in none.
 
     Raises:
         ConfigError: nothing to export, or the directory cannot be written.
     """
     directory = directory.absolute()
-    formats: Counter[str] = Counter()
-    count, timed = 0, False
-    with rows_to(directory) as (path, write):
-        for count, request in enumerate(requests, 1):
-            if count == 1:
-                timed = request.arrival_s is not None
-                write(_row(_sacrifice(request), images, directory))
-            write(_row(request, images, directory))
-            formats.update(MIME[image.format] for image in request.images)
+    rows = [_sacrifice(requests[0]), *requests] if requests else []
+    path = write_rows(directory, (_row(one, images, directory) for one in rows))
+    timed = requests[0].arrival_s is not None
+    formats = Counter(MIME[image.format] for one in requests for image in one.images)
     (common, most), *others = formats.most_common() or [(MIME["jpeg"], 0)]
     entry = directory / DATASET
     try:
@@ -59,7 +54,7 @@ def export_aisbench(
     except OSError as error:
         raise unwritable(directory, error) from error
     notes = [f"put your model entry in {directory}/models/NAME.py"]
-    notes.append(f"row 0 of {count + 1} is the warm-up's: leave it out of results")
+    notes.append(f"row 0 of {len(rows)} is the warm-up's: leave it out of results")
     if others:
         notes.append(
             f"AISBench states one type for all images: {formats.total() - most} of {formats.total()} are sent as "
@@ -70,7 +65,7 @@ def export_aisbench(
     elif isinstance(arrivals, ClosedLoop):
         notes.append(f"closed loop: the model entry needs request_rate=0, batch_size={arrivals.concurrency}")
     command = f"ais_bench --config-dir {directory} --models NAME --datasets {entry.stem} -m perf"
-    return Exported(count, (path, entry), f"{command} --num-prompts {count + 1}", tuple(notes))
+    return Exported(len(requests), (path, entry), f"{command} --num-prompts {len(rows)}", tuple(notes))
 
 
 def dataset_entry(rows: Path, mime: str, *, timed: bool) -> str:

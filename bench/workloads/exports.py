@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from epd_serve.errors import ConfigError
 REQUESTS = "requests.jsonl"
 """In the directory of every export, one line per request."""
 SERVER = "http://127.0.0.1:8000"
+TELL_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -39,22 +42,26 @@ class Exported:
     notes: tuple[str, ...] = ()
 
 
-@contextlib.contextmanager
-def rows_to(directory: Path) -> Iterator[tuple[Path, Callable[[Mapping[str, Any]], None]]]:
-    """The directory's `REQUESTS` and what adds a row to it; the file has its name only when it is complete.
+def write_rows(directory: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write the directory's `REQUESTS`, which has its name only when it is complete; returns its absolute path.
+
+    How far it is is told now and then, since drawing large images takes minutes.
 
     Raises:
-        ConfigError: there was no row, or the directory cannot be written (disk full, no permission, a file in its
+        ConfigError: there is no row, or the directory cannot be written (disk full, no permission, a file in its
             place). What was written of the rows is removed.
     """
-    path = directory / REQUESTS
-    draft = path.with_suffix(".draft")
+    path = directory.absolute() / REQUESTS
+    draft, count, told_s = path.with_suffix(".draft"), 0, time.monotonic()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with draft.open("w", encoding="utf-8") as file:
-            yield path, lambda row: print(json.dumps(row, ensure_ascii=False), file=file)
-            empty = file.tell() == 0
-        if empty:
+            for count, row in enumerate(rows, 1):
+                print(json.dumps(row, ensure_ascii=False), file=file)
+                if time.monotonic() - told_s > TELL_S:
+                    told_s = time.monotonic()
+                    print(f"{count} requests …", file=sys.stderr)
+        if not count:
             raise ConfigError("nothing to export: the workload is empty", param="--n")
         draft.replace(path)
     except OSError as error:
@@ -62,6 +69,7 @@ def rows_to(directory: Path) -> Iterator[tuple[Path, Callable[[Mapping[str, Any]
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
+    return path
 
 
 def unwritable(directory: Path, error: OSError) -> ConfigError:
@@ -71,7 +79,7 @@ def unwritable(directory: Path, error: OSError) -> ConfigError:
 
 
 def export_vllm(
-    requests: Iterable[RequestSpec], images: Images, directory: Path, arrivals: Arrivals | None = None, seed: int = 0
+    requests: Sequence[RequestSpec], images: Images, directory: Path, arrivals: Arrivals | None = None, seed: int = 0
 ) -> Exported:
     """For `vllm bench serve --dataset-name custom_image` (the same in vLLM 0.23 and 0.32).
 
@@ -81,21 +89,16 @@ def export_vllm(
     Raises:
         ConfigError: nothing to export, or the directory cannot be written.
     """
-    lengths, paces = list[int](), set[float]()
-    with rows_to(directory.absolute()) as (path, write):
-        for request in requests:
-            parts = [{"type": "image_url", "image_url": {"url": images.data_url(one)}} for one in request.images]
-            write({"content": [*parts, {"type": "text", "text": request.text}]})
-            lengths.append(request.max_tokens)
-            paces.add(request.pace)
+    path = write_rows(directory, ({"content": _content(one, images)} for one in requests))
+    longest = max(one.max_tokens for one in requests)
     command = (
         f"vllm bench serve --backend openai-chat --endpoint /v1/chat/completions --base-url {SERVER} "
         f"--model MODEL --dataset-name custom_image --dataset-path {path} --disable-shuffle --no-oversample "
-        f"--num-prompts {len(lengths)} --custom-output-len {max(lengths)} --ignore-eos --seed {seed}"
+        f"--num-prompts {len(requests)} --custom-output-len {longest} --ignore-eos --seed {seed}"
     )
     notes = []
-    if len(set(lengths)) > 1:
-        notes.append(f"vLLM bench asks every request for the same length: {max(lengths)} tokens, the longest")
+    if any(one.max_tokens != longest for one in requests):
+        notes.append(f"vLLM bench asks every request for the same length: {longest} tokens, the longest")
     if isinstance(arrivals, Poisson | Gamma):
         command += f" --request-rate {arrivals.rate_rps:g}"
         command += f" --burstiness {arrivals.burstiness:g}" if isinstance(arrivals, Gamma) else ""
@@ -105,13 +108,18 @@ def export_vllm(
     else:
         kept = "no arrival times" if arrivals is None else str(arrivals)
         notes.append(f"vLLM bench draws arrivals itself, of a trace it keeps nothing ({kept}): add --request-rate")
-    if paces != {1.0}:
+    if any(one.pace != 1.0 for one in requests):
         notes.append("bursts of arrivals are lost, bursts of images are kept")
-    return Exported(len(lengths), (path,), command, tuple(notes))
+    return Exported(len(requests), (path,), command, tuple(notes))
+
+
+def _content(request: RequestSpec, images: Images) -> list[dict[str, Any]]:
+    parts = [{"type": "image_url", "image_url": {"url": images.data_url(one)}} for one in request.images]
+    return [*parts, {"type": "text", "text": request.text}]
 
 
 def export_aiperf(
-    requests: Iterable[RequestSpec], images: Images, directory: Path, arrivals: Arrivals | None = None
+    requests: Sequence[RequestSpec], images: Images, directory: Path, arrivals: Arrivals | None = None
 ) -> Exported:
     """For aiperf's `--custom-dataset-type single_turn` (read from aiperf 0.13).
 
@@ -121,22 +129,23 @@ def export_aiperf(
     Raises:
         ConfigError: nothing to export, or the directory cannot be written.
     """
-    count, timed = 0, False
-    with rows_to(directory.absolute()) as (path, write):
-        for request in requests:
-            count += 1
-            row: dict[str, Any] = {"session_id": request.id, "text": request.text}
-            if request.images:
-                row["images"] = [images.data_url(one) for one in request.images]
-            if request.arrival_s is not None:
-                row["timestamp"], timed = round(request.arrival_s * 1000, 3), True
-            write({**row, "output_length": request.max_tokens, "extra": {"ignore_eos": True}})
+    path = write_rows(directory, (_single_turn(one, images) for one in requests))
     command = (
         f"aiperf profile --endpoint-type chat --streaming --url {SERVER} --model MODEL "
-        f"--input-file {path} --custom-dataset-type single_turn --request-count {count}"
+        f"--input-file {path} --custom-dataset-type single_turn --request-count {len(requests)}"
     )
-    if timed:
-        return Exported(count, (path,), f"{command} --fixed-schedule")
+    if requests[0].arrival_s is not None:
+        return Exported(len(requests), (path,), f"{command} --fixed-schedule")
     if isinstance(arrivals, ClosedLoop):
-        return Exported(count, (path,), f"{command} --concurrency {arrivals.concurrency}")
-    return Exported(count, (path,), command, ("no arrival times: add --request-rate R --arrival-pattern poisson",))
+        return Exported(len(requests), (path,), f"{command} --concurrency {arrivals.concurrency}")
+    note = "no arrival times: add --request-rate R --arrival-pattern poisson"
+    return Exported(len(requests), (path,), command, (note,))
+
+
+def _single_turn(request: RequestSpec, images: Images) -> dict[str, Any]:
+    row: dict[str, Any] = {"session_id": request.id, "text": request.text, "output_length": request.max_tokens}
+    if request.images:
+        row["images"] = [images.data_url(one) for one in request.images]
+    if request.arrival_s is not None:
+        row["timestamp"] = round(request.arrival_s * 1000, 3)
+    return row | {"extra": {"ignore_eos": True}}

@@ -6,12 +6,11 @@ The cache may be shared by processes and runs: a file appears whole, under a nam
 from __future__ import annotations
 
 import base64
-import contextlib
 import os
-import tempfile
 from pathlib import Path
 
-from bench.workloads import render
+from bench.record import write_whole
+from bench.workloads.render import VERSION, encode, render
 from bench.workloads.spec import MIME, ImageRef
 from epd_serve.errors import ConfigError
 
@@ -40,10 +39,11 @@ class Images:
         if image.path is not None:
             return image.path
         assert image.seed is not None, "an image without a path is drawn"
-        name = f"{image.key}-{render.VERSION}.{image.format}"
+        name = f"{image.key}-{VERSION}.{image.format}"
         path = (self._cache / name[:2] / name).absolute()
         if not path.is_file():
-            self._keep(path, render.encode(render.render(image.seed, image.width, image.height), image.format))
+            drawn = encode(render(image.seed, image.width, image.height), image.format)
+            write_whole(path, drawn, "--cache")
         return path
 
     def data(self, image: ImageRef) -> bytes:
@@ -61,22 +61,3 @@ class Images:
     def data_url(self, image: ImageRef) -> str:
         """The same bytes, as an OpenAI `image_url` takes them."""
         return f"data:{MIME[image.format]};base64,{base64.b64encode(self.data(image)).decode()}"
-
-    def _keep(self, path: Path, data: bytes) -> None:
-        draft = None
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, draft = tempfile.mkstemp(dir=path.parent, prefix=".draft-")
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            os.chmod(draft, 0o644)  # exports may be read by the user of another process
-            os.replace(draft, path)
-        except OSError as error:
-            if draft is not None:
-                with contextlib.suppress(OSError):
-                    os.unlink(draft)
-            raise ConfigError(
-                f"the image cache {self._cache} cannot be written: {error.strerror}: free some space, or name "
-                "another directory with --cache",
-                param="--cache",
-            ) from error

@@ -35,7 +35,7 @@ class Fact:
     """A number that a source prints.
 
     Attributes:
-        statistic: a field of `bench/workloads/summary.py: Summary`.
+        statistic: as `bench/workloads/command.py: summarise` names it.
         within: relative tolerance of a sample of the profile's own size; of at-most and at-least facts it is 0.
         sense: `==` within the tolerance, or a bound.
     """

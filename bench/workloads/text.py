@@ -7,7 +7,6 @@ each of them as one token. Chat templates and image placeholders come on top in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,9 +37,6 @@ WORDS: Sequence[str] = (
     "waves reached"
 ).split()
 
-FILLERS: Sequence[str] = ("a", "I", "x", "1", "?", ".", "!")
-"""Short pieces, most of them one token anywhere, to end on the exact count."""
-
 TRIES = 400
 
 
@@ -60,7 +56,8 @@ class PlainWords:
     """A word is a token."""
 
     def exactly(self, tokens: int, rng: np.random.Generator) -> str:
-        return " ".join([_pick(OPENERS, rng), *(WORDS[at] for at in rng.integers(len(WORDS), size=tokens - 1))])
+        opener = OPENERS[int(rng.integers(len(OPENERS)))]
+        return " ".join([opener, *(WORDS[at] for at in rng.integers(len(WORDS), size=tokens - 1))])
 
     def count(self, text: str) -> int:
         return len(text.split())
@@ -75,7 +72,6 @@ class TokenizedWords:
 
     def __init__(self, directory: Path) -> None:
         self._where, self._tokenizer = directory, _tokenizer(directory)
-        self._lengths = lru_cache(maxsize=4096)(self.count)
 
     def count(self, text: str) -> int:
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -85,40 +81,21 @@ class TokenizedWords:
         Raises:
             ConfigError: the tokenizer cannot make that length from our words.
         """
-        pieces: list[str] = []
         for _ in range(TRIES):
-            self._fill(pieces, tokens, rng)
-            if self.count("".join(pieces)) == tokens:
-                return "".join(pieces)
-            # Words that do not merge with their neighbours add up; where some do, the last ones are drawn again.
-            del pieces[-1 - int(rng.integers(3)) :]
+            ids = self._tokenizer.encode(PlainWords().exactly(tokens, rng), add_special_tokens=False).ids
+            text: str = self._tokenizer.decode(ids[:tokens])
+            if self.count(text) == tokens:  # a word that was cut may make other tokens
+                return text
         raise ConfigError(
             f"the tokenizer in {self._where} makes no text of exactly {tokens} tokens from common words: "
             "leave --tokenizer out, a word counts as a token then",
             param="--tokenizer",
         )
 
-    def _fill(self, pieces: list[str], tokens: int, rng: np.random.Generator) -> None:
-        """Add words until their lengths add up to `tokens`, or as near below it as they go."""
-        left = tokens - sum(map(self._lengths, pieces))
-        for _ in range(TRIES + tokens):
-            drawn = _pick(WORDS if pieces else OPENERS, rng), _pick(FILLERS, rng)
-            for piece in (f" {word}" if pieces else word for word in drawn):
-                if self._lengths(piece) <= left:
-                    pieces.append(piece)
-                    left -= self._lengths(piece)
-                    break
-            if left <= 0:
-                return
-
 
 def words(tokenizer: Path | None) -> Words:
     """By the tokenizer of that directory, or by the rule without one."""
     return PlainWords() if tokenizer is None else TokenizedWords(tokenizer)
-
-
-def _pick(words: Sequence[str], rng: np.random.Generator) -> str:
-    return words[int(rng.integers(len(words)))]
 
 
 def _tokenizer(directory: Path) -> Any:

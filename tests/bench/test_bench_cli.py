@@ -114,12 +114,12 @@ def test_a_result_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeyp
     write(path, {"a": 1.0}, {}, [])
     kept = path.read_text()
 
-    def full(self: Path, text: str, **_: object) -> None:
-        with self.open("w") as file:
+    def full(self: Path, text: bytes) -> None:
+        with self.open("wb") as file:
             file.write(text[:10])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(ConfigError, match="No space left on device"):
         write(path, {"a": 2.0}, {}, [])
     assert path.read_text() == kept

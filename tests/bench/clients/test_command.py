@@ -289,5 +289,5 @@ def test_an_unreadable_picture_is_named_before_anything_is_sent(served, tmp_path
     flags = ["--workload", "own", "--pictures", str(tmp_path), "--prompts", str(tmp_path / "own.jsonl")]
 
     assert load(served, *flags, "--rate", "10") == 1
-    assert "broken.png is not an image" in capsys.readouterr().err
+    assert "broken.png cannot be read" in capsys.readouterr().err
     assert served.server.seen == 0

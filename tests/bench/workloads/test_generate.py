@@ -8,9 +8,9 @@ import itertools
 
 import pytest
 
+from bench.workloads.command import summarise
 from bench.workloads.generate import Knobs, requests
 from bench.workloads.profiles import PROFILES, profile
-from bench.workloads.summary import summarise
 from bench.workloads.text import PlainWords
 from epd_serve.errors import ConfigError
 
@@ -42,7 +42,7 @@ def test_requests_are_made_when_they_are_asked_for():
 def test_reuse_is_the_share_of_occurrences_that_repeat(name, reuse):
     found = summarise(take(name, 512, reuse=reuse))
 
-    assert found.reuse == pytest.approx(reuse, abs=0.03)
+    assert found["reuse"] == pytest.approx(reuse, abs=0.03)
 
 
 def test_reuse_changes_nothing_but_pictures():

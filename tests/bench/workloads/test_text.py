@@ -61,7 +61,6 @@ def test_the_missing_package_is_named(monkeypatch):
 def test_a_length_that_a_tokenizer_cannot_make_is_an_error(monkeypatch):
     made = TokenizedWords(builtin_model_dir())
     monkeypatch.setattr(made, "count", lambda text: 2 * len(text.split()))
-    monkeypatch.setattr(made, "_lengths", lambda piece: 2)
     monkeypatch.setattr(text, "TRIES", 20)
 
     with pytest.raises(ConfigError, match="no text of exactly 3 tokens"):
