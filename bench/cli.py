@@ -67,9 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     named = [name for name in (" ".join(argv[:2]), *argv[:1]) if name in COMMANDS]
-    arguments = parser(named).parse_args(argv)
     signal.signal(signal.SIGTERM, _end)  # as Ctrl-C: what was started has to be stopped
     try:
+        arguments = parser(named).parse_args(argv)
         return int(arguments.run(arguments, argv))
     except EpdError as error:
         print(f"epd-bench: {error}", file=sys.stderr)

@@ -71,7 +71,7 @@ def plain(asked: argparse.Namespace) -> dict[str, Any]:
     def one(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return [one(each) for each in value]
-        return _without_secret(str(value)) if isinstance(value, Path | str) else value
+        return value if value is None or isinstance(value, int | float) else _without_secret(str(value))
 
     return {name: one(value) for name, value in sorted(vars(asked).items()) if not callable(value)}
 

@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from bench.aisbench import flags
 from bench.aisbench.environment import check_tokenizer, environment
@@ -26,9 +25,10 @@ from bench.aisbench.report import Rated, goodput_rps, one_rate, overview
 from bench.aisbench.stream import look
 from bench.clients.metrics import faults
 from bench.clients.records import RecordsFile
+from bench.clients.results import Results
 from bench.clients.target import Target
 from bench.record import environment as record_environment
-from bench.record import flatten, write
+from bench.record import flatten
 from bench.workloads.images import Images
 from deploy.blueprint import DEMO_NAME
 from epd_serve.demo.presets import builtin_model_dir
@@ -69,7 +69,9 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     }
     rows_path = arguments.rows or (arguments.json and arguments.json.with_suffix(".rows.jsonl"))
     fixed = Endpointed(target.endpoint, model, tokenizer, shape, bench)
-    sweep = Sweep(asked, fixed, target, arguments.json, env)
+    results = Results(arguments.json, flag="--json", resume=False)
+    results.begin(env)
+    sweep = Sweep(asked, fixed, target, results)
     with _folder(arguments.out) as folder, RecordsFile(rows_path) if rows_path else contextlib.nullcontext() as rows:
         sweep.all(folder, Images(arguments.cache), rows)
     return sweep.exit_code()
@@ -86,8 +88,7 @@ class Sweep:
     asked: Asked
     fixed: Endpointed
     target: Target
-    json_path: Path | None
-    env: dict[str, Any]
+    results: Results
     rated: list[Rated] = field(default_factory=list)
     signal: int = 0
     over: str = ""
@@ -128,32 +129,19 @@ class Sweep:
         for row in measured.run.rows if rows else ():
             assert rows is not None
             rows.keep(row)
-        self._write()
+        figures = {**measured.figures, "aisbench": outcome.rated.own}
+        for slo in self.asked.slos:
+            goodput = goodput_rps(self.rated, slo)
+            self.results.figures[f"goodput/slo_{slo}/rps"] = goodput
+            if self.asked.devices:
+                self.results.figures[f"goodput/slo_{slo}/rps_per_device"] = goodput / self.asked.devices
+        self.results.keep({**measured.row(), "aisbench": dict(outcome.rated.own)}, flatten({label_of(rate): figures}))
         self.over = self.over or measured.run.stopped
         if "unreachable" in faults(measured.run.rows):
             try:
                 asyncio.run(self.target.models())
             except StageError as error:
                 self.over = f"the endpoint is gone: {error.message}"
-
-    def _write(self) -> None:
-        figures: dict[str, float] = {}
-        listed = []
-        for one in self.rated:
-            label, found = label_of(one.rate_rps), one.measured.figures
-            figures |= flatten({label: {**found, "aisbench": one.own}})
-            listed.append({**one.measured.row(), "aisbench": dict(one.own)})
-        for slo in self.asked.slos:
-            figures[f"goodput/slo_{slo}/rps"] = goodput_rps(self.rated, slo)
-            if self.asked.devices:
-                figures[f"goodput/slo_{slo}/rps_per_device"] = goodput_rps(self.rated, slo) / self.asked.devices
-        try:
-            write(self.json_path, figures, self.env, listed)
-        except OSError as error:
-            raise ConfigError(
-                f"--json {self.json_path}: {error.strerror}; what is printed above and --rows is what there is",
-                param="--json",
-            ) from error
 
 
 def _model(

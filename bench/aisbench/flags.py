@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.aisbench.environment import default_folder
-from bench.clients.flags import check_positive, parse_rates
+from bench.clients.flags import add_shared_flags, check_shared, parse_rates, rules_of
 from bench.clients.measure import Rules
-from bench.clients.slo import PAPER, Slo, parse_slos
+from bench.clients.slo import Slo
 from bench.record import add_arguments as add_record_arguments
 from bench.workloads.arrivals import Poisson
-from bench.workloads.custom_dataset import NAME as OWN
 from bench.workloads.spec import RequestSpec
-from bench.workloads.workload import Workload, add_content_arguments, workload
+from bench.workloads.workload import Workload, workload
 from epd_serve.errors import ConfigError
 
 QUICK_REQUESTS = 24
@@ -51,26 +50,17 @@ class Asked:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="http://HOST:PORT of an OpenAI server")
-    what = parser.add_argument_group("what is sent")
-    what.add_argument("--workload", required=True, metavar="NAME", help=f"of `epd-bench workload --list`, or {OWN!r}")
-    what.add_argument("--rates", required=True, metavar="R", help="requests a second: R, R,R,… or FROM-TO[:STEP]")
-    what.add_argument("--n", type=int, metavar="N", help="requests at each rate (default: the workload's own number)")
-    what.add_argument("--seed", type=int, default=0, help="another seed, other texts, pictures and arrivals")
-    add_content_arguments(what)
+    what, when, judged = add_shared_flags(parser, late_ms=100.0, timeout_s=600.0)
     what.add_argument("--model", help="default: the one that the endpoint serves")
     what.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the endpoint's key")
-    what.add_argument(
+    when.add_argument("--rates", required=True, metavar="R", help="requests a second: R, R,R,… or FROM-TO[:STEP]")
+    when.add_argument(
         "--arrivals",
         choices=ARRIVALS,
         default=ARRIVALS[0],
         help="timestamps: Poisson by our seed, the same each time; aisbench: those that AISBench draws",
     )
-    judged = parser.add_argument_group("how it is judged")
-    judged.add_argument("--slo", help="TTFT:TPOT in ms, several with commas (default the papers' three)")
     judged.add_argument("--devices", type=int, help="that serve the endpoint; gives figures per device")
-    judged.add_argument("--min-samples", type=int, default=Rules().min_samples, help="good answers that a run needs")
-    judged.add_argument("--late-ms", type=float, default=100.0, help="by which AISBench may be late (default 100)")
-    judged.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one request (default 600 s)")
     where = parser.add_argument_group("where it runs")
     where.add_argument(
         "--venv",
@@ -88,7 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def asked(arguments: argparse.Namespace) -> Asked:
     """What the flags say. Raises ConfigError naming the flag at fault."""
-    check_positive(arguments, "timeout", "devices", "min_samples", "late_ms")
+    check_shared(arguments)
+    if arguments.workload is None:
+        raise ConfigError("say what to send: --workload NAME", param="--workload")
     if arguments.quick and arguments.n is None:
         arguments.n = QUICK_REQUESTS
     rates = parse_rates(arguments.rates, "--rates")
@@ -98,8 +90,8 @@ def asked(arguments: argparse.Namespace) -> Asked:
         rates=rates,
         workload=workload(arguments.workload, arguments),
         timed=arguments.arrivals == "timestamps",
-        slos=parse_slos(arguments.slo) if arguments.slo else PAPER,
-        rules=Rules(arguments.min_samples, arguments.late_ms),
+        slos=arguments.slo,
+        rules=rules_of(arguments),
         timeout_s=arguments.timeout,
         devices=arguments.devices,
         api_key=_key(arguments.api_key_file),

@@ -23,7 +23,7 @@ from typing import Any
 
 from bench.clients import report
 from bench.clients.bodies import FileSource, Source, WorkloadSource, file_bodies
-from bench.clients.flags import add_flags, arrivals_at, header_of, plan_of, rates_of
+from bench.clients.flags import add_flags, header_of, plan_of, rates_of
 from bench.clients.goodput import Search
 from bench.clients.measure import Plan
 from bench.clients.records import RecordsFile
@@ -32,7 +32,7 @@ from bench.clients.slo import attainment
 from bench.clients.sweep import RunFound, labels, one_run
 from bench.clients.target import Target
 from bench.record import environment, plain
-from bench.workloads.arrivals import Arrivals
+from bench.workloads.arrivals import Arrivals, arrivals_at
 from bench.workloads.images import Images
 from bench.workloads.workload import Workload, workload
 from deploy import event_loop
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
                 start_rps = getattr(rates[0], "rate_rps", None)
                 if start_rps is None:
                     raise ConfigError("--find-goodput searches rates: say --rate R to begin with", param="--rate")
-                sweep.goodput(arrivals_at(arguments.arrivals), Search(arguments.find_goodput, start_rps))
+                sweep.goodput(partial(arrivals_at, arguments.arrivals), Search(arguments.find_goodput, start_rps))
         except KeyboardInterrupt:  # between two runs, while requests are made
             sweep.signal = signal.SIGINT
     return sweep.exit_code()

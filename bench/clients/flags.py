@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.clients.measure import Plan, Rules
 from bench.clients.sender import Bounds
 from bench.clients.slo import PAPER, parse_slos
 from bench.record import add_arguments as add_record_arguments
-from bench.workloads.arrivals import Arrivals, ClosedLoop, Trace, parse_arrivals
+from bench.workloads.arrivals import FORMS, Arrivals, ClosedLoop, Trace, arrivals_at
 from bench.workloads.custom_dataset import NAME as OWN
 from bench.workloads.spec import RequestSpec
 from bench.workloads.workload import add_content_arguments
@@ -19,31 +19,65 @@ from epd_serve.errors import ConfigError
 DURATION_S, QUICK_S = 60.0, 10.0
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    rules = Rules()
-    parser.add_argument("url", metavar="URL", help="http://HOST:PORT of an OpenAI server")
+Group = argparse._ArgumentGroup
+
+
+def add_shared_flags(
+    parser: argparse.ArgumentParser, *, late_ms: float, timeout_s: float, workload: str | None = None
+) -> tuple[Group, Group, Group]:
+    """The flags of every command that loads a server: what is sent, how much of it, and how it is judged."""
     what = parser.add_argument_group("what is sent")
-    what.add_argument("--workload", metavar="NAME", help=f"one of `epd-bench workload --list`, or {OWN!r}")
+    usual = f" (default {workload})" if workload else ""
+    named = f"one of `epd-bench workload --list`, or {OWN!r}{usual}"
+    what.add_argument("--workload", default=workload, metavar="NAME", help=named)
     add_content_arguments(what)
     what.add_argument("--seed", type=int, default=0, help="another seed, other texts, images and arrivals")
+    when = parser.add_argument_group("when")
+    when.add_argument("--n", type=int, metavar="N", help="requests of a run")
+    when.add_argument(
+        "--timeout", type=float, default=timeout_s, metavar="S", help=f"of one request (default {timeout_s:g} s)"
+    )
+    judged = parser.add_argument_group("how it is judged")
+    judged.add_argument(
+        "--slo",
+        type=parse_slos,
+        default=PAPER,
+        metavar="TTFT:TPOT",
+        help="in ms, several with commas (default the papers' three)",
+    )
+    judged.add_argument(
+        "--min-samples", type=int, metavar="N", help=f"good answers that a run needs (default {Rules().min_samples})"
+    )
+    judged.add_argument(
+        "--late-ms",
+        type=float,
+        default=late_ms,
+        metavar="MS",
+        help=f"by which it may be sent late (default {late_ms:g})",
+    )
+    return what, when, judged
+
+
+def add_run_flags(when: Group, judged: Group) -> None:
+    """The flags of runs that we send ourselves."""
+    when.add_argument("--arrivals", default="poisson", metavar="FORM", help=f"{FORMS} (default poisson)")
+    when.add_argument("--duration", type=float, metavar="S", help=f"of a run (default {DURATION_S:g} s; none with --n)")
+    judged.add_argument("--warm-up", type=float, metavar="S", help="of a run, not counted (default a tenth of it)")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `epd-bench load`."""
+    parser.add_argument("url", metavar="URL", help="http://HOST:PORT of an OpenAI server")
+    what, when, judged = add_shared_flags(parser, late_ms=Rules().late_ms, timeout_s=600.0)
+    add_run_flags(when, judged)
     what.add_argument("--same", action="store_true", help="every run of a sweep has the requests of the first")
     what.add_argument("--bodies", type=Path, metavar="FILE", help="instead: request bodies, one JSON object per line")
     what.add_argument("--model", help="default: the one that the endpoint serves")
     what.add_argument("--header", action="append", default=[], metavar="NAME:VALUE", help="with every request")
-    when = parser.add_argument_group("when")
     when.add_argument("--rate", metavar="R", help="requests a second: R, R,R,… or FROM-TO[:STEP], a run of each")
-    when.add_argument("--arrivals", default="poisson", metavar="FORM", help="poisson, gamma:CV, trace:FILE")
     when.add_argument("--concurrency", type=int, metavar="C", help="a closed loop of so many instead")
-    when.add_argument("--duration", type=float, metavar="S", help=f"of a run (default {DURATION_S:g} s; none with --n)")
-    when.add_argument("--n", type=int, help="requests of a run, instead of or beside --duration")
-    when.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one request (default 600 s)")
     when.add_argument("--cancel", metavar="SHARE:S", help="so many clients leave, each within S seconds")
-    judged = parser.add_argument_group("how it is judged")
-    judged.add_argument("--slo", help="TTFT:TPOT in ms, several with commas (default the papers' three)")
     judged.add_argument("--devices", type=int, help="that serve the endpoint; gives figures per device")
-    judged.add_argument("--warm-up", type=float, metavar="S", help="not counted (default a tenth of the run)")
-    judged.add_argument("--min-samples", type=int, default=rules.min_samples, help="good answers that a run needs")
-    judged.add_argument("--late-ms", type=float, default=rules.late_ms, help="by which the sender may be late")
     judged.add_argument("--find-goodput", type=float, metavar="SHARE", help="search the rate that so many attain")
     kept = parser.add_argument_group("what is kept")
     kept.add_argument("--rows", type=Path, metavar="FILE", help="every request as a JSON line (default beside --json)")
@@ -55,38 +89,45 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
     """What the flags say of each run. Raises ConfigError naming the flag at fault."""
-    check_positive(arguments, "duration", "n", "timeout", "devices", "min_samples", "late_ms")
-    if arguments.warm_up is not None and arguments.warm_up < 0:
-        raise ConfigError("--warm-up is below 0", param="--warm-up")
+    check_shared(arguments)
     if arguments.find_goodput is not None and not 0 < arguments.find_goodput < 1:
         raise ConfigError(f"--find-goodput is {arguments.find_goodput:g}: a share, as 0.9", param="--find-goodput")
     if arguments.resume and (arguments.json is None or arguments.find_goodput is not None):
         raise ConfigError("--resume goes on with a sweep of --rate: name its --json FILE", param="--resume")
     share, within_s = _cancel(arguments.cancel)
-    seconds = arguments.duration
-    if seconds is None and arguments.n is None:
-        seconds = QUICK_S if arguments.quick else DURATION_S
     return Plan(
         ClosedLoop(1),  # each run has its own
         count=arguments.n,
-        seconds=seconds,
+        seconds=duration_of(arguments),
         seed=arguments.seed,
         warm_up_s=arguments.warm_up,
-        slos=parse_slos(arguments.slo) if arguments.slo else PAPER,
+        slos=arguments.slo,
         devices=arguments.devices,
         leave_share=share,
         leave_within_s=within_s,
-        rules=Rules(arguments.min_samples, arguments.late_ms),
+        rules=rules_of(arguments),
         bounds=Bounds(limit_s=arguments.timeout),
     )
 
 
-def check_positive(arguments: argparse.Namespace, *flags: str) -> None:
-    """Raises ConfigError where one of the flags is given and not above 0."""
-    for flag in flags:
-        value = getattr(arguments, flag)
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"--{flag.replace('_', '-')} is {value:g}: above 0", param=f"--{flag}")
+def duration_of(arguments: argparse.Namespace) -> float | None:
+    """Seconds of a run; None where a count alone ends it."""
+    if arguments.duration is not None or arguments.n is not None:
+        duration_s: float | None = arguments.duration
+        return duration_s
+    return QUICK_S if arguments.quick else DURATION_S
+
+
+def rules_of(arguments: argparse.Namespace) -> Rules:
+    return Rules(arguments.min_samples or Rules().min_samples, arguments.late_ms)
+
+
+def check_shared(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError where a flag that is given is not above 0."""
+    for name in ("duration", "n", "timeout", "devices", "min_samples", "late_ms", "warm_up"):
+        value, flag = getattr(arguments, name, None), f"--{name.replace('_', '-')}"
+        if value is not None and not (0 < value < float("inf") or (value == 0 and name == "warm_up")):
+            raise ConfigError(f"{flag} is {value:g}: above 0", param=flag)
 
 
 def rates_of(arguments: argparse.Namespace, own: Sequence[RequestSpec] = ()) -> list[Arrivals]:
@@ -106,22 +147,11 @@ def rates_of(arguments: argparse.Namespace, own: Sequence[RequestSpec] = ()) -> 
         rates = parse_rates(arguments.rate)
         if arguments.find_goodput is not None and len(rates) > 1:
             raise ConfigError("--find-goodput begins at one --rate", param="--rate")
-        return [*map(arrivals_at(arguments.arrivals), rates)]
+        return [arrivals_at(arguments.arrivals, rate) for rate in rates]
     times = [one.arrival_s for one in own if one.arrival_s is not None]
-    if arguments.find_goodput is None and arguments.arrivals.startswith("trace:"):
-        return [parse_arrivals(arguments.arrivals)]
-    if arguments.find_goodput is not None or not times:
-        raise ConfigError("say how fast: --rate R, or --concurrency C", param="--rate")
+    if not times or arguments.find_goodput is not None or arguments.arrivals.startswith("trace:"):
+        return [arrivals_at(arguments.arrivals)]
     return [Trace(times)]
-
-
-def arrivals_at(form: str) -> Callable[[float], Arrivals]:
-    """Arrivals of a form at a rate."""
-    kind, _, rest = form.partition(":")
-    written = {"poisson": "poisson:{0}", "gamma": "gamma:{0}:{1}", "trace": "trace:{1}:{0}"}.get(kind)
-    if written is None or (kind == "poisson") == bool(rest):
-        raise ConfigError(f"--arrivals {form}: poisson, gamma:CV or trace:FILE", param="--arrivals")
-    return lambda rate: parse_arrivals(written.format(rate, rest))
 
 
 def parse_rates(text: str, flag: str = "--rate") -> list[float]:

@@ -5,20 +5,27 @@ Refusals (429, 503) are what an overloaded server is meant to do: they are misse
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TextIO
 
 from bench.clients.answers import CROWDED, REFUSALS
 from bench.clients.metrics import Window, faults, steady_window, summary
-from bench.clients.progress import live_line
 from bench.clients.records import RequestRecord
 from bench.clients.sender import Bounds, Flow, Run, Sender
 from bench.clients.slo import PAPER, Slo, counted
 from bench.clients.target import Request, Target
 from bench.workloads.arrivals import Arrivals, ClosedLoop, arrival_times
 from epd_serve.errors import ConfigError
+
+SHOWN_EVERY_S = 0.5
+RECENT = 50
+"""Answers that the median on the terminal is of."""
+TAKEN_AWAY = "\r\x1b[K"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +153,24 @@ async def measure(
         flow = Flow(requests, concurrency=concurrency, count=plan.count, duration_s=plan.seconds, **leaving)  # type: ignore[arg-type]
     else:
         flow = Flow(requests, dues=plan.dues() if dues is None else dues, **leaving)  # type: ignore[arg-type]
-    async with live_line(sender.result, progress):
+    showing = asyncio.create_task(_show(sender.result, progress)) if progress and progress.isatty() else None
+    try:
         return judged(await sender.run(flow), plan)
+    finally:
+        if showing is not None:
+            showing.cancel()
+            print(TAKEN_AWAY, end="", file=progress, flush=True)
+
+
+async def _show(run: Run, terminal: TextIO) -> None:
+    """How the run stands, over and over on one line."""
+    while True:
+        good = [record.ttft_s for record in run.rows if record.ok and record.ttft_s is not None]
+        waits = f"TTFT {statistics.median(good[-RECENT:]) * 1e3:.0f} ms" if good else "no first token yet"
+        took_s, bad = time.perf_counter() - run.begun_s, len(run.rows) - len(good)
+        said = f"{run.label}  {took_s:.0f} s  sent {run.sent}  under way {run.under_way}  ok {len(good)}  not ok {bad}"
+        print(f"{TAKEN_AWAY}{said}  {waits}", end="", file=terminal, flush=True)
+        await asyncio.sleep(SHOWN_EVERY_S)
 
 
 def judged(run: Run, plan: Plan) -> Measured:

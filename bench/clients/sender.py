@@ -8,7 +8,9 @@ bounded. Latencies count from when a request was *due*, so a server that stalls 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +19,6 @@ from typing import Any
 
 from bench.clients.answers import CROWDED, UNREACHABLE, Reading, ResponseStatus, judge, read_answer
 from bench.clients.http import Connection, Pool, Response
-from bench.clients.realtime_priority import realtime_priority
 from bench.clients.records import Outcome, RequestRecord
 from bench.clients.target import Request, Target
 from bench.workloads.seeded_rng import seeded_rng
@@ -302,6 +303,29 @@ def ask(target: Target | str, body: Mapping[str, Any], limit_s: float = 120.0) -
         where = target if isinstance(target, str) else str(target.endpoint)
         raise StageError(f"{where} gives no whole answer: {record.fault}: {record.error}", stage=where)
     return record
+
+
+@contextlib.contextmanager
+def realtime_priority(wanted: bool = True) -> Iterator[bool]:
+    """The calling thread at the lowest real-time priority, for the time of the context; yields whether it is.
+
+    A starved sender sends late, and reads tokens later than they came: both look like a slow server. It needs a
+    hundredth of a core, so what it takes by going first is less than what waiting would do to the figures.
+
+    Only Linux has it, and only for root or with CAP_SYS_NICE: elsewhere nothing changes, and `Rules.late_ms` says
+    whether it mattered. What is started meanwhile has it as well, as the threads that sleep until a request is due.
+    """
+    try:
+        policy, param = os.sched_getscheduler(0), os.sched_getparam(0)
+        if wanted:
+            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except (AttributeError, OSError):
+        wanted = False
+    try:
+        yield wanted
+    finally:
+        if wanted:
+            os.sched_setscheduler(0, policy, param)
 
 
 async def _until(at_s: float) -> None:

@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from bench.clients.flags import arrivals_at
 from bench.clients.measure import Plan, Rules
 from bench.clients.sender import Bounds
 from bench.clients.slo import PAPER, Slo, parse_slos
 from bench.clients.sweep import label_of
 from bench.sweep.deployments import Deployment
-from bench.workloads.arrivals import Arrivals
+from bench.workloads.arrivals import Arrivals, arrivals_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ class Experiment:
     def runs(self, deployment: Deployment) -> list[PlannedRun]:
         """The runs of a deployment, in order."""
         totals = [rate * (deployment.devices if self.per_device else 1) for rate in self.rates]
-        arrivals = [arrivals_at(self.arrivals)(total) for total in totals]
+        arrivals = [arrivals_at(self.arrivals, total) for total in totals]
         return [
             PlannedRun(number, rate, total, one, label_of(one))
             for number, (rate, total, one) in enumerate(zip(self.rates, totals, arrivals, strict=True))

@@ -10,8 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.clients.flags import arrivals_at, parse_rates
-from bench.clients.slo import PAPER, parse_slos
+from bench.clients.flags import (
+    QUICK_S,
+    add_run_flags,
+    add_shared_flags,
+    check_shared,
+    duration_of,
+    parse_rates,
+)
+from bench.clients.measure import Rules
 from bench.record import add_arguments as add_record_arguments
 from bench.scratch import scratch
 from bench.sweep.backend import Backend, emulated
@@ -19,8 +26,9 @@ from bench.sweep.deployments import ServedBy, deployments
 from bench.sweep.experiment import Experiment, RunLimits
 from bench.sweep.requests import SentRequests
 from bench.sweep.stages import Stages
+from bench.workloads.arrivals import arrivals_at
 from bench.workloads.images import Images
-from bench.workloads.workload import add_content_arguments, workload
+from bench.workloads.workload import workload
 from deploy.engines import checked_profile
 from epd_serve.demo.presets import PRESETS, builtin_model_dir, write_preset
 from epd_serve.errors import ConfigError
@@ -28,8 +36,7 @@ from epd_serve.errors import ConfigError
 LAYOUTS = "TP1x2,(E-PD)x2,EP-D,(E-P)-D,(E-D)-P,E-P-D"
 RATES, QUICK_RATES = "0.4,0.8,1.2", "0.5,1"
 EMULATED_RATES, EMULATED_QUICK_RATES = "2-12:2", "10"
-DURATION_S, QUICK_S = 60.0, 10.0
-MIN_SAMPLES, QUICK_SAMPLES = 10, 3
+QUICK_SAMPLES = 3
 LATE_MS = 100.0
 """More than `epd-bench load` allows: here the generator always shares the host of the stages."""
 EMULATED_COUNT = 512  # EPD-Serve §4.1
@@ -57,23 +64,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--emulate", default="", metavar="DEVICE", help="910b: nothing runs, layouts on such devices in virtual time"
     )
-    sent = parser.add_argument_group("what is sent")
-    sent.add_argument("--workload", default="sharegpt4o-like", metavar="NAME", help="of `epd-bench workload --list`")
-    add_content_arguments(sent)
-    sent.add_argument(
+    _, when, judged = add_shared_flags(parser, late_ms=LATE_MS, timeout_s=120.0, workload="sharegpt4o-like")
+    add_run_flags(when, judged)
+    when.add_argument(
         "--rates", help=f"requests a second, as R,R,… or FROM-TO[:STEP] (default {RATES}, quick {QUICK_RATES})"
     )
-    sent.add_argument("--rates-per-device", action="store_true", help="--rates are of each device (EPD-Serve §4.1)")
-    sent.add_argument("--arrivals", default="poisson", metavar="FORM", help="poisson, gamma:CV, trace:FILE")
-    sent.add_argument("--duration", type=float, metavar="S", help=f"of a run (default {DURATION_S:g} s; none with --n)")
-    sent.add_argument("--n", type=int, help="requests of a run, instead of or beside --duration")
-    sent.add_argument("--seed", type=int, default=0, help="another seed, other texts, images and arrivals")
-    sent.add_argument("--timeout", type=float, default=120.0, metavar="S", help="of one request (default 120 s)")
-    judged = parser.add_argument_group("how it is judged")
-    judged.add_argument("--slo", help="TTFT:TPOT in ms, several with commas (default the papers' three)")
-    judged.add_argument("--warm-up", type=float, metavar="S", help="of a run, not counted (default a tenth of it)")
-    judged.add_argument("--min-samples", type=int, help=f"good answers that a run needs (default {MIN_SAMPLES})")
-    judged.add_argument("--late-ms", type=float, default=LATE_MS, help="by which the generator may be late")
+    when.add_argument("--rates-per-device", action="store_true", help="--rates are of each device (EPD-Serve §4.1)")
     kept = parser.add_argument_group("what is kept")
     kept.add_argument("--out", type=Path, required=True, metavar="DIR", help="results; a second call goes on there")
     kept.add_argument("--fresh", action="store_true", help="begin anew in --out: what it holds is removed")
@@ -83,16 +79,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def experiment_of(arguments: argparse.Namespace, backend: Backend, env: Mapping[str, Any]) -> Experiment:
     """What is asked, on the machine of `env`. Raises ConfigError naming the flag at fault, LayoutError with a caret."""
-    quick, duration_s, count = arguments.quick, arguments.duration, arguments.n
+    quick, duration_s, count = arguments.quick, duration_of(arguments), arguments.n
     rates = EMULATED_QUICK_RATES if quick else EMULATED_RATES
     if not arguments.emulate:
         rates = QUICK_RATES if quick else RATES
-    if duration_s is None and count is None:
-        duration_s, count = (None, EMULATED_COUNT) if arguments.emulate else (QUICK_S if quick else DURATION_S, None)
+    if arguments.emulate and arguments.duration is None:
+        duration_s, count = None, count or EMULATED_COUNT
     parsed = parse_rates(arguments.rates or rates, "--rates")
     if len(set(parsed)) < len(parsed):
         raise ConfigError(f"--rates names a rate twice: {arguments.rates}", param="--rates")
-    arrivals_at(arguments.arrivals)(parsed[0])  # what is wrong with the form is said now
+    arrivals_at(arguments.arrivals, parsed[0])  # what is wrong with the form is said now
     knobs = {name: getattr(arguments, name) for name, usual in KNOBS.items() if getattr(arguments, name) != usual}
     return Experiment(
         kind=backend.kind,
@@ -110,11 +106,11 @@ def experiment_of(arguments: argparse.Namespace, backend: Backend, env: Mapping[
         duration_s=duration_s,
         count=count,
         seed=arguments.seed,
-        slos=parse_slos(arguments.slo) if arguments.slo else PAPER,
+        slos=arguments.slo,
         limits=RunLimits(
             arguments.timeout,
             arguments.warm_up,
-            arguments.min_samples or (QUICK_SAMPLES if quick else MIN_SAMPLES),
+            arguments.min_samples or (QUICK_SAMPLES if quick else Rules().min_samples),
             arguments.late_ms,
         ),
         knobs={name: str(value.resolve()) if isinstance(value, Path) else value for name, value in knobs.items()},
@@ -131,12 +127,7 @@ def backend_of(arguments: argparse.Namespace, argv: Sequence[str]) -> Iterator[B
     Raises:
         ConfigError: naming the flag at fault.
     """
-    for flag in ("duration", "n", "timeout", "min_samples", "late_ms"):
-        value = getattr(arguments, flag)
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"--{flag.replace('_', '-')} is {value:g}: above 0", param=f"--{flag}")
-    if arguments.warm_up is not None and not 0 <= arguments.warm_up < float("inf"):
-        raise ConfigError(f"--warm-up is {arguments.warm_up:g}: 0 or more", param="--warm-up")
+    check_shared(arguments)
     requests = workload(arguments.workload, arguments)
     if arguments.emulate:
         yield emulated(arguments.emulate, requests, arguments, argv)

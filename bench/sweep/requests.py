@@ -6,15 +6,16 @@ Both have seeds of their own, so that no run meets a picture or a text that a ca
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import httpx
-
+from bench.clients.answers import shortened
 from bench.clients.bodies import WorkloadSource, chat_body, prepared, spec_bodies
 from bench.clients.measure import Plan, measure
 from bench.clients.sender import Bounds
+from bench.clients.target import Target
 from bench.sweep.experiment import PlannedRun
 from bench.sweep.running import RunningDeployment
 from bench.workloads.arrivals import ClosedLoop
@@ -62,13 +63,10 @@ class SentRequests:
         Raises:
             StageError: one is not answered, or not with token ids.
         """
-        found = []
         servers = running.target.servers
-        with httpx.Client(timeout=ANSWER_S, trust_env=False) as client:
-            for at, spec in enumerate(self._besides(ANSWER_SEED, ANSWERS)):
-                body = chat_body(spec, running.model, self.pictures.data_url)
-                found.append(_tokens(client, str(servers[at % len(servers)].endpoint), body))
-        return found
+        specs = enumerate(self._besides(ANSWER_SEED, ANSWERS))
+        bodies = ((at, chat_body(spec, running.model, self.pictures.data_url)) for at, spec in specs)
+        return [_tokens(servers[at % len(servers)], body) for at, body in bodies]
 
     def warm_up(self, running: RunningDeployment, concurrency: int, count: int) -> None:
         """A closed loop that is not counted. Raises StageError where nothing is answered well."""
@@ -81,16 +79,13 @@ class SentRequests:
             raise StageError(f"not one of {len(rows)} warm-up requests was answered: {rows[0].error}", stage="warm-up")
 
 
-def _tokens(client: httpx.Client, url: str, body: dict[str, Any]) -> list[int]:
+def _tokens(server: Target, body: dict[str, Any]) -> list[int]:
     asked = {**body, "stream": False, "max_tokens": ANSWER_TOKENS, "return_token_ids": True}
     del asked["stream_options"]
-    try:
-        reply = client.post(f"{url}/v1/chat/completions", json=asked)
-    except httpx.HTTPError as error:
-        raise StageError(f"{url} does not answer a request alone: {error!r}", stage=url) from error
-    if reply.status_code != 200:
-        raise StageError(f"{url} answers a request alone with {reply.status_code}: {reply.text[:500]}", stage=url)
-    found = reply.json()["choices"][0].get("token_ids")
+    response = event_loop.run(server.ask(json.dumps(asked).encode(), "same-tokens", ANSWER_S))
+    found = json.loads(response.body)["choices"][0].get("token_ids") if response.whole(stream=False) else None
     if not found:
-        raise StageError(f"{url} says no token ids of its answer, though it was asked to", stage=url)
+        said = response.garbage or shortened(response.tail)
+        where = str(server.endpoint)
+        raise StageError(f"{where} gives no token ids to a request alone: {response.status} {said}", stage=where)
     return [int(one) for one in found]

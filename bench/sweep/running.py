@@ -5,13 +5,12 @@ Our proxy says that in its status table (`GET /instances`), a plain server in it
 
 from __future__ import annotations
 
-import http.client
-import json
 import re
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import httpx
 
 from bench.clients.target import Target
 
@@ -60,7 +59,7 @@ class RunningDeployment:
 def proxy_status(url: str) -> list[StageStatus]:
     """The instances of our proxy at `url`. Raises OSError where it does not answer."""
     found = []
-    for one in json.loads(_get(f"{url}/instances"))["instances"]:
+    for one in _get(f"{url}/instances").json()["instances"]:
         stage = one["stage"] or {}
         down = "" if one["up"] else one["reason"] or "it is down"
         counts = (int(stage.get(name, 0)) for name in ("running", "waiting"))
@@ -71,17 +70,13 @@ def proxy_status(url: str) -> list[StageStatus]:
 def server_status(url: str, instance: str, incarnation: str) -> StageStatus:
     """A plain server at `url`. Raises OSError where it does not answer."""
     counts = {"running": 0.0, "waiting": 0.0}
-    for name, value in _REQUESTS.findall(_get(f"{url}/metrics").decode()):
+    for name, value in _REQUESTS.findall(_get(f"{url}/metrics").text):
         counts[name] += float(value)
     return StageStatus(instance, "EPD", incarnation, "", int(counts["running"]), int(counts["waiting"]))
 
 
-def _get(url: str) -> bytes:
-    # No proxy of the environment's: what is asked is on this machine.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+def _get(url: str) -> httpx.Response:
     try:
-        with opener.open(url, timeout=ASK_S) as answer:
-            body: bytes = answer.read()
-    except http.client.HTTPException as error:  # half an answer
+        return httpx.get(url, timeout=ASK_S, trust_env=False)
+    except httpx.HTTPError as error:
         raise OSError(f"{url}: {error!r}") from error
-    return body

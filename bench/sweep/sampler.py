@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from bench.clients.realtime_priority import realtime_priority
+from bench.clients.sender import realtime_priority
 from bench.sweep.running import StageStatus
 from epd_serve.errors import ConfigError
 

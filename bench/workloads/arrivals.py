@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -16,7 +17,7 @@ from bench.workloads.seeded_rng import seeded_rng
 from bench.workloads.spec import RequestSpec
 from epd_serve.errors import ConfigError
 
-FORMS = "poisson:RATE, gamma:RATE:CV, trace:FILE, trace:FILE:RATE or closed:CONCURRENCY"
+FORMS = "poisson, gamma:CV or trace:FILE"
 DIGITS = 6
 """Arrivals are rounded to microseconds: whatever the last bit of a machine's logarithm is, they are equal."""
 
@@ -131,27 +132,23 @@ def with_arrivals(requests: Iterable[RequestSpec], arrivals: Arrivals, seed: int
         yield replace(request, arrival_s=round(at, DIGITS))
 
 
-def parse_arrivals(text: str) -> Arrivals:
-    """Arrivals as a flag writes them (`FORMS`).
+def arrivals_at(form: str, rate_rps: float | None = None) -> OpenArrivals:
+    """Arrivals of a form as a flag writes it (`FORMS`), at a rate; a trace has one of its own.
 
     Raises:
-        ConfigError: not of that form, a number out of range, or a trace that cannot be read.
+        ConfigError: not of that form, a number out of range, no rate, or a trace that cannot be read.
     """
-    try:
-        match text.split(":"):
-            case ["poisson", rate]:
-                return Poisson(float(rate))
-            case ["gamma", rate, cv]:
-                return Gamma(float(rate), float(cv.removeprefix("cv=")))
-            case ["trace", path]:
-                return Trace(read_trace(Path(path)))
-            case ["trace", path, rate]:
-                return Trace(read_trace(Path(path)), float(rate))
-            case ["closed", concurrency]:
-                return ClosedLoop(int(concurrency))
-    except ValueError as error:
-        raise ConfigError(f"arrivals {text!r}: {error}; write {FORMS}", param="--arrivals") from None
-    raise ConfigError(f"arrivals {text!r}: write {FORMS}", param="--arrivals")
+    kind, _, more = form.partition(":")
+    if kind == "trace" and more:
+        return Trace(read_trace(Path(more)), rate_rps)
+    if rate_rps is None:
+        raise ConfigError("say how fast: --rate R, or --concurrency C", param="--rate")
+    with contextlib.suppress(ValueError):
+        if kind == "gamma":
+            return Gamma(rate_rps, float(more))
+        if form == "poisson":
+            return Poisson(rate_rps)
+    raise ConfigError(f"--arrivals {form}: write {FORMS}", param="--arrivals")
 
 
 def read_trace(path: Path) -> tuple[float, ...]:

@@ -6,6 +6,7 @@ import argparse
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -115,7 +116,7 @@ def summarise(requests: Iterable[RequestSpec]) -> dict[str, float]:
     counts = [len(request.images) for request in sample]
     times = [request.arrival_s for request in sample if request.arrival_s is not None]
     span_s = times[-1] - times[0] if times else 0.0
-    summary = {
+    summary: dict[str, Any] = {
         "requests": len(sample),
         "text_only_share": counts.count(0) / len(sample),
         "text_tokens_mean": np.mean([request.text_tokens for request in sample]),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.workloads.arrivals import FORMS, Arrivals, Poisson, parse_arrivals, with_arrivals
+from bench.workloads.arrivals import FORMS, Arrivals, ClosedLoop, arrivals_at, with_arrivals
 from bench.workloads.custom_dataset import NAME as OWN
 from bench.workloads.custom_dataset import read_dataset, repeated
 from bench.workloads.generate import Knobs, requests
@@ -67,8 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """All flags of a workload but its name: what it consists of, how many requests, and when they arrive."""
     parser.add_argument("--n", type=int, metavar="N", help="requests (default: the workload's own number)")
     parser.add_argument("--seed", type=int, default=0, help="another seed, other texts, images and arrivals")
-    parser.add_argument("--rate", type=float, metavar="R", help="requests a second: short for --arrivals poisson:R")
-    parser.add_argument("--arrivals", metavar="HOW", help=f"{FORMS} (seconds from the start, a line each, in FILE)")
+    parser.add_argument("--rate", type=float, metavar="R", help="requests a second")
+    parser.add_argument("--arrivals", default="poisson", metavar="FORM", help=f"{FORMS} (default poisson)")
+    parser.add_argument("--concurrency", type=int, metavar="C", help="a closed loop of so many instead")
     add_content_arguments(parser)
 
 
@@ -93,16 +94,18 @@ def add_content_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def arrivals_of(arguments: argparse.Namespace) -> Arrivals | None:
-    """What `--rate` or `--arrivals` of `add_arguments` say; None without them.
+    """What `--rate`, `--arrivals` and `--concurrency` of `add_arguments` say; None without them.
 
     Raises:
-        ConfigError: both are given, or one is out of range.
+        ConfigError: two of them say when, or one is out of range.
     """
-    if arguments.rate is not None and arguments.arrivals is not None:
-        raise ConfigError("--rate and --arrivals both say when requests arrive: give one", param="--rate")
-    if arguments.rate is not None:
-        return Poisson(arguments.rate)
-    return None if arguments.arrivals is None else parse_arrivals(arguments.arrivals)
+    if arguments.concurrency is not None:
+        if arguments.rate is not None:
+            raise ConfigError("--concurrency is a closed loop: it has no --rate", param="--concurrency")
+        return ClosedLoop(arguments.concurrency)
+    if arguments.rate is None and arguments.arrivals == "poisson":
+        return None
+    return arrivals_at(arguments.arrivals, arguments.rate)
 
 
 def workload(name: str, arguments: argparse.Namespace, arrivals: Arrivals | None = None) -> Workload:

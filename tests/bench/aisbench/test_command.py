@@ -34,7 +34,7 @@ class Changing(KnownServer):
 
     good, then = 5, GOOD
 
-    @property
+    @property  # type: ignore[override]
     def usual(self) -> Known:
         return GOOD if self.seen <= self.good else self.then
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.clients.realtime_priority import realtime_priority
+from bench.clients.sender import realtime_priority
 
 
 def _policy() -> int:

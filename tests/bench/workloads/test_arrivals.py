@@ -13,8 +13,8 @@ from bench.workloads.arrivals import (
     Poisson,
     Trace,
     arrival_times,
+    arrivals_at,
     arrivals_within,
-    parse_arrivals,
     with_arrivals,
 )
 from bench.workloads.spec import RequestSpec
@@ -83,48 +83,45 @@ def test_times_within_a_span_are_all_of_it():
 @pytest.mark.parametrize(
     ("text", "meant"),
     [
-        ("poisson:4", Poisson(4)),
-        ("gamma:4:2", Gamma(4, 2)),
-        ("gamma:4:cv=0.5", Gamma(4, 0.5)),
-        ("closed:16", ClosedLoop(16)),
+        ("poisson", Poisson(4)),
+        ("gamma:2", Gamma(4, 2)),
     ],
 )
 def test_arrivals_are_written_in_a_word(text, meant):
-    assert parse_arrivals(text) == meant
+    assert arrivals_at(text, 4) == meant
 
 
 def test_a_trace_file_is_read(tmp_path):
     file = tmp_path / "trace.txt"
     file.write_text("# seconds\n0\n\n0.5\n2\n")
 
-    assert parse_arrivals(f"trace:{file}") == Trace((0.0, 0.5, 2.0))
-    assert parse_arrivals(f"trace:{file}:3") == Trace((0.0, 0.5, 2.0), 3)
+    assert arrivals_at(f"trace:{file}") == Trace((0.0, 0.5, 2.0))
+    assert arrivals_at(f"trace:{file}", 3) == Trace((0.0, 0.5, 2.0), 3)
 
 
 def test_a_trace_of_mooncake_s_is_read(tmp_path):
     file = tmp_path / "trace.jsonl"
     file.write_text('{"timestamp": 0, "input_length": 6955, "hash_ids": [1]}\n{"timestamp": 3052}\n')
 
-    assert parse_arrivals(f"trace:{file}") == Trace((0.0, 3.052))
+    assert arrivals_at(f"trace:{file}") == Trace((0.0, 3.052))
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "rate", "says"),
     [
-        ("poison:4", "poisson:RATE"),
-        ("poisson", "poisson:RATE"),
-        ("poisson:fast", "could not convert string to float: 'fast'"),
-        ("poisson:0", "rate is 0"),
-        ("poisson:nan", "rate is nan"),
-        ("gamma:4:-1", "cv is -1"),
-        ("closed:0", "concurrency is 0"),
-        ("closed:many", "closed:CONCURRENCY"),
-        ("trace:/nowhere/t.txt", "/nowhere/t.txt cannot be read"),
+        ("poison", 4, "gamma:CV or trace:FILE"),
+        ("poisson:4", 4, "gamma:CV or trace:FILE"),
+        ("poisson", None, "--rate R"),
+        ("poisson", 0, "rate is 0"),
+        ("poisson", float("nan"), "rate is nan"),
+        ("gamma:-1", 4, "cv is -1"),
+        ("gamma:x", 4, "gamma:CV"),
+        ("trace:/nowhere/t.txt", None, "/nowhere/t.txt cannot be read"),
     ],
 )
-def test_a_wrong_word_is_told_what_is_right(text, says):
+def test_a_wrong_word_is_told_what_is_right(text, rate, says):
     with pytest.raises(ConfigError, match=says):
-        parse_arrivals(text)
+        arrivals_at(text, rate)
 
 
 @pytest.mark.parametrize(
@@ -143,4 +140,4 @@ def test_a_bad_line_of_a_trace_is_named(tmp_path, lines, says):
     file.write_text(lines)
 
     with pytest.raises(ConfigError, match=says):
-        parse_arrivals(f"trace:{file}")
+        arrivals_at(f"trace:{file}")

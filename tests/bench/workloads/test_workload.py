@@ -44,14 +44,14 @@ def test_another_seed_gives_other_requests_of_the_same_kind():
 
 def test_a_run_has_the_profile_s_number_of_requests():
     assert build("multi-image-4k").count == 100
-    assert build("azure-bursty", "--arrivals", "closed:3").arrivals == ClosedLoop(3)
+    assert build("azure-bursty", "--concurrency", "3").arrivals == ClosedLoop(3)
 
 
 @pytest.mark.parametrize(
     ("name", "words", "says"),
     [
         ("sharegpt4o-like", ["--n", "0"], "--n is 0"),
-        ("sharegpt4o-like", ["--rate", "2", "--arrivals", "poisson:2"], "give one"),
+        ("sharegpt4o-like", ["--rate", "2", "--concurrency", "2"], "it has no --rate"),
         ("sharegpt4o-like", ["--rate", "0"], "rate is 0"),
         ("sharegpt4o-like", ["--prompts", "p.jsonl"], "belong to the workload 'own'"),
         ("own", ["--prompts", "p.jsonl"], "needs --pictures DIR"),
