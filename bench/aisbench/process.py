@@ -13,16 +13,18 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
 from bench.aisbench.environment import outside
+from bench.clients.measure import TAKEN_AWAY
+from deploy.processes import Killing, running, signal_process
 from epd_serve.errors import ConfigError
 
-LOOK_S, SHOW_S = 0.2, 0.5
+LOOK_S = 0.2
 GRACE_S = 45.0
 """For AISBench to end in good order: its processes wait for each other."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -75,17 +77,17 @@ def run(
     """
     caught: list[int] = []
     late = False
-    with _caught(caught), _Line(progress, label, folder) as line:  # first: a signal that we ignore it would ignore too
+    terminal = progress if progress is not None and progress.isatty() else None
+    with _caught(caught), _line_on(terminal) as show:  # first: a signal that we ignore it would ignore too
         process, begun = _started(command, folder, {**variables(host), **(more or {})}, log), time.monotonic()
         try:
-            while process.poll() is None and not caught:
-                late = time.monotonic() - begun > limit_s
-                if late:
-                    break
-                line.show(time.monotonic() - begun)
+            while process.poll() is None and not caught and not late:
+                took_s = time.monotonic() - begun
+                late = took_s > limit_s
+                show(f"{label}  {took_s:.0f} s  AISBench: {in_words(state(folder) if terminal else {})}")
                 time.sleep(LOOK_S)
             if process.returncode is None:
-                line.end("ending AISBench, which writes what it has …")
+                show("ending AISBench, which writes what it has …")
                 _ask_to_end(process, caught)
         finally:
             _end(process)
@@ -111,23 +113,18 @@ def _started(command: Sequence[str], folder: Path, env: Mapping[str, str], log: 
 def _ask_to_end(process: subprocess.Popen[bytes], caught: Sequence[int]) -> None:
     """As Ctrl-C on a terminal does: all its processes. A second signal to this one ends the waiting."""
     for pid in _members(process.pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGINT)
+        signal_process(pid, signal.SIGINT)
     end, heard = time.monotonic() + GRACE_S, len(caught)
     while process.poll() is None and time.monotonic() < end and len(caught) == heard:
         time.sleep(LOOK_S)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of it, but those that clean up its shared memory: they do so once all others are gone."""
-    end = time.monotonic() + GRACE_S
-    while members := [pid for pid in _members(process.pid) if not _cleans_up(pid)]:
-        for pid in members:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    """Kill what is left of it; those that clean up its shared memory do so once all others are gone."""
+    end, killing = time.monotonic() + GRACE_S, Killing()
+    while (members := _members(process.pid)) and time.monotonic() < end:
+        killing.strike(members)
         process.poll()
-        if time.monotonic() > end:  # unkillable: nothing more can be done
-            break
         time.sleep(0.02)
     process.wait(GRACE_S)
 
@@ -135,19 +132,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _members(session: int) -> list[int]:
     """Living processes of a session. Those that AISBench starts are in its own."""
     found = []
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            with contextlib.suppress(OSError, IndexError, ValueError):
-                fields = (path / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-                if int(fields[3]) == session and fields[0] not in "ZX":
-                    found.append(int(path.name))
+    for one in running():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(one.pid) == session:
+                found.append(one.pid)
     return found
-
-
-def _cleans_up(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
 
 
 @contextlib.contextmanager
@@ -165,34 +154,18 @@ def _caught(into: list[int]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class _Line:
-    """The live line, on a terminal only."""
+@contextlib.contextmanager
+def _line_on(terminal: TextIO | None) -> Iterator[Callable[[str], None]]:
+    """What shows a line on the terminal instead of the last one; nothing where there is none."""
 
-    def __init__(self, out: TextIO | None, label: str, folder: Path) -> None:
-        self._out = out if out is not None and out.isatty() else None
-        self._label, self._folder = label, folder
-        self._shown_s = -SHOW_S
-        self._state: Mapping[str, Any] = {}
+    def show(text: str) -> None:
+        if terminal is not None:
+            print(f"{TAKEN_AWAY}{text}", end="", file=terminal, flush=True)
 
-    def __enter__(self) -> _Line:
-        return self
-
-    def __exit__(self, *about: object) -> None:
-        self.end("")
-
-    def show(self, elapsed_s: float) -> None:
-        if self._out is None or elapsed_s - self._shown_s < SHOW_S:
-            return
-        self._shown_s = elapsed_s
-        self._state = state(self._folder) or self._state
-        self._print(f"{self._label}  {elapsed_s:.0f} s  AISBench: {in_words(self._state)}")
-
-    def end(self, text: str) -> None:
-        self._print(text)
-
-    def _print(self, text: str) -> None:
-        if self._out is not None:
-            print(f"\r\x1b[K{text}", end="", file=self._out, flush=True)
+    try:
+        yield show
+    finally:
+        show("")
 
 
 def state(folder: Path) -> Mapping[str, Any]:
