@@ -24,7 +24,7 @@ from typing import Any
 from bench.clients import report
 from bench.clients.bodies import FileSource, Source, WorkloadSource, file_bodies
 from bench.clients.flags import add_flags, header_of, plan_of, rates_of
-from bench.clients.goodput import Search
+from bench.clients.goodput import find_goodput
 from bench.clients.measure import Plan
 from bench.clients.records import RecordsFile
 from bench.clients.results import Results, difference
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
                 start_rps = getattr(rates[0], "rate_rps", None)
                 if start_rps is None:
                     raise ConfigError("--find-goodput searches rates: say --rate R to begin with", param="--rate")
-                sweep.goodput(partial(arrivals_at, arguments.arrivals), Search(arguments.find_goodput, start_rps))
+                sweep.goodput(partial(arrivals_at, arguments.arrivals), arguments.find_goodput, start_rps)
         except KeyboardInterrupt:  # between two runs, while requests are made
             sweep.signal = signal.SIGINT
     return sweep.exit_code()
@@ -122,21 +122,23 @@ class _Sweep:
                 return
         self.wrong = next((f"not valid: {text}" for row in self.results.rows for text in row["objections"]), "")
 
-    def goodput(self, arrivals: Callable[[float], Arrivals], search: Search) -> None:
-        """Probes until `search` has found the goodput of the plan's first objective. A probe that is too bad to be
-        measured is a miss."""
+    def goodput(self, arrivals: Callable[[float], Arrivals], target: float, start_rps: float) -> None:
+        """Searches the goodput of the plan's first objective. A probe that is too bad to be measured is a miss."""
         tried: list[Arrivals] = []
         slo, devices = self.plan.slos[0], self.plan.devices
-        while not self.wrong and (rate := search.next()) is not None:
+
+        def probe(rate: float) -> tuple[int, int, bool] | None:
             tried.append(arrivals(rate))
             seconds = max(self.plan.seconds or 0.0, SEARCH_REQUESTS / rate)
             plan = replace(self.plan, arrivals=tried[-1], count=None, seconds=seconds)
             measured = self._one(plan, labels(tried)[-1], len(tried) - 1).measured
             self.wrong = next((one.text for one in measured.objections if one.whose != "answers"), "")
-            if not self.wrong:
-                search.add(rate, *attainment(measured.window.due(measured.run.rows), slo), steady=not measured.grows)
-        found = search.result()
-        print(report.goodput(found, search.probed, search.target, slo, devices))
+            if self.wrong:
+                return None
+            return (*attainment(measured.window.due(measured.run.rows), slo), not measured.grows)
+
+        found = find_goodput(probe, target, start_rps)
+        print(report.goodput(found, target, slo, devices))
         self.results.figures["goodput_rps"] = found.rate_rps
         if devices:
             self.results.figures["goodput_rps_per_device"] = found.rate_rps / devices

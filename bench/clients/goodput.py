@@ -8,6 +8,7 @@ wait is a miss however short the run was: nobody could keep it up.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 CONFIDENCE_Z = 1.645
@@ -23,6 +24,13 @@ class Probed:
     about: int = 0
     runs: int = 0
     steady: bool = True
+
+    def add(self, attained: int, about: int, steady: bool) -> None:
+        """What a probe found."""
+        self.attained += attained
+        self.about += about
+        self.runs += 1
+        self.steady = self.steady and steady
 
     @property
     def attainment(self) -> float:
@@ -43,12 +51,13 @@ class Goodput:
     Attributes:
         rate_rps: the highest rate that meets the target; 0 where none does.
         missed_rps: the lowest that does not; None where even the highest allowed one meets it.
-        sure: both are decided beyond chance.
+        sure: both are decided beyond chance. probed: all rates that were tried, ascending.
     """
 
     rate_rps: float
     missed_rps: float | None
     sure: bool
+    probed: tuple[Probed, ...] = ()
 
 
 def wilson(attained: int, about: int, z: float = CONFIDENCE_Z) -> tuple[float, float]:
@@ -61,7 +70,20 @@ def wilson(attained: int, about: int, z: float = CONFIDENCE_Z) -> tuple[float, f
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-class Search:
+Probe = Callable[[float], tuple[int, int, bool] | None]
+"""Of a rate: how many requests attained the objective, of how many, and whether the run was steady; None ends all."""
+
+
+def find_goodput(
+    probe: Probe,
+    target: float,
+    start_rps: float,
+    *,
+    tolerance: float = 0.1,
+    lowest_rps: float | None = None,
+    highest_rps: float | None = None,
+    repeats: int = 3,
+) -> Goodput:
     """Doubles or halves from `start_rps` until one rate meets the target and one does not, then halves between them.
 
     Args:
@@ -70,63 +92,30 @@ class Search:
         lowest_rps, highest_rps: rates beyond which nothing is tried; by default 64 times below and above the start.
         repeats: probes of one rate, at most.
     """
-
-    def __init__(
-        self,
-        target: float,
-        start_rps: float,
-        *,
-        tolerance: float = 0.1,
-        lowest_rps: float | None = None,
-        highest_rps: float | None = None,
-        repeats: int = 3,
-    ) -> None:
-        assert 0 < target <= 1 and start_rps > 0 and tolerance > 0 and repeats > 0
-        self.target, self._tolerance, self._repeats = target, tolerance, repeats
-        self._lowest, self._highest = lowest_rps or start_rps / 64, highest_rps or start_rps * 64
-        self._probed: dict[float, Probed] = {}
-        self._rate = min(max(start_rps, self._lowest), self._highest)
-
-    @property
-    def probed(self) -> list[Probed]:
-        """By rate."""
-        return [self._probed[rate] for rate in sorted(self._probed)]
-
-    def next(self) -> float | None:
-        """The rate to probe; None when the search is over."""
-        now = self._probed.get(self._rate)
-        if now is None or (now.runs < self._repeats and not now.decided(self.target)):
-            return self._rate
-        met, missed = self._bracket()
+    lowest, highest = lowest_rps or start_rps / 64, highest_rps or start_rps * 64
+    probed: dict[float, Probed] = {}
+    rate = min(max(start_rps, lowest), highest)
+    while rate not in probed:
+        one = probed[rate] = Probed(rate)
+        while one.runs < repeats and not one.decided(target):
+            if (found := probe(rate)) is None:
+                return _result([one for one in probed.values() if one.runs], target)
+            one.add(*found)
+        result = _result(probed.values(), target)
+        met, missed = result.rate_rps, result.missed_rps
         if missed is None:
-            rate = min((met or 0.0) * 2, self._highest)
-        elif met is None:
-            rate = max(missed / 2, self._lowest)
-        elif missed <= met * (1 + self._tolerance):
-            return None
-        else:
+            rate = min(met * 2, highest)
+        elif not met:
+            rate = max(missed / 2, lowest)
+        elif missed > met * (1 + tolerance):
             rate = (met + missed) / 2
-        if rate in self._probed:
-            return None
-        self._rate = rate
-        return rate
+    return result
 
-    def add(self, rate_rps: float, attained: int, about: int, *, steady: bool = True) -> None:
-        """What a probe at that rate found."""
-        probed = self._probed.setdefault(rate_rps, Probed(rate_rps))
-        probed.attained += attained
-        probed.about += about
-        probed.runs += 1
-        probed.steady = probed.steady and steady
 
-    def result(self) -> Goodput:
-        """As far as the search has come."""
-        met, missed = self._bracket()
-        sure = all(self._probed[rate].decided(self.target) for rate in (met, missed) if rate is not None)
-        return Goodput(met or 0.0, missed, sure and bool(self._probed))
-
-    def _bracket(self) -> tuple[float | None, float | None]:
-        """The highest rate that meets the target below the lowest that misses, and that one."""
-        missed = min((one.rate_rps for one in self.probed if not one.meets(self.target)), default=None)
-        below = [one.rate_rps for one in self.probed if missed is None or one.rate_rps < missed]
-        return max(below, default=None), missed
+def _result(probed: Iterable[Probed], target: float) -> Goodput:
+    """The highest rate that meets the target below the lowest that misses, and that one."""
+    by_rate = sorted(probed, key=lambda one: one.rate_rps)
+    missed = next((one for one in by_rate if not one.meets(target)), None)
+    met = next((one for one in reversed(by_rate) if missed is None or one.rate_rps < missed.rate_rps), None)
+    sure = bool(by_rate) and all(one.decided(target) for one in (met, missed) if one is not None)
+    return Goodput(met.rate_rps if met else 0.0, missed.rate_rps if missed else None, sure, tuple(by_rate))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.clients.goodput import Goodput, Probed
+from bench.clients.goodput import Goodput
 from bench.clients.measure import Measured
 from bench.clients.slo import Slo
 from deploy.placement_table import table
@@ -55,10 +55,10 @@ def _objectives(figures: Mapping[str, Any], slos: Sequence[Slo]) -> list[str]:
     return [table(rows)] if len(rows) > 1 else []
 
 
-def goodput(result: Goodput, probed: Sequence[Probed], target: float, slo: Slo, devices: int | None) -> str:
-    """The rates of a search, and what it result."""
+def goodput(result: Goodput, target: float, slo: Slo, devices: int | None) -> str:
+    """The rates of a search, and what it found."""
     rows: list[tuple[str, ...]] = [("requests/s", "attained", "requests", "steady")]
-    for one in probed:
+    for one in result.probed:
         steady = "yes" if one.steady else "no"
         rows.append((f"{one.rate_rps:.3f}", f"{one.attainment:.1%}", str(one.about), steady))
     each = f" ({result.rate_rps / devices:.3f} per device)" if devices else ""

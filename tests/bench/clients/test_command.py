@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from bench.cli import main
-from bench.clients.goodput import Search
+from bench.clients.goodput import find_goodput
 from bench.clients.records import read_records
 from bench.clients.sender import Bounds
 from deploy.ports import free_ports
@@ -87,7 +87,9 @@ def test_a_closed_loop_is_a_load_too(served, sent, tmp_path):
 
 def test_the_goodput_is_searched_between_rates(served, sent, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("bench.clients.command.SEARCH_REQUESTS", 20)
-    monkeypatch.setattr("bench.clients.command.Search", partial(Search, lowest_rps=100.0, highest_rps=400.0))
+    monkeypatch.setattr(
+        "bench.clients.command.find_goodput", partial(find_goodput, lowest_rps=100.0, highest_rps=400.0)
+    )
     flags = ["--rate", "200", "--find-goodput", "0.5", "--slo", "60000:60000", "--duration", "0.05", "--devices", "2"]
     flags += ["--json", str(tmp_path / "r.json")]
 
