@@ -1,8 +1,9 @@
 """Phase stamps of one process, stage or proxy: JSON lines of (subject, event, monotonic seconds) for the breakdown.
 
 CLOCK_MONOTONIC is shared by the processes of one host, so stamps of different stages can be subtracted. Subjects are
-request ids at the proxy, feature keys and transfer ids at the stages; the proxy's stamps `media_loaded` and
-`dispatched` carry the keys and the transfer id, which joins the files.
+the proxy's request ids, and at the stages feature keys and transfer ids too; the proxy's stamps `media` and
+`dispatched` carry the keys and the transfer id, which joins the files. An event that took time says since when, in
+`t0`.
 """
 
 from __future__ import annotations

@@ -221,22 +221,30 @@ class Pipeline:
         return Job(request_id, request, base, items, tokens, arrived, passed, trial, explanation=explanation)
 
     async def _run(self, job: Job, sink: ClientSink) -> None:
+        begun = time.monotonic()
         if self._router.encodes_apart(job):
             job = await self._encode.run(job)
             job.explanation.stamp("encoded")
+            self.trace.stamp(job.id, "encoded", t0=begun)
+            begun = time.monotonic()
         await job.passed.to_stages()
         job.explanation.stamp("admitted")
+        self.trace.stamp(job.id, "admitted", t0=begun)
         await self._generate.run(job, sink)
 
     async def _load(
         self, request_id: str, request: ParsedRequest, tenant: str, held: MemoryReservation
     ) -> tuple[LoadedItem, ...]:
-        begun = time.perf_counter()
+        begun = time.monotonic()
         owner = DEFAULT_TENANT if self.settings.shared_features else tenant
-        items = await self._media.load(request, tenant=owner, held=held)
+
+        def fetched() -> None:
+            self.trace.stamp(request_id, "downloaded", t0=begun)
+
+        items = await self._media.load(request, tenant=owner, held=held, on_fetched=fetched)
         if items:
-            self.metrics.media_seconds.observe(time.perf_counter() - begun)
-            self.trace.stamp(request_id, "media_loaded", keys=[item.key for item in items])
+            self.metrics.media_seconds.observe(time.monotonic() - begun)
+            self.trace.stamp(request_id, "media", keys=[item.key for item in items])
         return items
 
     def _prioritise(self, body: dict[str, Any], passed: Pass) -> None:

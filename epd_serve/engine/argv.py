@@ -35,6 +35,9 @@ CPU_ARGS = (
 # No KV cache and no language model. vLLM 0.28 derives that from the sole role ec_producer, 0.23 has to be told.
 ENCODER_ARGS = ("--mm-encoder-only", "--no-enable-prefix-caching", "--enforce-eager")
 
+# Requests are logged for one line, which says when the engine got one; the middleware keeps it out of the log.
+TRACE_ARGS = ("--middleware", "epd_serve.engine.request_trace.RequestTrace", "--enable-log-requests")
+
 _VISIBLE_DEVICES = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 _SITE = Path(__file__).with_name("site")
 
@@ -67,7 +70,8 @@ def _common(plan: StagePlan) -> list[str]:
         *(("--scheduler-cls", "epd_serve.engine.status.scheduler.ReportingScheduler") if reports else ()),
         # Text overtakes a burst of pictures only where vLLM orders its queue by priority; all equal, it is by arrival.
         *(("--scheduling-policy", "priority") if plan.role.has_language_model else ()),
-        *(("--middleware", "epd_serve.engine.stage_guard.StageGuard") if plan.guarded else ()),
+        *(TRACE_ARGS if plan.wiring.trace_path else ()),
+        *(("--middleware", "epd_serve.engine.stage_guard.StageGuard") if plan.guarded else ()),  # last: the outermost
     ]
 
 
@@ -121,7 +125,7 @@ def _environment(plan: StagePlan) -> dict[str, str]:
     env["VLLM_HOST_IP"] = plan.host  # vLLM's own queues bind where the stage does, not on the first interface found
     if plan.memory_names:
         env[MEMORY_NAMES_ENV] = plan.memory_names
-    if plan.wiring.load_publish:
+    if plan.wiring.load_publish or plan.wiring.trace_path:
         env[WIRING_ENV] = json.dumps(plan.wiring.to_json())
     if plan.core_order is not None:
         env[CORE_SHARE_ENV] = plan.core_order.to_json()

@@ -119,6 +119,13 @@ def sleep_between_steps() -> None:
         logger.warning("this vLLM waits differently between steps; idle stages may take cores from busy ones")
 
 
+def media_connectors() -> tuple[Any, type]:
+    """vLLM's registry of what loads media, and the class that it takes by default."""
+    from vllm.multimodal.media.connector import MEDIA_CONNECTOR_REGISTRY, MediaConnector
+
+    return MEDIA_CONNECTOR_REGISTRY, MediaConnector
+
+
 def can_fail_requests() -> bool:
     """Whether vLLM asks the EC connector which requests it has to fail (else a lost feature is recomputed)."""
     from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase

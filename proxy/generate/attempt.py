@@ -135,7 +135,7 @@ class Attempt:
             logger.warning("request %s: after the first token, %s", job.id, error.message)
         finally:
             route.prefill.release()
-            self._trace.stamp(job.id, "prefill_done", outcome=outcome)
+            self._trace.stamp(job.id, "prefilled", outcome=outcome)
             self._metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.perf_counter() - begun)
 
     async def _decode(

@@ -137,6 +137,7 @@ class Exchange:
                 return CANCELLED
             what = "the request"
             explanation.stamp("received")
+            self._pipeline.trace.stamp(self._id, "received")
 
             def left() -> None:
                 if not sink.finished:

@@ -72,8 +72,18 @@ class MediaLoader:
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._fetcher.aclose()
 
-    async def load(self, request: ParsedRequest, *, tenant: str, held: MemoryReservation) -> tuple[LoadedItem, ...]:
+    async def load(
+        self,
+        request: ParsedRequest,
+        *,
+        tenant: str,
+        held: MemoryReservation,
+        on_fetched: Callable[[], None] = lambda: None,
+    ) -> tuple[LoadedItem, ...]:
         """All items of `request`, in order. Their bytes are counted in `held`.
+
+        Args:
+            on_fetched: called where some had to be fetched from other hosts, once they are here.
 
         Raises:
             RequestError: naming the item at fault. BusyError. What `held.take` raises.
@@ -92,6 +102,8 @@ class MediaLoader:
         frames = requested_frames(options, self._limits.max_frames) if videos else 0
         total = _Total(self._limits.max_total_bytes)
         fetched = await self._fetched([ref for ref in refs if _scheme(ref) in ("http", "https")], total, held)
+        if fetched:
+            on_fetched()
 
         def item(ref: MediaRef) -> LoadedItem:
             """Loads one item, in a thread."""

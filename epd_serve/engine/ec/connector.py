@@ -16,6 +16,7 @@ skips no encode, and P recomputes what is lost.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,9 +76,7 @@ class FeatureConnector(ECConnectorBase):
             else:
                 reports = compat.tells_finished_requests()
                 collect = compat.item_metadata(vllm_config) if reports else compat.no_item_metadata
-                self._encoder = EncoderScheduler(
-                    open_local_store(wiring), self._trace, collect, skips=self._cache_is_handed_over
-                )
+                self._encoder = EncoderScheduler(open_local_store(wiring), collect, skips=self._cache_is_handed_over)
         elif self.is_producer:
             if compat.tp_rank() == 0:  # every rank computes the whole feature; one of them stores it
                 self._producer = FeatureProducer(wiring, vllm_config.device_config.device)
@@ -162,8 +161,10 @@ class FeatureConnector(ECConnectorBase):
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
         """Copy this step's features from where they lie. The scheduler side holds their pins, so they are there."""
         assert self._reader is not None
+        begun = time.monotonic()
         for slot in load(self._reader, self._bound_step().loads, encoder_cache):
-            self._trace.stamp(slot.key, "feature_loaded", on_device=slot.on_device)
+            self._trace.stamp(slot.key, "feature_loaded", t0=begun, on_device=slot.on_device)
+            begun = time.monotonic()
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
         if self._producer is not None:

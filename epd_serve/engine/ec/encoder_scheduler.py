@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from epd_serve.engine.compat import ItemMetadata
 from epd_serve.engine.ec.request_facts import item_keys, to_encode_again
 from epd_serve.engine.ec.step import FeatureSlot, FeatureStep, NeededItem
-from epd_serve.trace import Trace
 from store.arena.lease import Lease
 from store.errors import CorruptFeatureError, StoreError
 from store.feature_pool import FeaturePool
@@ -37,10 +36,8 @@ class EncoderScheduler:
         skips: whether items that the store has may be loaded instead of encoded.
     """
 
-    def __init__(
-        self, pool: FeaturePool, trace: Trace, collect: Callable[[list[Any]], ItemMetadata], *, skips: bool = True
-    ) -> None:
-        self._pool, self._trace, self._collect, self._skips = pool, trace, collect, skips
+    def __init__(self, pool: FeaturePool, collect: Callable[[list[Any]], ItemMetadata], *, skips: bool = True) -> None:
+        self._pool, self._collect, self._skips = pool, collect, skips
         self._metadata: OrderedDict[str, dict[str, Any]] = OrderedDict()  # vLLM's processor cache drops it
         self._held: dict[str, list[str]] = {}  # request → keys
         self._again: dict[str, set[str]] = {}  # request → keys that the store's word is not taken for
@@ -58,7 +55,6 @@ class EncoderScheduler:
         again = self._again[request.request_id] = set(to_encode_again(request))
         metadata = self._remember(request)
         for key in dict.fromkeys(keys):
-            self._trace.stamp(key, "encode_arrived")
             self._step.needed.append(NeededItem(key, metadata.get(key, {}).get("metadata", {}), key in again))
 
     def has(self, key: str) -> bool:

@@ -64,14 +64,12 @@ class DecodeScheduler:
         self._control = DecodeControl(self._desk, faults_of(wiring.kv_faults))
         self._asked: set[str] = set()  # requests whose transfer was asked for: a preempted one computes alone
         self._key_of: dict[str, TransferKey] = {}
-        self._received: dict[str, TransferKey] = {}  # loaded, not yet run: only to stamp their first step
         self._step = DecodeStep()
 
     def queued(self, request: Request) -> None:
         """A request has arrived; it may have to wait for blocks for long."""
         params = self._params(request)
         if params is not None:
-            self._trace.stamp(params.key.transfer_id, "decode_arrived")
             with self._control.lock:
                 self._desk.queued(params.key, params.endpoint)
 
@@ -118,10 +116,6 @@ class DecodeScheduler:
         step.failed += self._unoffered
         self._unoffered = []
         step.idle = not output.total_num_scheduled_tokens
-        for new in output.scheduled_new_reqs:
-            key = self._received.pop(new.req_id, None)
-            if key is not None:
-                self._trace.stamp(key.transfer_id, "decode_start")
         self._offer_held()
         return step
 
@@ -132,15 +126,11 @@ class DecodeScheduler:
             if key is not None:
                 with self._control.lock:
                     self._desk.closed(key)
-                if request in self._asked:  # else it has left already
-                    self._received[request] = key
-                self._trace.stamp(key.transfer_id, "decode_received")
 
     def finished(self, request: Request) -> None:
         """The request left the scheduler. vLLM keeps blocks of an unfinished load until the worker reports it."""
         params = self._params(request)
         self._asked.discard(request.request_id)
-        self._received.pop(request.request_id, None)
         for held in [held for held in self._held if held.request == request.request_id]:
             self._held.remove(held)
             self._unoffered.append(held.ready.key)  # P never heard of its blocks: the worker may report it at once

@@ -77,7 +77,6 @@ class PrefillScheduler:
         if admission is Admission.SEND:
             self._sending[request.request_id] = Sending(params.key, request.num_prompt_tokens, self._block_size)
             self._request_of[params.key] = request.request_id
-            self._trace.stamp(params.key.transfer_id, "prefill_admitted")
         return True
 
     def step(self, output: SchedulerOutput) -> PrefillStep:

@@ -14,8 +14,10 @@ from typing import Any
 
 from epd_serve.engine.argv import WIRING_ENV
 from epd_serve.engine.compat import schedule_as_vllm_does
+from epd_serve.engine.request_trace import SchedulerTrace
 from epd_serve.engine.status.publisher import LoadPublisher
 from epd_serve.engine.status.watch import LoadWatch
+from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring
 
 
@@ -50,24 +52,33 @@ def reporting(base: Any) -> Any:
     class Reporting(base):
         _publisher: LoadPublisher
         _watch: LoadWatch
+        _trace: SchedulerTrace | None = None
 
         def watch_load(self, wiring: StageWiring) -> None:
-            """From now on the load is reported."""
+            """From now on the load is reported, and where a trace was asked for, what becomes of each request."""
             self._publisher = LoadPublisher(wiring)
             self._watch = LoadWatch(self, wiring, self._publisher.offer)
             self._watch.changed()
+            if wiring.trace_path:
+                self._trace = SchedulerTrace(Trace(wiring.trace_path, wiring.instance))
 
         def schedule(self, *args: Any, **more: Any) -> Any:
             output = super().schedule(*args, **more)
             self._watch.scheduled(output)
+            if self._trace is not None:
+                self._trace.scheduled(output)
             return output
 
         def update_from_output(self, scheduler_output: Any, *args: Any, **more: Any) -> Any:
             result = super().update_from_output(scheduler_output, *args, **more)
             self._watch.updated(scheduler_output)
+            if self._trace is not None:
+                self._trace.updated(result.values())
             return result
 
         def add_request(self, request: Any) -> None:
+            if self._trace is not None:
+                self._trace.queued(request)
             super().add_request(request)
             self._watch.changed()
 

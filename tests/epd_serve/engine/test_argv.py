@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,17 @@ def test_every_role_reports_its_load_where_an_address_for_it_is_wired(role: Role
     assert StageWiring.from_json(json.loads(made.env[WIRING_ENV])) == wiring
     silent = command(role, "cpu")
     assert flag(silent, "--scheduler-cls") is None and WIRING_ENV not in silent.env
+
+
+@pytest.mark.parametrize("trace", ["", "/traces/P0.jsonl"])
+def test_only_a_traced_stage_has_the_middleware_of_the_trace_and_it_is_inside_the_guard(trace: str) -> None:
+    wiring = StageWiring("P0", Role.P, "inc", trace_path=trace)
+
+    made = command(Role.P, "cpu", wiring=wiring, guarded=True)
+
+    middleware = [after for word, after in pairwise(made.argv) if word == "--middleware"]
+    assert [one.rpartition(".")[2] for one in middleware] == [*(["RequestTrace"] if trace else []), "StageGuard"]
+    assert ("--enable-log-requests" in made.argv) is (WIRING_ENV in made.env) is bool(trace)
 
 
 @pytest.mark.parametrize("role", Role)

@@ -45,7 +45,7 @@ def collect(features: list[Any]) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture
 def scheduler(arena: Arena) -> Any:
-    made = EncoderScheduler(FeaturePool(Arena.attach(arena.path)), Trace("", "E0"), collect)
+    made = EncoderScheduler(FeaturePool(Arena.attach(arena.path)), collect)
     yield made
     made.close()
 
@@ -85,7 +85,7 @@ def test_a_pin_that_met_a_stuck_lock_goes_back_with_a_later_step(
     arena: Arena, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = FeaturePool(Arena.attach(arena.path, lock_timeout_s=0.05))
-    scheduler = EncoderScheduler(pool, Trace("", "E0"), collect)
+    scheduler = EncoderScheduler(pool, collect)
     for key in ("a", "b"):
         put(arena, key)
         scheduler.asked(request(key, key))
@@ -102,7 +102,7 @@ def test_a_pin_that_met_a_stuck_lock_goes_back_with_a_later_step(
 
 def test_a_neighbour_that_holds_the_stores_lock_costs_an_encode_and_keeps_no_step_waiting(arena: Arena) -> None:
     pool = open_local_store(StageWiring("E0", Role.E, "1", arena=str(arena.path)))
-    scheduler = EncoderScheduler(pool, Trace("", "E0"), collect)
+    scheduler = EncoderScheduler(pool, collect)
     for key in ("a", "b", "c"):
         put(arena, key)
     scheduler.asked(request("r", "a", "b", "c"))
@@ -188,7 +188,7 @@ def test_a_skipped_item_is_in_the_encoders_cache_afterwards(stages: Stages, aren
     """Or vLLM's cache manager would believe so, and nobody could ever get the item from this encoder again."""
     e, ear, cache = stages.producer(), stages.ear(), {}  # type: ignore[var-annotated]
     wait_for(lambda: ear.of(wire.StoreReport))
-    scheduler = EncoderScheduler(FeaturePool(Arena.attach(arena.path)), Trace("", "E0"), collect)
+    scheduler = EncoderScheduler(FeaturePool(Arena.attach(arena.path)), collect)
     put(arena, "k")
     asked = request("r", "k")
     scheduler.asked(asked)
