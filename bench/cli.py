@@ -39,8 +39,12 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("compare", "bench.analysis.compare", "two results: the ratio of every figure, with intervals"),
     ),
     MICRO: (
-        Command("startup", "bench.micro.startup", "time to ready per layout, and of each stage alone"),
-        Command("ttft", "bench.micro.ttft", "time to first token of an image, by layout and phase"),
+        Command(
+            "latency",
+            "bench.micro.latency",
+            "starts, restarts, TP1 over plain vLLM, where a request's time goes",
+        ),
+        Command("mechanism", "bench.micro.mechanism", "what each part of the way from E to P gives the first token"),
         Command("transfer ep", "bench.micro.ep.command", "features from E to P, as a request sees them"),
         Command("transfer pd", "bench.micro.pd.command", "KV from P to D, by mode of grouping"),
         Command("arena", "bench.micro.arena", "the arena's put and get against a plain copy"),

@@ -1,123 +1,232 @@
-"""From the stamps of one request to the phases of its TTFT. Pure.
+"""Where the time of a request goes: phases as durations, each from its own begin to its own end. Pure.
 
-Milestones are listed in the order in which they lie on the path of a request. A phase runs from the latest milestone
-so far to its own: work that was hidden behind something slower counts nothing, and the phases add up to the TTFT.
+The eight of HydraInfer (v1 Fig. 13, v2 §5.4) and what surrounds them: client, proxy, HTTP, and what a stage's front end
+does with a request before its engine has it. Phases may run beside each other: D prepares while P does, KV travels
+under the prefill. So each has two times: its *duration*, and of that the *exposed* part, in which the request waited
+for nothing else. A moment of several phases belongs to the one that works before the one that carries, and to that
+before the one that waits; of equals to the one that ends last. Exposed parts therefore add up to the request, but for
+moments that no phase accounts for.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
+
+import numpy as np
+
+from bench.statistic import percentile
+
+
+class Phase(StrEnum):
+    """In the order of a request's path.
+
+    P is whoever prefills and D whoever decodes what another has prefilled: of an instance that does both (`PD`, `EPD`)
+    all is P's, and its prefill ends with the first token. Without an encoder of its own, prefill includes encode.
+
+    Attributes:
+        CLIENT: from when the request was due until its first byte was written.
+        HTTP_CLIENT, HTTP_E, HTTP_P, HTTP_D: the hop to there until the whole request is there, and its answer's back.
+        PROXY: parse, check and name the media, choose instances, make their requests. PROXY_QUEUE: waiting to be
+            admitted to the stages.
+        FAILED: attempts that were repeated.
+        DOWNLOAD: of media from other hosts, by the proxy. DECODE_MEDIA: files to pixels or samples, in a stage.
+        PREPROCESS_E, PREPROCESS_P, PREPROCESS_D: template, image processor, tokenizer, until it is the engine's.
+        ENCODE_QUEUE, PREFILL_QUEUE: until the first step that computes some of it begins. P waits there for D's blocks
+            and for features, too. DECODE_QUEUE: for blocks before the KV comes, and for a step after it.
+        ENCODE, PREFILL: from the scheduler's decision to the end of the forward pass.
+        EP: from the end of the encode until P has it verified and pinned, and P's copy into its model's memory.
+        PD: while packets of its KV move, and from the end of the prefill until D has all of it.
+        ANSWER_E, ANSWER_P, ANSWER_D: from the end of what gives the answer, or its first token, until its first bytes
+            leave the stage.
+        FIRST_TOKEN: D's first step. DECODE: from the first token to the last, at the client.
+        STAGES: all of the above where the stages stamp nothing (simulated ones).
+    """
+
+    CLIENT = "client"
+    HTTP_CLIENT = "HTTP client"
+    PROXY = "proxy"
+    PROXY_QUEUE = "proxy queue"
+    FAILED = "failed attempts"
+    DOWNLOAD = "download"
+    DECODE_MEDIA = "media decode"
+    HTTP_E = "HTTP E"
+    PREPROCESS_E = "preprocess E"
+    ENCODE_QUEUE = "encode queue"
+    ENCODE = "encode"
+    EP = "E→P"
+    ANSWER_E = "answer E"
+    HTTP_P = "HTTP P"
+    PREPROCESS_P = "preprocess P"
+    PREFILL_QUEUE = "prefill queue"
+    PREFILL = "prefill"
+    PD = "P→D"
+    ANSWER_P = "answer P"
+    HTTP_D = "HTTP D"
+    PREPROCESS_D = "preprocess D"
+    DECODE_QUEUE = "decode queue"
+    FIRST_TOKEN = "first token"
+    ANSWER_D = "answer D"
+    STAGES = "stages, not told apart"
+    DECODE = "decode"
+
+
+_WAITS = {Phase.PROXY_QUEUE, Phase.ENCODE_QUEUE, Phase.PREFILL_QUEUE, Phase.DECODE_QUEUE}
+_CARRIES = {Phase.EP, Phase.PD}
+_COMPUTES = {Phase.ENCODE, Phase.PREFILL, Phase.FIRST_TOKEN, Phase.DECODE}
+_RANK = dict.fromkeys(_WAITS, 0) | dict.fromkeys(_CARRIES, 1) | dict.fromkeys(_COMPUTES, 3)
+"""Whose a moment of several phases is; 2 for what is not in it."""
+
+
+@dataclass(frozen=True, order=True)
+class Span:
+    """Seconds (CLOCK_MONOTONIC) in which a request was in a phase."""
+
+    begin: float
+    end: float
+    phase: Phase
+
+
+def durations(spans: Iterable[Span]) -> dict[Phase, float]:
+    """Seconds of each phase; what two spans of one phase share counts once."""
+    taken: dict[Phase, float] = {}
+    until: dict[Phase, float] = {}
+    for span in sorted(spans):
+        begin = max(span.begin, until.get(span.phase, span.begin))
+        taken[span.phase] = taken.get(span.phase, 0.0) + max(0.0, span.end - begin)
+        until[span.phase] = max(span.end, begin)
+    return {phase: taken[phase] for phase in Phase if phase in taken}
+
+
+def exposed(spans: Iterable[Span]) -> dict[Phase, float]:
+    """Seconds in which a request waited for this phase and no other: every moment belongs to one phase."""
+    spans = list(spans)
+    taken: dict[Phase, float] = defaultdict(float)
+    edges = sorted({edge for span in spans for edge in (span.begin, span.end)})
+    for begin, end in itertools.pairwise(edges):
+        here = [span for span in spans if span.begin <= begin and span.end >= end]
+        if here:
+            waited_for = max(here, key=lambda span: (_RANK.get(span.phase, 2), span.end))
+            taken[waited_for.phase] += end - begin
+    return {phase: taken[phase] for phase in Phase if phase in taken}
+
+
+def line(
+    names: Mapping[str, str], spans: Iterable[Span], *, due_s: float, first_s: float, last_s: float
+) -> dict[str, Any]:
+    """A line of `phases.jsonl`: milliseconds of one request by phase, from when it was due to its last token.
+
+    `unaccounted_ms` is what no phase accounts for, `sum_error` its share of the time to first token, which is stricter
+    than of the whole.
+
+    Args:
+        names: `id` and `run` of the request, and what else is to be said of it.
+    """
+    spans = list(spans)
+    alone = exposed(spans)
+    unaccounted_s, ttft_s = last_s - due_s - sum(alone.values()), first_s - due_s
+    return {
+        **names,
+        "ttft_ms": _ms(ttft_s),
+        "e2e_ms": _ms(last_s - due_s),
+        "phases_ms": {phase.value: _ms(seconds) for phase, seconds in durations(spans).items()},
+        "exposed_ms": {phase.value: _ms(seconds) for phase, seconds in alone.items()},
+        "unaccounted_ms": _ms(unaccounted_s),
+        "sum_error": round(unaccounted_s / ttft_s, 5) if ttft_s else 0.0,
+    }
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPhases:
+    """Of one request, milliseconds by phase."""
+
+    run: str
+    ttft_ms: float
+    e2e_ms: float
+    taken: Mapping[Phase, float]
+    exposed: Mapping[Phase, float]
+
+
+def request_phases(plain: Mapping[str, Any]) -> RequestPhases:
+    """A line of `phases.jsonl`. Raises KeyError, TypeError or ValueError where it is none of this version's."""
+    taken, alone = (
+        {Phase(name): float(ms) for name, ms in plain[part].items()} for part in ("phases_ms", "exposed_ms")
+    )
+    return RequestPhases(str(plain["run"]), float(plain["ttft_ms"]), float(plain["e2e_ms"]), taken, alone)
 
 
 @dataclass(frozen=True)
-class Milestone:
-    """A phase ends with `event`; `phase` names it, `group` is the row of the short table it belongs to."""
+class Breakdown:
+    """Milliseconds of the requests of one run, by phase; a request that does not pass a phase spends nothing in it.
 
-    event: str
-    phase: str
-    group: str
-
-
-DISAGGREGATED = (
-    Milestone("arrived", "client to proxy", "proxy"),
-    Milestone("media_loaded", "parse, load and check the picture", "proxy"),
-    Milestone("encode_sent", "make E's request", "proxy"),
-    Milestone("encode_arrived", "E: HTTP, preprocessing, to the scheduler", "encode"),
-    Milestone("encode_start", "E: scheduled", "encode"),
-    Milestone("encoded", "E: vision tower", "encode"),
-    Milestone("feature_put", "E: put into the arena", "encode"),
-    Milestone("feature_event", "event reaches P", "event"),
-    Milestone("feature_pinned", "P verifies and pins", "prefetch"),
-    Milestone("encode_done", "E: finish the step, answer", "encode"),
-    Milestone("dispatched", "make P's and D's requests", "proxy"),
-    Milestone("decode_arrived", "D: HTTP, preprocessing, to the scheduler", "prefill"),
-    Milestone("decode_reserved", "D: reserve blocks", "prefill"),
-    Milestone("prefill_arrived", "P: HTTP, preprocessing, to the scheduler", "prefill"),
-    Milestone("prefill_admitted", "P: wait for D's blocks", "prefill"),
-    Milestone("prefill_start", "P: feature at hand, scheduled", "prefill"),
-    Milestone("prefill_end", "P: forward pass", "prefill"),
-    Milestone("kv_done", "KV after the end of prefill (exposed)", "KV"),
-    Milestone("decode_received", "D: notice", "first decode"),
-    Milestone("decode_start", "D: scheduled", "first decode"),
-    Milestone("first_byte", "D: forward pass, answer", "first decode"),
-    Milestone("first_content", "proxy to client", "proxy"),
-)
-MONOLITH = (
-    Milestone("arrived", "client to proxy", "proxy"),
-    Milestone("media_loaded", "parse, load and check the picture", "proxy"),
-    Milestone("dispatched", "make the request", "proxy"),
-    Milestone("first_byte", "vLLM", "vLLM"),
-    Milestone("first_content", "proxy to client", "proxy"),
-)
-DIRECT = (Milestone("first_content", "vLLM", "vLLM"),)
-SENT = Milestone("sent", "generator: late, connecting", "generator")
-OF_STAGES = frozenset({"encode_start", "prefill_start", "decode_start"})
-SEEN_BY_PROXY = (
-    Milestone("arrived", "client to proxy", "proxy"),
-    Milestone("media_loaded", "parse, load and check the media", "proxy"),
-    Milestone("encode_sent", "make E's requests", "proxy"),
-    Milestone("encode_done", "E, with its queue", "encode"),
-    Milestone("dispatched", "make the requests of the other stages", "proxy"),
-    Milestone("first_byte", "prefill and first decode, with their queues", "prefill"),
-    Milestone("first_content", "proxy to client", "proxy"),
-)
-"""Where only the proxy stamps: before a monolith, and before simulated stages."""
-HIDDEN = (
-    ("put to event at P", "feature_put", "feature_event"),
-    ("event to pinned", "feature_event", "feature_pinned"),
-    ("pinned to P wants it", "feature_pinned", "prefill_arrived"),
-    ("E's answer after the put", "feature_put", "encode_done"),
-    ("dispatch to P's scheduler", "dispatched", "prefill_arrived"),
-    ("dispatch to D's scheduler", "dispatched", "decode_arrived"),
-    ("D reserved to P admitted", "decode_reserved", "prefill_admitted"),
-    ("P's scheduler to D's blocks", "prefill_arrived", "decode_reserved"),
-    ("KV latency (prefill start to done)", "prefill_start", "kv_done"),
-)
-"""Durations between two stamps whether or not anything waited for them; negative when they overlap."""
-
-
-def phases(milestones: Sequence[Milestone], events: Mapping[str, float], sent: float) -> dict[str, float]:
-    """Seconds per phase, in path order. Their sum is the time of the last milestone minus `sent`.
-
-    Milestones without a stamp, and an answer of E that nothing waited for, give no phase.
+    Attributes:
+        requests: whose phases are known. encoded: how many of them passed an encoder of its own.
+        mean, p95: durations. exposed: mean; what of it is not `DECODE` adds up to about `ttft_ms`.
     """
-    taken: dict[str, float] = {}
-    now = sent
-    for milestone in milestones:
-        at = events.get(milestone.event)
-        if at is None or (milestone.event == "encode_done" and at > events.get("dispatched", at)):
-            continue
-        taken[milestone.phase] = max(0.0, at - now)
-        now = max(now, at)
-    return taken
+
+    requests: int
+    encoded: int
+    ttft_ms: float
+    e2e_ms: float
+    mean: Mapping[Phase, float]
+    p95: Mapping[Phase, float]
+    exposed: Mapping[Phase, float]
 
 
-def groups(milestones: Sequence[Milestone], taken: Mapping[str, float]) -> dict[str, float]:
-    """The phases summed into the rows of the short table, in path order."""
-    summed: dict[str, float] = {}
-    for milestone in milestones:
-        summed[milestone.group] = summed.get(milestone.group, 0.0) + taken.get(milestone.phase, 0.0)
-    return summed
+def breakdown(requests: Iterable[RequestPhases]) -> Breakdown | None:
+    """Of the requests of one run; None of none."""
+    known = list(requests)
+    if not known:
+        return None
+    taken = _by_phase(one.taken for one in known)
+    return Breakdown(
+        len(known),
+        sum(Phase.ENCODE in one.taken for one in known),
+        float(np.mean([one.ttft_ms for one in known])),
+        float(np.mean([one.e2e_ms for one in known])),
+        {phase: float(np.mean(values)) for phase, values in taken.items()},
+        {phase: percentile(values, 95) for phase, values in taken.items()},
+        {phase: float(np.mean(values)) for phase, values in _by_phase(one.exposed for one in known).items()},
+    )
 
 
-def hidden(events: Mapping[str, float]) -> dict[str, float]:
-    """The durations of `HIDDEN` whose two stamps exist."""
-    return {name: events[end] - events[start] for name, start, end in HIDDEN if start in events and end in events}
+def _by_phase(requests: Iterable[Mapping[Phase, float]]) -> dict[Phase, list[float]]:
+    requests = list(requests)
+    values = {phase: [one.get(phase, 0.0) for one in requests] for phase in Phase}
+    return {phase: own for phase, own in values.items() if any(own)}
 
 
-def mean_phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Mean of phases and groups over joined rows."""
-    if not rows:
-        return {}
-    by_kind = {kind: means([row[kind] for row in rows]) for kind in ("phases_ms", "groups_ms")}
-    rounded = {kind: {name: round(ms, 3) for name, ms in values.items()} for kind, values in by_kind.items()}
-    return {"joined": len(rows), **rounded}
+def phase_figures(found: Breakdown) -> dict[str, Any]:
+    """As a run's figures have it."""
+    parts = {"phases_ms": found.mean, "phases_p95_ms": found.p95, "exposed_ms": found.exposed}
+    rounded = {name: {phase.value: round(ms, 3) for phase, ms in part.items()} for name, part in parts.items()}
+    return {"joined": found.requests, "ttft_ms": round(found.ttft_ms, 3), **rounded}
 
 
-def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each name over all rows; a row without it spent nothing in it."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: statistics.fmean(row.get(name, 0.0) for row in rows) for name in names}
+GOALS_MS = {Phase.EP: 2.0, Phase.PD: 8.0}
+"""P95 of a migration in HydraInfer (v2 §5.4); its share of the whole latency is below `GOAL_SHARE`."""
+GOAL_SHARE = 0.01
+
+
+def phase_rows(found: Breakdown) -> list[dict[str, Any]]:
+    """A row per phase, in order: mean, P95 and exposed milliseconds, share of the whole request, and of migrations
+    whether they are as short as HydraInfer's."""
+    rows = []
+    for phase, mean_ms in found.mean.items():
+        share, p95_ms, most_ms = mean_ms / found.e2e_ms, found.p95[phase], GOALS_MS.get(phase)
+        goal = ""
+        if most_ms is not None:
+            met = share < GOAL_SHARE and p95_ms <= most_ms
+            goal = f"P95 <= {most_ms:g} ms, < {GOAL_SHARE:.0%}: {'met' if met else 'MISSED'}"
+        alone_ms = found.exposed.get(phase, 0.0)
+        times = {"mean ms": mean_ms, "P95 ms": p95_ms, "exposed ms": alone_ms, "share of the request": share}
+        rows.append({"phase": phase.value, **times, "goal": goal})
+    return rows

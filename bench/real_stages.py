@@ -57,15 +57,15 @@ def check_memory(stages: int) -> None:
 
 
 def closed_loop(
-    sender: SenderProcess, url: str, bodies: Sequence[Mapping[str, Any]], concurrency: int
+    sender: SenderProcess, url: str, bodies: Sequence[Mapping[str, Any]], concurrency: int, *, decode: bool = False
 ) -> list[RequestRecord]:
-    """Send all bodies, so many at a time; their records.
+    """Send all bodies, so many at a time; their records, with the time of every token where they are to be decoded.
 
     Raises:
         StageError: an answer was not whole: fewer requests are another measurement.
     """
     flow = Flow(requests(bodies), concurrency=concurrency, count=len(bodies))
-    records = sender.run(url, flow, within_s=LIMIT_S, limit_s=LIMIT_S).rows
+    records = sender.run(url, flow, within_s=LIMIT_S, limit_s=LIMIT_S, decode=decode).rows
     if bad := [one for one in records if not one.ok]:
         first = f"{bad[0].fault}: {bad[0].error}"
         raise StageError(f"{url}: {len(bad)} of {len(records)} answers are not good, the first: {first}", stage=url)

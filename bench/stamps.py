@@ -1,14 +1,14 @@
 """Reads phase stamps and joins those of one request across proxy and stages. Times are CLOCK_MONOTONIC seconds.
 
-The proxy stamps under the request id and names the feature keys and the transfer ids of the request; stages stamp
-under those. A key may occur in many requests (repeated pictures), so only stamps within the request's life count.
+Proxy and stages stamp under the request id; the proxy names the feature keys and the transfer ids of the request, under
+which stages stamp too. A key may occur in many requests (repeated images), so only stamps within its life count.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,34 +44,39 @@ class Timeline:
         self._by_subject: dict[str, list[Stamp]] = defaultdict(list)
         self._named: dict[str, str] = {}
         for stamp in stamps:
-            self._by_subject[stamp.subject].append(stamp)
+            for subject in (stamp.subject, *stamp.more.get("transfers", ())):  # a packet carries several
+                self._by_subject[subject].append(stamp)
             if "client_id" in stamp.more:
                 self._named[stamp.more["client_id"]] = stamp.subject
 
-    def named(self, client_id: str) -> dict[str, float]:
-        """As `of`, by the `x-request-id` that the client gave; of several of that name, the last."""
-        return self.of(self._named[client_id]) if client_id in self._named else {}
+    def named(self, client_id: str) -> list[Stamp]:
+        """As `stamps`, by the `x-request-id` that the client gave; of several of that name, the last. A stage that was
+        asked past the proxy knows the request by that very name."""
+        return self.stamps(self._named.get(client_id, client_id))
 
-    def of(self, request_id: str) -> dict[str, float]:
-        """Time of each event of the request. Of several stamps the one that completes the phase counts: the first
-        of an event named in `_FIRST`, else the last (the last of several pictures to be encoded, for instance)."""
+    def stamps(self, request_id: str) -> list[Stamp]:
+        """All of the request, of its items and its transfers, within its life, oldest first."""
         own = self._by_subject.get(request_id, [])
-        if not own:
-            return {}
         subjects = [request_id]
         for stamp in own:
             subjects += stamp.more.get("keys", ())
             subjects += [stamp.more["transfer"]] if "transfer" in stamp.more else []
-        begun, ended = own[0].t, max(stamp.t for stamp in own)
+        found = [
+            stamp
+            for subject in dict.fromkeys(subjects)
+            for stamp in self._by_subject.get(subject, ())
+            if own[0].t <= stamp.t <= own[-1].t
+        ]
+        return sorted(found, key=lambda stamp: stamp.t)
+
+    def of(self, request_id: str) -> dict[str, float]:
+        """Time of each event of the request; of several stamps of one event the last, or of one in `_FIRST` the
+        first."""
         events: dict[str, float] = {}
-        for stamp in self._within(dict.fromkeys(subjects), begun, ended):
+        for stamp in self.stamps(request_id):
             if stamp.event not in events or stamp.event not in _FIRST:
                 events[stamp.event] = stamp.t
         return events
 
-    def _within(self, subjects: Iterable[str], begun: float, ended: float) -> Sequence[Stamp]:
-        found = [stamp for subject in subjects for stamp in self._by_subject[subject] if begun <= stamp.t <= ended]
-        return sorted(found, key=lambda stamp: stamp.t)
 
-
-_FIRST = frozenset({"arrived", "encode_sent", "encode_arrived", "encode_start", "first_byte"})
+_FIRST = frozenset({"arrived", "encode_sent", "encode_start", "first_byte"})

@@ -27,9 +27,9 @@ from bench.analysis.metrics import (
     ranked,
     ranks,
 )
-from bench.analysis.phases import Phase
 from bench.analysis.sweep_results import SweepResults
 from bench.analysis.tables import DECODED, GOOD_SHARE
+from bench.phases import Phase
 from bench.sweep.deployments import Deployment
 
 if TYPE_CHECKING:
@@ -85,20 +85,20 @@ APART = 0.07
 """By which lines of equal rank are set apart."""
 SMALL = 0.045
 """Share of the axis below which a part of a bar has no number in it."""
-PARTS: dict[Phase, tuple[str, str]] = {
-    Phase.OUTSIDE: ("#9A9A9A", ""),
-    Phase.ENCODE_QUEUE: ("#F8DFA8", "////"),
-    Phase.ENCODE: (ORANGE, ""),
-    Phase.EP_TRANSFER: ("#C77B00", "xxxx"),
-    Phase.ENCODER: ("#F3C766", ".."),
-    Phase.PREFILL_QUEUE: ("#A9CDE6", "////"),
-    Phase.PREFILL: (BLUE, ""),
-    Phase.PD_TRANSFER: ("#00466F", "xxxx"),
-    Phase.DECODE_QUEUE: ("#A6DCCB", "////"),
-    Phase.WHOLE: ("#D9D9D9", ".."),
-    Phase.FIRST_STEP: (GREEN, ""),
-    Phase.DECODE: (GREEN, ""),
-    Phase.OTHER: ("#FFFFFF", "++"),
+_FRONT = tuple(phase for phase in Phase if phase.value.split()[0] in ("HTTP", "preprocess", "answer"))
+_AROUND = (Phase.CLIENT, Phase.HTTP_CLIENT, Phase.PROXY, Phase.PROXY_QUEUE, Phase.FAILED, Phase.DOWNLOAD)
+PARTS: dict[str, tuple[tuple[Phase, ...], str, str]] = {
+    "client and proxy": (_AROUND, "#9A9A9A", ""),
+    "front ends of the stages": ((*_FRONT, Phase.DECODE_MEDIA), "#C9B8DC", ""),
+    "encode queue": ((Phase.ENCODE_QUEUE,), "#F8DFA8", "////"),
+    "encode": ((Phase.ENCODE,), ORANGE, ""),
+    "E→P": ((Phase.EP,), "#C77B00", "xxxx"),
+    "prefill queue": ((Phase.PREFILL_QUEUE,), "#A9CDE6", "////"),
+    "prefill": ((Phase.PREFILL,), BLUE, ""),
+    "P→D": ((Phase.PD,), "#00466F", "xxxx"),
+    "decode queue": ((Phase.DECODE_QUEUE,), "#A6DCCB", "////"),
+    "stages, not told apart": ((Phase.STAGES,), "#D9D9D9", ".."),
+    "decode": ((Phase.FIRST_TOKEN, Phase.DECODE), GREEN, ""),
 }
 """Colour and hatch: stages have a colour each, queues and transfers are hatched."""
 
@@ -226,21 +226,21 @@ def scatter(results: SweepResults, metric: Metric, figure: Figure) -> None:
 
 
 def phases(results: SweepResults, rate: float, figure: Figure) -> None:
-    """Stacked bars, one per deployment: left the TTFT, right the whole request (HydraInfer v1 Fig. 13, v2 Fig. 11)."""
+    """Stacked bars of exposed times, one per deployment: left the TTFT, right the whole request (HydraInfer v1 Fig. 13,
+    v2 Fig. 11)."""
     known = [(run, run.phases) for run in results.runs if run.rate == rate and run.valid and run.phases]
     figure.set_size_inches(13.0, 3.0 + 0.52 * max(2, len(known)))
     axes = figure.subplots(1, 2, sharey=True)
-    whole: list[Mapping[Phase, float]] = [of.eight() for _, of in known]
+    whole: list[Mapping[Phase, float]] = [of.exposed for _, of in known]
     first: list[Mapping[Phase, float]] = [
-        {phase: ms for phase, ms in of.taken.items() if phase is not Phase.DECODE} for _, of in known
+        {phase: ms for phase, ms in stack.items() if phase is not Phase.DECODE} for stack in whole
     ]
     for ax, stacks in zip(axes, (first, whole), strict=True):
         longest, left = max(sum(stack.values()) for stack in stacks), [0.0] * len(stacks)
-        for phase, (colour, hatch) in PARTS.items():
-            widths = [stack.get(phase, 0.0) for stack in stacks]
+        for label, (parts, colour, hatch) in PARTS.items():
+            widths = [sum(stack.get(phase, 0.0) for phase in parts) for stack in stacks]
             if not any(widths):
                 continue
-            label = str(Phase.DECODE if phase is Phase.FIRST_STEP else phase)
             edge = INK if hatch else "white"
             bars = ax.barh(
                 range(len(stacks)), widths, 0.66, left, color=colour, hatch=hatch, edgecolor=edge, label=label

@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from bench.analysis.phases import Breakdown, breakdown, request_phases
 from bench.analysis.results import LoadedRun, Result, by_run, read_result
+from bench.phases import Breakdown, breakdown, request_phases
 from bench.record import read_object
 from bench.statistic import percentile
 from bench.sweep.deployments import Deployment
@@ -138,7 +138,7 @@ def _runs(deployment: Deployment, result: Result) -> list[Run]:
             one = result.runs[label]
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{result.path} has a row that is no run of a sweep: {error!r}") from None
-        phases, batches = breakdown(traced.get(label, ()), one.requests), _batches(sampled.get(label, ()))
+        phases, batches = breakdown(traced.get(label, ())), _batches(sampled.get(label, ()))
         found.append(Run(one.figures, one.requests, deployment.devices, deployment, rate, row, batches, phases))
     return found
 

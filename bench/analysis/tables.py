@@ -26,10 +26,10 @@ from bench.analysis.metrics import (
     ranked,
     ranks,
 )
-from bench.analysis.phases import Phase
 from bench.analysis.ratios import run_ratio
 from bench.analysis.sweep_results import Batch, Run, SweepResults
 from bench.clients.slo import Slo
+from bench.phases import phase_rows
 from bench.sweep.deployments import Deployment
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
@@ -219,17 +219,10 @@ def _ratio(metric: Metric, run: Run, base: Run, name: str) -> dict[str, Cell]:
 
 def phases(results: SweepResults) -> Table:
     lines = [
-        {
-            **_head(results, run),
-            "requests traced": of.requests,
-            "of them through an encoder": of.encoded,
-            **{f"{phase} (ms)": of.eight().get(phase) for phase in Phase if phase is not Phase.FIRST_STEP},
-            "of decode: its first step (ms)": of.taken.get(Phase.FIRST_STEP),
-            "TTFT of these (ms)": of.ttft_ms,
-            "E2E of these (ms)": of.e2e_ms,
-        }
+        {**_head(results, run), "requests traced": of.requests, "of them through an encoder": of.encoded, **row}
         for run in results.runs
         if (of := run.phases) is not None and run.valid
+        for row in phase_rows(of)
     ]
     return Table("phases", "Where the time of a request goes (HydraInfer Figs. 11 and 13)", lines)
 

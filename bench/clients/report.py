@@ -44,6 +44,12 @@ def one_run(measured: Measured, slos: Sequence[Slo]) -> str:
     return "\n".join([*lines, *(f"  NOT VALID: {one}" for one in row["objections"])])
 
 
+def phases(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Of `bench.phases.phase_rows`."""
+    shown = [tuple(f"{value:.2f}" if isinstance(value, float) else value for value in row.values()) for row in rows]
+    return table([tuple(rows[0]), *shown]) if rows else ""
+
+
 def _objectives(figures: Mapping[str, Any], slos: Sequence[Slo]) -> list[str]:
     rows: list[tuple[str, ...]] = [("objective", "attained", "effective tokens/s", "per device")]
     for slo in slos:

@@ -17,11 +17,12 @@ from typing import Any
 from bench.clients import report
 from bench.clients.bodies import Source, prepared
 from bench.clients.measure import Measured, Plan, measure
+from bench.clients.phases import joined
 from bench.clients.records import RequestRecord
 from bench.clients.results import append_lines
 from bench.clients.sender import Sender
 from bench.clients.target import Target
-from bench.phases import DISAGGREGATED, OF_STAGES, SEEN_BY_PROXY, SENT, groups, mean_phases, phases
+from bench.phases import breakdown, phase_figures, phase_rows, request_phases
 from bench.record import flatten
 from bench.stamps import Timeline, read_stamps
 from bench.workloads.arrivals import Arrivals, ClosedLoop
@@ -112,7 +113,7 @@ def _stopped_by_signals(senders: Sequence[Sender], ended_by: list[int]) -> Itera
 
 
 def _joined(measured: Measured, traces: Path, phases_path: Path | None) -> dict[str, Any]:
-    """Mean phases of the window's whole answers; each request's to its file."""
+    """Phases of the window's whole answers; each request's to its file."""
     timeline = Timeline(read_stamps(traces))
     rows = [joined(record, timeline) for record in measured.window.due(measured.run.rows) if record.ok]
     known = [row for row in rows if row is not None]
@@ -120,28 +121,11 @@ def _joined(measured: Measured, traces: Path, phases_path: Path | None) -> dict[
         print(f"{len(rows) - len(known)} of {len(rows)} requests are not in the stamps of {traces}")
     if phases_path is not None:
         append_lines(phases_path, known, "--rows")
-    return mean_phases(known)
-
-
-def joined(record: RequestRecord, timeline: Timeline) -> dict[str, Any] | None:
-    """Milliseconds per phase and group of the request's TTFT; they add up to it but for `residual_ms`.
-
-    The sender's request id is in the proxy's stamp `arrived`; both read CLOCK_MONOTONIC, so it holds on one host only.
-    None where the request has no first token, or the stamps do not know it.
-    """
-    events = timeline.named(record.id)
-    if not events or record.first_s is None or record.sent_s is None or record.ttft_s is None:
-        return None
-    path = (SENT, *(DISAGGREGATED if OF_STAGES & events.keys() else SEEN_BY_PROXY))
-    taken = phases(path, {**events, "sent": record.sent_s, "first_content": record.first_s}, record.due_s)
-    by_kind = {"phases_ms": taken, "groups_ms": groups(path, taken)}
-    return {
-        "id": record.id,
-        "run": record.run,
-        "path": record.path,
-        **{kind: {name: round(at * 1e3, 3) for name, at in values.items()} for kind, values in by_kind.items()},
-        "residual_ms": round((record.ttft_s - sum(taken.values())) * 1e3, 3),
-    }
+    found = breakdown(map(request_phases, known))
+    if found is None:
+        return {"joined": 0}
+    print("\n" + report.phases(phase_rows(found)), flush=True)
+    return phase_figures(found)
 
 
 def labels(arrivals: Sequence[Arrivals]) -> list[str]:

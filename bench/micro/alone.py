@@ -12,6 +12,7 @@ import time
 
 from bench.scratch import scratch
 from deploy.blueprint import Blueprint
+from deploy.engines import command_of
 from deploy.environment import stage_environment
 from deploy.health import health_status
 from deploy.ports import free_ports
@@ -19,7 +20,6 @@ from deploy.rundir import RunDir
 from deploy.shared_memory import SharedMemory
 from deploy.stage_life import Spawn, StageLife
 from deploy.wiring_plan import STAGE_HOST, WiringPlan
-from epd_serve.engine.argv import stage_command
 from epd_serve.errors import StageError
 from epd_serve.placement import InstancePlan
 from store.arena import Arena
@@ -43,7 +43,7 @@ def seconds_to_ready(blueprint: Blueprint, plan: InstancePlan) -> float:
         if blueprint.features_travel:
             stack.callback(Arena.create(str(run.arena), capacity_bytes=memory.arena_mib << 20).close)
         stage = WiringPlan(blueprint, run, ports, memory).stage(plan, os.urandom(6).hex())
-        command = stage_command(stage)
+        command = command_of(stage)
         spawn = Spawn(command.argv, stage_environment(command.env, run.path, blueprint.device))
         return asyncio.run(_start(spawn, run, plan.id, stage.port))
 

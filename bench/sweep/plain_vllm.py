@@ -16,9 +16,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from bench.clients.target import Target
 from bench.record import ROOT
@@ -38,11 +39,14 @@ _SITE = ROOT / "epd_serve" / "engine" / "site"
 
 
 @contextlib.contextmanager
-def plain_vllm(deployment: Deployment, blueprint: Blueprint) -> Iterator[RunningDeployment]:
+def plain_vllm(
+    deployment: Deployment, blueprint: Blueprint, more_env: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[RunningDeployment]:
     """The servers of `deployment` until the context ends.
 
     Args:
         blueprint: of the layout `TP1xN`, for devices, cores and model.
+        more_env: over the environment that a server would get.
 
     Raises:
         StageError: one ended before it was ready, or took longer than `START_S`; with the end of its log.
@@ -52,7 +56,7 @@ def plain_vllm(deployment: Deployment, blueprint: Blueprint) -> Iterator[Running
         servers: dict[str, Started] = {}
         for plan, port in zip(blueprint.plans, free_ports(len(blueprint.plans)), strict=True):
             argv, env = command(deployment, blueprint, plan, port)
-            log, env = folder / f"vllm{len(servers)}.log", {**env, "TMPDIR": str(folder)}
+            log, env = folder / f"vllm{len(servers)}.log", {**env, "TMPDIR": str(folder), **more_env}
             server = started(argv, log, env=env, by=signal.SIGTERM, stop_s=STOP_S)
             servers[f"http://127.0.0.1:{port}"] = stack.enter_context(server)
         for url, one in servers.items():

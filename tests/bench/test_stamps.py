@@ -20,7 +20,7 @@ def test_a_request_is_joined_by_its_keys_and_transfers(tmp_path):
     write(
         tmp_path / "proxy.jsonl",
         line(1.0, "proxy", "r1", "arrived"),
-        line(1.1, "proxy", "r1", "media_loaded", keys=["k1"]),
+        line(1.1, "proxy", "r1", "media", keys=["k1"]),
         line(1.5, "proxy", "r1", "dispatched", path="E_P_D", transfer="t1"),
         line(2.0, "proxy", "r1", "done", outcome="200"),
     )
@@ -31,7 +31,7 @@ def test_a_request_is_joined_by_its_keys_and_transfers(tmp_path):
 
     assert events == {
         "arrived": 1.0,
-        "media_loaded": 1.1,
+        "media": 1.1,
         "encoded": 1.3,
         "dispatched": 1.5,
         "prefill_end": 1.7,
@@ -43,21 +43,21 @@ def test_stamps_of_another_request_with_the_same_picture_do_not_count(tmp_path):
     write(
         tmp_path / "proxy.jsonl",
         line(1.0, "proxy", "r1", "arrived"),
-        line(1.1, "proxy", "r1", "media_loaded", keys=["k"]),
+        line(1.1, "proxy", "r1", "media", keys=["k"]),
         line(2.0, "proxy", "r1", "done"),
     )
     write(tmp_path / "E0.jsonl", line(0.5, "E0", "k", "encoded"), line(2.5, "E0", "k", "feature_put"))
 
     events = Timeline(read_stamps(tmp_path)).of("r1")
 
-    assert set(events) == {"arrived", "media_loaded", "done"}
+    assert set(events) == {"arrived", "media", "done"}
 
 
 def test_the_last_picture_ends_a_phase_and_the_first_begins_one(tmp_path):
     write(
         tmp_path / "proxy.jsonl",
         line(1.0, "proxy", "r", "arrived"),
-        line(1.1, "proxy", "r", "media_loaded", keys=["a", "b"]),
+        line(1.1, "proxy", "r", "media", keys=["a", "b"]),
         line(2.0, "proxy", "r", "done"),
     )
     write(
@@ -92,6 +92,24 @@ def test_a_request_is_found_by_the_name_its_client_gave(tmp_path):
     )
     timeline = Timeline(read_stamps(tmp_path))
 
-    assert timeline.named("mine") == {"arrived": 1.0, "first_byte": 1.5}
-    assert timeline.named("yours") == {"arrived": 1.2}
-    assert timeline.named("r1") == {}
+    assert [stamp.event for stamp in timeline.named("mine")] == ["arrived", "first_byte"]
+    assert [stamp.event for stamp in timeline.named("yours")] == ["arrived"]
+    assert timeline.named("nobody") == []
+
+
+def test_a_stage_asked_past_the_proxy_knows_the_request_by_its_clients_name(tmp_path):
+    write(tmp_path / "EPD0.jsonl", line(1.0, "EPD0", "mine", "received"), line(1.2, "EPD0", "mine", "answering"))
+
+    assert [stamp.event for stamp in Timeline(read_stamps(tmp_path)).named("mine")] == ["received", "answering"]
+
+
+def test_a_packet_is_a_stamp_of_every_transfer_that_it_carries(tmp_path):
+    write(
+        tmp_path / "all.jsonl",
+        *(line(1.0, "proxy", name, "dispatched", transfer=f"t-{name}") for name in ("a", "b")),
+        line(1.5, "P0", "link:D0", "kv_packet", transfers=["t-a", "t-b"]),
+        *(line(2.0, "proxy", name, "done") for name in ("a", "b")),
+    )
+    timeline = Timeline(read_stamps(tmp_path))
+
+    assert all("kv_packet" in timeline.of(name) for name in ("a", "b"))

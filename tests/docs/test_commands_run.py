@@ -35,6 +35,7 @@ SMALL: Mapping[str, str] = {
     "ablations": "--engine sim --rates 4 --seconds 2 --rounds 1 --only both",
     "arena": "--quick --rounds 10",
     "compare": "",
+    "latency": "--engine sim --quick",
     "layouts": "--engine sim --layouts TP1,E-P-D --rates 2 --duration 2 --min-samples 1",
     "load": "--rate 2 --duration 3 --min-samples 1 --late-ms 1000",
     "memory-tables": "",
@@ -49,10 +50,9 @@ REAL: Mapping[str, str] = {
     "colocation": "--quick",
     "duplicates": "--quick",
     "interference": "--quick --operators norm,decode_attention",
-    "startup": "--quick",
+    "mechanism": "--quick",
     "transfer ep": "--quick",
     "transfer pd": "--quick",
-    "ttft": "--quick",
 }
 """Those that need real stages, or processes that are busy for minutes."""
 

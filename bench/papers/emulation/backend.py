@@ -20,7 +20,7 @@ from bench.papers.devices import openpangu_vl_7b_910b
 from bench.papers.devices.stage import StageDevice
 from bench.papers.emulation.deployment import check_emulated, emulate
 from bench.papers.emulation.table5 import check
-from bench.phases import mean_phases
+from bench.phases import breakdown, phase_figures, request_phases
 from bench.record import environment, flatten
 from bench.sweep.deployments import ServedBy
 from bench.sweep.experiment import Experiment, PlannedRun
@@ -103,7 +103,8 @@ class Emulation:
         _append(store, PHASES, emulation.phases)
         _append(store, BATCHES, emulation.batches)
         measured = judged(emulation.run, plan)
-        figures = {**measured.figures, "phases": mean_phases(emulation.phases)}
+        phases = breakdown(map(request_phases, emulation.phases))
+        figures = {**measured.figures, **({"phases": phase_figures(phases)} if phases else {})}
         about = {"rate": run.rate, "rate_rps": run.rate_rps, "devices": deployment.devices, "number": run.number}
         store.keep({**measured.row(), **about}, flatten({run.label: figures}))
 

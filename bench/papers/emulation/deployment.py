@@ -17,7 +17,7 @@ from bench.clients.records import Outcome, RequestRecord
 from bench.clients.sender import Run
 from bench.papers.devices.stage import ENCODE, PREFILL, StageDevice
 from bench.papers.emulation.stage import Clock, SharedDevice, VirtualStage
-from bench.phases import Milestone, groups, phases
+from bench.phases import Phase, Span, line
 from bench.workloads.spec import RequestSpec
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout
@@ -34,18 +34,18 @@ from proxy.routing.policy import Candidate, least_loaded
 
 SAMPLE_S = 0.5
 """Between two samples of the batches."""
-MILESTONES = (
-    Milestone("dispatched", "proxy and client", "front"),
-    Milestone("encode_start", "encode queue", "encode"),
-    Milestone("encoded", "encode", "encode"),
-    Milestone("feature_ready", "E→P transfer", "E→P"),
-    Milestone("prefill_start", "prefill queue", "prefill"),
-    Milestone("prefill_end", "prefill", "prefill"),
-    Milestone("kv_done", "P→D transfer", "P→D"),
-    Milestone("decode_start", "decode queue", "decode"),
-    Milestone("first_content", "decode, first step", "decode"),
-)
-"""Phases are named as the report's breakdown names them."""
+MILESTONES = {
+    "dispatched": Phase.PROXY,
+    "encode_start": Phase.ENCODE_QUEUE,
+    "encoded": Phase.ENCODE,
+    "feature_ready": Phase.EP,
+    "prefill_start": Phase.PREFILL_QUEUE,
+    "prefill_end": Phase.PREFILL,
+    "kv_done": Phase.PD,
+    "decode_start": Phase.DECODE_QUEUE,
+    "first_content": Phase.FIRST_TOKEN,
+}
+"""The phase that ends with each event. Nothing overlaps here: each begins where the one before it ends."""
 _STAMPS = {ENCODE: ("encode_start", "encoded"), PREFILL: ("prefill_start", "prefill_end")}
 _ANSWER_STAMPS = ("decode_start", "recomputed")
 """Of its prompt D computes only the last token, with its first step."""
@@ -99,15 +99,14 @@ class Request:
 
     def phases(self, label: str) -> dict[str, Any]:
         """Returns a line of `phases.jsonl`, in the shape of those that come from real stamps."""
-        taken = phases(MILESTONES, {**self.stamps, "first_content": self.token_s[0]}, self.due_s)
-        return {
-            "id": self.id,
-            "run": label,
-            "path": self.path,
-            "phases_ms": {name: round(seconds * 1e3, 3) for name, seconds in taken.items()},
-            "groups_ms": {name: round(seconds * 1e3, 3) for name, seconds in groups(MILESTONES, taken).items()},
-            "residual_ms": round((self.token_s[0] - self.due_s - sum(taken.values())) * 1e3, 3),
-        }
+        stamps = {**self.stamps, "first_content": self.token_s[0]}
+        moments = [self.due_s, *(stamps[event] for event in MILESTONES if event in stamps)]
+        passed = [phase for event, phase in MILESTONES.items() if event in stamps]
+        spans = [Span(*times, phase) for times, phase in zip(itertools.pairwise(moments), passed, strict=True)]
+        first_s, last_s = self.token_s[0], self.token_s[-1]
+        spans.append(Span(first_s, last_s, Phase.DECODE))
+        names = {"id": self.id, "run": label, "path": self.path}
+        return line(names, spans, due_s=self.due_s, first_s=first_s, last_s=last_s)
 
 
 @dataclass

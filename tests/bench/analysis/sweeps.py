@@ -125,3 +125,14 @@ def sweep(
             runs[label] = requests(label, rate, ttft=ttfts[one.name], gap=gap, good=good, count=count)
         measured(folder, one, runs)
     return read_sweep(folder)
+
+
+SPLIT = {"client": 1.0, "encode queue": 2.0, "encode": 30.0, "prefill queue": 5.0, "prefill": 60.0, "first token": 9.0}
+FUSED = {"client": 1.0, "prefill": 199.0}
+"""Phases of a request in stages apart and in a monolith."""
+
+
+def phases_line(name: str, run: str, taken: Mapping[str, float]) -> dict[str, Any]:
+    """Of `phases.jsonl`, where nothing overlaps."""
+    times = {"ttft_ms": sum(taken.values()), "e2e_ms": 2 * sum(taken.values())}
+    return {"id": name, "run": run, **times, "phases_ms": dict(taken), "exposed_ms": dict(taken)}

@@ -14,8 +14,7 @@ from bench.analysis.page import PAGE, write_report
 from bench.analysis.plots import STYLE, all_figures, save
 from bench.analysis.sweep_results import read_sweep
 from bench.cli import main
-from tests.bench.analysis.sweeps import asked, deployment, measured, requests, sweep
-from tests.bench.analysis.test_phases import FUSED, SPLIT
+from tests.bench.analysis.sweeps import FUSED, SPLIT, asked, deployment, measured, phases_line, requests, sweep
 
 TABLES = {
     "best",
@@ -46,7 +45,7 @@ def experiment(
     for one in deployments:
         runs = {f"{rate:g} rps": requests(f"{rate:g} rps", rate, count=14) for rate in rates}
         phases = SPLIT if "-" in one.name else FUSED
-        lines = [{"id": row.id, "run": run, "phases_ms": phases} for run, rows in runs.items() for row in rows]
+        lines = [phases_line(row.id, run, phases) for run, rows in runs.items() for row in rows]
         sample = {"instance": "D0", "role": "D" if "-" in one.name else "EPD", "waiting": 0}
         sampled = [{**sample, "run": run, "t_s": n, "running": n} for run in runs for n in (1, 3)]
         measured(at, one, runs, phases=lines if more else (), batches=sampled if more else ())

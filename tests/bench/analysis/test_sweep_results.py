@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from bench.analysis.phases import Phase
 from bench.analysis.sweep_results import read_sweep
 from bench.clients.slo import PAPER
+from bench.phases import Phase
 from bench.sweep.store import BATCHES, EXPERIMENT, PHASES, RESULT
 from epd_serve.errors import ConfigError
-from tests.bench.analysis.sweeps import RATES, asked, deployment, measured, requests
+from tests.bench.analysis.sweeps import RATES, asked, deployment, measured, phases_line, requests
 
 MONOLITH, SPLIT = deployment("TP1x2", baseline=True), deployment("E-P-D", 3)
 
@@ -21,7 +21,7 @@ def whole(tmp_path):
     at = asked(tmp_path / "results", [MONOLITH, SPLIT])
     for one, ttft in ((MONOLITH, 0.4), (SPLIT, 0.2)):
         runs = {f"{rate:g} rps": requests(f"{rate:g} rps", rate, ttft=ttft) for rate in RATES}
-        traced = [{"id": "2 rps-0", "run": "2 rps", "path": "E-P-D", "phases_ms": {"P: forward pass": 12.5}}]
+        traced = [phases_line("2 rps-0", "2 rps", {"prefill": 12.5})]
         sampled = [
             {"run": "2 rps", "t_s": 1.5, "instance": "P0", "role": "P", "running": n, "waiting": 1} for n in (3, 5)
         ]
@@ -39,7 +39,7 @@ def test_a_run_comes_with_its_figures_requests_phases_and_batches(whole):
     assert run.figure("slo_2000:50/attainment") == 1.0 and 200 < run.figure("ttft_ms/mean") < 400
     assert run.figure("ttft_ms/p12") is None
     assert len(run.requests) == 40
-    assert (run.phases.requests, run.phases.taken[Phase.PREFILL]) == (1, 12.5)
+    assert (run.phases.requests, run.phases.mean[Phase.PREFILL]) == (1, 12.5)
     (batch,) = run.batches
     assert (batch.role, batch.instances, batch.samples, batch.waiting) == ("P", 1, 2, 1.0)
     assert (batch.p10, batch.mean, batch.p90) == (3.0, 4.0, 5.0)
@@ -79,7 +79,11 @@ def test_another_folder_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        (PHASES, '{"id": "a", "run": "r", "phases_ms": {}}\n{"id": "a"}\n', r"phases\.jsonl:2 .*'phases_ms'"),
+        (
+            PHASES,
+            '{"run": "r", "ttft_ms": 1, "e2e_ms": 1, "phases_ms": {}, "exposed_ms": {}}\n{}\n',
+            r"phases\.jsonl:2 .*'phases_ms'",
+        ),
         (BATCHES, '{"run": "2 rps"}\n', r"batches\.jsonl:1 .*'instance'"),
         (RESULT, '{"figures": {},\n"env": nothing}', r"result\.json:2 is no JSON"),
         (RESULT, '{"figures": {}, "env": {}}', r"result\.json is no result: it has no 'rows'"),

@@ -81,7 +81,7 @@ def test_layouts_plain_servers_and_an_example_proxy_are_measured_alike(tmp_path)
         assert figures[f"{name}/same_tokens"] == 1.0
         assert all(figures[f"{name}/{rate} rps/ok"] > 0 for rate in rates)
     traced = (out / "_E-PD_" / "phases.jsonl").read_text().splitlines()
-    assert traced and all("groups_ms" in json.loads(line) for line in traced)
+    assert traced and all("exposed_ms" in json.loads(line) for line in traced)
     expected = {"TP1x2": {"EPD0", "EPD1"}, "_E-PD_": {"E0", "PD0"}, "plain_vLLM_x2": {"vllm0", "vllm1"}}
     for slug, instances in expected.items():
         sampled = [json.loads(line) for line in (out / slug / "batches.jsonl").read_text().splitlines()]

@@ -1,0 +1,306 @@
+"""`epd-bench latency`: how long things take that nobody loads: starts, restarts, a monolith's tokens, every phase.
+
+In parts (`--only`), each on the demo model and from outside, as a user's process meets the product:
+
+    ready    (E-P)-D from its start to its ready message, second start on, over the slowest of its stages started alone
+    phases   where the time of one request at a time goes: a new image, the same again, text
+    waiting  the share of a core that the processes of an idle stage take
+    restart  from a stage's kill -9 until the proxy has it back, each stage in turn: idle, and under load
+    tp1      TP1 as shipped over plain vLLM on the same cores, one after the other: time to first token and, end to end,
+             time per token, one request and eight at once
+
+Plain vLLM's busy loop can starve its own front end where it has all cores: then whole answers arrive at once, and
+neither time means anything. Such a start is marked and left out; of its thread settings the best one counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from bench.clients import report
+from bench.clients.phases import joined
+from bench.clients.process import SenderProcess
+from bench.clients.records import RequestRecord
+from bench.clients.sender import Flow, ask
+from bench.clients.target import requests
+from bench.goals import Goal
+from bench.micro.alone import seconds_to_ready
+from bench.micro.measurement import Measurement, Row, Usually, flag, in_turns, one_of, several, whole
+from bench.micro.rows import grouped, median, ratios, table_of
+from bench.phases import breakdown, phase_rows, request_phases
+from bench.processes import cpu_seconds, since
+from bench.real_stages import closed_loop
+from bench.served import Served, groups, served
+from bench.stamps import Timeline, read_stamps
+from bench.sweep.deployments import Deployment, ServedBy
+from bench.sweep.plain_vllm import plain_vllm
+from bench.sweep.running import proxy_status
+from bench.workloads.synthetic import demo_body, demo_image, image_body, text_body
+from deploy.blueprint import Blueprint, draw
+from deploy.config import DeployConfig
+from epd_serve.errors import StageError
+
+LAYOUT, MONOLITH, OURS = "(E-P)-D", "TP1", "TP1 as shipped"
+PARTS = ("ready", "phases", "waiting", "restart", "tp1")
+AT_ONCE = (1, 8)
+SIDE, ANSWER_TOKENS = 224, 24
+IDLE_S, SETTLE_S, STAMPS_S, LOOK_S = 10.0, 3.0, 1.0, 0.05
+RESTART_S = 300.0
+"""After which a killed stage counts as lost."""
+LOADED_AT_ONCE = 4
+STARVED_SHARE = 0.5
+"""An answer that comes in fewer reads than this share of its tokens came at once."""
+GOALS = (
+    Goal("ready_s", "<=", 20),
+    Goal("ready_over_slowest", "<=", 1.6),
+    Goal("restart_s", "<=", 6),
+    Goal("restart_loaded_s", "<=", 12),
+    Goal("tp1_ttft_over_vllm", "<=", 1.15),
+    Goal("tp1_tpot_over_vllm", "<=", 1.05),
+    Goal("waiting_core_share", "<=", 0.02),
+    Goal("phases_sum_error", "<=", 0.02),
+)
+
+
+FLAGS = {
+    "--only": flag("parts of it", PARTS, several(one_of(*PARTS))),
+    "--rounds": flag("of each part", Usually(5, quick=1), whole()),
+    "--requests": flag("of each kind in a round", Usually(10, quick=3), whole()),
+    "--engine": flag("sim: to try the flow", "vllm", choices=("vllm", "sim")),
+}
+
+
+def about(arguments: argparse.Namespace) -> dict[str, str]:
+    real = arguments.engine == "vllm"
+    return {"kind": "real: CPU, demo model" if real else "simulated stages: to try the flow, no measurement"}
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Rows of the parts that were asked for, each with its `part`."""
+    engine = ("--engine", arguments.engine)
+    if "ready" in arguments.only:
+        yield from _ready(arguments.rounds, arguments.engine)
+    if {"phases", "waiting", "restart"} & set(arguments.only):
+        with served(LAYOUT, engine) as launch:
+            for name, part in (("phases", _phases), ("waiting", _waiting), ("restart", _restart)):
+                if name in arguments.only:
+                    yield from part(launch, arguments)
+    if "tp1" in arguments.only:
+        yield from _tp1(arguments)
+
+
+def _blueprint(layout: str, engine: str) -> Blueprint:
+    return draw(DeployConfig(layout=layout, device="cpu", engine=engine))
+
+
+def _ready(rounds: int, engine: str) -> Iterator[Row]:
+    """Each round the layout and each of its stages alone; a start before them fills the caches."""
+    blueprint = _blueprint(LAYOUT, engine)
+
+    def whole_layout() -> float:
+        with served(LAYOUT, ("--engine", engine), traced=False) as launch:
+            return launch.ready_s
+
+    starts: dict[str, Callable[[], float]] = {LAYOUT: whole_layout}
+    starts |= {
+        plan.role.value: lambda plan=plan: seconds_to_ready(blueprint, plan)  # type: ignore[misc]
+        for plan in blueprint.plans
+    }
+    whole_layout()
+    for turn, (what, start) in in_turns([*starts.items()], rounds):
+        yield _said({"part": "ready", "what": what, "round": turn, "load": os.getloadavg()[0], "seconds": start()})
+
+
+def _phases(launch: Served, arguments: argparse.Namespace) -> Iterator[Row]:
+    """One request at a time, of each kind in turn."""
+    asked: list[tuple[str, RequestRecord]] = []
+    for seed in range(900, 903):  # connections, kernels, first-time imports
+        ask(launch.url, demo_body(launch.model, demo_image(seed, SIDE)))
+    for turn in range(arguments.rounds * arguments.requests):
+        image = demo_body(launch.model, demo_image(1000 + turn, SIDE))
+        text = text_body(launch.model, tokens=32, answer=ANSWER_TOKENS, stream=True, seed=turn)
+        for kind, body in (("new image", image), ("repeated image", image), ("text", text)):
+            asked.append((kind, ask(launch.url, body)))
+    time.sleep(STAMPS_S)  # the last ones are written after the answer
+    timeline = Timeline(read_stamps(launch.traces))
+    for kind, record in asked:
+        found = joined(record, timeline)
+        if found is None:
+            raise StageError(f"the stamps know nothing of request {record.id}", stage=LAYOUT)
+        yield {"part": "phases", "kind": kind, **found}
+
+
+def _waiting(launch: Served, arguments: argparse.Namespace) -> Iterator[Row]:
+    time.sleep(SETTLE_S)
+    for turn in range(arguments.rounds):
+        before = cpu_seconds(launch.cpu_parts)
+        time.sleep(IDLE_S)
+        spent = since(before, cpu_seconds(launch.cpu_parts))
+        for stage in launch.stages:
+            own = sum(seconds for part, seconds in spent.items() if part.startswith(f"{stage.instance}/"))
+            yield {"part": "waiting", "what": stage.instance, "round": turn, "share": round(own / IDLE_S, 5)}
+
+
+def _restart(launch: Served, arguments: argparse.Namespace) -> Iterator[Row]:
+    bodies = [image_body(launch.model, side=SIDE, answer=ANSWER_TOKENS, stream=True, seed=one) for one in range(64)]
+    for turn, loaded in itertools.product(range(arguments.rounds), (False, True)):
+        stages = launch.stages if not arguments.quick else launch.stages[:1]
+        for stage in stages:
+            with _load(launch, bodies) if loaded else nullcontext():
+                seconds = _back_after_kill(launch, stage.instance)
+            ask(launch.url, demo_body(launch.model, demo_image(2000 + turn, SIDE)))  # it does serve
+            yield _said(
+                {"part": "restart", "what": stage.instance, "round": turn, "loaded": loaded, "seconds": seconds}
+            )
+
+
+@contextmanager
+def _load(launch: Served, bodies: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    """Images, some at once, for as long as the context lasts; those that a kill ends are not looked at."""
+    with SenderProcess() as sender:
+        sender.start(launch.url, Flow(requests(bodies), concurrency=LOADED_AT_ONCE, duration_s=RESTART_S))
+        time.sleep(SETTLE_S)
+        yield
+
+
+def _back_after_kill(launch: Served, instance: str) -> float:
+    """Seconds until the proxy gives a new life of the instance work. Raises StageError where it takes too long."""
+    before = {one.instance: one.incarnation for one in proxy_status(launch.url)}[instance]
+    os.killpg(groups(launch.run.parent)[instance], signal.SIGKILL)
+    begun = time.monotonic()
+    while time.monotonic() < begun + RESTART_S:
+        now = next(one for one in proxy_status(launch.url) if one.instance == instance)
+        if now.incarnation != before and not now.down:
+            return round(time.monotonic() - begun, 3)
+        time.sleep(LOOK_S)
+    raise StageError(f"{instance} is not back {RESTART_S:.0f} s after it was killed", stage=instance)
+
+
+def _tp1(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Each server alone on the machine, in turns."""
+    blueprint = _blueprint(MONOLITH, arguments.engine)
+    cores = blueprint.cores_of(blueprint.plans[0])
+    plain = Deployment("plain vLLM", MONOLITH, 1, ServedBy.VLLM)
+
+    @contextmanager
+    def ours() -> Iterator[tuple[str, str]]:
+        with served(MONOLITH, ("--engine", arguments.engine), traced=False) as launch:
+            yield launch.url, launch.model
+
+    @contextmanager
+    def stock(bound: str) -> Iterator[tuple[str, str]]:
+        with plain_vllm(plain, blueprint, {"VLLM_CPU_OMP_THREADS_BIND": bound}) as running:
+            yield str(running.target.servers[0].endpoint), running.model
+
+    servers: dict[str, Callable[[], AbstractContextManager[tuple[str, str]]]] = {OURS: ours}
+    for count in sorted({1, len(cores)}):
+        bound = ",".join(map(str, cores[:count]))
+        servers[f"plain vLLM, threads on cores {bound}"] = lambda bound=bound: stock(bound)  # type: ignore[misc]
+    for turn, (name, server) in in_turns([*servers.items()], arguments.rounds):
+        with server() as (url, model), SenderProcess() as sender:
+            seeds = itertools.count(turn << 16)
+            for at_once in AT_ONCE:
+                for count in (2 * at_once, arguments.requests * at_once):  # warm-up first
+                    bodies = [
+                        image_body(model, side=SIDE, answer=ANSWER_TOKENS, stream=True, seed=next(seeds))
+                        for _ in range(count)
+                    ]
+                    records = closed_loop(sender, url, bodies, at_once, decode=True)
+                yield _said({"part": "tp1", "what": name, "round": turn, "at_once": at_once, **_times(records)})
+
+
+def _times(records: Sequence[RequestRecord]) -> Row:
+    """Medians over requests, milliseconds."""
+    ttft_s = [one.ttft_s for one in records if one.ttft_s is not None]
+    reads = [len(set(one.token_s)) / len(one.token_s) for one in records]
+    return {
+        "ttft_ms": round(float(np.median(ttft_s)) * 1e3, 3),
+        "token_ms": round(float(np.median([one.e2e_s / one.output_tokens for one in records])) * 1e3, 3),
+        "starved": bool(np.median(reads) < STARVED_SHARE),
+    }
+
+
+def _said(row: Row) -> Row:
+    print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    return row
+
+
+def figures(rows: Sequence[Row]) -> dict[str, float]:
+    """Those of the parts that there are. Medians over rounds; of kinds, stages and loads the worst counts."""
+    parts = {part: own for (part,), own in grouped(rows, "part").items()}
+    found: dict[str, float] = {}
+    if "ready" in parts:
+        seconds = {what: median(own, "seconds") for (what,), own in grouped(parts["ready"], "what").items()}
+        found["ready_s"] = seconds.pop(LAYOUT)
+        found["ready_over_slowest"] = found["ready_s"] / max(seconds.values())
+    for (loaded,), own in grouped(parts.get("restart", ()), "loaded").items():
+        found["restart_loaded_s" if loaded else "restart_s"] = _worst(own, "what", "seconds")
+    if "waiting" in parts:
+        found["waiting_core_share"] = _worst(parts["waiting"], "what", "share")
+    if "phases" in parts:
+        shares = [{**row, "error": abs(row["sum_error"])} for row in parts["phases"]]
+        found["phases_sum_error"] = _worst(shares, "kind", "error")
+    for figure, name in (("tp1_ttft_over_vllm", "ttft_ms"), ("tp1_tpot_over_vllm", "token_ms")):
+        over = [_over_plain(own, name) for own in grouped(parts.get("tp1", ()), "at_once").values()]
+        if over and None not in over:
+            found[figure] = max(filter(None, over))
+    return {name: round(value, 5) for name, value in found.items()}
+
+
+def _worst(rows: Iterable[Row], kind: str, name: str) -> float:
+    return max(median(own, name) for own in grouped(rows, kind).values())
+
+
+def _over_plain(rows: Sequence[Row], name: str) -> float | None:
+    """Ours over the best of plain vLLM's settings, round by round; None where none served without starving."""
+    by_server = {what: own for (what,), own in grouped(rows, "what").items()}
+    ours = by_server.pop(OURS)
+    fed = [own for every in by_server.values() if (own := [row for row in every if not row["starved"]])]
+    ratio = ratios(ours, min(fed, key=lambda own: median(own, "token_ms")), name) if fed else None
+    return ratio.median if ratio is not None else None
+
+
+def tables(rows: Sequence[Row]) -> Iterable[str]:
+    """Of each part its rows in short; of the phases, those of each kind of request."""
+    parts = {part: own for (part,), own in grouped(rows, "part").items()}
+    for part, name in (("ready", "seconds"), ("waiting", "share"), ("restart", "seconds")):
+        kinds = grouped(({"loaded": None, **row} for row in parts.get(part, ())), "what", "loaded").items()
+        if kinds:
+            how = {True: "under load", False: "idle", None: ""}
+            shown = [(what, how[loaded], median(own, name)) for (what, loaded), own in kinds]
+            yield table_of(shown, {part: "{0[0]}", "": "{0[1]}", f"median {name}": "{0[2]:.3f}"})
+    if "tp1" in parts:
+        columns = {"tp1": "{what}", "at once": "{at_once}", "TTFT ms": "{ttft_ms:.1f}", "ms a token": "{token_ms:.2f}"}
+        servers = [
+            {
+                **own[0],
+                **{name: median(own, name) for name in ("ttft_ms", "token_ms")},
+                "starved": f"{sum(row['starved'] for row in own)} of {len(own)}",
+            }
+            for own in grouped(parts["tp1"], "what", "at_once").values()
+        ]
+        yield table_of(servers, {**columns, "starved starts": "{starved}"})
+    for (kind,), own in grouped(parts.get("phases", ()), "kind").items():
+        if (found := breakdown(map(request_phases, own))) is not None:
+            yield f"  {kind}\n{report.phases(phase_rows(found))}"
+
+
+MEASUREMENT = Measurement(
+    quick="one round, three requests of each kind, one killed stage",
+    flags=FLAGS,
+    about=about,
+    measure=measure,
+    figures=figures,
+    tables=tables,
+    goals=GOALS,
+)
+add_arguments = MEASUREMENT.add_arguments
