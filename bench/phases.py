@@ -75,6 +75,11 @@ class Phase(StrEnum):
     DECODE = "decode"
 
 
+EIGHT = (
+    *(Phase.ENCODE_QUEUE, Phase.ENCODE, Phase.EP, Phase.PREFILL_QUEUE, Phase.PREFILL, Phase.PD, Phase.DECODE_QUEUE),
+    *(Phase.FIRST_TOKEN, Phase.DECODE),
+)
+"""HydraInfer's, whose decode is the last two."""
 _WAITS = {Phase.PROXY_QUEUE, Phase.ENCODE_QUEUE, Phase.PREFILL_QUEUE, Phase.DECODE_QUEUE}
 _CARRIES = {Phase.EP, Phase.PD}
 _COMPUTES = {Phase.ENCODE, Phase.PREFILL, Phase.FIRST_TOKEN, Phase.DECODE}

@@ -31,7 +31,7 @@ SECTIONS: Mapping[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "rates": ("Numbers by rate", (), ("table5", "goodput", "rates")),
     "scatter": ("All requests (EPD-Serve Fig. 16)", ("scatter-ttft", "scatter-tpot"), ("requests",)),
     "ranks": ("Ranks (EPD-Serve Fig. 17)", ("ranks",), ()),
-    "phases": ("Phases (HydraInfer Figs. 11 and 13)", ("phases",), ("phases",)),
+    "phases": ("Phases (HydraInfer Figs. 11 and 13)", ("phases",), ("breakdown", "phases")),
     "batches": ("Batch sizes (after HydraInfer Figs. 3 and 6)", ("batches",), ("batches",)),
     "ratios": ("Ratios to the monolith", (), ("ratios",)),
     "deployments": ("Deployments", (), ("deployments",)),

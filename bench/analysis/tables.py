@@ -29,7 +29,7 @@ from bench.analysis.metrics import (
 from bench.analysis.ratios import run_ratio
 from bench.analysis.sweep_results import Batch, Run, SweepResults
 from bench.clients.slo import Slo
-from bench.phases import phase_rows
+from bench.phases import EIGHT, GOALS_MS, Breakdown, phase_rows
 from bench.sweep.deployments import Deployment
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
@@ -108,8 +108,8 @@ def chosen_rate(results: SweepResults, wanted: float | None = None) -> float | N
 
 def all_tables(results: SweepResults, rate: float | None) -> dict[str, Table]:
     """By name. `rate`: of Table 5; None where there is no run."""
-    made = [gaps(results), best(results), rates(results), goodput(results), ratios(results), phases(results)]
-    made += [batches(results), requests(results), deployments(results)]
+    made = [gaps(results), best(results), rates(results), goodput(results), ratios(results)]
+    made += [breakdown(results), phases(results), batches(results), requests(results), deployments(results)]
     made += [table5(results, rate)] if rate is not None else []
     return {table.name: table for table in made}
 
@@ -217,14 +217,26 @@ def _ratio(metric: Metric, run: Run, base: Run, name: str) -> dict[str, Cell]:
     return dict(zip((name, f"{name}: from", f"{name}: to", f"{name}: is"), cells, strict=True))
 
 
+def breakdown(results: SweepResults) -> Table:
+    """HydraInfer's eight phases, decode with its first step apart: durations, and how the migrations do."""
+    lines = []
+    for run, of in _traced(results):
+        rows = {row["phase"]: row for row in phase_rows(of)}
+        line = {**_head(results, run), "requests traced": of.requests, "E2E of these (ms)": of.e2e_ms}
+        for phase in EIGHT:
+            line |= {f"{phase} (ms)": of.mean.get(phase), f"{phase}: P95": of.p95.get(phase)}
+        line |= {f"{phase}: exposed": of.exposed.get(phase) for phase in GOALS_MS}
+        lines.append(line | {f"{phase} as HydraInfer's": rows.get(phase, {}).get("goal") for phase in GOALS_MS})
+    return Table("breakdown", "Where the time of a request goes (HydraInfer Figs. 11 and 13)", lines)
+
+
 def phases(results: SweepResults) -> Table:
-    lines = [
-        {**_head(results, run), "requests traced": of.requests, "of them through an encoder": of.encoded, **row}
-        for run in results.runs
-        if (of := run.phases) is not None and run.valid
-        for row in phase_rows(of)
-    ]
-    return Table("phases", "Where the time of a request goes (HydraInfer Figs. 11 and 13)", lines)
+    lines = [{**_head(results, run), **row} for run, of in _traced(results) for row in phase_rows(of)]
+    return Table("phases", "Every phase of a request", lines, long=True)
+
+
+def _traced(results: SweepResults) -> list[tuple[Run, Breakdown]]:
+    return [(run, run.phases) for run in results.runs if run.phases is not None and run.valid]
 
 
 def batches(results: SweepResults) -> Table:

@@ -13,7 +13,7 @@ from bench.analysis.sweep_results import read_sweep
 from bench.analysis.tables import Table, monolith, shown
 from bench.clients.slo import PAPER, Slo
 from epd_serve.errors import ConfigError
-from tests.bench.analysis.sweeps import asked, deployment, measured, requests, sweep
+from tests.bench.analysis.sweeps import FUSED, SPLIT, asked, deployment, measured, phases_line, requests, sweep
 
 MONO, FAST, WIDE = deployment("TP1x2", baseline=True), deployment("(E-P)-D"), deployment("E-P-D", 3)
 TTFTS = {"TP1x2": 1.5, "(E-P)-D": 0.2, "E-P-D": 0.2}
@@ -186,3 +186,18 @@ def test_batches_are_of_one_instance(tmp_path):
     )
     whole = found.at(FAST, 4.0).figure("output_tokens_per_s")
     assert line["output tokens/s of an instance"] == pytest.approx(whole / 2)
+
+
+def test_hydrainfers_breakdown_has_a_line_per_run_and_says_how_the_migrations_do(tmp_path):
+    asked(tmp_path, [MONO, FAST], rates=(4.0,))
+    for one, taken in ((MONO, FUSED), (FAST, {**SPLIT, "E→P": 1.0, "P→D": 9.0})):
+        rows = requests("4 rps", 4)
+        lines = [phases_line(row.id, "4 rps", taken) for row in rows]
+        measured(tmp_path, one, {"4 rps": rows}, phases=lines)
+    table = tables.breakdown(read_sweep(tmp_path))
+    split, fused = line_of(table, deployment="(E-P)-D"), line_of(table, deployment="TP1x2")
+
+    assert len(table.lines) == 2
+    assert (split["encode (ms)"], split["encode: P95"], split["P→D: exposed"]) == (30.0, 30.0, 9.0)
+    assert split["E→P as HydraInfer's"].endswith("met") and split["P→D as HydraInfer's"].endswith("MISSED")
+    assert (fused["prefill (ms)"], fused["encode (ms)"], fused["P→D as HydraInfer's"]) == (199.0, None, None)
