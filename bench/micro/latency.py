@@ -151,7 +151,7 @@ def _waiting(launch: Served, arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def _restart(launch: Served, arguments: argparse.Namespace) -> Iterator[Row]:
-    bodies = [image_body(launch.model, side=SIDE, answer=ANSWER_TOKENS, stream=True, seed=one) for one in range(64)]
+    bodies = [_image(launch.model, seed) for seed in range(64)]
     for turn, loaded in itertools.product(range(arguments.rounds), (False, True)):
         stages = launch.stages if not arguments.quick else launch.stages[:1]
         for stage in stages:
@@ -210,12 +210,15 @@ def _tp1(arguments: argparse.Namespace) -> Iterator[Row]:
             seeds = itertools.count(turn << 16)
             for at_once in AT_ONCE:
                 for count in (2 * at_once, arguments.requests * at_once):  # warm-up first
-                    bodies = [
-                        image_body(model, side=SIDE, answer=ANSWER_TOKENS, stream=True, seed=next(seeds))
-                        for _ in range(count)
-                    ]
+                    bodies = [_image(model, next(seeds)) for _ in range(count)]
                     records = closed_loop(sender, url, bodies, at_once, decode=True)
                 yield _said({"part": "tp1", "what": name, "round": turn, "at_once": at_once, **_times(records)})
+
+
+def _image(model: str, seed: int) -> dict[str, Any]:
+    """A request for an image that no other seed gives, with an answer of the same length for all."""
+    body = image_body(model, side=SIDE, answer=ANSWER_TOKENS, stream=True, seed=seed)
+    return {**body, "ignore_eos": True}
 
 
 def _times(records: Sequence[RequestRecord]) -> Row:
