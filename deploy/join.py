@@ -280,9 +280,9 @@ class _JoinedStage:
             )
             self._screen.line(f"[{stage}] core share {self._plan.core_order.share:g}: {got}")
 
-    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float) -> None:
+    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float | None) -> None:
         self._member.tell(incarnation, False, reason)
-        if retry_in_s > 0:
+        if retry_in_s is not None:
             self._screen.down(stage, reason, retry_in_s)
 
     def _on_signal(self) -> None:

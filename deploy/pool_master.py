@@ -123,7 +123,7 @@ class MasterNews:
             raise StageError(f"{stage} listens on {wrong}, not on {self._master.settings.host} alone", stage=stage)
         self._was_up = True
 
-    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float) -> None:
-        if retry_in_s > 0:
+    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float | None) -> None:
+        if retry_in_s is not None:
             reason = reason.partition("; its log ends with: ")[0]  # its last line tells nothing about a kill
             self._tell(f"{stage} is down: {reason}; features stay on their host; restart in {retry_in_s:g} s")

@@ -49,7 +49,7 @@ class StageNews:
             self._screen.line(f"warning: {stage} does not say how many cores it got: its share may not be enforced")
         self._table.apply(replace(self._wired.instance(plan, incarnation), cores=grants), up=False)
 
-    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float) -> None:
+    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float | None) -> None:
         self._table.mark_down(stage, reason, incarnation=incarnation)
-        if retry_in_s > 0:
+        if retry_in_s is not None:
             self._screen.down(stage, reason, retry_in_s)

@@ -24,6 +24,8 @@ from epd_serve.errors import ConfigError, EpdError, StageError
 
 logger = logging.getLogger(__name__)
 
+ENGINE_DEAD = 503  # what vLLM's /health answers once its engine has died, and for nothing else
+
 
 @dataclass(frozen=True)
 class StageSpec:
@@ -50,9 +52,10 @@ class Patience:
 
     Attributes:
         start_s: deadline from spawn to the first 200.
-        backoff_s: first delay before a restart; it doubles up to `backoff_max_s`.
-        settled_s: after this long in health the delay starts over.
-        health_timeout_s: one health request. `sick_after`: consecutive refusals (not time-outs) that mean sick.
+        settled_s: a life that was in health for this long is followed by the next one at once.
+        backoff_s: delay after one that was not; it doubles with each up to `backoff_max_s`.
+        health_timeout_s: one health request. `sick_after`: consecutive refusals (not time-outs) that mean sick;
+            one is enough where it says that the engine is dead.
         hung_s: silence that means hung; long, for a stage under load may answer late.
         stop_grace_s: from SIGTERM to SIGKILL.
         links_s: from its first 200 until a stage is used although its KV links are not up
@@ -60,10 +63,10 @@ class Patience:
     """
 
     start_s: float = 900.0
-    poll_s: float = 0.2
+    poll_s: float = 0.1
     backoff_s: float = 1.0
     backoff_max_s: float = 30.0
-    settled_s: float = 60.0
+    settled_s: float = 10.0
     health_every_s: float = 1.0
     health_timeout_s: float = 5.0
     sick_after: int = 3
@@ -86,8 +89,8 @@ class StageEvents(Protocol):
     def up(self, stage: str, incarnation: str, seconds: float) -> None:
         """It answers; `seconds` since its spawn."""
 
-    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float) -> None:
-        """It was up, or was being restarted, and is not."""
+    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float | None) -> None:
+        """It was up, or was being restarted, and is not. `retry_in_s` is None as long as what is left of it ends."""
 
 
 @dataclass
@@ -150,7 +153,7 @@ class Supervisor:
                 lived.reason = f"cannot be supervised: {type(error).__name__}: {error}"
             if stage.id not in self._seen_up:
                 raise StageError(f"{stage.what} {stage.id} did not start: {lived.reason}", stage=stage.id)
-            failures = 1 if lived.up_s >= self.patience.settled_s else failures + 1
+            failures = 0 if lived.up_s >= self.patience.settled_s else failures + 1
             delay_s = self._backoff(failures)
             try:
                 self.events.down(stage.id, incarnation, lived.reason, delay_s)
@@ -159,6 +162,9 @@ class Supervisor:
             await asyncio.sleep(delay_s)
 
     def _backoff(self, failures: int) -> float:
+        """`failures`: lives in a row that were not healthy for long."""
+        if failures == 0:
+            return 0.0
         return min(self.patience.backoff_max_s, self.patience.backoff_s * 2.0 ** min(failures - 1, 16))
 
     async def _live(self, stage: StageSpec, incarnation: str, lived: _Lived) -> None:
@@ -176,7 +182,7 @@ class Supervisor:
                 trouble = await self._until_trouble(stage, life)
                 lived.up_s = time.monotonic() - since
                 # At once, before the group is cleared away: the proxy must send nothing more.
-                self.events.down(stage.id, incarnation, trouble, 0.0)
+                self.events.down(stage.id, incarnation, trouble, None)
             lived.reason = trouble
             grace_s = min(2.0, grace_s)
         finally:
@@ -237,7 +243,7 @@ class Supervisor:
                 continue
             last_answer = time.monotonic()
             refusals = 0 if status == 200 else refusals + 1
-            if refusals >= self.patience.sick_after:
+            if status == ENGINE_DEAD or refusals >= self.patience.sick_after:
                 return f"unhealthy: /health answers {status or 'nothing'}"
 
 
