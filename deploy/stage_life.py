@@ -6,10 +6,10 @@ import asyncio
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from deploy import processes
 from deploy.stage_log import failure_reason
@@ -27,28 +27,54 @@ class Spawn:
     env: Mapping[str, str]
 
 
-class StageLife:
-    """A started process, leader of its own session and group. The creator calls `stop` in the end, always."""
+class Process(Protocol):
+    """The leader of a life: of its own session and process group."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log_path: Path, log_start: int) -> None:
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its exit code, minus a signal's number where one ended it; None while it runs."""
+
+
+Start = Callable[[Spawn, BinaryIO], Awaitable[Process]]
+"""Starts a process that writes to the log; OSError when it cannot."""
+
+
+async def execute(command: Spawn, log: BinaryIO) -> Process:
+    """Start the command as a program of its own."""
+    return subprocess.Popen(  # noqa: ASYNC220 - returns at once; from a thread it would die with it
+        command.argv,
+        env=dict(command.env),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only; the group is killed as one
+    )
+
+
+class StageLife:
+    """A started process with its group. The creator calls `stop` in the end, always."""
+
+    def __init__(self, process: Process, log_path: Path, log_start: int) -> None:
         self.pid = process.pid
         self.started = time.monotonic()
         self._process = process
+        self._born = processes.stat(process.pid)
         self._log_path = log_path
         self._log_start = log_start
         self._read_to = log_start
         self._torn = b""
 
     @classmethod
-    def spawn(cls, command: Spawn, log_path: Path) -> StageLife:
+    async def begin(cls, command: Spawn, log_path: Path, start: Start = execute) -> StageLife:
         """Start the process; its output is appended to the log.
 
         Raises:
             OSError: the executable cannot be run.
         """
         with log_path.open("ab") as log:
-            start = log.tell()  # first: the process shares the position, and may fail before it is asked for
-            return cls(_popen(command.argv, command.env, log), log_path, start)
+            log_start = log.tell()  # first: the process shares the position, and may fail before it is asked for
+            return cls(await start(command, log), log_path, log_start)
 
     @property
     def exit_code(self) -> int | None:
@@ -82,35 +108,36 @@ class StageLife:
 
     def kill(self) -> None:
         """SIGKILL the whole group, without waiting."""
-        processes.signal_group(self.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
 
     async def stop(self, grace_s: float) -> None:
         """End the whole group: SIGTERM, SIGKILL after `grace_s`; at once SIGKILL when the leader has gone already."""
         if grace_s > 0 and self._process.poll() is None:
-            processes.signal_group(self.pid, signal.SIGTERM)
+            self._signal(signal.SIGTERM)
             if await self._gone(grace_s):
                 return
         deadline, killing = time.monotonic() + KILL_TIMEOUT_S, processes.Killing()
         while time.monotonic() < deadline:
-            killing.strike([process.pid for process in processes.group_members(self.pid)])
+            killing.strike([process.pid for process in self._members()])
             if await self._gone(0.1):
                 return
 
     async def _gone(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        while self._process.poll() is None or processes.group_members(self.pid):
+        while self._process.poll() is None or self._members():
             if time.monotonic() > deadline:
                 return False
             await asyncio.sleep(EXIT_POLL_S)
         return True
 
+    def _signal(self, number: signal.Signals) -> None:
+        if not self._number_is_reused():
+            processes.signal_group(self.pid, number)
 
-def _popen(argv: Sequence[str], env: Mapping[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        argv,
-        env=dict(env),
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only; the group is killed as one
-    )
+    def _members(self) -> list[processes.ProcessStat]:
+        return [] if self._number_is_reused() else processes.group_members(self.pid)
+
+    def _number_is_reused(self) -> bool:
+        """Whether the leader's pid is another process's by now, which it can be once all of the group have gone."""
+        leader = processes.stat(self.pid)
+        return leader is not None and (self._born is None or leader.start_ticks != self._born.start_ticks)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from deploy.health import health_status
-from deploy.stage_life import Spawn, StageLife
+from deploy.stage_life import Spawn, StageLife, Start, execute
 from deploy.stage_log import FIRST_PHASE, phase_of
 from epd_serve.errors import ConfigError, EpdError, StageError
 
@@ -104,6 +104,7 @@ class Supervisor:
     events: StageEvents
     patience: Patience = field(default_factory=Patience)
     parallel_starts: int = 0
+    start: Start = execute
 
     def __post_init__(self) -> None:
         self.all_up = asyncio.Event()
@@ -173,7 +174,8 @@ class Supervisor:
         try:
             async with self._turn(stage):
                 self.events.before_spawn(stage.id, incarnation)
-                life = self._lives[stage.id] = StageLife.spawn(stage.command(incarnation), stage.log_path)
+                life = await StageLife.begin(stage.command(incarnation), stage.log_path, self.start)
+                self._lives[stage.id] = life
                 self.events.spawned(stage.id, life.pid)
                 trouble = await self._until_ready(stage, life)
             if trouble is None:

@@ -50,7 +50,7 @@ def seconds_to_ready(blueprint: Blueprint, plan: InstancePlan) -> float:
 
 async def _start(spawn: Spawn, run: RunDir, instance: str, port: int) -> float:
     begun = time.monotonic()
-    process = StageLife.spawn(spawn, run.log(instance))
+    process = await StageLife.begin(spawn, run.log(instance))
     run.record_group(instance, process.pid)
     try:
         while process.exit_code is None and time.monotonic() < begun + START_S:

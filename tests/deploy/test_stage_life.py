@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
-import pytest
-
-from deploy import stage_life
-from deploy.stage_life import Spawn, StageLife
+from deploy.stage_life import Process, Spawn, StageLife, execute
+from tests.waiting import until
 
 
-def test_what_a_process_writes_before_anybody_looks_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log, popen = tmp_path / "P0.log", stage_life._popen
+async def test_what_a_process_writes_before_anybody_looks_is_its_own(tmp_path: Path) -> None:
+    log = tmp_path / "P0.log"
     log.write_text("of the life before\n")
 
-    def ended_at_once(*arguments: Any) -> subprocess.Popen[bytes]:
-        process = popen(*arguments)
-        process.wait()
+    async def ended_at_once(command: Spawn, log: BinaryIO) -> Process:
+        process = await execute(command, log)
+        await until(lambda: process.poll() is not None)
         return process
 
-    monkeypatch.setattr(stage_life, "_popen", ended_at_once)
     code = "print('ValueError: no such dtype'); raise SystemExit(1)"
-    life = StageLife.spawn(Spawn((sys.executable, "-c", code), dict(os.environ)), log)
+    life = await StageLife.begin(Spawn((sys.executable, "-c", code), dict(os.environ)), log, ended_at_once)
     assert life.new_log_lines() == ["ValueError: no such dtype"]
     assert life.failure_reason() == "ValueError: no such dtype"
