@@ -6,21 +6,24 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deploy.processes import group_members
+from deploy.template import api_server_of
 
 Parts = Mapping[str, tuple[int, ...]]
 """Process ids by part of a launch: `proxy`, `E0/api`, `E0/engine`, …"""
 
 
 def parts(launcher: int, groups: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """The parts of a launch that runs: launcher with proxy, and per stage its API server and what that spawned.
+    """The parts of a launch that runs: launcher with proxy, and per stage its API server (with the process that
+    both are forked from) and what that spawned.
 
     Args:
-        groups: process group of each instance; the leader is the API server.
+        groups: process group of each instance.
     """
     found: dict[str, tuple[int, ...]] = {"proxy": (launcher,)}
     for instance, group in groups.items():
-        found[f"{instance}/api"] = (group,)
-        found[f"{instance}/engine"] = tuple(one.pid for one in group_members(group) if one.pid != group)
+        api = {group, api_server_of(group)}
+        found[f"{instance}/api"] = tuple(sorted(api))
+        found[f"{instance}/engine"] = tuple(one.pid for one in group_members(group) if one.pid not in api)
     return found
 
 

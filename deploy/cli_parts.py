@@ -57,12 +57,14 @@ def add_stage(commands: Any) -> Parser:
         ("--startup-timeout-s", float, 900.0, "deadline for vLLM to become ready"),
     ):
         cluster.add_argument(flag, type=kind, default=number, help=text)
+    template = DeployConfig.__dataclass_fields__["stage_template"].metadata
+    cluster.add_argument("--stage-template", choices=template["choices"], default="auto", help=template["help"])
     return parser
 
 
 _MEMBERS_OWN = (
     *("cluster_key_file", "run_root", "kv_faults", "core_share"),
-    *("arena_mib", "mooncake_segment_mib", "drain_s", "startup_timeout_s"),
+    *("arena_mib", "mooncake_segment_mib", "drain_s", "startup_timeout_s", "stage_template"),
 )
 
 

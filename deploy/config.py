@@ -119,6 +119,11 @@ class DeployConfig:
     )
     drain_s: float = _option(30.0, "how long requests in flight may go on after that")
     parallel_starts: int = _option(CPU_PARALLEL_STARTS, "stages that start at once on CPU (0 = all)")
+    stage_template: str = _option(
+        "auto",
+        "start stages as forks of a process that has imported what they need: on CPU (auto), on every device, or never",
+        choices=("auto", "always", "never"),
+    )
     kv_faults: str = _option("", "what goes wrong on purpose (epd_serve/kv/faults.py)", hidden=True)
     trace_dir: str = _option("", "directory for per-stage phase stamps (JSON lines)")
     run_root: str = _option("", "directory for run directories (default: XDG_RUNTIME_DIR or /tmp)", hidden=True)

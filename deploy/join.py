@@ -37,6 +37,7 @@ from deploy.second_tier import record_pool
 from deploy.shared_memory import RESERVE_MIB, free_mib
 from deploy.stage_life import Spawn
 from deploy.supervisor import Patience, StageSpec, Supervisor
+from deploy.template import stage_starts
 from epd_serve.cluster import MAX_DRAIN_S, NAME, JoinAnswer, stage_key
 from epd_serve.engine.stage_guard import KEY_ENV
 from epd_serve.errors import ConfigError, EpdError, StageError
@@ -64,6 +65,7 @@ def run_joined(
     kv_faults: str,
     startup_timeout_s: float,
     core_share: str,
+    stage_template: str,
     passed: Sequence[str],
     engine: str = "vllm",
     sim_profile: str = "",
@@ -88,6 +90,7 @@ def run_joined(
         device=device,
         arena_mib=arena_mib,
         startup_timeout_s=startup_timeout_s,
+        stage_template=stage_template,
         kv_faults=kv_faults,
         engine=engine,
         sim_profile=sim_profile,
@@ -212,7 +215,21 @@ class _JoinedStage:
         """`key`: what the stage's server wants to hear. The name of the first join stays that of log and screen."""
         name, plan = self._member.answer.id, self._plan
         spec = StageSpec(name, plan.host, plan.port, self._run.log(name), lambda life: self._spawn(key, life))
-        self._supervisor = supervisor = Supervisor([spec], self, self._patience)
+        config = plan.blueprint.config
+        starts = stage_starts(
+            config.stage_template,
+            plan.blueprint.device,
+            self._spawn(key, ""),
+            plan.blueprint.model,
+            self._run.log("template"),
+            self._screen.line,
+        )
+        async with starts as start:
+            self._supervisor = Supervisor([spec], self, self._patience, start=start)
+            await self._until_stopped(self._supervisor, drain_s)
+
+    async def _until_stopped(self, supervisor: Supervisor, drain_s: float) -> None:
+        (name,) = (one.id for one in supervisor.stages)
         self._screen.open([name])
         stage = asyncio.create_task(supervisor.run(), name="stage")
         background = Background()

@@ -37,9 +37,10 @@ from deploy.rundir import RunDir
 from deploy.screen import Screen
 from deploy.second_tier import SecondTier
 from deploy.shared_memory import SharedMemory, fit_shared_memory, free_mib
-from deploy.stage_life import Spawn
+from deploy.stage_life import Spawn, Start
 from deploy.stage_news import StageNews
 from deploy.supervisor import Patience, StageSpec, Supervisor
+from deploy.template import stage_starts
 from deploy.wiring_plan import STAGE_HOST, WiringPlan
 from epd_serve.errors import ConfigError, EpdError, StageError
 from epd_serve.placement import InstancePlan
@@ -135,7 +136,7 @@ class _Session:
             show_memory(self.blueprint.memory, self.run.path, self.screen.line)
         for warning in self.blueprint.warnings:
             self.screen.line(f"warning: {warning}")
-        async with self._arena(), self.tier.running(self.screen.line) as master:
+        async with self._stage_starts() as start, self._arena(), self.tier.running(self.screen.line) as master:
             front_door = self._front()
             table = front_door.table
             self.news = StageNews(self.wired, table, self.screen)
@@ -144,6 +145,7 @@ class _Session:
                 self.news,
                 replace(self.launch.patience, start_s=self.blueprint.config.startup_timeout_s),
                 parallel_starts=self.blueprint.config.parallel_starts if self.blueprint.device == "cpu" else 0,
+                start=start,
             )
             self.supervisors += [one for one in (master, supervisor) if one is not None]
             self.screen.open([plan.id for plan in self.blueprint.plans])
@@ -236,10 +238,20 @@ class _Session:
                 for line in await exposure_warnings(supervisor.groups(), STAGE_HOST):
                     self.screen.line(line)
 
+    def _stage_starts(self) -> contextlib.AbstractAsyncContextManager[Start]:
+        config, device = self.blueprint.config, self.blueprint.device
+        a_stage = self._command(self.blueprint.plans[0], "")
+        return stage_starts(
+            config.stage_template, device, a_stage, self.blueprint.model, self.run.log("template"), self.screen.line
+        )
+
+    def _command(self, plan: InstancePlan, incarnation: str) -> Spawn:
+        made = self.launch.command_of(self.wired.stage(plan, incarnation))
+        return Spawn(made.argv, stage_environment(made.env, self.run.path, self.blueprint.device))
+
     def _spec(self, plan: InstancePlan) -> StageSpec:
         def command(incarnation: str) -> Spawn:
-            made = self.launch.command_of(self.wired.stage(plan, incarnation))
-            return Spawn(made.argv, stage_environment(made.env, self.run.path, self.blueprint.device))
+            return self._command(plan, incarnation)
 
         # Memory is profiled at the start on NPU and CUDA: neighbours on a device must not start together.
         profiled = self.blueprint.device != "cpu" and plan.colocated_with

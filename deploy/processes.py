@@ -17,9 +17,10 @@ TRACKER_S = 3.0
 
 @dataclass(frozen=True)
 class ProcessStat:
-    """From /proc/<pid>/stat. `start_ticks`: clock ticks since boot."""
+    """From /proc/<pid>/stat. `name`: 15 characters at most; `start_ticks`: clock ticks since boot."""
 
     pid: int
+    name: str
     state: str
     group: int
     start_ticks: int
@@ -36,8 +37,11 @@ def stat(pid: int) -> ProcessStat | None:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
-    rest = text[text.rindex(")") + 2 :].split()  # the name in parentheses may hold anything
-    return ProcessStat(pid, state=rest[0], group=int(rest[2]), start_ticks=int(rest[19]))
+    end = text.rindex(")")  # the name in parentheses may hold anything
+    rest = text[end + 2 :].split()
+    return ProcessStat(
+        pid, text[text.index("(") + 1 : end], state=rest[0], group=int(rest[2]), start_ticks=int(rest[19])
+    )
 
 
 def running() -> Iterator[ProcessStat]:

@@ -25,9 +25,9 @@ from typing import Any, Protocol
 
 from npu_ops.core_grants import CoreGrant, CoreOrder, write_grant
 from npu_ops.core_sets import TooFewCoresError, apportion
+from npu_ops.openmp import team
 
 _KINDS = {"cube": "cube_core_num", "vector": "vector_core_num"}
-_PARALLEL_ELEMENTS = 1 << 20  # torch splits an elementwise operation among threads from 32768 elements on
 _FIX = "correct or remove --core-share"
 
 
@@ -139,12 +139,7 @@ def cpu_grant(rank: int, order: CoreOrder) -> CoreGrant:
     Raises:
         CoreLimitError: one of its threads may run elsewhere.
     """
-    import torch
-
-    before = _threads()
-    torch.empty(_PARALLEL_ELEMENTS).fill_(1.0)
-    team = (_threads() - before) | {0}  # 0: the calling thread, which computes, too
-    cores = tuple(sorted({core for thread in team for core in _affinity(thread)}))
+    cores = tuple(sorted({core for thread in team() for core in _affinity(thread)}))
     if not set(cores) <= set(order.cores):
         raise CoreLimitError(
             f"computing threads run on cores {list(cores)}, not on {list(order.cores)} alone: is "
@@ -157,10 +152,6 @@ def report(order: CoreOrder, grant: CoreGrant) -> None:
     """Leave the grant where the launcher looks for it."""
     if order.report:
         write_grant(order.report, grant)
-
-
-def _threads() -> set[int]:
-    return {int(name) for name in os.listdir("/proc/self/task")}
 
 
 def _affinity(thread: int) -> set[int]:

@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+from epd_serve.engine.stage_guard import KEY_ENV
 from epd_serve.stage_plan import MEMORY_NAMES_ENV, StageCommand, StagePlan
 from npu_ops import mps
 
@@ -21,6 +22,9 @@ STAGE_ENV = "EPD_SERVE_STAGE"  # set in every process of a stage; our vLLM plugi
 CORE_SHARE_ENV = "EPD_SERVE_CORE_SHARE"
 """The stage's `CoreOrder` as JSON, where it has a share: its workers carry it out (`core_share.py`)."""
 
+STAGE_MODULE = "epd_serve.engine.stage_main"
+
+THREADS_ENV = "OMP_NUM_THREADS"
 SHARED_CORES_ENV = "EPD_SERVE_SHARED_CORES"  # set where the cores a stage waits on are those another computes on
 
 CPU_KV_GIB = 1  # of each worker's KV cache
@@ -39,7 +43,15 @@ ENCODER_ARGS = ("--mm-encoder-only", "--no-enable-prefix-caching", "--enforce-ea
 TRACE_ARGS = ("--middleware", "epd_serve.engine.request_trace.RequestTrace", "--enable-log-requests")
 
 _VISIBLE_DEVICES = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
+_CORES_ENV = "VLLM_CPU_OMP_THREADS_BIND"
 _SITE = Path(__file__).with_name("site")
+
+OF_A_STAGE_ENV = frozenset((
+    *(STAGE_ENV, WIRING_ENV, CORE_SHARE_ENV, MEMORY_NAMES_ENV, KEY_ENV, "VLLM_HOST_IP"),
+    *(THREADS_ENV, _CORES_ENV, mps.PERCENTAGE_ENV, *_VISIBLE_DEVICES.values()),
+))  # fmt: skip
+"""Names of the environment in which stages of one launch may differ: nothing reads them at import, or a fork makes up
+for it. All others have to be the same in all stages, because they are forked from one process."""
 
 
 def stage_command(plan: StagePlan) -> StageCommand:
@@ -48,7 +60,7 @@ def stage_command(plan: StagePlan) -> StageCommand:
         argv=(
             sys.executable,
             "-m",
-            "epd_serve.engine.stage_main",
+            STAGE_MODULE,
             *_common(plan),
             *_role(plan),
             *_device(plan),
@@ -138,8 +150,8 @@ def _environment(plan: StagePlan) -> dict[str, str]:
         env[SHARED_CORES_ENV] = "1"
         env["VLLM_CPU_KVCACHE_SPACE"] = str(CPU_KV_GIB)
         cores = ",".join(map(str, plan.cores))
-        env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join([cores] * plan.tp) if cores else "auto"
-        if plan.colocated > 1:
+        env[_CORES_ENV] = "|".join([cores] * plan.tp) if cores else "auto"
+        if plan.cores_are_shared:
             env["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin for work take the neighbour's cores from it
     else:
         env[_VISIBLE_DEVICES[plan.device]] = ",".join(map(str, plan.device_ids))

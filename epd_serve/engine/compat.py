@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import inspect
 import logging
+import pkgutil
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
+from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from epd_serve.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
@@ -22,6 +28,109 @@ ItemMetadata = dict[str, dict[str, Any]]
 logger = logging.getLogger(__name__)
 
 _YIELD_S = 1e-4
+
+
+_STAGE_MODULES = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.executor.multiproc_executor",
+)
+_WORKER_MODULES = {"cpu": "vllm.v1.worker.cpu_worker", "cuda": "vllm.v1.worker.gpu_worker"}
+
+
+def stage_modules() -> tuple[str, ...]:
+    """What API server, EngineCore and worker of a stage import, in the order in which they do."""
+    worker = _WORKER_MODULES.get(device_kind())
+    return (*_STAGE_MODULES, worker) if worker else _STAGE_MODULES
+
+
+def import_routers() -> None:
+    """Import what the API server imports when it makes its application: a router of each part, as far as it can."""
+    package = "vllm.entrypoints"
+    folders = [str(_package_folder(package))]
+    for module in pkgutil.walk_packages(folders, f"{package}.", onerror=lambda name: None):
+        if module.name.endswith(".api_router"):
+            with contextlib.suppress(ImportError):  # of a package that is not there
+                importlib.import_module(module.name)
+
+
+def import_model(model: str) -> None:
+    """Import the model's class, and what its configuration, tokenizer and processor need.
+
+    vLLM loads its plugins on the way. It is made to forget that: they have to be loaded in each process of a stage.
+    """
+    import vllm.plugins
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.quantization import get_quantization_config
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.transformers_utils.processor import cached_processor_from_config
+
+    try:
+        config = EngineArgs(model=model).create_model_config()
+        ModelRegistry.resolve_model_cls(config.architectures, config)
+        get_quantization_config("fp8")  # whichever is asked for, all are imported
+        if config.is_multimodal_model:
+            cached_processor_from_config(config)
+    finally:
+        vllm.plugins.plugins_loaded = False
+
+
+def initialised_device() -> str:
+    """Which accelerator this process has initialised, "" for none."""
+    import torch
+
+    npu = getattr(torch, "npu", None)
+    if torch.cuda.is_initialized():
+        return "CUDA"
+    return "an NPU" if npu is not None and npu.is_initialized() else ""
+
+
+def worker_libraries(env: Mapping[str, str]) -> dict[str, str]:
+    """What vLLM's CPU platform adds to the environment between import and start of a worker, as far as it is read by
+    then where that worker is forked (`CpuPlatform.check_and_update_config`). Imports neither vLLM nor torch."""
+    preload = env.get("LD_PRELOAD", "")
+    torch_folder, vllm_folder = (_package_folder(name) for name in ("torch", "vllm"))
+    if not any(name in preload for name in ("libomp", "libgomp", "libiomp")):
+        openmp = _first_file((torch_folder.parent / "torch.libs", torch_folder / "lib"), ("libgomp*.so*",))
+        preload = ":".join(filter(None, (preload, openmp)))
+    if "libtcmalloc" not in preload:
+        malloc = _first_file((vllm_folder / "libs",), ("libtcmalloc_minimal*.so*", "libtcmalloc.so*"))
+        preload = ":".join(filter(None, (malloc, preload)))
+    return {"LD_PRELOAD": preload, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}
+
+
+def _package_folder(name: str) -> Path:
+    spec = find_spec(name)
+    assert spec is not None and spec.submodule_search_locations, f"{name} is not installed"
+    return Path(spec.submodule_search_locations[0])
+
+
+def _first_file(folders: Iterable[Path], patterns: Iterable[str]) -> str:
+    found = (str(path) for folder in folders for pattern in patterns for path in folder.glob(pattern))
+    return next(found, "")
+
+
+def spawn_in(context: BaseContext) -> None:
+    """Have vLLM make its processes in this multiprocessing context, whatever it would choose; they are no children of
+    the API server, so what it lets its children have is given to all: many open files.
+
+    vLLM's modules import `get_mp_context` by name, so all that are imported by now get another one. The original is
+    called all the same: it sets variables that processes inherit.
+    """
+    from vllm.utils import system_utils
+
+    system_utils.set_ulimit()
+    theirs = system_utils.get_mp_context
+
+    def get_mp_context() -> BaseContext:
+        theirs()
+        return context
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "get_mp_context", None) is theirs:
+            setattr(module, "get_mp_context", get_mp_context)  # noqa: B010 - of a module that mypy does not know
 
 
 def tp_rank() -> int:
@@ -62,6 +171,7 @@ def device_kind() -> str:
 
 def platform_fingerprint() -> str:
     """What decides how KV bytes are laid out beyond shapes: vLLM's version, the device type, the CPU's ISA."""
+    import torch
     import vllm
     from vllm.platforms import current_platform
 

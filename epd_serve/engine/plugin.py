@@ -14,7 +14,8 @@ from epd_serve.engine.compat import sleep_between_steps
 from epd_serve.engine.core_share import obey
 from epd_serve.engine.memory_names import name_memory, name_rank_memory
 from epd_serve.engine.rendezvous import narrow_rendezvous
-from epd_serve.lifeline import die_with_parent
+from epd_serve.engine.template.context import forked
+from epd_serve.lifeline import die_with_parent, name_process
 
 
 def register() -> None:
@@ -33,5 +34,7 @@ def register() -> None:
     obey()
     narrow_rendezvous()
     parent = multiprocessing.parent_process()
-    if parent is not None:
+    if forked():  # and dies with the stage's root
+        name_process(multiprocessing.current_process().name)
+    elif parent is not None:
         die_with_parent(parent.pid)

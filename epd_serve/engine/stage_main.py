@@ -17,6 +17,7 @@ from epd_serve.errors import ConfigError
 from epd_serve.lifeline import die_with_parent
 from epd_serve.stage_plan import LAUNCHER_ENV
 
+SERVER = "vllm.entrypoints.openai.api_server"
 REFUSED = 2  # exit code: the flags have to change, starting it again is of no use
 
 
@@ -24,13 +25,19 @@ def main() -> None:
     launcher = os.environ.get(LAUNCHER_ENV)
     if launcher is not None:
         die_with_parent(int(launcher))
+    sys.exit(serve())
+
+
+def serve() -> int:
+    """Be vLLM's OpenAI server with the flags in `sys.argv`, until it ends. Returns the exit code."""
     name_memory()
     _check_what_is_made()
     try:
-        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+        runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
     except ConfigError as error:
         print(f"epd-serve: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(REFUSED)
+        return REFUSED
+    return 0
 
 
 def _check_what_is_made() -> None:

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from deploy import processes
 from deploy.ports import free_ports
+from deploy.template import api_server_of
 from epd_serve.demo.presets import builtin_model_dir
 from tests.waiting import wait_for
 
@@ -147,12 +149,33 @@ class Serving(Endpoint):
 
     def stage(self, instance: str) -> Endpoint:
         """A stage's own server, past the proxy."""
-        return Endpoint(next(self._urls(instance)))
+        listening = psutil.Process(self.api_server_pid(instance)).net_connections("tcp")
+        ports = [one.laddr.port for one in listening if one.status == psutil.CONN_LISTEN]
+        return Endpoint(f"http://127.0.0.1:{ports[0]}")
 
     def stage_pid(self, instance: str) -> int:
-        """Leader of the instance's newest process group: its API server."""
+        """Leader of the instance's newest process group: its root."""
         lines = (self.run / "groups.jsonl").read_text().splitlines()
         return int([entry for entry in map(json.loads, lines) if entry["instance"] == instance][-1]["pid"])
+
+    def api_server_pid(self, instance: str) -> int:
+        return api_server_of(self.stage_pid(instance))
+
+    @property
+    def template_pid(self) -> int:
+        """The process that stages are forked from: of the launcher's children the one that runs it."""
+        children = psutil.Process(self.process.pid).children()
+        return next(child.pid for child in children if "epd_serve.engine.template" in child.cmdline())
+
+    @contextlib.contextmanager
+    def slow_restarts(self) -> Iterator[None]:
+        """A stage that dies stays away for half a minute: nobody answers who could fork it."""
+        os.kill(template := self.template_pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # the launcher has another by now
+                os.kill(template, signal.SIGCONT)
 
     def signal_stage(self, instance: str, number: int) -> None:
         """To every process of the instance but its resource trackers, which have to unlink vLLM's shared memory."""
@@ -207,10 +230,6 @@ class Serving(Endpoint):
         with contextlib.suppress(ValueError, FileNotFoundError):
             return [json.loads(line)["pid"] for line in (self.run / "groups.jsonl").read_text().splitlines()]
         return []
-
-    def _urls(self, instance: str) -> Iterator[str]:
-        argv = Path(f"/proc/{self.stage_pid(instance)}/cmdline").read_bytes().decode().split("\0")
-        yield f"http://127.0.0.1:{argv[argv.index('--port') + 1]}"
 
 
 @contextlib.contextmanager

@@ -128,7 +128,7 @@ def test_bad_input_is_one_clear_error_and_the_server_stays_up(
 def test_a_killed_stage_is_restarted_and_requests_go_on(launch: Serving, solo_answer: Solo, killed: str) -> None:
     before = launch.instances()[killed]["incarnation"]
     group = launch.stage_pid(killed)
-    os.kill(group, signal.SIGKILL)
+    os.kill(launch.api_server_pid(killed), signal.SIGKILL)
     body = fresh({"P0": 412, "D0": 413, "E0": 414}[killed])
     wait_for(lambda: not launch.instances()[killed]["up"], "the proxy to know", 5)
     assert launch.get("/health").status_code == (200 if killed == "E0" else 503)
@@ -152,7 +152,7 @@ def test_an_answer_that_loses_its_stage_halfway_ends_with_an_error_and_without_d
             if line.startswith("data: "):
                 events.append(line.removeprefix("data: "))
                 if len(events) == 3:
-                    os.kill(launch.stage_pid("D0"), signal.SIGKILL)
+                    os.kill(launch.api_server_pid("D0"), signal.SIGKILL)
     assert "[DONE]" not in events
     error = json.loads(events[-1])["error"]
     assert error["type"] and error["message"]
@@ -162,9 +162,16 @@ def test_an_answer_that_loses_its_stage_halfway_ends_with_an_error_and_without_d
 
 @epd
 def test_without_its_encoder_the_rest_serves_on_and_says_how(launch: Serving, solo_answer: Solo) -> None:
-    os.kill(launch.stage_pid("E0"), signal.SIGKILL)
-    wait_for(lambda: not launch.instances()["E0"]["up"], "the proxy to know", 5)
     text, picture = {**chat("Hello"), "max_tokens": 11}, fresh(415)
+    with launch.slow_restarts():
+        os.kill(launch.api_server_pid("E0"), signal.SIGKILL)
+        wait_for(lambda: not launch.instances()["E0"]["up"], "the proxy to know", 5)
+        _serves_without_its_encoder(launch, solo_answer, text, picture)
+    wait_for(launch.healthy, "E0 to be back", 180)
+    assert launch.get("/ready").json()["kinds"]["image"]["how"] == "E-P-D"
+
+
+def _serves_without_its_encoder(launch: Serving, solo_answer: Solo, text: Body, picture: Body) -> None:
     assert launch.get("/health").status_code == 200
     ready = launch.get("/ready?kind=image")
     assert ready.status_code == 200 and ready.json()["status"] == "degraded" and ready.json()["missing"] == ["E"]
@@ -173,8 +180,6 @@ def test_without_its_encoder_the_rest_serves_on_and_says_how(launch: Serving, so
     assert ask(launch, text) == solo_answer(text)
     assert ask(launch, picture) == solo_answer(picture)
     assert not launch.instances()["E0"]["up"], "all of this was without it"
-    wait_for(launch.healthy, "E0 to be back", 180)
-    assert launch.get("/ready").json()["kinds"]["image"]["how"] == "E-P-D"
 
 
 @epd
@@ -182,11 +187,11 @@ def test_without_its_encoder_the_rest_serves_on_and_says_how(launch: Serving, so
 def test_a_request_outlives_the_death_of_the_stage_that_held_it(launch: Serving, solo_answer: Solo) -> None:
     body = {**chat("Hello"), "max_tokens": 11}
     answers: list[list[list[int]]] = []
-    os.kill(launch.stage_pid("P0"), signal.SIGSTOP)  # holds the request without an answer …
+    os.kill(launch.api_server_pid("P0"), signal.SIGSTOP)  # holds the request without an answer …
     asking = threading.Thread(target=lambda: answers.append(ask(launch, body)))
     asking.start()
     wait_for(lambda: launch.instances()["P0"]["in_flight"]["prefill"] == 1, "P to hold the request", 10)
-    os.kill(launch.stage_pid("P0"), signal.SIGKILL)  # … and dies
+    os.kill(launch.api_server_pid("P0"), signal.SIGKILL)  # … and dies
     asking.join(timeout=170)
     assert answers == [solo_answer(body)]
 

@@ -120,9 +120,9 @@ def test_openmp_threads_are_bound_per_rank(cores: tuple[int, ...], tp: int, boun
 
 
 def test_threads_that_wait_for_work_leave_the_cores_to_a_neighbour() -> None:
-    assert command(Role.P, "cpu", colocated=2).env["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert command(Role.P, "cpu", cores_are_shared=True).env["OMP_WAIT_POLICY"] == "PASSIVE"
     assert "OMP_WAIT_POLICY" not in command(Role.P, "cpu").env
-    assert "OMP_WAIT_POLICY" not in command(Role.P, "npu", colocated=2).env
+    assert "OMP_WAIT_POLICY" not in command(Role.P, "npu", cores_are_shared=True).env
 
 
 @pytest.mark.parametrize(
