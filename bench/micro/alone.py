@@ -19,6 +19,7 @@ from deploy.ports import free_ports
 from deploy.rundir import RunDir
 from deploy.shared_memory import SharedMemory
 from deploy.stage_life import Spawn, StageLife
+from deploy.template import stage_starts
 from deploy.wiring_plan import STAGE_HOST, WiringPlan
 from epd_serve.errors import StageError
 from epd_serve.placement import InstancePlan
@@ -30,7 +31,8 @@ STOP_S = 8.0
 
 
 def seconds_to_ready(blueprint: Blueprint, plan: InstancePlan) -> float:
-    """Seconds from spawning the stage to its first 200 on /health. Everything it made is gone on return.
+    """Seconds until the first 200 on /health of a stage that is started as a launch of the blueprint would start it, by
+    a template of its own where that has one. Everything it made is gone on return.
 
     Raises:
         StageError: it ended, or took longer than `START_S`; with the reason from its log.
@@ -45,12 +47,17 @@ def seconds_to_ready(blueprint: Blueprint, plan: InstancePlan) -> float:
         stage = WiringPlan(blueprint, run, ports, memory).stage(plan, os.urandom(6).hex())
         command = command_of(stage)
         spawn = Spawn(command.argv, stage_environment(command.env, run.path, blueprint.device))
-        return asyncio.run(_start(spawn, run, plan.id, stage.port))
+        return asyncio.run(_start(blueprint, spawn, run, plan.id, stage.port))
 
 
-async def _start(spawn: Spawn, run: RunDir, instance: str, port: int) -> float:
-    begun = time.monotonic()
-    process = await StageLife.begin(spawn, run.log(instance))
+async def _start(blueprint: Blueprint, spawn: Spawn, run: RunDir, instance: str, port: int) -> float:
+    begun, config = time.monotonic(), blueprint.config
+    log = run.log("template")
+    async with stage_starts(config.stage_template, blueprint.device, spawn, blueprint.model, log, print) as start:
+        return await _ready(begun, await StageLife.begin(spawn, run.log(instance), start), run, instance, port)
+
+
+async def _ready(begun: float, process: StageLife, run: RunDir, instance: str, port: int) -> float:
     run.record_group(instance, process.pid)
     try:
         while process.exit_code is None and time.monotonic() < begun + START_S:
