@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 
 from deploy import processes
+from deploy.environment import shm_root
 from deploy.stage_life import Process, Spawn, StageLife
 from deploy.template import ForkedRoot, Template
 from epd_serve.engine.argv import STAGE_ENV, STAGE_MODULE
+from epd_serve.stage_plan import MEMORY_NAMES_ENV
 from tests.waiting import until
 
 FAKE_TEMPLATE = str(Path(__file__).parents[1] / "epd_serve" / "engine" / "template" / "fake_template.py")
@@ -32,11 +34,12 @@ class Launch:
     template: Template
     lines: list[str]
     lives: list[StageLife] = field(default_factory=list)
+    memory_names: str = field(default_factory=lambda: f"epd-test-{os.urandom(4).hex()}-")
 
     async def stage(self, act: str, *more: str, **env: str) -> StageLife:
         """A life of a stage whose processes do what the flags say."""
         command = (sys.executable, "-m", STAGE_MODULE, act, str(self.folder), *more)
-        spawn = Spawn(command, {**os.environ, STAGE_ENV: "P0", **env})
+        spawn = Spawn(command, {**os.environ, STAGE_ENV: "P0", MEMORY_NAMES_ENV: self.memory_names, **env})
         life = await StageLife.begin(spawn, self.folder / "P0.log", self.template.start)
         self.lives.append(life)
         return life
@@ -91,6 +94,8 @@ async def launching(folder: Path, model: str = "") -> AsyncIterator[Launch]:
         finally:
             for life in launch.lives:
                 await life.stop(0)
+            for left in shm_root().glob(f"*{launch.memory_names}*"):  # as a launch does: a killed group cannot
+                left.unlink()
 
 
 async def test_a_stage_is_a_group_whose_root_forks_every_process(tmp_path: Path) -> None:

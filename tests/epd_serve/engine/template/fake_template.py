@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Lock
 from pathlib import Path
 
+from epd_serve.engine.memory_names import name_memory
 from epd_serve.engine.template.context import RootContext, forked
 from epd_serve.engine.template.messages import READY
 from epd_serve.engine.template.server import serve
@@ -21,6 +22,7 @@ from epd_serve.engine.template.server import serve
 
 def api_server() -> int:
     act, folder, *rest = sys.argv[1:]
+    name_memory()
     _note(Path(folder), "api")
     if act == "exit":
         return int(rest[0])
