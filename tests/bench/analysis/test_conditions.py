@@ -46,7 +46,7 @@ def test_our_own_results_can_be_compared_with_themselves():
 def test_another_measurement_is_refused():
     results = {one.name: one for one in read_results(ROOT / "bench" / "results")}
 
-    assert "measurement: A has ttft, B has startup" in refusals(results["ttft"], results["startup"])
+    assert "measurement: A has ttft, B has latency" in refusals(results["ttft"], results["latency"])
 
 
 def test_another_flag_is_refused_and_more_requests_are_not(tmp_path):
