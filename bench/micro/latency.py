@@ -6,11 +6,8 @@ In parts (`--only`), each on the demo model and from outside, as a user's proces
     phases   where the time of one request at a time goes: a new image, the same again, text
     waiting  the share of a core that the processes of an idle stage take
     restart  from a stage's kill -9 until the proxy has it back, each stage in turn: idle, and under load
-    tp1      TP1 as shipped over plain vLLM on the same cores, one after the other: time to first token and, end to end,
-             time per token, one request and eight at once
-
-Plain vLLM's busy loop can starve its own front end where it has all cores: then whole answers arrive at once, and
-neither time means anything. Such a start is marked and left out; of its thread settings the best one counts.
+    tp1, epd, bench
+             ours over plain vLLM on the same cores (`bench/micro/over_vllm.py`)
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -33,41 +30,41 @@ from bench.clients.records import RequestRecord
 from bench.clients.sender import Flow, ask
 from bench.clients.target import requests
 from bench.goals import Goal
+from bench.micro import over_vllm
 from bench.micro.alone import seconds_to_ready
 from bench.micro.measurement import Measurement, Row, Usually, flag, in_turns, one_of, several, whole
-from bench.micro.rows import grouped, median, ratios, table_of
-from bench.phases import breakdown, phase_rows, request_phases
+from bench.micro.over_vllm import ANSWER_TOKENS, LAYOUT, NEW, REPEATED, SIDE, TEXT
+from bench.micro.rows import grouped, median, table_of
+from bench.phases import HOPS, breakdown, hops, phase_rows, request_phases
 from bench.processes import cpu_seconds, since
-from bench.real_stages import closed_loop
 from bench.served import Served, groups, served
 from bench.stamps import Timeline, read_stamps
-from bench.sweep.deployments import Deployment, ServedBy
-from bench.sweep.plain_vllm import plain_vllm
 from bench.sweep.running import proxy_status
 from bench.workloads.synthetic import demo_body, demo_image, image_body, text_body
 from deploy.blueprint import Blueprint, draw
 from deploy.config import DeployConfig
 from epd_serve.errors import StageError
 
-LAYOUT, MONOLITH, OURS = "(E-P)-D", "TP1", "TP1 as shipped"
-PARTS = ("ready", "phases", "waiting", "restart", "tp1")
-AT_ONCE = (1, 8)
-SIDE, ANSWER_TOKENS = 224, 24
+PARTS = ("ready", "phases", "waiting", "restart", *over_vllm.PARTS)
 IDLE_S, SETTLE_S, STAMPS_S, LOOK_S = 10.0, 3.0, 1.0, 0.05
 RESTART_S = 300.0
 """After which a killed stage counts as lost."""
 LOADED_AT_ONCE = 4
-STARVED_SHARE = 0.5
-"""An answer that comes in fewer reads than this share of its tokens came at once."""
 GOALS = (
     Goal("ready_s", "<=", 20),
     Goal("ready_over_slowest", "<=", 1.6),
     Goal("restart_s", "<=", 6),
     Goal("restart_loaded_s", "<=", 12),
-    Goal("tp1_ttft_over_vllm", "<=", 1.15),
-    Goal("tp1_tpot_over_vllm", "<=", 1.05),
     Goal("waiting_core_share", "<=", 0.02),
     Goal("phases_sum_error", "<=", 0.02),
+    Goal("hops_exposed_ms", "<=", 12),
+    Goal("tp1_ttft_over_vllm", "<=", 1.15),
+    Goal("tp1_tpot_over_vllm", "<=", 1.05),
+    Goal("epd_ttft_new_over_vllm", "<=", 1.8),
+    Goal("epd_ttft_repeat_over_vllm", "<=", 1.5),
+    Goal("epd_ttft_text_over_vllm", "<=", 1.5),
+    Goal("epd_token_over_vllm", "<=", 1.10),
+    Goal("bench_ttft_over_vllm", "<=", 1.15),
 )
 
 
@@ -94,8 +91,9 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
             for name, part in (("phases", _phases), ("waiting", _waiting), ("restart", _restart)):
                 if name in arguments.only:
                     yield from part(launch, arguments)
-    if "tp1" in arguments.only:
-        yield from _tp1(arguments)
+    for name, compared in over_vllm.PARTS.items():
+        if name in arguments.only:
+            yield from map(_said, compared(arguments))
 
 
 def _blueprint(layout: str, engine: str) -> Blueprint:
@@ -128,7 +126,7 @@ def _phases(launch: Served, arguments: argparse.Namespace) -> Iterator[Row]:
     for turn in range(arguments.rounds * arguments.requests):
         image = demo_body(launch.model, demo_image(1000 + turn, SIDE))
         text = text_body(launch.model, tokens=32, answer=ANSWER_TOKENS, stream=True, seed=turn)
-        for kind, body in (("new image", image), ("repeated image", image), ("text", text)):
+        for kind, body in ((NEW, image), (REPEATED, image), (TEXT, text)):
             asked.append((kind, ask(launch.url, body)))
     time.sleep(STAMPS_S)  # the last ones are written after the answer
     timeline = Timeline(read_stamps(launch.traces))
@@ -151,7 +149,7 @@ def _waiting(launch: Served, arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def _restart(launch: Served, arguments: argparse.Namespace) -> Iterator[Row]:
-    bodies = [_image(launch.model, seed) for seed in range(64)]
+    bodies = [image_body(launch.model, side=SIDE, answer=ANSWER_TOKENS, stream=True, seed=seed) for seed in range(64)]
     for turn, loaded in itertools.product(range(arguments.rounds), (False, True)):
         stages = launch.stages if not arguments.quick else launch.stages[:1]
         for stage in stages:
@@ -185,53 +183,6 @@ def _back_after_kill(launch: Served, instance: str) -> float:
     raise StageError(f"{instance} is not back {RESTART_S:.0f} s after it was killed", stage=instance)
 
 
-def _tp1(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Each server alone on the machine, in turns."""
-    blueprint = _blueprint(MONOLITH, arguments.engine)
-    cores = blueprint.cores_of(blueprint.plans[0])
-    plain = Deployment("plain vLLM", MONOLITH, 1, ServedBy.VLLM)
-
-    @contextmanager
-    def ours() -> Iterator[tuple[str, str]]:
-        with served(MONOLITH, ("--engine", arguments.engine), traced=False) as launch:
-            yield launch.url, launch.model
-
-    @contextmanager
-    def stock(bound: str) -> Iterator[tuple[str, str]]:
-        with plain_vllm(plain, blueprint, {"VLLM_CPU_OMP_THREADS_BIND": bound}) as running:
-            yield str(running.target.servers[0].endpoint), running.model
-
-    servers: dict[str, Callable[[], AbstractContextManager[tuple[str, str]]]] = {OURS: ours}
-    for count in sorted({1, len(cores)}):
-        bound = ",".join(map(str, cores[:count]))
-        servers[f"plain vLLM, threads on cores {bound}"] = lambda bound=bound: stock(bound)  # type: ignore[misc]
-    for turn, (name, server) in in_turns([*servers.items()], arguments.rounds):
-        with server() as (url, model), SenderProcess() as sender:
-            seeds = itertools.count(turn << 16)
-            for at_once in AT_ONCE:
-                for count in (2 * at_once, arguments.requests * at_once):  # warm-up first
-                    bodies = [_image(model, next(seeds)) for _ in range(count)]
-                    records = closed_loop(sender, url, bodies, at_once, decode=True)
-                yield _said({"part": "tp1", "what": name, "round": turn, "at_once": at_once, **_times(records)})
-
-
-def _image(model: str, seed: int) -> dict[str, Any]:
-    """A request for an image that no other seed gives, with an answer of the same length for all."""
-    body = image_body(model, side=SIDE, answer=ANSWER_TOKENS, stream=True, seed=seed)
-    return {**body, "ignore_eos": True}
-
-
-def _times(records: Sequence[RequestRecord]) -> Row:
-    """Medians over requests, milliseconds."""
-    ttft_s = [one.ttft_s for one in records if one.ttft_s is not None]
-    reads = [len(set(one.token_s)) / len(one.token_s) for one in records]
-    return {
-        "ttft_ms": round(float(np.median(ttft_s)) * 1e3, 3),
-        "token_ms": round(float(np.median([one.e2e_s / one.output_tokens for one in records])) * 1e3, 3),
-        "starved": bool(np.median(reads) < STARVED_SHARE),
-    }
-
-
 def _said(row: Row) -> Row:
     print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     return row
@@ -252,24 +203,19 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     if "phases" in parts:
         shares = [{**row, "error": abs(row["sum_error"])} for row in parts["phases"]]
         found["phases_sum_error"] = _worst(shares, "kind", "error")
-    for figure, name in (("tp1_ttft_over_vllm", "ttft_ms"), ("tp1_tpot_over_vllm", "token_ms")):
-        over = [_over_plain(own, name) for own in grouped(parts.get("tp1", ()), "at_once").values()]
-        if over and None not in over:
-            found[figure] = max(filter(None, over))
+        found["hops_exposed_ms"] = float(
+            np.median([sum(_hops_ms(row).values()) for row in parts["phases"] if row["kind"] == NEW])
+        )
+    found |= over_vllm.figures(parts)
     return {name: round(value, 5) for name, value in found.items()}
+
+
+def _hops_ms(row: Row) -> dict[str, float]:
+    return hops(request_phases(row).exposed)
 
 
 def _worst(rows: Iterable[Row], kind: str, name: str) -> float:
     return max(median(own, name) for own in grouped(rows, kind).values())
-
-
-def _over_plain(rows: Sequence[Row], name: str) -> float | None:
-    """Ours over the best of plain vLLM's settings, round by round; None where none served without starving."""
-    by_server = {what: own for (what,), own in grouped(rows, "what").items()}
-    ours = by_server.pop(OURS)
-    fed = [own for every in by_server.values() if (own := [row for row in every if not row["starved"]])]
-    ratio = ratios(ours, min(fed, key=lambda own: median(own, "token_ms")), name) if fed else None
-    return ratio.median if ratio is not None else None
 
 
 def tables(rows: Sequence[Row]) -> Iterable[str]:
@@ -281,20 +227,20 @@ def tables(rows: Sequence[Row]) -> Iterable[str]:
             how = {True: "under load", False: "idle", None: ""}
             shown = [(what, how[loaded], median(own, name)) for (what, loaded), own in kinds]
             yield table_of(shown, {part: "{0[0]}", "": "{0[1]}", f"median {name}": "{0[2]:.3f}"})
-    if "tp1" in parts:
-        columns = {"tp1": "{what}", "at once": "{at_once}", "TTFT ms": "{ttft_ms:.1f}", "ms a token": "{token_ms:.2f}"}
-        servers = [
-            {
-                **own[0],
-                **{name: median(own, name) for name in ("ttft_ms", "token_ms")},
-                "starved": f"{sum(row['starved'] for row in own)} of {len(own)}",
-            }
-            for own in grouped(parts["tp1"], "what", "at_once").values()
-        ]
-        yield table_of(servers, {**columns, "starved starts": "{starved}"})
+    columns = {
+        "of": "{kind}",
+        "TTFT ms": "{ttft_ms:.1f}",
+        "ms a token": "{token_ms:.2f}",
+        "starved starts": "{starved}",
+    }
+    for part in over_vllm.PARTS:
+        if part in parts:
+            yield table_of(over_vllm.table_rows(parts[part]), {part: "{what}", **columns})
     for (kind,), own in grouped(parts.get("phases", ()), "kind").items():
         if (found := breakdown(map(request_phases, own))) is not None:
             yield f"  {kind}\n{report.phases(phase_rows(found))}"
+            each = {hop: median(map(_hops_ms, own), hop) for hop in HOPS}
+            yield table_of(each.items(), {f"{kind}: hop": "{0[0]}", "exposed ms": "{0[1]:.2f}"})
 
 
 MEASUREMENT = Measurement(

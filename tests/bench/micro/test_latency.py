@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from bench.micro.latency import GOALS, MEASUREMENT, OURS, _times, figures, measure, tables
+from bench.micro.latency import GOALS, MEASUREMENT, figures, measure, tables
 from bench.micro.measurement import Row, resolve
+from bench.micro.over_vllm import OURS, times
 from tests.bench.clients.made import row
 
 
@@ -30,11 +31,18 @@ def every_row() -> list[Row]:
         rows += [{"part": "waiting", "what": what, "round": turn, "share": 0.01 * at} for at, what in enumerate("EPD")]
         for kind, error in (("new image", 0.001), ("text", -0.004)):
             line = {"run": "", "ttft_ms": 9.0, "e2e_ms": 9.0, "phases_ms": {"prefill": 10.0}, "sum_error": error}
-            rows.append({"part": "phases", "kind": kind, "exposed_ms": {"prefill": 9.0}, **line})
+            rows.append(
+                {"part": "phases", "kind": kind, "exposed_ms": {"prefill": 9.0, "E→P": 1.0, "HTTP D": 2.0}, **line}
+            )
         for at_once in (1, 8):
             rows.append(tp1(OURS, at_once, turn, 40.0 * at_once * slow, 12.0 * slow))
             rows.append(tp1("plain vLLM, one thread", at_once, turn, 32.0 * slow, 10.0 * slow))
             rows.append(tp1("plain vLLM, two threads", at_once, turn, 20.0 * slow, 20.0 * slow))
+        for server, slower in ((OURS, 2.0), ("plain vLLM, one thread", 1.0), ("plain vLLM, two threads", 1.5)):
+            one: Row = {"what": server, "round": turn, "starved": False}
+            for kind, ttft_ms in (("new image", 20.0), ("repeated image", 15.0 * slower), ("text", 10.0)):
+                rows.append({"part": "epd", "kind": kind, **one, "ttft_ms": ttft_ms * slower, "token_ms": slower})
+            rows.append({"part": "bench", **one, "ttft_ms": 900.0 * slower, "token_ms": 200.0})
     return rows
 
 
@@ -49,10 +57,16 @@ def test_figures_are_medians_of_the_worst_kind_and_ratios_within_a_round():
             "phases_sum_error": 0.004,
             "tp1_ttft_over_vllm": 10.0,  # eight at once are worse
             "tp1_tpot_over_vllm": 1.2,  # of the setting that is best per token
+            "hops_exposed_ms": 3.0,
+            "epd_ttft_new_over_vllm": 2.0,
+            "epd_ttft_repeat_over_vllm": 4.0,
+            "epd_ttft_text_over_vllm": 2.0,
+            "epd_token_over_vllm": 2.0,
+            "bench_ttft_over_vllm": 2.0,
         }
     )
     assert figures(every_row()).keys() == {goal.figure for goal in GOALS}
-    assert len(list(tables(every_row()))) == 6
+    assert len(list(tables(every_row()))) == 10
 
 
 def test_a_part_that_was_not_asked_for_has_no_figure():
@@ -72,7 +86,7 @@ def test_plain_vllm_that_starves_its_own_front_end_is_no_baseline():
 
 @pytest.mark.parametrize(("gap", "starved"), [(0.01, False), (0.0, True)])
 def test_an_answer_that_comes_at_once_is_starved(gap: float, starved: bool):
-    found = _times([row(0, ttft=0.1, gap=gap, tokens=5)])
+    found = times([row(0, ttft=0.1, gap=gap, tokens=5)])
 
     assert found["starved"] is starved
     assert (found["ttft_ms"], found["token_ms"]) == pytest.approx((100.0, 20.0 + 4 * gap * 1e3 / 5))
