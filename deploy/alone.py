@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from deploy import event_loop
 from deploy.admin import LOOPBACK, open_admin
 from deploy.ending import Ending
+from deploy.environment import not_the_operators
 from deploy.front import Front
 from deploy.health import health_status
 from deploy.key_files import client_keys
@@ -100,7 +101,7 @@ def run_stage(
     if print:
         _show(command.argv, command.env)
         return 0
-    environment = {**os.environ, **command.env}
+    environment = {**os.environ, **not_the_operators(command.env)}
     if "PYTHONPATH" in os.environ and "PYTHONPATH" in command.env:
         environment["PYTHONPATH"] = f"{command.env['PYTHONPATH']}{os.pathsep}{os.environ['PYTHONPATH']}"
     os.execvpe(command.argv[0], command.argv, environment)

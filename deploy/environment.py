@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from epd_serve.cpu_threads import OPERATORS_ENV
+
 LAUNCH_ENV = "EPD_SERVE_LAUNCH"
 """Set to the launch id in every process of a launch; the reaper recognises orphans by it."""
 
@@ -48,7 +50,7 @@ def stage_environment(added: Mapping[str, str], run_path: Path, device: str) -> 
     vLLM's sockets and temporary files go into the run directory, which is removed at the end: in /tmp they would stay
     after every start.
     """
-    env = {**os.environ, **added, LAUNCH_ENV: run_path.name, LAUNCHER_PID_ENV: str(os.getpid())}
+    env = {**os.environ, **not_the_operators(added), LAUNCH_ENV: run_path.name, LAUNCHER_PID_ENV: str(os.getpid())}
     env |= {"PYTHONUNBUFFERED": "1", "TMPDIR": str(run_path)}
     inherited = os.environ.get("PYTHONPATH")
     if inherited and "PYTHONPATH" in added:
@@ -56,6 +58,11 @@ def stage_environment(added: Mapping[str, str], run_path: Path, device: str) -> 
     if device == "cuda":
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the ids that nvidia-smi shows
     return env
+
+
+def not_the_operators(added: Mapping[str, str]) -> dict[str, str]:
+    """What a stage's command adds, but for threads of OpenMP that the operator has decided in our environment."""
+    return {name: value for name, value in added.items() if not (name in OPERATORS_ENV and name in os.environ)}
 
 
 def environment() -> Mapping[str, str]:

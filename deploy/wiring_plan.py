@@ -67,7 +67,6 @@ class WiringPlan:
             wiring=self.wiring(plan, incarnation),
             extra_args=blueprint.stage_args.of(plan),
             colocated=1 + len(plan.colocated_with),
-            cores_are_shared=any(one.colocated_with for one in blueprint.plans),
             memory_share=plan.memory_share,
             core_order=order_for(blueprint.core_orders, plan.id, self.run.grant_template(plan.id)),
             kv_cache_bytes=plan.kv_cache_bytes,

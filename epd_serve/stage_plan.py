@@ -22,7 +22,6 @@ class StagePlan:
         cores: CPU cores its OpenMP workers are pinned to (device `cpu` only).
         model: directory or hub name; served_model_name: the name clients use.
         colocated: how many instances share the device, itself included.
-        cores_are_shared: whether stages of this launch share cores, these or others (device `cpu`).
         memory_share: fraction of device memory, or None for the default share.
         core_order: what its workers have to do about cores, or None for no limit.
         kv_cache_bytes: of KV cache on each device, or None where vLLM finds out itself.
@@ -47,7 +46,6 @@ class StagePlan:
     wiring: StageWiring
     extra_args: tuple[str, ...] = ()
     colocated: int = 1
-    cores_are_shared: bool = False
     memory_share: float | None = None
     core_order: CoreOrder | None = None
     kv_cache_bytes: int | None = None

@@ -1,9 +1,9 @@
 """The baseline: monolithic vLLM of the installed version as it comes, one server per device, without anything of ours.
 
 Our plugin is inert in it (it is told of no stage), no proxy stands before it: the load generator asks the servers in
-turn, which costs them nothing. It has the devices that the layout `TP1xN` has, on CPU the same core binding, KV cache
-and flags; of a stage's own only the repair of torchvision beside a CPU torch is there. On other devices vLLM's own
-defaults hold; `--vllm-flags` come last.
+turn, which costs them nothing. It has the devices that the layout `TP1xN` has, on CPU as many threads as its stages
+have (bound to cores, which is vLLM's way to say how many), and the same KV cache and flags; of a stage's own only the
+repair of torchvision beside a CPU torch is there. On other devices vLLM's own defaults hold; `--vllm-flags` come last.
 
 vLLM's worker queues spin between steps on CPU, for which it has no switch; our stages sleep there
 (docs/measuring/layouts.md).
@@ -30,8 +30,10 @@ from bench.sweep.running import RunningDeployment, StageStatus, server_status
 from deploy.blueprint import Blueprint
 from deploy.memory_check import VISIBLE
 from deploy.ports import free_ports
+from epd_serve.cpu_threads import BIND_ENV, cpu_threads
 from epd_serve.engine.argv import CPU_ARGS, CPU_KV_GIB
 from epd_serve.placement import InstancePlan
+from epd_serve.stage_work import read_stage_work
 
 START_S = 600.0
 STOP_S = 30.0
@@ -92,8 +94,10 @@ def command(
     if Path(blueprint.model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     if blueprint.device == "cpu":
-        cores = ",".join(map(str, blueprint.cores_of(plan)))
-        env |= {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_GIB), "VLLM_CPU_OMP_THREADS_BIND": cores}
+        threads = cpu_threads(read_stage_work(Path(blueprint.model)), plan.role, blueprint.cores_of(plan), plan.tp)
+        ranks = [threads.cores[rank * threads.count :][: threads.count] or threads.cores for rank in range(plan.tp)]
+        bound = "|".join(",".join(map(str, cores)) for cores in ranks)
+        env |= {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_GIB), BIND_ENV: bound}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_SITE), os.environ.get("PYTHONPATH")]))
         argv += CPU_ARGS
     else:

@@ -1,4 +1,5 @@
-"""The command that starts one stage: vLLM's OpenAI server with our connectors. Pure: values in, values out, no vLLM.
+"""The command that starts one stage: vLLM's OpenAI server with our connectors. Values in and out, no vLLM; what
+it reads is the model's config.json, for the number of threads.
 
 What is the same everywhere stands first, then what the role adds, then what the device adds, then the operator's own
 flags, which come last and therefore win.
@@ -10,8 +11,10 @@ import json
 import sys
 from pathlib import Path
 
+from epd_serve.cpu_threads import BIND_ENV, COUNT_ENV, CPU_THREADS_ENV, NOT_BY_VLLM, WAIT_ENV, cpu_threads
 from epd_serve.engine.stage_guard import KEY_ENV
 from epd_serve.stage_plan import MEMORY_NAMES_ENV, StageCommand, StagePlan
+from epd_serve.stage_work import read_stage_work
 from npu_ops import mps
 
 WIRING_ENV = "EPD_SERVE_WIRING"
@@ -24,7 +27,6 @@ CORE_SHARE_ENV = "EPD_SERVE_CORE_SHARE"
 
 STAGE_MODULE = "epd_serve.engine.stage_main"
 
-THREADS_ENV = "OMP_NUM_THREADS"
 SHARED_CORES_ENV = "EPD_SERVE_SHARED_CORES"  # set where the cores a stage waits on are those another computes on
 
 CPU_KV_GIB = 1  # of each worker's KV cache
@@ -43,12 +45,11 @@ ENCODER_ARGS = ("--mm-encoder-only", "--no-enable-prefix-caching", "--enforce-ea
 TRACE_ARGS = ("--middleware", "epd_serve.engine.request_trace.RequestTrace", "--enable-log-requests")
 
 _VISIBLE_DEVICES = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
-_CORES_ENV = "VLLM_CPU_OMP_THREADS_BIND"
 _SITE = Path(__file__).with_name("site")
 
 OF_A_STAGE_ENV = frozenset((
     *(STAGE_ENV, WIRING_ENV, CORE_SHARE_ENV, MEMORY_NAMES_ENV, KEY_ENV, "VLLM_HOST_IP"),
-    *(THREADS_ENV, _CORES_ENV, mps.PERCENTAGE_ENV, *_VISIBLE_DEVICES.values()),
+    *(COUNT_ENV, BIND_ENV, CPU_THREADS_ENV, mps.PERCENTAGE_ENV, *_VISIBLE_DEVICES.values()),
 ))  # fmt: skip
 """Names of the environment in which stages of one launch may differ: nothing reads them at import, or a fork makes up
 for it. All others have to be the same in all stages, because they are forked from one process."""
@@ -149,10 +150,12 @@ def _environment(plan: StagePlan) -> dict[str, str]:
         env["PYTHONPATH"] = str(_SITE)
         env[SHARED_CORES_ENV] = "1"
         env["VLLM_CPU_KVCACHE_SPACE"] = str(CPU_KV_GIB)
-        cores = ",".join(map(str, plan.cores))
-        env[_CORES_ENV] = "|".join([cores] * plan.tp) if cores else "auto"
-        if plan.cores_are_shared:
-            env["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin for work take the neighbour's cores from it
+        env[WAIT_ENV] = "PASSIVE"  # threads that spin for work take the cores from whoever has some
+        env[BIND_ENV] = NOT_BY_VLLM if plan.cores else "auto"
+        if plan.cores:
+            env[CPU_THREADS_ENV] = cpu_threads(
+                read_stage_work(Path(plan.model)), plan.role, plan.cores, plan.tp
+            ).to_json()
     else:
         env[_VISIBLE_DEVICES[plan.device]] = ",".join(map(str, plan.device_ids))
     return env

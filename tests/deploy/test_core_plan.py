@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from deploy.ready_message import ready_message
 from deploy.rundir import RunDir
 from deploy.shared_memory import SharedMemory
 from deploy.wiring_plan import WiringPlan
+from epd_serve.cpu_threads import CPU_THREADS_ENV
 from epd_serve.engine.argv import stage_command
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
@@ -52,7 +54,7 @@ def test_on_cpu_neighbours_get_cores_of_their_own(monkeypatch: pytest.MonkeyPatc
     wired = WiringPlan(blueprint, run, {plan.id: 21000 for plan in blueprint.plans}, SharedMemory(1, 1))
     encoder, _, decoder = (wired.stage(plan, "i") for plan in blueprint.plans)
     assert encoder.core_order is not None and encoder.core_order.report == "/run/x/E0.cores{rank}.json"
-    assert stage_command(encoder).env["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
+    assert json.loads(stage_command(encoder).env[CPU_THREADS_ENV])["cores"] == [0, 1]
     assert decoder.core_order is None
 
 

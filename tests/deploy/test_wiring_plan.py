@@ -94,7 +94,6 @@ def test_every_life_of_a_stage_becomes_a_command() -> None:
     assert command.argv[-2:] == ("--max-num-seqs", "3")
     assert any('"incarnation": "i9"' in word for word in command.argv)
     assert plan.stage(plan_of(plan, "E0"), "i").colocated == 2
-    assert plan.stage(plan_of(plan, "D0"), "i").cores_are_shared, "alike in all stages: one process forks them"
 
 
 def test_the_settings_of_the_proxy_follow_from_the_deployment(tmp_path: Path) -> None:

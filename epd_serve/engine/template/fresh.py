@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from multiprocessing import process
 
-from epd_serve.engine.argv import THREADS_ENV
+from epd_serve.cpu_threads import COUNT_ENV
 from npu_ops.openmp import bind_team, set_team_size
 
 _CORES_ENV = "GOMP_CPU_AFFINITY"
@@ -33,7 +33,7 @@ def native_environment() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(_PREFIXES) and name not in (THREADS_ENV, _CORES_ENV)
+        if name.startswith(_PREFIXES) and name not in (COUNT_ENV, _CORES_ENV)
     }
 
 
@@ -44,7 +44,7 @@ def obey_openmp() -> None:
     """
     if "torch" not in sys.modules:
         return
-    if threads := os.environ.get(THREADS_ENV):
+    if threads := os.environ.get(COUNT_ENV):
         set_team_size(int(threads))
     if cores := os.environ.get(_CORES_ENV):
         bind_team([int(core) for core in cores.split()])

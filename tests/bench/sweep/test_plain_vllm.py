@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 
 from bench.sweep.deployments import deployments
@@ -11,6 +12,7 @@ from deploy.config import DeployConfig
 from deploy.rundir import RunDir
 from deploy.shared_memory import SharedMemory
 from deploy.wiring_plan import WiringPlan
+from epd_serve.cpu_threads import CPU_THREADS_ENV
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.engine.argv import STAGE_ENV, stage_command
 
@@ -29,8 +31,9 @@ def test_a_plain_server_has_the_cores_and_the_flags_of_a_monolith_of_ours(tmp_pa
         argv, env = command(deployment, blueprint, plan, ports[plan.id])
         ours = stage_command(WiringPlan(blueprint, run, ports, SharedMemory(1, 1)).stage(plan, "i"))
 
-        same = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE")
-        assert {name: env[name] for name in same} == {name: ours.env[name] for name in same}
+        assert env["VLLM_CPU_KVCACHE_SPACE"] == ours.env["VLLM_CPU_KVCACHE_SPACE"]
+        bound, threads = env["VLLM_CPU_OMP_THREADS_BIND"].split(","), json.loads(ours.env[CPU_THREADS_ENV])
+        assert len(bound) == threads["count"] and set(map(int, bound)) <= set(threads["cores"])
         added = {"epd_serve.engine.stage_main", *words_of("--scheduler-cls", ours.argv), "--scheduling-policy"}
         left = [word for word in ours.argv if word not in added and word != "priority"]
         assert [word for word in left if word not in argv] == []

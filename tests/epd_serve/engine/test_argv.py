@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from epd_serve.cpu_threads import CPU_THREADS_ENV
 from epd_serve.engine.argv import CORE_SHARE_ENV, STAGE_ENV, WIRING_ENV, stage_command
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StageCommand, StagePlan
@@ -75,7 +76,7 @@ def test_the_whole_command_of_a_monolith_on_cpu() -> None:
         *("--max-num-seqs", "32", "--max-num-seqs", "7"),
     )
     assert made.env[STAGE_ENV] == "EPD0"
-    assert made.env["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
+    assert json.loads(made.env[CPU_THREADS_ENV]) == {"cores": [0, 1], "count": 2}
     assert Path(made.env["PYTHONPATH"]).name == "site"
     assert not {"CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"} & set(made.env)
 
@@ -112,17 +113,26 @@ def test_the_operators_flags_come_last(role: Role, device: str) -> None:
     assert command(role, device, extra_args=("--dtype", "float32")).argv[-2:] == ("--dtype", "float32")
 
 
-@pytest.mark.parametrize(
-    ("cores", "tp", "bound"), [((4, 5), 2, "4,5|4,5"), ((4,), 1, "4"), ((), 1, "auto"), ((), 2, "auto")]
-)
-def test_openmp_threads_are_bound_per_rank(cores: tuple[int, ...], tp: int, bound: str) -> None:
-    assert command(Role.P, "cpu", cores=cores, tp=tp).env["VLLM_CPU_OMP_THREADS_BIND"] == bound
+@pytest.mark.parametrize(("cores", "tp", "count"), [((4, 5), 2, 1), ((4, 5, 6, 7), 2, 2), ((4,), 1, 1), ((4,), 2, 1)])
+def test_ranks_share_the_cores_of_a_stage(cores: tuple[int, ...], tp: int, count: int) -> None:
+    env = command(Role.P, "cpu", cores=cores, tp=tp).env
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert json.loads(env[CPU_THREADS_ENV]) == {"cores": list(cores), "count": count}
 
 
-def test_threads_that_wait_for_work_leave_the_cores_to_a_neighbour() -> None:
-    assert command(Role.P, "cpu", cores_are_shared=True).env["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert "OMP_WAIT_POLICY" not in command(Role.P, "cpu").env
-    assert "OMP_WAIT_POLICY" not in command(Role.P, "npu", cores_are_shared=True).env
+def test_without_cores_of_its_own_a_stage_is_bound_as_vllm_likes() -> None:
+    env = command(Role.P, "cpu", cores=()).env
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "auto" and CPU_THREADS_ENV not in env
+
+
+def test_all_stages_of_a_launch_on_cpu_load_openmp_alike() -> None:
+    """A process from which stages are forked loads it once for all of them."""
+    stages = (command(Role.E, "cpu", colocated=2), command(Role.P, "cpu", colocated=2), command(Role.D, "cpu", tp=2))
+    openmp = [
+        {name: value for name, value in one.env.items() if name.startswith(("OMP_", "GOMP_", "KMP_"))} for one in stages
+    ]
+    assert openmp == [{"OMP_WAIT_POLICY": "PASSIVE"}] * 3
+    assert "OMP_WAIT_POLICY" not in command(Role.P, "npu", colocated=2).env
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,51 @@
+"""How many OpenMP threads a stage on CPU computes with, and where they run.
+
+A second thread halves the work of an operator and adds a meeting of both to it: dozens of meetings a layer, each of
+which waits for a core that API server, EngineCore and other stages want too. So a stage has a thread per `THREAD_FLOP`
+of its smallest step (a token decoded, else a prompt, else a picture), and never more than it has cores.
+
+Workers carry it out (`epd_serve.engine.bound_threads`). Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from epd_serve.roles import Role
+from epd_serve.stage_work import OUTPUT_TOKENS, StageWork
+
+CPU_THREADS_ENV = "EPD_SERVE_CPU_THREADS"
+"""A worker's `CpuThreads` as JSON."""
+
+BIND_ENV, COUNT_ENV, WAIT_ENV = "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"
+OPERATORS_ENV = (BIND_ENV, COUNT_ENV, WAIT_ENV)
+"""What an operator sets of these in the environment of the launcher wins over what we would set."""
+
+NOT_BY_VLLM = "nobind"
+THREAD_FLOP = 30e6
+
+
+@dataclass(frozen=True)
+class CpuThreads:
+    """Of one worker: `count` threads on any of `cores`."""
+
+    cores: tuple[int, ...]
+    count: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def cpu_threads(work: StageWork | None, role: Role, cores: tuple[int, ...], tp: int) -> CpuThreads:
+    """For each of the `tp` workers of a stage. Where the model says too little of its work, all cores that it has."""
+    most = max(1, len(cores) // tp)
+    worth = most if work is None else round(smallest_step_flop(work, role) / THREAD_FLOP)
+    return CpuThreads(cores, min(most, max(1, worth)))
+
+
+def smallest_step_flop(work: StageWork, role: Role) -> float:
+    """FLOP of the least work that this stage is woken for."""
+    if role.decodes:
+        return work.decode / OUTPUT_TOKENS
+    return work.prefill if role.prefills else work.encode
