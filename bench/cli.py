@@ -44,6 +44,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "bench.micro.latency",
             "starts, restarts, TP1 over plain vLLM, where a request's time goes",
         ),
+        Command("factorial", "bench.micro.factorial", "what each part of a stage costs a monolith, over plain vLLM"),
         Command("mechanism", "bench.micro.mechanism", "what each part of the way from E to P gives the first token"),
         Command("transfer ep", "bench.micro.ep.command", "features from E to P, as a request sees them"),
         Command("transfer pd", "bench.micro.pd.command", "KV from P to D, by mode of grouping"),

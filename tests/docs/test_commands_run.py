@@ -49,6 +49,7 @@ REAL: Mapping[str, str] = {
     "batches": "--quick",
     "colocation": "--quick",
     "duplicates": "--quick",
+    "factorial": "--quick --rounds 1 --only shipped",
     "interference": "--quick --operators norm,decode_attention",
     "mechanism": "--quick",
     "transfer ep": "--quick",
