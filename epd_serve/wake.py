@@ -1,17 +1,31 @@
-"""Waking threads: a line from the scheduler thread to a socket thread, and what an idle scheduler sleeps on."""
+"""Waking those who sleep: a thread that polls sockets, and any thread or process on a bell.
+
+What sleeps here sleeps in the kernel: it takes no CPU time until it is woken, and no ring is lost between a look at
+what was waited for and the sleep.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
+import os
+import platform
 import threading
-from collections.abc import Callable
+import time
+from pathlib import Path
 
 import zmq
 
 from epd_serve.sockets import open_socket, readable
 
-_IDLE_WAIT_S = 0.002
 _numbers = itertools.count()
+_libc = ctypes.CDLL(None, use_errno=True)
+_FUTEX_CALLS = {"x86_64": 202, "ppc64le": 221, "s390x": 238}
+_FUTEX_CALL = _FUTEX_CALLS.get(platform.machine(), 98)  # number 98 on aarch64, riscv64 and all newer ones
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # between processes, so without FUTEX_PRIVATE_FLAG
+_EVERYBODY = 2**31 - 1
+_WORD_BYTES = 4
 
 
 class WakeLine:
@@ -37,35 +51,97 @@ class WakeLine:
             self.listener.recv()
 
 
-class IdleWaiter:
-    """What those of a scheduler with nothing to run sleep on, for at most `_IDLE_WAIT_S` each.
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
-    vLLM steps about every millisecond while a request waits for a connector; on CPU that burns the core that the other
-    stage computes on. Our threads wake it when something changed, so the sleep costs no latency. A scheduler may have
-    two who wait, for features and for KV, one after the other in one step: a wake is there for both.
+
+class Bell:
+    """A word of shared memory to sleep on (Linux futex, see `man 2 futex`). Anybody rings; each sleeper has its own.
+
+    The word is the time of the last ring, so rings of several threads or processes at once cannot cancel each other
+    out, as they could if they counted.
+
+    Args:
+        path: a file of 4 bytes that all who share the bell open, made by the first of them and removed by whoever owns
+            its folder; None for a bell within this process.
+
+    Raises:
+        OSError: the file cannot be made or mapped.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        if path is None:
+            self._memory = mmap.mmap(-1, _WORD_BYTES)
+        else:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.ftruncate(file, _WORD_BYTES)
+                self._memory = mmap.mmap(file, _WORD_BYTES)
+            finally:
+                os.close(file)
+        self._word = ctypes.c_uint32.from_buffer(self._memory)
+        if self._futex(_FUTEX_WAKE, 0, None) < 0:
+            raise OSError(ctypes.get_errno(), "this kernel has no futex, on which idle stages sleep")
+        self._heard = self._word.value
+
+    def ring(self) -> None:
+        """End all sleeps. A sleeper that looks for what it waits for just now will not fall asleep."""
+        self._word.value = time.monotonic_ns() & 0xFFFFFFFF
+        self._futex(_FUTEX_WAKE, _EVERYBODY, None)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until a ring or for `timeout_s`; at once where it rang since the last `wait` ended (or the beginning).
+
+        Returns whether it rang. One thread at a time; look for what you wait for after it, not before it alone.
+        """
+        end = time.monotonic() + timeout_s
+        while self._word.value == self._heard and (left_s := end - time.monotonic()) > 0:
+            seconds = int(left_s)
+            timeout = _Timespec(seconds, int((left_s - seconds) * 1e9))
+            self._futex(_FUTEX_WAIT, self._heard, ctypes.byref(timeout))
+        before, self._heard = self._heard, self._word.value
+        return self._heard != before
+
+    def _futex(self, operation: int, value: int, timeout: object) -> int:
+        """Of a wait, errors are no news: the word has changed already, a signal came, or the time is over."""
+        address = ctypes.c_void_p(ctypes.addressof(self._word))
+        return int(_libc.syscall(_FUTEX_CALL, address, operation, ctypes.c_uint32(value), timeout, None, 0))
+
+
+class IdleWaiter:
+    """What a scheduler with nothing to run sleeps on, between two steps that compute nothing.
+
+    vLLM steps about every millisecond while a request waits for a connector: on CPU that takes the core on which the
+    other stage computes. Connectors say in a step that they wait (`expect_wake`), whoever makes a difference calls
+    `wake`, and the engine sleeps once between steps (`epd_serve.engine.idle_steps`), however many wait.
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._wakes = 0
+        self._bell = Bell()
+        self._path: Path | None = None
+        self._expected = False
+
+    def share(self, path: Path) -> None:
+        """From now on processes that name the same path wake each other. Before any thread of this one sleeps."""
+        if path != self._path:
+            self._bell, self._path = Bell(path), path
 
     def wake(self) -> None:
-        """Ends all sleeps; one that begins later returns at once, once."""
-        with self._changed:
-            self._wakes += 1
-            self._changed.notify_all()
+        """Something has changed: ends the sleep, or the next one at once. Any thread, any process of the stage."""
+        self._bell.ring()
 
-    def sleeper(self) -> Callable[[], None]:
-        """Returns a sleep for one who waits, which ends at once where `wake` was called since its last one."""
-        seen = self._wakes
+    def expect_wake(self) -> None:
+        """This step computes nothing because of one who will call `wake`."""
+        self._expected = True
 
-        def wait() -> None:
-            nonlocal seen
-            with self._changed:
-                self._changed.wait_for(lambda: self._wakes != seen, _IDLE_WAIT_S)
-                seen = self._wakes
+    def wake_is_expected(self) -> bool:
+        """Whether that was said since the last time this was asked."""
+        expected, self._expected = self._expected, False
+        return expected
 
-        return wait
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until something has changed since the last sleep ended, or for `timeout_s`."""
+        self._bell.wait(timeout_s)
 
 
 idle_waiter = IdleWaiter()  # one scheduler per process

@@ -8,7 +8,6 @@ import inspect
 import logging
 import pkgutil
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from multiprocessing.context import BaseContext
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 ItemMetadata = dict[str, dict[str, Any]]
 
 logger = logging.getLogger(__name__)
-
-_YIELD_S = 1e-4
 
 
 _STAGE_MODULES = (
@@ -212,21 +209,6 @@ def schedule_as_vllm_does(scheduler: Any) -> None:
     if getattr(scheduler, "_disable_preemption", False):
         scheduler._disable_preemption = False
         logger.info("vLLM's own schedule() runs, not vllm-ascend's copy of it, which does not wait for features")
-
-
-def sleep_between_steps() -> None:
-    """Let idle workers sleep instead of spin, where stages share cores (CPU).
-
-    After every step vLLM's message queues call `sched_yield` in a loop for a second
-    (`distributed/device_communicators/shm_broadcast.py`, SpinCondition). With a core per process that saves
-    microseconds; with three stages on two cores it takes the time that the next stage needs.
-    """
-    from vllm.distributed.device_communicators import shm_broadcast
-
-    if hasattr(shm_broadcast, "sched_yield"):
-        shm_broadcast.sched_yield = lambda: time.sleep(_YIELD_S)
-    else:
-        logger.warning("this vLLM waits differently between steps; idle stages may take cores from busy ones")
 
 
 def media_connectors() -> tuple[Any, type]:

@@ -10,9 +10,11 @@ import multiprocessing
 import os
 
 from epd_serve.engine.argv import SHARED_CORES_ENV, STAGE_ENV
-from epd_serve.engine.compat import sleep_between_steps
+from epd_serve.engine.bound_threads import bind_threads
 from epd_serve.engine.core_share import obey
+from epd_serve.engine.idle_steps import sleep_between_idle_steps
 from epd_serve.engine.memory_names import name_memory, name_rank_memory
+from epd_serve.engine.queue_bell import wait_asleep
 from epd_serve.engine.rendezvous import narrow_rendezvous
 from epd_serve.engine.template.context import forked
 from epd_serve.lifeline import die_with_parent, name_process
@@ -28,11 +30,13 @@ def register() -> None:
         logging.getLogger(ours).setLevel(logging.INFO)
         logging.getLogger(ours).propagate = False
     if SHARED_CORES_ENV in os.environ:
-        sleep_between_steps()
+        wait_asleep()
+    sleep_between_idle_steps()
     name_memory()
     name_rank_memory()
     obey()
     narrow_rendezvous()
+    bind_threads()  # after `obey`: what is installed last is done first
     parent = multiprocessing.parent_process()
     if forked():  # and dies with the stage's root
         name_process(multiprocessing.current_process().name)

@@ -99,10 +99,6 @@ class Arrivals(Generic[Item]):
         """Whether there is something to take."""
         return any(key in self._expected for key in self._ended)
 
-    def pending(self) -> bool:
-        """Whether something is expected and there is nothing to take."""
-        return bool(self._expected) and not self.has_ended()
-
     def take(self, *, ok: bool) -> list[tuple[Item, End]]:
         """What has ended so and is expected, once. It is over: nothing may be written for it from now on."""
         taken = [key for key, end in self._ended.items() if end.ok is ok and key in self._expected]

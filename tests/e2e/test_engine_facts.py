@@ -22,6 +22,7 @@ READ = {
         "tells_finished_requests": False,
         "steps_in_flight_at_reuse": 1,
         "spins_between_steps": True,
+        "steps_as_read": True,
         "metadata_travels": False,
         "renames_items": True,
     },
@@ -31,6 +32,7 @@ READ = {
         "tells_finished_requests": True,
         "steps_in_flight_at_reuse": 0,
         "spins_between_steps": True,
+        "steps_as_read": True,
         "metadata_travels": True,
         "renames_items": False,
     },
@@ -40,9 +42,10 @@ ASK = """
 import importlib.util, json
 from types import SimpleNamespace as Config
 import vllm
-from epd_serve.engine import compat
+from epd_serve.engine import compat, idle_steps, queue_bell
 from epd_serve.errors import ConfigError
 from vllm.distributed.device_communicators import shm_broadcast
+from vllm.v1.engine.core import EngineCoreProc
 
 def refused(check, config):
     try:
@@ -51,8 +54,9 @@ def refused(check, config):
         return True
     return False
 
-spins = shm_broadcast.sched_yield
-compat.sleep_between_steps()
+spins = shm_broadcast.SpinCondition
+queue_bell.wait_asleep()
+idle_steps.sleep_between_idle_steps()
 async_scheduling = Config(max_concurrent_batches=2)
 no_caches = Config(
     model_config=Config(multimodal_config=Config(mm_processor_cache_gb=0)),
@@ -63,7 +67,8 @@ print(json.dumps([vllm.__version__, {
     "hands_over_encoder_cache": compat.hands_over_encoder_cache(),
     "tells_finished_requests": compat.tells_finished_requests(),
     "steps_in_flight_at_reuse": compat.steps_in_flight_at_reuse(async_scheduling),
-    "spins_between_steps": shm_broadcast.sched_yield is not spins,
+    "spins_between_steps": shm_broadcast.SpinCondition is not spins,
+    "steps_as_read": hasattr(EngineCoreProc._process_engine_step, "epd_serve_sleeps"),
     "metadata_travels": importlib.util.find_spec("vllm.distributed.ec_transfer.ec_connector.utils") is not None,
     "renames_items": refused(compat.check_item_names, no_caches),
 }]))

@@ -31,6 +31,7 @@ from epd_serve.wiring import StageWiring
 from store.arena.lease import Lease
 
 LIMIT_S = 30.0
+LOOK_S = 0.25  # as the engine without a ring
 LOCAL_AFTER_S = 0.005
 """Where there is no scheduling latency: so long a wait until a request whose feature is local."""
 KEPT = 4
@@ -117,9 +118,9 @@ def _asked(consumer: FeatureConsumer, request: str, key: str, at: float) -> bool
 
 def _admitted(consumer: FeatureConsumer, request: str, key: str, *, settled: bool) -> float:
     """When the request could be admitted: P asks whenever it is woken."""
-    end, wait_for_change = time.monotonic() + LIMIT_S, idle_waiter.sleeper()
+    end = time.monotonic() + LIMIT_S
     while not settled and time.monotonic() < end:
-        wait_for_change()
+        idle_waiter.wait(LOOK_S)
         settled = consumer.settled(request, [key])
     return time.monotonic()
 

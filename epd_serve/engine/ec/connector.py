@@ -58,7 +58,6 @@ class FeatureConnector(ECConnectorBase):
         self._late_release = bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
         self._finished: set[str] = set()
         self._loads: list[FeatureSlot] = []
-        self._wait_for_change = idle_waiter.sleeper()
         self._promised: set[str] = set()  # answers of has_cache_item within one step
         self._consumer: FeatureConsumer | None = None
         self._encoder: EncoderScheduler | None = None
@@ -144,7 +143,7 @@ class FeatureConnector(ECConnectorBase):
             for request in finished:
                 self._must_not_recompute.pop(request, None)
             if not scheduler_output.total_num_scheduled_tokens and self._consumer.waiting():
-                self._wait_for_change()
+                idle_waiter.expect_wake()
         return FeatureMetadata(step)
 
     # --- worker side ----------------------------------------------------------------------------------------------

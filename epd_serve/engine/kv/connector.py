@@ -24,7 +24,9 @@ Every hook here is one of vLLM 0.23's base class, with the same meaning in 0.32 
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +42,7 @@ from epd_serve.engine.kv.prefill_scheduler import PrefillScheduler, PrefillStep
 from epd_serve.engine.kv.transports import quarantine_s
 from epd_serve.engine.kv.worker import DecodeWorker, PrefillWorker
 from epd_serve.engine.support import check_kv_groups
+from epd_serve.wake import idle_waiter
 from epd_serve.wiring import StageWiring
 
 if TYPE_CHECKING:
@@ -68,6 +71,7 @@ class GroupedKVConnector(KVConnectorBase_V1):
         check_kv_groups(kv_cache_config)
         config = vllm_config.kv_transfer_config
         wiring = StageWiring.from_json(config.kv_connector_extra_config["epd"])
+        idle_waiter.share(Path(tempfile.gettempdir()) / f"idle-{wiring.incarnation}")  # workers wake the scheduler
         block_size = vllm_config.cache_config.block_size
         tp = vllm_config.parallel_config.tensor_parallel_size
         self._prefill_scheduler: PrefillScheduler | None = None

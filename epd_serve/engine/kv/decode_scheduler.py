@@ -14,6 +14,7 @@ from epd_serve.kv.decode_desk import DecodeDesk
 from epd_serve.kv.faults import faults_of
 from epd_serve.kv.params import ReceiveParams, prompt_hash, receive_params
 from epd_serve.trace import Trace
+from epd_serve.wake import idle_waiter
 from epd_serve.wire import TransferKey
 from epd_serve.wiring import StageWiring, worker_endpoint
 
@@ -29,7 +30,6 @@ class DecodeStep:
 
     expected: list[Expected] = field(default_factory=list)
     failed: list[TransferKey] = field(default_factory=list)
-    idle: bool = False
 
 
 @dataclass
@@ -115,8 +115,9 @@ class DecodeScheduler:
             step.failed = self._desk.take_failures()
         step.failed += self._unoffered
         self._unoffered = []
-        step.idle = not output.total_num_scheduled_tokens
         self._offer_held()
+        if not output.total_num_scheduled_tokens and self._key_of and not self._held:  # held ones leave after a step
+            idle_waiter.expect_wake()
         return step
 
     def received(self, requests: set[str]) -> None:
@@ -126,6 +127,8 @@ class DecodeScheduler:
             if key is not None:
                 with self._control.lock:
                     self._desk.closed(key)
+        if requests:
+            idle_waiter.wake()  # the next step can run them
 
     def finished(self, request: Request) -> None:
         """The request left the scheduler. vLLM keeps blocks of an unfinished load until the worker reports it."""

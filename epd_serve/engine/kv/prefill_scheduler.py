@@ -31,10 +31,6 @@ class PrefillStep:
     preempted: list[str] = field(default_factory=list)
     tokens: int = 0
 
-    @property
-    def idle(self) -> bool:
-        return not self.tokens
-
 
 class PrefillScheduler:
     """One per P scheduler. See `epd_serve.engine.kv.connector` for when vLLM calls what."""
@@ -50,7 +46,6 @@ class PrefillScheduler:
         self._request_of: dict[TransferKey, str] = {}
         self._hashes: dict[str, str] = {}
         self._stops: list[str] = []
-        self._wait_for_change = idle_waiter.sleeper()
 
     def may_run(self, request: Request) -> bool:
         """False defers the request (vLLM asks again at the next step) until D has reserved its blocks."""
@@ -96,11 +91,11 @@ class PrefillScheduler:
                 self._grow(request, list(groups[0]) if groups else [], restart=restart)
                 computed = cached.num_computed_tokens[index]
                 self._chunk(step, request, computed, output.num_scheduled_tokens[request])
-        if step.idle:
+        if not step.tokens:
             with self._control.lock:
                 waiting = self._desk.waiting()
-            if waiting:
-                self._wait_for_change()
+            if waiting or self._sending:  # for D's blocks; for the end of what is being sent
+                idle_waiter.expect_wake()
         return step
 
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
@@ -132,6 +127,8 @@ class PrefillScheduler:
             if sending is not None:
                 with self._control.lock:
                     self._desk.closed(sending.key)
+        if requests:
+            idle_waiter.wake()  # their blocks are free for the next step
 
     def close(self) -> None:
         self._control.close()

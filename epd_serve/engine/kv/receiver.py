@@ -26,13 +26,11 @@ from epd_serve.kv.arrivals import Arrivals, Worker
 from epd_serve.kv.faults import Faults
 from epd_serve.sockets import milliseconds, open_socket
 from epd_serve.trace import Trace
-from epd_serve.wake import WakeLine
+from epd_serve.wake import WakeLine, idle_waiter
 from epd_serve.wire import TransferKey
 from npu_ops.memory import DeviceMemory
 
 logger = logging.getLogger(__name__)
-
-_IDLE_WAIT_S = 0.004
 
 
 @dataclass(frozen=True)
@@ -88,10 +86,10 @@ class Receiver:
         self._trace = trace
         self._device = device
         self._faults = faults
-        self._changed = threading.Condition()
-        # `_changed` guards it; of what is over, reading needs `_copying` only.
+        self._lock = threading.Lock()
+        # `_lock` guards it; of what is over, reading needs `_copying` only.
         self._arrivals = Arrivals[Expected](one_sided=any(side.quarantine_s > 0 for side in sides))
-        self._copying = threading.Lock()  # held while a packet is written; taken after _changed
+        self._copying = threading.Lock()  # held while a packet is written; taken after _lock
         self._peers: dict[bytes, _Peer] = {}
         self._late: list[tuple[float, int, bytes, bytes]] = []  # heap of answers that a fault delays
         self._number = itertools.count()
@@ -109,17 +107,15 @@ class Receiver:
 
     def expect(self, expected: Iterable[Expected], failed: Iterable[TransferKey]) -> None:
         """What this step's metadata says: new requests that wait, and transfers the scheduler gave up."""
-        with self._changed:
+        with self._lock:
             for item in expected:
                 self._arrivals.expect(item.key, item)
             for key in failed:
                 self._arrivals.give_up(key)
 
-    def take_finished(self, *, idle: bool) -> tuple[list[Expected], list[Expected]]:
-        """(received, failed) since the last call, each transfer once. An idle step waits briefly for one."""
-        with self._changed:
-            if idle and self._arrivals.pending():
-                self._changed.wait(_IDLE_WAIT_S)
+    def take_finished(self) -> tuple[list[Expected], list[Expected]]:
+        """(received, failed) since the last call, each transfer once."""
+        with self._lock:
             taken = self._arrivals.take(ok=True)  # all their packets are written: nothing to wait for
             if self._arrivals.has_ended():
                 with self._copying:  # after this report the blocks are reused: no write of a packet may be under way
@@ -230,20 +226,20 @@ class Receiver:
             reason = _failure_of(lambda: self._side(peer).packet(peer, packet, dropped))
         if reason:
             logger.error("KV link: %s", reason)
-            with self._changed:
+            with self._lock:
                 for key, _ in packet.parts:
                     self._arrivals.lost(key, reason)
-                self._changed.notify_all()
+            idle_waiter.wake()
 
     def _done(self, peer: bytes, done: wire.Done) -> None:
         self._faults.reached("received")
         known = self._peers.get(peer)
         worker, packets = (None, 0) if known is None else (known.worker, known.staged.pop(done.key, 0))
-        with self._changed:
+        with self._lock:
             end = self._arrivals.done(worker, done, packets)
             if end is not None:
                 self._trace.stamp(done.key.transfer_id, "kv_done", ok=end.ok)
-            self._changed.notify_all()
+        idle_waiter.wake()
 
 
 def _place(worker: Worker) -> Worker:

@@ -22,10 +22,9 @@ from epd_serve.engine.kv.step_packets import StepPackets
 from epd_serve.kv.grouping import Grouping
 from epd_serve.kv.plan import coalesce
 from epd_serve.trace import Trace
+from epd_serve.wake import idle_waiter
 from epd_serve.wire import TransferKey
 from npu_ops.memory import DeviceMemory
-
-_IDLE_WAIT_S = 0.002
 
 
 @dataclass(frozen=True)
@@ -92,9 +91,9 @@ class Sender:
         self._layer = 0  # all of [0, _layer) are among them
         self._transfers: dict[str, _Transfer] = {}  # by request id, until reported
         self._finished: set[str] = set()  # of those, the ones vLLM has finished
-        self._changed = threading.Condition()
-        self._ways_left: dict[str, int] = {}  # per request, links on which it is not over; guarded by _changed
-        self._over: set[str] = set()  # requests that are over on all links; guarded by _changed
+        self._lock = threading.Lock()
+        self._ways_left: dict[str, int] = {}  # per request, links on which it is not over; guarded by _lock
+        self._over: set[str] = set()  # requests that are over on all links; guarded by _lock
 
     @property
     def layer_s(self) -> float:
@@ -172,12 +171,10 @@ class Sender:
                 self._end(transfer, ok=True)
         self._step = []
 
-    def take_over(self, finished: Iterable[str], *, idle: bool) -> set[str]:
-        """Requests both finished by vLLM and over on all links, each reported once. An idle step waits briefly."""
+    def take_over(self, finished: Iterable[str]) -> set[str]:
+        """Requests both finished by vLLM and over on all links, each reported once."""
         self._finished.update(request for request in finished if request in self._transfers)
-        with self._changed:
-            if idle and self._finished and not self._over & self._finished:
-                self._changed.wait(_IDLE_WAIT_S)
+        with self._lock:
             both = self._over & self._finished
             self._over -= both
         self._finished -= both
@@ -199,7 +196,7 @@ class Sender:
             for link, route in self._ways(chunk.endpoints)
         ]
         transfer = self._transfers[chunk.request] = _Transfer(chunk.key, chunk.request, ways)
-        with self._changed:
+        with self._lock:
             self._ways_left[chunk.request] = len(ways)
         return transfer
 
@@ -242,14 +239,14 @@ class Sender:
 
     def _ended(self, out: Outgoing) -> None:
         """A link is through with a transfer. Its thread."""
-        with self._changed:
+        with self._lock:
             self._ways_left[out.request] -= 1
             if self._ways_left[out.request]:
                 return
         self._report_over(out.request)
 
     def _report_over(self, request: str) -> None:
-        with self._changed:
+        with self._lock:
             self._ways_left.pop(request, None)
             self._over.add(request)
-            self._changed.notify_all()
+        idle_waiter.wake()

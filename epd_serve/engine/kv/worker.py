@@ -109,7 +109,6 @@ class PrefillWorker:
 
     _sender: Sender | None = None
     _witness: Witness | None = None
-    _idle = False
 
     def __init__(self, wiring: StageWiring, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._wiring, self._config, self._num_blocks = wiring, vllm_config, kv_cache_config.num_blocks
@@ -149,7 +148,6 @@ class PrefillWorker:
         self._sending().preempt(step.preempted)
 
     def begin_step(self, step: PrefillStep) -> None:
-        self._idle = step.idle
         if self._witness is not None:
             self._witness.computing(step.chunks, step.stops)
         self._sending().begin_step(step.chunks, step.stops, step.preempted, step.tokens)
@@ -163,7 +161,7 @@ class PrefillWorker:
             self._witness.computed()
 
     def take_over(self, finished: set[str]) -> set[str]:
-        return self._sending().take_over(finished, idle=self._idle)
+        return self._sending().take_over(finished)
 
     def close(self) -> None:
         self._reporter.close()
@@ -186,7 +184,6 @@ class DecodeWorker:
 
     _receiver: Receiver | None = None
     _witness: Witness | None = None
-    _idle = False
 
     def __init__(self, wiring: StageWiring, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._wiring, self._config, self._num_blocks = wiring, vllm_config, kv_cache_config.num_blocks
@@ -206,11 +203,10 @@ class DecodeWorker:
         self._witness = cache.witness()
 
     def begin_step(self, step: DecodeStep) -> None:
-        self._idle = step.idle
         self._receiving().expect(step.expected, step.failed)
 
     def take_finished(self) -> set[str]:
-        received, failed = self._receiving().take_finished(idle=self._idle)
+        received, failed = self._receiving().take_finished()
         if self._witness is not None:
             self._witness.received(received)
         for item in failed:  # vLLM wants the bad blocks no later than the pass that reports the request

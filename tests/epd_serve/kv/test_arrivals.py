@@ -26,9 +26,9 @@ def take(of: Arrivals[str]) -> list[tuple[str, End]]:
 
 def test_one_sender_with_all_its_packets_ends_a_transfer_whole() -> None:
     a = arrivals()
-    assert a.pending()
+    assert not a.has_ended()
     assert a.done(WORKERS[0], Done(KEY, True, packets=3), 3) == End(True)
-    assert not a.pending()
+    assert a.has_ended()
     assert not a.is_over(KEY)  # vLLM has not been told
     assert take(a) == [("request", End(True))]
     assert a.is_over(KEY)
@@ -61,7 +61,7 @@ def test_the_same_sender_counts_once() -> None:
 def test_a_failed_sender_fails_the_transfer_when_the_others_have_stopped_writing() -> None:
     a = arrivals()
     assert a.done(WORKERS[0], Done(KEY, False, "cancelled", senders=2), 0) is None
-    assert a.pending()
+    assert not a.has_ended()
     assert a.done(WORKERS[1], Done(KEY, False, "later", senders=2), 0) == End(False, "cancelled")
 
 
@@ -82,7 +82,7 @@ def test_what_was_lost_waits_for_writers_that_need_no_help() -> None:
     a = arrivals(one_sided=True)
     assert a.lost(KEY, "outside") is None
     assert a.done(WORKERS[0], Done(KEY, True, senders=2), 0) is None
-    assert a.pending()
+    assert not a.has_ended()
     assert a.done(WORKERS[1], Done(KEY, True, senders=2), 0) == End(False, "outside")
 
 
@@ -108,7 +108,7 @@ def test_the_scheduler_gives_up_only_what_is_expected_and_has_not_ended() -> Non
     a = arrivals(expected=False)
     a.give_up(KEY)
     a.expect(KEY, "request")
-    assert a.pending()
+    assert not a.has_ended()
     a.done(WORKERS[0], Done(KEY, True), 0)
     a.give_up(KEY)
     assert take(a) == [("request", End(True))]

@@ -181,7 +181,7 @@ class Pair:
 
     def over_at_p(self) -> bool:
         """Whether P has reported all that were expected as over."""
-        self._over |= self.sender.take_over(self._asked, idle=False)
+        self._over |= self.sender.take_over(self._asked)
         return self._asked <= self._over
 
     def waits_for_room(self) -> bool:
@@ -206,7 +206,7 @@ class Pair:
         """D's model: reads the blocks of what is reported, as the next step would. It may wait for D's listener."""
         self.d_device.enter_thread()
         while not self._closing.wait(OFTEN_S):
-            received, failed = self.receiver.take_finished(idle=False)
+            received, failed = self.receiver.take_finished()
             for item in received:
                 self.reports[item.request] = self.at_d()
             self.reports.update({item.request: None for item in failed})

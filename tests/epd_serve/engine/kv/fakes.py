@@ -93,7 +93,7 @@ class DecodeEnd:
         self.receiver.expect([], [key])
 
     def poll(self) -> bool:
-        received, failed = self.receiver.take_finished(idle=True)
+        received, failed = self.receiver.take_finished()
         self.received += received
         self.failed += failed
         return bool(received or failed)
@@ -185,7 +185,7 @@ class PrefillEnd:
         for name in self.shape["layer_names"][:hooks] if names is None else names:
             self.sender.layer_saved(name)
         self.sender.flush()
-        self.over |= self.sender.take_over(finished, idle=False)
+        self.over |= self.sender.take_over(finished)
 
     def use(self, device: Any) -> None:
         """From the next step on the layers are written on this device."""
@@ -193,7 +193,7 @@ class PrefillEnd:
 
     def wait_over(self, requests: set[str], deadline_s: float = PATIENCE_S) -> None:
         def both() -> bool:
-            self.over |= self.sender.take_over((), idle=True)
+            self.over |= self.sender.take_over(())
             return requests <= self.over
 
         wait_for(both, "the requests to be over", deadline_s)

@@ -52,7 +52,7 @@ def test_several_transfers_share_a_link_and_each_ends_once(start: Ends) -> None:
     assert sorted(item.request for item in d.received) == [f"at-d-{name}" for name in names]
     same(p, d, {i: i for i in range(32)})
     p.wait_over(set(names))
-    assert not p.sender.take_over(names, idle=False)  # reported once
+    assert not p.sender.take_over(names)  # reported once
     assert not d.poll()
 
 
@@ -72,7 +72,7 @@ def test_a_transfer_is_not_over_before_its_last_chunk(start: Ends) -> None:
     p.step([chunk(d, "a", [1], [5], last=False)])
     wait_for(lambda: bool(d.caches["layer.4"][5].any()))
     assert not d.poll()
-    assert not p.sender.take_over(["a"], idle=True)
+    assert not p.sender.take_over(["a"])
     p.step([chunk(d, "a", [2], [6], last=True)])
     d.wait_ended(1)
     p.wait_over({"a"})

@@ -73,7 +73,7 @@ class Decode:
 
     def poll(self) -> dict[TransferKey, bool]:
         """What has ended so far: whether it was received."""
-        received, failed = self.receiver.take_finished(idle=True)
+        received, failed = self.receiver.take_finished()
         for items, ok in ((received, True), (failed, False)):
             for item in items:
                 assert item.key not in self.ended, "reported twice"
