@@ -4,7 +4,7 @@ A second thread halves the work of an operator and adds a meeting of both to it:
 which waits for a core that API server, EngineCore and other stages want too. So a stage has a thread per `THREAD_FLOP`
 of its smallest step (a token decoded, else a prompt, else a picture), and never more than it has cores.
 
-Workers carry it out (`epd_serve.engine.bound_threads`). Pure.
+Workers carry it out (`epd_serve.engine.worker_threads`). Pure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CPU_THREADS_ENV = "EPD_SERVE_CPU_THREADS"
 """A worker's `CpuThreads` as JSON."""
 
 BIND_ENV, COUNT_ENV, WAIT_ENV = "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"
-OPERATORS_ENV = (BIND_ENV, COUNT_ENV, WAIT_ENV)
+OPERATORS_ENV = (COUNT_ENV, WAIT_ENV)
 """What an operator sets of these in the environment of the launcher wins over what we would set."""
 
 NOT_BY_VLLM = "nobind"

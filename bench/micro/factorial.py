@@ -1,7 +1,8 @@
 """`epd-bench factorial`: what each part of a stage costs a monolith, against plain vLLM on the same cores.
 
-Parts: how its processes wait for each other (asleep on a bell, or vLLM's own spinning), the reporting scheduler, the
-queue by priority, the number of OpenMP threads, and the proxy. A stage with each combination is started from the very
+Parts: the worker inside EngineCore's process, or in one of its own, where both wait for each other asleep on a bell, or
+in vLLM's own spinning; the reporting scheduler, the queue by priority, the number of OpenMP threads, and the proxy. A
+stage with each combination is started from the very
 command that `epd-serve serve` uses, less the parts that it is to be without; the monolith as shipped is served, and
 asked through the proxy and past it. Plain vLLM is started with its own defaults and bound to one core and to all.
 
@@ -74,13 +75,15 @@ FLAGS = {
     "--only": flag("TP1 and plain vLLM alone, or stages without their parts alone", choices=("shipped", "parts")),
     "--starts": flag("of every group", Usually(2, quick=1), whole()),
 }
-COMBINED = {"action": "store_true", "help": "all 16 combinations, not only one part taken away at a time"}
+COMBINED = {"action": "store_true", "help": "all 24 combinations, not only one part taken away at a time"}
+FLAG_OF = {"inside": "--distributed-executor-backend", "reports": "--scheduler-cls", "priority": "--scheduling-policy"}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A stage with some of its parts. `threads` 0: as shipped."""
+    """A stage with some of its parts. `bell` matters to a worker that is not `inside`. `threads` 0: as shipped."""
 
+    inside: bool = True
     bell: bool = True
     reports: bool = True
     priority: bool = True
@@ -100,12 +103,14 @@ class Target:
 
 def variants(arguments: argparse.Namespace) -> list[Variant]:
     """The whole stage, each part taken away alone, and all of them; or all combinations."""
+    both, waits = (True, False), ((True, True), (False, True), (False, False))
     if arguments.whole:
-        parts = itertools.product((True, False), (True, False), (True, False), (1, 2))
-        return [Variant(*each) for each in parts]
+        combined = itertools.product(waits, both, both, (1, 2))
+        return [Variant(*wait, reports, priority, threads) for wait, reports, priority, threads in combined]
     full = Variant()
-    alone = [replace(full, **{part: False}) for part in ("bell", "reports", "priority")]
-    return [full, *alone, Variant(bell=True, reports=False, priority=False), replace(full, threads=2)]
+    outside = [replace(full, inside=False), replace(full, inside=False, bell=False)]
+    alone = [replace(full, reports=False), replace(full, priority=False), replace(full, threads=2)]
+    return [full, *outside, *alone]
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
@@ -194,7 +199,7 @@ def _stage(stack: contextlib.ExitStack, blueprint: Blueprint, folder: Path, vari
     argv, env = list(made.argv), dict(made.env)
     if not variant.bell:
         del env[SHARED_CORES_ENV]
-    for name in (*(["--scheduler-cls"] * (not variant.reports)), *(["--scheduling-policy"] * (not variant.priority))):
+    for name in (name for part, name in FLAG_OF.items() if not getattr(variant, part)):
         at = argv.index(name)
         del argv[at : at + 2]
     if variant.threads:

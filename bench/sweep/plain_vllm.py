@@ -5,7 +5,7 @@ turn, which costs them nothing. It has the devices that the layout `TP1xN` has, 
 have (bound to cores, which is vLLM's way to say how many), and the same KV cache and flags; of a stage's own only the
 repair of torchvision beside a CPU torch is there. On other devices vLLM's own defaults hold; `--vllm-flags` come last.
 
-vLLM's worker queues spin between steps on CPU, for which it has no switch; our stages sleep there
+vLLM's worker queues spin between steps on CPU, for which it has no switch; our stages have none or sleep there
 (docs/measuring/layouts.md).
 """
 

@@ -38,6 +38,11 @@ CPU_ARGS = (
     *("--enforce-eager", "--block-size", "32", "--max-num-seqs", "32"),
 )
 
+WORKER_IN_ENGINE = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
+"""A single worker inside EngineCore's process: two messages and two wake-ups a step less, and a process less. vLLM has
+it so on every platform but CPU, where its workers get their OpenMP threads by their environment; ours do not
+(`worker_threads.py`). It replaces the name `uni` there, not the class."""
+
 # No KV cache and no language model. vLLM 0.28 derives that from the sole role ec_producer, 0.23 has to be told.
 ENCODER_ARGS = ("--mm-encoder-only", "--no-enable-prefix-caching", "--enforce-eager")
 
@@ -118,7 +123,7 @@ def _role(plan: StagePlan) -> list[str]:
 
 def _device(plan: StagePlan) -> list[str]:
     if plan.device == "cpu":
-        return list(CPU_ARGS)
+        return [*CPU_ARGS, *(WORKER_IN_ENGINE if plan.tp == 1 and plan.cores else ())]
     args = []
     share = plan.memory_share
     if share is None and plan.role.sends_features:

@@ -10,13 +10,13 @@ import multiprocessing
 import os
 
 from epd_serve.engine.argv import SHARED_CORES_ENV, STAGE_ENV
-from epd_serve.engine.bound_threads import bind_threads
 from epd_serve.engine.core_share import obey
 from epd_serve.engine.idle_steps import sleep_between_idle_steps
 from epd_serve.engine.memory_names import name_memory, name_rank_memory
 from epd_serve.engine.queue_bell import wait_asleep
 from epd_serve.engine.rendezvous import narrow_rendezvous
 from epd_serve.engine.template.context import forked
+from epd_serve.engine.worker_threads import rule_threads
 from epd_serve.lifeline import die_with_parent, name_process
 
 
@@ -36,7 +36,7 @@ def register() -> None:
     name_rank_memory()
     obey()
     narrow_rendezvous()
-    bind_threads()  # after `obey`: what is installed last is done first
+    rule_threads()  # after `obey`: what is installed last is done first
     parent = multiprocessing.parent_process()
     if forked():  # and dies with the stage's root
         name_process(multiprocessing.current_process().name)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_serve.wake import Bell, IdleWaiter
+from epd_serve.wake import Bell, IdleWaiter, end_waits_late
 from tests.waiting import PATIENCE_S, wait_for
 
 LONG_S = 10 * PATIENCE_S
@@ -111,3 +111,17 @@ def _sleeps(thread: threading.Thread) -> bool:
     if thread.native_id is None:
         return False
     return Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+
+
+def test_a_thread_whose_waits_may_end_late_hears_a_ring_at_once() -> None:
+    bell, heard = Bell(), []
+    end_waits_late(int(LONG_S * 1e9))
+    try:
+        sleeper = threading.Thread(target=lambda: heard.append(rings_within_patience(bell)), daemon=True)
+        sleeper.start()
+    finally:
+        end_waits_late(0)
+    wait_for(lambda: _sleeps(sleeper))
+    bell.ring()
+    sleeper.join(PATIENCE_S)
+    assert heard == [True]

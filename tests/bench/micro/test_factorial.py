@@ -56,6 +56,6 @@ def test_a_round_says_how_evenly_tokens_came() -> None:
 
 def test_each_part_is_taken_away_alone_or_all_are_combined() -> None:
     short = {str(each).removeprefix("stage") for each in variants(argparse.Namespace(whole=False))}
-    assert short == {"", " -bell", " -reports", " -priority", " -reports -priority", " 2t"}
+    assert short == {"", " -inside", " -inside -bell", " -reports", " -priority", " 2t"}
     combined = variants(argparse.Namespace(whole=True))
-    assert len(set(combined)) == 16 and Variant(threads=1) in combined
+    assert len(set(combined)) == 24 and Variant(threads=1) in combined

@@ -73,7 +73,9 @@ def test_the_whole_command_of_a_monolith_on_cpu() -> None:
         *("--host", "127.0.0.1", "--port", "4100", "--tensor-parallel-size", "1", "--disable-uvicorn-access-log"),
         *("--scheduling-policy", "priority"),
         *("--limit-mm-per-prompt", '{"image": 8, "video": 0}', "--enforce-eager", "--block-size", "32"),
-        *("--max-num-seqs", "32", "--max-num-seqs", "7"),
+        *("--max-num-seqs", "32"),
+        *("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"),
+        *("--max-num-seqs", "7"),
     )
     assert made.env[STAGE_ENV] == "EPD0"
     assert json.loads(made.env[CPU_THREADS_ENV]) == {"cores": [0, 1], "count": 2}
@@ -118,6 +120,18 @@ def test_ranks_share_the_cores_of_a_stage(cores: tuple[int, ...], tp: int, count
     env = command(Role.P, "cpu", cores=cores, tp=tp).env
     assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert json.loads(env[CPU_THREADS_ENV]) == {"cores": list(cores), "count": count}
+
+
+@pytest.mark.parametrize(
+    ("device", "tp", "cores", "inside"),
+    [("cpu", 1, (0,), True), ("cpu", 2, (0, 1), False), ("cpu", 1, (), False), ("npu", 1, (), False)],
+)
+def test_a_single_worker_on_cpu_runs_inside_its_engine(
+    device: str, tp: int, cores: tuple[int, ...], inside: bool
+) -> None:
+    """Elsewhere vLLM decides so itself; one without cores of its own is bound by vLLM, which wants it outside."""
+    backend = flag(command(Role.D, device, tp=tp, cores=cores), "--distributed-executor-backend")
+    assert (backend is not None) is inside
 
 
 def test_without_cores_of_its_own_a_stage_is_bound_as_vllm_likes() -> None:
