@@ -188,7 +188,11 @@ def read_stages_file(path: str) -> StagesFile:
 
 
 def _instance(path: str, entry: Any) -> Instance:
-    valid = {field.name for field in fields(Instance)} - {"core_share", "cores"}  # said by those who decide them
+    valid = {field.name for field in fields(Instance)} - {
+        "core_share",
+        "cores",
+        "cpu_cores",
+    }  # said by those who decide them
     if not isinstance(entry, dict) or not {"id", "role", "url"} <= set(entry):
         raise ConfigError(f"stages file {path}: a stage needs id, role and url: {entry!r}", param="--stages")
     for key in entry:

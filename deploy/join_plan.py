@@ -79,6 +79,7 @@ class JoinPlan:
             processing=processing_text(self.passed),
             tp=self.tp,
             devices=list(blueprint.plans[0].devices),
+            cpu_cores=list(blueprint.cores_of(blueprint.plans[0])),
             versions={"epd-serve": __version__, "vllm": vllm_version(), "device": blueprint.device},
             instance=self.instance or known_as,
             instance_fixed=bool(self.instance),

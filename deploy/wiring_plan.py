@@ -48,6 +48,7 @@ class WiringPlan:
             kv_workers=worker_endpoints(self._kv_workers(plan), plan.tp),
             load_news=self._load_news(plan),
             core_share=plan.core_share,
+            cpu_cores=self.blueprint.cores_of(plan),
         )
 
     def stage(self, plan: InstancePlan, incarnation: str) -> StagePlan:

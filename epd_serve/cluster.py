@@ -40,6 +40,7 @@ class JoinRequest(msgspec.Struct, frozen=True):
         agent: random id of the process that asks; the same one may join again, another one may not use its name.
         host: address that every other machine of the cluster reaches this stage at.
         url: of its OpenAI server. kv_endpoint, kv_workers: as in `StageWiring`, "" where the role has none.
+        devices, cpu_cores: as in `Instance`.
         instance: wanted name, or "". instance_fixed: the operator's choice; refuse rather than give another one.
         model: directory name or hub name; revision: digest of the weights, "" for a hub name.
         processing: its vLLM flags that change what features or KV mean, as canonical text, or "".
@@ -56,6 +57,7 @@ class JoinRequest(msgspec.Struct, frozen=True):
     processing: str = ""
     tp: int = 1
     devices: list[int] = []
+    cpu_cores: list[int] = []
     versions: dict[str, str] = {}
     instance: str = ""
     instance_fixed: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from epd_serve.roles import Role
 from npu_ops.core_grants import CoreGrant
@@ -24,6 +25,7 @@ class Instance:
         kv_endpoint: ZMQ address where this instance takes READY (only roles that send KV), else None.
         events: ZMQ address on which it announces (`epd_serve.wire.Announcement`), else None.
         devices: device ids it occupies, in order; co-located instances name the same one.
+        cpu_cores: on CPU the cores that its devices are; virtual devices may share them.
         kv_news: ZMQ addresses on which its workers report their KV links, by rank (only roles that send KV). Workers on
             a bus have one address several times.
         load_news: ZMQ address on which its scheduler reports how busy it is, else None.
@@ -44,8 +46,19 @@ class Instance:
     load_news: str | None = None
     core_share: float | None = None
     cores: tuple[CoreGrant, ...] = ()
+    cpu_cores: tuple[int, ...] = ()
 
     @property
     def incarnation_id(self) -> IncarnationId:
         """Names this run of this instance among all runs of all instances."""
         return (self.id, self.incarnation)
+
+    @property
+    def computes_on(self) -> frozenset[tuple[str, str, int]]:
+        """Names of what it computes on: two instances with one in common slow each other down. None where it has a
+        share of cores to itself."""
+        if self.core_share is not None:
+            return frozenset()
+        host = urlsplit(self.url).hostname or ""
+        kind, numbers = ("core", self.cpu_cores) if self.cpu_cores else ("device", self.devices)
+        return frozenset((host, kind, number) for number in numbers)

@@ -59,8 +59,9 @@ def _check_names(request: JoinRequest) -> None:
         )
     if request.incarnation and not NAME.fullmatch(request.incarnation):
         raise JoinRefusedError("the incarnation is no name", code="bad_name")
-    devices_fit = len(request.devices) <= MOST_RANKS and all(0 <= one < MOST_DEVICES for one in request.devices)
-    if not (1 <= request.tp <= MOST_RANKS and devices_fit):  # JSON's numbers may be too long to be shown
+    places = (request.devices, request.cpu_cores)
+    places_fit = all(len(ids) <= MOST_RANKS and all(0 <= one < MOST_DEVICES for one in ids) for ids in places)
+    if not (1 <= request.tp <= MOST_RANKS and places_fit):  # JSON's numbers may be too long to be shown
         raise JoinRefusedError("tp or devices are no place to run", param="--device-ids", code="bad_width")
 
 

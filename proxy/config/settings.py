@@ -71,7 +71,8 @@ class ProxySettings:
         arena: the arena of this host where all stages of the layout use it, else None.
         max_known_features: how many features the proxy remembers.
         trace_path: JSON-lines file for phase stamps; by default none.
-        policy: how instances are chosen: `least-loaded`, `round-robin`, `power-of-two`, `cache-affine` or `slo`.
+        policy: how instances are chosen: `first-token`, `least-loaded`, `round-robin`, `power-of-two` or
+            `cache-affine`.
         key_limits: what one API key may do at once and per minute.
         strict_fields: answer an unknown field with 400 instead of leaving it out.
         xargs: names that clients may send in `vllm_xargs`, for extensions that the operator loads into the stages.
@@ -110,7 +111,7 @@ class ProxySettings:
     arena: Path | None = None
     max_known_features: int = 65_536
     trace_path: Path | None = None
-    policy: str = "least-loaded"
+    policy: str = "first-token"
     key_limits: KeyLimits = field(default_factory=KeyLimits)
     explain: bool = True
     strict_fields: bool = False

@@ -9,10 +9,9 @@ second.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
 
 from proxy.encode.schedule import makespan_s, schedule
-from proxy.routing.policy import SLACK, Candidate
+from proxy.routing.policy import SLACK, Candidate, rates
 from proxy.routing.rendezvous import owners
 
 CALL_TOKENS = 256.0
@@ -21,10 +20,6 @@ that a further call costs. With a call for each thumbnail the proxy would be bus
 
 TOLERANCE = 1.05
 """By how much a request's items may take longer because they go to their owners."""
-
-SAME_SPEED = 1.25
-"""Encoders whose measured speeds differ by less than this from the usual one count as equal: measurements are noisy,
-and proxies that heard different ones must agree on owners all the same."""
 
 
 def spread(keys: Sequence[str], costs: Sequence[float], workers: Sequence[Candidate]) -> tuple[tuple[int, ...], ...]:
@@ -46,7 +41,7 @@ def spread(keys: Sequence[str], costs: Sequence[float], workers: Sequence[Candid
     """
     assert workers, "no worker to spread over"
     loads = [worker.load for worker in workers]
-    speeds = relative_speeds([worker.rate for worker in workers])
+    speeds = rates(workers)
     best = schedule(costs, loads, speeds)
     bound_s = max(TOLERANCE * best.makespan_s, (SLACK * sum(loads) + TOLERANCE * sum(costs)) / sum(speeds))
     at = _to_owners(keys, costs, workers, speeds, bound_s)
@@ -55,11 +50,9 @@ def spread(keys: Sequence[str], costs: Sequence[float], workers: Sequence[Candid
     return tuple(tuple(item for item in range(len(keys)) if at[item] == worker) for worker in range(len(workers)))
 
 
-def relative_speeds(rates: Sequence[float]) -> list[float]:
-    """Measured rates as multiples of the usual one. Unknown ones (0) and those near the usual one count as it."""
-    known_rates = [rate for rate in rates if rate > 0]
-    usual = median(known_rates) if known_rates else 1.0
-    return [rate / usual if rate > 0 and not 1 / SAME_SPEED < rate / usual < SAME_SPEED else 1.0 for rate in rates]
+def share_of(costs: Sequence[float], workers: int) -> float:
+    """About how much of the items one worker gets: they cannot be cut."""
+    return max(max(costs), sum(costs) / workers)
 
 
 def _to_owners(

@@ -25,7 +25,7 @@ from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
 from epd_serve.trace import Trace
 from proxy.config.limits import Timeouts
-from proxy.encode.assignment import calls, spread
+from proxy.encode.assignment import calls, share_of, spread
 from proxy.encode.learnt_speeds import LearntSpeeds
 from proxy.errors import StageDied, most_telling
 from proxy.media.loader import LoadedItem
@@ -34,7 +34,7 @@ from proxy.registry.instance_state import Lease, Work
 from proxy.registry.table import InstanceTable
 from proxy.request.parse import Endpoint
 from proxy.request.payload import encoded
-from proxy.routing.policy import Candidate
+from proxy.routing.policy import Candidate, predictions_s, with_neighbours
 from proxy.stages.bodies import encode_body
 from proxy.stages.circuits import Circuits
 from proxy.stages.client import StageClient
@@ -114,7 +114,10 @@ class Encoders:
             self._give_up(order, items, reason)
             return
         costs = [item_tokens(item) for item in items]
-        shares = spread([item.key for item in items], costs, [self._with_speed(encoder) for encoder in encoders])
+        each = share_of(costs, len(encoders))
+        workers = with_neighbours([self._with_speed(encoder) for encoder in encoders], each)
+        order.job.explanation.predicted("encode", lambda: zip(workers, predictions_s(workers, each), strict=True))
+        shares = spread([item.key for item in items], costs, workers)
         with ExitStack() as leases:
             try:
                 async with asyncio.TaskGroup() as group:

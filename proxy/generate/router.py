@@ -22,7 +22,17 @@ from proxy.media.loader import LoadedItem
 from proxy.registry.instance_state import Lease, Work
 from proxy.registry.table import InstanceTable
 from proxy.routing.paths import Path, paths
-from proxy.routing.policy import POLICIES, Candidate, Placement, burden, least_loaded, preferred
+from proxy.routing.policy import (
+    POLICIES,
+    Candidate,
+    Placement,
+    burden,
+    first_token,
+    least_loaded,
+    predictions_s,
+    preferred,
+    with_neighbours,
+)
 from proxy.routing.prompt_affinity import prompt_affinity
 from proxy.stages.cost import item_tokens
 from proxy.stages.job import Job
@@ -65,12 +75,14 @@ class Router:
     """
 
     def __init__(
-        self, table: InstanceTable, layout: Collection[Role], *, instance_wait_s: float, policy: str = "least-loaded"
+        self, table: InstanceTable, layout: Collection[Role], *, instance_wait_s: float, policy: str = "first-token"
     ) -> None:
         self._table = table
         self._layout = frozenset(layout)
         self._instance_wait_s = instance_wait_s
         self._policy = POLICIES[policy]
+        # A decode instance answers with what another one has prefilled: there is no first token to predict.
+        self._tail_policy = least_loaded if self._policy is first_token else self._policy
         self._by_affinity = policy == "cache-affine"
         self._random = random.Random()
 
@@ -87,12 +99,14 @@ class Router:
         now leaves encoding to others. Nothing is counted as busy by this."""
         if not job.items:
             return False
-        choice = self._pick(job, (), self._placement(job))
-        if choice is not None:
-            return choice.path.encode
+        live = paths(self._roles(job), multimodal=True, fused=_fused(job))
         # Nobody is up: encode meanwhile where there is no other way; else decide when somebody is.
-        possible = paths(self._layout or self._table.roles(), multimodal=True, fused=_fused(job))
-        return bool(possible) and all(path.encode for path in possible)
+        possible = live or paths(self._layout or self._table.roles(), multimodal=True, fused=_fused(job))
+        ways = {path.encode for path in possible}
+        if len(ways) > 1:
+            choice = self._pick(job, (), self._placement(job)) if live else None
+            return choice is not None and choice.path.encode
+        return True in ways
 
     async def route(self, job: Job, *, avoid: Collection[IncarnationId] = ()) -> Route:
         """A way through the live instances, by the policy, preferring incarnations not in `avoid`.
@@ -129,35 +143,39 @@ class Router:
             return choices[0] if choices else None
         fittest = min(choice.rank for choice in choices)
         choices = [choice for choice in choices if choice.rank == fittest]
-        head = self._policy([choice.head for choice in choices], placement)
+        heads = [choice.head for choice in choices]
+        head = self._policy(heads, placement)
+        job.explanation.predicted("prompt", lambda: zip(heads, predictions_s(heads, placement.cost), strict=True))
         return next(choice for choice in choices if choice.head is head)
 
     def _choices(self, job: Job, avoid: Collection[IncarnationId], placement: Placement) -> list[_HeadChoice]:
         """Every live head that the job can go to, and of each kind with which tail."""
-        encoders: Sequence[Candidate] = ()
-        roles = self._table.live_roles()
-        if job.items:
-            encoders = self._table.live(Role.E)
-            # E counts as present while the layout has one: the encode step itself copes with none being up.
-            roles |= (self._layout or self._table.roles()) & {Role.E}
+        undecided = bool(job.items) and job.features is None
+        encoders = self._table.live(Role.E) if undecided else ()
         choices = []
-        for path in paths(roles, multimodal=bool(job.items), fused=_fused(job)):
+        for path in paths(self._roles(job), multimodal=bool(job.items), fused=_fused(job)):
             tail = self._tail(path, avoid, placement)
             for head in self._table.live(path.head):
                 rank = (
                     burden(head, avoid) + (burden(tail, avoid) if tail is not None else 0),
                     int(job.features is not None and not path.encode),
-                    int(path.encode and job.features is None and not encoders),
+                    int(path.encode and undecided and not encoders),
                 )
-                if job.items and job.features is None:
+                if undecided:
                     head = _with_encoding(head, job.items, encoders if path.encode else ())
                 choices.append(_HeadChoice(path, head, tail, rank))
         return choices
 
+    def _roles(self, job: Job) -> frozenset[Role]:
+        """Those of live instances. E counts as live while the layout has one: the encode step itself copes with none
+        being up."""
+        roles = self._table.live_roles()
+        return roles | (self._layout or self._table.roles()) & {Role.E} if job.items else roles
+
     def _tail(self, path: Path, avoid: Collection[IncarnationId], placement: Placement) -> Candidate | None:
         if path.tail is None:
             return None
-        return self._policy(preferred(self._table.live(path.tail), avoid), replace(placement, cost=1.0))
+        return self._tail_policy(preferred(self._table.live(path.tail), avoid), replace(placement, cost=1.0))
 
 
 def _fused(job: Job) -> bool:
@@ -166,10 +184,11 @@ def _fused(job: Job) -> bool:
 
 def _with_encoding(head: Candidate, items: Sequence[LoadedItem], encoders: Sequence[Candidate]) -> Candidate:
     """`head` with the encoding that the request has to wait for first as load of its own: at the head itself, or shared
-    by `encoders` and behind what the least loaded of them has to do, in the head's time where both speeds are known."""
+    by `encoders` and behind what the first of them to be done has to do, in the head's time where both speeds are
+    known."""
     tokens = sum(map(item_tokens, items))
     if encoders:
-        encoder = least_loaded(encoders)
+        encoder = least_loaded(with_neighbours(encoders, tokens / min(len(items), len(encoders))))
         tokens = encoder.load + tokens / min(len(items), len(encoders))
         if head.rate > 0 and encoder.rate > 0:
             tokens *= head.rate / encoder.rate

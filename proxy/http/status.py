@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -137,6 +138,8 @@ def instances(table: InstanceTable, circuits: Circuits | None = None) -> dict[st
                 "reason": view.reason,
                 "in_flight": {work.value: count for work, count in view.in_flight.items()},
                 "load": view.load,
+                "pending_s": round(view.pending_s, 3) if math.isfinite(view.pending_s) else None,
+                "neighbours": list(view.neighbours),
                 "circuit": _circuit(circuits, view.instance),
                 "stage": _stage(view),
                 "store": _store(view.report),

@@ -31,6 +31,7 @@ class InstanceView:
         report: its last word on the store, if any. kv: the fresh ones of its workers that send KV, by rank.
         stage: its last word on its load, if any, and stage_age_s: how old that is.
         warming: it answers, and waits for its KV links to be used.
+        pending_s: for how long it will be busy, infinite while it decodes; neighbours: who computes where it does.
     """
 
     instance: Instance
@@ -43,6 +44,8 @@ class InstanceView:
     warming: bool
     stage: StageReport | None = None
     stage_age_s: float = 0.0
+    pending_s: float = 0.0
+    neighbours: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
@@ -99,7 +102,9 @@ class InstanceState:
         """Its last word on its load, while it can be trusted."""
         return self.stage if time.monotonic() - self.stage_reported_at < REPORT_TRUST_S else None
 
-    def view(self, in_flight: dict[Work, int], load: float) -> InstanceView:
+    def view(
+        self, in_flight: dict[Work, int], load: float, pending_s: float, neighbours: tuple[str, ...]
+    ) -> InstanceView:
         now = time.monotonic()
         kv = tuple(report for rank, report in sorted(self.kv.items()) if self.kv_reported_at[rank] >= now - KV_TRUST_S)
         return InstanceView(
@@ -113,6 +118,8 @@ class InstanceState:
             self.warming,
             self.stage,
             now - self.stage_reported_at if self.stage is not None else 0.0,
+            pending_s,
+            neighbours,
         )
 
 

@@ -7,6 +7,7 @@ table of EPD-Serve §3.4, whose least-loaded-first asks for pending work of the 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -60,6 +61,17 @@ def reported_rate(role: Role, report: StageReport) -> float:
     if role is Role.E:
         return report.item_tokens_per_s
     return 0.0 if role is Role.D else report.prompt_tokens_per_s
+
+
+def pending_s(role: Role, load: float, running: int, rate: float) -> float:
+    """For how long an instance keeps its device busy; infinite while it decodes, since nobody knows how long that is.
+
+    Args:
+        load: pending work. running: requests that it runs. rate: how much of its load it gets done per second.
+    """
+    if role.decodes and running:
+        return math.inf
+    return 0.0 if role is Role.D else load / rate  # KV that arrives at a D takes no turn of its device
 
 
 def load(role: Role, tallies: Iterable[Tally], report: StageReport | None, counted: int) -> float:

@@ -14,6 +14,7 @@ connections.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,10 +24,10 @@ from epd_serve.roles import Role
 from epd_serve.wire import KvReport, StageReport, StoreReport
 from proxy.registry.instance_state import InstanceState, InstanceView, Lease, Work
 from proxy.registry.ledger import Ledger, OwnLedger
-from proxy.registry.load import load, reported_rate
+from proxy.registry.load import load, pending_s, reported_rate
 from proxy.registry.silence import SILENCE_S, SilenceWatch
 from proxy.registry.warm_links import GRACE_S, why_cold
-from proxy.routing.policy import Candidate
+from proxy.routing.policy import Candidate, usual_rate
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class InstanceTable:
         self._silences = SilenceWatch(silence_s)
         self._states: dict[str, InstanceState] = {}
         self._by_role: dict[Role, list[InstanceState]] | None = None
+        self._neighbours: dict[str, tuple[InstanceState, ...]] | None = None
         self._retired: list[IncarnationId] = []
         self._picks = 0
         self._waiters: set[asyncio.Future[None]] = set()
@@ -58,6 +60,7 @@ class InstanceTable:
         """Make `instance` known. A new id or a new incarnation starts as `up` says, with nothing in flight;
         the same incarnation keeps its state and only takes over changed fields."""
         state = self._states.get(instance.id)
+        self._neighbours = None
         if state is not None and state.instance.incarnation == instance.incarnation:
             state.instance = instance
         else:
@@ -90,6 +93,7 @@ class InstanceTable:
 
     def remove(self, instance_id: str) -> None:
         """Forget an instance (re-layout)."""
+        self._neighbours = None
         self._retire(self._states.pop(instance_id))
         self._settle()
         self._announce()
@@ -166,8 +170,9 @@ class InstanceTable:
                     self._load(state),
                     state.last_pick,
                     state.full,
-                    reported_rate(role, state.stage) if state.stage is not None else 0.0,
+                    _rate(state),
                     state.suspended,
+                    tuple([self._pending_s(other) for other in self._sharing(state)]),
                 )
                 for state in self._serving().get(role, ())
             ]
@@ -226,6 +231,8 @@ class InstanceTable:
             state.view(
                 {work: tally.held for work, tally in self._ledger.tallies(state.instance.incarnation_id).items()},
                 self._load(state),
+                self._pending_s(state),
+                tuple(other.instance.id for other in self._sharing(state)),
             )
             for state in self._states.values()
         )
@@ -284,6 +291,27 @@ class InstanceTable:
     def _held(self, incarnation_id: IncarnationId) -> int:
         return sum(tally.held for tally in self._ledger.tallies(incarnation_id).values())
 
+    def _sharing(self, state: InstanceState) -> Iterable[InstanceState]:
+        """Those that compute where it does."""
+        if self._neighbours is None:  # an instance came or went
+            at: dict[tuple[str, str, int], list[InstanceState]] = {}
+            for one in self._states.values():
+                for place in one.instance.computes_on:
+                    at.setdefault(place, []).append(one)
+            together: dict[str, dict[str, InstanceState]] = {}
+            for one, other in itertools.chain.from_iterable(itertools.permutations(there, 2) for there in at.values()):
+                together.setdefault(one.instance.id, {})[other.instance.id] = other
+            self._neighbours = {name: tuple(others.values()) for name, others in together.items()}
+        return self._neighbours.get(state.instance.id, ())
+
+    def _pending_s(self, state: InstanceState) -> float:
+        """For how long it keeps its device busy; 0 of one that is not up."""
+        if not state.serving:
+            return 0.0
+        role, report = state.instance.role, state.pending
+        rate = _rate(state) or usual_rate(map(_rate, self._serving()[role]))
+        return pending_s(role, self._load(state), report.running if report is not None else 0, rate)
+
     def _load(self, state: InstanceState) -> float:
         tallies = self._ledger.tallies(state.instance.incarnation_id)
         return load(state.instance.role, tallies.values(), state.pending, state.counted)
@@ -309,3 +337,7 @@ class InstanceTable:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+
+def _rate(state: InstanceState) -> float:
+    return reported_rate(state.instance.role, state.stage) if state.stage is not None else 0.0

@@ -5,8 +5,10 @@ Owns the `x-epd-*` response headers. They leave with the first byte, so what hap
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from starlette.datastructures import Headers
 
@@ -14,6 +16,12 @@ ASK = "x-epd-explain"
 MAX_STAMPS = 64
 """Stamps of one request; what is retried for minutes must not make a header that clients refuse."""
 MAX_VALUE_CHARS = 2000
+MAX_PREDICTIONS = 8
+
+
+class Named(Protocol):
+    @property
+    def id(self) -> str: ...
 
 
 def is_requested(headers: Headers) -> bool:
@@ -37,6 +45,7 @@ class Explanation:
         self._facts = {"request-id": request_id}
         self._attempts = 0
         self._encoders: dict[str, None] = {}
+        self._predictions: dict[str, str] = {}
 
     def stamp(self, name: str) -> None:
         """`name` has happened now. A name may come again when a step is repeated."""
@@ -52,6 +61,13 @@ class Explanation:
         """`instance` has encoded an item of the request."""
         if self._enabled:
             self._encoders[instance] = None
+
+    def predicted(self, work: str, seconds: Callable[[], Iterable[tuple[Named, float]]]) -> None:
+        """What the choice of an instance for `work` went by: when it would be done at each of them."""
+        if self._enabled:
+            shortest = heapq.nsmallest(MAX_PREDICTIONS, seconds(), key=lambda one: one[1])
+            self._predictions[work] = ", ".join(f"{work}@{instance.id}={1000 * s:.1f}" for instance, s in shortest)
+            self.say("predicted-ms", ", ".join(self._predictions.values()))
 
     def attempted(self, path: str, prefill: str | None, decode: str) -> None:
         """An attempt begins on these instances."""

@@ -1,23 +1,37 @@
 """Routing policies by name: pure functions from loads to a choice, shared with the simulator.
 
-A policy sees the instances that could do one piece of work, with loads in one unit, and picks one. `least-loaded` is
-EPD-Serve's (§3.4, least-loaded-first on the status table). What is unfit is sorted out before, by `preferred`. How the
-items of one request are spread over encoders is `proxy/encode/assignment.py`'s business, since no item is chosen for
-alone.
+A policy sees the instances that could do one piece of work, with loads in one unit, and picks one. `first-token` is the
+default: pending seconds, those of whoever computes on the same device among them. `least-loaded` is EPD-Serve's (§3.4,
+least-loaded-first on the status table). What is unfit is sorted out before, by `preferred`. How the items of one
+request are spread over encoders is `proxy/encode/assignment.py`'s business, since no item is chosen for alone; it goes
+by the same seconds (`with_neighbours`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from statistics import median
 from types import MappingProxyType
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from epd_serve.instances import IncarnationId
 from proxy.routing.rendezvous import owners
 
 SLACK = 1.25
 """By how much the owner of a key may be above the mean load before the key goes elsewhere."""
+
+SAME_SPEED = 1.25
+"""Instances whose measured speeds differ by less than this from the usual one count as equal: measurements are noisy,
+and proxies that heard different ones must agree on owners all the same."""
+
+ALIKE = 2.0
+"""The same where what is measured depends on more than the instance: on what its neighbours did, and on how long the
+prompts were. Who once had the short ones would not be asked again."""
+
+UNMEASURED_RATE = 1000.0
+"""Of a kind of instance none of which has done anything yet."""
 
 
 class Candidate(Struct, frozen=True):
@@ -29,6 +43,8 @@ class Candidate(Struct, frozen=True):
         full: its store has no room, so that more work would only wait there.
         rate: load that it gets done per second, lately; 0 while unknown.
         suspended: its circuit is open: to be picked only where nothing else is there.
+        neighbours_s: pending seconds of each other instance that computes on the same device, on CPU on the same core;
+            infinite for one that decodes, since nobody knows for how long.
     """
 
     id: str
@@ -38,6 +54,7 @@ class Candidate(Struct, frozen=True):
     full: bool = False
     rate: float = 0.0
     suspended: bool = False
+    neighbours_s: tuple[float, ...] = ()
 
     @property
     def incarnation_id(self) -> IncarnationId:
@@ -63,8 +80,9 @@ Policy = Callable[[Sequence[Candidate], Placement], Candidate]
 
 
 def least_loaded(candidates: Sequence[Candidate], _: Placement = Placement()) -> Candidate:
-    """The one with the least load; of equals, whoever was not picked for longest."""
-    return min(candidates, key=lambda candidate: (candidate.load, candidate.last_pick))
+    """The one with the least load; of equals, the one whose device is least busy, then whoever was not picked for
+    longest."""
+    return min(candidates, key=lambda candidate: (candidate.load, sum(candidate.neighbours_s), candidate.last_pick))
 
 
 def round_robin(candidates: Sequence[Candidate], _: Placement) -> Candidate:
@@ -96,24 +114,62 @@ def cache_affine(candidates: Sequence[Candidate], placement: Placement) -> Candi
     return least_loaded(candidates)
 
 
-def least_predicted(candidates: Sequence[Candidate], placement: Placement) -> Candidate:
-    """The one that will be done with this work first, by load and measured speed. An unknown speed counts as the mean
-    of the known ones: who is new gets work, and with it a speed."""
-    known_rates = [candidate.rate for candidate in candidates if candidate.rate > 0]
-    usual = sum(known_rates) / len(known_rates) if known_rates else 1.0
+def first_token(candidates: Sequence[Candidate], placement: Placement) -> Candidate:
+    """The one where this work costs least first-token time (`predicted_s`)."""
+    costs = zip(predictions_s(candidates, placement.cost), candidates, strict=True)
+    return min(costs, key=lambda cost: (cost[0], cost[1].last_pick))[1]
 
-    def predicted_s(candidate: Candidate) -> float:
-        return (candidate.load + placement.cost) / (candidate.rate or usual)
 
-    return min(candidates, key=lambda candidate: (predicted_s(candidate), candidate.last_pick))
+def predictions_s(candidates: Sequence[Candidate], cost: float) -> list[float]:
+    """For each candidate when work of this cost would be done there, and by how much that delays its neighbours."""
+    return [
+        (candidate.load + cost) / rate + sharing_s(candidate.load / rate, cost / rate, candidate.neighbours_s)
+        for candidate, rate in zip(candidates, rates(candidates, ALIKE), strict=True)
+    ]
+
+
+def with_neighbours(candidates: Sequence[Candidate], cost: float) -> Sequence[Candidate]:
+    """The same with what their neighbours cost, for work of about this cost, as load of their own."""
+    if not any(candidate.neighbours_s for candidate in candidates):
+        return candidates
+    seconds, speeds = predictions_s(candidates, cost), rates(candidates, ALIKE)
+    return [
+        replace(candidate, load=done_s * rate - cost, rate=rate, neighbours_s=())
+        for candidate, done_s, rate in zip(candidates, seconds, speeds, strict=True)
+    ]
+
+
+def sharing_s(pending_s: float, work_s: float, neighbours_s: Sequence[float]) -> float:
+    """Seconds that it costs to share a device, whose instances take turns: by which neighbours delay this work, which
+    comes after what is `pending_s`, and by which it delays what they have pending themselves."""
+    if not neighbours_s:
+        return 0.0
+    done_s = pending_s + work_s
+    return sum(2 * min(other_s, done_s) - min(other_s, pending_s) for other_s in neighbours_s)
+
+
+def rates(candidates: Sequence[Candidate], same: float = SAME_SPEED) -> list[float]:
+    """How much load each gets done per second. Unknown speeds count as the usual one, and so do those that differ from
+    it by less than a factor of `same`."""
+    usual = usual_rate([candidate.rate for candidate in candidates])
+    return [
+        usual if candidate.rate <= 0 or 1 / same < candidate.rate / usual < same else candidate.rate
+        for candidate in candidates
+    ]
+
+
+def usual_rate(measured: Iterable[float]) -> float:
+    """The median of those that are known, which are not 0."""
+    known = [rate for rate in measured if rate > 0]
+    return median(known) if known else UNMEASURED_RATE
 
 
 POLICIES: Mapping[str, Policy] = MappingProxyType({
+    "first-token": first_token,
     "least-loaded": least_loaded,
     "round-robin": round_robin,
     "power-of-two": power_of_two,
     "cache-affine": cache_affine,
-    "slo": least_predicted,
 })  # fmt: skip
 
 

@@ -26,11 +26,12 @@ from epd_serve.roles import Role
 from epd_serve.sim.items import MERGE, PATCH_PIXELS
 from epd_serve.sim.load import stage_report
 from epd_serve.sim.sequence import Sequence
+from epd_serve.wire import StageReport
 from epd_serve.wiring import StageWiring
-from proxy.encode.assignment import spread
-from proxy.registry.load import reported_pending, reported_rate
+from proxy.encode.assignment import share_of, spread
+from proxy.registry.load import pending_s, reported_pending, reported_rate
 from proxy.routing.paths import Path, paths
-from proxy.routing.policy import Candidate, least_loaded
+from proxy.routing.policy import POLICIES, Candidate, Placement, usual_rate, with_neighbours
 
 SAMPLE_S = 0.5
 """Between two samples of the batches."""
@@ -127,18 +128,21 @@ def check_emulated(layout: Layout) -> None:
         )
 
 
-def emulate(layout: Layout, device: StageDevice, requests: Iterable[RequestSpec], label: str) -> EmulatedRun:
+def emulate(
+    layout: Layout, device: StageDevice, requests: Iterable[RequestSpec], label: str, policy: str = "least-loaded"
+) -> EmulatedRun:
     """Serve `requests`, each of which has an `arrival_s`, on devices that are all `device`.
 
     Args:
         label: of the run, in its rows.
+        policy: of the proxy; the default is EPD-Serve's (§3.4), which knows nothing of neighbours.
 
     Raises:
         ConfigError: see `check_emulated`.
     """
     check_emulated(layout)
     clock = Clock()
-    deployment = _Deployment(layout, device, clock)
+    deployment = _Deployment(layout, device, clock, policy)
     own = [Request.of(spec) for spec in requests]
     run = Run(label, sent=len(own), issued_s=max((one.due_s for one in own), default=0.0))
     emulated = EmulatedRun(run)
@@ -164,8 +168,9 @@ def emulate(layout: Layout, device: StageDevice, requests: Iterable[RequestSpec]
 class _Deployment:
     """The instances of a layout."""
 
-    def __init__(self, layout: Layout, device: StageDevice, clock: Clock) -> None:
+    def __init__(self, layout: Layout, device: StageDevice, clock: Clock, policy: str) -> None:
         self._device, self._clock = device, clock
+        self._policy, self._by_neighbours = POLICIES[policy], policy == "first-token"
         self._picks = itertools.count(1)
         self._requests: dict[Sequence, Request] = {}
         self._answers: set[Sequence] = set()  # at another stage than their prompts
@@ -176,6 +181,11 @@ class _Deployment:
             for plan in lower(layout, range(layout.device_count))
         ]
         self._picked = {stage.name: 0 for stage in self._stages}
+        on = {plan.id: plan.devices[0] for plan in lower(layout, range(layout.device_count))}
+        self._neighbours = {
+            one.name: [other for other in self._stages if other is not one and on[other.name] == on[one.name]]
+            for one in self._stages
+        }
 
     def expect(self, request: Request, ended: Callable[[Request], None]) -> None:
         """It will come when it is due. `ended`: called with its last token."""
@@ -204,7 +214,9 @@ class _Deployment:
         encoders = [stage for stage in self._stages if stage.role is Role.E]
         tokens = request.item_tokens
         keys = [f"{request.id}/{index}" for index in range(len(tokens))]
-        shares = spread(keys, list(map(float, tokens)), [self._candidate(one) for one in encoders])
+        costs = list(map(float, tokens))
+        workers = with_neighbours([self._candidate(one) for one in encoders], share_of(costs, len(encoders)))
+        shares = spread(keys, costs, workers)
         left = len(tokens)
 
         def handed_over() -> None:
@@ -237,7 +249,7 @@ class _Deployment:
             whole = Sequence(request.prompt_tokens, request.output_tokens, token, own_items)
             self._submit(request, head, whole)
             return
-        tail = self._least_loaded([stage for stage in self._stages if stage.role is path.tail])
+        tail = self._chosen([stage for stage in self._stages if stage.role is path.tail], 1.0)
         answer = Sequence(request.prompt_tokens, request.output_tokens, token)
 
         def transferred() -> None:
@@ -279,22 +291,32 @@ class _Deployment:
     # --- the proxy's choices --------------------------------------------------------------------------------------
 
     def _route(self, request: Request) -> tuple[Path, VirtualStage]:
-        """Returns the path and its head: the least loaded of all that take prompts."""
+        """Returns the path and its head, chosen of all that take prompts."""
         roles = {stage.role for stage in self._stages}
         by_role = {path.head: path for path in paths(roles, multimodal=bool(request.item_tokens))}
-        head = self._least_loaded([stage for role in by_role for stage in self._stages if stage.role is role])
+        heads = [stage for role in by_role for stage in self._stages if stage.role is role]
+        head = self._chosen(heads, float(request.prompt_tokens))
         return by_role[head.role], head
 
-    def _least_loaded(self, stages: Iterable[VirtualStage]) -> VirtualStage:
+    def _chosen(self, stages: Iterable[VirtualStage], cost: float) -> VirtualStage:
         by_name = {stage.name: stage for stage in stages}
-        return by_name[least_loaded([self._candidate(stage) for stage in by_name.values()]).id]
+        return by_name[self._policy([self._candidate(stage) for stage in by_name.values()], Placement(cost)).id]
 
     def _candidate(self, stage: VirtualStage) -> Candidate:
-        report = stage_report(StageWiring(instance=stage.name, role=stage.role, incarnation="1"), stage, 1)
+        report = self._report(stage)
         return Candidate(
             stage.name,
             "1",
             reported_pending(stage.role, report),
             last_pick=self._picked[stage.name],
             rate=reported_rate(stage.role, report),
+            neighbours_s=tuple(map(self._pending_s, self._neighbours[stage.name])) if self._by_neighbours else (),
         )
+
+    def _pending_s(self, stage: VirtualStage) -> float:
+        report = self._report(stage)
+        rate = usual_rate([reported_rate(stage.role, report)])
+        return pending_s(stage.role, reported_pending(stage.role, report), report.running, rate)
+
+    def _report(self, stage: VirtualStage) -> StageReport:
+        return stage_report(StageWiring(instance=stage.name, role=stage.role, incarnation="1"), stage, 1)

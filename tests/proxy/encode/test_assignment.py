@@ -8,9 +8,10 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.encode.assignment import CALL_TOKENS, SAME_SPEED, TOLERANCE, calls, relative_speeds, spread
+from proxy.encode.assignment import CALL_TOKENS, TOLERANCE, calls, spread
 from proxy.encode.schedule import schedule
-from proxy.routing.policy import SLACK, Candidate
+from proxy.routing.policy import SAME_SPEED, SLACK, Candidate
+from proxy.routing.policy import rates as steady
 from proxy.routing.rendezvous import owners
 
 KEYS = st.lists(st.text("abcdef", min_size=1, max_size=6), max_size=12, unique=True)
@@ -44,7 +45,7 @@ def test_nobody_who_gets_an_item_is_done_after_the_bound(
 ) -> None:
     costs = data.draw(st.lists(st.integers(1, 1000), min_size=len(keys), max_size=len(keys)))
     rates = data.draw(st.lists(st.sampled_from([0, 100, 300, 900]), min_size=len(loads), max_size=len(loads)))
-    speeds = relative_speeds(rates)
+    speeds = steady(workers(loads, rates))
     best_s = schedule(costs, loads, speeds).makespan_s
     bound_s = max(TOLERANCE * best_s, (SLACK * sum(loads) + TOLERANCE * sum(costs)) / sum(speeds))
     for load, speed, share in zip(loads, speeds, spread(keys, costs, workers(loads, rates)), strict=True):
@@ -85,13 +86,6 @@ def test_an_encoder_of_twice_the_speed_gets_twice_the_work() -> None:
     keys = [f"key {index}" for index in range(12)]
     shares = spread(keys, [10.0] * 12, workers([0.0] * 3, [100.0, 100.0, 200.0]))
     assert [len(share) for share in shares] == [3, 3, 6]
-
-
-def test_speeds_are_relative_to_the_usual_one_and_noise_is_no_difference() -> None:
-    assert relative_speeds([0, 0]) == [1, 1]
-    assert relative_speeds([90, 100, 110, 0]) == [1, 1, 1, 1]
-    assert relative_speeds([100, 100, 400]) == [1, 1, 4]
-    assert relative_speeds([25, 100, 100]) == [0.25, 1, 1]
 
 
 @settings(max_examples=50)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -174,3 +175,32 @@ async def test_a_conversation_returns_to_its_head_under_cache_affinity() -> None
             assert await asked(c, {**text_body(), "messages": turns}) == first
             homes |= set(first)
         assert len(homes) > 1
+
+
+def on_devices(c: Cluster, devices: dict[str, int]) -> None:
+    for name, device in devices.items():
+        c.table.apply(replace(c.instances[name], devices=(device,)))
+
+
+TWO_DEVICES = {"E0": 0, "PD0": 0, "E1": 1, "PD1": 1}
+
+
+async def test_text_goes_past_a_device_that_encodes_to_an_equal_one_that_does_not() -> None:
+    async with cluster(*TWO_DEVICES) as c:
+        on_devices(c, TWO_DEVICES)
+        for busy, idle in (("E0", "PD1"), ("E1", "PD0")):
+            with c.table.acquire(busy, Work.ENCODE, 1000):
+                assert await asked(c, text_body()) == await asked(c, text_body()) == {idle: 1}
+        with c.table.acquire("E0", Work.ENCODE, 1000), c.table.acquire("PD1", Work.DECODE, 1000):
+            assert await asked(c, text_body()) == {"PD0": 1}, "turns with an encoder are better than a queue"
+
+
+async def test_an_image_is_encoded_beside_the_instance_that_has_less_to_do() -> None:
+    async with cluster(*TWO_DEVICES) as c:
+        on_devices(c, TWO_DEVICES)
+        c["E0"].usual = c["E1"].usual = encodes()
+        for number, (busy, encoder, head) in enumerate((("PD0", "E1", "PD1"), ("PD1", "E0", "PD0"))):
+            with c.table.acquire(busy, Work.DECODE, 5000):
+                for image in range(2):
+                    body = image_body(data_url(image_file(280, 280 + 2 * number + image)))
+                    assert await asked(c, body) == {encoder: 1, head: 1}

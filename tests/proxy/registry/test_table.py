@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from epd_serve.wire import StageReport, StoreReport
 from proxy.registry.instance_state import Work
 from proxy.registry.ledger import Ledger, OwnLedger
 from proxy.registry.table import InstanceTable
+from proxy.routing.policy import UNMEASURED_RATE
 from tests.proxy.fakes import in_flight
 
 P0 = Instance("P0", Role.P, "http://x", "one")
@@ -183,3 +186,67 @@ async def test_those_who_wait_hear_of_silence_and_of_its_end(silences: Silences)
     await asyncio.sleep(0)
     silences.report("P1")
     assert await waiting
+
+
+def shared() -> InstanceTable:
+    """E0 and PD0 on one device, PD1 on another one; E0 encodes 100 tokens a second."""
+    table = InstanceTable()
+    for name, role, place in (("E0", Role.E, 0), ("PD0", Role.PD, 0), ("PD1", Role.PD, 1)):
+        table.apply(Instance(name, role, f"http://127.0.0.1:{place}", "one", devices=(place,)))
+    table.report_stage(StageReport("E0", "one", 1, item_tokens_per_s=100.0))
+    return table
+
+
+def neighbours_s(table: InstanceTable, role: Role) -> dict[str, tuple[float, ...]]:
+    return {candidate.id: candidate.neighbours_s for candidate in table.live(role)}
+
+
+def test_a_candidate_knows_the_pending_seconds_of_those_on_its_device() -> None:
+    table = shared()
+    with table.acquire("E0", Work.ENCODE, 50):
+        assert neighbours_s(table, Role.PD) == {"PD0": (0.5,), "PD1": ()}
+    assert neighbours_s(table, Role.PD) == {"PD0": (0.0,), "PD1": ()}
+    with table.acquire("PD0", Work.DECODE, 30):
+        assert neighbours_s(table, Role.E) == {"E0": (pytest.approx(30 / UNMEASURED_RATE),)}
+        table.report_stage(StageReport("PD1", "one", 1, prompt_tokens_per_s=10.0))
+        assert neighbours_s(table, Role.E) == {"E0": (3.0,)}, "of unknown speed, so the usual one"
+
+
+def test_a_neighbour_that_decodes_is_busy_for_as_long_as_anybody_knows() -> None:
+    table = shared()
+    table.report_stage(StageReport("PD0", "one", 1, running=1))
+    assert neighbours_s(table, Role.E) == {"E0": (math.inf,)}
+    table.report_stage(StageReport("PD0", "one", 2))
+    assert neighbours_s(table, Role.E) == {"E0": (0.0,)}
+
+
+def test_neighbours_come_and_go() -> None:
+    table = shared()
+    table.mark_down("PD0", "killed")
+    with table.acquire("PD0", Work.DECODE, 30):
+        assert neighbours_s(table, Role.E) == {"E0": (0.0,)}
+    table.remove("PD0")
+    assert neighbours_s(table, Role.E) == {"E0": ()}
+    table.apply(Instance("D0", Role.D, "http://127.0.0.1:9", "one", devices=(0, 1)))
+    assert neighbours_s(table, Role.D) == {"D0": (0.0, 0.0)}
+
+
+@pytest.mark.parametrize(
+    ("more", "together"),
+    [
+        ({}, True),
+        ({"devices": (1, 0)}, True),
+        ({"devices": (1,)}, False),
+        ({"url": "http://10.0.0.2:1"}, False),  # device 0 of another host
+        ({"core_share": 0.5}, False),  # cores of its own
+        ({"cpu_cores": (4, 5)}, False),
+    ],
+)
+def test_who_computes_where(more: dict[str, Any], together: bool) -> None:
+    one = Instance("E0", Role.E, "http://10.0.0.1:1", "one", devices=(0,))
+    assert bool(one.computes_on & replace(one, id="PD0", **more).computes_on) is together
+
+
+def test_virtual_devices_on_one_core_are_one_place() -> None:
+    one = Instance("E0", Role.E, "http://10.0.0.1:1", "one", devices=(0,), cpu_cores=(3,))
+    assert one.computes_on == replace(one, id="D0", devices=(2,)).computes_on

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from proxy.registry.instance_state import Work
 from proxy.request.explanation import MAX_STAMPS, Explanation
+from proxy.routing.policy import UNMEASURED_RATE
 from tests.proxy.fakes import cluster, encodes, image_body, replies, settings, text_body
 
 CHAT = "/v1/chat/completions"
@@ -35,6 +37,16 @@ async def test_an_image_s_way_through_three_stages_is_told() -> None:
     assert names[:5] == ["received", "media", "encoded", "admitted", "dispatched"] and "answered" in names
     times = [float(value) for _, _, value in stamps]
     assert times == sorted(times)
+
+
+async def test_what_each_choice_went_by_is_told() -> None:
+    async with cluster("E0", "E1", "PD0", "PD1") as c:
+        c["E0"].usual = c["E1"].usual = encodes()
+        with c.table.acquire("PD0", Work.DECODE, 5 * UNMEASURED_RATE):
+            response = await c.client.post(CHAT, json=image_body(), headers=ASK)
+    told_ms = dict(part.split("=") for part in response.headers["x-epd-predicted-ms"].split(", "))
+    assert set(told_ms) == {"encode@E0", "encode@E1", "prompt@PD0", "prompt@PD1"}
+    assert float(told_ms["prompt@PD0"]) == pytest.approx(5000 + float(told_ms["prompt@PD1"]), abs=0.2)
 
 
 async def test_a_stream_is_told_what_led_to_its_first_byte() -> None:

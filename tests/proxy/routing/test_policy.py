@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -10,7 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from proxy.routing.policy import POLICIES, SLACK, Candidate, Placement, burden, least_loaded, preferred
+from proxy.routing.policy import (
+    ALIKE,
+    POLICIES,
+    SLACK,
+    UNMEASURED_RATE,
+    Candidate,
+    Placement,
+    burden,
+    least_loaded,
+    preferred,
+    rates,
+    sharing_s,
+    with_neighbours,
+)
 from proxy.routing.rendezvous import owners
 
 NAMES = sorted(POLICIES)
@@ -22,6 +36,7 @@ CANDIDATES = st.lists(
         load=st.floats(0, 1e6),
         last_pick=st.integers(0, 1000),
         rate=st.sampled_from([0.0, 10.0, 1e4]),
+        neighbours_s=st.lists(st.sampled_from([0.0, 0.5, math.inf]), max_size=2).map(tuple),
     ),
     min_size=1,
     max_size=8,
@@ -75,11 +90,46 @@ def test_what_belongs_together_meets_until_its_owner_has_too_much() -> None:
     assert pick("cache-affine", busy) != ids[first], "without an affinity the least loaded"
 
 
-def test_slo_takes_who_is_done_first_and_gives_unknown_speeds_a_chance() -> None:
+def test_the_first_token_goes_where_it_is_predicted_first_and_unknown_speeds_are_the_usual_one() -> None:
     slow, fast, new = Candidate("S", "1", 100, rate=10), Candidate("F", "1", 300, rate=100), Candidate("N", "1", 0)
-    assert pick("slo", [slow, fast], cost=10) == "F"
-    assert pick("slo", [slow, fast, new], cost=10) == "N"
-    assert pick("slo", [replace(slow, rate=0), replace(fast, rate=0)], cost=10) == "S"
+    assert pick("first-token", [slow, fast], cost=10) == "F"
+    assert pick("first-token", [slow, fast, new], cost=10) == "N"
+    assert pick("first-token", [replace(slow, rate=0), replace(fast, rate=0)], cost=10) == "S"
+
+
+def test_equal_instances_take_turns_although_their_measured_speeds_differ_a_little() -> None:
+    first, second = Candidate("A", "1", 0, 7, rate=900), Candidate("B", "1", 0, 8, rate=1500)
+    assert pick("first-token", [first, second]) == "A"
+    assert pick("first-token", [replace(first, last_pick=9), second]) == "B"
+    assert rates([first, second], ALIKE) == [1200, 1200]
+    assert rates([first, second]) == [900, 1500], "where nothing else moves the measurement"
+    assert rates([Candidate("A", "1", 0)]) == [UNMEASURED_RATE]
+
+
+def test_of_equals_the_one_with_the_idle_device_is_picked() -> None:
+    beside_encode = Candidate("A", "1", 0, 0, neighbours_s=(0.2,))
+    beside_nothing = Candidate("B", "1", 0, 9, neighbours_s=(0.0,))
+    assert pick("first-token", [beside_encode, beside_nothing]) == "B"
+    assert pick("first-token", [beside_encode, replace(beside_nothing, load=5000)]) == "A", "busier than both"
+
+
+@pytest.mark.parametrize(
+    ("pending_s", "work_s", "neighbours_s", "costs_s"),
+    [
+        (0.0, 1.0, (), 0.0),
+        (0.0, 1.0, (0.0,), 0.0),
+        (0.0, 1.0, (0.25,), 0.5),  # the neighbour's quarter comes first, and is delayed by as much
+        (0.0, 1.0, (math.inf,), 2.0),  # turns to the end, and a second less for whoever decodes
+        (2.0, 1.0, (1.0,), 1.0),  # what was pending before has delayed the neighbour already
+        (0.0, 1.0, (0.25, math.inf), 2.5),
+    ],
+)
+def test_sharing_a_device_costs_the_turns_of_both(
+    pending_s: float, work_s: float, neighbours_s: tuple[float, ...], costs_s: float
+) -> None:
+    assert sharing_s(pending_s, work_s, neighbours_s) == pytest.approx(costs_s)
+    loads = [Candidate("A", "1", pending_s * 10, rate=10.0, neighbours_s=neighbours_s)]
+    assert with_neighbours(loads, work_s * 10)[0].load == pytest.approx((pending_s + costs_s) * 10)
 
 
 @settings(max_examples=40)
@@ -143,7 +193,7 @@ def test_nobody_starves_while_work_piles_up(name: str, count: int, stale: int, s
     assert min(instances.picked) > 0
 
 
-@pytest.mark.parametrize("name", ["least-loaded", "slo", "round-robin"])
+@pytest.mark.parametrize("name", ["first-token", "least-loaded", "round-robin"])
 @settings(max_examples=10)
 @given(st.integers(2, 6), st.integers(1, 20), st.integers(0, 2**32))
 def test_nobody_starves_while_work_ends_at_once(name: str, count: int, stale: int, seed: int) -> None:
@@ -172,7 +222,7 @@ def test_stale_reports_cost_no_more_imbalance_than_what_ended_unseen(
         load, mine = instances.load, instances.load[index]
         others = load[:index] + load[index + 1 :]
         near_least = mine <= min(load) + instances.unseen + 1e-9
-        if name in ("least-loaded", "slo"):
+        if name in ("first-token", "least-loaded"):
             assert near_least
         elif name == "cache-affine":
             assert near_least or mine + 1 <= SLACK * (sum(load) + instances.unseen + 1) / count + 1e-9

@@ -8,9 +8,11 @@ from itertools import pairwise
 import pytest
 
 from bench.clients.measure import Plan, Rules, judged
+from bench.papers.emulation.deployment import emulate
 from bench.papers.printed import TABLE_5
 from bench.workloads.arrivals import Poisson
 from epd_serve.errors import ConfigError
+from epd_serve.layout_parser import parse
 from tests.bench.papers.emulation.emulated import DEVICE, PICTURE, request, served
 
 ENCODE = 0.001 * PICTURE
@@ -146,3 +148,18 @@ def test_a_run_is_judged_as_a_measured_one():
 def test_stages_of_several_devices_are_refused():
     with pytest.raises(ConfigError, match="several devices"):
         served("TP2", request(1, 0.0))
+
+
+def test_first_token_goes_past_a_device_whose_neighbour_is_busy_where_least_loaded_sees_no_difference():
+    turns = replace(DEVICE, encode_slows_prefill=2.0)
+    both = [request(1, 0.0), request(2, 0.05, pictures=0, text=50)]
+
+    def ttft_s(policy: str) -> dict[str, float | None]:
+        run = emulate(parse("(E-PD)x2"), turns, both, "one", policy).run
+        return {row.instances: row.ttft_s for row in run.rows}
+
+    blind, seeing = ttft_s("least-loaded"), ttft_s("first-token")
+
+    encoder = next(names for names in seeing if names.startswith("E"))[:2]
+    assert {"E0": "PD1", "E1": "PD0"}[encoder] in seeing, "text"
+    assert sum(seeing.values()) < sum(blind.values())
