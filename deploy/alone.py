@@ -187,12 +187,12 @@ def read_stages_file(path: str) -> StagesFile:
     return StagesFile(str(raw["model"]), instances, str(raw.get("revision", "")), str(raw.get("dtype", "")))
 
 
+_SAID_BY_OTHERS = {"core_share", "cores", "cpu_cores"}
+"""What a launcher or a joining stage says of an instance, and nobody writes by hand."""
+
+
 def _instance(path: str, entry: Any) -> Instance:
-    valid = {field.name for field in fields(Instance)} - {
-        "core_share",
-        "cores",
-        "cpu_cores",
-    }  # said by those who decide them
+    valid = {field.name for field in fields(Instance)} - _SAID_BY_OTHERS
     if not isinstance(entry, dict) or not {"id", "role", "url"} <= set(entry):
         raise ConfigError(f"stages file {path}: a stage needs id, role and url: {entry!r}", param="--stages")
     for key in entry:

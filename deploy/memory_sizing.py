@@ -50,11 +50,7 @@ class Sizing:
 
     @cached_property
     def _configs(self) -> ProcessorConfigs:
-        folder = self.facts.directory
-        names = ("config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-        config, image, video = (_object(folder / name) for name in names)
-        inner = _object(folder / "processor_config.json")  # Transformers 5 writes all processors into this one
-        return ProcessorConfigs(config, image or _part(inner, "image"), video or _part(inner, "video"), {})
+        return processor_configs(self.facts.directory)
 
     def memory_of(self, device: int) -> tuple[int, int] | None:
         """Total and free bytes of a device, or of the host."""
@@ -128,6 +124,14 @@ class Sizing:
 
     def _has_slab(self, role: Role) -> bool:
         return self.feature_path == "device" and (role.sends_features or role.takes_features)
+
+
+def processor_configs(folder: Path) -> ProcessorConfigs:
+    """What a model's folder says of its processors. Raises ConfigError where a file is no JSON."""
+    names = ("config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+    config, image, video = (_object(folder / name) for name in names)
+    inner = _object(folder / "processor_config.json")  # Transformers 5 writes all processors into this one
+    return ProcessorConfigs(config, image or _part(inner, "image"), video or _part(inner, "video"), {})
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ _DECIDED = (
     "api_keys",
     "stage_key",
     "modalities",
+    "image_tokens",
     "arena",
     "processes",
     "vllm_version",

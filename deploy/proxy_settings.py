@@ -6,6 +6,7 @@ Imports of `proxy` are late: `epd-serve layout` needs none of it.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
@@ -13,11 +14,14 @@ from typing import TYPE_CHECKING
 
 from deploy.identity import model_identity
 from deploy.key_files import client_keys
+from deploy.memory_sizing import processor_configs
 from deploy.proxy_overrides import apply_overrides, proxy_overrides
 from deploy.stage_args import flag_of
 from epd_serve.errors import ConfigError
+from epd_serve.image_tokens import ByArea, ImageTokens, image_tokens
 from epd_serve.model_facts import modalities
 from epd_serve.model_support import left_out, undecodable
+from epd_serve.stage_flags import read_stage_flags
 
 if TYPE_CHECKING:
     from deploy.blueprint import Blueprint
@@ -48,6 +52,7 @@ def build_proxy_settings(blueprint: Blueprint, arena: Path | None = None) -> Pro
         tenant_header=config.tenant_header,
         shared_features=config.shared_features,
         modalities=_modalities(blueprint),
+        image_tokens=_image_tokens(blueprint),
         vllm_version=_installed_vllm() if config.engine == "vllm" else "",
         send_pixels=config.send_pixels,
         on_missing_feature=config.on_missing_feature,
@@ -75,6 +80,16 @@ def _installed_vllm() -> str:
         with contextlib.suppress(PackageNotFoundError):
             return version(distribution)
     return ""
+
+
+def _image_tokens(blueprint: Blueprint) -> ImageTokens:
+    """The rule of the model's processor, with the flags of who encodes first in the layout."""
+    encoding = [plan for plan in blueprint.plans if plan.role.encodes]
+    if blueprint.facts is None or not encoding:
+        return ByArea()
+    flags = read_stage_flags(blueprint.stage_args.of(encoding[0]), blueprint.device, 0, encoding[0].tp)
+    configs = processor_configs(blueprint.facts.directory)
+    return image_tokens(replace(configs, overrides=flags.processor_kwargs))
 
 
 def _modalities(blueprint: Blueprint) -> frozenset[str] | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from epd_serve.errors import ConfigError
+from epd_serve.image_tokens import ByArea, ImageTokens
 from epd_serve.roles import Role
 from proxy.config.limits import (
     AdmissionLimits,
@@ -66,6 +67,7 @@ class ProxySettings:
         shared_features: all tenants share features (they can tell by the time taken that somebody else sent the same
             image). Prefix caches stay apart.
         modalities: what the model takes (`image`, `video`, `audio`), or None to leave it to the stages to refuse.
+        image_tokens: how many tokens the model's encoder makes of an image, by its size.
         send_pixels: `auto` sends P and D an item's metadata instead of the media where that is known, `always` never.
         on_missing_feature: `recompute` lets P encode what got lost, `reencode` has an encoder do it again first.
         arena: the arena of this host where all stages of the layout use it, else None.
@@ -106,6 +108,7 @@ class ProxySettings:
     tenant_header: str = ""
     shared_features: bool = False
     modalities: frozenset[str] | None = None
+    image_tokens: ImageTokens = field(default_factory=ByArea)
     send_pixels: str = "auto"
     on_missing_feature: str = "recompute"
     arena: Path | None = None

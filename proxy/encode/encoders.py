@@ -38,7 +38,6 @@ from proxy.routing.policy import Candidate, predictions_s, with_neighbours
 from proxy.stages.bodies import encode_body
 from proxy.stages.circuits import Circuits
 from proxy.stages.client import StageClient
-from proxy.stages.cost import item_tokens
 from proxy.stages.job import Job
 from proxy.stages.retry_budget import RetryBudget
 
@@ -113,7 +112,7 @@ class Encoders:
         if not encoders:
             self._give_up(order, items, reason)
             return
-        costs = [item_tokens(item) for item in items]
+        costs = [item.tokens for item in items]
         each = share_of(costs, len(encoders))
         workers = with_neighbours([self._with_speed(encoder) for encoder in encoders], each)
         order.job.explanation.predicted("encode", lambda: zip(workers, predictions_s(workers, each), strict=True))
@@ -125,7 +124,7 @@ class Encoders:
                         for part in calls([costs[index] for index in share], alone=bool(tried)):
                             called = [items[share[place]] for place in part]
                             # Counted before the first call begins: who chooses next has to see all of them.
-                            weight = sum(map(item_tokens, called))
+                            weight = sum(item.tokens for item in called)
                             lease = self._table.acquire(encoder.id, Work.ENCODE, weight)
                             leases.callback(lease.release)
                             group.create_task(self._encode_at(lease, weight, order, called, tried))

@@ -34,7 +34,6 @@ from proxy.routing.policy import (
     with_neighbours,
 )
 from proxy.routing.prompt_affinity import prompt_affinity
-from proxy.stages.cost import item_tokens
 from proxy.stages.job import Job
 
 
@@ -186,7 +185,7 @@ def _with_encoding(head: Candidate, items: Sequence[LoadedItem], encoders: Seque
     """`head` with the encoding that the request has to wait for first as load of its own: at the head itself, or shared
     by `encoders` and behind what the first of them to be done has to do, in the head's time where both speeds are
     known."""
-    tokens = sum(map(item_tokens, items))
+    tokens = sum(item.tokens for item in items)
     if encoders:
         encoder = least_loaded(with_neighbours(encoders, tokens / min(len(items), len(encoders))))
         tokens = encoder.load + tokens / min(len(items), len(encoders))

@@ -26,14 +26,14 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
-def inspect_image(data: bytes, *, param: str, max_pixels: int) -> tuple[str, int]:
+def inspect_image(data: bytes, *, param: str, max_pixels: int) -> tuple[str, tuple[int, int]]:
     """Check an image.
 
     Args:
         data: the encoded file. param: the field to name in errors. max_pixels: limit of width x height.
 
     Returns:
-        (MIME type, pixels). Pixels of the first frame.
+        (MIME type, (width, height)). Pixels of the first frame.
 
     Raises:
         RequestError: not an image, of a format not allowed, too many pixels, or broken.
@@ -65,7 +65,7 @@ def inspect_image(data: bytes, *, param: str, max_pixels: int) -> tuple[str, int
             _refuse_truncated(image, data)
         except Exception as error:
             raise _invalid(param, f"the image is corrupt or truncated ({error})") from error
-    return mime, width * height
+    return mime, (width, height)
 
 
 def _refuse_truncated(image: Image.Image, data: bytes) -> None:

@@ -35,6 +35,8 @@ MAX_SCHEME = 16  # characters looked at: the rest may be megabytes
 TOGETHER_BYTES = 256 << 10
 """Small items share a thread's turn up to so much: a turn costs as much as a small image. A large one has its own, so
 that other requests come in between."""
+BYTES_PER_TOKEN = {Modality.AUDIO: 1000, Modality.VIDEO: 500}
+"""Compressed files: 25 tokens a second of speech at 200 kbit/s; two frames a second of some 250 tokens at 2 Mbit/s."""
 DEFAULT_MIME = {Modality.IMAGE: "image/png", Modality.AUDIO: "audio/wav", Modality.VIDEO: "video/mp4"}
 
 
@@ -46,14 +48,14 @@ class LoadedItem:
         ref: where it was. Its `source` is gone: it would hold the client's own words for as long as the request lasts.
         source: data URL (base64 for `input_audio`): what replaces the client's URL.
         key: its feature key, the `uuid` that every stage sees.
-        weight: encoding cost for LPT: pixels of an image, bytes of anything else.
+        tokens: that an encoder makes of it, at least 1: of an image by the rule of the model's processor, else a guess.
         size_bytes: of the media itself.
     """
 
     ref: MediaRef
     source: Inlined
     key: str
-    weight: float
+    tokens: float
     size_bytes: int = 0
 
 
@@ -62,6 +64,7 @@ class MediaLoader:
 
     def __init__(self, settings: ProxySettings, fetcher: UrlFetcher) -> None:
         self._identity = settings.identity
+        self._image_tokens = settings.image_tokens
         self._limits = settings.media
         self._fetcher = fetcher
         self._threads = ThreadPoolExecutor(settings.media.threads, thread_name_prefix="media")
@@ -205,10 +208,12 @@ class MediaLoader:
     ) -> LoadedItem:
         if not data:
             raise RequestError(f"{ref.param}: empty.", param=ref.param)
-        weight, limits = len(data), self._limits
+        limits = self._limits
         if ref.modality is Modality.IMAGE:
-            mime, weight = inspect_image(data, param=ref.param, max_pixels=limits.max_pixels)
+            mime, size = inspect_image(data, param=ref.param, max_pixels=limits.max_pixels)
+            tokens = float(self._image_tokens.tokens(*size))
         else:
+            tokens = max(len(data) / BYTES_PER_TOKEN[ref.modality], 1.0)
             max_s = limits.max_audio_s if ref.modality is Modality.AUDIO else limits.max_video_s
             pixels = inspect_clip(data, param=ref.param, max_s=max_s, max_pixels=limits.max_pixels)
             if ref.modality is Modality.VIDEO and (pixels or 0) * frames > limits.max_video_pixels:
@@ -232,7 +237,7 @@ class MediaLoader:
         head = b"" if ref.key == "input_audio" else f"data:{mime};base64,".encode("ascii")
         # The client's own base64 where there is some: decoding it was strict, and encoding again takes its time.
         source = Inlined(head, inlined if inlined is not None else pybase64.b64encode(data))
-        return LoadedItem(replace(ref, source=""), source, key, float(weight), len(data))
+        return LoadedItem(replace(ref, source=""), source, key, tokens, len(data))
 
     async def _in_turn(self, work: Callable[[], list[LoadedItem]], held: MemoryReservation) -> list[LoadedItem]:
         """Do it in a thread. No thread can be stopped: where the request ends first, its turn and all that it holds

@@ -1,4 +1,4 @@
-"""What work costs before anybody has done it: tokens of media items and of prompts, estimated. Pure.
+"""What a prompt costs before anybody has computed it: its tokens, estimated. Pure.
 
 Loads of the status table are sums of these and of what stages report, which count real tokens, so both are in tokens.
 Nothing here needs to be exact: placing work well needs costs that are right relative to each other.
@@ -9,27 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from proxy.fields.parts import MEDIA_KEYS, Modality
+from proxy.fields.parts import MEDIA_KEYS
 from proxy.media.loader import LoadedItem
 from proxy.request.parse import ParsedRequest
-
-PIXELS_PER_TOKEN = 784
-"""28 x 28 pixels, a merged patch of Qwen2-VL and 2.5-VL (Qwen3-VL's has 32 x 32, others tile: all grow with area)."""
-
-BYTES_PER_TOKEN = {Modality.AUDIO: 1000, Modality.VIDEO: 500}
-"""Compressed files: 25 tokens a second of speech at 200 kbit/s; two frames a second of some 250 tokens at 2 Mbit/s."""
 
 CHARACTERS_PER_TOKEN = 4
 PROMPT_FIELDS = ("messages", "tools", "prompt", "input", "instructions")
 
 MAX_LEVELS = 500
 """Levels of nesting within a prompt. Stages walk it by recursion, of which Python allows a thousand calls."""
-
-
-def item_tokens(item: LoadedItem) -> float:
-    """Tokens that an encoder makes of an item, which is what encoding it costs. At least 1."""
-    per_token = BYTES_PER_TOKEN.get(item.ref.modality, PIXELS_PER_TOKEN)
-    return max(item.weight / per_token, 1.0)
 
 
 def prompt_tokens(request: ParsedRequest, items: Sequence[LoadedItem] = ()) -> float:
@@ -41,7 +29,7 @@ def prompt_tokens(request: ParsedRequest, items: Sequence[LoadedItem] = ()) -> f
     """
     body = request.body
     prompt_parts = [body[name] for name in PROMPT_FIELDS if body.get(name)]
-    return max(_text_tokens(prompt_parts) + sum(map(item_tokens, items)), 1.0)
+    return max(_text_tokens(prompt_parts) + sum(item.tokens for item in items), 1.0)
 
 
 def _text_tokens(values: list[Any]) -> float:

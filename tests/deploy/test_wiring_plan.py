@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from deploy.blueprint import draw
 from deploy.config import DeployConfig
@@ -20,6 +21,7 @@ from deploy.wiring_plan import WiringPlan
 from epd_serve.engine.argv import stage_command
 from epd_serve.engine.kv.transports import offered, quarantine_s
 from epd_serve.errors import ConfigError
+from epd_serve.image_tokens import Resized
 from epd_serve.layout_parser import parse
 from epd_serve.placement import InstancePlan, lower
 from epd_serve.roles import Role
@@ -123,6 +125,11 @@ def test_the_settings_of_the_proxy_follow_from_the_deployment(tmp_path: Path) ->
     assert settings.identity.revision
     assert settings.api_keys == ("k", "from-file")
     assert settings.modalities == {"image"}
+    assert isinstance(settings.image_tokens, Resized) and settings.image_tokens.tokens(6 * 32, 6 * 32) == 36
+    fewer = wired("(E-P)-D", stage_args=("E:--mm-processor-kwargs '{\"max_pixels\": 24576}'",))
+    assert build_proxy_settings(fewer.blueprint).image_tokens == structs.replace(
+        settings.image_tokens, max_pixels=24576
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from bench.goals import Goal
 from bench.micro.measurement import Measurement, Row
+from epd_serve.image_tokens import PIXELS_PER_TOKEN
 from proxy.encode.assignment import spread
 from proxy.encode.schedule import makespan_s
 from proxy.routing.policy import Candidate
-from proxy.stages.cost import PIXELS_PER_TOKEN
 
 IMAGES, ENCODERS = 8, 4
 SETS, QUICK_SETS = 300, 60

@@ -177,7 +177,7 @@ def job(costs: list[int]) -> Job:
     body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": [{} for _ in costs]}]}
     request = ParsedRequest(Endpoint.CHAT, body, "m", False, (), None)
     items = [
-        LoadedItem(MediaRef(0, index, "image_url", "x", "x"), "", f"key {index}", 784.0 * cost)
+        LoadedItem(MediaRef(0, index, "image_url", "x", "x"), "", f"key {index}", cost)
         for index, cost in enumerate(costs)
     ]
     gate = Gate(AdmissionLimits(), lambda: Capacity(1, 1, 1), Metrics())

@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 
+from epd_serve.image_tokens import Resized
+from epd_serve.roles import Role
 from proxy.config.limits import Timeouts
 from proxy.request.parse import Endpoint
 from tests.proxy.fakes import (
@@ -124,3 +126,14 @@ async def test_fused_encoders_get_no_encode_step() -> None:
         assert (await c.client.post(CHAT, json=image_body())).status_code == 200
         await c.idle()
         assert len(c["EP0"].calls) == 1 and "kv_transfer_params" in c["EP0"].calls[0].body
+
+
+async def test_an_image_weighs_what_the_model_s_processor_makes_of_it() -> None:
+    config = settings(image_tokens=Resized(32, 65536, 1048576), timeouts=Timeouts(encode_s=0.3))
+    async with cluster("E0", "PD0", config=config) as c:
+        c["E0"].usual = hangs
+        request = asyncio.create_task(c.client.post(CHAT, json=image_body(data_url(image_file(280, 310)))))
+        await c["E0"].until(lambda stage: stage.active == 1)
+        (encoder,) = c.table.live(Role.E)
+        assert encoder.load == 9 * 10
+        assert (await request).status_code == 200

@@ -146,7 +146,7 @@ async def test_what_a_refused_request_had_fetched_is_freed_with_its_answer() -> 
 async def test_a_thread_that_outlives_its_request_keeps_its_turn_and_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, released = threading.Event(), threading.Event()
 
-    def slow(*args: Any, **more: Any) -> tuple[str, int]:
+    def slow(*args: Any, **more: Any) -> tuple[str, tuple[int, int]]:
         begun.set()
         assert released.wait(PATIENCE_S)
         return inspect_image(*args, **more)
