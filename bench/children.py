@@ -1,114 +1,96 @@
-"""Processes that a measurement directs: one JSON line in, one JSON line out.
+"""Processes that a measurement directs: a message in, a message out, over a pipe.
 
-Owns the pipe and its deadlines, on both ends. A child ends when its input does, so none outlives the measurement.
+Owns the pipe and its deadlines, on both ends. A child ends when its parent's end of the pipe does, so none outlives the
+measurement.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import importlib
+import multiprocessing
 import os
-import select
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+import signal
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
-from bench.record import ROOT
 from epd_serve.errors import StageError
 
 STOP_S = 10.0
-_TAIL_BYTES = 2000
 
-Message = dict[str, Any]
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a child sends instead of an answer. `text`: its traceback."""
+
+    text: str
 
 
 class Child:
-    """`python -m MODULE` with a line of configuration and then commands on its input."""
+    """`main(pipe, *given)` of a module in a new interpreter: reads orders until None comes, and sends answers.
 
-    def __init__(self, module: str, config: Mapping[str, Any], env: Mapping[str, str] | None = None) -> None:
+    Args:
+        module: what it prints goes to stderr.
+        env: variables that are set before it is imported.
+    """
+
+    def __init__(self, module: str, *given: Any, env: Mapping[str, str] | None = None) -> None:
+        context = multiprocessing.get_context("spawn")
         self._name = module
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the child)
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env={**os.environ, **(env or {}), "PYTHONPATH": path},
-        )
-        self._rest = b""
-        self.tell(**config)
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_run, args=(module, theirs, dict(env or {}), given), daemon=True)
+        self._process.start()
+        theirs.close()
 
-    def tell(self, **message: Any) -> None:
-        assert self._process.stdin is not None
+    def tell(self, order: Any) -> None:
+        """Raises StageError where the child is gone."""
         try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
+            self._pipe.send(order)
+        except OSError:
             raise self._error("is gone") from None
 
-    def hear(self, timeout_s: float = 60.0) -> Message:
-        """The next line.
+    def hear(self, timeout_s: float = 60.0) -> Any:
+        """The next answer. Raises StageError where the child failed, ended or said nothing in time."""
+        try:
+            answer = self._pipe.recv() if self._pipe.poll(timeout_s) else _Failure(f"said nothing for {timeout_s:g} s")
+        except (EOFError, OSError):
+            answer = _Failure("ended")
+        if isinstance(answer, _Failure):
+            raise self._error(answer.text)
+        return answer
 
-        Raises:
-            StageError: the child ended or said nothing in time; with the end of its log.
-        """
-        assert self._process.stdout is not None
-        end = time.monotonic() + timeout_s
-        while b"\n" not in self._rest:
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, end - time.monotonic()))
-            data = os.read(self._process.stdout.fileno(), 1 << 16) if ready else b""
-            if not data:
-                raise self._error("ended" if ready else f"said nothing for {timeout_s:g} s")
-            self._rest += data
-        line, _, self._rest = self._rest.partition(b"\n")
-        message = json.loads(line)
-        assert isinstance(message, dict)
-        return message
-
-    def ask(self, timeout_s: float = 60.0, **message: Any) -> Message:
-        self.tell(**message)
+    def ask(self, order: Any, timeout_s: float = 60.0) -> Any:
+        self.tell(order)
         return self.hear(timeout_s)
 
     def stop(self) -> None:
-        """End of input, then of patience."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-        self._log.close()
+        """End of orders, then of patience."""
+        with contextlib.suppress(OSError):
+            self._pipe.send(None)
+        self._process.join(STOP_S)
+        self.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
 
     def _error(self, what: str) -> StageError:
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - _TAIL_BYTES))
-        return StageError(f"{self._name} {what}:\n{self._log.read().decode(errors='replace')}", stage=self._name)
+        return StageError(f"{self._name} {what}", stage=self._name)
 
 
-def commands() -> Iterator[Message]:
-    """In the child: the lines of its input, until it ends."""
-    for line in sys.stdin.buffer:
-        yield json.loads(line)
-
-
-def answering() -> Callable[..., None]:
-    """In the child: a function that writes one line to the parent. Everything else that prints goes to the log.
-
-    The line is written whole: a bare `os.write` stops in the middle of a long one where a signal comes, or the io_uring
-    of an event loop that has just been closed (uvloop's), and the parent would wait for the rest until its deadline.
-    """
-    out = os.fdopen(os.dup(1), "wb")
+def _run(module: str, pipe: Connection, env: Mapping[str, str], given: tuple[Any, ...]) -> None:
+    """In the child."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: who measures ends this one
     os.dup2(2, 1)
-
-    def answer(**message: Any) -> None:
-        out.write(json.dumps(message).encode() + b"\n")
-        out.flush()
-
-    return answer
+    os.environ.update(env)
+    with contextlib.suppress(EOFError, BrokenPipeError):  # nobody is there who asks
+        try:
+            importlib.import_module(module).main(pipe, *given)
+        except EOFError:
+            raise
+        except Exception:  # noqa: BLE001  (whoever asked raises it)
+            pipe.send(_Failure(f"failed:\n{traceback.format_exc()}"))

@@ -28,7 +28,7 @@ class Command(NamedTuple):
     help: str
 
 
-USE, MICRO, PAPERS = "compare, load, export", "measurements of one part", "papers and trust"
+USE, MICRO, PAPERS = "compare, load, export", "measurements of one part", "tables of papers"
 GROUPS: dict[str, tuple[Command, ...]] = {
     USE: (
         Command("layouts", "bench.layouts", "layouts and baselines against each other: started, loaded, drawn"),
@@ -48,8 +48,6 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("mechanism", "bench.micro.mechanism", "what each part of the way from E to P gives the first token"),
         Command("transfer ep", "bench.micro.ep.command", "features from E to P, as a request sees them"),
         Command("transfer pd", "bench.micro.pd.command", "KV from P to D, by mode of grouping"),
-        Command("arena", "bench.micro.arena", "the arena's put and get against a plain copy"),
-        Command("duplicates", "bench.micro.duplicates", "encodes of one image that many clients send at once"),
         Command("batches", "bench.micro.batches", "throughput and latency of each stage against its batch size"),
         Command("colocation", "bench.micro.colocation.command", "stages on one device against a monolith"),
         Command("interference", "bench.micro.interference.command", "how much operators of the stages slow each other"),
@@ -58,7 +56,6 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     PAPERS: (
         Command("ablations", "bench.papers.ablations", "E-P-D with and without its transfer optimisations (Table 2)"),
         Command("memory-tables", "bench.papers.memory_tables", "what fits with and without the encoder (EPD, 2 to 4)"),
-        Command("selfcheck", "bench.selfcheck.command", "how far the load generator can be trusted"),
     ),
 }
 """What a user needs comes first."""

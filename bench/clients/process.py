@@ -4,10 +4,9 @@ measures. A run may go on while the measurement does other things: `start`, then
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
 from multiprocessing.connection import Connection
 
+from bench.children import Child
 from bench.clients.records import LIMIT_S
 from bench.clients.sender import Bounds, Flow, Run, send
 from epd_serve.errors import StageError
@@ -16,24 +15,18 @@ MARGIN_S = 60.0
 """Over the time that the slowest request may take."""
 
 
-class SenderProcess:
+class SenderProcess(Child):
     """A sender process. Use as a context manager; leaving it ends what is still being sent."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
+        super().__init__(__name__)
         self._ends_s = 0.0
 
     def __enter__(self) -> SenderProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.join()
-        self._pipe.close()
+        self.kill()
 
     def run(self, url: str, *flows: Flow, within_s: float = 0.0, limit_s: float = LIMIT_S, decode: bool = False) -> Run:
         """`start`, then `finish`."""
@@ -51,27 +44,19 @@ class SenderProcess:
         """
         last_s = max(max(flow.dues or (0.0,)) + (flow.duration_s or 0.0) for flow in flows)
         self._ends_s = max(last_s, within_s) + limit_s + MARGIN_S
-        self._pipe.send((url, flows, {"bounds": Bounds(limit_s), "decode": decode, "realtime": False}))
+        self.tell((url, flows, {"bounds": Bounds(limit_s), "decode": decode, "realtime": False}))
 
     def finish(self) -> Run:
         """Wait until every request has ended. Raises StageError where that takes too long, or the process failed."""
-        try:
-            found = self._pipe.recv() if self._pipe.poll(self._ends_s) else f"no end within {self._ends_s:.0f} s"
-        except EOFError:
-            found = "the sender's process has ended"
+        found = self.hear(self._ends_s)
         if not isinstance(found, Run):
             raise StageError(f"the load failed: {found}", stage="load")
         return found
 
 
-def _serve(pipe: Connection) -> None:
+def main(pipe: Connection) -> None:
     """In the process: send what comes, until nobody is there who asks."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: who measures ends this one
-    while True:
-        try:
-            url, flows, options = pipe.recv()
-        except EOFError:
-            return
+    for url, flows, options in iter(pipe.recv, None):
         try:
             pipe.send(send(url, *flows, **options))
         except BaseExceptionGroup as group:

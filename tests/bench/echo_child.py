@@ -1,21 +1,16 @@
-"""A child for tests: answers every command with itself."""
+"""A child for tests: answers every order with itself."""
 
 from __future__ import annotations
 
-import signal
+from multiprocessing.connection import Connection
 
-from bench.children import answering, commands
 
-if __name__ == "__main__":
-    answer = answering()
-    told = commands()
-    answer(configured=next(told))
-    for command in told:
-        if "fail" in command:
-            raise SystemExit(command["fail"])
-        if "interrupted_bytes" in command:
-            signal.signal(signal.SIGALRM, lambda *_: None)
-            signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
-            answer(text="x" * command["interrupted_bytes"])
-        elif not command.get("silent"):
-            answer(echo=command)
+def main(pipe: Connection, greeting: str = "") -> None:
+    pipe.send(greeting)
+    for order in iter(pipe.recv, None):
+        if order == "exit":
+            raise SystemExit(1)
+        if order == "fail":
+            raise ValueError("told to fail")
+        if order != "silent":
+            pipe.send(order)

@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from bench.children import Child
 from epd_serve.errors import StageError
 
 
-def test_a_child_answers_and_ends_with_its_input():
-    child = Child("tests.bench.echo_child", {"greeting": "hello"})
-
-    assert child.hear() == {"configured": {"greeting": "hello"}}
-    assert child.ask(number=1) == {"echo": {"number": 1}}
-    assert child.ask(number=2) == {"echo": {"number": 2}}
-    child.stop()
-
-
-def test_a_child_that_ends_leaves_its_last_words():
-    child = Child("tests.bench.echo_child", {})
-    child.hear()
-
-    with pytest.raises(StageError, match="told to fail"):
-        child.ask(fail="told to fail")
-
-    child.stop()
+@pytest.fixture
+def child() -> Iterator[Child]:
+    made = Child("tests.bench.echo_child", "hello")
+    assert made.hear() == "hello"
+    yield made
+    made.stop()
 
 
-def test_a_silent_child_is_not_waited_for_without_end():
-    child = Child("tests.bench.echo_child", {})
-    child.hear()
+def test_a_child_answers_and_ends_when_it_is_stopped(child: Child) -> None:
+    assert [child.ask(number) for number in (1, 2)] == [1, 2]
+    child.tell(None)
 
+    with pytest.raises(StageError, match="ended"):
+        child.hear()
+
+
+def test_a_child_that_fails_says_where(child: Child) -> None:
+    with pytest.raises(StageError, match="ValueError: told to fail"):
+        child.ask("fail")
+
+
+def test_a_child_that_is_gone_is_no_wait(child: Child) -> None:
+    with pytest.raises(StageError, match="echo_child"):
+        child.ask("exit")
+
+
+def test_a_silent_child_is_not_waited_for_without_end(child: Child) -> None:
     with pytest.raises(StageError, match="said nothing"):
-        child.ask(0.05, silent=True)
-
-    child.stop()
-
-
-def test_a_long_answer_comes_whole_whatever_interrupts_its_writing():
-    child = Child("tests.bench.echo_child", {})
-    child.hear()
-
-    assert len(child.ask(20.0, interrupted_bytes=4_000_000)["text"]) == 4_000_000
-
-    child.stop()
+        child.ask("silent", 0.05)

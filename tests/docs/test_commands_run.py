@@ -33,7 +33,6 @@ RESULTS = ROOT / "bench" / "results"
 LIMIT_S = 900
 SMALL: Mapping[str, str] = {
     "ablations": "--engine sim --rates 4 --seconds 2 --rounds 1 --only both",
-    "arena": "--quick --rounds 10",
     "compare": "",
     "latency": "--engine sim --quick",
     "layouts": "--engine sim --layouts TP1,E-P-D --rates 2 --duration 2 --min-samples 1",
@@ -48,7 +47,6 @@ CLOSED_LOOP = "--n 8 --min-samples 1 --late-ms 1000"
 REAL: Mapping[str, str] = {
     "batches": "--quick",
     "colocation": "--quick",
-    "duplicates": "--quick",
     "factorial": "--quick --rounds 1 --only shipped",
     "interference": "--quick --operators norm,decode_attention",
     "mechanism": "--quick",
@@ -62,7 +60,6 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "layouts --emulate": "tests/bench/papers: some minutes of virtual time",
     "proxy": "each part by tests/bench and tests/soak: half an hour in all",
     "report": "tests/bench: draws what `layouts` has measured, which ends with the same",
-    "selfcheck": "tests/bench: its verdict depends on the machine's load",
     "workload own": "tests/bench/workloads: wants the user's files",
 }
 

@@ -1,4 +1,4 @@
-"""What every soak test is: minutes of a scenario over the real front door, figures that follow, and goals for them.
+"""What every soak test is: minutes of a scenario, figures that follow, and goals for them.
 
 Each is a command, `python -m tests.soak.NAME [--quick] [--json FILE]`, that ends with 1 where a goal is missed, and a
 slow test that runs the quick form.
@@ -30,6 +30,7 @@ class Soak:
         measure: runs it, with the flags of the command line.
         goals: hold on any machine. speed_goals: hold on one that does nothing else; the command's to judge.
         flags: adds the scenario's own flags.
+        kind: what of it is real, for the record.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Soak:
     goals: tuple[Goal, ...]
     speed_goals: tuple[Goal, ...] = ()
     flags: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    kind: str = "simulated stages, real front door"
 
     def run(self, argv: Sequence[str]) -> dict[str, float]:
         """Measure, print, write; returns the figures."""
@@ -47,7 +49,7 @@ class Soak:
         parser.add_argument("--json", type=Path, metavar="FILE", help="write figures, environment and rows there")
         self.flags(parser)
         arguments = parser.parse_args(argv)
-        env = environment(argv, "simulated stages, real front door", asked=arguments)
+        env = environment(argv, self.kind, asked=arguments)
         figures, rows, text = self.measure(arguments)
         lines = [("figure", "measured"), *((name, f"{value:g}") for name, value in figures.items())]
         print(f"{table(lines)}\n\n{text}\n\n{goal_table(figures, self.goals + self.speed_goals)}")

@@ -20,8 +20,6 @@ from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from bench.aisbench import process
 from bench.aisbench.config import Entry, command_line, write_entry
 from bench.aisbench.details import read_requests, results_folder, said
@@ -32,7 +30,6 @@ from bench.clients.http import Endpoint
 from bench.clients.sender import Flow, send
 from bench.goals import Goal
 from bench.record import ROOT
-from bench.selfcheck.known_server import MODEL, Known
 from bench.workloads.arrivals import Poisson
 from bench.workloads.export_aisbench import export_aisbench
 from bench.workloads.exports import export_vllm
@@ -43,6 +40,7 @@ from bench.workloads.workload import Workload
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.errors import StageError
 from tests.soak.harness import Result, Soak
+from tests.soak.known_server import MODEL, Known
 
 OURS, AISBENCH, VLLM = "ours", "aisbench", "vllm_bench"
 USUAL = Known(first_s=0.2, gap_s=0.01, tokens=16)
@@ -203,9 +201,9 @@ def _importable(folder: Path) -> dict[str, str]:
 
 
 def measure(arguments: argparse.Namespace) -> Result:
-    server = Child("bench.selfcheck.known_server", {"usual": msgspec.to_builtins(USUAL)})
+    server = Child("tests.soak.known_server", USUAL)
     try:
-        compared = compare(server.hear()["url"], arguments.aisbench_venv, quick=arguments.quick)
+        compared = compare(server.hear(), arguments.aisbench_venv, quick=arguments.quick)
     finally:
         server.stop()
     return compared.figures(), compared.rows(), compared.text()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.soak import abuse, kills, leave, memory, real_time, streams
+from tests.soak import abuse, duplicates, kills, leave, memory, real_time, streams
 from tests.soak.harness import Soak
 
 SOAKS = (abuse.SOAK, kills.SOAK, leave.SOAK, memory.SOAK, real_time.SOAK, streams.SOAK)
@@ -14,3 +14,9 @@ SOAKS = (abuse.SOAK, kills.SOAK, leave.SOAK, memory.SOAK, real_time.SOAK, stream
 @pytest.mark.parametrize("soak", SOAKS, ids=lambda soak: soak.name)
 def test_the_front_door_keeps_its_promises(soak: Soak) -> None:
     assert soak.missed(soak.run(["--quick"]), speed=False) == []
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_duplicates_through_two_proxies_are_encoded_once() -> None:
+    assert duplicates.SOAK.missed(duplicates.SOAK.run(["--quick"]), speed=False) == []

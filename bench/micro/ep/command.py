@@ -29,8 +29,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bench.goals import Goal
-from bench.micro import arena
-from bench.micro.ep import mooncake_get
 from bench.micro.ep.links import MODES, WAITING, links
 from bench.micro.measurement import Measurement, Row, Usually, flag, in_turns, one_of, several, whole
 from bench.micro.rows import grouped, spread, table_of
@@ -51,8 +49,6 @@ GOALS = (
     Goal("overlap_4k_arena", ">=", 0.9978, "the paper's 99.78 %"),
     Goal("overlap_1080p_mooncake", ">=", 0.99, "as the arena's"),
     Goal("exposed_ms_4k_arena", "<=", 1.615, "the paper's 729.724 - 728.109 ms"),
-    *arena.GOALS,
-    Goal("mooncake_get_over_raw_client_8m", "<=", 1.1),
     Goal("event_p50_ms", "<=", 1.0),
     Goal("event_p99_ms", "<=", 5.0),
 )
@@ -65,24 +61,18 @@ FLAGS = {
 }
 SETTINGS = {
     "budget_s": Usually(86_400.0, quick=40.0),
-    "turns": Usually(400, quick=100),
     "events": Usually(2000, quick=300),
     "factors": Usually((1.0, 0.7, 1.3), quick=(1.0,)),
 }
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Rows of transfers, of events, and one each of the arena and of Mooncake's get."""
+    """Rows of transfers and of events."""
     missing = what_is_missing("cpu", master=True)
     if missing and arguments.modes is None:
         print(f"without the Mooncake modes: {missing}")
     modes = arguments.modes or tuple(mode for mode in MODES if not (missing and "mooncake" in mode))
     yield from transfers(modes, arguments)
-    size_bytes = arena.SIZES["8m"]
-    yield {"arena_8m_ms": arena.median_ms(size_bytes, arguments.turns)}
-    if not missing:
-        with mooncake_get.master() as address:
-            yield {"mooncake_get_8m_ms": mooncake_get.measure(address, size_bytes, arguments.turns)}
 
 
 def prefill_models(factors: Sequence[float]) -> dict[str, dict[str, float]]:
@@ -151,11 +141,6 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
         named[f"overlap_{which}{suffix}"] = cell["overlap"]
     if events := [row["event_ms"] for row in rows if "event_ms" in row]:
         named |= {f"event_p{percent}_ms": percentile(events, percent) for percent in (50, 99)}
-    for row in rows:
-        if "arena_8m_ms" in row:
-            named |= arena.figures([{"size": "8m", "median_ms": row["arena_8m_ms"]}])
-        if "mooncake_get_8m_ms" in row:
-            named |= mooncake_get.figures(row["mooncake_get_8m_ms"])
     return named
 
 

@@ -15,15 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from bench.children import Child
-from bench.micro.ep.mooncake_get import master
 from bench.micro.measurement import Row
 from bench.papers.printed import HIDDEN_SIZE
+from bench.scratch import scratch
+from bench.started import answers, started
+from deploy.pool_master import mooncake_command
+from deploy.ports import free_ports
 from deploy.shared_memory import free_mib
 from epd_serve.errors import ConfigError, StageError
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
 from store.arena import Arena
 from store.mooncake.client import LEAST_SEGMENT_BYTES
+from store.mooncake.master import MasterSettings, health_url, rpc_address
 
 MODES = ("sync_arena", "arena", "sync_mooncake", "mooncake")
 """Synchronous: P is told when E has put the feature, and fetches it when the request asks. Else: event-driven."""
@@ -31,7 +35,8 @@ WAITING = "waiting"
 """The request waits already: nothing hides the transfer."""
 SLACK = 4.4  # a consumer prefetches up to a quarter of the arena: the largest feature has to fit into that
 WAIT_S, ADMITTED_S = 20.0, 90.0
-START_S = 120.0
+START_S, MASTER_S = 120.0, 15.0
+STAGES = "bench.micro.ep.stages"
 WARM_TRIES = 20
 WARM_S = 1.0
 QUIET = {"MC_LOG_LEVEL": "ERROR", "MC_TCP_BIND_ADDRESS": "127.0.0.1"}
@@ -82,8 +87,7 @@ class Link:
 
     def encode(self, keys: Sequence[str], tokens: int, every_s: float = 0.0) -> float:
         """Have features encoded one by one; when the last one was."""
-        order = {"keys": keys, "tokens": tokens, "every_s": every_s}
-        return float(self.encoder.ask(60 + 2 * len(keys) * every_s, **order)["encoded"])
+        return float(self.encoder.ask((keys, tokens, every_s), 60 + 2 * len(keys) * every_s))
 
     def warm(self, tokens: int) -> None:
         """Until a feature has passed: sockets (what is announced before a subscription is there is lost), the pool."""
@@ -98,11 +102,11 @@ class Link:
     def _arm(self, key: str, at: float, scheduling_s: float, limit_s: float) -> None:
         """Have a request wait for `key` from `at` on: a moment, or so long after the announcement."""
         how = {"synchronous": self.mode.startswith("sync_"), "pooled": "mooncake" in self.mode}
-        self.prefill.ask(admit=key, at=at, scheduling_s=scheduling_s, limit_s=limit_s, **how)
+        self.prefill.ask({"admit": key, "at": at, "scheduling_s": scheduling_s, "limit_s": limit_s, **how})
 
 
 @contextlib.contextmanager
-def links(modes: Sequence[str], tokens: Sequence[int], scratch: Path) -> Iterator[list[Link]]:
+def links(modes: Sequence[str], tokens: Sequence[int], folder: Path) -> Iterator[list[Link]]:
     """Make the arenas and start both processes of every mode, all at once, and send a first feature through each.
 
     The stamps of a link are in the folder of its mode.
@@ -117,17 +121,19 @@ def links(modes: Sequence[str], tokens: Sequence[int], scratch: Path) -> Iterato
     if needed_mib > free:
         raise ConfigError(f"/dev/shm has {free} MiB free, {needed_mib} are needed: leave 4k out of --pictures")
     with contextlib.ExitStack() as stack:
-        address = stack.enter_context(master()) if "e" in paths else ""
+        address = stack.enter_context(mooncake_master()) if "e" in paths else ""
         for path in paths.values():
             stack.callback(Arena.unlink, path)
             stack.callback(Arena.create(path, capacity, prefault=False).close)
         opened = []
         for mode, (e, p) in hosts.items():
-            (scratch / mode).mkdir()
+            (folder / mode).mkdir()
             pool = (address, capacity) if "mooncake" in mode else ("", 0)
-            to_e, to_p = wirings(mode, paths[e], paths[p], f"{scratch}/{mode}", *pool)
-            encoder = _child(stack, to_e, tokens=tokens, hidden=HIDDEN_SIZE)
-            opened.append(Link(mode, encoder, _child(stack, to_p, announced=to_e.publish)))
+            to_e, to_p = wirings(mode, paths[e], paths[p], f"{folder}/{mode}", *pool)
+            encoder, prefill = Child(STAGES, to_e, tokens, HIDDEN_SIZE, env=QUIET), Child(STAGES, to_p, to_e.publish)
+            stack.callback(encoder.stop)
+            stack.callback(prefill.stop)
+            opened.append(Link(mode, encoder, prefill))
         for link in opened:
             link.encoder.hear(START_S)
             link.prefill.hear(START_S)
@@ -138,10 +144,19 @@ def links(modes: Sequence[str], tokens: Sequence[int], scratch: Path) -> Iterato
         yield opened
 
 
-def _child(stack: contextlib.ExitStack, wiring: StageWiring, **config: Any) -> Child:
-    child = Child("bench.micro.ep.stages", {"wiring": wiring.to_json(), **config}, QUIET)
-    stack.callback(child.stop)
-    return child
+@contextlib.contextmanager
+def mooncake_master() -> Iterator[str]:
+    """A `mooncake_master` on free ports of loopback. Yields the address that clients are given.
+
+    Raises:
+        ConfigError: it is not installed. StageError: not ready in time; with the end of its log.
+    """
+    rpc_port, metrics_port = free_ports(2)
+    settings = MasterSettings(rpc_port=rpc_port, metrics_port=metrics_port)
+    argv = mooncake_command(settings)
+    with scratch() as folder, started(argv, folder / "master.log") as process:
+        process.ready(lambda: answers(health_url(settings), says="service_ready"), MASTER_S)
+        yield rpc_address(settings)
 
 
 def wirings(

@@ -13,13 +13,13 @@ rings, as the connector does.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import zmq
 
-from bench.children import Message, answering, commands
 from epd_serve import wire
 from epd_serve.demo.features import random_feature
 from epd_serve.engine.ec.consumer import FeatureConsumer
@@ -37,62 +37,58 @@ LOCAL_AFTER_S = 0.005
 KEPT = 4
 """Features that the stand-in for vLLM's encoder cache holds."""
 
-Answer = Callable[..., None]
+
+def main(pipe: Connection, wiring: StageWiring, *given: Any) -> None:
+    """One of the two. Answers True when it is ready."""
+    (encoder if wiring.role is Role.E else prefill)(pipe, wiring, *given)
 
 
-def main() -> None:
-    answer, orders = answering(), commands()
-    config = next(orders)
-    wiring = StageWiring.from_json(config["wiring"])
-    (_encoder if wiring.role is Role.E else _prefill)(wiring, config, orders, answer)
-
-
-def _encoder(wiring: StageWiring, config: Message, orders: Iterator[Message], answer: Answer) -> None:
-    """Commands: save features one after the other, `every_s`. Answers carry CLOCK_MONOTONIC seconds of the last."""
+def encoder(pipe: Connection, wiring: StageWiring, sizes: Sequence[int], hidden: int) -> None:
+    """Orders: save features one after the other, `every_s`. Answers: CLOCK_MONOTONIC seconds of the last."""
     producer = FeatureProducer(wiring)
-    features = {tokens: random_feature(tokens, config["hidden"]) for tokens in config["tokens"]}
+    features = {tokens: random_feature(tokens, hidden) for tokens in sizes}
     cache: dict[str, Any] = {}  # as vLLM's: one dict for the life of the worker
-    answer(ready=True)
-    for order in orders:
-        for key in order["keys"]:
-            cache[key] = features[order["tokens"]]
+    pipe.send(True)
+    for keys, tokens, every_s in iter(pipe.recv, None):
+        for key in keys:
+            cache[key] = features[tokens]
             while len(cache) > KEPT:
                 del cache[next(iter(cache))]
             encoded = time.monotonic()
             producer.save(cache, key)
-            time.sleep(order["every_s"])
-        answer(encoded=encoded)
+            time.sleep(every_s)
+        pipe.send(encoded)
     producer.close()
 
 
-def _prefill(wiring: StageWiring, config: Message, orders: Iterator[Message], answer: Answer) -> None:
-    """Commands: `admit` a request for a feature, at a moment or so long after it was announced (`synchronous`)."""
+def prefill(pipe: Connection, wiring: StageWiring, publisher: str) -> None:
+    """Orders: `admit` a request for a feature, at a moment or so long after it was announced (`synchronous`)."""
     consumer = FeatureConsumer(wiring)
     announced = open_socket(zmq.SUB)  # ours, not the consumer's: what tells a synchronous P that E has finished
     announced.setsockopt(zmq.SUBSCRIBE, b"")
-    announced.connect(config["announced"])
-    answer(ready=True)
-    for order in orders:
-        _admit(consumer, announced, order, answer)
+    announced.connect(publisher)
+    pipe.send(True)
+    for order in iter(pipe.recv, None):
+        _admit(consumer, announced, order, pipe)
     consumer.close()
 
 
-def _admit(consumer: FeatureConsumer, announced: Socket, order: Message, answer: Answer) -> None:
+def _admit(consumer: FeatureConsumer, announced: Socket, order: Mapping[str, Any], pipe: Connection) -> None:
     """Admit a request for the feature, and once more with the feature local.
 
     Answers twice: when it is armed, and how it went; `heard=False` when nobody announced the feature.
     """
     key, at, again = order["admit"], order["at"], f"{order['admit']} again"
     if order["synchronous"]:
-        answer(armed=True)
+        pipe.send(True)
         announced_at = _announced_at(announced, key, order["limit_s"], pooled=order["pooled"])
         if announced_at is None:
-            answer(heard=False)
+            pipe.send({"heard": False})
             return
         at += announced_at
     settled = _asked(consumer, key, key, at)
     if not order["synchronous"]:
-        answer(armed=True)
+        pipe.send(True)
     admitted = _admitted(consumer, key, key, settled=settled)
     # As long a wait as before: a thread that slept long wakes later, and that is not the transfer's doing.
     local_at = time.monotonic() + max(LOCAL_AFTER_S, order["scheduling_s"])
@@ -106,7 +102,8 @@ def _admit(consumer: FeatureConsumer, announced: Socket, order: Message, answer:
     for request in (key, again):
         consumer.ended(request)
     consumer.release([key, again])
-    answer(heard=True, local=lease is not None, admitted=admitted, local_s=local - local_at, load_s=load_s)
+    found = {"heard": True, "local": lease is not None, "admitted": admitted}
+    pipe.send({**found, "local_s": local - local_at, "load_s": load_s})
 
 
 def _asked(consumer: FeatureConsumer, request: str, key: str, at: float) -> bool:
@@ -136,7 +133,3 @@ def _announced_at(announced: Socket, key: str, limit_s: float, *, pooled: bool) 
         if isinstance(message, wire.FeatureReady) and message.key == key and (message.pooled or not pooled):
             return time.monotonic()
     return None
-
-
-if __name__ == "__main__":
-    main()

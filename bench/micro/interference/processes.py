@@ -7,10 +7,9 @@ Owns the messages between measurement and process, and what a share means for ea
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
-from typing import Any
+from multiprocessing.connection import Connection
 
-from bench.children import Child, answering, commands
+from bench.children import Child
 from epd_serve.errors import ConfigError
 from npu_ops.core_grants import CoreOrder
 from npu_ops.core_sets import TooFewCoresError, core_sets
@@ -68,10 +67,9 @@ class OperatorProcess(Child):
     """The measurement's end. `order`: its share of the device's cores, or None for all of them."""
 
     def __init__(self, kind: str, index: int, sizes: Sizes, order: CoreOrder | None = None) -> None:
-        config = {"kind": kind, "index": index, "sizes": asdict(sizes), "order": order and order.to_json()}
-        # MPS reads a process's share when it starts.
+        # MPS reads a process's share when it first uses the device.
         mps = {PERCENTAGE_ENV: percentage(order.share)} if order is not None and kind == "cuda" else {}
-        super().__init__("bench.micro.interference.processes", config, mps)
+        super().__init__(__name__, kind, index, sizes, order, env=mps)
 
     def ready(self) -> str:
         """Wait until it has the device; what of the cores it has, "" without a share.
@@ -79,38 +77,30 @@ class OperatorProcess(Child):
         Raises:
             StageError: it cannot have the device, or not its share.
         """
-        return str(self.hear(PREPARE_S)["granted"])
+        return str(self.hear(PREPARE_S))
 
     def prepare(self, name: str) -> int:
         """How many calls a sample of it has. Raises StageError where the device cannot run it."""
-        return int(self.ask(PREPARE_S, prepare=name)["repeats"])
+        return int(self.ask((name,), PREPARE_S))
 
     def begin(self, name: str, begin: float, end: float) -> None:
         """Run a prepared operator from `begin` to `end` on CLOCK_MONOTONIC."""
-        self.tell(run=name, begin=begin, end=end)
+        self.tell((name, begin, end))
 
     def spans(self, timeout_s: float) -> list[Span]:
         """When each sample of the last run began and ended."""
-        return [(begun, ended) for begun, ended in self.hear(timeout_s)["spans"]]
+        spans: list[Span] = self.hear(timeout_s)
+        return spans
 
 
-def main() -> None:
+def main(pipe: Connection, kind: str, index: int, sizes: Sizes, order: CoreOrder | None) -> None:
+    """In the process: prepare an operator that is named, run one that is named with two moments."""
     from npu_ops.interference_run import Runner  # brings torch, which only this process needs
 
-    answer, orders = answering(), commands()
-    config: dict[str, Any] = next(orders)
-    order = CoreOrder.from_json(config["order"]) if config["order"] else None
-    runner = Runner(config["kind"], config["index"], Sizes(**config["sizes"]), order)
-    answer(granted=runner.grant.summary() if runner.grant is not None else "")
+    runner = Runner(kind, index, sizes, order)
+    pipe.send(runner.grant.summary() if runner.grant is not None else "")
     try:
-        for command in orders:
-            if "prepare" in command:
-                answer(repeats=runner.prepare(command["prepare"]).repeats)
-            else:
-                answer(spans=runner.run(command["run"], command["begin"], command["end"]))
+        for name, *span in iter(pipe.recv, None):
+            pipe.send(runner.run(name, *span) if span else runner.prepare(name).repeats)
     finally:
         runner.close()
-
-
-if __name__ == "__main__":
-    main()

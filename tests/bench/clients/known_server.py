@@ -1,11 +1,11 @@
-"""The known server of `epd-bench selfcheck`, that also fails in every way servers do, and counts who came and left."""
+"""The soak tests' known server, that also fails in every way servers do, and counts who came and left."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from bench.selfcheck import known_server
+from tests.soak import known_server
 
 FAULTS = ("", "status", "garbage", "not http", "error event", "cut", "no done", "empty", "short", "hang", "drop")
 

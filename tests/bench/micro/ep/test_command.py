@@ -11,7 +11,6 @@ import pytest
 
 from bench.cli import main
 from bench.goals import Goal, goal_table
-from bench.micro.ep import mooncake_get
 from bench.micro.ep.command import GOALS, event_latencies_ms, prefill_models, transfers
 from bench.papers.printed import TABLE_3
 from bench.stamps import Stamp
@@ -55,7 +54,6 @@ def test_every_figure_of_the_contract_has_a_goal():
     named = {goal.figure for goal in GOALS}
 
     assert {"overlap_1080p_arena", "overlap_4k_arena", "overlap_1080p_mooncake", "exposed_ms_4k_arena"} <= named
-    assert {"arena_put_over_memcpy_8m", "arena_get_over_memcpy_8m", "mooncake_get_over_raw_client_8m"} <= named
     assert {"event_p50_ms", "event_p99_ms"} <= named
 
 
@@ -79,12 +77,3 @@ def test_features_pass_from_a_real_producer_to_a_real_consumer():
     assert all(row["transfer_ms"] > 0 for row in sent if row["prefill"] == "waiting")
     assert sum("event_ms" in row for row in rows) == 300
     assert list(Path("/dev/shm").glob(f"epd-bench-{os.getpid()}-*")) == []
-
-
-def test_the_second_tier_is_compared_turn_by_turn():
-    taken_ms = {"raw client": [1.0, 10.0, 2.0], "fetch": [2.0, 20.0, 4.0], "fetch, no checksum": [1.0, 10.0, 2.0]}
-
-    assert mooncake_get.figures(taken_ms) == {
-        "mooncake_get_over_raw_client_8m": 2.0,
-        "mooncake_get_over_raw_client_8m_nosum": 1.0,
-    }

@@ -1,4 +1,7 @@
-"""`epd-bench arena`: what the arena costs beyond moving the bytes: put and get against a plain copy of the same size.
+"""`python -m tests.soak.store_speed`: what the store costs beyond moving the bytes.
+
+The arena's put and get are held against a plain copy of the same size, a fetch of the second tier against Mooncake's
+own client (`mooncake_get.py`; where Mooncake is installed).
 
 Base: `numpy.copyto` between the same kinds of memory (pre-faulted shared memory on one side, private memory on the
 other), rotating over as many places as the arena has. Puts run in a full arena, so each one evicts. All variants of
@@ -13,15 +16,17 @@ import contextlib
 import itertools
 import mmap
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from bench.goals import Goal
-from bench.micro.measurement import Measurement, Row, Usually, flag, in_turns, whole
-from bench.micro.rows import figure_table, table_of
+from bench.micro.ep.links import mooncake_master
+from deploy.mm_store import what_is_missing
 from store.arena import Arena
+from tests.soak import mooncake_get
+from tests.soak.harness import Result, Soak
 
 SIZES = {"1m": 1_000_000, "8m": 1196 * 3584 * 2, "19m": 2691 * 3584 * 2}  # 1196 (720p), 2691 (1080p) tokens x 3584 fp16
 RATIOS = {
@@ -30,21 +35,14 @@ RATIOS = {
     "arena_get_over_memcpy_{}": ("get", "copy out"),
     "arena_get_over_memcpy_{}_nosum": ("get, no checksum", "copy out"),
 }
-GOALS = tuple(Goal(name.format("8m"), "<=", 1.3 if name.endswith("nosum") else 1.8) for name in RATIOS)
+GOALS = (
+    *(Goal(name.format("8m"), "<=", 1.3 if name.endswith("nosum") else 1.8) for name in RATIOS),
+    Goal("mooncake_get_over_raw_client_8m", "<=", 1.1),
+)
+ROUNDS, QUICK_ROUNDS = 400, 100
 PLACES = 8
 BUFFERS = 5
 AGE = 3  # turns between a put and its get; small enough that eviction takes read features only
-
-
-def timed(variants: Mapping[str, Callable[[int], None]], rounds: int, warm_up: int) -> dict[str, list[float]]:
-    """Milliseconds of each variant in so many turns, after those that warm up; each is given the turn's number."""
-    taken_ms: dict[str, list[float]] = {name: [] for name in variants}
-    for turn, name in in_turns(list(variants), warm_up + rounds):
-        begun = time.perf_counter()
-        variants[name](turn)
-        if turn >= warm_up:
-            taken_ms[name].append(round((time.perf_counter() - begun) * 1e3, 4))
-    return taken_ms
 
 
 def median_ms(nbytes: int, rounds: int) -> dict[str, float]:
@@ -82,7 +80,7 @@ def median_ms(nbytes: int, rounds: int) -> dict[str, float]:
             "get, no checksum": lambda turn: get(plain, turn),
             "lease": lambda turn: lease(checked, turn),
         }
-        taken_ms = timed(variants, rounds - rounds // 10, warm_up=rounds // 10)
+        taken_ms = mooncake_get.timed(variants, rounds - rounds // 10, warm_up=rounds // 10)
     return {name: float(np.median(taken)) for name, taken in taken_ms.items()}
 
 
@@ -95,13 +93,21 @@ def _arena(stack: contextlib.ExitStack, size_bytes: int, *, checksums: bool) -> 
     return made
 
 
-def measure(arguments: argparse.Namespace) -> Iterator[Row]:
-    for size, nbytes in SIZES.items():
-        taken_ms = median_ms(nbytes, arguments.rounds)
-        yield {"size": size, "bytes": nbytes, "rounds": arguments.rounds, "median_ms": taken_ms}
+def measure(arguments: argparse.Namespace) -> Result:
+    rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
+    rows: list[dict[str, Any]] = [
+        {"size": size, "bytes": nbytes, "rounds": rounds, "median_ms": median_ms(nbytes, rounds)}
+        for size, nbytes in SIZES.items()
+    ]
+    named, missing = figures(rows), what_is_missing("cpu", master=True)
+    if not missing:
+        with mooncake_master() as address:
+            rows.append({"mooncake_get_8m_ms": mooncake_get.measure(address, SIZES["8m"], rounds)})
+        named |= mooncake_get.figures(rows[-1]["mooncake_get_8m_ms"])
+    return named, rows, f"without Mooncake: {missing}" if missing else ""
 
 
-def figures(rows: Sequence[Row]) -> dict[str, float]:
+def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """`arena_put_over_memcpy_8m`, `arena_put_over_memcpy_8m_nosum`, … per size."""
     return {
         name.format(row["size"]): row["median_ms"][of] / row["median_ms"][over]
@@ -110,15 +116,9 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def tables(rows: Sequence[Row]) -> Iterable[str]:
-    """Median milliseconds per size, and ratios to the plain copy."""
-    medians = {f"{name} ms": f"{{median_ms[{name}]:.3f}}" for name in rows[0]["median_ms"]}
-    yield table_of(rows, {"size": "{size}", **medians})
-    yield figure_table(figures(rows))
-
-
-FLAGS = {"--rounds": flag("turns per size", Usually(400, quick=100), whole(10))}
-MEASUREMENT = Measurement(
-    quick="100 turns per size", flags=FLAGS, measure=measure, figures=figures, tables=tables, goals=GOALS
+SOAK = Soak(
+    "store_speed", "the store's put and get against plain copies", measure, (), GOALS, kind="real memory and sockets"
 )
-add_arguments = MEASUREMENT.add_arguments
+
+if __name__ == "__main__":
+    raise SystemExit(SOAK.main())

@@ -9,46 +9,38 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 
 import numpy as np
 
-from bench.children import Child, Message, answering, commands
-from bench.micro.arena import timed
-from bench.scratch import scratch
-from bench.started import answers, started
-from deploy.pool_master import mooncake_command
-from deploy.ports import free_ports
+from bench.children import Child
+from bench.micro.measurement import in_turns
 from store.checksum import Bytes
 from store.codec import TRAILER_BYTES, verify_payload
 from store.errors import StoreError
 from store.mooncake.client import MooncakeConfig, load_mooncake
-from store.mooncake.master import MasterSettings, health_url, rpc_address
 from store.mooncake.tier import MooncakeStore
 
-MODULE = "bench.micro.ep.mooncake_get"
 HOST = "127.0.0.1"
 KEYS = tuple(f"value-{number}" for number in range(6))
 RATIOS = {
     "mooncake_get_over_raw_client_8m": "fetch",
     "mooncake_get_over_raw_client_8m_nosum": "fetch, no checksum",
 }
-START_S, READ_S = 15.0, 120.0
+READ_S = 120.0
 
 
-@contextlib.contextmanager
-def master() -> Iterator[str]:
-    """A `mooncake_master` on free ports of loopback. Yields the address that clients are given.
-
-    Raises:
-        ConfigError: it is not installed. StageError: not ready in time; with the end of its log.
-    """
-    rpc_port, metrics_port = free_ports(2)
-    settings = MasterSettings(rpc_port=rpc_port, metrics_port=metrics_port)
-    argv = mooncake_command(settings)
-    with scratch() as folder, started(argv, folder / "master.log") as process:
-        process.ready(lambda: answers(health_url(settings), says="service_ready"), START_S)
-        yield rpc_address(settings)
+def timed(variants: Mapping[str, Callable[[int], None]], rounds: int, warm_up: int) -> dict[str, list[float]]:
+    """Milliseconds of each variant in so many turns, after those that warm up; each is given the turn's number."""
+    taken_ms: dict[str, list[float]] = {name: [] for name in variants}
+    for turn, name in in_turns(list(variants), warm_up + rounds):
+        begun = time.perf_counter()
+        variants[name](turn)
+        if turn >= warm_up:
+            taken_ms[name].append(round((time.perf_counter() - begun) * 1e3, 4))
+    return taken_ms
 
 
 def measure(address: str, nbytes: int, rounds: int) -> dict[str, list[float]]:
@@ -57,14 +49,14 @@ def measure(address: str, nbytes: int, rounds: int) -> dict[str, list[float]]:
     Raises:
         StageError: a process of it ended or did not answer.
     """
-    config = {"master": address, "nbytes": nbytes, "rounds": rounds}
     with contextlib.ExitStack() as stack:
-        owner = Child(MODULE, {**config, "own": True})
+        owner = Child(__name__, address, nbytes)
         stack.callback(owner.stop)
         owner.hear()
-        reader = Child(MODULE, {**config, "own": False})
+        reader = Child(__name__, address, nbytes, rounds)
         stack.callback(reader.stop)
-        return reader.hear(READ_S)
+        taken_ms: dict[str, list[float]] = reader.hear(READ_S)
+        return taken_ms
 
 
 def figures(taken_ms: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -75,35 +67,32 @@ def figures(taken_ms: Mapping[str, Sequence[float]]) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    """One of the two processes."""
-    answer, orders = answering(), commands()
-    config = next(orders)
-    if config["own"]:
-        _own(config, answer, orders)
+def main(pipe: Connection, address: str, nbytes: int, rounds: int = 0) -> None:
+    """One of the two processes: owns the values, or reads them in so many rounds."""
+    if rounds:
+        pipe.send(_read(address, nbytes, rounds))
     else:
-        answer(**_read(config))
+        _own(pipe, address, nbytes)
 
 
-def _own(config: Message, answer: Callable[..., None], orders: Iterator[Message]) -> None:
-    """Until the end of its input."""
-    segment = 2 * len(KEYS) * (config["nbytes"] + TRAILER_BYTES)
-    store = MooncakeStore.connect(MooncakeConfig(master=config["master"], segment_bytes=segment))
+def _own(pipe: Connection, address: str, nbytes: int) -> None:
+    """Until it is stopped."""
+    segment = 2 * len(KEYS) * (nbytes + TRAILER_BYTES)
+    store = MooncakeStore.connect(MooncakeConfig(master=address, segment_bytes=segment))
     rng = np.random.default_rng(0)
     for key in KEYS:
-        store.put(key, rng.integers(0, 255, config["nbytes"], np.uint8), shape=(config["nbytes"],), dtype="uint8")
-    answer(ready=True)
-    for _ in orders:
-        pass
+        store.put(key, rng.integers(0, 255, nbytes, np.uint8), shape=(nbytes,), dtype="uint8")
+    pipe.send(True)
+    pipe.recv()
     store.close()
 
 
-def _read(config: Message) -> dict[str, list[float]]:
-    nbytes, mooncake = config["nbytes"], MooncakeConfig(master=config["master"])
+def _read(address: str, nbytes: int, rounds: int) -> dict[str, list[float]]:
+    mooncake = MooncakeConfig(master=address)
     store, target = MooncakeStore.connect(mooncake), _memory(nbytes)
     store.register(target.ctypes.data, target.nbytes)
     raw, raw_target = load_mooncake(HOST).MooncakeDistributedStore(), _memory(nbytes + TRAILER_BYTES)
-    if raw.setup(HOST, "P2PHANDSHAKE", 0, mooncake.buffer_bytes, "tcp", "", config["master"]) != 0:
+    if raw.setup(HOST, "P2PHANDSHAKE", 0, mooncake.buffer_bytes, "tcp", "", address) != 0:
         raise StoreError("the raw client does not connect")
     raw.register_buffer(raw_target.ctypes.data, raw_target.nbytes)
 
@@ -125,7 +114,7 @@ def _read(config: Message) -> dict[str, list[float]]:
         "fetch": lambda turn: fetch(turn, verify=True),
         "fetch, no checksum": lambda turn: fetch(turn, verify=False),
     }
-    taken_ms = timed(variants, config["rounds"], warm_up=len(KEYS))  # each value once before it counts
+    taken_ms = timed(variants, rounds, warm_up=len(KEYS))  # each value once before it counts
     raw.close()
     store.close()
     return taken_ms
@@ -136,7 +125,3 @@ def _memory(nbytes: int) -> Bytes:
     memory = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
     memory[:] = 1
     return memory
-
-
-if __name__ == "__main__":
-    main()

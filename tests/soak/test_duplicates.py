@@ -1,4 +1,4 @@
-"""What `epd-bench duplicates` tells the second proxy, and how it counts."""
+"""What `tests.soak.duplicates` tells the second proxy, and how it counts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import httpx
 from prometheus_client import generate_latest
 from prometheus_client.registry import CollectorRegistry
 
-from bench.micro import duplicates
-from bench.micro.duplicates import encodes, figures
 from bench.served import Served, Stage
 from deploy.alone import read_stages_file
 from epd_serve.wire import StoreReport
 from proxy.registry.stage_metrics import StoreMetrics
+from tests.soak import duplicates
+from tests.soak.duplicates import encodes, figures
 
 
 def test_the_second_proxy_reads_what_it_is_told_of_the_stages(tmp_path, monkeypatch):

@@ -1,9 +1,10 @@
-"""`epd-bench selfcheck`: how far the request sender can be trusted, against a server whose every delay is known.
+"""`python -m tests.soak.known_delays`: how far the request sender can be trusted.
 
-The server runs in a process of its own. Errors are absolute differences between what the sender reports of a request
-and the delays that the request asked for, so the server's own lateness and the way between both are in them too; the
-same against the moments at which the server says it wrote are beside them. Requests per core are of the sender's own
-CPU time, with a body and an answer of usual size, each token an event that is read by itself.
+It is held against a server whose every delay is known, which runs in a process of its own. Errors are absolute
+differences between what the sender reports of a request and the delays that the request asked for, so the server's own
+lateness and the way between both are in them too; the same against the moments at which the server says it wrote are
+beside them. Requests per core are of the sender's own CPU time, with a body and an answer of usual size, each token an
+event that is read by itself.
 """
 
 from __future__ import annotations
@@ -16,18 +17,17 @@ import msgspec
 
 from bench.children import Child
 from bench.clients.bodies import streamed
-from bench.clients.measure import Measured, Plan, measure
+from bench.clients.measure import Measured, Plan
+from bench.clients.measure import measure as sent_by_plan
 from bench.clients.records import RequestRecord
 from bench.clients.target import Target, requests
-from bench.goals import Goal, goal_table
-from bench.record import add_arguments as add_record_arguments
-from bench.record import environment, write
-from bench.selfcheck.known_server import MODEL, Known
+from bench.goals import Goal
 from bench.statistic import percentile
 from bench.workloads.arrivals import Arrivals, ClosedLoop, Poisson
 from deploy import event_loop
-from deploy.placement_table import table
 from epd_serve.errors import StageError
+from tests.soak.harness import Result, Soak
+from tests.soak.known_server import MODEL, Known
 
 PART_S, QUICK_S = 20.0, 4.0
 """Of each of the two parts."""
@@ -43,46 +43,33 @@ CONCURRENCY = 64
 GOALS = (
     Goal("ttft_error_ms", "<=", 2.0, "known delays, 50 requests a second: the mean"),
     Goal("tpot_error_ms", "<=", 2.0, "known delays, 50 requests a second: the mean"),
+    Goal("objections", "==", 0, "the machine was not too busy to tell"),
     Goal("generator_rps_per_core", ">=", 500.0, "bodies of 20 KB, 64 tokens one by one"),
 )
-ERRORS = {
-    "ttft_error": "TTFT, to the known delay",
-    "tpot_error": "TPOT, to the known gap",
-    "ttft_error_to_written": "TTFT, to when the server wrote",
-    "tpot_error_to_written": "TPOT, to when the server wrote",
-}
-"""In milliseconds: what each error is called, and what it is."""
+ERRORS = ("ttft_error", "tpot_error", "ttft_error_to_written", "tpot_error_to_written")
+"""In milliseconds: to the known delay and gap, and to when the server says that it wrote."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_record_arguments(parser, quick="8 s of requests instead of 40")
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Measure, print, write. 1 where a goal is missed, or the machine was too busy to tell."""
-    env = environment(argv, kind="real client, simulated server", asked=arguments)
+def measure(arguments: argparse.Namespace) -> Result:
+    """Both parts. A run that the machine was too busy for counts as one that is not valid."""
     seconds = QUICK_S if arguments.quick else PART_S
-    server = Child("bench.selfcheck.known_server", {})
+    server = Child("tests.soak.known_server")
     try:
-        url = server.hear()["url"]
+        url = server.hear()
         known = _sent(url, Poisson(RATE_RPS), KNOWN, seconds, pad=0)
-        written = server.ask()["written"]
+        written = server.ask(True)
         busy = _sent(url, ClosedLoop(CONCURRENCY), (BUSY,), seconds, pad=BODY_BYTES)
     finally:
         server.stop()
     errors = [errors_of(one, KNOWN[one.n % len(KNOWN)], written[one.id]) for one in known.run.rows]
     figures = {**error_figures(errors), **_busy_figures(busy), "requests": float(len(errors))}
     figures["generator_late_p99_ms"] = round(percentile([one.late_s for one in known.run.rows], 99) * 1e3, 3)
-    print(f"{_table(figures)}\n\n{goal_table(figures, GOALS)}")
-    for objection in known.objections:
-        print(f"  NOT VALID: {objection.text}")
+    figures["objections"] = float(len(known.objections))
     rows = [
         {"n": record.n, **{f"{name.replace('_error', '')}_ms": round(error, 4) for name, error in one.items()}}
         for record, one in zip(known.run.rows, errors, strict=True)
     ]
-    write(arguments.json, figures, env, rows)
-    return 0 if known.valid and all(goal.met(figures[goal.figure]) for goal in GOALS) else 1
+    return figures, rows, "\n".join(f"NOT VALID: {objection.text}" for objection in known.objections)
 
 
 def errors_of(record: RequestRecord, known: Known, written: Sequence[float]) -> dict[str, float]:
@@ -126,21 +113,14 @@ def _sent(url: str, arrivals: Arrivals, known: Sequence[Known], seconds: float, 
         | {"max_tokens": one.tokens}
         for one in known
     ]
-    measured = event_loop.run(measure(Target(url), requests(bodies), Plan(arrivals, seconds=seconds, slos=())))
+    measured = event_loop.run(sent_by_plan(Target(url), requests(bodies), Plan(arrivals, seconds=seconds, slos=())))
     wrong = [f"{one.outcome}: {one.fault} {one.error}" for one in measured.run.rows if not one.ok]
     if wrong:
         raise StageError(f"{len(wrong)} answers of the known server were not whole, the first: {wrong[0]}", stage=url)
     return measured
 
 
-def _table(figures: Mapping[str, float]) -> str:
-    rows: list[tuple[str, ...]] = [("error in ms", "mean", "p50", "p99")]
-    rows += [
-        (title, *(f"{figures[f'{name}{part}_ms']:.3f}" for part in ("", "_p50", "_p99")))
-        for name, title in ERRORS.items()
-    ]
-    return (
-        f"{table(rows)}\n  {figures['busy_rps']:.0f} requests/s with bodies of {BODY_BYTES // 1000} KB and "
-        f"{BUSY.tokens} tokens took {figures['busy_core_share']:.2f} of a core: "
-        f"{figures['generator_rps_per_core']:.0f} requests/s per core"
-    )
+SOAK = Soak("known_delays", "how far the load generator can be trusted", measure, (), GOALS, kind="real client")
+
+if __name__ == "__main__":
+    raise SystemExit(SOAK.main())

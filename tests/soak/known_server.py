@@ -1,8 +1,8 @@
 """An OpenAI server whose answers and delays are known beforehand: what the sender's own figures are held against.
 
 A request says in its field `known` how it is to be answered (`Known`); without one `usual` holds. Nothing is computed.
-When each event was really written is kept by the request's `x-request-id`. `python -m bench.selfcheck.known_server`
-serves until its input ends (`bench/children.py`); its configuration may say what is `usual`.
+When each event was really written is kept by the request's `x-request-id`. As a `Child` (`bench/children.py`) it is
+told what is usual.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
+from multiprocessing.connection import Connection as Pipe
 from typing import Any, cast
 
 import httptools
 import msgspec
 
-from bench.children import answering, commands
 from deploy import event_loop
 
 MODEL = "known"
@@ -150,16 +150,14 @@ def event(data: bytes) -> bytes:
     return b"%x\r\ndata: %b\n\n\r\n" % (len(data) + 8, data)
 
 
-async def serve() -> None:
+def main(pipe: Pipe, usual: Known | None = None) -> None:
     """In the process: tell the URL, and when asked what was written since last asked."""
-    answer, lines = answering(), commands()
-    usual = Known(**next(lines).get("usual", {}))
+    event_loop.run(_serve(pipe, usual))
+
+
+async def _serve(pipe: Pipe, usual: Known | None) -> None:
     async with KnownServer(usual).serving() as server:
-        answer(url=server.url)
-        while await asyncio.to_thread(next, lines, None) is not None:
-            answer(written=server.written)
+        pipe.send(server.url)
+        while await asyncio.to_thread(pipe.recv) is not None:
+            pipe.send(server.written)
             server.written = {}
-
-
-if __name__ == "__main__":
-    event_loop.run(serve())

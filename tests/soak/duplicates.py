@@ -1,4 +1,4 @@
-"""`epd-bench duplicates`: encodes of an image that many clients send at once, behind two proxies.
+"""`python -m tests.soak.duplicates`: encodes of an image that many clients send at once, behind two proxies.
 
 2E-P-D with the launcher's proxy, and a second `epd-serve proxy` in front of the same stages. Every round has an image
 of its own, sent by all clients at the same moment, half of them to each proxy, and once more to each proxy when its
@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -23,8 +23,6 @@ import httpx
 from bench.clients.sender import Flow, ask, send
 from bench.clients.target import Target, requests
 from bench.goals import Goal
-from bench.micro.measurement import Measurement, Row, Usually, flag, whole
-from bench.micro.rows import table_of
 from bench.scratch import scratch
 from bench.served import Served, served
 from bench.started import answers, started
@@ -34,6 +32,7 @@ from deploy.config import DeployConfig
 from deploy.ports import free_ports
 from deploy.proxy_settings import build_proxy_settings
 from epd_serve.errors import StageError
+from tests.soak.harness import Result, Soak
 
 LAYOUT = "2E-P-D"
 SIZE = 224
@@ -44,22 +43,20 @@ _INSTANCE = re.compile(r'instance="(\w+)"')
 GOALS = (Goal("encodes_for_64_duplicates", "==", 1), Goal("encodes_for_a_known_feature", "==", 0))
 
 
-FLAGS = {
-    "--clients": flag("duplicates per round", 64, whole()),
-    "--rounds": flag("images", Usually(10, quick=3), whole()),
-}
+CLIENTS, ROUNDS, QUICK_ROUNDS = 64, 10, 3
 
 
-def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+def measure(arguments: argparse.Namespace) -> Result:
     with served(LAYOUT, traced=False) as launch, second_proxy(launch) as other:
         urls = (launch.url, other)
         for number, url in enumerate(urls):  # connections, kernels, first-time imports
             ask(url, demo_body(launch.model, demo_image(900 + number, SIZE)))
-        for number in range(arguments.rounds):
-            yield _round(launch, urls, arguments.clients, number)
+        rounds = range(QUICK_ROUNDS if arguments.quick else ROUNDS)
+        rows = [_round(launch, urls, CLIENTS, number) for number in rounds]
+    return figures(rows), rows, ""
 
 
-def _round(launch: Served, urls: Sequence[str], clients: int, number: int) -> Row:
+def _round(launch: Served, urls: Sequence[str], clients: int, number: int) -> dict[str, Any]:
     """Raises StageError when a request is not answered whole."""
     body = demo_body(launch.model, demo_image(number, SIZE))
     before = _encodes(launch.url)
@@ -131,7 +128,7 @@ def stages_file(launch: Served) -> dict[str, Any]:
     return {"model": launch.model, "revision": identity.revision, "dtype": identity.dtype, "stages": stages}
 
 
-def figures(rows: Sequence[Row]) -> dict[str, float]:
+def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Of the worst round."""
     return {
         f"encodes_for_{rows[0]['clients']}_duplicates": max(row["encodes"] for row in rows),
@@ -139,9 +136,9 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def tables(rows: Sequence[Row]) -> Iterable[str]:
-    yield table_of(rows, {name.replace("_", " "): f"{{{name}}}" for name in rows[0]})
+SOAK = Soak(
+    "duplicates", "encodes of one image that many clients send at once", measure, GOALS, kind="real: CPU, demo model"
+)
 
-
-MEASUREMENT = Measurement(quick="3 images", flags=FLAGS, measure=measure, figures=figures, tables=tables, goals=GOALS)
-add_arguments = MEASUREMENT.add_arguments
+if __name__ == "__main__":
+    raise SystemExit(SOAK.main())
