@@ -45,7 +45,6 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "starts, restarts, TP1 over plain vLLM, where a request's time goes",
         ),
         Command("factorial", "bench.micro.factorial", "what each part of a stage costs a monolith, over plain vLLM"),
-        Command("mechanism", "bench.micro.mechanism", "what each part of the way from E to P gives the first token"),
         Command("transfer ep", "bench.micro.ep.command", "features from E to P, as a request sees them"),
         Command("transfer pd", "bench.micro.pd.command", "KV from P to D, by mode of grouping"),
         Command("batches", "bench.micro.batches", "throughput and latency of each stage against its batch size"),
@@ -54,7 +53,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("proxy", "bench.micro.proxy.command", "what the proxy costs, over simulated stages"),
     ),
     PAPERS: (
-        Command("ablations", "bench.papers.ablations", "E-P-D with and without its transfer optimisations (Table 2)"),
+        Command("ablations", "bench.papers.ablations", "what parts of the transfers are worth (EPD-Serve, Table 2)"),
         Command("memory-tables", "bench.papers.memory_tables", "what fits with and without the encoder (EPD, 2 to 4)"),
     ),
 }

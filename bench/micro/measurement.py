@@ -138,7 +138,7 @@ class Measurement:
     flags: Mapping[str, Flag] = field(default_factory=dict)
     add_flags: Callable[[argparse.ArgumentParser], None] = _nothing
     settings: Mapping[str, Usually] = field(default_factory=dict)
-    about: Callable[[argparse.Namespace], Mapping[str, str]] = _real
+    about: Callable[[argparse.Namespace], Mapping[str, Any]] = _real
     goals: tuple[Goal, ...] = ()
     required: tuple[Goal, ...] = ()
     plot: Callable[[Path, Sequence[Row], str], None] | None = None

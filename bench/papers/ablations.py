@@ -1,28 +1,33 @@
-"""`epd-bench ablations`: EPD-Serve's Table 2, E-P-D with and without asynchronous prefetching and grouped KV.
+"""`epd-bench ablations`: what single parts of the transfers between stages are worth; EPD-Serve's Table 2.
 
-The baseline is up together with one variant at a time, and both get the same requests in turns, so that a ratio is of
-two that met the same machine. Each round has new requests, since those of the round before would be served from the
-stores; both have them at the same times, one after the other, in an order that is drawn for each round.
+The base is up together with one variant at a time, and both get the same requests in turns, so that a ratio is of two
+that met the same machine. Each round has new requests, since those of the round before would be served from the stores;
+both have them at the same times, one after the other, in an order that is drawn for each round.
+
+The rows of Table 2 (layerwise, prefetch, grouped, both) add to a baseline without any of it; demand, pixels and
+mooncake take a part of the way from E to P away from all of it. At a low rate requests hardly ever meet each other.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from bench.analysis.page import require
 from bench.clients.bodies import Source, WorkloadSource, prepared
-from bench.clients.flags import parse_rates
-from bench.clients.measure import Plan, measure
+from bench.clients.measure import Plan
+from bench.clients.measure import measure as sent_by_plan
 from bench.clients.records import RequestRecord
 from bench.clients.target import Target
-from bench.papers.table2 import BASELINE, LAYOUT, VARIANTS, Row, Variant, figures, tables
+from bench.goals import Goal
+from bench.micro.measurement import Measurement, Row, Usually, flag, one_of, positive, several, whole
+from bench.papers.table2 import BASELINE, TABLE, VARIANTS, WHOLE, figures, tables
 from bench.real_stages import add_engine_flags, check_memory, engine_flags, kind_of
-from bench.record import add_arguments as add_record_arguments
-from bench.record import busy, environment, kept, write
 from bench.scratch import scratch
 from bench.served import served
 from bench.workloads.arrivals import Poisson
@@ -30,126 +35,81 @@ from bench.workloads.generate import Knobs
 from bench.workloads.images import Images
 from bench.workloads.workload import Workload
 from deploy import event_loop
+from deploy.mm_store import what_is_missing
 from epd_serve.errors import ConfigError, StageError
+from epd_serve.layout_parser import parse
 
 WORKLOAD = "sharegpt4o-like"
-STAGES = 6
-"""Up at a time: two layouts of three."""
-WARM_UP_REQUESTS, WARM_UP_NUMBER = 8, 1_000_000
-"""Its number is beyond those of runs."""
-LEAST_WHOLE = 0.9
-"""Share of requests that both have to answer whole for the table to be a result."""
+WARM_UP_REQUESTS = 8
+GOALS = tuple(Goal(f"{name}/whole", ">=", 0.9, "of the requests, or it is no result") for name in VARIANTS)
+FLAGS = {
+    "--layout": flag("of both sides", "E-P-D"),
+    "--only": flag(
+        f"of {','.join(VARIANTS)}", tuple(one.name for one in TABLE), several(one_of(*VARIANTS)), metavar="NAME,…"
+    ),
+    "--rates": flag("requests a second", (0.5, 1.0), several(positive), metavar="R,…"),
+    "--rounds": flag("of each rate, in turns", Usually(4, quick=2), whole()),
+    "--seconds": flag("of a run", Usually(30.0, quick=15.0), positive),
+    "--output-tokens": flag("of an answer", 32, whole(2)),
+    "--seed": flag("of requests and arrivals", 0, int),
+    "--cache": flag("where drawn images are kept", type=Path, metavar="DIR"),
+}
 
 
-@dataclass(frozen=True)
-class Rounds:
-    """How much is sent. `plan`: of one run, but for its rate and seed. `count`: of each rate."""
-
-    plan: Plan
-    rates: Sequence[float]
-    count: int
+def about(arguments: argparse.Namespace) -> dict[str, Any]:
+    flags = {one.name: list(one.flags) for one in (BASELINE, WHOLE, *(VARIANTS[name] for name in arguments.only))}
+    return {**kind_of(arguments), "layout": arguments.layout, "flags": flags}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add, names = parser.add_argument, [one.name for one in VARIANTS]
-    add("--rates", default="0.5,1", help="requests a second, with commas (default 0.5,1)")
-    add("--rounds", type=int, help="of each rate, in turns (default 4, quick 2)")
-    add("--seconds", type=float, help="of a run (default 30, quick 15)")
-    add("--only", default=",".join(names), help="variants, with commas")
-    add("--output-tokens", type=int, default=32, help="of an answer (default 32)")
-    add("--seed", type=int, default=0, help="of requests and arrivals")
-    add("--cache", type=Path, metavar="DIR", help="where drawn images are kept")
-    add_engine_flags(parser)
-    add_record_arguments(parser, quick="2 rounds of 15 s")
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Measure, print, write; the rows until an error are kept. 1 where answers are missing."""
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    """The requests of every variant beside its base, as soon as both have had a rate's."""
     require(["scipy"])
-    rounds, variants = rounds_of(arguments), variants_of(arguments.only)
+    if "mooncake" in arguments.only and (missing := what_is_missing("cpu", master=True)):
+        raise ConfigError(f"--only mooncake: {missing}, or leave mooncake out", param="--only")
+    layout, chosen = arguments.layout, [VARIANTS[name] for name in arguments.only]
     if arguments.engine == "vllm":
-        check_memory(STAGES)
-    env = {**environment(argv, asked=arguments), **kind_of(arguments), "layout": LAYOUT}
-    env |= {"flags": {one.name: list(one.flags) for one in (BASELINE, *variants)}}
-    rows: list[Row] = []
-    with kept(arguments.json, env, rows):
-        for row in _measured(arguments, rounds, variants):
-            rows.append(row)  # noqa: PERF402  (one by one: an error keeps those before it)
-    results = figures(rows)
-    print("\n" + "\n\n".join([env["kind"], *tables(rows), busy(env)]), flush=True)
-    write(arguments.json, results, env, rows)
-    return 0 if all(results.get(f"{one.name}/whole", 0.0) >= LEAST_WHOLE for one in variants) else 1
-
-
-def rounds_of(arguments: argparse.Namespace) -> Rounds:
-    """Raises ConfigError for numbers that measure nothing."""
-    count, seconds = (2, 15.0) if arguments.quick else (4, 30.0)
-    count = count if arguments.rounds is None else arguments.rounds
-    seconds = seconds if arguments.seconds is None else arguments.seconds
-    least = {"--rounds": (count, 1), "--output-tokens": (arguments.output_tokens, 2), "--seconds": (seconds, 1e-3)}
-    for flag, (value, bound) in least.items():
-        if not bound <= value < float("inf"):
-            raise ConfigError(f"{flag} is {value:g}: {bound:g} or more", param=flag)
-    plan = Plan(Poisson(1.0), seconds=seconds, seed=arguments.seed, warm_up_s=0.0)
-    return Rounds(plan, parse_rates(arguments.rates, "--rates"), count)
-
-
-def variants_of(text: str) -> list[Variant]:
-    """Raises ConfigError for one that there is not."""
-    names, known = text.split(","), [one.name for one in VARIANTS]
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"--only {unknown[0]!r}: of {', '.join(known)}", param="--only")
-    return [one for one in VARIANTS if one.name in names]
-
-
-def _measured(arguments: argparse.Namespace, rounds: Rounds, variants: Sequence[Variant]) -> Iterator[Row]:
-    """The requests of every variant beside the baseline, as soon as both have had a rate's."""
+        check_memory(2 * parse(layout).instance_count)
     workload = Workload(WORKLOAD, 1, Knobs(arguments.seed, output_tokens=arguments.output_tokens))
+    images, numbers = Images(arguments.cache), itertools.count()
+    plan = Plan(Poisson(1.0), seconds=arguments.seconds, seed=arguments.seed, warm_up_s=0.0)
     with scratch() as folder:
         model = engine_flags(arguments, folder)
-        with served(LAYOUT, (*model, *BASELINE.flags), name=BASELINE.name, traced=False) as base:
-            images = Images(arguments.cache)
-            source = WorkloadSource(
-                lambda seed: workload.seeded(seed).endless(), images.data_url, base.model, arguments.seed
-            )
-            for at, variant in enumerate(variants):
-                with served(LAYOUT, (*model, *variant.flags), name=variant.name, traced=False) as other:
-                    urls, first = (base.url, other.url), at * rounds.count * len(rounds.rates)
-                    print(f"{variant.title}: ready in {other.ready_s:.0f} s", flush=True)
-                    warm_up(urls, source, rounds.plan, first=first)
-                    yield from in_turns(urls, variant.name, source, rounds, first=first)
+        for of_all, variants in itertools.groupby(sorted(chosen, key=lambda one: one.of_all), lambda one: one.of_all):
+            base = WHOLE if of_all else BASELINE
+            with served(layout, (*model, *base.flags), name=base.name, traced=False) as first:
+                source = WorkloadSource(
+                    lambda seed: workload.seeded(seed).endless(), images.data_url, first.model, arguments.seed
+                )
+                for variant in variants:
+                    with served(layout, (*model, *variant.flags), name=variant.name, traced=False) as other:
+                        print(f"{variant.title}: ready in {other.ready_s:.0f} s", flush=True)
+                        urls = (first.url, other.url)
+                        warm_up(urls, source, plan, numbers)
+                        for turn, rate in itertools.product(range(arguments.rounds), arguments.rates):
+                            about = {"variant": variant.name, "rate_rps": rate, "round": turn}
+                            yield from ({**about, **row} for row in both(urls, source, plan, rate, next(numbers)))
 
 
 def warm_up(
-    urls: tuple[str, str], source: Source, plan: Plan, count: int = WARM_UP_REQUESTS, *, first: int = 0
+    urls: Sequence[str], source: Source, plan: Plan, numbers: Iterator[int], count: int = WARM_UP_REQUESTS
 ) -> None:
     """Send so many requests to each, which count nothing: kernels, connections, first-time imports."""
-    number = WARM_UP_NUMBER + first
+    number = next(numbers)
     for url in urls:
-        _sent(url, source, replace(plan, arrivals=Poisson(1.0), count=count, seconds=None, seed=number), number)
+        _sent(url, source, replace(plan, count=count, seconds=None, seed=plan.seed + number), number)
 
 
-def in_turns(urls: tuple[str, str], variant: str, source: Source, rounds: Rounds, *, first: int = 0) -> Iterator[Row]:
-    """Yields the requests of all rounds, as soon as both have had a rate's.
-
-    Args:
-        urls: of the baseline and of the variant.
-        first: number of the first run. None may have been another variant's: the baseline has kept what it had then.
+def both(urls: Sequence[str], source: Source, plan: Plan, rate_rps: float, number: int) -> Iterator[Row]:
+    """Yields the requests of run `number`, as the base and the variant, whose URLs are given, answered them.
 
     Raises:
         StageError: one of them went away.
     """
-    number = first
-    for turn in range(rounds.count):
-        for rate in rounds.rates:
-            plan = replace(rounds.plan, arrivals=Poisson(rate), seed=rounds.plan.seed + number)
-            order = random.Random(f"{variant} {number}").sample((0, 1), 2)
-            sides = {side: _sent(urls[side], source, plan, number) for side in order}
-            for n in sorted(sides[0].keys() & sides[1].keys()):
-                about = {"variant": variant, "rate_rps": rate, "round": turn, "n": n}
-                yield about | _times(sides[0][n], "baseline_") | _times(sides[1][n])
-            number += 1
+    plan = replace(plan, arrivals=Poisson(rate_rps), seed=plan.seed + number)
+    order = random.Random(number).sample((0, 1), 2)
+    sides = {side: _sent(urls[side], source, plan, number) for side in order}
+    for n in sorted(sides[0].keys() & sides[1].keys()):
+        yield {"n": n, **_times(sides[0][n], "baseline_"), **_times(sides[1][n])}
 
 
 def _sent(url: str, source: Source, plan: Plan, number: int) -> dict[int, RequestRecord]:
@@ -157,7 +117,7 @@ def _sent(url: str, source: Source, plan: Plan, number: int) -> dict[int, Reques
     if not requests.dues:
         return {}
     bodies = prepared(requests.bodies)
-    measured = event_loop.run(measure(Target(url), bodies, plan, label=str(number), dues=requests.dues))
+    measured = event_loop.run(sent_by_plan(Target(url), bodies, plan, label=str(number), dues=requests.dues))
     if measured.run.stopped:
         raise StageError(measured.run.stopped, stage=url)
     return {record.n: record for record in measured.run.rows}
@@ -166,3 +126,16 @@ def _sent(url: str, source: Source, plan: Plan, number: int) -> dict[int, Reques
 def _times(record: RequestRecord, prefix: str = "") -> Row:
     times = {"ttft_ms": record.ttft_s, "tpot_ms": record.tpot_s}
     return {f"{prefix}{name}": round(s * 1e3, 3) if record.ok and s is not None else None for name, s in times.items()}
+
+
+MEASUREMENT = Measurement(
+    quick="2 rounds of 15 s",
+    flags=FLAGS,
+    add_flags=add_engine_flags,
+    about=about,
+    measure=measure,
+    figures=figures,
+    tables=tables,
+    required=GOALS,
+)
+add_arguments = MEASUREMENT.add_arguments

@@ -1,24 +1,25 @@
-"""EPD-Serve's Table 2: E-P-D with and without its two transfer optimisations, as flags of ours. Pure.
+"""EPD-Serve's Table 2, and what else of the transfers can be taken away: switches of `epd-serve serve`. Pure.
 
-The baseline is the paper's: a feature is fetched when a request needs it, and KV is sent as a whole when its prompt is
-computed (§3.3, "synchronous transmission"), so all of its transfer is exposed; of the paper's own baseline 85 % is
-(Table 4). `layerwise` is a row that the paper lacks: KV layer by layer at once, which hides most of it already.
+The baseline of Table 2 is the paper's: a feature is fetched when a request needs it, and KV is sent as a whole when its
+prompt is computed (§3.3, "synchronous transmission"), so all of its transfer is exposed; of the paper's own baseline
+85 % is (Table 4). `layerwise` is a row that the paper lacks: KV layer by layer at once, which hides most of it already.
+
+Beside Table 2 each part of the way from E to P is taken away alone from all of it: the announcement of features, the
+metadata that P and D get instead of pixels, the arena.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
-from typing import Any
 
 import numpy as np
 
 from bench.analysis.ratios import Ratio, Sample, sample_ratio
+from bench.micro.measurement import Row
+from bench.micro.rows import grouped, table_of
 from bench.papers.printed import MACHINE, TABLE_2
-from deploy.placement_table import table
 
-LAYOUT = "E-P-D"
 CANNOT = """\
 What this can show here: what each switch costs or saves per request, on an engine that is hardly loaded. What it
 cannot: a net gain from overlap. Two CPU cores do the computing and the copying; a transfer that hides behind a layer
@@ -31,18 +32,21 @@ class Variant:
 
     Attributes:
         name: as in figures, and in the paper's table. title: as the paper calls it.
-        prefetch, grouping: `--feature-prefetch` and `--kv-grouping` of `epd-serve serve`.
+        prefetch, grouping: `--feature-prefetch` and `--kv-grouping` of `epd-serve serve`. more: other flags of it.
+        of_all: its base is not the paper's baseline, but all of the mechanism.
     """
 
     name: str
     title: str
-    prefetch: str
-    grouping: str
+    prefetch: str = "event"
+    grouping: str = "adaptive"
+    more: tuple[str, ...] = ()
+    of_all: bool = False
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Both, also where they are the default, so that results name them."""
-        return ("--feature-prefetch", self.prefetch, "--kv-grouping", self.grouping)
+        """Also where they are the default, so that results name them."""
+        return ("--feature-prefetch", self.prefetch, "--kv-grouping", self.grouping, *self.more)
 
     @property
     def paper(self) -> str:
@@ -54,16 +58,22 @@ class Variant:
 
 
 BASELINE = Variant("baseline", "Baseline (E-P-D)", "demand", "bulk")
-VARIANTS = (
+WHOLE = Variant("whole", "all of the mechanism")
+TABLE = (
     Variant("layerwise", "w/ P-D layer by layer", "demand", "layerwise"),
     Variant("prefetch", "w/ E-P asynchronous prefetching", "event", "bulk"),
     Variant("grouped", "w/ P-D hierarchically grouped", "demand", "adaptive"),
     Variant("both", "EPD-Serve (both)", "event", "adaptive"),
 )
-
-Row = dict[str, Any]
-"""One request, sent to the baseline and to a variant in the same round: `variant`, `rate_rps`, `round`, `n`, and
-`ttft_ms`, `tpot_ms`, `baseline_ttft_ms`, `baseline_tpot_ms`, each None without a whole answer."""
+VARIANTS = {
+    one.name: one
+    for one in (
+        *TABLE,
+        Variant("demand", "fetched on demand", "demand", of_all=True),
+        Variant("pixels", "pixels to P and D", more=("--send-pixels", "always"), of_all=True),
+        Variant("mooncake", "through Mooncake", more=("--mm-store", "mooncake"), of_all=True),
+    )
+}
 
 
 def whole(row: Row) -> bool:
@@ -76,10 +86,14 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
 
     Means over the requests that both answered whole; intervals (95 %) over pairs in blocks of neighbours. And
     `VARIANT/whole`: the share of its requests that were.
+
+    Args:
+        rows: one of each request, sent to the base and to a variant in the same round: `variant`, `rate_rps`, `round`,
+            `n`, and `ttft_ms`, `tpot_ms`, `baseline_ttft_ms`, `baseline_tpot_ms`, each None without a whole answer.
     """
     results: dict[str, float] = {}
-    for (rate, variant), own in _groups(rows).items():
-        prefix = f"{rate:g} rps/{variant.name}"
+    for (rate, variant), own in grouped(rows, "rate_rps", "variant").items():
+        prefix = f"{rate:g} rps/{variant}"
         results[f"{prefix}/requests"] = len(own)
         results[f"{prefix}/not_whole"] = sum(not whole(row) for row in own)
         for kind, found in _changes(own).items():
@@ -87,20 +101,9 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
             ends = {"": found.ratio, "_low": found.low, "_high": found.high}
             over = {f"{prefix}/{kind}_over_baseline{end}": value for end, value in ends.items()}
             results |= {name: round(value, 4) for name, value in over.items() if value is not None}
-    for one in VARIANTS:
-        if own := [row for row in rows if row["variant"] == one.name]:
-            results[f"{one.name}/whole"] = sum(map(whole, own)) / len(own)
+    for (variant,), own in grouped(rows, "variant").items():
+        results[f"{variant}/whole"] = sum(map(whole, own)) / len(own)
     return results
-
-
-def _groups(rows: Sequence[Row]) -> dict[tuple[float, Variant], list[Row]]:
-    """By rate and variant, in their order."""
-    keys = product(sorted({row["rate_rps"] for row in rows}), VARIANTS)
-    groups = {
-        (rate, one): [row for row in rows if (row["rate_rps"], row["variant"]) == (rate, one.name)]
-        for rate, one in keys
-    }
-    return {key: own for key, own in groups.items() if own}
 
 
 def _changes(rows: Sequence[Row]) -> dict[str, Ratio]:
@@ -116,15 +119,25 @@ def _changes(rows: Sequence[Row]) -> dict[str, Ratio]:
 
 def tables(rows: Sequence[Row]) -> Iterator[str]:
     """Yields the table: ours, and what the paper reports of its machine beside it."""
-    head = ("requests/s", "", "requests", "TTFT ms", "baseline", "change (95 %)", "TPOT ms", "change (95 %)", "paper")
-    lines = [head]
-    for (rate, one), own in _groups(rows).items():
-        if ttft := (changes := _changes(own)).get("ttft"):
-            tpot = changes.get("tpot")
-            cells = (f"{ttft.b:.1f}", f"{ttft.a:.1f}", _change(ttft), f"{tpot.b:.2f}" if tpot else "-", _change(tpot))
-            lines.append((f"{rate:g}", one.title, str(len(own)), *cells, one.paper))
-    yield table(lines)
-    yield f"Each row beside the baseline of its own rounds; paper: its change of TTFT against its baseline, {MACHINE}"
+    lines = [
+        {"rate": rate, "requests": len(own), "ttft": None, "tpot": None, **_changes(own), "of": VARIANTS[variant]}
+        for (rate, variant), own in grouped(
+            sorted(rows, key=lambda row: row["rate_rps"]), "rate_rps", "variant"
+        ).items()
+    ]
+    columns: dict[str, str | Callable[[Row], object]] = {
+        "requests/s": "{rate:g}",
+        "": "{of.title}",
+        "requests": "{requests}",
+        "TTFT ms": "{ttft.b:.1f}",
+        "baseline": "{ttft.a:.1f}",
+        "change (95 %)": lambda line: _change(line["ttft"]),
+        "TPOT ms": lambda line: f"{line['tpot'].b:.2f}" if line["tpot"] else "-",
+        "TPOT: change": lambda line: _change(line["tpot"]),
+        "paper": "{of.paper}",
+    }
+    yield table_of([line for line in lines if line["ttft"]], columns)
+    yield f"Each row beside its base in its own rounds; paper: its change of TTFT against its baseline, {MACHINE}"
     yield CANNOT
 
 

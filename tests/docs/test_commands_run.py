@@ -32,7 +32,7 @@ MODULES = {"epd-serve": "deploy.cli", "epd-bench": "bench.cli"}
 RESULTS = ROOT / "bench" / "results"
 LIMIT_S = 900
 SMALL: Mapping[str, str] = {
-    "ablations": "--engine sim --rates 4 --seconds 2 --rounds 1 --only both",
+    "ablations": "--engine sim --rates 4 --seconds 2 --rounds 1 --only both,pixels",
     "compare": "",
     "latency": "--engine sim --quick",
     "layouts": "--engine sim --layouts TP1,E-P-D --rates 2 --duration 2 --min-samples 1",
@@ -49,7 +49,6 @@ REAL: Mapping[str, str] = {
     "colocation": "--quick",
     "factorial": "--quick --rounds 1 --only shipped",
     "interference": "--quick --operators norm,decode_attention",
-    "mechanism": "--quick",
     "transfer ep": "--quick",
     "transfer pd": "--quick",
 }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from bench.micro import batches, mechanism
+from bench.micro import batches
 from bench.micro.colocation import figures as colocation
 from bench.micro.ep import command as transfer_ep
 from bench.micro.measurement import Row
@@ -26,7 +26,6 @@ def of_parts(**figures: Callable[[Sequence[Row]], dict[str, float]]) -> Callable
 RESULTS = {
     "batches": (batches.figures, 32),
     "colocation": (colocation.figures, 73),
-    "mechanism": (mechanism.figures, 15),
     "proxy": (of_parts(speed=speed.figures, peers=speed.peer_figures, burst=burst.figures), 30),
     "proxy-irp": (irp.figures, 5),
     "transfer-ep": (transfer_ep.figures, 170),

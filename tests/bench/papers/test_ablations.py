@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -15,13 +16,13 @@ from bench.clients.bodies import Requests
 from bench.clients.measure import Plan
 from bench.clients.sender import Bounds
 from bench.papers import ablations
-from bench.papers.ablations import Rounds, in_turns, variants_of, warm_up
-from bench.papers.table2 import BASELINE, VARIANTS, figures, tables
+from bench.papers.ablations import both, warm_up
+from bench.papers.table2 import BASELINE, TABLE, VARIANTS, WHOLE, figures, tables
 from bench.record import ROOT
 from bench.served import Served as Launch
 from bench.workloads.arrivals import Poisson
 from deploy.config import DeployConfig
-from epd_serve.errors import ConfigError, StageError
+from epd_serve.errors import StageError
 from epd_serve.kv.grouping import LinkCost, Step, exposed_s, parse_grouping
 from tests.bench.clients.known_server import Known
 from tests.bench.clients.serving import Served
@@ -64,7 +65,7 @@ def row(
 
 
 def test_the_baseline_sends_kv_after_prefill_and_each_row_switches_what_its_name_says() -> None:
-    flags = {one.name: one.flags for one in (BASELINE, *VARIANTS)}
+    flags = {one.name: one.flags for one in (BASELINE, *TABLE)}
 
     assert flags == {
         "baseline": ("--feature-prefetch", "demand", "--kv-grouping", "bulk"),
@@ -86,36 +87,31 @@ def test_the_baselines_one_packet_leaves_when_the_prompt_is_computed() -> None:
 
 
 def test_the_papers_numbers_give_the_papers_percentages() -> None:
-    assert [one.paper for one in VARIANTS] == ["-", "-16.6%, -21.7%", "-16.0%, -11.9%", "-31.6%, -26.1%"]
+    assert [one.paper for one in TABLE] == ["-", "-16.6%, -21.7%", "-16.0%, -11.9%", "-31.6%, -26.1%"]
 
 
-def test_both_get_the_same_requests_in_every_round_and_new_ones_in_the_next(two: tuple[Served, Served]) -> None:
-    source, urls = Bodies(), (two[0].server.url, two[1].server.url)
+def test_what_is_taken_away_is_all_that_differs_from_the_whole() -> None:
+    away = {name: set(VARIANTS[name].flags) ^ set(WHOLE.flags) for name in ("demand", "pixels", "mooncake")}
+
+    assert away == {
+        "demand": {"demand", "event"},
+        "pixels": {"--send-pixels", "always"},
+        "mooncake": {"--mm-store", "mooncake"},
+    }
+    assert WHOLE.flags == VARIANTS["both"].flags
+
+
+def test_both_get_the_same_requests_in_a_run_and_new_ones_in_the_next(two: tuple[Served, Served]) -> None:
+    source, urls, numbers = Bodies(), (two[0].server.url, two[1].server.url), itertools.count()
     plan = Plan(Poisson(1.0), count=4, seconds=None, warm_up_s=0.0)
 
-    warm_up(urls, source, plan, count=1)
-    found = list(in_turns(urls, "both", source, Rounds(plan, (300.0, 400.0), 2)))
+    warm_up(urls, source, plan, numbers, count=1)
+    found = [list(both(urls, source, plan, rate, next(numbers))) for rate in (300.0, 400.0)]
 
-    assert source.runs[2:] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [(one["round"], one["rate_rps"], one["n"]) for one in found[::4]] == [
-        (0, 300.0, 0),
-        (0, 400.0, 0),
-        (1, 300.0, 0),
-        (1, 400.0, 0),
-    ]
-    assert len(found) == 16 and all(None not in one.values() for one in found)
-    assert two[0].server.seen == two[1].server.seen == 17
-
-
-def test_another_variant_gets_requests_that_the_baseline_has_not_seen(two: tuple[Served, Served]) -> None:
-    source, urls = Bodies(), (two[0].server.url, two[1].server.url)
-    plan = Plan(Poisson(1.0), count=4, seconds=None, warm_up_s=0.0)
-    for first in (0, 2):
-        warm_up(urls, source, plan, count=1, first=first)
-        list(in_turns(urls, "any", source, Rounds(plan, (300.0,), 2), first=first))
-
-    before, after = source.runs[:6], source.runs[6:]
-    assert not set(before) & set(after)
+    assert source.runs == [0, 0, 1, 1, 2, 2]
+    assert [[one["n"] for one in run] for run in found] == [[0, 1, 2, 3]] * 2
+    assert all(None not in one.values() for run in found for one in run)
+    assert two[0].server.seen == two[1].server.seen == 9
 
 
 def test_a_side_that_goes_away_ends_it(two: tuple[Served, Served]) -> None:
@@ -124,7 +120,7 @@ def test_a_side_that_goes_away_ends_it(two: tuple[Served, Served]) -> None:
     plan = Plan(Poisson(1.0), count=4, warm_up_s=0.0, bounds=Bounds(gone_after=2, gone_s=0.0))
 
     with pytest.raises(StageError, match="gone"):
-        list(in_turns(urls, "both", Bodies(), Rounds(plan, (300.0,), 1)))
+        list(both(urls, Bodies(), plan, 300.0, 0))
 
 
 def test_figures_are_of_what_both_answered_and_ratios_have_intervals() -> None:
@@ -149,19 +145,21 @@ def test_the_table_has_the_paper_beside_it_and_says_where_nothing_shows() -> Non
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    "flags",
     [
-        (["--rates", "1,x"], "--rates 1,x"),
-        (["--rates", "0"], "--rates 0"),
-        (["--rounds", "0"], "--rounds is 0"),
-        (["--seconds", "-1"], "--seconds is -1"),
-        (["--output-tokens", "1"], "--output-tokens is 1"),
-        (["--only", "grouping"], "--only 'grouping': of layerwise, prefetch, grouped, both"),
+        ["--rates", "1,x"],
+        ["--rates", "0"],
+        ["--rounds", "0"],
+        ["--seconds", "-1"],
+        ["--output-tokens", "1"],
+        ["--only", "grouping"],
     ],
 )
-def test_a_wrong_flag_is_named_before_anything_starts(capsys: Any, flags: list[str], said: str) -> None:
-    assert main(["ablations", *flags]) == 1
-    assert said in capsys.readouterr().err
+def test_a_wrong_flag_is_named_before_anything_starts(capsys: Any, flags: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["ablations", *flags])
+
+    assert ended.value.code == 2 and flags[0] in capsys.readouterr().err
 
 
 def test_what_was_measured_is_kept_when_a_later_part_fails(
@@ -184,20 +182,14 @@ def test_what_was_measured_is_kept_when_a_later_part_fails(
     found = json.loads((tmp_path / "r.json").read_text())
     assert figures(found["rows"])["400 rps/prefetch/requests"] > 10
     assert found["env"]["kind"] == "simulated stages: to try the flow"
-    assert found["env"]["flags"]["both"] == list(VARIANTS[3].flags)
+    assert found["env"]["flags"]["both"] == list(VARIANTS["both"].flags)
     assert "did not become ready" in found["env"]["incomplete"]
     assert "did not become ready" in capsys.readouterr().err
-
-
-def test_variants_are_taken_once() -> None:
-    assert [one.name for one in variants_of("both,prefetch,both")] == ["prefetch", "both"]
-    with pytest.raises(ConfigError):
-        variants_of("")
 
 
 def test_the_committed_figures_follow_from_their_rows_and_are_of_the_papers_baseline() -> None:
     saved = json.loads((ROOT / "bench" / "results" / "ablations.json").read_text())
 
     assert figures(saved["rows"]) == pytest.approx(saved["figures"])
-    assert saved["env"]["flags"] == {one.name: list(one.flags) for one in (BASELINE, *VARIANTS)}
-    assert {row["variant"] for row in saved["rows"]} == {one.name for one in VARIANTS}
+    assert saved["env"]["flags"] == {one.name: list(one.flags) for one in (BASELINE, *TABLE)}
+    assert {row["variant"] for row in saved["rows"]} == {one.name for one in TABLE}
