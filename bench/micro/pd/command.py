@@ -4,9 +4,6 @@ Real: two vLLM processes, P and D, on this machine's CPU or sharing its cards (`
 by layer, fixed groups and adaptive groups in turns on one launch per transport. Two cores that P, D and the link share
 cannot show what overlap gains; they show packets, order and what is exposed. It has not run on a card yet.
 
-Emulated: the same policy on a fake device and link with a virtual clock, constants of one device from a sourced file
-(`bench/papers/kv_emulation.py`). It shows that the policy is right, and is no claim to be fast.
-
     exposed      max(0, DONE at D - end of prefill); of requests at one time, of the one that waits longest
     KV latency   time of the transfer's packets on the link, summed; a packet that several requests share counts once
     overlap      1 - exposed / KV latency
@@ -15,14 +12,12 @@ Emulated: the same policy on a fake device and link with a virtual clock, consta
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 
 from bench.micro.measurement import LEAST_ROUNDS, Measurement, Row, Usually, flag, one_of, several, whole
-from bench.micro.pd import figures as pd
 from bench.micro.pd import stages, timeline
+from bench.micro.pd.figures import cell_table, cells, figures
 from bench.micro.rows import figure_table
-from bench.papers.kv_emulation import GOALS, run_emulation
 from epd_serve.demo.presets import PRESETS
 from epd_serve.errors import ConfigError
 from epd_serve.kv.grouping import parse_grouping
@@ -35,7 +30,6 @@ SHOWN = (
 )
 """Figures without a goal that the command is quoted with; also with `_mooncake`."""
 
-_emulation = functools.cache(run_emulation)
 FLAGS = {
     "--lengths": flag(
         "prompt tokens",
@@ -55,7 +49,7 @@ SETTINGS = {"budget_s": Usually(86_400.0, quick=50.0)}
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Rows of real requests, then of emulated ones; the last row has the figures of the emulation."""
+    """Rows of requests, transport by transport."""
     for mode in arguments.modes:
         parse_grouping(mode, 1)
     installed, rounds = stages.available_transports(), arguments.rounds
@@ -69,27 +63,15 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     for transport in transports:
         print(f"{transport}: starting {stages.LAYOUT}", flush=True)
         yield from stages.measure(transport, turns, arguments.device, arguments.preset)
-    emulated, rows, _ = _emulation(arguments.quick)
-    yield from rows
-    yield {"kind": "emulated figures", "quick": arguments.quick, "figures": emulated}
-
-
-def figures(rows: Sequence[Row]) -> dict[str, float]:
-    emulated = [row["figures"] for row in rows if row["kind"] == "emulated figures"]
-    return pd.figures(rows) | (emulated[0] if emulated else {})
 
 
 def tables(rows: Sequence[Row]) -> Iterable[str]:
-    yield pd.cell_table(pd.cells(rows))
-    for row in rows:
-        if row["kind"] == "emulated figures":
-            yield from _emulation(row["quick"])[2]
+    yield cell_table(cells(rows))
     yield figure_table(figures(rows), [name + suffix for name in SHOWN for suffix in ("", "_mooncake")])
 
 
 def about(arguments: argparse.Namespace) -> dict[str, str]:
-    real = f"real ({stages.LAYOUT}, two vLLM processes on {arguments.device}, {arguments.preset} preset)"
-    return {"kind": f"rows say which: {real} or emulated (virtual clock)"}
+    return {"kind": f"real ({stages.LAYOUT}, two vLLM processes on {arguments.device}, {arguments.preset} preset)"}
 
 
 MEASUREMENT = Measurement(
@@ -100,7 +82,6 @@ MEASUREMENT = Measurement(
     measure=measure,
     figures=figures,
     tables=tables,
-    goals=GOALS,
     plot=timeline.draw,
 )
 add_arguments = MEASUREMENT.add_arguments

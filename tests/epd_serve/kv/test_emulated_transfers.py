@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from bench.papers import kv_emulation
-from bench.papers.devices import atlas_800i_a2 as paper
-from bench.papers.devices.pair import DevicePair
 from bench.papers.printed import TABLE_4_CONCURRENCY, TABLE_4_GROUPED, TABLE_4_LAYERWISE
+from tests.epd_serve.kv import atlas_800i_a2 as paper
+from tests.epd_serve.kv import emulated_transfers
+from tests.epd_serve.kv.device_pair import DevicePair
 
 # 4 layers of 1 ms per token; a token's layer is 1 kB; a packet takes 1 ms and 1 ms per kB.
 DEVICE = DevicePair("by hand", 4, 4000, s_per_token=1e-3, s_per_token_squared=0.0, setup_s=1e-3, s_per_byte=1e-6)
@@ -18,7 +18,7 @@ DEVICE = DevicePair("by hand", 4, 4000, s_per_token=1e-3, s_per_token_squared=0.
 
 def row(mode: str, device: DevicePair = DEVICE, concurrency: int = 1) -> dict[str, Any]:
     """Of prompts of 256 tokens, of which a layer computes 256 ms and is sent in 257."""
-    rows = kv_emulation.device_rows("", device)
+    rows = emulated_transfers.device_rows("", device)
     return next(one for one in rows if (one["mode"], one["tokens"], one["concurrency"]) == (mode, 256, concurrency))
 
 
@@ -35,13 +35,13 @@ def test_a_link_slower_than_the_compute_works_from_the_first_layer_to_the_end() 
 
 
 def test_what_begins_with_the_last_layer_hides_one_layers_compute() -> None:
-    found = row(kv_emulation.LATE)
+    found = row(emulated_transfers.LATE)
 
     assert found["exposed_ms"] == pytest.approx(4 * 257 - 256)
 
 
 def test_requests_of_a_step_share_packets_but_for_the_papers_baseline() -> None:
-    shared, own = row("layerwise", concurrency=16), row(kv_emulation.LATE, concurrency=16)
+    shared, own = row("layerwise", concurrency=16), row(emulated_transfers.LATE, concurrency=16)
 
     assert (shared["packets"], own["packets"]) == (4, 64)
     assert own["kv_ms"] - shared["kv_ms"] == pytest.approx(60)
@@ -87,42 +87,40 @@ def test_the_printed_payload_is_latency_times_bandwidth():
 
 
 @pytest.fixture(scope="module")
-def quick():
-    return kv_emulation.run_emulation(quick=True)
+def rows() -> list[dict[str, Any]]:
+    return list(emulated_transfers.device_rows(paper.SOURCED, paper.DEVICE))
 
 
-def test_the_goals_are_met_as_sourced(quick):
-    figures, _, _ = quick
-    assert all(goal.met(figures[goal.figure]) for goal in kv_emulation.GOALS)
+def test_adaptive_groups_hide_what_the_best_fixed_size_hides_and_cost_the_link_nothing(rows):
+    found = emulated_transfers.figures(rows)
+
+    assert found["exposed_adaptive_over_best_fixed_worst"] <= 1.05
+    assert found["kv_ms_adaptive_over_bulk_256"] <= 1.02
 
 
-def test_the_papers_baseline_comes_out_near_its_rows_and_far_from_ours(quick):
-    figures, _, _ = quick
-    assert figures["emu_overlap_1024_layerwise"] == pytest.approx(TABLE_4_LAYERWISE[1024].overlap, abs=0.03)
-    assert figures["emu_overlap_2048_layerwise"] == pytest.approx(TABLE_4_LAYERWISE[2048].overlap, abs=0.03)
-    assert 0.95 < figures["emu_overlap_1024_adaptive"] < figures["emu_overlap_2048_adaptive"]
+def test_the_papers_baseline_comes_out_near_its_rows_and_far_from_ours(rows):
+    """What docs/benchmarks.md has of it: overlap of 96.9 % adaptive against 17.7 % at 1024 tokens."""
+    found = emulated_transfers.figures(rows)
+
+    assert found["overlap_1024_layerwise"] == pytest.approx(TABLE_4_LAYERWISE[1024].overlap, abs=0.03)
+    assert found["overlap_2048_layerwise"] == pytest.approx(TABLE_4_LAYERWISE[2048].overlap, abs=0.03)
+    assert 0.95 < found["overlap_1024_adaptive"] < found["overlap_2048_adaptive"]
+    assert round(found["overlap_1024_adaptive"], 3) == 0.969
+    assert round(found["overlap_1024_layerwise"], 3) == 0.177
 
 
-def test_no_row_and_no_table_passes_for_a_measurement(quick):
-    _, rows, tables = quick
-    assert all("emulated" in row["kind"] for row in rows)
-    assert all(text.startswith("emulated") for text in tables)
-
-
-def test_every_mode_moves_the_same_bytes(quick):
-    _, rows, _ = quick
-    for tokens in kv_emulation.LENGTHS:
+def test_every_mode_moves_the_same_bytes(rows):
+    for tokens in emulated_transfers.LENGTHS:
         moved = {
             round(row["kv_ms"] * row["gb_per_s"], 3)
             for row in rows
-            if row.get("tokens") == tokens and row["concurrency"] == 16
+            if row["tokens"] == tokens and row["concurrency"] == 16
         }
         assert max(moved) == pytest.approx(min(moved), rel=1e-6)
 
 
-def test_no_fixed_size_beats_adaptive_on_any_variation_of_the_device():
-    figures, _, tables = kv_emulation.run_emulation(quick=False)
-    worst = [figures[name] for name in figures if name.startswith("exposed_adaptive_over_best_fixed_worst")]
+@pytest.mark.parametrize("variation", paper.VARIATIONS)
+def test_no_fixed_size_beats_adaptive_on_any_variation_of_the_device(variation):
+    rows = list(emulated_transfers.device_rows(variation, paper.VARIATIONS[variation]))
 
-    assert len(worst) == 3 and max(worst) <= 1.05
-    assert all(name in tables[-1] for name in paper.VARIATIONS)
+    assert emulated_transfers.worst(rows, [variation]) <= 1.05

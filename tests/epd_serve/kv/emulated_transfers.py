@@ -1,7 +1,7 @@
 """Emulated P→D transfers: EPD-Serve's Table 4 in shape, and the group-size policy against every fixed size.
 
 One step that prefills all requests of a row, and one link: what decides is the stages' own policy, and when its packets
-arrive follows from the constants of `bench/papers/devices/atlas_800i_a2.py` (`epd_serve.kv.grouping.finish_s`). Nothing
+arrive follows from the constants of `tests/epd_serve/kv/atlas_800i_a2.py` (`epd_serve.kv.grouping.finish_s`). Nothing
 runs. The figures check that the policy is right; no win may be claimed from them.
 
     Definitions: KV latency is the total time of the packets on the link, exposed = max(0, DONE - end of prefill),
@@ -20,17 +20,15 @@ runs. The figures check that the policy is right; no win may be claimed from the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from bench.goals import Goal
-from bench.papers.devices.atlas_800i_a2 import DEVICE, SOURCED, THIRTY, VARIATIONS
-from bench.papers.devices.pair import DevicePair
-from bench.papers.printed import TABLE_4_CONCURRENCY, TABLE_4_GROUPED, TABLE_4_LAYERWISE
-from deploy.placement_table import table
+from bench.papers.printed import TABLE_4_CONCURRENCY
 from epd_serve.kv.grouping import Cuts, FixedGrouping, LinkCost, Step, exposed_s, parse_grouping
+from tests.epd_serve.kv.atlas_800i_a2 import SOURCED
+from tests.epd_serve.kv.device_pair import DevicePair
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 CONCURRENCIES = (1, TABLE_4_CONCURRENCY)
@@ -41,40 +39,19 @@ MODES = {
 }
 LATE, ADAPTIVE = "layerwise, late", "adaptive"
 
-GOALS = (
-    Goal("exposed_adaptive_over_best_fixed_worst", "<=", 1.05, "no fixed size, at no length, exposes 5 % less"),
-    Goal("kv_ms_adaptive_over_bulk_256", "<=", 1.02, "what hides costs the link no more than 2 %"),
-)
-
 Row = dict[str, Any]
 
 
-def run_emulation(quick: bool) -> tuple[dict[str, float], list[Row], list[str]]:
-    """Returns figures, raw rows and printable tables. `quick` leaves the sensitivity out."""
-    devices = {SOURCED: DEVICE} if quick else VARIATIONS
-    rows = [row for name, device in devices.items() for row in device_rows(name, device)]
-    figures = {
-        "emu_overlap_1024_layerwise": row_of(rows, LATE, 1024)["overlap"],
-        "emu_overlap_2048_layerwise": row_of(rows, LATE, 2048)["overlap"],
-        "emu_overlap_1024_layerwise_at_once": row_of(rows, "layerwise", 1024)["overlap"],
-        "emu_overlap_1024_adaptive": row_of(rows, ADAPTIVE, 1024)["overlap"],
-        "emu_overlap_2048_adaptive": row_of(rows, ADAPTIVE, 2048)["overlap"],
-        "exposed_adaptive_over_best_fixed_worst": _worst(rows, [SOURCED]),
+def figures(rows: Sequence[Row], devices: Iterable[str] = (SOURCED,)) -> dict[str, float]:
+    """Overlap of the paper's baseline and of our modes at 1024 and 2048 tokens; how adaptive groups compare."""
+    return {
+        "overlap_1024_layerwise": row_of(rows, LATE, 1024)["overlap"],
+        "overlap_2048_layerwise": row_of(rows, LATE, 2048)["overlap"],
+        "overlap_1024_adaptive": row_of(rows, ADAPTIVE, 1024)["overlap"],
+        "overlap_2048_adaptive": row_of(rows, ADAPTIVE, 2048)["overlap"],
+        "exposed_adaptive_over_best_fixed_worst": worst(rows, devices),
         "kv_ms_adaptive_over_bulk_256": _kv_over_bulk(rows, SOURCED),
     }
-    sourced = [row for row in rows if row["device"] == SOURCED]
-    adaptive = [row for row in sourced if row["mode"] == ADAPTIVE]
-    tables = [
-        _table("modes", sourced, MODE_COLUMNS),
-        _table("Table 4 in shape; 1024 tokens set the link's line, 2048 tokens are predicted", _table_4(rows), TABLE_4),
-        _table("adaptive against every fixed size and bulk", adaptive, COMPARED_COLUMNS),
-    ]
-    if not quick:
-        figures["exposed_adaptive_over_best_fixed_worst_30%"] = _worst(rows, THIRTY)
-        figures["exposed_adaptive_over_best_fixed_worst_open"] = _worst(rows, devices.keys() - THIRTY.keys())
-        title = "sensitivity: overlap, exposed time over the best fixed size, KV latency over bulk"
-        tables.append(_table(title, (_sensitivity(rows, name) for name in devices), SENSITIVITY_COLUMNS))
-    return figures, rows, [f"emulated, {DEVICE.name}: {text}" for text in tables]
 
 
 def device_rows(variation: str, device: DevicePair) -> Iterator[Row]:
@@ -124,7 +101,7 @@ def row_of(rows: Sequence[Row], mode: str, tokens: int, device: str = SOURCED) -
     return row
 
 
-def _worst(rows: Sequence[Row], devices: Iterable[str]) -> float:
+def worst(rows: Sequence[Row], devices: Iterable[str]) -> float:
     names = set(devices)
     return max(float(row["over_best_fixed"]) for row in rows if row["mode"] == ADAPTIVE and row["device"] in names)
 
@@ -136,61 +113,3 @@ def _kv_over_bulk(rows: Sequence[Row], device: str) -> float:
 
 
 # --- tables -------------------------------------------------------------------------------------------------------
-
-MODE_COLUMNS = {
-    "tokens": "{tokens}",
-    "concurrency": "{concurrency}",
-    "mode": "{mode}",
-    "packets": "{packets}",
-    "KV ms": "{kv_ms:.1f}",
-    "exposed ms": "{exposed_ms:.2f}",
-    "overlap": "{overlap:.2%}",
-    "GB/s": "{gb_per_s:.2f}",
-}
-TABLE_4 = {
-    "tokens": "{tokens}",
-    "mode": "{mode}",
-    "KV ms (paper)": "{kv_ms:.1f} ({paper.kv_ms:.1f})",
-    "exposed ms (paper)": "{exposed_ms:.1f} ({paper.exposed_ms:.1f})",
-    "overlap (paper)": "{overlap:.2%} ({paper.overlap:.2%})",
-    "GB/s (paper)": "{gb_per_s:.2f} ({paper.bandwidth_gb_per_s:.2f})",
-}
-COMPARED_COLUMNS = {
-    "tokens": "{tokens}",
-    "concurrency": "{concurrency}",
-    "adaptive exposed ms": "{exposed_ms:.3f}",
-    "best fixed size": "{best_fixed}",
-    "its exposed ms": "{best_fixed_ms:.3f}",
-    "ratio": "{over_best_fixed:.4f}",
-}
-SENSITIVITY_COLUMNS = {
-    "device": "{device}",
-    "late 1024": "{late_1024:.2%}",
-    "adaptive 1024": "{adaptive_1024:.2%}",
-    "adaptive 2048": "{adaptive_2048:.2%}",
-    "worst over best fixed": "{worst:.4f}",
-    "KV over bulk 256": "{kv_over_bulk:.4f}",
-}
-
-
-def _table(title: str, rows: Iterable[Row], columns: Mapping[str, str]) -> str:
-    """`columns`: format of a row's fields by heading."""
-    lines = [tuple(form.format(**row) for form in columns.values()) for row in rows]
-    return f"{title}\n\n{table([tuple(columns), *lines])}"
-
-
-def _table_4(rows: Sequence[Row]) -> Iterator[Row]:
-    for tokens in TABLE_4_LAYERWISE:
-        yield row_of(rows, LATE, tokens) | {"paper": TABLE_4_LAYERWISE[tokens]}
-        yield row_of(rows, ADAPTIVE, tokens) | {"paper": TABLE_4_GROUPED[tokens]}
-
-
-def _sensitivity(rows: Sequence[Row], device: str) -> Row:
-    return {
-        "device": device,
-        "late_1024": row_of(rows, LATE, 1024, device)["overlap"],
-        "adaptive_1024": row_of(rows, ADAPTIVE, 1024, device)["overlap"],
-        "adaptive_2048": row_of(rows, ADAPTIVE, 2048, device)["overlap"],
-        "worst": _worst(rows, [device]),
-        "kv_over_bulk": _kv_over_bulk(rows, device),
-    }

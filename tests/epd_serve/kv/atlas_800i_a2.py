@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bench.papers.devices.pair import DevicePair
 from bench.papers.printed import TABLE_4_CONCURRENCY as CONCURRENCY
 from bench.papers.printed import TABLE_4_GROUPED as GROUPED
 from bench.papers.printed import TABLE_4_LAYERWISE as LAYERWISE
+from tests.epd_serve.kv.device_pair import DevicePair
 
 LAYERS = 34  # openPangu-Embedded-7B-V1.1, model card: "Number of Layers 34"; §4.1 names openPangu-7B-VL first
 LAYERS_QWEN3 = 36  # Qwen3-VL-8B, the other model of §4.1; a variation
@@ -52,7 +52,7 @@ S_PER_TOKEN_SQUARED = (_PER_TOKEN_S[2048] - _PER_TOKEN_S[1024]) / 1024  # β = 0
 # 199.8 ms, and 1688.40 - 1264.87 = 423.5 ms at 2048, where one layer computes for 422.0 ms: what it hides is about one
 # layer's compute, as if no packet left before the last layer begins. §3.3: the "metadata handshake, which introduces
 # unpredictable latency … delays hierarchical KV transmission, preventing full communication-computation overlap".
-# So nothing of the emulated baseline leaves before the last layer begins (`bench/papers/kv_emulation.py`).
+# So nothing of the emulated baseline leaves before the last layer begins (`emulated_transfers.py`).
 
 DEVICE = DevicePair(
     name="Atlas 800I A2, openPangu-7B",
