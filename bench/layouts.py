@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 from bench.analysis.page import draw, missing_libraries
 from bench.record import busy, environment, write
-from bench.sweep.backend import Backend
 from bench.sweep.experiment import Experiment
-from bench.sweep.flags import add_flags, backend_of, experiment_of
+from bench.sweep.flags import add_flags, experiment_of, stages_of
+from bench.sweep.stages import Stages
 from bench.sweep.store import RESULT, ResultStore, opened, summary
 from epd_serve.errors import StageError
 
@@ -28,18 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure what is missing, keep it, draw it. Returns 0, 1 where something is missing or not valid, 128 + signal."""
-    with backend_of(arguments, argv) as backend:
-        env = environment(argv, backend.kind, arguments)
-        experiment = experiment_of(arguments, backend, env)
-        backend.check(experiment)
-        if not arguments.emulate and (warning := busy(env)):
+    with stages_of(arguments, argv) as stages:
+        env = environment(argv, stages.kind, arguments)
+        experiment = experiment_of(arguments, stages, env)
+        stages.check(experiment)
+        if warning := busy(env):
             print(warning, file=sys.stderr)
         with opened(arguments.out, experiment, fresh=arguments.fresh) as stores:
-            ended_by = _measure(experiment, backend, stores)
+            ended_by = _measure(experiment, stages, stores)
             figures, env, rows = summary(experiment, stores, env)
-            if not ended_by:
-                more, raw = backend.against_paper(quick=arguments.quick)
-                figures, rows = figures | more, rows + raw
             write(arguments.out / RESULT, figures, env, rows, "--out")
             if arguments.json is not None:
                 write(arguments.json, figures, env, rows)
@@ -53,7 +50,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     return _report_gaps(experiment, stores)
 
 
-def _measure(experiment: Experiment, backend: Backend, stores: Sequence[ResultStore]) -> int:
+def _measure(experiment: Experiment, stages: Stages, stores: Sequence[ResultStore]) -> int:
     """All deployments, as far as they go. Returns the signal that ended it, else 0."""
     try:
         for at, store in enumerate(stores, 1):
@@ -62,7 +59,7 @@ def _measure(experiment: Experiment, backend: Backend, stores: Sequence[ResultSt
             if not missing:
                 continue
             try:
-                backend.measure(experiment, store)
+                stages.measure(experiment, store)
             except StageError as error:
                 store.fail(error.message)
                 print(f"{title}: {error.message}", file=sys.stderr, flush=True)

@@ -21,7 +21,6 @@ from bench.clients.flags import (
 from bench.clients.measure import Rules
 from bench.record import add_arguments as add_record_arguments
 from bench.scratch import scratch
-from bench.sweep.backend import Backend, emulated
 from bench.sweep.deployments import ServedBy, deployments
 from bench.sweep.experiment import Experiment, RunLimits
 from bench.sweep.requests import SentRequests
@@ -35,11 +34,9 @@ from epd_serve.errors import ConfigError
 
 LAYOUTS = "TP1x2,(E-PD)x2,EP-D,(E-P)-D,(E-D)-P,E-P-D"
 RATES, QUICK_RATES = "0.4,0.8,1.2", "0.5,1"
-EMULATED_RATES, EMULATED_QUICK_RATES = "2-12:2", "10"
 QUICK_SAMPLES = 3
 LATE_MS = 100.0
 """More than `epd-bench load` allows: here the generator always shares the host of the stages."""
-EMULATED_COUNT = 512  # EPD-Serve §4.1
 KNOBS = {"reuse": 0.0, "zipf": 1.0, "pictures_each": None, "output_tokens": None}
 KNOBS |= {"tokenizer": None, "pictures": None, "prompts": None}
 """Flags of a workload with their defaults; an experiment keeps those that differ."""
@@ -61,9 +58,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--device", default="auto", choices=("auto", "npu", "cuda", "cpu"))
     where.add_argument("--engine", default="vllm", choices=("vllm", "sim"), help="sim: simulated stages")
     where.add_argument("--sim-profile", default="", metavar="FILE", help="of simulated stages")
-    where.add_argument(
-        "--emulate", default="", metavar="DEVICE", help="910b: nothing runs, layouts on such devices in virtual time"
-    )
     _, when, judged = add_shared_flags(parser, late_ms=LATE_MS, timeout_s=120.0, workload="sharegpt4o-like")
     add_run_flags(when, judged)
     when.add_argument(
@@ -77,21 +71,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_record_arguments(parser, quick=quick)
 
 
-def experiment_of(arguments: argparse.Namespace, backend: Backend, env: Mapping[str, Any]) -> Experiment:
+def experiment_of(arguments: argparse.Namespace, stages: Stages, env: Mapping[str, Any]) -> Experiment:
     """What is asked, on the machine of `env`. Raises ConfigError naming the flag at fault, LayoutError with a caret."""
-    quick, duration_s, count = arguments.quick, duration_of(arguments), arguments.n
-    rates = EMULATED_QUICK_RATES if quick else EMULATED_RATES
-    if not arguments.emulate:
-        rates = QUICK_RATES if quick else RATES
-    if arguments.emulate and arguments.duration is None:
-        duration_s, count = None, count or EMULATED_COUNT
-    parsed = parse_rates(arguments.rates or rates, "--rates")
+    quick = arguments.quick
+    parsed = parse_rates(arguments.rates or (QUICK_RATES if quick else RATES), "--rates")
     if len(set(parsed)) < len(parsed):
         raise ConfigError(f"--rates names a rate twice: {arguments.rates}", param="--rates")
     arrivals_at(arguments.arrivals, parsed[0])  # what is wrong with the form is said now
     knobs = {name: getattr(arguments, name) for name, usual in KNOBS.items() if getattr(arguments, name) != usual}
     return Experiment(
-        kind=backend.kind,
+        kind=stages.kind,
         workload=arguments.workload,
         rates=tuple(parsed),
         per_device=arguments.rates_per_device,
@@ -103,8 +92,8 @@ def experiment_of(arguments: argparse.Namespace, backend: Backend, env: Mapping[
             peers=tuple(_scripts(arguments)),
         ),
         arrivals=arguments.arrivals,
-        duration_s=duration_s,
-        count=count,
+        duration_s=duration_of(arguments),
+        count=arguments.n,
         seed=arguments.seed,
         slos=arguments.slo,
         limits=RunLimits(
@@ -114,14 +103,14 @@ def experiment_of(arguments: argparse.Namespace, backend: Backend, env: Mapping[
             arguments.late_ms,
         ),
         knobs={name: str(value.resolve()) if isinstance(value, Path) else value for name, value in knobs.items()},
-        served=backend.served,
+        served=stages.served,
         machine={name: env["machine"][name] for name in ("arch", "cpu", "cores")},
         versions=env["versions"],
     )
 
 
 @contextlib.contextmanager
-def backend_of(arguments: argparse.Namespace, argv: Sequence[str]) -> Iterator[Backend]:
+def stages_of(arguments: argparse.Namespace, argv: Sequence[str]) -> Iterator[Stages]:
     """How deployments are measured, with the model that they serve, for the time of the context.
 
     Raises:
@@ -129,9 +118,6 @@ def backend_of(arguments: argparse.Namespace, argv: Sequence[str]) -> Iterator[B
     """
     check_shared(arguments)
     requests = workload(arguments.workload, arguments)
-    if arguments.emulate:
-        yield emulated(arguments.emulate, requests, arguments, argv)
-        return
     with scratch() as folder:
         profile = checked_profile(arguments.engine, arguments.sim_profile)
         sent = SentRequests(requests, Images(arguments.cache), arguments.seed)

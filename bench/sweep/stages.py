@@ -66,9 +66,6 @@ class Stages:
         for deployment in experiment.deployments:
             self._blueprint(deployment)
 
-    def against_paper(self, *, quick: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        return {}, []
-
     def measure(self, experiment: Experiment, store: ResultStore) -> None:
         deployment = store.deployment
         env = environment(self.command, experiment.kind, self.arguments)

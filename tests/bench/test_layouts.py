@@ -22,7 +22,7 @@ def layouts(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "draw", lambda path: None)  # takes seconds, and has tests of its own
 
     def run(backend: Scripted, *flags: str) -> int:
-        monkeypatch.setattr(command, "backend_of", lambda *_: contextlib.nullcontext(backend))
+        monkeypatch.setattr(command, "stages_of", lambda *_: contextlib.nullcontext(backend))
         return main(["layouts", *TWO, "--out", str(tmp_path / "out"), *flags])
 
     return run

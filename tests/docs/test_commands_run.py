@@ -39,6 +39,7 @@ SMALL: Mapping[str, str] = {
     "load": "--rate 2 --duration 3 --min-samples 1 --late-ms 1000",
     "memory-tables": "",
     "proxy --only irp": "--quick",
+    "table5": "--quick",
     "workload": "--n 4",
 }
 """By the beginning of the command: what makes it short, with stages simulated or none at all."""
@@ -56,7 +57,6 @@ REAL: Mapping[str, str] = {
 
 TESTED_ELSEWHERE: Mapping[str, str] = {
     "aisbench": "tests/bench/aisbench: it makes an environment of 2.2 GB",
-    "layouts --emulate": "tests/bench/papers: some minutes of virtual time",
     "proxy": "each part by tests/bench and tests/soak: half an hour in all",
     "report": "tests/bench: draws what `layouts` has measured, which ends with the same",
     "workload own": "tests/bench/workloads: wants the user's files",

@@ -43,7 +43,7 @@ def compare(arguments: argparse.Namespace) -> Result:
     count = QUICK_COUNT if arguments.quick else COUNT
     layout, specs = parse(LAYOUT), Load(count).at(RATE_RPS, seed=0)
     plan = Plan(Poisson(RATE_RPS), count=count, devices=layout.device_count, rules=Rules(late_ms=1000.0))
-    virtual = judged(emulate(layout, SIMULATED, specs, "virtual").run, plan)
+    virtual = judged(emulate(layout, SIMULATED, specs, "virtual"), plan)
     with simulated(LAYOUT, asdict(SIMULATED.profile())) as launch:
         requests = prepared(spec_bodies(specs, launch.model, Images().data_url))
         dues = [spec.arrival_s or 0.0 for spec in specs]

@@ -11,13 +11,11 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from bench.clients.records import Outcome, RequestRecord
 from bench.clients.sender import Run
-from bench.papers.devices.stage import ENCODE, PREFILL, StageDevice
+from bench.papers.devices.stage import StageDevice
 from bench.papers.emulation.stage import Clock, SharedDevice, VirtualStage
-from bench.phases import Phase, Span, line
 from bench.workloads.spec import RequestSpec
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout
@@ -33,31 +31,13 @@ from proxy.registry.load import pending_s, reported_pending, reported_rate
 from proxy.routing.paths import Path, paths
 from proxy.routing.policy import POLICIES, Candidate, Placement, usual_rate, with_neighbours
 
-SAMPLE_S = 0.5
-"""Between two samples of the batches."""
-MILESTONES = {
-    "dispatched": Phase.PROXY,
-    "encode_start": Phase.ENCODE_QUEUE,
-    "encoded": Phase.ENCODE,
-    "feature_ready": Phase.EP,
-    "prefill_start": Phase.PREFILL_QUEUE,
-    "prefill_end": Phase.PREFILL,
-    "kv_done": Phase.PD,
-    "decode_start": Phase.DECODE_QUEUE,
-    "first_content": Phase.FIRST_TOKEN,
-}
-"""The phase that ends with each event. Nothing overlaps here: each begins where the one before it ends."""
-_STAMPS = {ENCODE: ("encode_start", "encoded"), PREFILL: ("prefill_start", "prefill_end")}
-_ANSWER_STAMPS = ("decode_start", "recomputed")
-"""Of its prompt D computes only the last token, with its first step."""
-
 
 @dataclass(eq=False)
 class Request:
     """One request under way.
 
     Attributes:
-        item_tokens: of each of its images. stamps: when it reached what, by the events of `MILESTONES`.
+        item_tokens: of each of its images.
         path: through the layout. instances: that it met, in order. token_s: when each token was there.
     """
 
@@ -68,7 +48,6 @@ class Request:
     output_tokens: int
     path: str = ""
     instances: dict[str, None] = field(default_factory=dict)
-    stamps: dict[str, float] = field(default_factory=dict)
     token_s: list[float] = field(default_factory=list)
 
     @classmethod
@@ -98,26 +77,6 @@ class Request:
             instances=",".join(self.instances),
         )
 
-    def phases(self, label: str) -> dict[str, Any]:
-        """Returns a line of `phases.jsonl`, in the shape of those that come from real stamps."""
-        stamps = {**self.stamps, "first_content": self.token_s[0]}
-        moments = [self.due_s, *(stamps[event] for event in MILESTONES if event in stamps)]
-        passed = [phase for event, phase in MILESTONES.items() if event in stamps]
-        spans = [Span(*times, phase) for times, phase in zip(itertools.pairwise(moments), passed, strict=True)]
-        first_s, last_s = self.token_s[0], self.token_s[-1]
-        spans.append(Span(first_s, last_s, Phase.DECODE))
-        names = {"id": self.id, "run": label, "path": self.path}
-        return line(names, spans, due_s=self.due_s, first_s=first_s, last_s=last_s)
-
-
-@dataclass
-class EmulatedRun:
-    """A run. `phases`, `batches`: lines of `phases.jsonl` and `batches.jsonl`."""
-
-    run: Run
-    phases: list[dict[str, Any]] = field(default_factory=list)
-    batches: list[dict[str, Any]] = field(default_factory=list)
-
 
 def check_emulated(layout: Layout) -> None:
     """Raises ConfigError for a layout that cannot be served, or with stages of several devices."""
@@ -130,7 +89,7 @@ def check_emulated(layout: Layout) -> None:
 
 def emulate(
     layout: Layout, device: StageDevice, requests: Iterable[RequestSpec], label: str, policy: str = "least-loaded"
-) -> EmulatedRun:
+) -> Run:
     """Serve `requests`, each of which has an `arrival_s`, on devices that are all `device`.
 
     Args:
@@ -145,24 +104,16 @@ def emulate(
     deployment = _Deployment(layout, device, clock, policy)
     own = [Request.of(spec) for spec in requests]
     run = Run(label, sent=len(own), issued_s=max((one.due_s for one in own), default=0.0))
-    emulated = EmulatedRun(run)
 
     def ended(request: Request) -> None:
         run.rows.append(request.row(label, len(run.rows)))
-        emulated.phases.append(request.phases(label))
-
-    def sample() -> None:
-        emulated.batches.extend({"run": label, "t_s": round(clock.now_s, 6), **one} for one in deployment.batches())
-        if len(run.rows) < len(own):
-            clock.after(SAMPLE_S, sample)
 
     for request in own:
         deployment.expect(request, ended)
-    clock.after(0.0, sample)
     clock.run()
     assert len(run.rows) == len(own), f"{len(own) - len(run.rows)} requests never ended"
     run.ended_s = max((row.ended_s for row in run.rows), default=0.0)
-    return emulated
+    return run
 
 
 class _Deployment:
@@ -172,12 +123,10 @@ class _Deployment:
         self._device, self._clock = device, clock
         self._policy, self._by_neighbours = POLICIES[policy], policy == "first-token"
         self._picks = itertools.count(1)
-        self._requests: dict[Sequence, Request] = {}
-        self._answers: set[Sequence] = set()  # at another stage than their prompts
         profile = device.profile()
         devices: dict[int, SharedDevice] = defaultdict(lambda: SharedDevice(clock, device.slowdowns()))
         self._stages = [
-            VirtualStage(plan.id, plan.role, profile, devices[plan.devices[0]], clock, self._worked)
+            VirtualStage(plan.id, plan.role, profile, devices[plan.devices[0]], clock)
             for plan in lower(layout, range(layout.device_count))
         ]
         self._picked = {stage.name: 0 for stage in self._stages}
@@ -191,7 +140,6 @@ class _Deployment:
         """It will come when it is due. `ended`: called with its last token."""
 
         def arrive() -> None:
-            request.stamps["dispatched"] = self._clock.now_s
             path, _ = self._route(request)
             if path.encode:
                 self._encode(request, lambda: self._generate(request, ended))
@@ -199,13 +147,6 @@ class _Deployment:
                 self._generate(request, ended)
 
         self._clock.after(request.due_s - self._clock.now_s + self._device.front_s, arrive)
-
-    def batches(self) -> Iterable[dict[str, Any]]:
-        for stage in self._stages:
-            scheduler = stage.scheduler
-            waiting = len(scheduler.waiting) + len(scheduler.held)
-            counts = {"running": len(scheduler.running), "waiting": waiting}
-            yield {"instance": stage.name, "role": stage.role.value, **counts}
 
     # --- stages of a request --------------------------------------------------------------------------------------
 
@@ -223,7 +164,6 @@ class _Deployment:
             nonlocal left
             left -= 1
             if not left:
-                request.stamps["feature_ready"] = self._clock.now_s
                 then()
 
         for encoder, share in zip(encoders, shares, strict=True):
@@ -253,7 +193,6 @@ class _Deployment:
         answer = Sequence(request.prompt_tokens, request.output_tokens, token)
 
         def transferred() -> None:
-            request.stamps["kv_done"] = self._clock.now_s
             head.scheduler.free(prompt)
             head.wake()
             tail.scheduler.loaded(answer)
@@ -269,7 +208,6 @@ class _Deployment:
             own_items,
             keeps_kv=True,
         )
-        self._answers.add(answer)
         answer.on_reserved = lambda: self._clock.after(0.0, reserved)
         self._submit(request, head, prompt, held=True)
         self._submit(request, tail, answer)
@@ -278,15 +216,8 @@ class _Deployment:
         """`held`: see `Scheduler.add`."""
         self._picked[stage.name] = next(self._picks)
         request.instances.setdefault(stage.name)
-        self._requests[sequence] = request
         stage.scheduler.add(sequence, held=held)
         stage.wake()
-
-    def _worked(self, sequence: Sequence, kind: str, begun_s: float, ended_s: float) -> None:
-        stamps = self._requests[sequence].stamps
-        begin, end = _ANSWER_STAMPS if sequence in self._answers else _STAMPS[kind]
-        stamps.setdefault(begin, begun_s)
-        stamps[end] = ended_s
 
     # --- the proxy's choices --------------------------------------------------------------------------------------
 

@@ -19,13 +19,11 @@ from epd_serve.roles import Role
 from epd_serve.sim.engine import Rates
 from epd_serve.sim.profile import Profile
 from epd_serve.sim.scheduler import Scheduler, Step
-from epd_serve.sim.sequence import Sequence
 
 Mixture = Mapping[str, float]
 """Share of a step's time alone by kind of work; they sum to 1."""
 Slowdowns = Mapping[frozenset[str], float]
 """How many times as long both of two kinds of work take while they run side by side."""
-Worked = Callable[[Sequence, str, float, float], None]
 """(sequence, kind of work, begin, end) of each part of a step that worked on it."""
 
 
@@ -117,19 +115,14 @@ class SharedDevice:
 class VirtualStage:
     """One instance.
 
-    Args:
-        worked: called for every encode and every piece of a prompt, when its step is over.
-
     Attributes:
         scheduler: who changes it calls `wake`. rates: as of a simulated stage, so that `stage_report` reads them.
     """
 
-    def __init__(
-        self, name: str, role: Role, profile: Profile, device: SharedDevice, clock: Clock, worked: Worked
-    ) -> None:
+    def __init__(self, name: str, role: Role, profile: Profile, device: SharedDevice, clock: Clock) -> None:
         self.name, self.role = name, role
         self.scheduler, self.rates = Scheduler(profile.capacity), Rates()
-        self._profile, self._device, self._clock, self._worked = profile, device, clock, worked
+        self._profile, self._device, self._clock = profile, device, clock
         self._factor = profile.factors(name)
         self._busy = False
 
@@ -146,18 +139,10 @@ class VirtualStage:
             parts_s = self._profile.step_parts_s(step.item_tokens, step.prompt_tokens, len(step.decodes))
             parts, begun_s = dict(zip((ENCODE, PREFILL, DECODE), parts_s, strict=True)), self._clock.now_s
             self._device.run(
-                mixture(**parts), sum(parts_s) * self._factor(), lambda: self._complete(step, begun_s, parts_s)
+                mixture(**parts), sum(parts_s) * self._factor(), lambda: self._complete(step, begun_s, parts_s[2])
             )
 
-    def _complete(self, step: Step, begun_s: float, parts_s: tuple[float, float, float]) -> None:
-        now_s = self._clock.now_s
-        took_s, alone_s = now_s - begun_s, sum(parts_s)
-        self.rates.took(step, took_s, parts_s[2])
-        encoded_s = begun_s + (took_s * parts_s[0] / alone_s if alone_s else 0.0)
-        for sequence, _ in step.encodes:
-            self._worked(sequence, ENCODE, begun_s, encoded_s)
-        for sequence, tokens in step.prefills:
-            if tokens:
-                self._worked(sequence, PREFILL, encoded_s, now_s)
+    def _complete(self, step: Step, begun_s: float, decode_s: float) -> None:
+        self.rates.took(step, self._clock.now_s - begun_s, decode_s)
         self.scheduler.complete(step)
         self._begin()

@@ -1,4 +1,4 @@
-"""EPD-Serve's Table 5 by emulation: its rows, how well their order agrees with the print, and what that hangs on.
+"""`epd-bench table5`: EPD-Serve's Table 5 by emulation, how well its order agrees with the print, on what that hangs.
 
 Everything is emulated in virtual time with the constants of one device file: no win may be claimed from it.
 
@@ -13,15 +13,20 @@ Everything is emulated in virtual time with the constants of one device file: no
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from bench import record
+from bench.analysis.page import require
 from bench.clients.sender import Run
 from bench.clients.slo import Slo
+from bench.papers.devices.openpangu_vl_7b_910b import DEVICE
+from bench.papers.devices.openpangu_vl_7b_910b import READINGS as DEVICE_READINGS
 from bench.papers.devices.stage import CONSTANTS, StageDevice
 from bench.papers.emulation.deployment import emulate
 from bench.papers.printed import OUTPUT_TOKENS, REQUESTS, TABLE_5, TABLE_5_RPS, Table5Row
@@ -106,22 +111,23 @@ def _requests(count: int, size: tuple[int, int] | None, seed: int) -> Sequence[R
     ]
 
 
-def check(device: StageDevice, others: Mapping[str, StageDevice], *, quick: bool) -> tuple[dict[str, float], Rows]:
-    """Print what is emulated beside what is printed.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    record.add_arguments(parser, quick="one seed, and nothing of what it hangs on")
+    parser.set_defaults(run=run)
 
-    Args:
-        others: the device as its sources can also be read. quick: one seed, and without the sensitivity.
 
-    Returns:
-        Figures and rows of a result.
-    """
+def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Emulate, print, write."""
+    require(["scipy"])
     figures: dict[str, float] = {}
     rows: Rows = []
-    for text, more, raw in _parts(device, others, quick=quick):
+    for text, more, raw in _parts(DEVICE, DEVICE_READINGS, quick=arguments.quick):
         print(f"{text}\n", flush=True)
         figures |= {name: round(value, 4) for name, value in more.items()}
         rows += raw
-    return figures, rows
+    env = record.environment(argv, f"emulated {DEVICE.name} (bench/papers/devices/, virtual clock)", arguments)
+    record.write(arguments.json, figures, {**env, "constants": asdict(DEVICE)}, rows)
+    return 0
 
 
 def _parts(device: StageDevice, others: Mapping[str, StageDevice], *, quick: bool) -> Iterator[Part]:
@@ -137,7 +143,7 @@ def _parts(device: StageDevice, others: Mapping[str, StageDevice], *, quick: boo
 
 
 def run_of(layout: str, device: StageDevice, load: Load, rate_rps: float, seed: int) -> Run:
-    return emulate(parse(layout), device, load.at(rate_rps, seed), f"{rate_rps:g} rps").run
+    return emulate(parse(layout), device, load.at(rate_rps, seed), f"{rate_rps:g} rps")
 
 
 def ttft_ms(run: Run) -> float:
@@ -186,7 +192,7 @@ def agreement(table: Table, metric: str) -> dict[str, float]:
     ours, theirs = ([float(getattr(rows[name], metric)) for name in table] for rows in (table, TABLE_5))
     if len(set(ours)) < 2 or len(set(theirs)) < 2:
         return {"spearman": 0.0, "kendall": 0.0}
-    from scipy import stats  # of the extra `bench`: whoever emulates has been told (`backend.py`)
+    from scipy import stats  # of the extra `bench`
 
     correlations = {"spearman": stats.spearmanr, "kendall": stats.kendalltau}
     return {name: float(of(ours, theirs).statistic) for name, of in correlations.items()}

@@ -37,9 +37,6 @@ class Scripted:
     def check(self, experiment: Experiment) -> None:
         pass
 
-    def against_paper(self, *, quick: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        return {}, []
-
     def measure(self, experiment: Experiment, store: ResultStore) -> None:
         name = store.deployment.name
         store.begin({**ENV, "deployment": {"name": name, "ready_s": 1.0}})

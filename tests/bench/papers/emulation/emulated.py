@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bench.clients.sender import Run
 from bench.papers.devices.stage import StageDevice
-from bench.papers.emulation.deployment import EmulatedRun, emulate
+from bench.papers.emulation.deployment import emulate
 from bench.workloads.spec import ImageRef, RequestSpec
 from epd_serve.layout_parser import parse
 
@@ -35,5 +36,5 @@ def request(number: int, at_s: float, *, pictures: int = 1, text: int = 10, toke
     return RequestSpec(f"r{number}", "", drawn, tokens, text, arrival_s=at_s)
 
 
-def served(layout: str, *requests: RequestSpec, device: StageDevice = DEVICE) -> EmulatedRun:
+def served(layout: str, *requests: RequestSpec, device: StageDevice = DEVICE) -> Run:
     return emulate(parse(layout), device, requests, "1 rps")
