@@ -47,7 +47,6 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("factorial", "bench.micro.factorial", "what each part of a stage costs a monolith, over plain vLLM"),
         Command("transfer ep", "bench.micro.ep.command", "features from E to P, as a request sees them"),
         Command("transfer pd", "bench.micro.pd.command", "KV from P to D, by mode of grouping"),
-        Command("batches", "bench.micro.batches", "throughput and latency of each stage against its batch size"),
         Command("colocation", "bench.micro.colocation.command", "stages on one device against a monolith"),
         Command("interference", "bench.micro.interference.command", "how much operators of the stages slow each other"),
         Command("proxy", "bench.micro.proxy.command", "what the proxy costs, over simulated stages"),

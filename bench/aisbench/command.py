@@ -22,7 +22,7 @@ from bench.aisbench.environment import check_tokenizer, environment
 from bench.aisbench.flags import Asked
 from bench.aisbench.rate import Endpointed, folder_of, label_of, measure_rate
 from bench.aisbench.report import Rated, goodput_rps, one_rate, overview
-from bench.aisbench.stream import look
+from bench.aisbench.rows import look
 from bench.clients.metrics import faults
 from bench.clients.records import RecordsFile
 from bench.clients.results import Results

@@ -21,9 +21,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bench.aisbench.config import DATASET_NAME, NAME
 from epd_serve.errors import StageError
 
+NAME = "epd_bench"
+"""Of the model entry, and of the folder of its results."""
+DATASET_NAME = "mm_custom"
 LONGEST_SAID = 500
 _ERROR = re.compile(r"^(?:\S+\.)?(\w*(?:Error|Exception)): (.+)$", re.MULTILINE)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")

@@ -23,8 +23,7 @@ from bench.record import add_arguments as add_record_arguments
 from bench.scratch import scratch
 from bench.sweep.deployments import ServedBy, deployments
 from bench.sweep.experiment import Experiment, RunLimits
-from bench.sweep.requests import SentRequests
-from bench.sweep.stages import Stages
+from bench.sweep.stages import SentRequests, Stages
 from bench.workloads.arrivals import arrivals_at
 from bench.workloads.images import Images
 from bench.workloads.workload import workload

@@ -46,7 +46,6 @@ SMALL: Mapping[str, str] = {
 CLOSED_LOOP = "--n 8 --min-samples 1 --late-ms 1000"
 
 REAL: Mapping[str, str] = {
-    "batches": "--quick",
     "colocation": "--quick",
     "factorial": "--quick --rounds 1 --only shipped",
     "interference": "--quick --operators norm,decode_attention",

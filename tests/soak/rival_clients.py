@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.aisbench import process
-from bench.aisbench.config import Entry, command_line, write_entry
 from bench.aisbench.details import read_requests, results_folder, said
 from bench.aisbench.environment import AisBench, default_folder, found
+from bench.aisbench.rate import Entry, command_line, write_entry
 from bench.children import Child
 from bench.clients.bodies import prepared, spec_bodies
 from bench.clients.http import Endpoint

@@ -23,11 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from bench.micro.interference import heat_map
 from bench.micro.interference.processes import FLAG, OperatorProcess, Span, orders_of, parse_shares
 from bench.micro.interference.windows import (
     Window,
+    draw_maps,
     equal,
+    intensity,
     label,
     latency_s,
     means_by_needs,
@@ -178,7 +179,7 @@ def tables(rows: Sequence[Row]) -> Iterable[str]:
     lines = [
         {
             **asdict(one),
-            "intensity": heat_map.intensity(one.flops / one.moved_bytes),
+            "intensity": intensity(one.flops / one.moved_bytes),
             "best": best[one.name],
             "alone_ms": [named[f"{division}/alone_ms/{one.name}"] for division in divisions],
         }
@@ -214,7 +215,7 @@ def best_of(rows: Sequence[Row], profile: InterferenceProfile) -> dict[str, tupl
 
 def plot(path: Path, rows: Sequence[Row], heading: str) -> None:
     profile = profile_of(rows)
-    heat_map.draw(path, profile, best_of(rows, profile), f"{profile.device['name']}, {heading}")
+    draw_maps(path, profile, best_of(rows, profile), f"{profile.device['name']}, {heading}")
 
 
 def save_profile(arguments: argparse.Namespace, rows: Sequence[Row], env: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.aisbench.config import Entry, command_line, model_entry, write_entry
+from bench.aisbench.rate import Entry, command_line, model_entry, write_entry
 from epd_serve.errors import ConfigError
 from tests.bench.aisbench.fake_ais_bench import MODEL_FIELDS, configuration
 

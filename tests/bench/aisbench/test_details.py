@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from bench.aisbench.details import own_figures, read_requests, results_folder, said
-from bench.aisbench.rows import run_of
-from bench.aisbench.stream import Shape
+from bench.aisbench.rows import Shape, run_of
 from bench.workloads.spec import RequestSpec
 from epd_serve.errors import StageError
 

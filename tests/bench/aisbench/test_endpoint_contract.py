@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from starlette.types import Receive, Send
 
-from bench.aisbench.stream import Shape, look
+from bench.aisbench.rows import Shape, look
 from bench.clients.target import Target
 from proxy.config.settings import ModelIdentity
 from tests.proxy.fakes import (

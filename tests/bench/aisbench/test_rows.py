@@ -10,8 +10,7 @@ from bench.aisbench.details import Sent
 from bench.aisbench.flags import Asked
 from bench.aisbench.rate import judged
 from bench.aisbench.report import Rated, one_rate
-from bench.aisbench.rows import most_under_way, run_of
-from bench.aisbench.stream import Shape
+from bench.aisbench.rows import Shape, most_under_way, run_of
 from bench.clients.measure import Rules
 from bench.clients.records import Outcome
 from bench.clients.slo import PAPER

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bench.aisbench.stream import Shape, look, shape_of
+from bench.aisbench.rows import Shape, look, shape_of
 from bench.clients.target import Target
 from deploy.ports import free_ports
 from epd_serve.errors import StageError
@@ -64,7 +64,7 @@ async def test_an_endpoint_that_fails_a_small_request_is_not_loaded(known, said)
 
 
 async def test_an_endpoint_that_says_nothing_is_given_up(monkeypatch):
-    monkeypatch.setattr("bench.aisbench.stream.ANSWER_S", 0.05)
+    monkeypatch.setattr("bench.aisbench.rows.ANSWER_S", 0.05)
     async with KnownServer(Known(fault="hang")).serving() as server:
         with pytest.raises(StageError, match=r"within 0.05 s"):
             await look(Target(server.url), "known")

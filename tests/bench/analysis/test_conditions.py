@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.analysis.compare import Compared, figures
-from bench.analysis.conditions import refusals, warnings
+from bench.analysis.compare import Compared, figures, refusals, warnings
 from bench.analysis.metrics import better
 from bench.analysis.ratios import Ratio, Verdict, plain_ratio
 from bench.analysis.results import Result, read_results

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from bench.micro import batches
 from bench.micro.colocation import figures as colocation
 from bench.micro.ep import command as transfer_ep
 from bench.micro.measurement import Row
@@ -24,7 +23,6 @@ def of_parts(**figures: Callable[[Sequence[Row]], dict[str, float]]) -> Callable
 
 
 RESULTS = {
-    "batches": (batches.figures, 32),
     "colocation": (colocation.figures, 73),
     "proxy": (of_parts(speed=speed.figures, peers=speed.peer_figures, burst=burst.figures), 30),
     "proxy-irp": (irp.figures, 5),

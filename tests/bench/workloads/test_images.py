@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from bench.workloads import render as render_module
-from bench.workloads.images import Images, default_cache
-from bench.workloads.render import encode, render
+from bench.workloads import images as images_module
+from bench.workloads.images import Images, default_cache, encode, render
 from bench.workloads.spec import ImageRef
 from epd_serve.errors import ConfigError
 
@@ -65,7 +64,7 @@ def test_bytes_are_of_the_format_and_size_that_were_asked_for(tmp_path, form):
 
 def test_a_picture_is_drawn_once(tmp_path, monkeypatch):
     first = Images(tmp_path).data(SMALL)
-    monkeypatch.setattr(render_module, "render", None)
+    monkeypatch.setattr(images_module, "render", None)
 
     assert Images(tmp_path).data(SMALL) == first
     assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".jpeg"]

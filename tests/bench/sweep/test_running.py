@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.sweep.running import StageStatus
-from bench.sweep.sampler import Sampler
+from bench.sweep.running import Sampler, StageStatus
 from epd_serve.errors import ConfigError
 from tests.waiting import wait_for
 
