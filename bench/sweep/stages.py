@@ -122,7 +122,7 @@ _PEERS = {ServedBy.PEER_VLLM: VLLM, ServedBy.PEER_ASCEND: ASCEND}
 
 @dataclass(frozen=True)
 class Stages:
-    """The backend of real and of simulated stages (`bench/sweep/backend.py`).
+    """How deployments of real and of simulated stages are measured.
 
     Attributes:
         argv: of every `epd-serve serve`: model, engine, device.
