@@ -53,7 +53,6 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     ),
     PAPERS: (
         Command("ablations", "bench.papers.ablations", "what parts of the transfers are worth (EPD-Serve, Table 2)"),
-        Command("table5", "bench.papers.emulation.table5", "layouts on an emulated Atlas 800I A2 (EPD-Serve, Table 5)"),
         Command("memory-tables", "bench.papers.memory_tables", "what fits with and without the encoder (EPD, 2 to 4)"),
     ),
 }

@@ -39,7 +39,6 @@ SMALL: Mapping[str, str] = {
     "load": "--rate 2 --duration 3 --min-samples 1 --late-ms 1000",
     "memory-tables": "",
     "proxy --only irp": "--quick",
-    "table5": "--quick",
     "workload": "--n 4",
 }
 """By the beginning of the command: what makes it short, with stages simulated or none at all."""

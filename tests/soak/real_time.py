@@ -19,15 +19,15 @@ from bench.clients.measure import Measured, Plan, Rules, judged, measure
 from bench.clients.target import Target
 from bench.goals import Goal
 from bench.micro.proxy.simulated import simulated
-from bench.papers.devices.openpangu_vl_7b_910b import DEVICE
-from bench.papers.emulation.deployment import emulate
-from bench.papers.emulation.table5 import Load
 from bench.workloads.arrivals import Poisson
 from bench.workloads.images import Images
 from deploy import event_loop
 from epd_serve.errors import StageError
 from epd_serve.layout_parser import parse
+from tests.soak.emulation.deployment import emulate
+from tests.soak.emulation.openpangu_vl_7b_910b import DEVICE
 from tests.soak.harness import Result, Soak
+from tests.soak.table5 import Load
 
 LAYOUT = "E-P-D"
 RATE_RPS = 4.0

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.soak import abuse, duplicates, kills, leave, memory, real_time, streams
+from tests.soak import abuse, duplicates, kills, leave, memory, real_time, streams, table5
 from tests.soak.harness import Soak
 
-SOAKS = (abuse.SOAK, kills.SOAK, leave.SOAK, memory.SOAK, real_time.SOAK, streams.SOAK)
+SOAKS = (abuse.SOAK, kills.SOAK, leave.SOAK, memory.SOAK, real_time.SOAK, streams.SOAK, table5.SOAK)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("soak", SOAKS, ids=lambda soak: soak.name)
-def test_the_front_door_keeps_its_promises(soak: Soak) -> None:
+def test_its_goals_are_met(soak: Soak) -> None:
     assert soak.missed(soak.run(["--quick"]), speed=False) == []
 
 

@@ -14,11 +14,11 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from bench.papers.devices.stage import DECODE, ENCODE, PREFILL
 from epd_serve.roles import Role
 from epd_serve.sim.engine import Rates
 from epd_serve.sim.profile import Profile
 from epd_serve.sim.scheduler import Scheduler, Step
+from tests.soak.emulation.device import DECODE, ENCODE, PREFILL
 
 Mixture = Mapping[str, float]
 """Share of a step's time alone by kind of work; they sum to 1."""

@@ -19,12 +19,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from statistics import linear_regression
 
-from bench.papers.devices.stage import StageDevice
 from bench.papers.printed import OUTPUT_TOKENS, TABLE_2, TABLE_2_RATES, TABLE_3, TABLE_4_GROUPED
+from tests.soak.emulation.device import StageDevice
 
 # --- the workload -------------------------------------------------------------------------------------------------
 # Moments of `sharegpt4o-like` (bench/workloads/profiles.py: EPD-Serve §4.1 prints the averages), 16 seeds of 512
-# requests, 28x28 pixels to a token (Table 3). tests/bench/papers/test_devices.py holds them to the workload.
+# requests, 28x28 pixels to a token (Table 3). tests/soak/emulation/test_device.py holds them to the workload.
 ITEM_TOKENS, ITEM_TOKENS_SQUARED = 789.4, 1.281e6
 PROMPT_TOKENS, PROMPT_TOKENS_SQUARED = 799.0, 1.296e6
 

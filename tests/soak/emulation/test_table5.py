@@ -6,7 +6,9 @@ import pytest
 
 from bench.clients.records import Outcome, RequestRecord
 from bench.clients.sender import Run
-from bench.papers.emulation.table5 import (
+from bench.papers.printed import TABLE_5, Table5Row
+from tests.soak.emulation.emulated import DEVICE
+from tests.soak.table5 import (
     AVERAGE_IMAGE,
     METRICS,
     READINGS,
@@ -20,8 +22,6 @@ from bench.papers.emulation.table5 import (
     table5_row,
     variations,
 )
-from bench.papers.printed import TABLE_5, Table5Row
-from tests.bench.papers.emulation.emulated import DEVICE
 
 RATES = {"TP1x2": 3.0, "EP-D": 3.0, "E-P-D": 3.0}
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 
 from bench.clients.records import Outcome, RequestRecord
 from bench.clients.sender import Run
-from bench.papers.devices.stage import StageDevice
-from bench.papers.emulation.stage import Clock, SharedDevice, VirtualStage
 from bench.workloads.spec import RequestSpec
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout
@@ -30,6 +28,8 @@ from proxy.encode.assignment import share_of, spread
 from proxy.registry.load import pending_s, reported_pending, reported_rate
 from proxy.routing.paths import Path, paths
 from proxy.routing.policy import POLICIES, Candidate, Placement, usual_rate, with_neighbours
+from tests.soak.emulation.device import StageDevice
+from tests.soak.emulation.stage import Clock, SharedDevice, VirtualStage
 
 
 @dataclass(eq=False)

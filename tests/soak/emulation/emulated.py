@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bench.clients.sender import Run
-from bench.papers.devices.stage import StageDevice
-from bench.papers.emulation.deployment import emulate
 from bench.workloads.spec import ImageRef, RequestSpec
 from epd_serve.layout_parser import parse
+from tests.soak.emulation.deployment import emulate
+from tests.soak.emulation.device import StageDevice
 
 DEVICE = StageDevice(
     name="round numbers",

@@ -1,4 +1,4 @@
-"""`epd-bench table5`: EPD-Serve's Table 5 by emulation, how well its order agrees with the print, on what that hangs.
+"""`python -m tests.soak.table5`: EPD-Serve's Table 5 by emulation, how well its order agrees with the print, and why.
 
 Everything is emulated in virtual time with the constants of one device file: no win may be claimed from it.
 
@@ -18,17 +18,12 @@ import functools
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from bench import record
-from bench.analysis.page import require
 from bench.clients.sender import Run
 from bench.clients.slo import Slo
-from bench.papers.devices.openpangu_vl_7b_910b import DEVICE
-from bench.papers.devices.openpangu_vl_7b_910b import READINGS as DEVICE_READINGS
-from bench.papers.devices.stage import CONSTANTS, StageDevice
-from bench.papers.emulation.deployment import emulate
+from bench.goals import Goal
 from bench.papers.printed import OUTPUT_TOKENS, REQUESTS, TABLE_5, TABLE_5_RPS, Table5Row
 from bench.record import flatten
 from bench.workloads.arrivals import Poisson, with_arrivals
@@ -37,6 +32,11 @@ from bench.workloads.spec import RequestSpec
 from bench.workloads.workload import Workload
 from deploy.placement_table import table as text_table
 from epd_serve.layout_parser import parse
+from tests.soak.emulation.deployment import emulate
+from tests.soak.emulation.device import CONSTANTS, StageDevice
+from tests.soak.emulation.openpangu_vl_7b_910b import DEVICE
+from tests.soak.emulation.openpangu_vl_7b_910b import READINGS as DEVICE_READINGS
+from tests.soak.harness import Result, Soak
 
 WORKLOAD = "sharegpt4o-like"
 SLO = Slo(2000, 50)  # §4.5
@@ -111,23 +111,15 @@ def _requests(count: int, size: tuple[int, int] | None, seed: int) -> Sequence[R
     ]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    record.add_arguments(parser, quick="one seed, and nothing of what it hangs on")
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Emulate, print, write."""
-    require(["scipy"])
+def measure(arguments: argparse.Namespace) -> Result:
     figures: dict[str, float] = {}
     rows: Rows = []
+    texts = []
     for text, more, raw in _parts(DEVICE, DEVICE_READINGS, quick=arguments.quick):
-        print(f"{text}\n", flush=True)
+        texts.append(text)
         figures |= {name: round(value, 4) for name, value in more.items()}
         rows += raw
-    env = record.environment(argv, f"emulated {DEVICE.name} (bench/papers/devices/, virtual clock)", arguments)
-    record.write(arguments.json, figures, {**env, "constants": asdict(DEVICE)}, rows)
-    return 0
+    return figures, rows, "\n\n".join(texts)
 
 
 def _parts(device: StageDevice, others: Mapping[str, StageDevice], *, quick: bool) -> Iterator[Part]:
@@ -355,3 +347,15 @@ def sensitivity(device: StageDevice, others: Mapping[str, StageDevice], load: Lo
     head = f"±30 % of each constant, other readings, other seeds (seed {QUICK_SEEDS[0]}: {unvaried:+.3f}):"
     still = len(rows) + 1 - len(lines)
     return f"{head}\n{text_table(lines)}\n{still} of {len(rows)} variations turn no pair", figures, rows
+
+
+SOAK = Soak(
+    "table5",
+    "six layouts on an emulated Atlas 800I A2, held against EPD-Serve's Table 5",
+    measure,
+    (Goal("rank_correlation_table5", ">=", 0.886, "an order by chance has it in one case of 60"),),
+    kind=f"emulated {DEVICE.name} (virtual clock)",
+)
+
+if __name__ == "__main__":
+    raise SystemExit(SOAK.main())

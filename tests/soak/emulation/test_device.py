@@ -7,11 +7,11 @@ import statistics
 
 import pytest
 
-from bench.papers.devices import openpangu_vl_7b_910b as device
-from bench.papers.devices.stage import CONSTANTS, ENCODE, PREFILL
 from bench.workloads.generate import Knobs, requests
 from bench.workloads.profiles import profile
 from bench.workloads.text import words
+from tests.soak.emulation import openpangu_vl_7b_910b as device
+from tests.soak.emulation.device import CONSTANTS, ENCODE, PREFILL
 
 
 def test_moments_are_those_of_the_workload():
