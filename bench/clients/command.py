@@ -24,11 +24,10 @@ from typing import Any
 from bench.clients import report
 from bench.clients.bodies import FileSource, Source, WorkloadSource, file_bodies
 from bench.clients.flags import add_flags, header_of, plan_of, rates_of
-from bench.clients.goodput import find_goodput
 from bench.clients.measure import Plan
 from bench.clients.records import RecordsFile
 from bench.clients.results import Results, difference
-from bench.clients.slo import attainment
+from bench.clients.slo import attainment, find_goodput
 from bench.clients.sweep import RunFound, labels, one_run
 from bench.clients.target import Target
 from bench.record import environment, plain

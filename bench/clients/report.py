@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.clients.goodput import Goodput
 from bench.clients.measure import Measured
-from bench.clients.slo import Slo
+from bench.clients.slo import Goodput, Slo
 from deploy.placement_table import table
 
 KINDS = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")

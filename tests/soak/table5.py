@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 from bench.clients.sender import Run
 from bench.clients.slo import Slo
 from bench.goals import Goal
-from bench.papers.printed import OUTPUT_TOKENS, REQUESTS, TABLE_5, TABLE_5_RPS, Table5Row
 from bench.record import flatten
 from bench.workloads.arrivals import Poisson, with_arrivals
 from bench.workloads.generate import Knobs
@@ -36,6 +35,7 @@ from tests.soak.emulation.deployment import emulate
 from tests.soak.emulation.device import CONSTANTS, StageDevice
 from tests.soak.emulation.openpangu_vl_7b_910b import DEVICE
 from tests.soak.emulation.openpangu_vl_7b_910b import READINGS as DEVICE_READINGS
+from tests.soak.emulation.printed import OUTPUT_TOKENS, REQUESTS, TABLE_5, TABLE_5_RPS, Table5Row
 from tests.soak.harness import Result, Soak
 
 WORKLOAD = "sharegpt4o-like"

@@ -7,20 +7,113 @@ cannot show what overlap gains; they show packets, order and what is exposed. It
     exposed      max(0, DONE at D - end of prefill); of requests at one time, of the one that waits longest
     KV latency   time of the transfer's packets on the link, summed; a packet that several requests share counts once
     overlap      1 - exposed / KV latency
+
+The chart has P's compute and the packets of a transfer as bars, one panel per mode. Colours are Okabe and Ito's, which
+colour-blind people tell apart; what is exposed is hatched as well.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from bench.micro.charts import BLUE, ORANGE, SKY, VERMILLION, chart
 from bench.micro.measurement import LEAST_ROUNDS, Measurement, Row, Usually, flag, one_of, several, whole
-from bench.micro.pd import stages, timeline
+from bench.micro.pd import stages
 from bench.micro.pd.figures import cell_table, cells, figures
-from bench.micro.rows import figure_table
+from bench.micro.rows import figure_table, grouped, median
 from epd_serve.demo.presets import PRESETS
 from epd_serve.errors import ConfigError
 from epd_serve.kv.grouping import parse_grouping
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COMPUTE_AT, LINK_AT, BAR = 1.0, 0.0, 0.72  # where the two rows of bars lie, and how high a bar is
+PLOTTED = 1024
+
+Bar = tuple[float, float, str]
+"""Start and end in milliseconds since P began the step that computes the prompt; text, where there is room for it."""
+
+
+def layer_bars(row: Row) -> Iterator[Bar]:
+    """Until the KV of each layer was written."""
+    for begun, *layers, _ in row["timeline_ms"]["steps"]:
+        for number, (start, end) in enumerate(zip([begun, *layers], layers, strict=False), start=1):
+            yield start, end, str(number)
+
+
+def packet_bars(row: Row) -> Iterator[Bar]:
+    for begun, ended, first, last in row["timeline_ms"]["packets"]:
+        yield begun, ended, f"{first + 1}–{last}" if last - first > 1 else f"{last}"
+
+
+def typical(rows: Sequence[Row]) -> Row:
+    """The row whose exposed time is nearest to the median of all."""
+    middle = median(rows, "exposed_ms")
+    return min(rows, key=lambda row: abs(row["exposed_ms"] - middle))
+
+
+def draw(path: Path, rows: Sequence[Row], heading: str) -> None:
+    """A panel per mode, all on one time axis: of the first transport, with the least concurrency, at 1024 tokens; or
+    what was measured that is nearest to that."""
+    real = [row for row in rows if row["kind"] == "real"]
+    first = min(real, key=lambda row: (row["concurrency"], abs(row["tokens"] - PLOTTED)))
+    case = ("transport", "tokens", "concurrency")
+    own = grouped((row for row in real if all(row[name] == first[name] for name in case)), "mode")
+    what = "{}, {} tokens, concurrency {}".format(*(first[name] for name in case))
+    with chart(path, 11, 1.3 + 1.25 * len(own), f"{heading}: {what}") as figure:
+        axes = figure.subplots(len(own), 1, sharex=True, squeeze=False)[:, 0]
+        for ax, ((mode,), of_mode) in zip(axes, own.items(), strict=True):
+            _panel(ax, mode, typical(of_mode))
+        axes[0].legend(ncols=6, loc="lower center", bbox_to_anchor=(0.5, 1.22), frameon=False, fontsize=8)
+        axes[-1].set_xlabel("time since P began to compute the prompt (ms)")
+
+
+def _panel(ax: Axes, mode: str, row: Row) -> None:
+    line = row["timeline_ms"]
+    rest = [(layers[-1] if layers else begun, end, "") for begun, *layers, end in line["steps"]]
+    _row(
+        ax,
+        [*layer_bars(row)],
+        COMPUTE_AT,
+        BLUE,
+        edge="white",
+        ink="white",
+        label="a layer of P, until its KV is written",
+    )
+    _row(ax, rest, COMPUTE_AT, SKY, edge="white", label="rest of the step")
+    # With an edge of its own colour a packet is seen however short it is.
+    _row(ax, [*packet_bars(row)], LINK_AT, ORANGE, edge=ORANGE, label="a packet on the link")
+    ax.barh(
+        (COMPUTE_AT + LINK_AT) / 2,
+        row["exposed_ms"],
+        left=line["prefill_end"],
+        height=1 + BAR,
+        facecolor="none",
+        edgecolor=VERMILLION,
+        hatch="///",
+        linewidth=0.0,
+        label="exposed",
+    )
+    ax.axvline(line["prefill_end"], color="black", linestyle="--", linewidth=1.0, label="end of prefill")
+    ax.axvline(line["done"], color=VERMILLION, linewidth=1.2, label="DONE at D")
+    ax.set_yticks([COMPUTE_AT, LINK_AT], ["P computes", "link"])
+    ax.set_ylim(LINK_AT - 0.5, COMPUTE_AT + 0.5)
+    title = f"{mode}: packets {row['packets']}, exposed {row['exposed_ms']:.1f} ms, overlap {row['overlap']:.0%}"
+    ax.set_title(title, fontsize=9, loc="left")
+
+
+def _row(ax: Axes, bars: Sequence[Bar], at: float, color: str, *, edge: str, label: str, ink: str = "black") -> None:
+    spans = [(start, end - start) for start, end, _ in bars]
+    ax.broken_barh(spans, (at - BAR / 2, BAR), facecolors=color, edgecolors=edge, linewidth=0.8, label=label)
+    widest = max((end for _, end, _ in bars), default=0.0)
+    for start, end, text in bars:
+        if text and end - start > 0.012 * len(text) * widest:
+            ax.text((start + end) / 2, at, text, color=ink, fontsize=7, ha="center", va="center")
+
 
 MODES = ("bulk", "layerwise", "fixed:2", "fixed:4", "fixed:8", "adaptive")
 SHOWN = (
@@ -82,6 +175,6 @@ MEASUREMENT = Measurement(
     measure=measure,
     figures=figures,
     tables=tables,
-    plot=timeline.draw,
+    plot=draw,
 )
 add_arguments = MEASUREMENT.add_arguments

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from bench.cli import main
-from bench.clients.goodput import find_goodput
 from bench.clients.records import read_records
 from bench.clients.sender import Bounds
+from bench.clients.slo import find_goodput
 from deploy.ports import free_ports
 from tests.bench.clients.known_server import Known
 from tests.bench.clients.serving import Served

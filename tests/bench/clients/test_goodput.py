@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.clients.goodput import Goodput, find_goodput, wilson
+from bench.clients.slo import Goodput, find_goodput, wilson
 
 
 def search_to(capacity: float, start: float, **more: float) -> Goodput:

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bench.papers.printed import TABLE_4_CONCURRENCY as CONCURRENCY
-from bench.papers.printed import TABLE_4_GROUPED as GROUPED
-from bench.papers.printed import TABLE_4_LAYERWISE as LAYERWISE
 from tests.epd_serve.kv.device_pair import DevicePair
+from tests.soak.emulation.printed import TABLE_4_CONCURRENCY as CONCURRENCY
+from tests.soak.emulation.printed import TABLE_4_GROUPED as GROUPED
+from tests.soak.emulation.printed import TABLE_4_LAYERWISE as LAYERWISE
 
 LAYERS = 34  # openPangu-Embedded-7B-V1.1, model card: "Number of Layers 34"; §4.1 names openPangu-7B-VL first
 LAYERS_QWEN3 = 36  # Qwen3-VL-8B, the other model of §4.1; a variation

@@ -25,10 +25,10 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from bench.papers.printed import TABLE_4_CONCURRENCY
 from epd_serve.kv.grouping import Cuts, FixedGrouping, LinkCost, Step, exposed_s, parse_grouping
 from tests.epd_serve.kv.atlas_800i_a2 import SOURCED
 from tests.epd_serve.kv.device_pair import DevicePair
+from tests.soak.emulation.printed import TABLE_4_CONCURRENCY
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 CONCURRENCIES = (1, TABLE_4_CONCURRENCY)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from bench.papers.printed import TABLE_4_CONCURRENCY, TABLE_4_GROUPED, TABLE_4_LAYERWISE
 from tests.epd_serve.kv import atlas_800i_a2 as paper
 from tests.epd_serve.kv import emulated_transfers
 from tests.epd_serve.kv.device_pair import DevicePair
+from tests.soak.emulation.printed import TABLE_4_CONCURRENCY, TABLE_4_GROUPED, TABLE_4_LAYERWISE
 
 # 4 layers of 1 ms per token; a token's layer is 1 kB; a packet takes 1 ms and 1 ms per kB.
 DEVICE = DevicePair("by hand", 4, 4000, s_per_token=1e-3, s_per_token_squared=0.0, setup_s=1e-3, s_per_byte=1e-6)

@@ -19,8 +19,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from statistics import linear_regression
 
-from bench.papers.printed import OUTPUT_TOKENS, TABLE_2, TABLE_2_RATES, TABLE_3, TABLE_4_GROUPED
+from bench.papers.printed import TABLE_2, TABLE_3
 from tests.soak.emulation.device import StageDevice
+from tests.soak.emulation.printed import OUTPUT_TOKENS, TABLE_2_RATES, TABLE_4_GROUPED
 
 # --- the workload -------------------------------------------------------------------------------------------------
 # Moments of `sharegpt4o-like` (bench/workloads/profiles.py: EPD-Serve §4.1 prints the averages), 16 seeds of 512

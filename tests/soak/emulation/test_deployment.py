@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 
 from bench.clients.measure import Plan, Rules, judged
-from bench.papers.printed import TABLE_5
 from bench.workloads.arrivals import Poisson
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
 from tests.soak.emulation.deployment import emulate
 from tests.soak.emulation.emulated import DEVICE, PICTURE, request, served
+from tests.soak.emulation.printed import TABLE_5
 
 ENCODE = 0.001 * PICTURE
 PREFILL = 0.002 * (PICTURE + 10)

@@ -6,8 +6,8 @@ import pytest
 
 from bench.clients.records import Outcome, RequestRecord
 from bench.clients.sender import Run
-from bench.papers.printed import TABLE_5, Table5Row
 from tests.soak.emulation.emulated import DEVICE
+from tests.soak.emulation.printed import TABLE_5, Table5Row
 from tests.soak.table5 import (
     AVERAGE_IMAGE,
     METRICS,

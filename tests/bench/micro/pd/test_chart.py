@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from bench.micro.charts import check_plot
+from bench.micro.pd.command import draw, layer_bars, packet_bars, typical
 from bench.micro.pd.figures import row_of
-from bench.micro.pd.timeline import draw, layer_bars, packet_bars, typical
 from epd_serve.errors import ConfigError
 from tests.bench.micro.pd.transfers_made import row, transfer
 
