@@ -11,13 +11,17 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from bench import record
 from bench.goals import Goal, goal_table
-from bench.micro.charts import check_plot
+from epd_serve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -183,3 +187,30 @@ def resolve(arguments: argparse.Namespace) -> None:
     for name, value in vars(arguments).items():
         if isinstance(value, Usually):
             setattr(arguments, name, value.quick if arguments.quick else value.usual)
+
+
+BLUE, SKY, ORANGE, VERMILLION = "#0072B2", "#56B4E9", "#E69F00", "#D55E00"
+DPI = 130
+
+
+def check_plot(path: Path) -> None:
+    """Raises ConfigError where no chart can be drawn: asked before measuring, which takes minutes."""
+    if path.suffix != ".png":
+        raise ConfigError(f"--plot {path}: name a file that ends in .png", param="--plot")
+    try:
+        import matplotlib  # noqa: F401  (imported late: measuring does not need it)
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install 'epd-serve[bench]'", param="--plot") from None
+
+
+@contextmanager
+def chart(path: Path, width_in: float, height_in: float, heading: str) -> Iterator[Figure]:
+    """An empty figure to draw into, which becomes the PNG at the end of the context."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, and no state of pyplot's
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width_in, height_in), layout="constrained", dpi=DPI)
+    yield figure
+    figure.suptitle(heading, fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(figure).print_png(str(path))

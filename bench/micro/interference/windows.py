@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bench.micro.charts import BLUE, ORANGE, chart
 from bench.micro.interference.processes import Span
-from bench.micro.measurement import Row
+from bench.micro.measurement import BLUE, ORANGE, Row, chart
 from bench.micro.rows import grouped, median
 from bench.statistic import Spread
 from epd_serve.errors import StageError

@@ -19,8 +19,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.micro.charts import BLUE, ORANGE, SKY, VERMILLION, chart
-from bench.micro.measurement import LEAST_ROUNDS, Measurement, Row, Usually, flag, one_of, several, whole
+from bench.micro.measurement import (
+    BLUE,
+    LEAST_ROUNDS,
+    ORANGE,
+    SKY,
+    VERMILLION,
+    Measurement,
+    Row,
+    Usually,
+    chart,
+    flag,
+    one_of,
+    several,
+    whole,
+)
 from bench.micro.pd import stages
 from bench.micro.pd.figures import cell_table, cells, figures
 from bench.micro.rows import figure_table, grouped, median

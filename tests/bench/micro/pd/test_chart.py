@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from bench.micro.charts import check_plot
+from bench.micro.measurement import check_plot
 from bench.micro.pd.command import draw, layer_bars, packet_bars, typical
 from bench.micro.pd.figures import row_of
 from epd_serve.errors import ConfigError
