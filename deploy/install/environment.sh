@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# Makes the virtual environment that the goals of the Makefile run in. Usage: environment.sh serve|test|vllm023|docs
+# Makes the virtual environments of the Makefile's goals and of AISBench. Usage: environment.sh GOAL, which is one of
+# serve, test, vllm023, docs, aisbench.
 #
 # It writes into $VENV only. `test` adds the development tools, Mooncake, and (where it may) the system library that
 # Mooncake needs. `vllm023` is `test` for CPU with vLLM 0.23 instead of the vLLM that is served with, and wants a $VENV of its own.
-# `docs` is what builds the documentation: pure Python in a $VENV of its own, nothing of it is seen by the others. A
-# second call with nothing changed installs nothing: stamps hold a digest of all that goes in.
+# `docs` is what builds the documentation, `aisbench` what `epd-bench aisbench` loads endpoints with: each has a $VENV of
+# its own, and nothing of it is seen by the others. A second call with nothing changed installs nothing: stamps hold a
+# digest of all that goes in.
 #
 # Reads: VENV (.venv), PYTHON (python3.11), DEVICE (auto|cpu|npu|cuda), PIP_ARGS (passed to every pip install).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-goal=${1:?usage: environment.sh serve|test|vllm023|docs}
+goal=${1:?usage: environment.sh serve|test|vllm023|docs|aisbench}
 VENV=${VENV:-.venv}
 DEVICE=${DEVICE:-auto}
 read -r -a pip_args <<<"${PIP_ARGS:-}"
@@ -21,18 +23,34 @@ die() {
     exit 1
 }
 
-# --- the documentation: any Python, no device, nothing of ours ------------------------------------------------------
-if [[ $goal == docs ]]; then
-    lock=requirements/docs.txt marker=$VENV/.epd-serve stamp=$VENV/.epd-serve-docs
-    wanted=$(sha256sum <"$lock")
-    [[ -x $VENV/bin/mkdocs && $(cat "$stamp" 2>/dev/null) == "$wanted" ]] && exit 0
-    [[ ! -e $VENV || -f $marker ]] || die "$VENV exists and is not ours: remove it, or set VENV_DOCS= to another folder"
-    python=${PYTHON:-$(command -v python3.11 || command -v python3)} || die "no python3 was found: set PYTHON=/path/to/python3"
-    say "$VENV with the tools of $lock (170 MB)"
-    "$python" -m venv --clear "$VENV" || die "$python cannot make a virtual environment (Debian: install python3-venv)"
-    echo docs >"$marker"
-    "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input "${pip_args[@]}" --no-deps -r "$lock"
-    echo "$wanted" >"$stamp"
+# --- tools that see nothing of ours: the documentation, AISBench ----------------------------------------------------
+if [[ $goal == docs || $goal == aisbench ]]; then
+    lock=requirements/$goal.txt
+    case $goal in
+        docs) pythons="python3.11 python3" tool=mkdocs size="170 MB" needed_mb=500 flags=--no-deps marker=$VENV/.epd-serve-docs ;;
+        aisbench) pythons="python3.11 python3.12" tool=ais_bench size="2.2 GB" needed_mb=4000 flags= marker=$VENV/.epd-bench-aisbench ;;
+    esac
+    wanted=$(sha256sum <"$lock" | cut -d' ' -f1)
+    exec 9<"$lock" && flock 9 # another call may be making it
+    [[ -x $VENV/bin/$tool && $(cut -d' ' -f1 "$marker" 2>/dev/null) == "$wanted" ]] && exit 0
+    [[ ! -e $VENV || -f $marker || -z $(ls -A "$VENV") ]] || die "$VENV exists and is not ours: remove it, or name another folder"
+    # shellcheck disable=SC2086  # a list of names
+    python=${PYTHON:-$(command -v $pythons | head -n 1)}
+    [[ -n $python ]] || die "none of $pythons was found: install one, or set PYTHON=/path/to/it"
+    mkdir -p "$(dirname "$VENV")" || die "$VENV cannot be written: name another folder"
+    free_mb=$(df -Pm "$(dirname "$VENV")" | awk 'NR == 2 {print $4}')
+    ((free_mb >= needed_mb)) || die "$VENV needs $needed_mb MB of free disk, there are $free_mb MB: free some, or name a folder on another disk"
+    say "$VENV with the tools of $lock ($size): once, some minutes"
+    mkdir -p "$VENV"
+    echo unfinished >"$marker"
+    find "$VENV" -mindepth 1 -maxdepth 1 ! -path "$marker" -exec rm -rf {} +
+    "$python" -m venv "$VENV" || die "$python cannot make a virtual environment (Debian: install python3-venv)"
+    # shellcheck disable=SC2086  # no flag is no word
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input "${pip_args[@]}" $flags -r "$lock" ||
+        die "pip could not install $lock, see above: no room, no network, or a package index without it (PIP_INDEX_URL)"
+    [[ $goal == docs ]] || "$VENV/bin/python" -c "import pyarrow, datasets, transformers, ais_bench.benchmark" ||
+        die "AISBench was installed and cannot be imported, see above"
+    echo "$wanted" >"$marker"
     exit 0
 fi
 

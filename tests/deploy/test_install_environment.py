@@ -82,3 +82,57 @@ def test_an_environment_that_is_not_ours_is_left_alone(tmp_path):
 
     assert "exists and is not ours" in refusal(DEVICE="cpu", PYTHON=sys.executable, VENV=str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+# --- AISBench: made by a Python that only seems to make environments and to install
+
+
+def made(folder: Path, *, pip: str = ":") -> subprocess.CompletedProcess[str]:
+    """`pip`: what the shell does where pip would install."""
+    log, install = f'echo "$2" >> {folder}.calls', "cp $0 $(dirname $0)/ais_bench"
+    inside = f'#!/bin/sh\n{log}\n[ "$2" = pip ] || exit 0\n{pip} || exit 1\n{install}\n'
+    python = folder.with_name("python3.11")
+    python.write_text(f"#!/bin/sh\nmkdir $3/bin\ncat > $3/bin/python <<'X'\n{inside}X\nchmod +x $3/bin/python\n")
+    python.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(python), "VENV": str(folder), "PIP_ARGS": ""}
+    return subprocess.run(
+        ["bash", str(SCRIPT), "aisbench"], env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_aisbench_is_installed_once_and_looked_at(tmp_path):
+    folder = tmp_path / "venv"
+
+    assert made(folder).returncode == made(folder).returncode == 0
+    calls = (tmp_path / "venv.calls").read_text()
+    assert calls.splitlines() == ["pip", "import pyarrow, datasets, transformers, ais_bench.benchmark"]
+    (folder / ".epd-bench-aisbench").write_text("unfinished")
+    assert made(folder).returncode == 0 and len((tmp_path / "venv.calls").read_text().splitlines()) == 4
+
+
+def test_aisbench_that_pip_cannot_install_is_tried_again_the_next_time(tmp_path):
+    folder = tmp_path / "venv"
+
+    failed = made(folder, pip="false")
+    assert failed.returncode == 1 and "package index" in failed.stderr
+    assert (folder / ".epd-bench-aisbench").read_text() == "unfinished\n"
+    assert made(folder).returncode == 0
+
+
+def test_aisbench_goes_into_no_folder_of_somebody_elses(tmp_path):
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "thesis.tex").write_text("years of work")
+
+    refused = made(tmp_path / "venv")
+    assert refused.returncode == 1 and "is not ours" in refused.stderr
+    assert [path.name for path in (tmp_path / "venv").iterdir()] == ["thesis.tex"]
+
+
+def test_aisbench_wants_room_before_anything_is_downloaded(tmp_path, monkeypatch):
+    (tmp_path / "df").write_text("#!/bin/sh\necho header\necho /dev/disk 9999 8765 1234 88% /\n")
+    (tmp_path / "df").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    refused = made(tmp_path / "venv")
+    assert refused.returncode == 1 and "needs 4000 MB" in refused.stderr and "1234 MB" in refused.stderr
+    assert not (tmp_path / "venv").exists()

@@ -5,45 +5,31 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.aisbench import environment as subject
-from bench.aisbench.environment import MARKER, PINS, check_tokenizer, default_folder, environment, found
+from bench.aisbench.environment import MARKER, PINS, SCRIPT, check_tokenizer, default_folder, environment, found
 from epd_serve.errors import ConfigError
 from tests.bench.aisbench.environments import VERSION, fake_environment
 
 
 @pytest.fixture
-def steps(monkeypatch) -> list[list[str]]:
-    """Commands that would have been run; the second one puts AISBench into the folder that the first names."""
+def made(monkeypatch) -> list[list[str]]:
+    """Commands that would have been run; each puts AISBench into the folder that it is given, as the script does."""
     ran: list[list[str]] = []
 
-    def run(command: list[Any], limit_s: float) -> subprocess.CompletedProcess[str]:
-        words = [str(word) for word in command]
-        ran.append(words)
-        if "pip" in words:
-            fake_environment(Path(words[0]).parents[1])
-        return subprocess.CompletedProcess(words, 0, stdout="")
+    def run(command: list[Any], limit_s: float, **more: str) -> subprocess.CompletedProcess[str]:
+        ran.append([str(word) for word in command])
+        folder = Path(more["VENV"])
+        shutil.rmtree(folder, ignore_errors=True)
+        (fake_environment(folder) / MARKER).write_text(subject._digest(PINS))
+        return subprocess.CompletedProcess(command, 0, stdout="")
 
     monkeypatch.setattr(subject, "_ran", run)
     return ran
-
-
-@pytest.fixture
-def failing(monkeypatch) -> Callable[[str, str], None]:
-    """Make the step that has this word fail with this output."""
-
-    def fail(word: str, output: str) -> None:
-        def run(command: list[Any], limit_s: float) -> subprocess.CompletedProcess[str]:
-            return subprocess.CompletedProcess(command, int(word in [str(one) for one in command]), stdout=output)
-
-        monkeypatch.setattr(subject, "_ran", run)
-
-    return fail
 
 
 def test_the_pins_hold_what_was_learned():
@@ -53,93 +39,51 @@ def test_the_pins_hold_what_was_learned():
     assert "numpy==1.26" in text and "pyarrow==21." in text, "with NumPy below 2, or every run dies"
 
 
-def test_it_is_made_from_the_pins_once(tmp_path, steps):
-    made = environment(tmp_path / "venv")
+def test_it_is_made_from_the_pins_once(tmp_path, made):
+    found_one = environment(tmp_path / "venv")
 
-    assert made.version == VERSION and made.command.is_file()
-    assert [words[1:3] for words in steps] == [["-m", "venv"], ["-m", "pip"], ["-c", subject._LOOKS_AT_ITSELF]]
-    assert steps[1][-2:] == ["-r", str(PINS)]
-    assert environment(tmp_path / "venv") == made and len(steps) == 3
+    assert found_one.version == VERSION and found_one.command.is_file()
+    assert made == [[str(SCRIPT), "aisbench"]] and SCRIPT.is_file()
+    assert environment(tmp_path / "venv") == found_one and len(made) == 1
 
 
-def test_a_half_made_one_is_made_again(tmp_path, steps):
+@pytest.mark.parametrize("marker", ["unfinished", "0" * 64])
+def test_a_half_made_one_and_one_of_other_pins_are_made_again(tmp_path, made, marker):
     fake_environment(tmp_path / "venv")
-    (tmp_path / "venv" / MARKER).write_text("unfinished")
+    (tmp_path / "venv" / MARKER).write_text(marker)
 
     assert found(tmp_path / "venv") is None
     environment(tmp_path / "venv")
-    assert len(steps) == 3 and found(tmp_path / "venv") is not None
+    assert len(made) == 1 and found(tmp_path / "venv") is not None
 
 
-def test_one_of_other_pins_is_made_again(tmp_path, steps):
-    environment(tmp_path / "venv")
-    other = tmp_path / "pins.txt"
-    other.write_text(f"ais_bench_benchmark=={VERSION}\nnumpy==1.26.3\n")
-
-    assert found(tmp_path / "venv", other) is None
-    environment(tmp_path / "venv", other)
-    assert steps[4][-1] == str(other)
-
-
-def test_the_users_own_is_used_as_it_is(tmp_path, steps):
+def test_the_users_own_is_used_as_it_is(tmp_path, made):
     folder = fake_environment(tmp_path / "own")
 
     assert environment(folder).version == VERSION
-    assert steps == [] and not (folder / MARKER).exists()
+    assert made == [] and not (folder / MARKER).exists()
 
 
-def test_the_users_own_of_another_version_is_refused(tmp_path, steps):
+def test_the_users_own_of_another_version_is_refused(tmp_path, made):
     with pytest.raises(ConfigError, match=rf"has AISBench 3\.0, its results are read as those of {VERSION}"):
         environment(fake_environment(tmp_path / "own", "3.0"))
-    assert steps == []
+    assert made == []
 
 
-def test_a_folder_of_somebody_elses_is_left_alone(tmp_path, steps):
-    (tmp_path / "thesis.tex").write_text("years of work")
+def test_what_the_script_says_is_the_reason(tmp_path, monkeypatch):
+    refusal = subprocess.CompletedProcess([], 1, stdout="epd-serve: error: no python3.11 was found")
+    monkeypatch.setattr(subject, "_ran", lambda *_, **more: refusal)
 
-    with pytest.raises(ConfigError, match="no environment with AISBench, and not empty"):
-        environment(tmp_path)
-    assert (tmp_path / "thesis.tex").exists() and steps == []
-
-
-@pytest.mark.parametrize(
-    ("word", "output", "said"),
-    [
-        ("venv", "ensurepip is not available", "python3-venv"),
-        ("pip", "ERROR: [Errno 28] No space left on device", "the disk is full"),
-        ("pip", "NewConnectionError: Temporary failure in name resolution", "check the network"),
-        ("pip", "ERROR: No matching distribution found for ais_bench_benchmark", "no network, or an index without it"),
-        ("-c", "ModuleNotFoundError: pyarrow", "cannot be imported:\n  ModuleNotFoundError"),
-    ],
-)
-def test_what_fails_is_said_with_the_fix_and_tried_again_next_time(tmp_path, failing, word, output, said):
-    failing(word, output)
-
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=r"no python3\.11 was found"):
         environment(tmp_path / "venv")
     assert found(tmp_path / "venv") is None
-    assert (tmp_path / "venv" / MARKER).read_text() == "unfinished"
 
 
-def test_a_disk_without_room_is_said_before_anything_is_downloaded(tmp_path, steps, monkeypatch):
-    usage = shutil.disk_usage(tmp_path)._replace(free=10_000_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+def test_an_installed_epd_bench_makes_none_and_says_so(tmp_path, made, monkeypatch):
+    monkeypatch.setattr(subject, "SCRIPT", tmp_path / "none.sh")
 
-    with pytest.raises(ConfigError, match=r"0\.0 GB free, AISBench's environment takes 4 GB"):
-        environment(tmp_path / "venv")
-    assert steps == []
-
-
-def test_a_python_that_does_not_fit_is_said(tmp_path, steps, monkeypatch):
-    monkeypatch.setattr(subject, "PYTHONS", ("1.0",))
-
-    with pytest.raises(ConfigError, match=r"AISBench needs Python 1\.0"):
-        environment(tmp_path / "venv")
-
-
-def test_an_installed_epd_bench_has_no_pins_and_says_so(tmp_path, steps):
     with pytest.raises(ConfigError, match="run it from a checkout"):
-        environment(tmp_path / "venv", tmp_path / "none.txt")
+        environment(tmp_path / "venv")
 
 
 def test_it_lies_in_the_users_cache_by_default(tmp_path, monkeypatch):
