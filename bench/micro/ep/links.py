@@ -16,7 +16,6 @@ from typing import Any
 
 from bench.children import Child
 from bench.micro.measurement import Row
-from bench.papers.printed import HIDDEN_SIZE
 from bench.scratch import scratch
 from bench.started import answers, started
 from deploy.pool_master import mooncake_command
@@ -29,6 +28,8 @@ from store.arena import Arena
 from store.mooncake.client import LEAST_SEGMENT_BYTES
 from store.mooncake.master import MasterSettings, health_url, rpc_address
 
+HIDDEN_SIZE = 3584
+"""Of openPangu-7B-VL's features, in EPD-Serve's Table 3."""
 MODES = ("sync_arena", "arena", "sync_mooncake", "mooncake")
 """Synchronous: P is told when E has put the feature, and fetches it when the request asks. Else: event-driven."""
 WAITING = "waiting"

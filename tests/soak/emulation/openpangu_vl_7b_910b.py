@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from statistics import linear_regression
 
-from bench.papers.printed import TABLE_2, TABLE_3
+from bench.micro.ep.command import TABLE_3
+from bench.papers.table2 import TABLE_2
 from tests.soak.emulation.device import StageDevice
 from tests.soak.emulation.printed import OUTPUT_TOKENS, TABLE_2_RATES, TABLE_4_GROUPED
 

@@ -11,8 +11,7 @@ import pytest
 
 from bench.cli import main
 from bench.goals import Goal, goal_table
-from bench.micro.ep.command import GOALS, event_latencies_ms, prefill_models, transfers
-from bench.papers.printed import TABLE_3
+from bench.micro.ep.command import GOALS, TABLE_3, event_latencies_ms, prefill_models, transfers
 from bench.stamps import Stamp
 
 
