@@ -82,7 +82,7 @@ def storm(encoder: str, model: str, *, side: int, concurrency: int) -> Iterator[
         concurrency=concurrency,
         duration_s=STORM_LIMIT_S,
     )
-    sender = Sender(encoder, bounds=Bounds(ENCODE_LIMIT_S), realtime=False)
+    sender = Sender(encoder, bounds=Bounds(ENCODE_LIMIT_S), decode=False, realtime=False)  # E's answer has no text
     with ThreadPoolExecutor(1) as thread:
         under_way = thread.submit(event_loop.run, sender.run(flow))
         try:

@@ -22,6 +22,8 @@ from bench.real_stages import check_memory, closed_loop, tpot_s
 from bench.served import Served
 from deploy.config import DeployConfig
 from epd_serve.errors import ConfigError, StageError
+from tests.bench.clients.known_server import Connection, KnownServer
+from tests.bench.clients.serving import Served as ServedAlone
 from tests.waiting import wait_for
 
 MIX = Mix(requests=6, images=4, concurrency=2, answer=3, side=64, prompt=8)
@@ -199,6 +201,29 @@ def test_a_storm_is_encoded_image_by_image_and_ends_with_its_context():
         with storm(url, launch.model, side=64, concurrency=2) as run:
             wait_for(lambda: len(run.rows) >= 5)
         assert sum(one.ok for one in run.rows) >= 5 and run.ended_s > run.begun_s
+
+
+class EncoderConnection(Connection):
+    def answer(self, body: bytes) -> None:
+        """As a real encoder: whole, counted, and without any text."""
+        choice = {"index": 0, "message": {"role": "assistant", "content": ""}, "finish_reason": "length"}
+        self.whole(200, {"choices": [choice], "usage": {"prompt_tokens": 7, "completion_tokens": 1}})
+
+
+class Encoder(KnownServer):
+    def connection(self) -> Connection:
+        return EncoderConnection(self)
+
+
+def test_an_encoder_answers_without_text():
+    encoder = ServedAlone(Encoder())
+    encoder.start()
+    wait_for(lambda: encoder.server.url)
+    with storm(encoder.server.url, "m", side=64, concurrency=2) as run:
+        wait_for(lambda: len(run.rows) >= 5)
+    encoder.stop()
+
+    assert sum(one.ok for one in run.rows) >= 5
 
 
 def test_a_storm_that_is_refused_fails_loudly():
