@@ -11,6 +11,9 @@ from npu_ops.core_grants import CoreGrant
 IncarnationId = tuple[str, str]
 """(instance id, incarnation)"""
 
+KEEP_ALIVE_S = 75
+"""How long a stage's server keeps a connection on which nothing is asked: its user, the proxy, closes it before."""
+
 
 @dataclass(frozen=True)
 class Instance:

@@ -42,7 +42,7 @@ from proxy.request.explanation import NO_EXPLANATION, Explanation
 from proxy.request.parse import Endpoint, ParsedRequest, parse
 from proxy.stages.bodies import base_body
 from proxy.stages.circuits import Circuits
-from proxy.stages.client import StageClient, Transport
+from proxy.stages.client import StageClient
 from proxy.stages.cost import prompt_tokens
 from proxy.stages.job import Job
 from proxy.stages.retry_budget import RetryBudget
@@ -61,7 +61,6 @@ class Pipeline:
         settings: ProxySettings,
         table: InstanceTable,
         *,
-        transport: Transport | None = None,
         media_transport: httpx.AsyncBaseTransport | None = None,
         resolver: Resolver = resolve,
         background: Background | None = None,
@@ -88,7 +87,7 @@ class Pipeline:
         self.metrics.draining.set_function(lambda: self.drain.began)
         self._suspects = Suspects(settings.poison, self.metrics, wait_s=timeouts.instance_wait_s)
         self.metrics.memory_held.set_function(lambda: self.memory.held_bytes)
-        self._stages = StageClient(timeouts, key=settings.stage_key, transport=transport)
+        self._stages = StageClient(timeouts, key=settings.stage_key)
         fetcher = UrlFetcher(settings.media, apart=apart, transport=media_transport, resolver=resolver)
         self._media = MediaLoader(settings, fetcher)
         self._router = Router(table, settings.roles, instance_wait_s=timeouts.instance_wait_s, policy=settings.policy)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from epd_serve.cpu_threads import BIND_ENV, COUNT_ENV, CPU_THREADS_ENV, NOT_BY_VLLM, WAIT_ENV, cpu_threads
 from epd_serve.engine.stage_guard import KEY_ENV
+from epd_serve.instances import KEEP_ALIVE_S
 from epd_serve.stage_plan import MEMORY_NAMES_ENV, StageCommand, StagePlan
 from epd_serve.stage_work import read_stage_work
 from npu_ops import mps
@@ -140,6 +141,7 @@ def _device(plan: StagePlan) -> list[str]:
 
 def _environment(plan: StagePlan) -> dict[str, str]:
     env = {STAGE_ENV: plan.instance, "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(KEEP_ALIVE_S)
     env["VLLM_HOST_IP"] = plan.host  # vLLM's own queues bind where the stage does, not on the first interface found
     if plan.memory_names:
         env[MEMORY_NAMES_ENV] = plan.memory_names

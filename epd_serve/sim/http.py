@@ -1,6 +1,6 @@
 """A small HTTP/1.1 server for simulated stages: one protocol object per connection, no tasks, no framework.
 
-It answers as vLLM's uvicorn does where a proxy can tell: keep-alive with a five-second end, chunked event streams, and
+It answers as vLLM's uvicorn does where a proxy can tell: keep-alive with an end, chunked event streams, and
 a client that goes away is noticed at once. Requests of one connection are answered one after the other.
 """
 
@@ -15,7 +15,8 @@ from typing import cast
 import httptools
 import msgspec
 
-KEEPALIVE_S = 5.0
+from epd_serve.instances import KEEP_ALIVE_S
+
 MAX_BODY_BYTES = 256 << 20
 MAX_PIPELINED = 16
 JSON = b"application/json"
@@ -195,7 +196,7 @@ class Connection(asyncio.Protocol):
         elif self._queue:
             asyncio.get_running_loop().call_soon(self._next)
         elif self._transport is not None:
-            self._idle = asyncio.get_running_loop().call_later(KEEPALIVE_S, self.close)
+            self._idle = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self.close)
 
     def close(self) -> None:
         if self._transport is not None:

@@ -26,7 +26,6 @@ from proxy.media.fetch import Resolver, resolve
 from proxy.pipeline import Pipeline
 from proxy.registry.table import InstanceTable
 from proxy.request.parse import Endpoint
-from proxy.stages.client import Transport
 from proxy.tenants.auth import tenant_of
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,6 @@ def create_app(
     settings: ProxySettings,
     table: InstanceTable,
     *,
-    transport: Transport | None = None,
     media_transport: httpx.AsyncBaseTransport | None = None,
     resolver: Resolver = resolve,
     metrics_text: Callable[[Pipeline], Awaitable[bytes]] | None = None,
@@ -46,7 +44,7 @@ def create_app(
 
     Args:
         settings: see `ProxySettings`. table: kept up to date by the launcher, in the same event loop.
-        transport: replaces the network towards the stages. media_transport, resolver: towards media hosts.
+        media_transport, resolver: replace the network towards media hosts.
         metrics_text: answers `/metrics`, where this is not the only process to count.
         background: of the process, where it runs more than the application's own tasks.
 
@@ -58,7 +56,6 @@ def create_app(
     pipeline = Pipeline(
         settings,
         table,
-        transport=transport,
         media_transport=media_transport,
         resolver=resolver,
         background=background,

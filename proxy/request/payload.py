@@ -11,9 +11,6 @@ import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from aiohttp.abc import AbstractStreamWriter
-from aiohttp.payload import Payload
-
 from proxy import strict_json
 
 WRITE_BYTES = 256 << 10
@@ -41,15 +38,12 @@ class Inlined:
         return len(self.head) + len(self.data)
 
 
-class Pieces(Payload):
-    """What aiohttp sends: the pieces one after another, no more of them at a time than the stage takes."""
-
-    _autoclose = True
+class Pieces:
+    """A body as the pieces that it is made of, one after another, no more of them at a time than are to be written."""
 
     def __init__(self, pieces: list[bytes | memoryview]) -> None:
-        super().__init__(pieces, content_type="application/json")
         self._pieces = pieces
-        self._size = sum(map(len, pieces))
+        self._size_bytes = sum(map(len, pieces))
 
     def __iter__(self) -> Iterator[memoryview]:
         for piece in self._pieces:
@@ -58,15 +52,7 @@ class Pieces(Payload):
                 yield view[at : at + WRITE_BYTES]
 
     def __len__(self) -> int:
-        assert self._size is not None, "known from the beginning"
-        return self._size
-
-    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        return b"".join(self).decode(encoding, errors)
-
-    async def write(self, writer: AbstractStreamWriter) -> None:
-        for part in self:
-            await writer.write(part)
+        return self._size_bytes
 
 
 def encoded(body: Mapping[str, Any]) -> bytes | Pieces:

@@ -1,78 +1,50 @@
-"""HTTP to the stages: one connection pool per process, and the one place where aiohttp's errors get our names.
+"""HTTP to the stages: the connections kept to each, and the one place where failures of the network get our names.
 
 Leaving a call early (cancellation, an error, a deadline) closes its connection, which is what makes vLLM abort the
-request. The injectable transport is the test double.
+request.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import io
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
-from contextlib import asynccontextmanager, suppress
-from types import TracebackType
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Mapping
+from functools import lru_cache, partial
+from typing import Any
+from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
-from yarl import URL
 
 from epd_serve.errors import StageError
-from epd_serve.instances import Instance
+from epd_serve.instances import KEEP_ALIVE_S, Instance
 from proxy import strict_json
 from proxy.config.limits import Timeouts
 from proxy.errors import StageDied, StageUnreachable, stage_answer_error
 from proxy.request.payload import Pieces
-from proxy.stages.deadlines import Content, ReadTimeouts, deadline
+from proxy.stages.connection import Connection
+from proxy.stages.deadlines import deadline
 from proxy.stages.sse import WholeEvents
 
-# vLLM's uvicorn closes idle connections after 5 s; reuse must stop well before, or a request meets the close.
-KEEPALIVE_S = 2.0
-# aiohttp writes bytes in one go, a file in pieces as the stage takes them.
-ONE_GO_BYTES = 1 << 20
+IDLE_S = 0.8 * KEEP_ALIVE_S
+"""An unused connection is used again for so long: well before the stage closes it, or a request meets the close."""
 REST_S = 0.1
-# All that aiohttp would add of its own, which costs it less than being told not to.
-CONTENT_HEADERS = {
-    "content-type": "application/json",
-    "accept": "*/*",
-    "accept-encoding": "identity",
-    "user-agent": "epd-serve",
-}
-
-
-class Answer(Protocol):
-    """An answer whose head has come: what is used of aiohttp's."""
-
-    @property
-    def status(self) -> int: ...
-    @property
-    def content(self) -> Content: ...
-    async def read(self) -> bytes: ...
-    def close(self) -> None:
-        """Leave it: where its end has not come, its connection is closed."""
-
-
-class Transport(Protocol):
-    """The network towards the stages: what is used of `aiohttp.ClientSession`, and what a test replaces."""
-
-    def post(self, url: URL, *, data: Any, headers: Mapping[str, str], allow_redirects: bool) -> Awaitable[Answer]: ...
-    async def close(self) -> None: ...
+"""For the end of a stream whose last event is there: servers send it apart."""
+CONTENT_HEADERS = "content-type: application/json\r\naccept: */*\r\nuser-agent: epd-serve\r\n"
 
 
 class StageClient:
     """Posts to stages. Every method raises only errors of `epd_serve.errors` (and CancelledError)."""
 
-    def __init__(self, timeouts: Timeouts, *, key: str = "", transport: Transport | None = None) -> None:
+    def __init__(self, timeouts: Timeouts, *, key: str = "") -> None:
         """`key`: bearer token of the stages; "" where they bind loopback and need none."""
         self._timeouts = timeouts
-        self._headers = {**CONTENT_HEADERS, **({"authorization": f"Bearer {key}"} if key else {})}
-        self._injected = transport
-        self._opened: Transport | None = None
+        self._always = CONTENT_HEADERS + (f"authorization: Bearer {key}\r\n" if key else "")
+        self._idle: dict[str, dict[Connection, float]] = {}
+        """By URL: connections and since when they are unused, the one used last at the end."""
 
     async def aclose(self) -> None:
-        if self._opened is not None:
-            await self._opened.close()
+        for connections in self._idle.values():
+            for connection in tuple(connections):
+                connection.close()
 
     async def post(
         self,
@@ -126,23 +98,23 @@ class StageClient:
         Raises:
             As `post`; DeadlineError when the first event or the next one is late.
         """
-        whole = WholeEvents()
-        async with self._open(instance, path, body, headers, self._timeouts.first_byte_s) as answer:
-            first = f"the first token from stage {instance.id}"
-            reads = ReadTimeouts(answer.content, answer.close, self._timeouts.first_byte_s, first)
-            try:
-                while True:
-                    with _named(instance, reads):
-                        chunk = await reads.readany()
-                    if not chunk:
-                        return
-                    if events := whole.feed(chunk):
-                        reads.becomes(self._timeouts.idle_s, f"the next token from stage {instance.id}")
-                        yield events
-            finally:
-                reads.end()
-                if whole.done and not answer.content.at_eof():
-                    await _rest(answer.content)
+        whole, begun = WholeEvents(), False
+        connection = await self._connection(instance)
+        try:
+            connection.limit(self._timeouts.first_byte_s, f"the first token from stage {instance.id}")
+            await connection.send(self._head(instance, path, body, headers), body)
+            if await connection.head() != 200:
+                raise stage_answer_error(await connection.whole(), stage=instance.id, status=connection.status)
+            while not whole.done and (chunk := await connection.read()):
+                if events := whole.feed(chunk):
+                    if not begun:
+                        begun = True
+                        connection.limit(self._timeouts.idle_s, f"the next token from stage {instance.id}")
+                    yield events
+        except ConnectionError as error:
+            raise _died(instance) from error
+        finally:
+            connection.leave(partial(self._put_back, instance.url), within_s=REST_S if whole.done else 0.0)
 
     async def _whole(
         self, instance: Instance, path: str, body: bytes | Pieces, headers: Mapping[str, str], timeout_s: float | None
@@ -150,88 +122,65 @@ class StageClient:
         if timeout_s is not None:
             async with deadline(timeout_s, f"stage {instance.id}"):
                 return await self._whole(instance, path, body, headers, None)
-        answer = await self._send(instance, path, body, headers)
+        connection = await self._connection(instance)
         try:
-            with _named(instance):
-                raw = await answer.read()
-            if answer.status != 200:
-                raise stage_answer_error(raw, stage=instance.id, status=answer.status)
+            await connection.send(self._head(instance, path, body, headers), body)
+            raw = await connection.whole()
+            if connection.status != 200:
+                raise stage_answer_error(raw, stage=instance.id, status=connection.status)
             return raw
+        except ConnectionError as error:
+            raise _died(instance) from error
         finally:
-            answer.close()
+            connection.leave(partial(self._put_back, instance.url), within_s=0.0)
 
-    @asynccontextmanager
-    async def _open(
-        self, instance: Instance, path: str, body: bytes | Pieces, headers: Mapping[str, str], limit_s: float
-    ) -> AsyncIterator[Answer]:
-        """An answer with status 200 whose body is still to come; `limit_s` bounds the wait for its head."""
-        answer: Answer | None = None
+    def _head(self, instance: Instance, path: str, body: bytes | Pieces, headers: Mapping[str, str]) -> bytes:
+        """Of a request. All headers are our own words, or a client's that a server has parsed: no line breaks."""
+        more = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        return f"{_beginning(instance.url, path)}{self._always}{more}content-length: {len(body)}\r\n\r\n".encode()
+
+    async def _connection(self, instance: Instance) -> Connection:
+        """One that nobody uses, a new one where there is none. Raises StageUnreachable."""
+        loop, idle = asyncio.get_running_loop(), self._idle.get(instance.url)
+        while idle:
+            connection, since = idle.popitem()
+            if connection.reusable and loop.time() < since + IDLE_S:
+                return connection
+            connection.close()
+        address = urlsplit(instance.url)
         try:
-            async with deadline(limit_s, f"the first token from stage {instance.id}"):
-                answer = await self._send(instance, path, body, headers)
-                if answer.status != 200:
-                    with _named(instance):
-                        raw = await answer.read()
-                    raise stage_answer_error(raw, stage=instance.id, status=answer.status)
-            yield answer
-        finally:
-            if answer is not None:
-                answer.close()
+            async with asyncio.timeout(self._timeouts.connect_s):
+                _, connection = await loop.create_connection(
+                    partial(Connection, partial(self._lost, instance.url)), address.hostname or "", address.port or 80
+                )
+                return connection
+        except OSError as error:  # TimeoutError is one
+            raise StageUnreachable(f"stage {instance.id} cannot be reached", stage=instance.id) from error
 
-    async def _send(self, instance: Instance, path: str, body: bytes | Pieces, headers: Mapping[str, str]) -> Answer:
-        if self._opened is None:  # not before there is an event loop
-            self._opened = self._injected or _session(self._timeouts.connect_s)
-        data = io.BytesIO(body) if isinstance(body, bytes) and len(body) > ONE_GO_BYTES else body
-        with _named(instance):
-            return await self._opened.post(
-                _url(instance.url, path), data=data, headers={**self._headers, **headers}, allow_redirects=False
-            )
-
-
-def _session(connect_s: float) -> Transport:
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
-        # Deadlines of encode, first byte, idle and total are set around the calls; aiohttp bounds connecting.
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        auto_decompress=False,
-        trust_env=False,
-    )
-
-
-async def _rest(content: Content) -> None:
-    """Take the end of a body whose last event is there: servers send it apart, and without it no connection is used
-    again."""
-    with suppress(TimeoutError, aiohttp.ClientError, OSError):
-        async with asyncio.timeout(REST_S):
-            await content.readany()
-
-
-@functools.lru_cache(maxsize=1024)
-def _url(base: str, path: str) -> URL:
-    return URL(base + path)
-
-
-class _named:
-    """Gives the transport's errors our names, within its context. Entered several times per request."""
-
-    __slots__ = ("_instance", "_reads")
-
-    def __init__(self, instance: Instance, reads: ReadTimeouts | None = None) -> None:
-        self._instance = instance
-        self._reads = reads
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def _put_back(self, url: str, connection: Connection) -> None:
+        if not connection.reusable:
+            connection.close()
             return
-        name = self._instance.id
-        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-            raise StageUnreachable(f"stage {name} cannot be reached", stage=name) from error
-        if isinstance(error, aiohttp.ClientError | OSError):
-            if self._reads is not None and self._reads.late is not None:
-                raise self._reads.late from error
-            raise StageDied(f"stage {name} broke its connection ({type(error).__name__})", stage=name) from error
+        now = asyncio.get_running_loop().time()
+        idle = self._idle.setdefault(url, {})
+        idle[connection] = now
+        longest = next(iter(idle))
+        if idle[longest] + IDLE_S < now:  # of a host that vanished nobody hears the end
+            longest.close()
+
+    def _lost(self, url: str, connection: Connection) -> None:
+        if (idle := self._idle.get(url)) is not None:
+            idle.pop(connection, None)
+            if not idle:
+                del self._idle[url]
+
+
+def _died(instance: Instance) -> StageDied:
+    return StageDied(f"stage {instance.id} broke its connection", stage=instance.id)
+
+
+@lru_cache(maxsize=1024)
+def _beginning(url: str, path: str) -> str:
+    """Of the head of a request."""
+    address = urlsplit(url)
+    return f"POST {address.path.rstrip('/')}{path} HTTP/1.1\r\nhost: {address.netloc}\r\n"

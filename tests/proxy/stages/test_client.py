@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
@@ -14,8 +14,9 @@ from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy import strict_json
 from proxy.config.limits import Timeouts
-from proxy.errors import StageRefusal, StageUnreachable
-from proxy.stages.client import ONE_GO_BYTES, StageClient
+from proxy.errors import StageDied, StageRefusal, StageUnreachable
+from proxy.stages.client import StageClient
+from proxy.stages.connection import ONE_WRITE_BYTES
 from proxy.stages.deadlines import deadline
 from tests.proxy.fakes import (
     DONE,
@@ -122,8 +123,8 @@ async def test_a_redirect_is_not_followed() -> None:
         assert len(fake.calls) == 1
 
 
-async def test_a_body_too_large_for_one_go_arrives_whole() -> None:
-    body = text_body(padding="x" * (ONE_GO_BYTES + 1))
+async def test_a_body_too_large_for_one_write_arrives_whole() -> None:
+    body = text_body(padding="x" * (ONE_WRITE_BYTES + 1))
     async with stage() as (client, instance, fake):
         await client.post(instance, CHAT, strict_json.encode(body), {"x-request-id": "r"}, timeout_s=None)
         assert fake.calls[0].body == body
@@ -140,38 +141,148 @@ async def test_a_deadline_names_what_was_waited_for_and_leaves_other_timeouts_al
             raise TimeoutError
 
 
-async def _head(reader: asyncio.StreamReader) -> bytes:
-    """The head of the next request; what there is where the client has closed the connection."""
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def raw_stage(serve: Serve) -> AsyncIterator[tuple[StageClient, Instance]]:
+    """A stage that speaks HTTP by hand, so that a test decides what is a read of its own."""
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    client = StageClient(QUICK)
     try:
-        return await reader.readuntil(b"\r\n\r\n")
+        yield client, Instance("D0", Role.D, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "life1")
+    finally:
+        await client.aclose()
+        server.close()
+
+
+async def _request(reader: asyncio.StreamReader) -> bytes:
+    """The next request; what there is where the client has closed the connection."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+        return head + await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]))
     except asyncio.IncompleteReadError as cut:
         return cut.partial
+
+
+def _whole(body: bytes, more: bytes = b"") -> bytes:
+    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n%s\r\n%s" % (len(body), more, body)
 
 
 async def test_a_stream_whose_end_comes_after_its_last_event_gives_its_connection_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("proxy.stages.client.REST_S", PATIENCE_S)
-    connections = 0
+    connections, ended = 0, asyncio.Semaphore(0)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal connections
         connections += 1
-        while b"\r\n" in (head := await _head(reader)):
-            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-            await reader.readexactly(length)
+        while await _request(reader):
             writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(DONE), DONE))
             await writer.drain()
             await asyncio.sleep(0.01)  # so that it is a read of its own
             writer.write(b"0\r\n\r\n")
+            await writer.drain()
+            ended.release()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    client = StageClient(QUICK)
-    instance = Instance("D0", Role.D, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "life1")
-    try:
+    async with raw_stage(serve) as (client, instance):
         for _ in range(3):
             assert await events(client, instance) == DONE
+            await ended.acquire()
+            await asyncio.sleep(0.01)  # it is read
         assert connections == 1
-    finally:
-        await client.aclose()
-        server.close()
+
+
+async def test_a_stream_without_an_end_does_not_keep_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.stages.client.REST_S", 0.01)
+    closed = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await _request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(DONE), DONE))
+        assert await _request(reader) == b""
+        closed.set()
+
+    async with raw_stage(serve) as (client, instance):
+        assert await events(client, instance) == DONE
+        async with asyncio.timeout(PATIENCE_S):
+            await closed.wait()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SMTP ready\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    ],
+    ids=["no HTTP", "a body cut short", "no chunk"],
+)
+async def test_what_is_no_whole_answer_is_a_broken_connection(answer: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await _request(reader)
+        writer.write(answer)
+        writer.close()
+
+    async with raw_stage(serve) as (client, instance):
+        with pytest.raises(StageDied):
+            await client.post(instance, CHAT, BODY, {}, timeout_s=None)
+        with pytest.raises(StageDied):
+            await events(client, instance)
+
+
+async def test_a_connection_is_used_again_unless_the_stage_says_or_does_otherwise() -> None:
+    answers = [_whole(b"{}"), _whole(b"{}", b"connection: close\r\n"), _whole(b"{}"), _whole(b"{}") + b"HTTP/1.1 200 "]
+    served_by = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while answers and await _request(reader):
+            served_by.append(writer)
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n" + answers.pop(0))
+        await reader.read()
+        writer.close()
+
+    async with raw_stage(serve) as (client, instance):
+        for _ in range(4):
+            assert await client.post(instance, CHAT, BODY, {}, timeout_s=None) == {}
+    assert [served_by.index(one) for one in served_by] == [0, 0, 2, 2]
+
+
+async def test_an_answer_before_the_end_of_a_large_body_is_the_answer() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = b'{"error": {"message": "too much", "code": 413}}'
+        writer.write(b"HTTP/1.1 413 Too Large\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        await writer.drain()
+        assert len(await reader.read()) < 64 << 20  # the rest is not sent
+
+    async with raw_stage(serve) as (client, instance):
+        with pytest.raises(StageRefusal, match="too much"):
+            await client.post(instance, CHAT, bytes(64 << 20), {}, timeout_s=None)
+
+
+async def test_an_answer_is_read_no_faster_than_it_is_taken() -> None:
+    event = b"data: " + b"x" * (1 << 20) + b"\n\n"
+    sent = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await _request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(64):
+            writer.write(b"%x\r\n%s\r\n" % (len(event), event))
+            await writer.drain()
+            sent += 1
+        writer.write(b"0\r\n\r\n")
+
+    async with raw_stage(serve) as (client, instance):
+        async with aclosing(client.events(instance, CHAT, BODY, {})) as stream:
+            size = len(await anext(stream))
+            before = -1
+            while sent > before:  # as much as sockets hold
+                before = sent
+                await asyncio.sleep(0.05)
+            assert before < 60
+            size += sum([len(several) async for several in stream])
+        assert size == 64 * len(event)
