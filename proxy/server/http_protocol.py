@@ -1,4 +1,5 @@
-"""uvicorn's HTTP protocol with what it lacks: bounds on heads, and a word to a request whose client has left.
+"""uvicorn's HTTP protocol with what it lacks: bounds on heads, a word to a request whose client has left, and answers
+whose head and beginning are one packet.
 
 A bound on what it collects before a request's head, or a trailer, is complete: httptools has none, it joins what has
 come of a header with every read, so that a client without any key could fill the memory with one endless line, and stop
@@ -10,12 +11,42 @@ the event loop for seconds by copying it again and again. Until when a head has 
 from __future__ import annotations
 
 import asyncio
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from proxy.server.client_disconnect import EXTENSION, ClientDisconnect
 
 MAX_HEAD_BYTES = 64 << 10
+
+
+class _OneWrite:
+    """A transport on which the head of an answer leaves with what is written next, in the same turn of the event loop:
+    uvicorn writes it apart, which costs a system call here and another wake-up at the client."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._head and data.startswith(b"HTTP/1.1 "):
+            self._head = data
+            asyncio.get_running_loop().call_soon(self._flush)
+            return
+        if self._head:
+            data, self._head = self._head + data, b""
+        self._transport.write(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._head:
+            self.write(b"")
 
 
 class FrontProtocol(HttpToolsProtocol):
@@ -42,7 +73,7 @@ class FrontProtocol(HttpToolsProtocol):
         return self.cycle is None or self._pending_bytes > 0 or self.cycle.more_body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, _OneWrite(transport)))
         self._disconnect = ClientDisconnect(self.flow.resume_reading)
 
     def connection_lost(self, exc: Exception | None) -> None:
