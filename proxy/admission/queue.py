@@ -43,6 +43,7 @@ class AdmissionQueue:
         self._served = dict.fromkeys(Kind, 0)
         self._encode_pace = Pace()
         self._serve_pace = Pace()
+        self._queued = 0  # in any of the queues
         self._waited = False
 
     # What is there.
@@ -60,10 +61,7 @@ class AdmissionQueue:
         return self._encoding
 
     def somebody_waits(self) -> bool:
-        return bool(self._to_encode.tickets) or self._somebody_waits_to_be_served()
-
-    def _somebody_waits_to_be_served(self) -> bool:
-        return bool(self._to_serve[Kind.TEXT].tickets or self._to_serve[Kind.MEDIA].tickets)
+        return self._queued > 0
 
     def due_at(self, kind: Kind, arrived: float, priority: int) -> float:
         """When a request would be due. `priority` as in vLLM: lower is sooner; one unit is `priority_step_s`."""
@@ -124,6 +122,7 @@ class AdmissionQueue:
         ticket.place = Place.TO_ENCODE if encode else Place.TO_SERVE
         ticket.queued_at = now
         self._queue_of(ticket).add(ticket)
+        self._queued += 1
         self._keep_time(now)
 
     def grants(self, now: float, capacity: Capacity) -> list[Ticket]:
@@ -158,7 +157,7 @@ class AdmissionQueue:
     def step_back(self, ticket: Ticket) -> None:
         """It waits for its turn no more, and so must not get one. Any number of times."""
         if ticket.is_queued:
-            self._queue_of(ticket).remove(ticket)
+            self._dequeue(ticket)
             ticket.place = Place.ENCODING if ticket.encoding else Place.LOADING
 
     def leave(self, ticket: Ticket, now: float) -> None:
@@ -209,8 +208,12 @@ class AdmissionQueue:
             not self._prefilling[kind] or tokens + ticket.tokens <= share * capacity.prefill_tokens
         )
 
-    def _grant(self, ticket: Ticket, now: float) -> None:
+    def _dequeue(self, ticket: Ticket) -> None:
         self._queue_of(ticket).remove(ticket)
+        self._queued -= 1
+
+    def _grant(self, ticket: Ticket, now: float) -> None:
+        self._dequeue(ticket)
         self._go(ticket, now, encode=ticket.place is Place.TO_ENCODE)
 
     def _go(self, ticket: Ticket, now: float, *, encode: bool) -> None:
@@ -245,8 +248,9 @@ class AdmissionQueue:
             self._encoding -= 1
 
     def _keep_time(self, now: float) -> None:
-        waits = self.somebody_waits()
+        waits = self._queued > 0
         if waits or self._waited:  # time without a backlog says nothing
-            self._encode_pace.tick(now, backlog=bool(self._to_encode.tickets))
-            self._serve_pace.tick(now, backlog=self._somebody_waits_to_be_served())
+            to_encode = len(self._to_encode.tickets)
+            self._encode_pace.tick(now, backlog=to_encode > 0)
+            self._serve_pace.tick(now, backlog=self._queued > to_encode)
         self._waited = waits

@@ -27,7 +27,7 @@ class _Level:
     """What an object may have. `inner`: names below which there is another level."""
 
     allowed: frozenset[str]
-    inner: tuple[tuple[str, _Level], ...] = ()
+    inner: Mapping[str, _Level] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Sieve:
             self._drop(name, name if name in _NAMED else OTHER, name, rules.top.allowed)
 
     def _inner(self, body: Mapping[str, Any], level: _Level, where: str, path: str) -> None:
-        for name, below in level.inner:
+        for name, below in level.inner.items():
             value = body.get(name)
             if type(value) is dict:
                 self._object(value, below, f"{where}{name}", f"{path}{name}")
@@ -144,15 +144,11 @@ def _all_known(body: dict[str, Any], level: _Level) -> bool:
     """What nearly every body is: nothing in it has to go. No names of places are made for it."""
     if not body.keys() <= level.allowed:
         return False
-    for name, below in level.inner:
-        value = body.get(name)
-        if type(value) is dict:
-            if not _all_known(value, below):
+    for name in body.keys() & level.inner.keys():
+        value, below = body[name], level.inner[name]
+        for one in value if type(value) is list else (value,):
+            if type(one) is dict and not _all_known(one, below):
                 return False
-        elif type(value) is list:
-            for one in value:
-                if type(one) is dict and not _all_known(one, below):
-                    return False
     return True
 
 
@@ -162,7 +158,7 @@ def _level(nested: Mapping[str, str], path: str, allowed: frozenset[str]) -> _Le
     direct = [name for name in inner if "." not in name and name in allowed]
     return _Level(
         allowed,
-        tuple((name, _level(nested, prefix + name, frozenset(nested[prefix + name].split()))) for name in direct),
+        {name: _level(nested, prefix + name, frozenset(nested[prefix + name].split())) for name in direct},
     )
 
 

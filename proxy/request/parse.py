@@ -27,6 +27,10 @@ REPETITION_LIMITS = {"max_pattern_size": 64, "min_pattern_size": 64, "min_count"
 (0.32, `v1/core/sched/utils.py`): at most some 30,000 comparisons."""
 
 
+_LENGTHS = frozenset({"max_tokens", "max_completion_tokens", "max_output_tokens"})
+_OBJECTS = frozenset({*MEDIA_OPTIONS, "chat_template_kwargs"})
+
+
 class Endpoint(StrEnum):
     """The endpoints that reach a model."""
 
@@ -86,17 +90,20 @@ def parse(endpoint: Endpoint, raw: bytes | bytearray, settings: ProxySettings) -
     sieve.body(body, rules)
     if xargs := _object(body, "vllm_xargs"):
         sieve.xargs(xargs, settings.xargs)
-    for name in (*MEDIA_OPTIONS, "chat_template_kwargs"):
+    for name in body.keys() & _OBJECTS:
         _object(body, name)
-    _template_variables(_object(body, "chat_template_kwargs"))
+    if "chat_template_kwargs" in body:
+        _template_variables(_object(body, "chat_template_kwargs"))
     if not endpoint.generates and body.get("model") is None:
         body["model"] = settings.served_models[0]  # there is one tokenizer
     model = _model(body, settings)
-    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+    for name in body.keys() & _LENGTHS:
         _integer(body, name, 1, None)
     _integer(body, "n", 1, settings.max_n)
-    for name, most in REPETITION_LIMITS.items():
-        _integer(_object(body, "repetition_detection"), name, 0, most, within="repetition_detection.")
+    if "repetition_detection" in body:
+        detection = _object(body, "repetition_detection")
+        for name, most in REPETITION_LIMITS.items():
+            _integer(detection, name, 0, most, within="repetition_detection.")
     stream = _boolean(body, "stream") and endpoint.generates
     media = _media(endpoint, body)
     _check_modalities(media, settings)

@@ -61,6 +61,9 @@ class PoisonRecords:
         self._records: OrderedDict[bytes, PoisonRecord] = OrderedDict()
         self._explained: deque[IncarnationId] = deque(maxlen=EXPLAINED)
 
+    def __len__(self) -> int:
+        return len(self._records)
+
     def get(self, digest: bytes, now: float) -> PoisonRecord | None:
         """Returns what is held against a body at `now`. What is old is forgotten here."""
         while self._records:

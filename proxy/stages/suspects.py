@@ -62,6 +62,8 @@ class Suspects:
     # --- what trials ask and say --------------------------------------------------------------------------------
 
     def _check(self, digest: bytes) -> None:
+        if not self._records:
+            return
         now = _now()
         record = self._records.get(digest, now)
         if record is not None and record.refused_until:
@@ -72,7 +74,7 @@ class Suspects:
             )
 
     def _suspected(self, digest: bytes) -> bool:
-        record = self._records.get(digest, _now())
+        record = self._records.get(digest, _now()) if self._records else None
         return record is not None and record.suspected
 
     def _died(self, trial: Trial, incarnation_id: IncarnationId, sent_at: float, encoding: bool, ago_s: float) -> None:

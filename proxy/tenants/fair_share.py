@@ -8,8 +8,6 @@ have everything.
 
 from __future__ import annotations
 
-from collections import Counter
-
 
 class NoRoom(Exception):
     """All accounts together have taken what there is."""
@@ -31,7 +29,7 @@ class FairShare:
         self.limit = limit
         self.held = 0
         self._apart = apart
-        self._held_by: Counter[str] = Counter()
+        self._held_by: dict[str, int] = {}
 
     @property
     def most(self) -> int:
@@ -39,21 +37,24 @@ class FairShare:
         return max(self.limit // 2, 1) if self._apart else self.limit
 
     def held_by(self, account: str) -> int:
-        return self._held_by[account]
+        return self._held_by.get(account, 0)
 
     def take(self, account: str, amount: int) -> None:
         """Hold more. Raises NoRoom or OverShare, and then nothing was taken."""
         left = self.limit - self.held - amount
         if left < 0:
             raise NoRoom
-        if self._apart and self._held_by[account] + amount > max(left, 1):
+        held = self._held_by.get(account, 0) + amount
+        if self._apart and held > max(left, 1):
             raise OverShare
         self.held += amount
-        self._held_by[account] += amount
+        self._held_by[account] = held
 
     def give_back(self, account: str, amount: int) -> None:
+        left = self._held_by.get(account, 0) - amount
+        assert left >= 0, "more is given back than was taken"
         self.held -= amount
-        self._held_by[account] -= amount
-        assert self.held >= 0 and self._held_by[account] >= 0, "more is given back than was taken"
-        if not self._held_by[account]:
-            del self._held_by[account]
+        if left:
+            self._held_by[account] = left
+        else:
+            self._held_by.pop(account, None)
