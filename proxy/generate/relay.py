@@ -30,12 +30,12 @@ async def relay(
     held = b""  # openings: what follows them may still be an error, which is retried only before the commit point
     async for several in events:
         if sink.committed and is_plain(several):
-            if is_last(several):
-                await sink.finish(several)
-                return
             if DONE not in several:
                 await sink.write(several)
                 continue
+            if is_last(several):
+                await sink.finish(several)
+                return
         ready, held, failure, ended = _sift(held, several, committed=sink.committed)
         if ready:
             if not sink.committed:

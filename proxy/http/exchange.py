@@ -11,6 +11,7 @@ import asyncio
 import logging
 import re
 import secrets
+import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ class Exchange:
     ) -> str:
         """Read the body and work, until the client leaves or there is no more time. Returns how it ended, for the
         metrics. Raises EpdError: what to answer instead."""
-        begun = asyncio.get_running_loop().time()
+        begun = time.monotonic()  # the event loop's clock, too
         caller = caller_of(headers, self._settings)
         limit = _limit(headers, self._settings)
         cancel_scope: CancelScope[_Why] = CancelScope()

@@ -43,7 +43,7 @@ class CancelScope(Generic[Reason]):
             self._cancel()
 
     def __enter__(self) -> Self:
-        self._task = asyncio.current_task()
+        self._task = asyncio.current_task(self._loop)
         assert self._task is not None, "entered within a task"
         self._others = self._task.cancelling()
         return self

@@ -7,6 +7,7 @@ request.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Mapping
 from functools import lru_cache, partial
 from typing import Any
@@ -141,16 +142,16 @@ class StageClient:
 
     async def _connection(self, instance: Instance) -> Connection:
         """One that nobody uses, a new one where there is none. Raises StageUnreachable."""
-        loop, idle = asyncio.get_running_loop(), self._idle.get(instance.url)
+        idle = self._idle.get(instance.url)
         while idle:
             connection, since = idle.popitem()
-            if connection.reusable and loop.time() < since + IDLE_S:
+            if connection.reusable and time.monotonic() < since + IDLE_S:
                 return connection
             connection.close()
         address = urlsplit(instance.url)
         try:
             async with asyncio.timeout(self._timeouts.connect_s):
-                _, connection = await loop.create_connection(
+                _, connection = await asyncio.get_running_loop().create_connection(
                     partial(Connection, partial(self._lost, instance.url)), address.hostname or "", address.port or 80
                 )
                 return connection
@@ -161,7 +162,7 @@ class StageClient:
         if not connection.reusable:
             connection.close()
             return
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         idle = self._idle.setdefault(url, {})
         idle[connection] = now
         longest = next(iter(idle))

@@ -34,7 +34,7 @@ class WholeEvents:
             chunk = self._rest + chunk
         if chunk.endswith(BLANK_LINE):  # as vLLM writes, and networks mostly cut
             self._rest = b""
-            self.done = is_last(chunk)
+            self.done = chunk.endswith(DONE_EVENT) and is_last(chunk)
             return chunk
         whole = chunk.rfind(BLANK_LINE) + len(BLANK_LINE) if BLANK_LINE in chunk else 0
         self._rest = chunk[whole:]

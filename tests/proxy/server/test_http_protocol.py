@@ -7,12 +7,14 @@ import contextlib
 from collections.abc import AsyncIterator, Iterable
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from proxy.http.app import create_app
 from proxy.registry.table import InstanceTable
 from proxy.server.http_protocol import MAX_HEAD_BYTES
 from proxy.server.uvicorn_server import bind, serve
 from tests.proxy.fakes import settings
+from tests.waiting import PATIENCE_S
 
 PIECE = b"a" * 8192
 CHUNKED = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -85,3 +87,46 @@ async def test_bodies_and_many_requests_on_one_connection_are_no_heads() -> None
         _, answer = await exchange(port, [whole, chunked, *[get] * 20, last])
         assert answer.count(b"HTTP/1.1 400 ") == 2 and answer.count(b"invalid_json") == 2
         assert answer.count(b"HTTP/1.1 200 ") == 21
+
+
+class _Reads(asyncio.Protocol):
+    """Keeps what came, read by read."""
+
+    def __init__(self) -> None:
+        self.reads: list[bytes] = []
+        self.closed = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        self.reads.append(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.closed.set_result(None)
+
+
+async def test_an_answer_and_its_head_are_one_packet() -> None:
+    async with serving() as port:
+        transport, client = await asyncio.get_running_loop().create_connection(_Reads, "127.0.0.1", port)
+        transport.write(b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        async with asyncio.timeout(5):
+            await client.closed
+        (answer,) = client.reads
+        assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b'{"status":"alive"}')
+
+
+async def test_a_head_that_nothing_follows_is_sent_all_the_same() -> None:
+    async def begins(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await asyncio.sleep(PATIENCE_S)
+
+    listening = bind("127.0.0.1", 0)
+    listening.listen()
+    port: int = listening.getsockname()[1]
+    running = asyncio.create_task(serve(begins, "127.0.0.1", port, sockets=[listening], grace_s=0.0))
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    async with asyncio.timeout(5):
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+    writer.close()
+    running.cancel()
+    await asyncio.wait([running])
