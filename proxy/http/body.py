@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from starlette.datastructures import Headers
 from starlette.types import Receive
@@ -39,32 +37,33 @@ async def read_body(
         raise _too_large(max_bytes)
     body = bytearray()
     pace, begun = settings.body_pace, time.monotonic()  # the event loop's clock, too
-    with _arriving(arriving, held.account):
-        try:
-            async with asyncio.timeout_at(begun + min(pace.grace_s, pace.most_s)) as patience:
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientLeft
-                    came = message.get("body", b"")
-                    if len(body) + len(came) > max_bytes:
-                        raise _too_large(max_bytes)
-                    held.take(len(came))
-                    body += came
-                    if not message.get("more_body", False):
-                        return body
-                    earned_s = pace.grace_s + len(body) / pace.bytes_per_s
-                    patience.reschedule(begun + min(earned_s, pace.most_s))
-        except TimeoutError:
-            raise SlowBodyError(
-                f"The request body came too slowly: {len(body):,} bytes in "
-                f"{time.monotonic() - begun:.0f} s; {pace.bytes_per_s:,} bytes a second are asked "
-                f"for after {pace.grace_s:g} s, and all of it within {pace.most_s:g} s."
-            ) from None
+    _take_place(arriving, held.account)
+    try:
+        async with asyncio.timeout_at(begun + min(pace.grace_s, pace.most_s)) as patience:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientLeft
+                came = message.get("body", b"")
+                if len(body) + len(came) > max_bytes:
+                    raise _too_large(max_bytes)
+                held.take(len(came))
+                body += came
+                if not message.get("more_body", False):
+                    return body
+                earned_s = pace.grace_s + len(body) / pace.bytes_per_s
+                patience.reschedule(begun + min(earned_s, pace.most_s))
+    except TimeoutError:
+        raise SlowBodyError(
+            f"The request body came too slowly: {len(body):,} bytes in "
+            f"{time.monotonic() - begun:.0f} s; {pace.bytes_per_s:,} bytes a second are asked "
+            f"for after {pace.grace_s:g} s, and all of it within {pace.most_s:g} s."
+        ) from None
+    finally:
+        arriving.give_back(held.account, 1)
 
 
-@contextmanager
-def _arriving(arriving: FairShare, account: str) -> Iterator[None]:
+def _take_place(arriving: FairShare, account: str) -> None:
     """A place among the bodies that are arriving, of which no account gets all."""
     try:
         arriving.take(account, 1)
@@ -75,10 +74,6 @@ def _arriving(arriving: FairShare, account: str) -> Iterator[None]:
             f"{arriving.held_by(account)} request bodies of this account are arriving, which is its share; "
             "try again later"
         ) from None
-    try:
-        yield
-    finally:
-        arriving.give_back(account, 1)
 
 
 def _too_large(max_bytes: int) -> PayloadTooLargeError:

@@ -14,9 +14,8 @@ import secrets
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
@@ -185,8 +184,7 @@ def _let_go(error: BaseException | None) -> None:
         error = error.__context__
 
 
-@dataclass(frozen=True)
-class _Limit:
+class _Limit(NamedTuple):
     """How long an exchange may take. `clients`: the client said so, not the operator."""
 
     s: float

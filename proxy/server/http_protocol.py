@@ -26,6 +26,7 @@ class _OneWrite:
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
+        self._loop = asyncio.get_running_loop()
         self._head = b""
 
     def __getattr__(self, name: str) -> Any:
@@ -34,7 +35,7 @@ class _OneWrite:
     def write(self, data: bytes) -> None:
         if not self._head and data.startswith(b"HTTP/1.1 "):
             self._head = data
-            asyncio.get_running_loop().call_soon(self._flush)
+            self._loop.call_soon(self._flush)
             return
         if self._head:
             data, self._head = self._head + data, b""

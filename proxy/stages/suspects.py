@@ -15,8 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable
 
 import xxhash
 
@@ -176,21 +175,13 @@ class Trial:
             names = " and ".join(sorted(name for name, _ in self._deaths))
             raise StageError(f"{names} ended while they worked on this request; it is not tried again", stage=names)
 
-    @asynccontextmanager
-    async def turn(self, before_waiting: Callable[[], None]) -> AsyncIterator[None]:
+    def turn(self, before_waiting: Callable[[], None]) -> _Turn:
         """Enter for one attempt, from several tasks too: waits until no other suspect is on trial, if this is one.
 
         Args:
             before_waiting: gives back what others would have to wait for meanwhile.
         """
-        await self._suspects._turn(self, before_waiting)
-        self._turns += 1
-        try:
-            yield
-        finally:
-            self._turns -= 1
-            if not self._turns:
-                self._suspects._end(self)
+        return _Turn(self, before_waiting)
 
     def sent(self) -> None:
         """The attempt has an instance from now on: if it is a trial, its time begins."""
@@ -213,6 +204,25 @@ class Trial:
         self._suspects._survived(self.digest, encoding=encoding)
         if not encoding:
             self._suspects._end(self)
+
+
+class _Turn:
+    """One attempt of a trial."""
+
+    __slots__ = ("_before_waiting", "_trial")
+
+    def __init__(self, trial: Trial, before_waiting: Callable[[], None]) -> None:
+        self._trial = trial
+        self._before_waiting = before_waiting
+
+    async def __aenter__(self) -> None:
+        await self._trial._suspects._turn(self._trial, self._before_waiting)
+        self._trial._turns += 1
+
+    async def __aexit__(self, *_: object) -> None:
+        self._trial._turns -= 1
+        if not self._trial._turns:
+            self._trial._suspects._end(self._trial)
 
 
 def _let_go(waiters: Iterable[asyncio.Future[None]]) -> None:

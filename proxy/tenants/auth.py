@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from starlette.datastructures import Headers
 
@@ -26,8 +26,7 @@ class AuthenticationError(RequestError):
     code = "invalid_api_key"
 
 
-@dataclass(frozen=True)
-class Caller:
+class Caller(NamedTuple):
     """Who asks.
 
     Attributes:
