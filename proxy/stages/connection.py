@@ -106,6 +106,7 @@ class Connection(asyncio.Protocol):
         answer that takes longer is cut off, and with it the stage's work."""
         self._stop_timer()
         if self.complete:
+            self._taken()
             completed(self)
         elif within_s:
             self._completed = completed
@@ -220,5 +221,5 @@ class Connection(asyncio.Protocol):
         completed, self._completed = self._completed, None
         if completed is not None:
             self._stop_timer()
-            self._pieces.clear()
+            self._taken()
             completed(self)

@@ -48,7 +48,7 @@ PROFILE = {
 }
 MEMORY_BYTES = 512 << 20
 BUFFERS_BYTES = 256 << 10
-"""Of one connection, in the proxy: what uvicorn and aiohttp read ahead and write behind."""
+"""Of one connection, in the proxy: what uvicorn and our client read ahead and write behind."""
 NUMBERS = {"slow body": 200, "silent": 100, "slow reader": 20, "large url": 32}
 RATES = {"text": 10.0, "picture": 3.0, "url": 2.0}
 CASES = 10_000

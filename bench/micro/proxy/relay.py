@@ -1,8 +1,9 @@
-"""The bare relay: what a proxy costs that only passes bytes on, with the same HTTP server and client as ours.
+"""The bare relay: what a proxy costs that only passes bytes on, with the HTTP server and the client that one takes.
 
 `python -m bench.micro.proxy.relay PORT URL…`. Takes a request whole, sends it to one stage after another in turn, and
 passes the answer on as it comes. No parsing, no checks, no choice, no retries, no watch for clients that leave: the
-least that any proxy on this server and this client does, and so the base of `rps_over_bare_relay`.
+least that any proxy on uvicorn and aiohttp does, and so the base of `rps_over_bare_relay`. Ours is on uvicorn, too; its
+client is its own (`proxy/stages/connection.py`), which is part of what is compared.
 """
 
 from __future__ import annotations
