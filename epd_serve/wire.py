@@ -2,9 +2,10 @@
 
 msgpack through msgspec; nothing is ever unpickled from a socket. Three channels:
 
-* announcements, stages → consumers and proxies (PUB/SUB): `FeatureReady`, `FeatureFailed`, `FeaturePending` from
-  encoders, `FeatureMissing`, `FeaturePath` from consumers, `StoreReport` from all that have to do with features,
-  `KvReport` from the workers of every stage that sends KV, `StageReport` from the scheduler of every stage.
+* announcements, stages → consumers and proxies (PUB/SUB): `FeatureExpected`, `FeatureReady`, `FeatureFailed`,
+  `FeaturePending` from encoders, `FeatureMissing`, `FeaturePath` from consumers, `StoreReport` from all that have to
+  do with features, `KvReport` from the workers of every stage that sends KV, `StageReport` from the scheduler of every
+  stage.
 * transfer control, D scheduler ↔ P scheduler (DEALER/ROUTER): `Queued`, `Ready`, `Cancel` | `Alive`, `Refused`,
   `CancelAck`.
 * transfer data, P worker ↔ D worker (DEALER/ROUTER): `Hello`, `Probe`, `Packet`, `Done` | `HelloAck`, `HelloRefused`,
@@ -55,6 +56,18 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
 
 
 # --- announcements --------------------------------------------------------------------------------------------------
+
+
+class FeatureExpected(_Message, frozen=True):
+    """The encoder begins to work on these items. From now on their requests can be prepared wherever they go next: what
+    stands in for the media is known, and what becomes of each feature will be announced.
+
+    Attributes:
+        items: key → metadata, as in `FeatureReady`; only items that have some.
+    """
+
+    items: dict[str, dict[str, Any]]
+    incarnation: str
 
 
 class FeatureReady(_Message, frozen=True):
@@ -443,7 +456,15 @@ class FetchSettled(_Message, frozen=True):
 
 
 Announcement = (
-    FeatureReady | FeatureFailed | FeaturePending | FeatureMissing | FeaturePath | StoreReport | KvReport | StageReport
+    FeatureExpected
+    | FeatureReady
+    | FeatureFailed
+    | FeaturePending
+    | FeatureMissing
+    | FeaturePath
+    | StoreReport
+    | KvReport
+    | StageReport
 )
 ToFeatureAgent = AgentHello | FetchInto
 ToFeatureClient = AgentReady | AgentRefused | Fetched | FetchFailed | FetchSettled

@@ -10,7 +10,8 @@ skips no encode, and P recomputes what is lost.
     P scheduler   ensure_cache_available defers until pinned, or lost and a slot is free; has_cache_item promises only
                   what is pinned; take_unavailable_requests* fails who must not recompute; update_state_after_alloc /
                   build_connector_meta name the bytes to load; pins go when the request is among the finished
-    D scheduler   the same for a request that was preempted; until then ensure_cache_available keeps what it would need
+    D scheduler   the same for a request that was preempted; until then ensure_cache_available keeps what it would need,
+                  and before that defers a new request whose features are still being made, so that it holds no blocks
     P worker      start_load_caches copies from where the features lie into vLLM's encoder cache
 """
 
@@ -70,6 +71,8 @@ class FeatureConnector(ECConnectorBase):
             if self.is_consumer:
                 self._consumer = FeatureConsumer(wiring, ranks=vllm_config.parallel_config.tensor_parallel_size)
                 self._keeps = wiring.role.decodes  # who only prefills is retried from the start
+                self._reserves = wiring.role.takes_kv
+                self._reserved: set[str] = set()  # requests that were let through
                 self._can_fail = compat.can_fail_requests()
                 self._media_is_absent = compat.media_is_absent(vllm_config)
             else:
@@ -92,6 +95,8 @@ class FeatureConnector(ECConnectorBase):
             return True
         keys = item_keys(request, num_computed_tokens)
         if not keys:
+            if self._reserves and self._is_early(request, self._consumer):
+                return False
             self._consumer.passed(request.request_id)
             if self._keeps and self._has_to_fail(request):
                 self._consumer.keep(request.request_id, item_keys(request))
@@ -142,6 +147,8 @@ class FeatureConnector(ECConnectorBase):
             self._consumer.release(finished)
             for request in finished:
                 self._must_not_recompute.pop(request, None)
+            if self._reserves:
+                self._reserved -= finished
             if not scheduler_output.total_num_scheduled_tokens and self._consumer.waiting():
                 idle_waiter.expect_wake()
         return FeatureMetadata(step)
@@ -176,6 +183,16 @@ class FeatureConnector(ECConnectorBase):
         for part in (self._consumer, self._encoder, self._producer, self._reader):
             if part is not None:
                 part.close()
+
+    def _is_early(self, request: Request, consumer: FeatureConsumer) -> bool:
+        """Whether D has to wait with a new request, of which it computes nothing, until P can begin with it."""
+        if request.request_id in self._reserved:
+            return False
+        given_up = not_encoded(request)
+        if consumer.held_back(request.request_id, [key for key in item_keys(request) if key not in given_up]):
+            return True
+        self._reserved.add(request.request_id)
+        return False
 
     def _has_to_fail(self, request: Request) -> bool:
         """If a feature is lost."""

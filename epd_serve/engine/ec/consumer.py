@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from epd_serve import wire
 from epd_serve.engine.ec.announcer import Announcer
+from epd_serve.engine.ec.expected_features import ExpectedFeatures
 from epd_serve.engine.ec.feature_desk import Admission, FeatureDesk
 from epd_serve.engine.ec.feature_source import Held
 from epd_serve.engine.ec.feature_table import FeatureTable
@@ -43,13 +44,16 @@ class FeatureConsumer:
             wait_s=wiring.feature_wait_s, max_prefetched_bytes=capacity // 4 if prefetches else 0
         )
         self._desk = FeatureDesk(table, wiring.recompute_limit)
-        self._lock = threading.Lock()  # guards _desk and its table
+        self._expected = ExpectedFeatures(wiring.feature_wait_s)
+        self._held_back: set[str] = set()  # requests of D
+        self._lock = threading.Lock()  # guards the three above, and the desk's table
         self._pins = Pins()
         self._kept = KeptFeatures(self._source.lease_local, self._pins.drop, max_bytes=capacity // 4)
         self._listener = FeatureListener(
             wiring,
             self._source,
             self._desk,
+            self._expected,
             self._lock,
             self._pins,
             self._kept,
@@ -84,6 +88,18 @@ class FeatureConsumer:
         with self._lock:
             self._desk.passed(request)
 
+    def held_back(self, request: str, keys: Sequence[str]) -> bool:
+        """Whether it is too early for D to reserve blocks: P cannot begin, since an encoder is making the first of the
+        request's features. Asked at every step until it is not.
+
+        Args:
+            keys: identifiers of its items that some encoder produces, in the order of the prompt.
+        """
+        with self._lock:
+            early = bool(keys) and self._expected.expects(keys[0], time.monotonic())
+            (self._held_back.add if early else self._held_back.discard)(request)
+        return early
+
     def keep(self, request: str, keys: Sequence[str]) -> None:
         """The request runs without these features, and could not go on without them if it were preempted."""
         if self._kept.keep(request, keys):
@@ -114,6 +130,7 @@ class FeatureConsumer:
     def ended(self, request: str) -> None:
         """vLLM has forgotten the request; what it loads may still be loading."""
         with self._lock:
+            self._held_back.discard(request)
             self._desk.ended(request)
 
     def release(self, requests: Iterable[str]) -> None:
@@ -128,7 +145,7 @@ class FeatureConsumer:
     def waiting(self) -> bool:
         """Whether a request waits for a feature, or for its turn to recompute one."""
         with self._lock:
-            return self._desk.waiting()
+            return bool(self._held_back) or self._desk.waiting()
 
     def close(self) -> None:
         self._listener.close()

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import zmq
 
 from epd_serve import wire
+from epd_serve.engine.ec.expected_features import ExpectedFeatures
 from epd_serve.engine.ec.feature_desk import FeatureDesk
 from epd_serve.engine.ec.feature_source import FeatureSource, Held
 from epd_serve.engine.ec.fetcher import Fetched, Fetcher
@@ -38,13 +39,14 @@ _OUTAGE_GRACE_S = 0.5  # a second tier that is gone: an encoder of this host may
 
 
 class FeatureListener:
-    """Owns the listener thread and its sockets. `lock` guards `desk`; the source is never asked under it."""
+    """Owns the listener thread and its sockets. `lock` guards `desk` and `expected`, never a call of the source."""
 
     def __init__(
         self,
         wiring: StageWiring,
         source: FeatureSource,
         desk: FeatureDesk[Pin],
+        expected: ExpectedFeatures,
         lock: threading.Lock,
         pins: Pins,
         kept: KeptFeatures,
@@ -53,7 +55,7 @@ class FeatureListener:
         max_bytes: int,
     ) -> None:
         self._wiring, self._source, self._changed = wiring, source, changed
-        self._desk, self._table, self._lock = desk, desk.table, lock
+        self._desk, self._table, self._expected, self._lock = desk, desk.table, expected, lock
         self._pins, self._kept = pins, kept
         self._trace = Trace(wiring.trace_path, wiring.instance)
         self._lookups = Lookups()
@@ -132,10 +134,18 @@ class FeatureListener:
                 if self._ready(event, now):
                     announced[event.key] = event.nbytes
             with self._lock:
-                if isinstance(event, wire.FeatureFailed):
-                    self._table.failed(event.key, "encoder", now)
-                elif isinstance(event, wire.FeaturePending):
-                    self._table.renew(event.keys, now)
+                match event:
+                    case wire.FeatureExpected():
+                        self._table.renew(event.items, now)
+                        self._expected.began(event.items, now)
+                    case wire.FeaturePending():
+                        self._table.renew(event.keys, now)
+                        self._expected.renew(event.keys, now)
+                    case wire.FeatureFailed():
+                        self._table.failed(event.key, "encoder", now)
+                awaited = isinstance(event, wire.FeatureReady | wire.FeatureFailed) and self._expected.ended(event.key)
+            if awaited:
+                idle_waiter.wake()
         return announced
 
     def _ready(self, event: wire.FeatureReady, now: float) -> bool:

@@ -1,4 +1,5 @@
-"""Worker side of an encoder: what leaves it, what it loads instead of encoding, and what it says about both.
+"""Worker side of an encoder: what leaves it, what it loads instead of encoding, and what it says about both, beforehand
+(`wire.FeatureExpected`) and afterwards.
 
 The model step only hands tensors over (`feature_writer.py` puts and announces behind its back, EPD-Serve §3.2). An
 item that vLLM finds in its own encoder cache is not encoded and `save_caches` never fires for it: it is announced
@@ -73,6 +74,9 @@ class FeatureProducer:
             for item in step.needed:
                 if item.metadata:
                     self._remember(item.key, item.metadata)
+        # Whatever becomes of them in this step: who comes after E may prepare its requests meanwhile.
+        if expected := {item.key: item.metadata for item in step.needed if item.metadata}:
+            self._announcer.announce(wire.FeatureExpected(expected, self._wiring.incarnation))
         self._load(step)
         loaded = {slot.key for slot in step.loads}
         for item in step.needed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import importlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from epd_serve.engine import compat
 from epd_serve.roles import Role
 from store.arena import Arena
-from tests.epd_serve.engine.ec.stages import Stages
+from tests.epd_serve.engine.ec.stages import Stages, feature, needed
 from tests.waiting import wait_for
 
 GRID = {"image_grid_thw": [[1, 4, 4]]}
@@ -183,6 +184,36 @@ def test_who_decodes_keeps_what_a_preempted_request_could_not_make_again(
     wait_for(lambda: arena.stats().leased == kept)
     scheduler.build_connector_meta(output("r"))
     wait_for(lambda: arena.stats().leased == 0)
+
+
+def test_decode_reserves_nothing_while_the_first_of_its_features_is_being_made(make: Make, stages: Stages) -> None:
+    encoder, scheduler = stages.producer(), make(Role.D, ECConnectorRole.SCHEDULER)
+
+    def heard() -> bool:
+        encoder.step(needed("k", "later", **GRID))
+        return bool(scheduler._consumer._expected.expects("later", time.monotonic()))
+
+    wait_for(heard)
+    new, given_up = request("r", "k", "later"), request("g", "k", epd_missing="k")
+    for _ in range(3):
+        assert not scheduler.ensure_cache_available(new, 10)
+        scheduler.build_connector_meta(output(tokens=0))
+    assert scheduler._consumer.waiting(), "an idle scheduler sleeps meanwhile"
+    assert scheduler.ensure_cache_available(given_up, 10), "no encoder makes what this one needs"
+    encoder.save({"k": feature()}, "k")
+    wait_for(lambda: scheduler.ensure_cache_available(new, 10))
+    scheduler._consumer._expected.began(["k"], time.monotonic())  # for somebody else, once more
+    assert not scheduler.ensure_cache_available(request("s", "k"), 10)
+    assert scheduler.ensure_cache_available(new, 10), "a request that runs is never held up"
+    scheduler.build_connector_meta(output("r"))
+    assert "r" not in scheduler._reserved
+
+
+def test_an_encoder_that_falls_silent_holds_decode_up_for_a_while_only(make: Make, stages: Stages) -> None:
+    scheduler = make(Role.D, ECConnectorRole.SCHEDULER, feature_wait_s=0.1)
+    scheduler._consumer._expected.began(["k"], time.monotonic())
+    assert not scheduler.ensure_cache_available(request("r", "k"), 10)
+    wait_for(lambda: scheduler.ensure_cache_available(request("r", "k"), 10))
 
 
 def test_what_was_not_encoded_is_recomputed_without_waiting(make: Make) -> None:

@@ -170,6 +170,21 @@ def test_announcements_carry_the_host_and_the_metadata(stages: Stages) -> None:
     assert ear.of(wire.StoreReport)[-1].counters["encoded"] == 1
 
 
+def test_what_is_about_to_be_encoded_is_announced_with_its_metadata_before_anything_comes_of_it(
+    stages: Stages, arena: Arena
+) -> None:
+    e, ear = stages.producer(), stages.ear()
+    wait_for(lambda: ear.of(wire.StoreReport))
+    cached = feature()
+    e.step(needed("new", **GRID), {})
+    wait_for(lambda: ear.of(wire.FeatureExpected, items={"new": GRID}, incarnation="i"))
+    e.step(needed("cached", **GRID), {"cached": cached})
+    e.step(needed("unknown"), {})  # a modality whose metadata nobody can say
+    wait_for(lambda: ear.of(wire.FeatureReady, key="cached"))
+    kinds = [type(event) for event in ear.listen() if isinstance(event, wire.FeatureExpected | wire.FeatureReady)]
+    assert kinds == [wire.FeatureExpected, wire.FeatureExpected, wire.FeatureReady]
+
+
 def test_what_is_queued_is_renewed_until_it_is_announced(stages: Stages) -> None:
     e, ear = stages.producer(), stages.ear()
     e.step(needed("a", "b"), {})
