@@ -11,7 +11,8 @@ import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Self
 
@@ -123,7 +124,7 @@ class Gate:
             self.queue.step_back(ticket)  # what else the request began may take a while to end
 
     def _prefilled(self, ticket: Ticket) -> None:
-        if ticket.prefilling:
+        if ticket.prefilling or ticket.ahead:
             self._begin_s[ticket.kind].append(_now() - ticket.granted_at)
             self.queue.prefilled(ticket)
             self._pump()
@@ -151,6 +152,7 @@ class Pass:
         self._gate = gate
         self._ticket = ticket
         self._turns = asyncio.Lock()
+        self._cut: Callable[[], None] = _nothing
 
     def __enter__(self) -> Self:
         return self
@@ -163,8 +165,11 @@ class Pass:
         self._ticket.tokens = tokens
 
     async def to_encoders(self) -> None:
-        """Wait until encoders take it. Any number of times, and at the same time."""
+        """Wait until encoders take it. Any number of times, and at the same time. One that went ahead of what another
+        request was having encoded gives its place with the stages back first."""
         async with self._turns:
+            if self._ticket.ahead and not self._ticket.encoding:
+                self.give_back()
             if self._ticket.place is Place.LOADING:
                 await self._gate._wait_turn(self._ticket, encode=True)
 
@@ -172,6 +177,26 @@ class Pass:
         """Give a place back, at the encoders or with the stages: something has to be encoded first, or others are
         having it encoded or are on trial, and whoever is waited for may need this very place."""
         self._gate.queue.give_back(self._ticket)
+        self._gate._pump()
+        self._cut()
+
+    def goes_ahead(self) -> bool:
+        """Take a place with the stages while its items are being encoded, if that can be had at once."""
+        return self._gate.queue.goes_ahead(self._ticket, _now(), self._gate._capacity())
+
+    @contextmanager
+    def ahead(self, cut: Callable[[], None]) -> Iterator[None]:
+        """The time of an attempt that went ahead. `cut` ends it, where its place is given back: whoever encodes anew
+        while it waits at the stages must not hold a place there."""
+        self._cut = cut
+        try:
+            yield
+        finally:
+            self._cut = _nothing
+
+    def encoded(self) -> None:
+        """Its items are encoded, or given up."""
+        self._gate.queue.encoded(self._ticket)
         self._gate._pump()
 
     async def to_stages(self) -> None:
@@ -192,6 +217,10 @@ class Pass:
     @property
     def served(self) -> bool:
         return self._ticket.place is Place.SERVED
+
+
+def _nothing() -> None:
+    """Nothing went ahead."""
 
 
 def _what(kind: Kind) -> str:

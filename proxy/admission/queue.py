@@ -2,6 +2,7 @@
 
     admit -> LOADING --enqueue(encode)--> TO_ENCODE --grant--> ENCODING --enqueue--> TO_SERVE --grant--> SERVED
                 \\-------------------------enqueue----------------------------------^
+    ENCODING, LOADING --go ahead--> SERVED, ahead --encoded--> SERVED
     ENCODING, SERVED --give back--> LOADING        from every place: leave -> GONE, exactly once
     TO_ENCODE, TO_SERVE --step back--> where it came from
 
@@ -11,7 +12,9 @@ has a time at which it is *due*: its arrival, later for media (`media_yields_s`)
 that is the aging. Where the head of the queues does not fit yet, nobody smaller overtakes it. Beyond that each modality
 has a share that the other cannot take while both are about, so that neither waits for the other to end.
 
-A media ticket keeps its encoder's place until it is served: features that nobody fetches would crowd the MM Store.
+A media ticket keeps its encoder's place until it is served and encoded: features that nobody fetches would crowd the
+MM Store. It may go ahead to the stages while its items are encoded, where nobody waits for them and there is room; its
+prompt counts from the moment at which it could be prefilled, so that nobody waits for those who wait for an encoder.
 """
 
 from __future__ import annotations
@@ -114,6 +117,26 @@ class AdmissionQueue:
         self._go(ticket, now, encode=encode)
         return True
 
+    def goes_ahead(self, ticket: Ticket, now: float, capacity: Capacity) -> bool:
+        """Serve it before its items are encoded, if nobody waits to be served and there is room. It never queues for
+        that."""
+        somebody_waits = any(queue.tickets for queue in self._to_serve.values())
+        if somebody_waits or ticket.place not in (Place.LOADING, Place.ENCODING):
+            return False
+        if not (self._within_share(ticket, now, capacity) and self._fits(ticket, capacity)):
+            return False
+        ticket.queued_at = now
+        ticket.ahead = True
+        self._go(ticket, now, encode=False)
+        return True
+
+    def encoded(self, ticket: Ticket) -> None:
+        """What it went ahead of has been done. Any number of times."""
+        if ticket.ahead:
+            ticket.ahead = False
+            self._encoded(ticket)
+            self._weigh(ticket)
+
     def enqueue(self, ticket: Ticket, now: float, *, encode: bool = False, tokens: float | None = None) -> None:
         """Join the queue for the encoders, or the one for prefill and decode."""
         assert ticket.place in (Place.LOADING, Place.ENCODING), f"a {ticket.place} ticket joins no queue"
@@ -147,6 +170,9 @@ class AdmissionQueue:
 
     def prefilled(self, ticket: Ticket) -> None:
         """Its prompt weighs no longer on the prefilling instances. Any number of times."""
+        if ticket.ahead:
+            ticket.ahead = False
+            self._encoded(ticket)
         if ticket.prefilling:
             ticket.prefilling = False
             self._tokens[ticket.kind] -= ticket.tokens
@@ -228,14 +254,18 @@ class AdmissionQueue:
             return
         ticket.place = Place.SERVED
         ticket.granted_at = now
-        self._encoded(ticket)
-        ticket.prefilling = True
         self._sequences[ticket.kind] += ticket.sequences
-        self._tokens[ticket.kind] += ticket.tokens
-        self._prefilling[ticket.kind] += 1
         self._served[ticket.kind] += 1
+        if not ticket.ahead:
+            self._encoded(ticket)
+            self._weigh(ticket)
         if now > ticket.queued_at:
             self._serve_pace.granted()
+
+    def _weigh(self, ticket: Ticket) -> None:
+        ticket.prefilling = True
+        self._tokens[ticket.kind] += ticket.tokens
+        self._prefilling[ticket.kind] += 1
 
     def _served_no_more(self, ticket: Ticket) -> None:
         self.prefilled(ticket)

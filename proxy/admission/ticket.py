@@ -50,6 +50,7 @@ class Ticket(Struct, eq=False):
         due: when it is to go, in seconds on the caller's clock; `number` tells equals apart.
         tokens: of its prompt, estimated. sequences: how many it decodes at once.
         encoding: it holds a place at the encoders. prefilling: its tokens count.
+        ahead: it is served while its items are still being encoded, so nothing of it can be prefilled yet.
         queued_at: when it joined the queue it is or was in. granted_at: when its turn to be served came, or last came.
     """
 
@@ -62,6 +63,7 @@ class Ticket(Struct, eq=False):
     place: Place = Place.LOADING
     encoding: bool = False
     prefilling: bool = False
+    ahead: bool = False
     queued_at: float = 0.0
     granted_at: float = 0.0
 

@@ -142,6 +142,47 @@ def test_encoded_media_keeps_its_encoder_s_place_until_it_is_served() -> None:
     assert (images[1].place, queue.encoding) == (Place.TO_SERVE, 2)
 
 
+def test_media_that_goes_ahead_holds_its_encoder_s_place_and_nobody_s_prefill_tokens() -> None:
+    queue = AdmissionQueue(LIMITS)
+    ahead = queue.admit(Kind.MEDIA, 0.0)
+    queue.enqueue(ahead, 0.0, encode=True, tokens=700)
+    assert queue.grants(0.0, ROOM) == [ahead]
+    assert queue.goes_ahead(ahead, 0.0, ROOM)
+    assert (ahead.place, queue.encoding, queue.served(Kind.MEDIA)) == (Place.SERVED, 1, 1)
+    text = stands(queue, Kind.TEXT, tokens=600)
+    assert queue.grants(1.0, ROOM) == [text], "nothing of it can be prefilled yet"
+    queue.encoded(ahead)
+    assert (queue.encoding, ahead.prefilling) == (0, True)
+    stands(queue, Kind.TEXT, 2.0, tokens=600)
+    assert queue.grants(2.0, ROOM) == []
+
+
+def test_nobody_goes_ahead_while_others_wait_to_be_served_or_there_is_no_room() -> None:
+    queue = AdmissionQueue(LIMITS)
+    busy = stands(queue, Kind.TEXT, tokens=600)
+    assert queue.grants(0.0, ROOM) == [busy]
+    one = queue.admit(Kind.MEDIA, 0.0)
+    one.tokens = 600
+    assert not queue.goes_ahead(one, 0.0, ROOM)
+    one.tokens = 10
+    stands(queue, Kind.TEXT, tokens=900)
+    assert not queue.goes_ahead(one, 0.0, ROOM)
+    queue.leave(busy, 1.0)
+    queue.grants(1.0, ROOM)
+    assert queue.goes_ahead(one, 1.0, ROOM)
+    assert not queue.goes_ahead(one, 1.0, ROOM), "it is there already"
+
+
+def test_who_went_ahead_and_has_to_encode_anew_gives_its_place_back() -> None:
+    queue = AdmissionQueue(LIMITS)
+    follower = queue.admit(Kind.MEDIA, 0.0)
+    assert queue.goes_ahead(follower, 0.0, ROOM)
+    queue.give_back(follower)
+    assert (follower.place, follower.ahead, queue.served(Kind.MEDIA), queue.encoding) == (Place.LOADING, False, 0, 0)
+    queue.enqueue(follower, 1.0, encode=True)
+    assert queue.grants(1.0, ROOM) == [follower]
+
+
 def test_the_wait_is_predicted_from_how_fast_the_line_moves() -> None:
     queue = AdmissionQueue(LIMITS)
     one = replace(ROOM, sequences=1)
@@ -188,6 +229,9 @@ def consistent(queue: AdmissionQueue, tickets: list[Ticket], capacity: Capacity)
     assert standing == {ticket for line in lines for ticket in line.tickets}
 
 
+MOVES = ("admit", "stand", "stand", "grants", "go ahead", "encoded", "give back", "prefilled", "leave")
+
+
 @examples(max_examples=150, deadline=None)
 @given(st.data(), st.booleans())
 def test_every_admitted_request_leaves_exactly_once_and_nothing_stays(data: st.DataObject, single: bool) -> None:
@@ -197,7 +241,7 @@ def test_every_admitted_request_leaves_exactly_once_and_nothing_stays(data: st.D
     now = 0.0
     for _ in range(data.draw(st.integers(1, 40))):
         now += data.draw(st.sampled_from([0.0, 0.1, 3.0]))
-        move = data.draw(st.sampled_from(["admit", "stand", "stand", "grants", "give back", "prefilled", "leave"]))
+        move = data.draw(st.sampled_from(MOVES))
         if move == "admit":
             kind = data.draw(st.sampled_from(Kind))
             try:
@@ -213,6 +257,12 @@ def test_every_admitted_request_leaves_exactly_once_and_nothing_stays(data: st.D
                 queue.enqueue(ticket, now, encode=encode, tokens=data.draw(st.sampled_from([1.0, 60.0, 500.0])))
             elif move == "give back":
                 queue.give_back(ticket)
+            elif move == "go ahead":
+                waited = queue.served(ticket.kind)
+                went = queue.goes_ahead(ticket, now, capacity)
+                assert not went or (ticket.ahead and not ticket.prefilling and queue.served(ticket.kind) == waited + 1)
+            elif move == "encoded":
+                queue.encoded(ticket)
             elif move == "prefilled":
                 queue.prefilled(ticket)
             elif move == "leave":
