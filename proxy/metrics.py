@@ -159,6 +159,12 @@ class Metrics:
         self.deliveries = LabelledCounter(
             "epd_proxy_deliveries", "Attempts by what stands for the media.", ("delivery",), registry=self.registry
         )
+        self.went_ahead = LabelledCounter(
+            "epd_proxy_went_ahead",
+            "Attempts begun while encoders were still at work on the media, by what became of them.",
+            ("outcome",),
+            registry=self.registry,
+        )
         self.step_downs = LabelledCounter(
             "epd_proxy_step_downs",
             "Attempts repeated with the media delivered otherwise, by the cause of the failure.",

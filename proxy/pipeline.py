@@ -1,4 +1,5 @@
-"""A request's life in order: parse, load media, encode, then prefill and decode, each when the gate says.
+"""A request's life in order: parse, load media, encode, and prefill and decode as early as that is of use, each when
+the gate says.
 
 The steps decide how; this file only says when. One per process; owns what they share. An item's key is salted with the
 tenant unless features are shared; vLLM's prefix cache always is, since prompts are never shared.
@@ -93,7 +94,6 @@ class Pipeline:
         self._router = Router(table, settings.roles, instance_wait_s=timeouts.instance_wait_s, policy=settings.policy)
         self._arena = HostArena(settings.arena)
         self.directory = FeatureDirectory(settings.max_known_features, holds=self._arena.holds)
-        self.dispatcher = AnnouncementDispatcher(table, self.directory, self.metrics, self.background)
         self._encode = EncodeStep(
             Encoders(
                 table,
@@ -107,7 +107,11 @@ class Pipeline:
             ),
             self.directory,
             self.metrics,
+            self.trace,
             follow_s=timeouts.encode_s * (retries + 1),
+        )
+        self.dispatcher = AnnouncementDispatcher(
+            table, self.directory, self.metrics, self.background, self._encode.make_room
         )
         self._generate = GenerateStep(
             settings,
@@ -117,6 +121,7 @@ class Pipeline:
             Attempt(table, self._stages, self.circuits, timeouts, self.metrics, self.trace, self.background),
             self.dispatcher,
             self.metrics,
+            self.trace,
             self._budget,
         )
         self._tokenize = TokenizeStep(table, self._stages, retries=retries)
@@ -220,16 +225,10 @@ class Pipeline:
         return Job(request_id, request, base, items, tokens, arrived, passed, trial, explanation=explanation)
 
     async def _run(self, job: Job, sink: ClientSink) -> None:
-        begun = time.monotonic()
-        if self._router.encodes_apart(job):
-            job = await self._encode.run(job)
-            job.explanation.stamp("encoded")
-            self.trace.stamp(job.id, "encoded", t0=begun)
-            begun = time.monotonic()
-        await job.passed.to_stages()
-        job.explanation.stamp("admitted")
-        self.trace.stamp(job.id, "admitted", t0=begun)
-        await self._generate.run(job, sink)
+        if not self._router.encodes_apart(job):
+            return await self._generate.run(job, sink)
+        async with self._encode.begin(job) as encoding:
+            await self._generate.run(job, sink, encoding)
 
     async def _load(
         self, request_id: str, request: ParsedRequest, tenant: str, held: MemoryReservation

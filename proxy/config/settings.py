@@ -69,6 +69,7 @@ class ProxySettings:
         modalities: what the model takes (`image`, `video`, `audio`), or None to leave it to the stages to refuse.
         image_tokens: how many tokens the model's encoder makes of an image, by its size.
         send_pixels: `auto` sends P and D an item's metadata instead of the media where that is known, `always` never.
+        overlap: P and D are called while encoders work, as soon as the metadata of all items is known.
         on_missing_feature: `recompute` lets P encode what got lost, `reencode` has an encoder do it again first.
         arena: the arena of this host where all stages of the layout use it, else None.
         max_known_features: how many features the proxy remembers.
@@ -110,6 +111,7 @@ class ProxySettings:
     modalities: frozenset[str] | None = None
     image_tokens: ImageTokens = field(default_factory=ByArea)
     send_pixels: str = "auto"
+    overlap: bool = True
     on_missing_feature: str = "recompute"
     arena: Path | None = None
     max_known_features: int = 65_536

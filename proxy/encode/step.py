@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,9 @@ from msgspec import structs
 
 from epd_serve.errors import DeadlineError
 from epd_serve.instances import Instance
+from epd_serve.trace import Trace
 from proxy.encode.encoders import EncodeOrder, Encoders
+from proxy.encode.encoding import Encoding
 from proxy.encode.single_flight import Seat, SingleFlight
 from proxy.errors import StageRefusal, most_telling
 from proxy.media.loader import LoadedItem
@@ -30,6 +32,7 @@ from proxy.stages.deadlines import deadline
 from proxy.stages.job import Features, Job
 
 logger = logging.getLogger(__name__)
+LINGER_S = 5.0
 
 
 class EncodeStep:
@@ -39,12 +42,47 @@ class EncodeStep:
         follow_s: how long a request waits for what another one is having encoded.
     """
 
-    def __init__(self, encoders: Encoders, directory: FeatureDirectory, metrics: Metrics, *, follow_s: float) -> None:
+    def __init__(
+        self, encoders: Encoders, directory: FeatureDirectory, metrics: Metrics, trace: Trace, *, follow_s: float
+    ) -> None:
         self._encoders = encoders
         self._directory = directory
         self._metrics = metrics
+        self._trace = trace
         self._follow_s = follow_s
+        self._ahead: set[Callable[[], None]] = set()
         self.flights: SingleFlight[bool] = SingleFlight()
+
+    @asynccontextmanager
+    async def begin(self, job: Job) -> AsyncIterator[Encoding]:
+        """Encode while something else goes on. Leaving the context ends it; after an answer, when the encoders have
+        given theirs."""
+        task = asyncio.create_task(self._stamped(job), name=f"encoding of {job.id}")
+        try:
+            await asyncio.sleep(0)  # with nothing to encode it has ended after that
+            yield Encoding(job, task, self._directory, lambda: self._with_features(job, ()), self._ahead)
+            await asyncio.wait([task], timeout=LINGER_S)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+            if not task.cancelled():
+                task.exception()  # whoever wanted it has got it from `finished`
+
+    def make_room(self) -> None:
+        """A store is full: nobody waits for one feature with another one pinned."""
+        for cut in tuple(self._ahead):
+            cut()
+
+    async def _stamped(self, job: Job) -> Job:
+        begun = time.monotonic()
+        try:
+            job = await self.run(job)
+        finally:
+            job.passed.encoded()
+        job.explanation.stamp("encoded")
+        self._trace.stamp(job.id, "encoded", t0=begun)
+        return job
 
     async def run(self, job: Job) -> Job:
         """`job` with its features: every distinct item known, encoded, or missing.

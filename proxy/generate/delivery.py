@@ -54,11 +54,18 @@ def delivery_after_encoding_again(before: Delivery, job: Job, settings: ProxySet
     return Delivery.FEATURES if _only_under_another_name(job, settings) else Delivery.PIXELS
 
 
+def goes_as_metadata(job: Job, settings: ProxySettings) -> bool:
+    """Whether the items of `job` would be delivered as metadata, if that were known.
+
+    Not with processor options: vLLM makes another identity of `uuid` and options, and embeddings have none.
+    """
+    return settings.send_pixels == "auto" and not job.request.processor_options
+
+
 def metadata_suffices(job: Job) -> bool:
     """Whether P and D can do without the media of `job`.
 
-    Not with processor options: vLLM makes another identity of `uuid` and options, and embeddings have none. All items
-    or none, since media and metadata must not mix within a modality, whose items have the same fields.
+    All items or none, since media and metadata must not mix within a modality, whose items have the same fields.
     """
     if job.features is None or job.request.processor_options:
         return False

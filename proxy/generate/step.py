@@ -15,17 +15,27 @@ from dataclasses import dataclass, field, replace
 from msgspec import structs
 
 from epd_serve.errors import EpdError, StageError
-from epd_serve.instances import IncarnationId
+from epd_serve.instances import IncarnationId, Instance
+from epd_serve.roles import Role
+from epd_serve.trace import Trace
 from epd_serve.wire import FeatureMissing
 from proxy.config.settings import ProxySettings
+from proxy.encode.encoding import Encoding
 from proxy.encode.step import EncodeStep
 from proxy.errors import KvNotDelivered, StageDied, StageRefusal, StageTimeout, StageUnreachable
 from proxy.generate.attempt import Attempt
-from proxy.generate.delivery import Delivery, delivered, delivery_after_encoding_again, first_delivery
+from proxy.generate.delivery import (
+    Delivery,
+    delivered,
+    delivery_after_encoding_again,
+    first_delivery,
+    goes_as_metadata,
+)
 from proxy.generate.router import Route, Router
 from proxy.metrics import Metrics
 from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
 from proxy.registry.table import InstanceTable
+from proxy.request.cancel_scope import CancelScope
 from proxy.request.client_sink import ClientSink
 from proxy.stages.job import Job
 from proxy.stages.retry_budget import RetryBudget
@@ -37,10 +47,11 @@ REPROBE_S = 1.0
 
 @dataclass
 class _Progress:
-    """Where a request stands between two attempts."""
+    """Where a request stands between two attempts. `encoding`: under way; an attempt goes ahead of it."""
 
     job: Job
     delivery: Delivery
+    encoding: Encoding | None = None
     avoid: set[IncarnationId] = field(default_factory=set)
     failures: int = 0
     probing_until: float | None = None
@@ -60,6 +71,7 @@ class GenerateStep:
         attempt: Attempt,
         dispatcher: AnnouncementDispatcher,
         metrics: Metrics,
+        trace: Trace,
         budget: RetryBudget,
     ) -> None:
         self._settings = settings
@@ -69,17 +81,28 @@ class GenerateStep:
         self._attempt = attempt
         self._dispatcher = dispatcher
         self._metrics = metrics
+        self._trace = trace
         self._budget = budget
 
-    async def run(self, job: Job, sink: ClientSink) -> None:
+    async def run(self, job: Job, sink: ClientSink, encoding: Encoding | None = None) -> None:
         """Attempt until one succeeds, the client has its first byte, or the retries are used up.
 
         Retries are paid for from the budget of the whole proxy, and an instance that was too slow is not asked again.
         Two kinds of failure do not use up a retry. An instance that cannot be reached at all has just died and the
         launcher is about to say so; such probing is bounded by `instance_wait_s`. An attempt that a lost feature could
         fail is followed by one that it can fail no more (`_step_down`), at most twice in all.
+
+        Args:
+            encoding: of the job's items, where it has begun. The first attempt goes ahead of its end if that is of use
+                (`proxy/encode/encoding.py`); what comes of that attempt, the next one follows the end.
         """
-        progress = _Progress(job, first_delivery(job, self._settings))
+        progress = _Progress(job, first_delivery(job, self._settings), encoding)
+        if encoding is not None and not await self._goes_ahead(progress, encoding):
+            await self._encoded(progress)
+        begun = time.monotonic()
+        await job.passed.to_stages()
+        job.explanation.stamp("admitted")
+        self._trace.stamp(job.id, "admitted", t0=begun)
         while True:
             job.trial.check()
             async with job.trial.turn(job.passed.give_back):
@@ -91,8 +114,7 @@ class GenerateStep:
                 failure: StageError | StageRefusal | None = None
                 sent_at = asyncio.get_running_loop().time()
                 try:
-                    if not (route.path.encode and progress.job.features is None):
-                        await self._run_attempt(progress.job, delivery, route, sink)
+                    if self._may_run(progress, route) and await self._answered(progress, delivery, route, sink):
                         return
                 except (StageError, StageRefusal) as error:
                     if sink.committed:
@@ -101,17 +123,64 @@ class GenerateStep:
                     self._note_death(job, failure, route, sent_at)
                 finally:
                     route.release()
-            if failure is None:  # whoever would have encoded it itself is gone
-                progress.job = await self._encode.run(progress.job)
-                progress.delivery = first_delivery(progress.job, self._settings)
+            went_ahead = progress.encoding is not None
+            if failure is None or went_ahead:
+                await self._encoded(progress)
+            if failure is None:
                 continue
             job.trial.check()
-            if _may_step_down(delivery, failure) and await self._step_down(progress, delivery, failure, route):
+            if _may_step_down(delivery, failure) and await self._step_down(
+                progress, delivery, failure, route, went_ahead=went_ahead
+            ):
                 continue
             pause_s = self._retry_pause_s(progress, failure, route)
             if not self._router.has_alternative(progress.job, avoid=progress.avoid):
                 # The same instance again: after the launcher's word about it, or a little later.
                 await self._table.changed(pause_s * random.uniform(0.5, 1.0))
+
+    async def _goes_ahead(self, progress: _Progress, encoding: Encoding) -> bool:
+        """Whether to call P and D now, while encoders work: waits until the metadata of all items is known, or the
+        encoding has ended. A suspect takes one step at a time, or nobody could tell of which an instance died."""
+        settings, job = self._settings, progress.job
+        if not settings.overlap or not goes_as_metadata(job, settings) or job.trial.suspected:
+            return False
+        known = await encoding.metadata_known(time.monotonic)
+        if known is None or first_delivery(known, settings) is not Delivery.METADATA or job.trial.suspected:
+            return False
+        if any(encoder.full for encoder in self._table.live(Role.E)) or not job.passed.goes_ahead():
+            return False
+        progress.job, progress.delivery = known, Delivery.METADATA
+        return True
+
+    async def _encoded(self, progress: _Progress) -> None:
+        """The encoding's end; where none has begun, since whoever would have encoded it itself is gone, all of it."""
+        encoding, progress.encoding = progress.encoding, None
+        progress.job = await (encoding.finished() if encoding is not None else self._encode.run(progress.job))
+        progress.delivery = first_delivery(progress.job, self._settings)
+
+    def _may_run(self, progress: _Progress, route: Route) -> bool:
+        """Whether the items are as far as this route wants them. Only who hears encoders can wait for them."""
+        if not route.path.encode:
+            return progress.encoding is None
+        if progress.encoding is not None:
+            return all(instance.role.takes_features for instance in _instances_of(route))
+        return progress.job.features is not None
+
+    async def _answered(self, progress: _Progress, delivery: Delivery, route: Route, sink: ClientSink) -> bool:
+        """Run an attempt. False: it went ahead, and had to be cut."""
+        if progress.encoding is None:
+            await self._run_attempt(progress.job, delivery, route, sink)
+            return True
+        outcome = "failed"
+        try:
+            with CancelScope[str]() as scope, progress.encoding.attempted(lambda: _cut(scope, sink)):
+                await self._run_attempt(progress.job, delivery, route, sink)
+                outcome = "answered"
+                return True
+            outcome = "cut"
+            return False
+        finally:
+            self._metrics.went_ahead.labels(outcome).inc()
 
     async def _run_attempt(self, job: Job, delivery: Delivery, route: Route, sink: ClientSink) -> None:
         if job.items and route.path.encode:
@@ -155,8 +224,11 @@ class GenerateStep:
         self._metrics.retries.labels(failure.stage).inc()
         return pause_s
 
-    async def _step_down(self, progress: _Progress, delivery: Delivery, failure: EpdError, route: Route) -> bool:
-        """Choose the next delivery after one that a lost feature may have failed. Both stages have been left.
+    async def _step_down(
+        self, progress: _Progress, delivery: Delivery, failure: EpdError, route: Route, *, went_ahead: bool
+    ) -> bool:
+        """Choose the next delivery after one that a lost feature may have failed. Both stages have been left. What an
+        attempt missed that went ahead of the encoders is there now, or known to be missing.
 
         False: nobody says that a feature was missing, so it may be the stage that is ill. Once, that is believed: a
         stage that dies must not have its features computed again elsewhere.
@@ -170,6 +242,8 @@ class GenerateStep:
                 if self._dispatcher.listening and not progress.doubted:
                     progress.doubted = True
                     return False
+            elif went_ahead:
+                return True
         else:  # with the media, the stage judges what the client wrote
             self._dispatcher.directory.distrust(item.key for item in job.items)
         cause = missing.cause if missing is not None else failure.code or "refused"
@@ -202,15 +276,19 @@ def _may_step_down(delivery: Delivery, failure: EpdError) -> bool:
     return delivery is not Delivery.PIXELS and not isinstance(failure, StageUnreachable | StageTimeout)
 
 
-def _incarnations_of(route: Route) -> list[IncarnationId]:
-    leases = [lease for lease in (route.decode, route.prefill) if lease is not None]
-    return [lease.instance.incarnation_id for lease in leases]
+def _cut(scope: CancelScope[str], sink: ClientSink) -> None:
+    if not sink.committed:  # else the features were there
+        scope.cancel("its features will not come as expected")
+
+
+def _instances_of(route: Route) -> list[Instance]:
+    return [lease.instance for lease in (route.decode, route.prefill) if lease is not None]
 
 
 def _incarnation_of(failure: StageError, route: Route) -> IncarnationId:
-    for incarnation_id in _incarnations_of(route):
-        if incarnation_id[0] == failure.stage:
-            return incarnation_id
+    for instance in _instances_of(route):
+        if instance.id == failure.stage:
+            return instance.incarnation_id
     raise AssertionError(f"{failure.stage} is not on the route") from failure
 
 

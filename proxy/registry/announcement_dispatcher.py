@@ -5,9 +5,11 @@ to the requests that failed of them. Owns none of it being true: announcements g
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from epd_serve.wire import (
     Announcement,
+    FeatureExpected,
     FeatureFailed,
     FeatureMissing,
     FeaturePath,
@@ -28,12 +30,18 @@ MISSING_WAIT_S = 0.05
 
 
 class AnnouncementDispatcher:
-    """Everything that reaches this proxy without having been asked for."""
+    """Everything that reaches this proxy without having been asked for. `on_full`: called while a store is full."""
 
     def __init__(
-        self, table: InstanceTable, directory: FeatureDirectory, metrics: Metrics, background: Background
+        self,
+        table: InstanceTable,
+        directory: FeatureDirectory,
+        metrics: Metrics,
+        background: Background,
+        on_full: Callable[[], None],
     ) -> None:
         self.directory = directory
+        self._on_full = on_full
         self._table = table
         self._metrics = metrics
         self._missing = MissingFeatures()
@@ -55,6 +63,8 @@ class AnnouncementDispatcher:
         """Take in one announcement."""
         self._metrics.announcements.labels(type(message).__name__).inc()
         match message:
+            case FeatureExpected():
+                self.directory.expected(message, time.monotonic())
             case FeatureReady():
                 self.directory.announced(message, time.monotonic())
             case FeatureFailed():
@@ -64,12 +74,14 @@ class AnnouncementDispatcher:
                 self._missing.announced(message)
             case StoreReport():
                 self._table.report(message)
+                if message.waiting_puts:
+                    self._on_full()
             case KvReport():
                 self._table.report_kv(message)
             case StageReport():
                 self._table.report_stage(message)
-            case FeaturePending():  # for consumers: here a flight or the encoder's answer says as much
-                pass
+            case FeaturePending():
+                self.directory.renewed(message.keys, time.monotonic())
             case FeaturePath():  # for encoders
                 pass
 

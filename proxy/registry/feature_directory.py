@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from epd_serve.wire import FeatureReady
+from epd_serve.wire import FeatureExpected, FeatureReady
 
 Metadata = Mapping[str, Any]
 TRUST_S = 30.0  # a consumer that recomputes a lost feature does not tell, so no hint may be believed for ever
+EXPECT_S = 1.0  # an encoder says every 200 ms what it holds; one that has died, or was left, does not
 PROMISE_S = 2.0  # an encoder answers before its put has ended, so that P and D start meanwhile
 
 
@@ -28,6 +30,7 @@ class Entry:
         maker: incarnation of the encoder that made it, or "".
         nbytes: its size, 0 while nobody has said.
         ready_at: when it was announced to be stored, None if it was not or has been lost since.
+        expected_at: when an encoder last said that it works on it, None once that has ended.
         promised_at: when an encoder answered that it is being stored.
         pooled: the second tier holds it.
     """
@@ -36,6 +39,7 @@ class Entry:
     maker: str = ""
     nbytes: int = 0
     ready_at: float | None = None
+    expected_at: float | None = None
     promised_at: float | None = None
     pooled: bool = False
 
@@ -53,10 +57,25 @@ class FeatureDirectory:
         self._limit = limit
         self._holds = holds
         self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self._listeners: dict[str, list[Callable[[], None]]] = {}
         self.has_had_metadata = False
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def expected(self, event: FeatureExpected, now: float) -> None:
+        """An encoder has begun to work on these."""
+        for key, metadata in event.items.items():
+            entry = self._of(key)
+            fields = placeholder_metadata(metadata) or entry.metadata
+            self._set(key, replace(entry, metadata=fields, maker=event.incarnation, expected_at=now))
+            self._tell(key)
+
+    def renewed(self, keys: Iterable[str], now: float) -> None:
+        """An encoder still holds these."""
+        for key in keys:
+            if self._of(key).expected_at is not None:
+                self._entries[key] = replace(self._entries[key], expected_at=now)
 
     def announced(self, event: FeatureReady, now: float) -> None:
         """An encoder has put it."""
@@ -69,10 +88,12 @@ class FeatureDirectory:
                 maker=event.incarnation,
                 nbytes=event.nbytes,
                 ready_at=now,
+                expected_at=None,
                 promised_at=None,
                 pooled=event.pooled,
             ),
         )
+        self._tell(event.key)
 
     def promised(self, key: str, metadata: object, *, maker: str, now: float) -> None:
         """An encoder answered that it has encoded this."""
@@ -86,7 +107,8 @@ class FeatureDirectory:
         """Not to be had: an encoder could not store these, or a consumer did not find them."""
         for key in keys:
             if key in self._entries:
-                self._entries[key] = replace(self._entries[key], ready_at=None, promised_at=None, pooled=False)
+                entry = self._entries[key]
+                self._entries[key] = replace(entry, ready_at=None, expected_at=None, promised_at=None, pooled=False)
 
     def distrust(self, keys: Iterable[str]) -> None:
         """A stage refused the metadata of these."""
@@ -106,6 +128,24 @@ class FeatureDirectory:
             return bool(there)
         return _fresh(entry.ready_at, TRUST_S, now) and (entry.pooled or there is None)
 
+    def is_coming(self, key: str, now: float) -> bool:
+        """Whether the feature is there, or an encoder is at work on it."""
+        return _fresh(self._of(key).expected_at, EXPECT_S, now) or self.knows(key, now)
+
+    @contextmanager
+    def followed(self, keys: Iterable[str], listener: Callable[[], None]) -> Iterator[None]:
+        """`listener` is called at announcements of one of these, for the time of this context."""
+        keys = tuple(keys)
+        for key in keys:
+            self._listeners.setdefault(key, []).append(listener)
+        try:
+            yield
+        finally:
+            for key in keys:
+                self._listeners[key].remove(listener)
+                if not self._listeners[key]:
+                    del self._listeners[key]
+
     def metadata(self, key: str) -> Metadata | None:
         """What stands in for the media of `key`, or None where only the media itself will do."""
         return self._of(key).metadata
@@ -113,6 +153,10 @@ class FeatureDirectory:
     def makers(self, keys: Iterable[str]) -> frozenset[str]:
         """Incarnations of the encoders that made these."""
         return frozenset(maker for key in keys if (maker := self._of(key).maker))
+
+    def _tell(self, key: str) -> None:
+        for listener in self._listeners.get(key, ()):
+            listener()
 
     def _of(self, key: str) -> Entry:
         return self._entries.get(key, Entry())

@@ -46,6 +46,7 @@ class Explanation:
         self._attempts = 0
         self._encoders: dict[str, None] = {}
         self._predictions: dict[str, str] = {}
+        self._route: tuple[str | None, str] | None = None
 
     def stamp(self, name: str) -> None:
         """`name` has happened now. A name may come again when a step is repeated."""
@@ -76,14 +77,16 @@ class Explanation:
         self._attempts += 1
         self.say("attempts", self._attempts)
         self.say("path", path)
-        stages = (("encode", "+".join(self._encoders)), ("prefill", prefill), ("decode", decode))
-        self.say("instances", ", ".join(f"{stage}={instance}" for stage, instance in stages if instance))
+        self._route = (prefill, decode)
         self.stamp("dispatched")
 
     def headers(self) -> dict[str, str]:
         """The response headers so far; none where nobody asked. `x-epd-timing-ms` counts from the arrival."""
         if not self._enabled:
             return {}
+        if self._route is not None:  # an encoder may have answered after the attempt began
+            stages = zip(("encode", "prefill", "decode"), ("+".join(self._encoders), *self._route), strict=True)
+            self.say("instances", ", ".join(f"{stage}={instance}" for stage, instance in stages if instance))
         headers = {f"x-epd-{name}": _printable(value) for name, value in self._facts.items()}
         return {**headers, "x-epd-timing-ms": ", ".join(self._stamps)}
 

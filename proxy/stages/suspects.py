@@ -164,6 +164,11 @@ class Trial:
         self._turns = 0
 
     @property
+    def suspected(self) -> bool:
+        """Its body may be what an instance died of."""
+        return self._suspects._suspected(self.digest)
+
+    @property
     def exhausted(self) -> bool:
         """It was tried once more after an instance had died under it, and another one died."""
         return self._attempts_ended >= DEATHS
