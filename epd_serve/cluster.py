@@ -46,6 +46,7 @@ class JoinRequest(msgspec.Struct, frozen=True):
         processing: its vLLM flags that change what features or KV mean, as canonical text, or "".
         versions: what must be equal on all machines, by name: `epd-serve`, `vllm`, `device`.
         incarnation: of the vLLM server that runs already (the head was restarted), else "".
+        answer_flags: as in `Instance`.
     """
 
     role: Role
@@ -64,6 +65,7 @@ class JoinRequest(msgspec.Struct, frozen=True):
     kv_endpoint: str = ""
     kv_workers: str = ""
     incarnation: str = ""
+    answer_flags: tuple[str, ...] | None = None
 
 
 class ClusterSettings(msgspec.Struct, frozen=True):

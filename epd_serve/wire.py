@@ -7,9 +7,9 @@ msgpack through msgspec; nothing is ever unpickled from a socket. Three channels
   do with features, `KvReport` from the workers of every stage that sends KV, `StageReport` from the scheduler of every
   stage.
 * transfer control, D scheduler ↔ P scheduler (DEALER/ROUTER): `Queued`, `Ready`, `Cancel` | `Alive`, `Refused`,
-  `CancelAck`.
+  `CancelAck`, `FirstToken`.
 * transfer data, P worker ↔ D worker (DEALER/ROUTER): `Hello`, `Probe`, `Packet`, `Done` | `HelloAck`, `HelloRefused`,
-  `Credit`.
+  `Credit`. On the same socket of D's worker, from D's scheduler: `FirstToken`.
 * device features, the scheduler of a consumer ↔ the feature agents of its own workers (DEALER/ROUTER): `AgentHello`,
   `FetchInto` | `AgentReady`, `AgentRefused`, `Fetched`, `FetchFailed`, `FetchSettled`.
 
@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-VERSION = 4
+VERSION = 5
 
 MISSING_XARG = "epd_missing"
 """Proxy → P, in `vllm_xargs`: comma-separated keys of items that no encoder produced; P need not wait for them."""
@@ -38,6 +38,14 @@ ON_MISSING_FAIL = "fail"
 ENCODE_AGAIN_XARG = "epd_encode_again"
 """Proxy → E, in `vllm_xargs`: comma-separated keys that a consumer could not get. E must not take its own word, or the
 store's index, for it that they are there."""
+
+FIRST_TOKEN = "first_token"
+"""Proxy → P, D, in `kv_transfer_params`: True where P's first token is shown to the client and D goes on after it; to D
+also the token itself, where a former attempt has shown it."""
+TOKEN_SENT = "epd-serve: sent token "
+KV_NOT_SENT = "epd-serve: no KV: "
+"""P → proxy, in `stop_reason` of such an answer that ended at its one token: what follows is the token, or why there is
+no KV for D. Streams have no field of vLLM's for `kv_transfer_params`."""
 
 
 NO_ARENA = "-"
@@ -290,9 +298,21 @@ class Refused(_Message, frozen=True):
 
 
 class CancelAck(_Message, frozen=True):
-    """No write for this transfer is in flight and none will start."""
+    """No write for this transfer is in flight and none will start. `token`: as `FirstToken`, where there is one."""
 
     key: TransferKey
+    token: int | None = None
+
+
+class FirstToken(_Message, frozen=True):
+    """What P has sampled after the prompt, which the client may have by now: D goes on after it.
+
+    Repeated while P holds the transfer; afterwards its answer to READY says it. D's scheduler hands it on to D's
+    workers, in whose next step it would be told anyway.
+    """
+
+    key: TransferKey
+    token: int
 
 
 # --- transfer data, P worker → D worker -----------------------------------------------------------------------------
@@ -469,8 +489,8 @@ Announcement = (
 ToFeatureAgent = AgentHello | FetchInto
 ToFeatureClient = AgentReady | AgentRefused | Fetched | FetchFailed | FetchSettled
 ToPrefillScheduler = Queued | Ready | Cancel
-ToDecodeScheduler = Alive | Refused | CancelAck
-ToDecodeWorker = Hello | Probe | Packet | Done
+ToDecodeScheduler = Alive | Refused | CancelAck | FirstToken
+ToDecodeWorker = Hello | Probe | Packet | Done | FirstToken
 ToPrefillWorker = HelloAck | HelloRefused | Credit
 
 _encoder = msgspec.msgpack.Encoder()

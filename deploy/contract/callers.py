@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from deploy.contract.signature import Shape
 from deploy.contract.source import WheelSource
 
+_LOGITS = "logits_processor."
 # By a part of the class's canonical name: what its receivers look like.
 _RECEIVERS = (
     ("ec_connector", re.compile(r"(ec_connector|ec_transfer\(\)|\bec)$")),
     ("kv_connector", re.compile(r"(\bconnector|kv_connector|kv_transfer_group\(\)|connector_cls)$")),
     ("sched.", re.compile(r"(\bscheduler)$")),
+    (_LOGITS, re.compile(r"(\bprocessor|\blogits?_?proc)$")),
 )
 _FACTORY = re.compile(r"^(connector_cls|connector_class)$")
 _OTHERS = re.compile(r"/(ec_connector|kv_connector/v1)/(?!base\.py|factory\.py)|kv_pool/|/kv_p2p/")
@@ -68,6 +70,8 @@ class Callers:
     def _is_of(self, family: str, receiver: str, path: str) -> bool:
         pattern = next((pattern for part, pattern in _RECEIVERS if part == family), None)
         if pattern is None:
+            return False
+        if family == _LOGITS and "/v1/" not in path:  # others process images
             return False
         if receiver == "connector" and "ec_connector" in path:
             return family == "ec_connector"

@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 
+from epd_serve.answer_flags import answer_flags
 from epd_serve.cpu_threads import BIND_ENV, COUNT_ENV, CPU_THREADS_ENV, NOT_BY_VLLM, WAIT_ENV, cpu_threads
 from epd_serve.engine.stage_guard import KEY_ENV
 from epd_serve.instances import KEEP_ALIVE_S
@@ -27,6 +28,7 @@ CORE_SHARE_ENV = "EPD_SERVE_CORE_SHARE"
 """The stage's `CoreOrder` as JSON, where it has a share: its workers carry it out (`core_share.py`)."""
 
 STAGE_MODULE = "epd_serve.engine.stage_main"
+FIRST_TOKEN_PROCESSOR = "epd_serve.engine.first_token:FirstToken"
 
 SHARED_CORES_ENV = "EPD_SERVE_SHARED_CORES"  # set where the cores a stage waits on are those another computes on
 
@@ -97,6 +99,8 @@ def _common(plan: StagePlan) -> list[str]:
 def _role(plan: StagePlan) -> list[str]:
     role, extra = plan.role, {"epd": plan.wiring.to_json()}
     args: list[str] = []
+    if role.takes_kv and plan.first_token and answer_flags(plan.extra_args) is not None:
+        args += ["--logits-processors", FIRST_TOKEN_PROCESSOR]
     if role.sends_features:
         args += ENCODER_ARGS
     if (role.sends_features or role.takes_features) and plan.wiring.arena:

@@ -301,6 +301,40 @@ def no_item_metadata(features: list[MultiModalFeatureSpec]) -> ItemMetadata:
     return {}
 
 
+def was_cut(request: Request) -> bool:
+    """Whether a finished request ended because it had as many tokens as it may."""
+    return bool(request.status.name == "FINISHED_LENGTH_CAPPED")
+
+
 def was_aborted(request: Request) -> bool:
     """Whether a finished request was given up by its client, not served."""
     return bool(request.status.name == "FINISHED_ABORTED")
+
+
+def spare_output_ids(vllm_config: VllmConfig) -> None:
+    """Keep vLLM's first model runner from waiting in every step for the tokens of the last one, on our account alone.
+
+    Under asynchronous scheduling it does for any logits processor from outside, as it may read them
+    (`InputBatch.logitsprocs_need_output_token_ids`). Ours looks at whether there are any, which placeholders tell. To
+    be called before the batch is made, as processors are.
+    """
+    named = vllm_config.model_config.logits_processors or ()
+    if not vllm_config.scheduler_config.async_scheduling or len(named) != 1:
+        return
+    for name in ("vllm.v1.worker.gpu_input_batch", "vllm_ascend.worker.npu_input_batch"):
+        for batch in (getattr(sys.modules.get(name), kind, None) for kind in ("InputBatch", "NPUInputBatch")):
+            if batch is None:
+                continue
+            if "self.logitsprocs_need_output_token_ids =" not in inspect.getsource(batch.__init__):
+                logger.warning("this vLLM waits for tokens of the last step in another way; decoding may be slower")
+            batch.logitsprocs_need_output_token_ids = property(lambda _: False, lambda _, __: None)
+
+
+def second_logits_processor() -> type:
+    """Base of logits processors for vLLM's second model runner, where this vLLM has such an interface (0.32)."""
+    try:
+        from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
+    except ImportError:
+        return object
+    base: type = LogitsProcessor
+    return base

@@ -3,7 +3,8 @@
     (unknown) --a DONE | something lost--> arriving --the last DONE--> ended --expected, taken--> over
     (unknown) | arriving --given up by the scheduler | lost, and only D writes--> ended
 
-Of the ends only the first counts, and an end may come before the step that makes D expect the transfer. A failure waits
+Of the ends only the first counts, and an end may come before the step that makes D expect the transfer. One that is
+expected on condition (of P's first token) is not taken as arrived before that is met. A failure waits
 for the DONE of the other workers of P, which may still be writing. Nobody may ever send DONE after something was lost:
 where D does all the writing itself such a transfer ends at once, as D drops what is late; where a transport writes
 one-sidedly it waits, at worst until the scheduler gives it up.
@@ -50,18 +51,25 @@ class Arrivals(Generic[Item]):
     def __init__(self, *, one_sided: bool) -> None:
         self._one_sided = one_sided
         self._expected: dict[TransferKey, Item] = {}
+        self._conditional: set[TransferKey] = set()  # of those, the ones that lack something beside their KV
         self._arriving: dict[TransferKey, _Arriving] = {}
         self._ended: dict[TransferKey, End] = {}
         # Apart: a sender that was stopped for long may still write to what failed, however many others came since.
         self._over = {True: Tombstones(), False: Tombstones()}  # by whether all had arrived
 
-    def expect(self, key: TransferKey, item: Item) -> None:
-        """D waits for this transfer, and will take its end."""
+    def expect(self, key: TransferKey, item: Item, *, conditional: bool = False) -> None:
+        """D waits for this transfer, and will take its end; where `conditional`, as arrived only after `complete`."""
         self._expected[key] = item
+        if conditional:
+            self._conditional.add(key)
+
+    def complete(self, key: TransferKey) -> None:
+        """What an expected transfer lacked beside its KV is here."""
+        self._conditional.discard(key)
 
     def give_up(self, key: TransferKey) -> None:
         """The scheduler knows that nothing more will be written, whatever was said here."""
-        if key in self._expected and key not in self._ended:
+        if key in self._expected and (key not in self._ended or key in self._conditional):
             self._end(key, End(False, "given up by the scheduler"))
 
     def done(self, worker: Worker | None, done: wire.Done, packets: int) -> End | None:
@@ -97,18 +105,22 @@ class Arrivals(Generic[Item]):
 
     def has_ended(self) -> bool:
         """Whether there is something to take."""
-        return any(key in self._expected for key in self._ended)
+        return any(map(self._may_be_taken, self._ended))
 
     def take(self, *, ok: bool) -> list[tuple[Item, End]]:
         """What has ended so and is expected, once. It is over: nothing may be written for it from now on."""
-        taken = [key for key, end in self._ended.items() if end.ok is ok and key in self._expected]
+        taken = [key for key, end in self._ended.items() if end.ok is ok and self._may_be_taken(key)]
         for key in taken:
+            self._conditional.discard(key)
             self._over[self._ended[key].ok].add(key, self._ended[key].reason)
         return [(self._expected.pop(key), self._ended.pop(key)) for key in taken]
 
     def is_over(self, key: TransferKey) -> bool:
         """Whether its end was taken (for the last 4096 transfers that failed, and the last 4096 others)."""
         return any(key in over for over in self._over.values())
+
+    def _may_be_taken(self, key: TransferKey) -> bool:
+        return key in self._expected and not (self._ended[key].ok and key in self._conditional)
 
     def _is_closed(self, key: TransferKey) -> bool:
         return key in self._ended or self.is_over(key)

@@ -147,8 +147,8 @@ class PrefillControl(_Control[bytes, wire.ToDecodeScheduler]):
         self._router.close()
 
 
-class DecodeControl(_Control[str, wire.ToPrefillScheduler]):
-    """D's end: one DEALER per P, made when first needed."""
+class DecodeControl(_Control[str, wire.ToPrefillScheduler | wire.FirstToken]):
+    """D's end: one DEALER per P and per worker of D's own, made when first needed."""
 
     def __init__(self, desk: DecodeDesk, faults: Faults, changed: Callable[[], None] = idle_waiter.wake) -> None:
         super().__init__("epd-kv-decode-control", desk, faults, changed)
@@ -170,13 +170,13 @@ class DecodeControl(_Control[str, wire.ToPrefillScheduler]):
                 logger.warning("prefill refused transfer %s: %s", message.key.transfer_id, message.reason)
         self._changed()
 
-    def _deliver(self, peer: str, message: wire.ToPrefillScheduler) -> None:
+    def _deliver(self, peer: str, message: wire.ToPrefillScheduler | wire.FirstToken) -> None:
         if isinstance(message, wire.Ready):
             self._faults.reached("ready")
         try:
             self._dealer(peer).send(wire.encode(message), zmq.NOBLOCK)
         except zmq.Again:
-            logger.warning("prefill at %s takes no messages; its transfers will time out", peer)
+            logger.warning("%s takes no messages; transfers will time out", peer)
 
     def _dealer(self, endpoint: str) -> Socket:
         if endpoint not in self._dealers:

@@ -25,10 +25,12 @@ class _Entry:
     state: Decode
     endpoint: str
     ready: wire.Ready | None = None
+    token: int | None = None  # P's first one, once it is known
     quiet_since: float = 0.0  # READY said, or heard of
 
 
-Outgoing = tuple[str, wire.ToPrefillScheduler]  # (endpoint of P's scheduler, message)
+Outgoing = tuple[str, wire.ToPrefillScheduler | wire.FirstToken]
+"""(endpoint, message): to P's scheduler, or a first token to a worker of D's own."""
 
 
 class DecodeDesk:
@@ -45,6 +47,7 @@ class DecodeDesk:
         self._entries: dict[TransferKey, _Entry] = {}
         self._leases = Leases()
         self._failures: list[TransferKey] = []
+        self._tokens: list[tuple[TransferKey, int]] = []
         self.outbox: list[Outgoing] = []
 
     # --- from D's scheduler ---------------------------------------------------------------------------------------
@@ -76,6 +79,11 @@ class DecodeDesk:
         failures, self._failures = self._failures, []
         return failures
 
+    def take_tokens(self) -> list[tuple[TransferKey, int]]:
+        """First tokens that have come for transfers whose blocks are held (each appears once)."""
+        tokens, self._tokens = self._tokens, []
+        return tokens
+
     def closed(self, key: TransferKey) -> None:
         """The worker reported it to vLLM: received or failed."""
         self._go(key, AtDecode.REPORTED)
@@ -84,6 +92,12 @@ class DecodeDesk:
 
     def on_message(self, message: wire.ToDecodeScheduler, now: float) -> bool:
         """Apply P's message. Whether it fails a transfer that D holds blocks for."""
+        if isinstance(message, wire.FirstToken):
+            self._go(message.key, AtDecode.TOKEN)
+            self._learn(message.key, message.token)
+            return False
+        if isinstance(message, wire.CancelAck) and message.token is not None:
+            self._learn(message.key, message.token)
         if not isinstance(message, wire.Alive):
             event = AtDecode.REFUSED if isinstance(message, wire.Refused) else AtDecode.ACKED
             former, state = self._go(message.key, event)
@@ -124,6 +138,14 @@ class DecodeDesk:
                 if former is Decode.RESERVED:  # should P come round, it need not go on
                     self._leases.extend(key, self._quarantine_s)
                     self._cancel(key)
+
+    def _learn(self, key: TransferKey, token: int) -> None:
+        """P's first token, once; D's workers are told at once, since their next step may be long in coming."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.ready is not None and entry.token is None:
+            entry.token = token
+            self._tokens.append((key, token))
+            self.outbox += [(worker, wire.FirstToken(key, token)) for worker in entry.ready.endpoints]
 
     # --- the table ------------------------------------------------------------------------------------------------
 

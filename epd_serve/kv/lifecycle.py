@@ -10,6 +10,9 @@ Three rules make it safe to give D's blocks back, whatever the channels do:
 * D holds its blocks in RESERVED, SENT, CANCELLING and FAILED. FAILED is reached by P's word that it does not write
   (REFUSED, ACKED), or by P's silence; what leads out of all four is the report of D's worker.
 * Each side repeats what the other must not miss (READY, CANCEL) until it is answered, and answers are repeatable.
+
+P's first token changes no state: it says nothing about blocks. D's worker reports a transfer that carries one only when
+it is there; where P is over without it, the transfer fails as one whose KV did not arrive (SENT, SILENT).
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ class AtPrefill(enum.Enum):
     UNFIT = "offer does not fit the request"
     LEFT = "request left early"
     LAPSED = "patience over"
+    SAMPLED = "first token sampled"
     UNSENT = "stopped, and no worker heard of it"
     CLOSED = "workers are done"
 
@@ -62,6 +66,7 @@ class AtDecode(enum.Enum):
     HEARD = "ALIVE lists it"  # from P
     REFUSED = "REFUSED"  # from P
     ACKED = "CANCEL_ACK"  # from P
+    TOKEN = "FIRST_TOKEN"  # from P
     QUEUED = "request queued"
     BLOCKS = "blocks reserved"
     LEFT = "request left"
@@ -113,6 +118,7 @@ PREFILL = Table(
             AtPrefill.CANCEL: Prefill.STOPPING,
             AtPrefill.ADMITTED: Prefill.SENDING,  # preempted and back
             AtPrefill.LEFT: Prefill.STOPPING,
+            AtPrefill.SAMPLED: Prefill.SENDING,
             AtPrefill.CLOSED: Prefill.OVER,
         },
         Prefill.STOPPING: {
@@ -120,6 +126,7 @@ PREFILL = Table(
             AtPrefill.CANCEL: Prefill.STOPPING,
             AtPrefill.ADMITTED: Prefill.STOPPING,
             AtPrefill.LEFT: Prefill.STOPPING,
+            AtPrefill.SAMPLED: Prefill.STOPPING,
             AtPrefill.UNSENT: Prefill.OVER,
             AtPrefill.CLOSED: Prefill.OVER,
         },
@@ -128,6 +135,7 @@ PREFILL = Table(
             AtPrefill.CANCEL: Prefill.OVER,
             AtPrefill.ASKED: Prefill.OVER,
             AtPrefill.LEFT: Prefill.OVER,
+            AtPrefill.SAMPLED: Prefill.OVER,
         },
     }
 )
@@ -136,6 +144,7 @@ DECODE = Table(
     {
         Decode.UNKNOWN: {
             AtDecode.HEARD: Decode.UNKNOWN,
+            AtDecode.TOKEN: Decode.UNKNOWN,
             AtDecode.REFUSED: Decode.UNKNOWN,
             AtDecode.ACKED: Decode.UNKNOWN,
             AtDecode.QUEUED: Decode.QUEUED,
@@ -145,6 +154,7 @@ DECODE = Table(
         },
         Decode.QUEUED: {
             AtDecode.HEARD: Decode.QUEUED,
+            AtDecode.TOKEN: Decode.QUEUED,
             AtDecode.REFUSED: Decode.QUEUED,
             AtDecode.ACKED: Decode.QUEUED,
             AtDecode.QUEUED: Decode.QUEUED,
@@ -153,6 +163,7 @@ DECODE = Table(
         },
         Decode.WITHDRAWN: {
             AtDecode.HEARD: Decode.WITHDRAWN,
+            AtDecode.TOKEN: Decode.WITHDRAWN,
             AtDecode.REFUSED: Decode.UNKNOWN,
             AtDecode.ACKED: Decode.UNKNOWN,
             AtDecode.LEFT: Decode.WITHDRAWN,
@@ -161,6 +172,7 @@ DECODE = Table(
         },
         Decode.RESERVED: {
             AtDecode.HEARD: Decode.RESERVED,
+            AtDecode.TOKEN: Decode.RESERVED,
             AtDecode.REFUSED: Decode.FAILED,
             AtDecode.ACKED: Decode.SENT,
             AtDecode.LEFT: Decode.CANCELLING,
@@ -169,6 +181,7 @@ DECODE = Table(
         },
         Decode.SENT: {
             AtDecode.HEARD: Decode.SENT,
+            AtDecode.TOKEN: Decode.SENT,
             AtDecode.REFUSED: Decode.SENT,
             AtDecode.ACKED: Decode.SENT,
             AtDecode.LEFT: Decode.FAILED,
@@ -177,6 +190,7 @@ DECODE = Table(
         },
         Decode.CANCELLING: {
             AtDecode.HEARD: Decode.CANCELLING,
+            AtDecode.TOKEN: Decode.CANCELLING,
             AtDecode.REFUSED: Decode.FAILED,
             AtDecode.ACKED: Decode.FAILED,
             AtDecode.LEFT: Decode.CANCELLING,
@@ -185,6 +199,7 @@ DECODE = Table(
         },
         Decode.FAILED: {
             AtDecode.HEARD: Decode.FAILED,
+            AtDecode.TOKEN: Decode.FAILED,
             AtDecode.REFUSED: Decode.FAILED,
             AtDecode.ACKED: Decode.FAILED,
             AtDecode.LEFT: Decode.FAILED,

@@ -9,27 +9,34 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from epd_serve.wire import TransferKey
+from epd_serve.wire import FIRST_TOKEN, TransferKey
 
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")  # vLLM >= 0.28 appends it to the request id, per instance
 
 
 @dataclass(frozen=True)
 class SendParams:
-    """`kv_transfer_params` of a request at P."""
+    """`kv_transfer_params` of a request at P. `first_token`: D is to go on after the token that is sampled here."""
 
     key: TransferKey
     incarnation: str
+    first_token: bool = False
 
 
 @dataclass(frozen=True)
 class ReceiveParams:
-    """`kv_transfer_params` of a request at D: where its KV comes from."""
+    """`kv_transfer_params` of a request at D: where its KV comes from.
+
+    Attributes:
+        awaits_token: it goes on after P's first token, which P will say; `first_token` in the params is the token
+            itself once it is known, as the logits processor wants it (`epd_serve.engine.first_token`).
+    """
 
     key: TransferKey
     peer: str
     incarnation: str
     endpoint: str
+    awaits_token: bool = False
 
 
 def transfer_key(raw: dict[str, Any], request_id: str) -> TransferKey:
@@ -41,7 +48,8 @@ def send_params(raw: dict[str, Any] | None, request_id: str) -> SendParams | Non
     """None for a request that is served here alone (vLLM's own warm-up, an operator's curl)."""
     if not raw or "transfer_id" not in raw:
         return None
-    return SendParams(transfer_key(raw, request_id), str(raw.get("incarnation", "")))
+    key = transfer_key(raw, request_id)
+    return SendParams(key, str(raw.get("incarnation", "")), raw.get(FIRST_TOKEN) is True)
 
 
 def receive_params(raw: dict[str, Any] | None, request_id: str) -> ReceiveParams | None:
@@ -50,7 +58,11 @@ def receive_params(raw: dict[str, Any] | None, request_id: str) -> ReceiveParams
         return None
     peer = raw["peer"]
     return ReceiveParams(
-        transfer_key(raw, request_id), str(peer["instance"]), str(peer["incarnation"]), str(peer["endpoint"])
+        transfer_key(raw, request_id),
+        str(peer["instance"]),
+        str(peer["incarnation"]),
+        str(peer["endpoint"]),
+        raw.get(FIRST_TOKEN) is True,
     )
 
 

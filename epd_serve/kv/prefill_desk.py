@@ -32,6 +32,7 @@ class _Entry:
     state: Prefill
     peer: bytes = b""
     ready: wire.Ready | None = None
+    token: int | None = None  # the first one, once it is sampled
 
 
 Reply = tuple[bytes, wire.ToDecodeScheduler]  # (ROUTER identity of D's scheduler, message)
@@ -77,11 +78,12 @@ class PrefillDesk:
         elif entry is not None and entry.ready is not None:  # said again: D has not heard of it for a while
             self._go(ready.key, AtPrefill.READY)
             entry.peer = peer
+            self._say_token(peer, ready.key, entry.token)
             self.outbox.append((peer, wire.Alive([ready.key])))
         elif self._go(ready.key, AtPrefill.READY) is Prefill.OVER:
             reason = self._over.get(ready.key) or ""
             if reason == _CLOSED:
-                self.outbox.append((peer, wire.CancelAck(ready.key)))
+                self.outbox.append((peer, wire.CancelAck(ready.key, self._over.token(ready.key))))
             else:
                 self._refuse(peer, ready.key, reason)
         else:
@@ -128,6 +130,14 @@ class PrefillDesk:
         """Why a transfer is over, or None while it is not."""
         return self._over.get(key)
 
+    def sampled(self, key: TransferKey, token: int) -> None:
+        """The request's first token, before the request leaves. D goes on after it."""
+        entry = self._entries.get(key)
+        if self._go(key, AtPrefill.SAMPLED) is Prefill.SENDING:
+            assert entry is not None
+            entry.token = token
+            self._say_token(entry.peer, key, token)
+
     def gone(self, key: TransferKey, reason: str) -> bool:
         """The request left P's scheduler early. True when its worker is sending and must be told to stop."""
         entry = self._entries.get(key)
@@ -163,6 +173,7 @@ class PrefillDesk:
         for key, entry in self._entries.items():
             if entry.state is not Prefill.AWAITED:
                 by_peer.setdefault(entry.peer, []).append(key)
+                self._say_token(entry.peer, key, entry.token)
         self.outbox += [(peer, wire.Alive(keys)) for peer, keys in by_peer.items()]
 
     def waiting(self) -> bool:
@@ -183,10 +194,14 @@ class PrefillDesk:
         if state is not Prefill.OVER:
             self._entries.setdefault(key, _Entry(state)).state = state
         elif former is not Prefill.OVER:
-            self._entries.pop(key, None)
+            entry = self._entries.pop(key, None)
             self._leases.end(key)
-            self._over.add(key, reason)
+            self._over.add(key, reason, entry.token if entry is not None else None)
         return state
+
+    def _say_token(self, peer: bytes, key: TransferKey, token: int | None) -> None:
+        if token is not None:
+            self.outbox.append((peer, wire.FirstToken(key, token)))
 
     def _refuse(self, peer: bytes, key: TransferKey, reason: str) -> None:
         self.outbox.append((peer, wire.Refused(key, reason)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from epd_serve.kv.faults import faults_of
 from epd_serve.kv.params import ReceiveParams, prompt_hash, receive_params
 from epd_serve.trace import Trace
 from epd_serve.wake import idle_waiter
-from epd_serve.wire import TransferKey
+from epd_serve.wire import FIRST_TOKEN, TransferKey
 from epd_serve.wiring import StageWiring, worker_endpoint
 
 if TYPE_CHECKING:
@@ -23,13 +24,16 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class DecodeStep:
-    """Scheduler → worker, per step."""
+    """Scheduler → worker, per step. `told`: transfers whose first token is known by now."""
 
     expected: list[Expected] = field(default_factory=list)
     failed: list[TransferKey] = field(default_factory=list)
+    told: list[TransferKey] = field(default_factory=list)
 
 
 @dataclass
@@ -64,6 +68,7 @@ class DecodeScheduler:
         self._control = DecodeControl(self._desk, faults_of(wiring.kv_faults))
         self._asked: set[str] = set()  # requests whose transfer was asked for: a preempted one computes alone
         self._key_of: dict[str, TransferKey] = {}
+        self._awaiting_token: dict[TransferKey, Request] = {}
         self._step = DecodeStep()
 
     def queued(self, request: Request) -> None:
@@ -106,10 +111,13 @@ class DecodeScheduler:
             self._offer(params.endpoint, ready)
         self._key_of[request.request_id] = params.key
         missing = tuple(table[start // self._block_size :])
-        self._step.expected.append(Expected(params.key, request.request_id, missing))
+        if params.awaits_token:
+            self._awaiting_token[params.key] = request
+        self._step.expected.append(Expected(params.key, request.request_id, missing, params.awaits_token))
         self._trace.stamp(params.key.transfer_id, "decode_reserved")
 
     def step(self, output: SchedulerOutput) -> DecodeStep:
+        self._take_tokens()
         step, self._step = self._step, DecodeStep()
         with self._control.lock:
             step.failed = self._desk.take_failures()
@@ -122,6 +130,7 @@ class DecodeScheduler:
 
     def received(self, requests: set[str]) -> None:
         """The worker reported these to vLLM, as received or as failed."""
+        self._take_tokens()
         for request in requests:
             key = self._key_of.pop(request, None)
             if key is not None:
@@ -134,6 +143,9 @@ class DecodeScheduler:
         """The request left the scheduler. vLLM keeps blocks of an unfinished load until the worker reports it."""
         params = self._params(request)
         self._asked.discard(request.request_id)
+        if params is not None:
+            self._awaiting_token.pop(params.key, None)
+            _check_first_token(request)
         for held in [held for held in self._held if held.request == request.request_id]:
             self._held.remove(held)
             self._unoffered.append(held.ready.key)  # P never heard of its blocks: the worker may report it at once
@@ -144,6 +156,18 @@ class DecodeScheduler:
 
     def close(self) -> None:
         self._control.close()
+
+    def _take_tokens(self) -> None:
+        """Write P's tokens into the params of their requests, with which the worker gets them in the step that first
+        runs them. Before that step is made: the worker, which the control thread has told, may report at any time."""
+        with self._control.lock:
+            tokens = self._desk.take_tokens()
+        for key, token in tokens:
+            request = self._awaiting_token.pop(key, None)
+            if request is not None:  # else it has left
+                assert request.kv_transfer_params is not None
+                request.kv_transfer_params[FIRST_TOKEN] = token
+                self._step.told.append(key)
 
     def _offer(self, endpoint: str, ready: wire.Ready) -> None:
         with self._control.lock:
@@ -161,3 +185,10 @@ class DecodeScheduler:
     @staticmethod
     def _params(request: Request) -> ReceiveParams | None:
         return receive_params(request.kv_transfer_params, request.request_id)
+
+
+def _check_first_token(request: Request) -> None:
+    """What the client had of P must be what was sampled here. The proxy sees to it that it is not told two answers."""
+    token = (request.kv_transfer_params or {}).get(FIRST_TOKEN, True)
+    if token is not True and request.output_token_ids and request.output_token_ids[0] != token:
+        logger.error("request %s began with another token than prefill's: %s", request.request_id, token)

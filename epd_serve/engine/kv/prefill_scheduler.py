@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from epd_serve import wire
+from epd_serve.engine import compat
 from epd_serve.engine.kv.sender import ChunkJob
 from epd_serve.kv.control import PrefillControl
 from epd_serve.kv.faults import faults_of
@@ -100,6 +102,14 @@ class PrefillScheduler:
 
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """(keep its blocks until the worker reports, what to tell the proxy)."""
+        keep, said = self._finished(request)
+        params = send_params(request.kv_transfer_params, request.request_id)
+        if params is not None and params.first_token and said is not None and compat.was_cut(request):
+            sent = f"{wire.TOKEN_SENT}{request.output_token_ids[0]}"
+            request.stop_reason = sent if said["ok"] else f"{wire.KV_NOT_SENT}{said['reason']}"
+        return keep, said
+
+    def _finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._hashes.pop(request.request_id, None)
         params = send_params(request.kv_transfer_params, request.request_id)
         if params is None:
@@ -107,6 +117,8 @@ class PrefillScheduler:
         sending = self._sending.get(request.request_id)
         complete = sending is not None and sending.complete
         with self._control.lock:
+            if params.first_token and complete and request.output_token_ids:
+                self._desk.sampled(params.key, request.output_token_ids[0])
             stop = not complete and self._desk.gone(params.key, "prefill request ended early")
             if stop and (sending is None or not sending.told):
                 self._desk.stopped_unsent(params.key)

@@ -35,11 +35,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Expected:
-    """A request of D's that waits for its KV, and the blocks that were reserved for what is missing."""
+    """A request of D's that waits for its KV, and the blocks that were reserved for what is missing.
+
+    `awaits_token`: it cannot run before P's first token is known, too.
+    """
 
     key: TransferKey
     request: str
     blocks: tuple[int, ...]
+    awaits_token: bool = False
 
 
 @dataclass
@@ -105,11 +109,16 @@ class Receiver:
 
     # --- model runner thread --------------------------------------------------------------------------------------
 
-    def expect(self, expected: Iterable[Expected], failed: Iterable[TransferKey]) -> None:
-        """What this step's metadata says: new requests that wait, and transfers the scheduler gave up."""
+    def expect(
+        self, expected: Iterable[Expected], failed: Iterable[TransferKey], told: Iterable[TransferKey] = ()
+    ) -> None:
+        """What this step's metadata says: new requests that wait, transfers the scheduler gave up, and those whose
+        first token it has been told."""
         with self._lock:
             for item in expected:
-                self._arrivals.expect(item.key, item)
+                self._arrivals.expect(item.key, item, conditional=item.awaits_token)
+            for key in told:
+                self._arrivals.complete(key)
             for key in failed:
                 self._arrivals.give_up(key)
 
@@ -162,6 +171,10 @@ class Receiver:
             self._answer(peer, wire.Credit(message.seq))
         elif isinstance(message, wire.Probe):
             self._answer(peer, self._probe(peer, message))
+        elif isinstance(message, wire.FirstToken):
+            with self._lock:
+                self._arrivals.complete(message.key)
+            idle_waiter.wake()
         else:
             self._done(peer, message)
 

@@ -203,7 +203,7 @@ class DecodeWorker:
         self._witness = cache.witness()
 
     def begin_step(self, step: DecodeStep) -> None:
-        self._receiving().expect(step.expected, step.failed)
+        self._receiving().expect(step.expected, step.failed, step.told)
 
     def take_finished(self) -> set[str]:
         received, failed = self._receiving().take_finished()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from epd_serve.cpu_threads import CPU_THREADS_ENV
-from epd_serve.engine.argv import CORE_SHARE_ENV, STAGE_ENV, WIRING_ENV, stage_command
+from epd_serve.engine.argv import CORE_SHARE_ENV, FIRST_TOKEN_PROCESSOR, STAGE_ENV, WIRING_ENV, stage_command
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StageCommand, StagePlan
 from epd_serve.wiring import StageWiring
@@ -211,3 +211,16 @@ def test_a_core_order_reaches_the_workers_by_the_environment(device: str) -> Non
 def test_without_mps_no_percentage_is_pretended() -> None:
     order = CoreOrder("cuda", "P0", {"E0": 0.3, "P0": 0.7}, enforced=False)
     assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in command(Role.P, "cuda", core_order=order).env
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_who_goes_on_after_another_stages_token_can_be_made_to(role: Role) -> None:
+    named = flag(command(role, "npu", first_token=True), "--logits-processors")
+    assert named == (FIRST_TOKEN_PROCESSOR if role.takes_kv else None)
+    assert flag(command(role, "npu"), "--logits-processors") is None
+
+
+@pytest.mark.parametrize("flags", ["--speculative-config {}", "--logits-processors a:B"])
+def test_a_stage_that_takes_no_processor_of_ours_gets_none(flags: str) -> None:
+    made = command(Role.D, "cuda", first_token=True, extra_args=tuple(flags.split()))
+    assert FIRST_TOKEN_PROCESSOR not in made.argv

@@ -186,3 +186,37 @@ def test_what_strangers_leave_half_done_is_kept_for_a_while_and_takes_nothing_fr
     assert len(a._arriving) == 4096
     a.done(WORKERS[1], Done(KEY, True, senders=2), 0)
     assert take(a) == [("request", End(True))]
+
+
+def test_what_lacks_its_first_token_has_not_arrived() -> None:
+    a = arrivals(expected=False)
+    a.expect(KEY, "request", conditional=True)
+    a.done(WORKERS[0], Done(KEY, True), 0)
+    assert not a.has_ended() and take(a) == []
+    a.complete(KEY)
+    a.complete(KEY)
+    assert a.has_ended() and take(a) == [("request", End(True))]
+    a.complete(KEY)
+    assert take(a) == []
+
+
+def test_a_first_token_may_be_there_before_the_kv_and_a_failure_waits_for_none() -> None:
+    a = arrivals(expected=False)
+    a.expect(KEY, "request", conditional=True)
+    a.complete(KEY)
+    assert take(a) == []
+    a.done(WORKERS[0], Done(KEY, True), 0)
+    assert take(a) == [("request", End(True))]
+    b = arrivals(expected=False)
+    b.expect(KEY, "request", conditional=True)
+    b.done(WORKERS[0], Done(KEY, False, "cancelled"), 0)
+    assert take(b) == [("request", End(False, "cancelled"))]
+
+
+def test_kv_that_is_here_is_given_up_with_a_first_token_that_never_comes() -> None:
+    a = arrivals(expected=False)
+    a.expect(KEY, "request", conditional=True)
+    a.done(WORKERS[0], Done(KEY, True), 0)
+    a.give_up(KEY)
+    ((_, end),) = take(a)
+    assert not end.ok and a.is_over(KEY)

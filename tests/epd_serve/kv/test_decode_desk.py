@@ -107,3 +107,30 @@ def test_time_in_which_decode_itself_was_stopped_is_no_silence() -> None:
     assert not desk.take_failures()
     pass_time(desk, 1000.0 + SILENCE - 3.0, 1000.0 + SILENCE)
     assert desk.take_failures() == [A]
+
+
+@pytest.mark.parametrize("said", [wire.FirstToken(A, 7), wire.CancelAck(A, 7)])
+def test_the_first_token_is_handed_on_once_to_scheduler_and_workers(said: wire.ToDecodeScheduler) -> None:
+    desk = DecodeDesk(SILENCE, 0)
+    desk.reserved("p", ready(A, endpoints=["w0", "w1"]), 0)
+    desk.outbox.clear()
+    for _ in range(2):
+        assert not desk.on_message(said, 1.0)
+    assert desk.take_tokens() == [(A, 7)] and desk.take_tokens() == []
+    assert desk.outbox == [("w0", wire.FirstToken(A, 7)), ("w1", wire.FirstToken(A, 7))]
+
+
+def test_a_first_token_of_what_nobody_waits_for_is_nobodys() -> None:
+    desk = DecodeDesk(SILENCE, 0)
+    desk.on_message(wire.FirstToken(A, 7), 0)
+    desk.queued(KEYS[1], "p")
+    desk.on_message(wire.FirstToken(KEYS[1], 7), 0)
+    assert desk.take_tokens() == [] and desk.outbox == []
+
+
+def test_prefill_that_is_over_without_a_first_token_fails_the_transfer() -> None:
+    desk = DecodeDesk(SILENCE, 60.0)
+    desk.reserved("p", ready(A), 0)
+    desk.on_message(wire.CancelAck(A), 1.0)
+    pass_time(desk, 1.0, 1.0 + LAST_WORD_S)
+    assert desk.take_failures() == [A] and desk.take_tokens() == []

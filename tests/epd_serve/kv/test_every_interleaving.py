@@ -29,6 +29,8 @@ class World:
     at_d: str = "away"  # D's request: away, queued, holds, left
     told: bool = False  # P's worker knows
     writing: bool = False
+    through: bool = False  # P's worker has sent all of it, DONE too
+    token: bool = False  # D's worker knows the first token, without which it does not report that all has arrived
     done: tuple[bool, ...] = ()  # DONE on its way to D's worker: (ok,)
     ended: tuple[bool, ...] = ()  # D's worker has it
     given_back: bool = False
@@ -36,8 +38,10 @@ class World:
 
     def name(self) -> str:
         p, d = self.p._entries.get(A), self.d._entries.get(A)
-        desks = (p and p.state, self.p._over.get(A), d and d.state, self.d._failures)
-        rest = (self.at_p, self.at_d, self.told, self.writing, self.done, self.ended, self.given_back, self.lives)
+        over = (self.p._over.get(A), self.p._over.token(A))
+        desks = (p and (p.state, p.token), over, d and (d.state, d.token), self.d._failures)
+        workers = (self.told, self.writing, self.through, self.token, self.done, self.ended)
+        rest = (self.at_p, self.at_d, workers, self.given_back, self.lives)
         return repr((desks, sorted(self.said), rest))
 
     def collect(self) -> None:
@@ -47,6 +51,8 @@ class World:
 
     def stop(self) -> None:
         """P's scheduler was told that sending must stop."""
+        if self.through:
+            return
         if self.told:
             self.close(False)
         else:
@@ -73,16 +79,20 @@ class World:
         if self.done:
             yield "DONE arrives", World.hear_done
             yield "DONE is lost", lambda w: setattr(w, "done", ())
-        if self.ended or self.d._failures:
+        if self.d._failures or self.ended == (False,) or (self.ended and self.token):
             yield "D's worker reports", World.report
         if self.at_p in ("away", "waits"):
             yield "P's request asks", World.ask
         if self.at_p in ("waits", "runs"):
             yield "P's request leaves", World.leave_p
-        if self.at_p == "runs" and self.p.ready(A):
+        if self.at_p == "runs" and self.p.ready(A) and not self.through:
             yield "P's worker writes", lambda w: (setattr(w, "told", True), setattr(w, "writing", True))
         if self.writing and self.at_p == "runs" and self.p.ready(A):
-            yield "P's worker is through", lambda w: (setattr(w, "at_p", "left"), w.close(True))
+            yield "P's worker is through", World.send_last
+        if self.through and self.at_p == "runs":
+            yield "P samples", lambda w: (setattr(w, "at_p", "left"), w.p.sampled(A, 7))
+        if self.through and self.at_p == "left" and A in self.p._entries:
+            yield "P's worker is done", lambda w: w.p.closed(A)
         yield "P beats", lambda w: w.p.beat(0.0)
         if self.lives == 1:
             yield "P dies", World.die
@@ -94,9 +104,13 @@ class World:
             self.stop()
 
     def decode_hears(self, message: Any) -> None:
-        if not isinstance(message, wire.Alive):
+        if not isinstance(message, wire.Alive | wire.FirstToken):
             assert not self.writing, "P said that it does not write"
         self.d.on_message(message, 0.0)
+        self.token = self.token or self.d.take_tokens() == [(A, 7)]
+
+    def send_last(self) -> None:
+        self.writing, self.through, self.done = False, True, (True,)
 
     def reserve(self) -> None:
         self.at_d = "holds"
@@ -121,13 +135,13 @@ class World:
 
     def leave_p(self) -> None:
         self.at_p = "left"
-        if self.p.gone(A, "aborted"):
+        if not self.through and self.p.gone(A, "aborted"):
             self.stop()
 
     def die(self) -> None:
         """Another life of P, which the request is not sent to again: a repeated attempt is another transfer."""
         self.lives, self.p = 2, PrefillDesk("p1", 1000.0)
-        self.at_p, self.told, self.writing, self.done = "left", False, False, ()
+        self.at_p, self.told, self.writing, self.through, self.done = "left", False, False, False, ()
 
     def fall_silent(self) -> None:
         quiet = copy.deepcopy(self.d)

@@ -32,7 +32,10 @@ def test_every_state_has_a_row_is_reachable_and_can_end(table: Table[Any, Any], 
 
 @pytest.mark.parametrize(
     ("table", "says"),
-    [(PREFILL, {AtPrefill.READY, AtPrefill.CANCEL}), (DECODE, {AtDecode.HEARD, AtDecode.REFUSED, AtDecode.ACKED})],
+    [
+        (PREFILL, {AtPrefill.READY, AtPrefill.CANCEL}),
+        (DECODE, {AtDecode.HEARD, AtDecode.REFUSED, AtDecode.ACKED, AtDecode.TOKEN}),
+    ],
 )
 def test_what_a_peer_says_is_defined_in_every_state(table: Table[Any, Any], says: set[enum.Enum]) -> None:
     assert all(says <= set(row) for row in table.rows.values())

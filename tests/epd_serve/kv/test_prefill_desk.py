@@ -10,7 +10,7 @@ import pytest
 from epd_serve import wire
 from epd_serve.kv.prefill_desk import Admission, PrefillDesk
 from tests.epd_serve.engine.kv.fakes import ready
-from tests.epd_serve.kv.desk_steps import PATIENCE, A, admit, pass_time
+from tests.epd_serve.kv.desk_steps import BEAT, PATIENCE, A, admit, pass_time
 
 
 def p_desk() -> PrefillDesk:
@@ -148,3 +148,32 @@ def test_a_cancel_while_sending_is_left_to_the_worker_to_acknowledge() -> None:
     assert not desk.outbox
     desk.on_message(b"d", wire.Cancel(A), 2)
     assert desk.outbox == [(b"d", wire.CancelAck(A))]
+
+
+def test_the_first_token_is_said_at_once_with_every_beat_and_when_asked_again() -> None:
+    desk = p_desk()
+    desk.on_message(b"d", ready(A), 0)
+    admit(desk, A)
+    desk.sampled(A, 7)
+    assert desk.outbox == [(b"d", wire.FirstToken(A, 7))]
+    desk.outbox.clear()
+    desk.beat(BEAT)
+    assert desk.outbox == [(b"d", wire.FirstToken(A, 7)), (b"d", wire.Alive([A]))]
+    desk.outbox.clear()
+    desk.on_message(b"d", ready(A), 1)
+    assert desk.outbox == [(b"d", wire.FirstToken(A, 7)), (b"d", wire.Alive([A]))]
+    desk.outbox.clear()
+    desk.closed(A)
+    desk.on_message(b"d", ready(A), 2)
+    assert desk.outbox == [(b"d", wire.CancelAck(A, 7))]
+
+
+def test_nobody_is_told_the_first_token_of_what_was_never_sent() -> None:
+    desk = p_desk()
+    desk.on_message(b"d", ready(A), 0)
+    admit(desk, A)
+    desk.on_message(b"d", wire.Cancel(A), 1)
+    desk.sampled(A, 7)
+    desk.closed(A)
+    desk.sampled(A, 7)
+    assert not [one for one in desk.outbox if isinstance(one[1], wire.FirstToken)]

@@ -266,6 +266,9 @@ def request(
         prompt_token_ids=[token] * prompt,
         mm_features=[SimpleNamespace(identifier=item) for item in items],
         kv_transfer_params=params,
+        output_token_ids=[],
+        stop_reason=None,
+        status=SimpleNamespace(name="RUNNING"),
     )
 
 

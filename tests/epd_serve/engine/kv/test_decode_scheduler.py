@@ -227,3 +227,41 @@ def test_queued_requests_renew_prefills_patience(d: DecodeScheduler, p: PrefillC
         first = p.desk._leases.until[key(wanted)]
     d.queued(wanted)
     wait_for(lambda: p.desk._leases.until[key(wanted)] > first)
+
+
+def test_prefills_first_token_is_in_the_params_before_the_request_can_run(
+    d: DecodeScheduler, p: PrefillControl, tmp_path: Path
+) -> None:
+    wanted = asked(tmp_path)
+    wanted.kv_transfer_params["first_token"] = True
+    reserve(d, wanted, [5, 6, 7])
+    (expected,) = d.step(scheduled()).expected
+    assert expected.awaits_token
+    offered(p, wanted)
+    with p.lock:
+        p.desk.admit(key(wanted), 10, prompt_hash([1] * 10, []), 0.0, block_size=BLOCK_SIZE, kv_heads=2)
+        p.desk.sampled(key(wanted), 7)
+    p.flush()
+    wait_for(lambda: d._desk._tokens)
+    d.received({wanted.request_id})
+    assert wanted.kv_transfer_params["first_token"] == 7
+    assert d.step(scheduled()).told == [key(wanted)] and d.step(scheduled()).told == []
+
+
+def test_a_token_that_was_shown_before_is_awaited_from_nobody(d: DecodeScheduler, tmp_path: Path) -> None:
+    wanted = asked(tmp_path)
+    wanted.kv_transfer_params["first_token"] = 7
+    reserve(d, wanted, [5, 6, 7])
+    (expected,) = d.step(scheduled()).expected
+    assert not expected.awaits_token
+
+
+@pytest.mark.parametrize(("output", "logged"), [([7, 8], False), ([9], True), ([], False)])
+def test_an_answer_that_began_otherwise_is_in_the_log(
+    d: DecodeScheduler, tmp_path: Path, caplog: pytest.LogCaptureFixture, output: list[int], logged: bool
+) -> None:
+    wanted = asked(tmp_path)
+    wanted.kv_transfer_params["first_token"] = 7
+    wanted.output_token_ids = output
+    d.finished(wanted)
+    assert bool(caplog.records) is logged

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,8 +76,10 @@ def d(tmp_path: Path) -> Iterator[PlayedDecode]:
     played.socket.close()
 
 
-def admitted(p: PrefillScheduler, d: PlayedDecode, name: str = "r", prompt: int = 10, **offer: Any) -> Any:
-    asked = request(name, prompt, PARAMS)
+def admitted(
+    p: PrefillScheduler, d: PlayedDecode, name: str = "r", prompt: int = 10, params: Any = PARAMS, **offer: Any
+) -> Any:
+    asked = request(name, prompt, params)
     assert not p.may_run(asked)
     d.offer(asked, **offer)
     wait_for(lambda: p.may_run(asked))
@@ -251,3 +254,33 @@ def test_a_malformed_message_leaves_the_thread_alive(p: PrefillScheduler, d: Pla
     d.socket.send(b"\xff")
     d.socket.send_multipart([b"a", b"b", b"c"])
     admitted(p, d)
+
+
+def ended(asked: Any, *, status: str = "FINISHED_LENGTH_CAPPED") -> Any:
+    asked.output_token_ids, asked.status = [7], SimpleNamespace(name=status)
+    return asked
+
+
+def test_the_first_token_goes_to_decode_and_with_the_end_to_the_proxy(p: PrefillScheduler, d: PlayedDecode) -> None:
+    asked = admitted(p, d, params={**PARAMS, "first_token": True})
+    (job,) = p.step(scheduled([(asked.request_id, [7, 8, 9], 0, 10)])).chunks
+    assert p.finished(ended(asked)) == (True, {"ok": True, "reason": ""})
+    assert d.hear(wire.FirstToken) == wire.FirstToken(job.key, 7)
+    assert asked.stop_reason == f"{wire.TOKEN_SENT}7"
+
+
+def test_the_proxy_is_told_where_no_kv_is_sent(p: PrefillScheduler, d: PlayedDecode) -> None:
+    asked = request("r", 10, {**PARAMS, "first_token": True})
+    assert not p.may_run(asked)
+    d.send(wire.Cancel(transfer_key(PARAMS, asked.request_id)))
+    wait_for(lambda: p.may_run(asked))
+    assert p.finished(ended(asked)) == (False, {"ok": False, "reason": "cancelled by decode"})
+    assert asked.stop_reason == f"{wire.KV_NOT_SENT}cancelled by decode"
+
+
+@pytest.mark.parametrize(("first", "status"), [(True, "FINISHED_STOPPED"), (False, "FINISHED_LENGTH_CAPPED")])
+def test_any_other_end_keeps_its_own_reason(p: PrefillScheduler, d: PlayedDecode, first: bool, status: str) -> None:
+    asked = admitted(p, d, params={**PARAMS, "first_token": first})
+    p.step(scheduled([(asked.request_id, [7, 8, 9], 0, 10)]))
+    p.finished(ended(asked, status=status))
+    assert asked.stop_reason is None
