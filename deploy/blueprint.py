@@ -22,6 +22,7 @@ from deploy.proxy_overrides import proxy_overrides
 from deploy.stage_args import StageArgs, parse_stage_args
 from deploy.versions import numbers
 from deploy.ways import Ways, draw_ways
+from epd_serve.answer_flags import answer_flags
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
@@ -132,6 +133,8 @@ def draw(config: DeployConfig, *, stage: OneStage | None = None, starts_stages: 
     if real < layout.device_count:
         warnings.append(f"{layout.device_count} devices of {layout} are virtual: they share {real} {inventory.kind}")
     stage_args = parse_stage_args(config.stage_args, plans)
+    if config.first_token == "prefill" and not simulated and (doubt := _waits_for_decode(plans, stage_args)):
+        warnings.append(doubt)
     ways = draw_ways(config, inventory.kind, plans, pooled=pooled, cann=numbers(ascend.cann))
     memory = NO_MEMORY
     if starts_stages and not simulated:
@@ -160,6 +163,18 @@ def draw(config: DeployConfig, *, stage: OneStage | None = None, starts_stages: 
         warnings=tuple(warnings),
         core_orders=divided.orders,
         memory=memory.plan,
+    )
+
+
+def _waits_for_decode(plans: Sequence[InstancePlan], stage_args: StageArgs) -> str:
+    """Why no stream can begin with a prefill instance's token, or ""."""
+    senders = [answer_flags(stage_args.of(plan)) for plan in plans if plan.role.sends_kv]
+    takers = [answer_flags(stage_args.of(plan)) for plan in plans if plan.role.takes_kv]
+    if not senders or any(flags is not None and flags in takers for flags in senders):
+        return ""
+    return (
+        "streams wait for decode's first token: prefill and decode instances differ in flags that may shape an answer, "
+        "or have --speculative-config or --logits-processors"
     )
 
 

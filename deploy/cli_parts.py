@@ -130,7 +130,7 @@ _HEADS_OWN = ("model", "cluster_host", "cluster_port", "mooncake_master")
 _HEADS_OPTIONS = (
     *("served_model_name", "tenant_header", "shared_features", "send_pixels", "on_missing_feature", "recompute_limit"),
     *("mooncake_protocol", "kv_grouping", "kv_packet_floor_kib", "media_root", "allow_private_media", "run_root"),
-    "feature_path",
+    *("feature_path", "first_token"),
 )
 
 

@@ -92,6 +92,12 @@ class DeployConfig:
     send_pixels: str = _option(
         "auto", "send images to prefill and decode: only where needed (auto), or always", choices=("auto", "always")
     )
+    first_token: str = _option(
+        "prefill",
+        "which stage a stream's first token is from where prefill and decode are apart: prefill, as soon as it is "
+        "there, or decode, to compare with",
+        choices=("prefill", "decode"),
+    )
     tenant_header: str = _option("", "header that names the tenant, set by a gateway you trust (default: the API key)")
     shared_features: bool = _option(False, "let tenants use each other's features")
     recompute_limit: int = _option(2, "requests with lost features that one instance recomputes at a time")

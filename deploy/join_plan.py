@@ -18,6 +18,7 @@ from deploy.identity import processing_flags
 from deploy.rundir import RunDir
 from deploy.stage_args import OURS, flag_of, refuse_other_schedulers
 from epd_serve import __version__
+from epd_serve.answer_flags import answer_flags
 from epd_serve.cluster import JoinAnswer, JoinRequest
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
@@ -86,7 +87,13 @@ class JoinPlan:
             kv_endpoint=self._kv_endpoint,
             kv_workers=self._kv_workers,
             incarnation=incarnation,
+            answer_flags=answer_flags(self.passed) if self._takes_part else None,
         )
+
+    @property
+    def _takes_part(self) -> bool:
+        """In answers whose first token is another stage's: the head decides whether there are any."""
+        return self.blueprint.config.engine == "vllm"
 
     def stage(self, answer: JoinAnswer, run: RunDir, incarnation: str) -> StagePlan:
         """What the command of one life is made from."""
@@ -111,6 +118,7 @@ class JoinPlan:
             engine=blueprint.config.engine,
             sim_profile=blueprint.sim_profile,
             memory_names=run.memory_names(answer.id),
+            first_token=self._takes_part,
         )
 
     def wiring(self, answer: JoinAnswer, run: RunDir, incarnation: str) -> StageWiring:

@@ -34,7 +34,7 @@ _DECIDED = (
 )
 """Fields that follow from the deployment itself."""
 
-OWN_FLAGS = ("tenant_header", "shared_features", "send_pixels", "on_missing_feature")
+OWN_FLAGS = ("tenant_header", "shared_features", "send_pixels", "on_missing_feature", "first_token")
 """Fields that have a flag of their own; by --proxy they would be two answers to one question."""
 
 

@@ -56,6 +56,7 @@ def build_proxy_settings(blueprint: Blueprint, arena: Path | None = None) -> Pro
         vllm_version=_installed_vllm() if config.engine == "vllm" else "",
         send_pixels=config.send_pixels,
         on_missing_feature=config.on_missing_feature,
+        first_token=config.first_token,
         arena=arena if blueprint.features_travel else None,
     )
     try:

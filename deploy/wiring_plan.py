@@ -10,6 +10,7 @@ from deploy.blueprint import Blueprint
 from deploy.core_plan import order_for
 from deploy.rundir import RunDir
 from deploy.shared_memory import SharedMemory
+from epd_serve.answer_flags import answer_flags
 from epd_serve.instances import Instance
 from epd_serve.placement import InstancePlan
 from epd_serve.stage_plan import StagePlan
@@ -49,6 +50,7 @@ class WiringPlan:
             load_news=self._load_news(plan),
             core_share=plan.core_share,
             cpu_cores=self.blueprint.cores_of(plan),
+            answer_flags=answer_flags(self.blueprint.stage_args.of(plan)) if self._shows_first_tokens else None,
         )
 
     def stage(self, plan: InstancePlan, incarnation: str) -> StagePlan:
@@ -74,7 +76,13 @@ class WiringPlan:
             engine=blueprint.config.engine,
             sim_profile=blueprint.sim_profile,
             memory_names=self.run.memory_names(plan.id),
+            first_token=self._shows_first_tokens,
         )
+
+    @property
+    def _shows_first_tokens(self) -> bool:
+        config = self.blueprint.config
+        return config.first_token == "prefill" and config.engine == "vllm"
 
     def wiring(self, plan: InstancePlan, incarnation: str) -> StageWiring:
         """Addresses and policies of one life. Features concern encoders and every instance that takes them."""

@@ -81,6 +81,10 @@ class KvNotDelivered(StageError):
 
     code = "kv_not_delivered"
 
+    def __init__(self, reason: str, *, stage: str) -> None:
+        super().__init__(f"stage {stage} could not deliver its KV: {reason}", stage=stage)
+        self.reason = reason
+
 
 def internal_error() -> EpdError:
     """What a client is told of a defect of ours. Goes out with `connection: close`: the server closes the connection

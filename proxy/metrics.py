@@ -61,8 +61,14 @@ class Metrics:
         )
         self.ttft_seconds = Histogram(
             "epd_proxy_ttft_seconds",
-            "From the request's arrival to its first streamed event.",
+            "From the request's arrival to the first token of its stream, whichever instance that is from.",
             buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.first_tokens = LabelledCounter(
+            "epd_proxy_first_tokens",
+            "Streams by the role of the instance that their first token is from.",
+            ("stage",),
             registry=self.registry,
         )
         self.retries = LabelledCounter(

@@ -19,7 +19,7 @@ FOLLOW = {
     "media.allowed_local_root",
     "media.allow_private_addresses",
 }
-OWN_FLAGS = {"tenant_header", "shared_features", "send_pixels", "on_missing_feature"}
+OWN_FLAGS = {"tenant_header", "shared_features", "send_pixels", "on_missing_feature", "first_token"}
 
 
 def test_the_deployment_is_what_is_served_without_it() -> None:

@@ -191,13 +191,20 @@ def _features(seen: _Seen) -> Iterator[Span]:
     yield from seen.lasting(Phase.EP, "P", "feature_loaded")
 
 
+def _prefill_answers(seen: _Seen) -> bool:
+    """Whether the client's first token is of whoever prefilled."""
+    shown = seen.of("proxy", "first_byte")
+    return not seen.of("D", "received") or (bool(shown) and _stage(str(shown[-1].more.get("stage", "D"))) == "P")
+
+
 def _prefill(seen: _Seen) -> Iterator[Span]:
-    end = "prefill_end" if seen.of("P", "prefill_end") else "computed"
+    answers = _prefill_answers(seen)
+    end = "prefill_end" if seen.of("P", "prefill_end") and not answers else "computed"
     loads = seen.lasting(Phase.EP, "P", "feature_loaded")
     yield from _between(Phase.HTTP_P, seen.last("proxy", "dispatched"), seen.first("P", "received"))
     yield from _front_end(seen, "P", Phase.PREPROCESS_P, Phase.PREFILL_QUEUE)
     yield from _without(seen.calls(Phase.PREFILL, "P", "scheduled", end), loads)
-    if not seen.of("D", "received"):
+    if answers:
         yield from seen.calls(Phase.ANSWER_P, "P", "computed", "answering")
         yield from _between(Phase.HTTP_P, seen.first("P", "answering"), seen.last("proxy", "first_byte"))
 

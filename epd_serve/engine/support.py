@@ -287,6 +287,20 @@ FEATURES: tuple[Feature, ...] = (
         ),
         notes="vLLM 0.32 ends such a stage before we can: it looks for its own connector in our module.",
     ),
+    Feature(
+        "A stream's first token from P, the rest from D",
+        (
+            "tests/e2e/test_first_token.py::test_whatever_is_asked_of_the_answer",
+            "tests/e2e/test_first_token.py::test_a_stage_that_dies_after_the_first_token_costs_the_client_nothing",
+        ),
+        notes="One answer to one prompt, of `/v1/chat/completions` and `/v1/completions`, where P and D have the same "
+        "flags but for those of speed. It waits for D with tools, thinking budgets, several answers, `/v1/responses`; "
+        "where the stages parse chats (`--reasoning-parser`, `--tool-call-parser`), which hold text back, all chats "
+        "do; so does a token that may begin a stop string, or is part of a character. Off with "
+        "`--speculative-config` or `--logits-processors`: vLLM then takes no logits processor of ours, with which D is "
+        "made to sample P's token. `max_tokens: 1`, and what stops at its first token, P answers alone. vLLM 0.32's "
+        "newer model runner (CUDA): by unit tests.",
+    ),
     Feature("Structured output", ("tests/e2e/test_openai.py::test_a_json_schema_is_kept_to",)),
     Feature("Tool parsers", ("tests/e2e/test_openai.py::test_a_named_tool_is_called",)),
     Feature("Reasoning parsers", (_FEATURE_TESTS + "test_reasoning_is_parsed_as_plain_vllm_parses_it",)),

@@ -207,6 +207,7 @@ class Membership:
             kv_news=(bus,) * request.tp if role.sends_kv else (),
             kv_workers=worker_endpoints(request.kv_workers, request.tp),
             load_news=bus,
+            answer_flags=request.answer_flags,
         )
 
     # --- who is here ------------------------------------------------------------------------------------------------

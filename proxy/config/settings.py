@@ -31,6 +31,7 @@ from proxy.routing.policy import POLICIES
 
 SEND_PIXELS = ("auto", "always")
 ON_MISSING_FEATURE = ("recompute", "reencode")
+FIRST_TOKEN = ("prefill", "decode")
 HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -71,6 +72,7 @@ class ProxySettings:
         send_pixels: `auto` sends P and D an item's metadata instead of the media where that is known, `always` never.
         overlap: P and D are called while encoders work, as soon as the metadata of all items is known.
         on_missing_feature: `recompute` lets P encode what got lost, `reencode` has an encoder do it again first.
+        first_token: `prefill` shows streams the first token of P, after which D goes on, `decode` that of D.
         arena: the arena of this host where all stages of the layout use it, else None.
         max_known_features: how many features the proxy remembers.
         trace_path: JSON-lines file for phase stamps; by default none.
@@ -113,6 +115,7 @@ class ProxySettings:
     send_pixels: str = "auto"
     overlap: bool = True
     on_missing_feature: str = "recompute"
+    first_token: str = "prefill"
     arena: Path | None = None
     max_known_features: int = 65_536
     trace_path: Path | None = None
@@ -140,6 +143,7 @@ class ProxySettings:
         require_one_of("policy", self.policy, tuple(POLICIES))
         require_one_of("send_pixels", self.send_pixels, SEND_PIXELS)
         require_one_of("on_missing_feature", self.on_missing_feature, ON_MISSING_FEATURE)
+        require_one_of("first_token", self.first_token, FIRST_TOKEN)
         for name in self.xargs:
             if name in XARGS_REFUSED or name.startswith(OUR_XARGS):
                 raise ConfigError(f"xargs: {name} is never taken from clients", param="xargs")

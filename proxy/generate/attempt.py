@@ -1,8 +1,9 @@
 """One attempt at prefill and decode: D and P at once under one transfer id.
 
-D is dispatched first, because P's packets go straight into blocks that D has to allot first. Closing a stage's
-connection cancels it, so cancellation of the task that runs here cancels every stage, and an attempt that fails has
-left both when it raises.
+D is dispatched first, because P's packets go straight into blocks that D has to allot first. A stream begins with P's
+first token where that may be shown (`proxy/generate/first_token.py`), and goes on with D's; one token P answers alone.
+Closing a stage's connection cancels it, so cancellation of the task that runs here cancels every stage, and an attempt
+that fails has left both when it raises.
 """
 
 from __future__ import annotations
@@ -11,24 +12,28 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from epd_serve.errors import DeadlineError, EpdError, StageError
+from epd_serve.instances import Instance
 from epd_serve.trace import Trace
 from proxy.background import Background
 from proxy.config.limits import Timeouts
 from proxy.errors import KvNotDelivered, StageTimeout, most_telling
-from proxy.generate.relay import relay
+from proxy.generate.first_token import alike, is_one_token, may_be_shown
+from proxy.generate.relay import relay, show
 from proxy.generate.router import Route
 from proxy.generate.stall_watchdog import StallWatchdog
 from proxy.metrics import Metrics
+from proxy.registry.instance_state import Lease
 from proxy.registry.table import InstanceTable
 from proxy.request.cancel_scope import CancelScope
 from proxy.request.client_sink import ClientSink
 from proxy.request.payload import Pieces, encoded
-from proxy.stages.bodies import decode_body, prefill_body, public_answer
+from proxy.stages.bodies import decode_body, first_token_body, prefill_body, public_answer
 from proxy.stages.circuits import Circuits, StageCall
 from proxy.stages.client import StageClient
 from proxy.stages.job import Job
@@ -49,18 +54,21 @@ class Attempt:
         metrics: Metrics,
         trace: Trace,
         background: Background,
+        *,
+        first_token: str = "prefill",
     ) -> None:
         self._watchdog = StallWatchdog(table, timeouts.stage_silence_s, background)
         self._stages = stages
         self._circuits = circuits
         self._metrics = metrics
         self._trace = trace
+        self._prefill_shows = first_token == "prefill"
 
     async def run(self, job: Job, base: Mapping[str, Any], route: Route, sink: ClientSink) -> None:
         """Answer `job` from the body `base` on the instances of `route`.
 
         Raises:
-            StageError: a stage failed or hung, before or after the first byte (`sink.committed`). StageRefusal.
+            StageError: a stage failed or hung, with another attempt possible or not (`sink.repeatable`). StageRefusal.
         """
         self._metrics.paths.labels(route.path.name).inc()
         prefill_id = route.prefill.instance.id if route.prefill is not None else None
@@ -93,35 +101,105 @@ class Attempt:
         prefilling: StageCall | None,
     ) -> None:
         if route.prefill is None or prefilling is None:
-            if not job.request.stream:
-                job.passed.prefilled()  # nobody can tell when
-            self._trace.stamp(job.id, "dispatched", path=route.path.name)
-            await self._decode(job, route, encoded(base), sink, decoding, None)
-            return
-        transfer_id, sender = secrets.token_hex(16), route.prefill.instance
-        to_prefill = encoded(prefill_body(base, transfer_id, sender, job.request.endpoint))
-        to_decode = encoded(decode_body(base, transfer_id, sender))
+            await self._answer_alone(job, base, route, route.decode, sink, decoding)
+        elif self._prefill_shows and is_one_token(job.request) and alike(route):
+            route.decode.release()
+            await self._answer_alone(job, base, route, route.prefill, sink, prefilling)
+        else:
+            await self._run_both(job, base, route, route.prefill, sink, decoding, prefilling)
+
+    async def _answer_alone(
+        self, job: Job, base: Mapping[str, Any], route: Route, lease: Lease, sink: ClientSink, call: StageCall
+    ) -> None:
+        if not job.request.stream:
+            job.passed.prefilled()  # nobody can tell when
+        self._trace.stamp(job.id, "dispatched", path=route.path.name)
+        await self._answer(job, lease, encoded(base), sink, call)
+
+    async def _run_both(
+        self,
+        job: Job,
+        base: Mapping[str, Any],
+        route: Route,
+        prefill: Lease,
+        sink: ClientSink,
+        decoding: StageCall,
+        prefilling: StageCall,
+    ) -> None:
+        transfer_id, sender, opening = secrets.token_hex(16), prefill.instance, asyncio.Lock()
+        shows = sink.shown is None and self._prefill_shows and may_be_shown(job.request, route)
+        if shows:
+            to_prefill = encoded(first_token_body(base, transfer_id, sender))
+        else:
+            to_prefill = encoded(prefill_body(base, transfer_id, sender, job.request.endpoint))
+        goes_on = sink.shown.token if sink.shown is not None else shows
+        to_decode = encoded(decode_body(base, transfer_id, sender, goes_on))
         self._trace.stamp(job.id, "dispatched", path=route.path.name, transfer=transfer_id)
         async with asyncio.TaskGroup() as group:
-            prefill = group.create_task(self._prefill(job, route, to_prefill, sink, prefilling))
-            await self._decode(job, route, to_decode, sink, decoding, prefilling)  # dispatches before a task begins
-            if not prefill.done():  # its answer is of no interest any more, its tidy end is
-                await asyncio.wait([prefill], timeout=PREFILL_LINGER_S)
-                prefill.cancel()
+            answer = group.create_task(self._answer(job, route.decode, to_decode, sink, decoding, prefilling, opening))
 
-    async def _prefill(self, job: Job, route: Route, body: bytes | Pieces, sink: ClientSink, call: StageCall) -> None:
-        """Run P. Its failure fails the attempt, unless the client has its first byte: D no longer needs P then."""
-        assert route.prefill is not None, "only paths with a prefilling instance come here"
-        instance = route.prefill.instance
+            if shows:
+                sends = partial(self._show, job, sender, to_prefill, sink, prefilling, opening, answer)
+            else:
+                sends = partial(self._deliver, job, sender, to_prefill)
+
+            def needed() -> bool:
+                """D cannot answer without it, or does not."""
+                return sink.repeatable or answer.cancelling() > 0
+
+            prefilled = group.create_task(self._prefill(job, prefill, sends, prefilling, needed))
+            await asyncio.wait([answer])
+            if not (prefilled.done() or answer.cancelled()):  # its answer is of no interest any more, its tidy end is
+                await asyncio.wait([prefilled], timeout=PREFILL_LINGER_S)
+                prefilled.cancel()
+
+    async def _deliver(self, job: Job, instance: Instance, body: bytes | Pieces) -> None:
+        """Have P send its KV. Raises KvNotDelivered where its answer says that it could not."""
+        answer = await self._stages.post(instance, job.request.endpoint, body, job.headers, timeout_s=None)
+        params = answer.get("kv_transfer_params")
+        if isinstance(params, dict) and params.get("ok") is False:
+            raise KvNotDelivered(str(params.get("reason") or "no reason given"), stage=instance.id)
+
+    async def _show(
+        self,
+        job: Job,
+        instance: Instance,
+        body: bytes | Pieces,
+        sink: ClientSink,
+        call: StageCall,
+        opening: asyncio.Lock,
+        answer: asyncio.Task[None],
+    ) -> None:
+        """Have P send its KV, and show its first token. Where that is all, `answer`, D's, is left."""
+
+        def first() -> None:
+            call.succeeded()
+            self._first_byte(job, instance)
+
+        def whole() -> None:
+            answer.cancel()
+            job.trial.survived()
+
+        async with aclosing(self._stages.events(instance, job.request.endpoint, body, job.headers)) as events:
+            await show(
+                events,
+                sink,
+                job.request.body,
+                stage=instance.id,
+                opening=opening,
+                on_first=first,
+                on_whole=whole,
+            )
+
+    async def _prefill(
+        self, job: Job, lease: Lease, sends: Callable[[], Awaitable[None]], call: StageCall, needed: Callable[[], bool]
+    ) -> None:
+        """Run P. Its failure fails the attempt while P is `needed`: no longer when the client has D's first byte."""
+        instance = lease.instance
         begun, outcome = time.perf_counter(), "cancelled"
         try:
             with call:
-                answer = await self._stages.post(instance, job.request.endpoint, body, job.headers, timeout_s=None)
-                params = answer.get("kv_transfer_params")
-                if isinstance(params, dict) and params.get("ok") is False:
-                    reason = str(params.get("reason") or "no reason given")
-                    self._metrics.kv_failed(reason)
-                    raise KvNotDelivered(f"stage {instance.id} could not deliver its KV: {reason}", stage=instance.id)
+                await sends()
             outcome = "ok"
             job.passed.prefilled()
             job.explanation.stamp("prefilled")
@@ -130,29 +208,34 @@ class Attempt:
             raise StageTimeout(error.message, stage=instance.id) from error
         except EpdError as error:
             outcome = error.code or type(error).__name__
-            if not sink.committed:
+            if isinstance(error, KvNotDelivered):
+                self._metrics.kv_failed(error.reason)
+            if needed():
                 raise
             logger.warning("request %s: after the first token, %s", job.id, error.message)
         finally:
-            route.prefill.release()
+            lease.release()
             self._trace.stamp(job.id, "prefilled", outcome=outcome)
             self._metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.perf_counter() - begun)
 
-    async def _decode(
+    async def _answer(
         self,
         job: Job,
-        route: Route,
+        lease: Lease,
         body: bytes | Pieces,
         sink: ClientSink,
         call: StageCall,
-        prefilling: StageCall | None,
+        prefilling: StageCall | None = None,
+        opening: asyncio.Lock | None = None,
     ) -> None:
-        instance, request = route.decode.instance, job.request
+        instance, request = lease.instance, job.request
         begun, outcome = time.perf_counter(), "cancelled"
 
         def first() -> None:
             call.succeeded()
-            self._first_byte(job)
+            job.trial.survived()
+            if not sink.committed:
+                self._first_byte(job, instance)
 
         try:
             with call:
@@ -160,7 +243,7 @@ class Attempt:
                     if request.stream:
                         stream = self._stages.events(instance, request.endpoint, body, job.headers)
                         async with aclosing(stream) as events:
-                            await relay(events, sink, stage=instance.id, on_first=first)
+                            await relay(events, sink, stage=instance.id, on_first=first, opening=opening)
                     else:
                         answer = await self._stages.fields(
                             instance, request.endpoint, body, job.headers, timeout_s=None
@@ -180,12 +263,12 @@ class Attempt:
             outcome = error.code or type(error).__name__
             raise
         finally:
-            route.decode.release()
+            lease.release()
             self._metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.perf_counter() - begun)
 
-    def _first_byte(self, job: Job) -> None:
+    def _first_byte(self, job: Job, instance: Instance) -> None:
         job.passed.prefilled()
-        job.trial.survived()
         self._metrics.ttft_seconds.observe(asyncio.get_running_loop().time() - job.arrived)
-        self._trace.stamp(job.id, "first_byte")
+        self._metrics.first_tokens.labels(instance.role.value).inc()
+        self._trace.stamp(job.id, "first_byte", stage=instance.id)
         job.explanation.stamp("first_byte")

@@ -48,7 +48,7 @@ class StallWatchdog:
     def _check(self) -> None:
         self._timer = None
         for cancel_scope, (sink, calls) in self._watched.items():
-            if not sink.committed:
+            if sink.repeatable:
                 with self._background.handling("look at a stage"):
                     self._judge(cancel_scope, calls)
         if self._watched:

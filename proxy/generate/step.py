@@ -31,6 +31,7 @@ from proxy.generate.delivery import (
     first_delivery,
     goes_as_metadata,
 )
+from proxy.generate.first_token import alike
 from proxy.generate.router import Route, Router
 from proxy.metrics import Metrics
 from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
@@ -103,6 +104,7 @@ class GenerateStep:
         await job.passed.to_stages()
         job.explanation.stamp("admitted")
         self._trace.stamp(job.id, "admitted", t0=begun)
+        failure: StageError | StageRefusal | None = None
         while True:
             job.trial.check()
             async with job.trial.turn(job.passed.give_back):
@@ -111,13 +113,16 @@ class GenerateStep:
                 route = await self._router.route(progress.job, avoid=progress.avoid)
                 # An instance that encodes for itself takes the media, and nothing but the media.
                 delivery = progress.delivery if route.path.encode else Delivery.PIXELS
-                failure: StageError | StageRefusal | None = None
+                if failure is not None and sink.shown is not None and not alike(route):
+                    route.release()
+                    raise failure  # nobody here can go on after the token that the client has
+                failure = None
                 sent_at = asyncio.get_running_loop().time()
                 try:
                     if self._may_run(progress, route) and await self._answered(progress, delivery, route, sink):
                         return
                 except (StageError, StageRefusal) as error:
-                    if sink.committed:
+                    if not sink.repeatable:
                         raise
                     failure = error
                     self._note_death(job, failure, route, sent_at)

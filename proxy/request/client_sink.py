@@ -1,6 +1,7 @@
 """The client's side of one exchange: writes an ASGI response and knows whether it has begun.
 
-The commit point is `committed`: before it a failed attempt may be repeated, after it never.
+The commit point is the first byte of whoever answers: before it a failed attempt may be repeated, after it never. A
+first token that was shown ahead of the answer (`shown`) is not that: an attempt may follow that goes on after it.
 """
 
 from __future__ import annotations
@@ -8,9 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from msgspec import Struct
 from starlette.types import Send
 
 from proxy import strict_json
+
+
+class ShownToken(Struct, frozen=True):
+    """What a client has of an answer whose first token it was shown.
+
+    Attributes:
+        token: its id.
+        text: of it, never empty.
+    """
+
+    token: int
+    text: str
 
 
 class ClientSink:
@@ -18,9 +32,13 @@ class ClientSink:
 
     Args:
         headers: of every answer. late_headers: asked when the response begins.
+
+    Attributes:
+        committed: the response has begun: its status has been sent.
+        shown: the first token, where the client has that and nothing else.
     """
 
-    __slots__ = ("_headers", "_late_headers", "_send", "committed", "finished", "status")
+    __slots__ = ("_headers", "_late_headers", "_send", "committed", "finished", "shown", "status")
 
     def __init__(
         self, send: Send, headers: Mapping[str, str], late_headers: Callable[[], Mapping[str, str]] = dict
@@ -30,7 +48,13 @@ class ClientSink:
         self._late_headers = late_headers
         self.committed = False
         self.finished = False
+        self.shown: ShownToken | None = None
         self.status = 0
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether another attempt may still be made."""
+        return not self.committed or (self.shown is not None and not self.finished)
 
     async def start_stream(self) -> None:
         await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from epd_serve.instances import Instance
-from epd_serve.wire import ENCODE_AGAIN_XARG
+from epd_serve.wire import ENCODE_AGAIN_XARG, FIRST_TOKEN
 from proxy.fields.parts import MediaRef, placeholder_part, rewritten_part
 from proxy.fields.response_parts import as_chat_part, placeholder_response_part, rewritten_response_part
 from proxy.media.loader import LoadedItem
@@ -104,10 +104,27 @@ def prefill_body(
     return {**body, "stream": False, limit: 1, "kv_transfer_params": params}
 
 
-def decode_body(base: Mapping[str, Any], transfer_id: str, prefill: Instance) -> dict[str, Any]:
-    """The client's request, and where its KV comes from."""
+def first_token_body(base: Mapping[str, Any], transfer_id: str, prefill: Instance) -> dict[str, Any]:
+    """The client's request for a stream, as far as its first token: all that can shape that one stays."""
+    body = {**base, "max_tokens": 1}
+    body.pop("max_completion_tokens", None)
+    if body.get("min_tokens"):
+        body["min_tokens"] = 1  # more than `max_tokens` would be refused
+    params = {"transfer_id": transfer_id, "incarnation": prefill.incarnation, FIRST_TOKEN: True}
+    return {**body, "kv_transfer_params": params}
+
+
+def decode_body(
+    base: Mapping[str, Any], transfer_id: str, prefill: Instance, first_token: int | bool = False
+) -> dict[str, Any]:
+    """The client's request, and where its KV comes from.
+
+    Args:
+        first_token: the one that it has to go on after, or True for that which P will say.
+    """
     peer = {"instance": prefill.id, "incarnation": prefill.incarnation, "endpoint": prefill.kv_endpoint}
-    return {**base, "kv_transfer_params": {"transfer_id": transfer_id, "peer": peer}}
+    goes_on = {} if first_token is False else {FIRST_TOKEN: first_token}
+    return {**base, "kv_transfer_params": {"transfer_id": transfer_id, "peer": peer, **goes_on}}
 
 
 def public_answer(answer: Mapping[str, Any], *, keep_token_ids: bool) -> dict[str, Any]:

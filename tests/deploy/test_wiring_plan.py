@@ -18,7 +18,7 @@ from deploy.rundir import RunDir
 from deploy.shared_memory import SharedMemory, fit_shared_memory
 from deploy.ways import Ways, draw_ways
 from deploy.wiring_plan import WiringPlan
-from epd_serve.engine.argv import stage_command
+from epd_serve.engine.argv import FIRST_TOKEN_PROCESSOR, stage_command
 from epd_serve.engine.kv.transports import offered, quarantine_s
 from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import Resized
@@ -80,6 +80,29 @@ def test_the_proxy_is_told_where_ready_goes() -> None:
     told = plan.instance(plan_of(plan, "P0"), "i7")
     assert (told.url, told.incarnation, told.kv_endpoint) == ("http://127.0.0.1:21001", "i7", "ipc:///run/x/P0.kv")
     assert plan.instance(plan_of(plan, "D0"), "i7").kv_endpoint is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "flags", "warned"),
+    [
+        ("E-P-D", {}, [(), ()], False),
+        ("P-D", {"stage_args": ("all:--seed 3", "P:--max-num-seqs 4")}, [("--seed 3",), ("--seed 3",)], False),
+        ("P-D", {"stage_args": ("D:--seed 3",)}, [(), ("--seed 3",)], True),
+        ("P-D", {"stage_args": ("D:--speculative-config {}",)}, [(), None], True),
+        ("P-D", {"first_token": "decode", "stage_args": ("D:--seed 3",)}, [None, None], False),
+        ("P-D", {"engine": "sim"}, [None, None], False),
+    ],
+)
+def test_who_may_answer_together_is_told_and_warned_of(
+    layout: str, options: dict[str, Any], flags: list[Any], warned: bool
+) -> None:
+    plan = wired(layout, **options)
+    assert [plan.instance(plan_of(plan, name), "i").answer_flags for name in ("P0", "D0")] == flags
+    assert any("first token" in line for line in plan.blueprint.warnings) is warned
+    forced = [
+        FIRST_TOKEN_PROCESSOR in stage_command(plan.stage(plan_of(plan, name), "i")).argv for name in ("P0", "D0")
+    ]
+    assert forced == [False, flags[1] is not None]
 
 
 def test_the_proxy_is_told_where_the_workers_report_their_links_and_take_kv() -> None:
