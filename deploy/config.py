@@ -104,6 +104,9 @@ class DeployConfig:
     feature_prefetch: str = _option(
         "event", "fetch features when announced, or on demand, to compare with", choices=("event", "demand")
     )
+    partial_prefill: str = _option(
+        "on", "prefill a request up to its first image that is not encoded yet, or wait for all", choices=("on", "off")
+    )
     feature_path: str = _option(
         "auto",
         "features of the second tier go through the host, or on NPUs to device memory",

@@ -103,6 +103,7 @@ class WiringPlan:
             feature_path=self.blueprint.ways.feature_path(plan.id) if featured else "host",
             feature_worker_endpoint=self._feature_agents(plan) if featured and role.takes_features else "",
             feature_prefetch=config.feature_prefetch,
+            partial_prefill=config.partial_prefill == "on",
             recompute_limit=config.recompute_limit,
             kv_endpoint=self._kv_endpoint(plan),
             kv_worker_endpoint=self._kv_workers(plan),

@@ -53,6 +53,7 @@ class StageWiring:
         feature_slab_bytes: device memory of each worker for features on the device path.
         feature_queue_bytes: device memory that features may keep on their way into the store (encoders).
         feature_prefetch: `event` (fetched when announced) or `demand` (fetched when a request needs it; for ablation).
+        partial_prefill: whether a request may be prefilled up to its first feature that is not here.
         recompute_limit: how many requests with lost features this instance recomputes at one time.
         kv_endpoint: where this instance's scheduler takes READY (roles that send KV), else "".
         kv_worker_endpoint: template of its workers' data channel for `worker_endpoint` (roles that take KV), else "".
@@ -91,6 +92,7 @@ class StageWiring:
     feature_slab_bytes: int = 512 << 20
     feature_queue_bytes: int = 256 << 20
     feature_prefetch: str = "event"
+    partial_prefill: bool = True
     recompute_limit: int = 2
     kv_endpoint: str = ""
     kv_worker_endpoint: str = ""

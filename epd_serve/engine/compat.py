@@ -211,6 +211,19 @@ def schedule_as_vllm_does(scheduler: Any) -> None:
         logger.info("vLLM's own schedule() runs, not vllm-ascend's copy of it, which does not wait for features")
 
 
+def cuts_before_items() -> bool:
+    """Whether vLLM's scheduler asks one method, whose first arguments are these, how many tokens of a request it can
+    compute in a step before an item that has to wait, and asks the EC connector before it lets a request in."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    method = getattr(Scheduler, "_try_schedule_encoder_inputs", None)
+    expected = ["self", "request", "num_computed_tokens", "num_new_tokens"]
+    if method is None or list(inspect.signature(method).parameters)[: len(expected)] != expected:
+        return False
+    source = inspect.getsource(Scheduler)
+    return "._try_schedule_encoder_inputs(" in source and "ec_connector.ensure_cache_available(" in source
+
+
 def media_connectors() -> tuple[Any, type]:
     """vLLM's registry of what loads media, and the class that it takes by default."""
     from vllm.multimodal.media.connector import MEDIA_CONNECTOR_REGISTRY, MediaConnector

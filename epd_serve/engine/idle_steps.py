@@ -3,7 +3,8 @@
 vLLM steps as long as it has requests. While all of them wait for a connector, each step is a look at the queue, a
 message to the workers and their answers, every millisecond. Here the engine sleeps after such a step, until a thread of
 ours in any process of the stage calls `idle_waiter.wake`, or until a message of the API server arrives. It does not
-where anything else may be next: a request that runs or has just ended, a batch in flight, a grammar being compiled.
+where anything else may be next: a request that runs (but for one that has come to a feature it waits for) or has just
+ended, a batch in flight, a grammar being compiled.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ def _only_we_are_waited_for(engine: Any) -> bool:
     """Nothing but a `wake` makes the next step worth taking. What arrives from now on rings."""
     _ring_at_arrival(engine.input_queue)
     scheduler = engine.scheduler
+    awaits_feature = getattr(scheduler, "awaits_feature", lambda request: False)
     return not (
         engine.batch_queue
-        or scheduler.running
+        or not all(awaits_feature(request) for request in scheduler.running)
         or scheduler.finished_req_ids  # whose room the next step can give to others
         or not engine.input_queue.empty()
         or any(request.status.name == _GRAMMAR for request in scheduler.requests.values())

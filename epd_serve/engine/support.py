@@ -129,6 +129,17 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature("Chunked prefill", (_FEATURE_TESTS + "test_a_prompt_that_prefill_computes_in_chunks_arrives_whole",)),
     Feature(
+        "Prefill up to the first image that is not encoded yet",
+        (
+            "tests/e2e/test_partial_prefill.py::test_what_comes_before_an_awaited_image_is_prefilled_meanwhile",
+            "tests/epd_serve/engine/ec/test_partial_prefill.py::"
+            "test_what_comes_before_an_awaited_image_is_computed_meanwhile",
+        ),
+        notes="One request at a time. It waits for all its images with a `seed`, which vLLM cannot draw in chunks on "
+        "CPUs, and where chunked prefill is off, with speculative decoding, in models with state-space layers or of "
+        "encoder and decoder, with `--max-num-seqs 1`, and with KV cache for one request of maximal length only.",
+    ),
+    Feature(
         "Preemption",
         (
             "tests/e2e/test_preemption.py::test_prompts_that_prefill_preempts_arrive_whole",

@@ -1,4 +1,5 @@
-"""Which encoder gets which items, to be done soon, and equal items at the same encoder; which share a call. Pure.
+"""Which encoder gets which items, to be done soon, and equal items at the same encoder; which share a call, and which
+call goes first. Pure.
 
 Two wishes meet. A key should have one owner that every proxy agrees on, so that equal work meets in one place
 (`proxy/routing/rendezvous.py`), and a request's items should be encoded in parallel by cost and by the
@@ -74,20 +75,33 @@ def _to_owners(
     return at
 
 
-def calls(costs: Sequence[float], *, alone: bool = False) -> list[list[int]]:
-    """The items of one encoder's share as calls: each alone but for small ones, which go together up to `CALL_TOKENS`.
+def calls(
+    costs: Sequence[float], shares: Sequence[Sequence[int]], *, alone: bool = False
+) -> list[tuple[int, tuple[int, ...]]]:
+    """The calls that carry the workers' shares: each item alone but for small ones, which go together up to
+    `CALL_TOKENS`.
 
     Args:
+        shares: for each worker the indices of its items, ascending (`spread`).
         alone: the small ones too, so that one that fails takes no other with it.
+
+    Returns:
+        (worker, its items) in the order in which they are due: the prefill needs the items of a prompt one after the
+        other, so the call with the first of them goes out first, wherever it goes.
     """
+    parts = [(worker, part) for worker, share in enumerate(shares) for part in _parts(costs, share, alone=alone)]
+    return sorted(parts, key=lambda call: call[1][0])
+
+
+def _parts(costs: Sequence[float], share: Sequence[int], *, alone: bool) -> list[tuple[int, ...]]:
     parts: list[list[int]] = []
     together: list[int] = []
-    for index, cost in enumerate(costs):
-        if alone or cost >= CALL_TOKENS:
+    for index in share:
+        if alone or costs[index] >= CALL_TOKENS:
             parts.append([index])
-        elif together and sum(costs[other] for other in together) + cost <= CALL_TOKENS:
+        elif together and sum(costs[other] for other in together) + costs[index] <= CALL_TOKENS:
             together.append(index)
         else:
             together = [index]
             parts.append(together)
-    return parts
+    return [tuple(part) for part in parts]

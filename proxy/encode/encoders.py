@@ -3,9 +3,10 @@
 Owns back-pressure (an encoder whose store has no room is left alone), the retries, and when an encoder that hangs is
 given up. Which items need encoding at all is `proxy/encode/step.py`'s business.
 
-Each item has a call of its own, so that it is known, forwarded and waited for by itself, and fails by itself. Only
-small ones share a call, since a call costs the proxy time whatever is in it. Within a call each item is still
-stored and announced when it is done, so a consumer's prefetch never waits for the others.
+Each item has a call of its own, so that it is known, forwarded and waited for by itself, and fails by itself. They go
+out in the order of the prompt, in which the prefill needs them. Only small ones share a call, since a call costs the
+proxy time whatever is in it. Within a call each item is still stored and announced when it is done, so a consumer's
+prefetch never waits for the others.
 """
 
 from __future__ import annotations
@@ -120,14 +121,13 @@ class Encoders:
         with ExitStack() as leases:
             try:
                 async with asyncio.TaskGroup() as group:
-                    for encoder, share in zip(encoders, shares, strict=True):
-                        for part in calls([costs[index] for index in share], alone=bool(tried)):
-                            called = [items[share[place]] for place in part]
-                            # Counted before the first call begins: who chooses next has to see all of them.
-                            weight = sum(item.tokens for item in called)
-                            lease = self._table.acquire(encoder.id, Work.ENCODE, weight)
-                            leases.callback(lease.release)
-                            group.create_task(self._encode_at(lease, weight, order, called, tried))
+                    for worker, part in calls(costs, shares, alone=bool(tried)):
+                        called = [items[index] for index in part]
+                        # Counted before the first call begins: who chooses next has to see all of them.
+                        weight = sum(item.tokens for item in called)
+                        lease = self._table.acquire(encoders[worker].id, Work.ENCODE, weight)
+                        leases.callback(lease.release)
+                        group.create_task(self._encode_at(lease, weight, order, called, tried))
             except BaseExceptionGroup as failed:
                 raise most_telling(failed) from None
 

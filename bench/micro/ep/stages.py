@@ -110,7 +110,7 @@ def _asked(consumer: FeatureConsumer, request: str, key: str, at: float) -> bool
     """Whether the feature is there (or lost) when P, which computes until `at`, asks for the first time."""
     while (left := at - time.monotonic()) > 0:
         time.sleep(left)
-    return consumer.settled(request, [key])
+    return consumer.settled(request, [key]) is not None
 
 
 def _admitted(consumer: FeatureConsumer, request: str, key: str, *, settled: bool) -> float:
@@ -118,7 +118,7 @@ def _admitted(consumer: FeatureConsumer, request: str, key: str, *, settled: boo
     end = time.monotonic() + LIMIT_S
     while not settled and time.monotonic() < end:
         idle_waiter.wait(LOOK_S)
-        settled = consumer.settled(request, [key])
+        settled = consumer.settled(request, [key]) is not None
     return time.monotonic()
 
 

@@ -7,8 +7,9 @@ skips no encode, and P recomputes what is lost.
     E scheduler   ensure_cache_available notes which features the step's requests need; has_cache_item and
                   update_state_after_alloc pin what the store has; request_finished* reports keys and metadata
     E worker      start_save_caches* (else bind_connector_metadata) → loads, re-announcements; save_caches → put
-    P scheduler   ensure_cache_available defers until pinned, or lost and a slot is free; has_cache_item promises only
-                  what is pinned; take_unavailable_requests* fails who must not recompute; update_state_after_alloc /
+    P scheduler   ensure_cache_available defers until pinned, or lost and a slot is free, or there is enough to begin
+                  (`feature_admission.py`; our scheduler class asks it how far); has_cache_item promises only what is
+                  pinned; take_unavailable_requests* fails who must not recompute; update_state_after_alloc /
                   build_connector_meta name the bytes to load; pins go when the request is among the finished
     D scheduler   the same for a request that was preempted; until then ensure_cache_available keeps what it would need,
                   and before that defers a new request whose features are still being made, so that it holds no blocks
@@ -26,9 +27,9 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECCo
 from epd_serve.engine import compat
 from epd_serve.engine.ec.consumer import FeatureConsumer
 from epd_serve.engine.ec.encoder_scheduler import EncoderScheduler
+from epd_serve.engine.ec.feature_admission import FeatureAdmission
 from epd_serve.engine.ec.loading import FeatureReader, load
 from epd_serve.engine.ec.producer import FeatureProducer
-from epd_serve.engine.ec.request_facts import item_keys, must_not_recompute, not_encoded
 from epd_serve.engine.ec.step import FeatureSlot, FeatureStep
 from epd_serve.engine.ec.store_access import open_local_store, open_reader
 from epd_serve.trace import Trace
@@ -64,17 +65,19 @@ class FeatureConnector(ECConnectorBase):
         self._encoder: EncoderScheduler | None = None
         self._producer: FeatureProducer | None = None
         self._reader: FeatureReader | None = None
-        self._must_not_recompute: dict[str, bool] = {}  # by request
+        self.admission: FeatureAdmission | None = None  # of a consumer's scheduler side
         self._cache_is_handed_over = compat.hands_over_encoder_cache()
         self._trace = Trace(wiring.trace_path, wiring.instance)
         if role is ECConnectorRole.SCHEDULER:
             if self.is_consumer:
                 self._consumer = FeatureConsumer(wiring, ranks=vllm_config.parallel_config.tensor_parallel_size)
-                self._keeps = wiring.role.decodes  # who only prefills is retried from the start
-                self._reserves = wiring.role.takes_kv
-                self._reserved: set[str] = set()  # requests that were let through
-                self._can_fail = compat.can_fail_requests()
-                self._media_is_absent = compat.media_is_absent(vllm_config)
+                self.admission = FeatureAdmission(
+                    self._consumer,
+                    keeps=wiring.role.decodes,  # who only prefills is retried from the start
+                    reserves=wiring.role.takes_kv,
+                    can_fail=compat.can_fail_requests(),
+                    media_is_absent=compat.media_is_absent(vllm_config),
+                )
             else:
                 reports = compat.tells_finished_requests()
                 collect = compat.item_metadata(vllm_config) if reports else compat.no_item_metadata
@@ -91,20 +94,9 @@ class FeatureConnector(ECConnectorBase):
         """False leaves the request waiting for this step; asked again every step."""
         if self._encoder is not None:
             self._encoder.asked(request)
-        if self._consumer is None:
+        if self.admission is None:
             return True
-        keys = item_keys(request, num_computed_tokens)
-        if not keys:
-            if self._reserves and self._is_early(request, self._consumer):
-                return False
-            self._consumer.passed(request.request_id)
-            if self._keeps and self._has_to_fail(request):
-                self._consumer.keep(request.request_id, item_keys(request))
-            return True
-        settled = self._consumer.settled(request.request_id, keys, must_not_recompute=self._has_to_fail(request))
-        if not settled and (missing := not_encoded(request)):
-            self._consumer.give_up(missing, "not_encoded")
-        return settled
+        return self.admission.may_run(request, num_computed_tokens)
 
     def has_cache_item(self, identifier: str) -> bool:
         """A promise that kills the engine when broken: true only for what is verified and pinned."""
@@ -143,12 +135,9 @@ class FeatureConnector(ECConnectorBase):
             return FeatureMetadata(self._encoder.step(finished))
         step, self._loads = FeatureStep(loads=self._loads), []
         self._promised.clear()
-        if self._consumer is not None:
+        if self._consumer is not None and self.admission is not None:
             self._consumer.release(finished)
-            for request in finished:
-                self._must_not_recompute.pop(request, None)
-            if self._reserves:
-                self._reserved -= finished
+            self.admission.forget(finished)
             if not scheduler_output.total_num_scheduled_tokens and self._consumer.waiting():
                 idle_waiter.expect_wake()
         return FeatureMetadata(step)
@@ -183,24 +172,6 @@ class FeatureConnector(ECConnectorBase):
         for part in (self._consumer, self._encoder, self._producer, self._reader):
             if part is not None:
                 part.close()
-
-    def _is_early(self, request: Request, consumer: FeatureConsumer) -> bool:
-        """Whether D has to wait with a new request, of which it computes nothing, until P can begin with it."""
-        if request.request_id in self._reserved:
-            return False
-        given_up = not_encoded(request)
-        if consumer.held_back(request.request_id, [key for key in item_keys(request) if key not in given_up]):
-            return True
-        self._reserved.add(request.request_id)
-        return False
-
-    def _has_to_fail(self, request: Request) -> bool:
-        """If a feature is lost."""
-        known = self._must_not_recompute.get(request.request_id)
-        if known is None:
-            known = self._can_fail and (must_not_recompute(request) or self._media_is_absent(request.mm_features))
-            self._must_not_recompute[request.request_id] = known
-        return known
 
     def _bound_step(self) -> FeatureStep:
         metadata = self._get_connector_metadata()

@@ -62,26 +62,36 @@ class FeatureConsumer:
         )
         self._announcer.start()
 
-    def settled(self, request: str, keys: Sequence[str], *, must_not_recompute: bool = False) -> bool:
-        """Whether vLLM may run the request. O(len(keys)), never blocks; asked at every step.
+    def settled(
+        self, request: str, keys: Sequence[str], *, must_not_recompute: bool = False, worth: int | None = None
+    ) -> int | None:
+        """How many items vLLM may compute, from the first on; None where it may not run the request.
+
+        O(len(keys)), never blocks; asked at every step.
 
         Args:
-            keys: identifiers of its items that its prefill has not passed.
+            keys: identifiers of its items that its prefill has not passed, in the order of the prompt.
             must_not_recompute: a lost feature fails it (`take_failed`) instead of being encoded here.
+            worth: with so many of them it may begin before the others are here. None: it may not.
         """
         now = time.monotonic()
         with self._lock:
             seen = sum(self._desk.table.requested(key) for key in keys)
             doubts = self._desk.table.doubts
-            admission = self._desk.admission(request, keys, now, must_not_recompute=must_not_recompute)
+            admission = self._desk.admission(request, keys, now, must_not_recompute=must_not_recompute, worth=worth)
             failure = self._desk.failure(request, keys) if admission is Admission.FAIL else None
             news = seen < len(keys) or doubts != self._desk.table.doubts
+            part = self._desk.leading(request, keys, now) if admission is Admission.PARTIAL else None
         if failure is not None:
             logger.warning("request %s: %d features are lost (%s)", request, len(failure.keys), failure.cause)
             self._announcer.announce(wire.FeatureMissing(proxy_request_id(request), failure.keys, failure.cause))
-        if news and admission is Admission.WAIT:
+        if news and admission in (Admission.WAIT, Admission.PARTIAL):
             self._listener.ring()
-        return admission is Admission.RUN
+        return len(keys) if admission is Admission.RUN else part
+
+    def runs_partially(self, request: str) -> bool:
+        """Whether this is the request that runs although one of its features is not here."""
+        return self._desk.partial == request
 
     def passed(self, request: str) -> None:
         """The request's prefill has all its items behind it."""

@@ -34,6 +34,7 @@ class Item(Generic[PinT]):
     deadline: float  # WANTED, DOUBTED: when to go on without it. READY without requests: when to let go.
     cause: str = "deadline"  # why it is lost, or will be at the deadline
     pin: PinT | None = None
+    missed: bool = False  # looked for where it would be at once, and it was not there
     requests: set[str] = field(default_factory=set)
     told: set[str] = field(default_factory=set)  # of `requests`: those that know it as LOST
     decided: set[str] = field(default_factory=set)  # of `told`: those that recompute it

@@ -14,6 +14,7 @@ One item per key, one transition table:
     DOUBTED    not found, last_look_s over            LOST
     LOST       arrived, renewed                       READY, WANTED   while a request has not decided to recompute
     LOST       need of another request                DOUBTED   for that one; those who know it as LOST still do
+    READY      parked                                 WANTED    unpinned, and not looked for until PARK_S are over
     any        last request released                  (unknown)
 
 READY means: the bytes were verified and are pinned, always. LOST is final for a request when it *decides*
@@ -24,11 +25,13 @@ held up again, whatever becomes of the item.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Generic
 
 from epd_serve.engine.ec.feature_item import UNSETTLED, FeatureState, Item, PinT
 
+PARK_S = 1.5
+"""How long parked features are left alone; longer than the time between two reports of an encoder without room."""
 _MAX_FAILED = 1024
 
 
@@ -62,6 +65,8 @@ class FeatureTable(Generic[PinT]):
         self._items: dict[str, Item[PinT]] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()  # READY without requests, oldest first
         self._keys_of: dict[str, set[str]] = {}
+        self._parked: set[str] = set()
+        self._parked_until = float("-inf")
         self._failed: OrderedDict[str, str] = OrderedDict()  # before any request asked: key → cause, oldest first
         self.lost_by_cause: Counter[str] = Counter()
         self.doubts = 0  # features that became DOUBTED so far: somebody has to look them up
@@ -117,6 +122,29 @@ class FeatureTable(Generic[PinT]):
             self._keys_of[request].discard(key)
             self._leaves(request, key)
 
+    def incomplete(self) -> dict[str, None]:
+        """Requests that need something that is not here, in the order in which they first needed anything."""
+        return {
+            request: None
+            for request, keys in self._keys_of.items()
+            if any(self._items[key].state is not FeatureState.READY for key in keys)
+        }
+
+    def park(self, stay: Collection[str], now: float) -> None:
+        """What none of the requests `stay` needs is unpinned and not looked for, for `PARK_S`; patience lasts longer.
+
+        What is looked for the last time, or lost, goes on as it was: it holds no room.
+        """
+        while self._idle:
+            self._drop(next(iter(self._idle)))
+        self._parked, self._parked_until = set(), now + PARK_S
+        for key, item in self._items.items():
+            if item.state in (FeatureState.READY, FeatureState.WANTED) and item.requests.isdisjoint(stay):
+                self._unpin(item)
+                item.state = FeatureState.WANTED
+                item.deadline = max(now, min(self._parked_until + self._wait_s, item.born + self._renew_limit_s))
+                self._parked.add(key)
+
     def pinned(self, key: str) -> PinT | None:
         """The pin of a READY feature that a request needs, else None: a mere prefetch may be let go at any time."""
         item = self._items.get(key)
@@ -134,7 +162,7 @@ class FeatureTable(Generic[PinT]):
 
     def wanted(self) -> list[str]:
         """Keys to look up in the store, oldest first."""
-        return [key for key, item in self._items.items() if item.open]
+        return [key for key, item in self._items.items() if item.open and key not in self._parked]
 
     def doubted(self) -> list[str]:
         """Of these, the ones that are looked up for the last time: tell `not_found`."""
@@ -148,7 +176,9 @@ class FeatureTable(Generic[PinT]):
     def accepts(self, key: str) -> bool:
         """Whether an announced feature is worth fetching: wanted, or new and therefore a prefetch."""
         item = self._items.get(key)
-        return item.open if item is not None else self._max_prefetched_bytes > 0
+        if item is not None:
+            return item.open and key not in self._parked
+        return self._max_prefetched_bytes > 0 and not self._parked
 
     def announced(self, key: str) -> bool:
         """An encoder says that it is there: a failure before that is forgotten. True if a request had lost it."""
@@ -197,6 +227,17 @@ class FeatureTable(Generic[PinT]):
         if item is not None and item.state is FeatureState.WANTED:
             item.cause, item.deadline = cause, min(item.deadline, deadline)
 
+    def missed(self, key: str) -> bool:
+        """The store of this host does not have it, so far. True where that is news about an item that is wanted."""
+        item = self._items.get(key)
+        if item is None or item.missed:
+            return False
+        item.missed = True
+        return True
+
+    def is_missed(self, key: str) -> bool:
+        return self._items[key].missed
+
     def not_found(self, key: str) -> None:
         """The store does not have this doubted feature."""
         item = self._items.get(key)
@@ -204,7 +245,9 @@ class FeatureTable(Generic[PinT]):
             self._lose(item)
 
     def expire(self, now: float) -> None:
-        """Let go of prefetched features that nobody asked for in time."""
+        """Let go of prefetched features that nobody asked for in time, and look for parked ones again."""
+        if now >= self._parked_until:
+            self._parked.clear()
         while self._idle and self._items[next(iter(self._idle))].deadline <= now:
             self._drop(next(iter(self._idle)))
 
@@ -237,6 +280,11 @@ class FeatureTable(Generic[PinT]):
 
     def _drop(self, key: str) -> None:
         item = self._items.pop(key)
+        self._parked.discard(key)
         self._no_longer_idle(key, item)
+        self._unpin(item)
+
+    def _unpin(self, item: Item[PinT]) -> None:
         if item.pin is not None:
             item.pin.release()
+            item.pin = None

@@ -129,6 +129,8 @@ class FeatureListener:
                 self._source.hear(event)
             if isinstance(event, wire.StoreReport) and event.waiting_puts:
                 self._kept.make_room()
+                with self._lock:
+                    self._desk.make_room(now)
             if isinstance(event, wire.FeatureReady):
                 self._trace.stamp(event.key, "feature_event")
                 if self._ready(event, now):
@@ -199,7 +201,12 @@ class FeatureListener:
             return True
         if held is not None:
             self._arrived(key, held)
-        return held is not None
+            return True
+        with self._lock:
+            news = self._table.missed(key)
+        if news:
+            idle_waiter.wake()  # its request may begin without it
+        return False
 
     def _look_afar(self, key: str, announced_bytes: int | None, now: float) -> None:
         """Have it fetched: for a request, or as a prefetch where it was announced."""

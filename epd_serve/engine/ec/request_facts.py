@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from epd_serve.wire import ALL_MISSING, ENCODE_AGAIN_XARG, MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG
 
 if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
 
 # `0_chatcmpl-<X-Request-Id>-1a2b3c4d`: the child of an n > 1, the endpoint, the proxy's id, vLLM's random suffix.
@@ -22,13 +23,18 @@ def proxy_request_id(request_id: str) -> str:
     return matched.group(1) if matched else request_id
 
 
-def item_keys(request: Request, num_computed_tokens: int = 0) -> list[str]:
-    """Keys of the items that the prefill has not passed, each occurrence."""
+def items_ahead(request: Request, num_computed_tokens: int = 0) -> list[MultiModalFeatureSpec]:
+    """The items that the prefill has not passed, each occurrence, in the order of the prompt."""
     return [
-        feature.identifier
+        feature
         for feature in request.mm_features
         if feature.mm_position.offset + feature.mm_position.length > num_computed_tokens
     ]
+
+
+def item_keys(request: Request, num_computed_tokens: int = 0) -> list[str]:
+    """Keys of these."""
+    return [feature.identifier for feature in items_ahead(request, num_computed_tokens)]
 
 
 def not_encoded(request: Request) -> list[str]:

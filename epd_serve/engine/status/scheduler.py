@@ -1,7 +1,8 @@
 """vLLM's own scheduler, whichever it would use here, with a watch on it: what `--scheduler-cls` names.
 
-Thin on purpose: no decision of vLLM's changes. It is chosen when it is made, because only then is it known whether
-batches overlap (`AsyncScheduler`), and naming one of the two would switch that off or break it.
+Thin on purpose: one decision of vLLM's changes, and that elsewhere (`ec/partial_prefill.py`). It is chosen when it is
+made, because only then is it known whether batches overlap (`AsyncScheduler`), and naming one of the two would switch
+that off or break it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from epd_serve.engine.argv import WIRING_ENV
 from epd_serve.engine.compat import schedule_as_vllm_does
+from epd_serve.engine.ec.partial_prefill import with_partial_prefill
 from epd_serve.engine.request_trace import SchedulerTrace
 from epd_serve.engine.status.publisher import LoadPublisher
 from epd_serve.engine.status.watch import LoadWatch
@@ -31,9 +33,11 @@ class ReportingScheduler:
     """
 
     def __new__(cls, *args: Any, vllm_config: Any, **more: Any) -> Any:
-        made = reporting(_vllms_choice(vllm_config))(*args, vllm_config=vllm_config, **more)
+        made = reporting(with_partial_prefill(_vllms_choice(vllm_config)))(*args, vllm_config=vllm_config, **more)
         schedule_as_vllm_does(made)
-        made.watch_load(StageWiring.from_json(json.loads(os.environ[WIRING_ENV])))
+        wiring = StageWiring.from_json(json.loads(os.environ[WIRING_ENV]))
+        made.watch_load(wiring)
+        made.allow_partial_prefill(wiring)
         return made
 
 

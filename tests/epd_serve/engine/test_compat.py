@@ -43,6 +43,27 @@ def test_steps_in_flight_matter_where_vllm_does_not_wait_for_them(
     assert compat.steps_in_flight_at_reuse(config) == steps  # type: ignore[arg-type]
 
 
+class CutsBeforeItems:
+    def schedule(self) -> None:
+        """self.ec_connector.ensure_cache_available(…), self._try_schedule_encoder_inputs(…)"""
+
+    def _try_schedule_encoder_inputs(self, request: str, num_computed_tokens: int, num_new_tokens: int) -> None: ...
+
+
+class CutsOtherwise(CutsBeforeItems):
+    def _try_schedule_encoder_inputs(self, request: str, window: tuple[int, int]) -> None: ...  # type: ignore[override]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "known"), [(CutsBeforeItems, True), (CutsOtherwise, False), (KeepsBlocks, False)]
+)
+def test_a_prefill_stops_before_an_item_where_vllm_is_known_to_be_able_to(
+    scheduler: type, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub(monkeypatch, "vllm.v1.core.sched.scheduler", Scheduler=scheduler)
+    assert compat.cuts_before_items() is known
+
+
 class Renames:
     def _process_mm_uuids(self) -> None:
         """overriding even user-provided ones"""

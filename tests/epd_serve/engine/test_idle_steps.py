@@ -96,6 +96,15 @@ def test_it_does_not_sleep_over_what_is_running_over_arrived_in_flight_or_compil
     assert all(map(step, engines))
 
 
+def test_it_sleeps_over_a_request_that_runs_and_has_come_to_a_feature_it_waits_for(waiter: IdleWaiter) -> None:
+    engine = made(waiter)
+    engine.scheduler.running.append("a request")
+    engine.scheduler.awaits_feature = lambda request: request == "a request"
+    assert not step(engine)
+    engine.scheduler.running.append("another")
+    assert step(engine)
+
+
 def test_what_changed_during_the_step_keeps_it_awake(waiter: IdleWaiter) -> None:
     waiter.wake()
     assert step(made(waiter))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -89,13 +90,19 @@ def test_an_encoder_of_twice_the_speed_gets_twice_the_work() -> None:
 
 
 @settings(max_examples=50)
-@given(st.lists(st.floats(1, 600), max_size=16), st.booleans())
-def test_calls_hold_every_item_once_and_only_small_ones_together(costs: list[float], alone: bool) -> None:
-    parts = calls(costs, alone=alone)
-    assert sorted(item for part in parts for item in part) == list(range(len(costs)))
-    for part in parts:
+@given(st.lists(st.floats(1, 600), max_size=16), st.booleans(), st.randoms(use_true_random=False))
+def test_calls_hold_every_item_once_and_only_small_ones_together(
+    costs: list[float], alone: bool, chance: random.Random
+) -> None:
+    at = [chance.randrange(3) for _ in costs]
+    shares = [[item for item in range(len(costs)) if at[item] == worker] for worker in range(3)]
+    made = calls(costs, shares, alone=alone)
+    assert sorted(item for _, part in made for item in part) == list(range(len(costs)))
+    for worker, part in made:
+        assert {at[item] for item in part} == {worker}
         assert len(part) == 1 or (not alone and sum(costs[item] for item in part) <= CALL_TOKENS)
-    if not alone:
-        small = [part for part in parts if costs[part[0]] < CALL_TOKENS]
+    assert [part[0] for _, part in made] == sorted(part[0] for _, part in made), "in the order of the prompt"
+    for worker in range(0 if alone else 3):
+        small = [part for place, part in made if place == worker and costs[part[0]] < CALL_TOKENS]
         for part, following in pairwise(small):
             assert sum(costs[item] for item in part) + costs[following[0]] > CALL_TOKENS, "no call without need"

@@ -50,6 +50,16 @@ async def test_each_item_has_a_call_of_its_own_and_small_ones_share_one() -> Non
         assert sorted(len(keys) for keys in c["E0"].keys) == [1, 1, 2]
 
 
+async def test_calls_go_out_in_the_order_of_the_prompt_whoever_they_are_for() -> None:
+    async with cluster("E0", "E1", "PD0") as c:
+        shown = images(4)
+        assert (await c.ask(*shown)).status_code == 200
+        places = {await keys_of(url): place for place, url in enumerate(shown)}
+        for name in ("E0", "E1"):
+            called = [places[key] for [key] in c[name].keys]
+            assert len(called) == 2 and called == sorted(called)
+
+
 async def test_an_item_is_known_as_soon_as_it_is_done_and_not_when_its_request_is() -> None:
     async with cluster("E0", "PD0") as c:
         first, second = images(2)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from epd_serve.engine import compat
+from epd_serve.engine.ec.partial_prefill import SpareBlocks
 from epd_serve.roles import Role
 from store.arena import Arena
 from tests.epd_serve.engine.ec.stages import Stages, feature, needed
@@ -99,13 +100,18 @@ def _announces(role: Role) -> ECConnectorRole:
     return ECConnectorRole.WORKER if role is Role.E else ECConnectorRole.SCHEDULER
 
 
-def request(name: str, *keys: str, bare: bool = False, status: str = "FINISHED_STOPPED", **xargs: str) -> Any:
+def request(
+    name: str, *keys: str, apart: int = 0, bare: bool = False, status: str = "FINISHED_STOPPED", **xargs: str
+) -> Any:
+    """Items of ten tokens, the first one at the beginning, each `apart` from the one before."""
     return SimpleNamespace(
         request_id=name,
+        num_tokens=apart * len(keys) + 10,
         mm_features=[
-            SimpleNamespace(identifier=key, mm_position=SimpleNamespace(offset=0, length=10), bare=bare) for key in keys
+            SimpleNamespace(identifier=key, mm_position=SimpleNamespace(offset=place * apart, length=10), bare=bare)
+            for place, key in enumerate(keys)
         ],
-        sampling_params=SimpleNamespace(extra_args=xargs or None),
+        sampling_params=SimpleNamespace(extra_args=xargs or None, seed=None),
         status=SimpleNamespace(name=status),
     )
 
@@ -206,7 +212,7 @@ def test_decode_reserves_nothing_while_the_first_of_its_features_is_being_made(m
     assert not scheduler.ensure_cache_available(request("s", "k"), 10)
     assert scheduler.ensure_cache_available(new, 10), "a request that runs is never held up"
     scheduler.build_connector_meta(output("r"))
-    assert "r" not in scheduler._reserved
+    assert scheduler.admission is not None and "r" not in scheduler.admission._reserved
 
 
 def test_an_encoder_that_falls_silent_holds_decode_up_for_a_while_only(make: Make, stages: Stages) -> None:
@@ -221,6 +227,34 @@ def test_what_was_not_encoded_is_recomputed_without_waiting(make: Make) -> None:
     asked = request("r", "k", epd_missing="k")
     wait_for(lambda: scheduler.ensure_cache_available(asked, 0), timeout_s=2.0)
     assert not scheduler.has_cache_item("k")
+
+
+def test_a_request_begins_before_an_awaited_item_as_soon_as_that_is_known_not_to_be_here(
+    make: Make, arena: Arena
+) -> None:
+    scheduler = make(Role.P, ECConnectorRole.SCHEDULER)
+    scheduler.admission.allow_partial(SpareBlocks(spare=100, block_sizes=(16,)))
+    asked = request("r", "a", "b", "c", apart=20)
+    put(arena, "a")
+    wait_for(lambda: scheduler.ensure_cache_available(asked, 0))
+    assert scheduler.admission.tokens_before_awaited(asked, 0, 70) == 20
+    assert scheduler.has_cache_item("a") and not scheduler.has_cache_item("b")
+    assert not scheduler.ensure_cache_available(asked, 20), "nothing is left to compute"
+    assert scheduler.admission.tokens_before_awaited(asked, 20, 50) == 0
+    assert scheduler.admission.tokens_before_awaited(request("other", "x"), 0, 10) == 10, "nobody else is held up"
+    put(arena, "b")
+    put(arena, "c")
+    wait_for(lambda: scheduler.ensure_cache_available(asked, 20) and scheduler.has_cache_item("c"))
+    assert scheduler.admission.tokens_before_awaited(asked, 20, 50) == 50
+
+
+def test_a_request_waits_for_all_its_items_where_nobody_said_that_it_may_begin(make: Make, arena: Arena) -> None:
+    scheduler = make(Role.P, ECConnectorRole.SCHEDULER)
+    asked = request("r", "a", "b", apart=20)
+    put(arena, "a")
+    scheduler.ensure_cache_available(asked, 0)
+    wait_for(lambda: scheduler.has_cache_item("a"))
+    assert not scheduler.ensure_cache_available(asked, 0)
 
 
 def test_an_encoder_answers_with_keys_and_metadata(make: Make, arena: Arena) -> None:

@@ -60,6 +60,22 @@ def test_an_event_after_the_recompute_is_counted_and_pins_nothing(stages: Stages
     assert p.pinned("k") is not None  # the next request takes it
 
 
+def test_who_waits_for_more_gives_up_its_pins_while_an_encoder_has_no_room(
+    stages: Stages, arena: Arena, encoder: Mouth
+) -> None:
+    p = stages.consumer(feature_wait_s=PATIENCE_S)
+    for key in ("a1", "b1"):
+        put(arena, key)
+    for request, keys in (("a", ("a1", "a2")), ("b", ("b1", "b2"))):
+        p.settled(request, keys)
+        wait_for(lambda keys=keys: p.pinned(keys[0]) is not None)
+    full = wire.StoreReport("E0", "i", 64, 64, 2, waiting_puts=1)
+    encoder.say_until(lambda: p.pinned("b1") is None, full)
+    wait_for(lambda: arena.stats().leased == 1)
+    assert p.pinned("a1") is not None, "the first of them keeps what it has"
+    wait_for(lambda: p.pinned("b1") is not None)  # the encoder says nothing of that kind any more
+
+
 def test_a_failure_does_not_hide_what_the_store_has(stages: Stages, arena: Arena, encoder: Mouth) -> None:
     p = stages.consumer()
     put(arena, "k")

@@ -38,16 +38,22 @@ class Interleavings(RuleBasedStateMachine):
         self.running: set[str] = set()
         self.recomputing: set[str] = set()
         self.failed: list[str] = []
+        self.may_be_read: set[tuple[str, str]] = set()
 
     # --- vLLM ---
 
-    @rule(request=st.sampled_from(REQUESTS))
-    def vllm_asks(self, request: str) -> None:
+    @rule(request=st.sampled_from(REQUESTS), worth=st.sampled_from([None, 0, 1, 2]))
+    def vllm_asks(self, request: str, worth: int | None = None) -> None:
         if request in self.failed:
             return
         self.live.add(request)
         keys = list(NEEDS[request])
-        admission = self.desk.admission(request, keys, self.now, must_not_recompute=request in FAILING)
+        admission = self.desk.admission(request, keys, self.now, must_not_recompute=request in FAILING, worth=worth)
+        if admission is Admission.PARTIAL:
+            here = self.desk.leading(request, keys, self.now)
+            assert worth is not None and worth <= here < len(keys), "nothing to begin with, or nothing to wait for"
+            self.may_be_read |= {(request, key) for key in keys[:here]}
+            assert self.desk.partial == request
         states = {key: self.desk.table.need(request, key, self.now) for key in keys}
         if admission is Admission.RUN:
             assert set(states.values()) <= {FeatureState.READY, FeatureState.LOST}
@@ -55,6 +61,7 @@ class Interleavings(RuleBasedStateMachine):
             lost = FeatureState.LOST in states.values()
             assert not (lost and request in FAILING), "asked to recompute what it must not"
             self.running.add(request)
+            self.may_be_read |= {(request, key) for key in keys if states[key] is FeatureState.READY}
             (self.recomputing.add if lost else self.recomputing.discard)(request)
         else:
             self.recomputing.discard(request)
@@ -79,6 +86,7 @@ class Interleavings(RuleBasedStateMachine):
         self.desk.release([request, "unknown"])
         for known in (self.live, self.running, self.recomputing):
             known.discard(request)
+        self.may_be_read = {(reader, key) for reader, key in self.may_be_read if reader != request}
         if request in self.failed:
             self.failed.remove(request)
 
@@ -102,7 +110,9 @@ class Interleavings(RuleBasedStateMachine):
         for key in self.desk.table.wanted():
             if key in self.store:
                 self._arrives(key)
-            elif key in doubted:
+                continue
+            self.desk.table.missed(key)
+            if key in doubted:
                 self.desk.table.not_found(key)
 
     @rule(key=st.sampled_from("abcde"))
@@ -134,12 +144,24 @@ class Interleavings(RuleBasedStateMachine):
     def an_encoder_renews(self, keys: set[str]) -> None:
         self.desk.table.renew(sorted(keys), self.now)
 
-    @rule(seconds=st.sampled_from([0.5, 4.0]))
+    @rule(seconds=st.sampled_from([0.5, 1.0, 4.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.desk.table.expire(self.now)
 
+    @rule()
+    def an_encoder_has_no_room(self) -> None:
+        self.desk.make_room(self.now)
+
     # --- what always holds ---
+
+    @invariant()
+    def what_vllm_may_read_is_pinned(self) -> None:
+        assert all(self.desk.table.pinned(key) is not None for _, key in self.may_be_read)
+
+    @invariant()
+    def one_request_runs_without_all_it_needs(self) -> None:
+        assert self.desk.partial in ("", *self.live)
 
     @invariant()
     def the_cap_holds(self) -> None:
@@ -163,8 +185,9 @@ class Interleavings(RuleBasedStateMachine):
         """With silent encoders and an empty store every request is let run or is failed, a few at a time."""
         self.store.clear()
         waiting = set(self.live)
-        for _ in range(40):
+        for _ in range(60):
             self.now += LAST_LOOK
+            self.desk.table.expire(self.now)
             self.the_listener_looks()
             for request in sorted(waiting):
                 self.vllm_asks(request)
@@ -198,8 +221,15 @@ def lose(d: FeatureDesk[FakePin], *keys: str, cause: str = "encoder") -> None:
         d.table.not_found(key)
 
 
-def ask(d: FeatureDesk[FakePin], request: str, keys: str, *, fails: bool = False) -> Admission:
-    return d.admission(request, list(keys), 0.0, must_not_recompute=fails)
+def miss(d: FeatureDesk[FakePin], *keys: str) -> None:
+    for key in keys:
+        d.table.missed(key)
+
+
+def ask(
+    d: FeatureDesk[FakePin], request: str, keys: str, *, fails: bool = False, worth: int | None = None
+) -> Admission:
+    return d.admission(request, list(keys), 0.0, must_not_recompute=fails, worth=worth)
 
 
 def test_a_request_with_several_lost_features_takes_one_slot() -> None:
@@ -293,3 +323,102 @@ def test_a_request_that_is_aborted_before_it_is_failed_is_not_named() -> None:
     assert ask(d, "r", "a", fails=True) is Admission.FAIL
     d.ended("r")
     assert d.take_failed() == set()
+
+
+def test_a_request_begins_with_what_is_there_of_its_beginning() -> None:
+    d = desk()
+    assert ask(d, "r", "abc", worth=1) is Admission.WAIT
+    d.table.arrived("b", FakePin(), 0.0)
+    assert ask(d, "r", "abc", worth=1) is Admission.WAIT, "b comes after a"
+    d.table.arrived("a", FakePin(), 0.0)
+    assert ask(d, "r", "abc", worth=1) is Admission.WAIT, "nobody has looked yet whether c is here"
+    miss(d, "c")
+    assert ask(d, "r", "abc") is Admission.WAIT, "nobody said that it is worth it"
+    assert ask(d, "r", "abc", worth=1) is Admission.PARTIAL
+    assert (d.leading("r", "abc", 0.0), d.counters["partial_prefills"]) == (2, 1)
+    assert ask(d, "r", "c", worth=1) is Admission.WAIT, "it has come to what is awaited"
+    d.table.arrived("c", FakePin(), 0.0)
+    assert (ask(d, "r", "c", worth=1), d.partial) == (Admission.RUN, "")
+
+
+def test_one_request_at_a_time_begins_before_its_features_are_here() -> None:
+    d = desk()
+    for request, key in (("r", "a"), ("s", "b")):
+        ask(d, request, key)
+        miss(d, key)
+    assert (ask(d, "r", "a", worth=0), ask(d, "s", "b", worth=0)) == (Admission.PARTIAL, Admission.WAIT)
+    d.release(["r"])  # aborted
+    assert ask(d, "s", "b", worth=0) is Admission.PARTIAL
+
+
+def test_a_request_that_has_begun_and_must_not_recompute_fails_as_any_other() -> None:
+    d = desk()
+    ask(d, "r", "ab", fails=True)
+    d.table.arrived("a", FakePin(), 0.0)
+    miss(d, "b")
+    assert ask(d, "r", "ab", fails=True, worth=1) is Admission.PARTIAL
+    lose(d, "b")
+    assert ask(d, "r", "b", fails=True, worth=None) is Admission.FAIL
+    assert (d.take_failed(), d.failure("r", "b").keys) == ({"r"}, ["b"])
+    d.release(["r"])
+    assert d.partial == ""
+
+
+def test_a_request_that_has_begun_recomputes_what_is_lost_when_its_turn_has_come() -> None:
+    d = desk(limit=1)
+    ask(d, "first", "x")
+    lose(d, "x")
+    assert ask(d, "first", "x") is Admission.RUN
+    ask(d, "r", "a")
+    miss(d, "a")
+    assert ask(d, "r", "a", worth=0) is Admission.PARTIAL
+    lose(d, "a")
+    assert ask(d, "r", "a", worth=0) is Admission.PARTIAL, "the text before it can be computed all the same"
+    assert (d.slots.taken, d.slots.standing) == (1, 1)
+    d.passed("first")
+    assert (ask(d, "r", "a", worth=0), d.partial) == (Admission.RUN, "")
+
+
+def short_of_room(d: FeatureDesk[FakePin]) -> None:
+    for tenths in range(7):
+        d.make_room(tenths / 10)
+
+
+def test_who_waits_lets_go_of_its_pins_when_an_encoder_has_had_no_room_for_long_but_for_the_first() -> None:
+    d, pins = desk(), {key: FakePin() for key in "abcd"}
+    for request, keys in (("r", "ax"), ("s", "by"), ("t", "c")):
+        ask(d, request, keys)
+    for key in "abcd":
+        d.table.arrived(key, pins[key], 0.0)  # nobody needs d: a prefetch
+    assert ask(d, "t", "c") is Admission.RUN
+    d.make_room(0.0)
+    assert not any(pin.releases for pin in pins.values()), "it may be over at once"
+    short_of_room(d)
+    assert {key: pin.releases for key, pin in pins.items()} == {"a": 0, "b": 1, "c": 0, "d": 1}
+    assert d.table.wanted() == ["x"], "what is let go of may go before it is looked for again"
+    d.table.expire(3.0)
+    assert sorted(d.table.wanted()) == ["b", "x", "y"]
+    assert ask(d, "s", "by") is Admission.WAIT
+
+
+def test_the_request_that_has_begun_keeps_its_pins() -> None:
+    d, early, late = desk(), FakePin(), FakePin()
+    ask(d, "r", "ax")
+    ask(d, "s", "by", worth=1)
+    d.table.arrived("a", early, 0.0)
+    d.table.arrived("b", late, 0.0)
+    miss(d, "y")
+    assert ask(d, "s", "by", worth=1) is Admission.PARTIAL
+    short_of_room(d)
+    assert (early.releases, late.releases) == (1, 0)
+
+
+def test_what_is_looked_for_the_last_time_is_not_put_off_by_a_lack_of_room() -> None:
+    d = desk()
+    ask(d, "r", "x")
+    ask(d, "s", "b")
+    d.table.failed("b", "encoder", 0.0)
+    short_of_room(d)
+    assert set(d.table.wanted()) == {"x", "b"}
+    d.table.not_found("b")
+    assert ask(d, "s", "b") is Admission.RUN
