@@ -113,9 +113,10 @@ class GenerateStep:
                 route = await self._router.route(progress.job, avoid=progress.avoid)
                 # An instance that encodes for itself takes the media, and nothing but the media.
                 delivery = progress.delivery if route.path.encode else Delivery.PIXELS
-                if failure is not None and sink.shown is not None and not alike(route):
+                if sink.shown is not None and not alike(route):
                     route.release()
-                    raise failure  # nobody here can go on after the token that the client has
+                    stage = route.decode.instance.id
+                    raise failure or StageError("nobody can go on after the first token", stage=stage)
                 failure = None
                 sent_at = asyncio.get_running_loop().time()
                 try:
