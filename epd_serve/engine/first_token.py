@@ -87,7 +87,7 @@ def _rows(slots: _Slots, ctx: Any) -> dict[int, int]:
 
 def _forced(params: SamplingParams, prompt: list[int] | None, output: list[int]) -> tuple[int, list[int]] | None:
     """What is kept of a request that enters the batch; `output` grows with what it generates."""
-    token = None if output else _token_in(params)
+    token = _token_in(params)
     return None if token is None else (token, output)
 
 
