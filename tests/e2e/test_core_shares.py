@@ -32,7 +32,7 @@ def cores(launch: Serving, name: str) -> set[int]:
 
 
 def pinned_threads(group: int) -> list[set[int]]:
-    """Affinity of each thread of a stage that may not run everywhere. API server and EngineCore float."""
+    """Affinity of each thread of a stage that may not run everywhere. The API server floats."""
     found = []
     for process in processes.group_members(group):
         for thread in Path(f"/proc/{process.pid}/task").glob("*"):
