@@ -19,7 +19,7 @@ from npu_ops.properties import read_properties
 PRESET = "bench"
 """Random weights, an 8B model's proportions."""
 STAGE_BYTES = 2_500_000_000
-"""Free memory per stage of the preset: its three processes, KV cache and share of the arena."""
+"""Free memory per stage of the preset: its processes, KV cache and share of the arena."""
 LIMIT_S = 300.0
 
 

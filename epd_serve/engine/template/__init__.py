@@ -1,8 +1,8 @@
 """Stages that start in seconds: every process of a stage is forked from one that has imported what all of them need.
 
-Importing torch, vLLM and a model takes ten seconds of a core, and a stage has three processes: API server, EngineCore,
-worker. So one process per launch, the *template*, does it once (`__main__.py`, `imports.py`). It never touches a device
-nor runs a thread, because neither survives a fork.
+Importing torch, vLLM and a model takes ten seconds of a core, and a stage has two processes: API server and EngineCore;
+with several ranks, workers, too. So one process per launch, the *template*, does it once (`__main__.py`, `imports.py`).
+It never touches a device nor runs a thread, because neither survives a fork.
 
     launcher ──stage's argv, environment, log──▶ template ──fork──▶ stage root ──fork──▶ API server
         ▲                                                            │  ▲  ├──fork──▶ EngineCore, for the API server
