@@ -86,8 +86,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
                         urls = (first.url, other.url)
                         warm_up(urls, source, plan, numbers)
                         for turn, rate in itertools.product(range(arguments.rounds), arguments.rates):
-                            about = {"variant": variant.name, "rate_rps": rate, "round": turn}
-                            yield from ({**about, **row} for row in both(urls, source, plan, rate, next(numbers)))
+                            case = {"variant": variant.name, "rate_rps": rate, "round": turn}
+                            yield from ({**case, **row} for row in both(urls, source, plan, rate, next(numbers)))
 
 
 def warm_up(
