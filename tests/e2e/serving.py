@@ -127,8 +127,9 @@ class Serving(Endpoint):
         return {entry["id"]: entry for entry in self.get("/instances").json()["instances"]}
 
     def counters(self, instance: str) -> dict[str, int]:
-        """What the instance last reported of the MM Store, twice a second."""
-        counters: dict[str, int] = self.instances()[instance]["store"]["counters"]
+        """What the instance last reported of the MM Store, twice a second; nothing before its first report."""
+        report = self.instances()[instance]["store"] or {"counters": {}}
+        counters: dict[str, int] = report["counters"]
         return counters
 
     def settled_counters(self, instance: str) -> dict[str, int]:
