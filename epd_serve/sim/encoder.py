@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from epd_serve import wire
@@ -76,6 +76,11 @@ class Encoder:
             self._renewals.start()
         self._reports.changed()
         return True
+
+    def begins(self, items: Iterable[Item]) -> None:
+        """A request's step begins: what becomes of these will be announced."""
+        if expected := {item.key: dict(item.metadata) for item in items if item.metadata}:
+            self._publisher.send(wire.FeatureExpected(expected, self._wiring.incarnation))
 
     def dropped(self, item: Item) -> None:
         """A request that had it encoded has left before that."""

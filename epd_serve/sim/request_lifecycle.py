@@ -172,6 +172,7 @@ class RequestLifecycle:
         sequence = child.sequence
         sequence.prompt_tokens, sequence.limit = 0, 1
         sequence.items, sequence.on_encoded = tuple(item.tokens for item in wanted), encoded
+        sequence.on_admitted = lambda: encoder.begins(wanted)
         child.ends.append(leave)
         entries = answer.extras.setdefault("ec_transfer_params", {})
         for at, item in enumerate(prompt.items):

@@ -120,6 +120,7 @@ class Scheduler:
                 continue
             self.running[sequence] = None
             sequence.has_kv = False
+            sequence.on_admitted()
             room, items = self._plan_prompt(step, sequence, room, items)
         return step
 

@@ -16,7 +16,7 @@ class Sequence:
         items: tokens of each media item that has to be encoded here first.
         priority: lower is sooner, where the stage looks at priorities.
         on_token: called in order with the number of the token (from 1 on) and whether it is the last.
-        on_encoded: called once for the index of each of `items`.
+        on_admitted: called when it comes to run. on_encoded: called once for the index of each of `items`.
         on_reserved: set where the prompt's KV comes from elsewhere: called when blocks are reserved for it. It goes on
             with `Scheduler.loaded`.
         keeps_kv: its blocks stay taken after its end, until `Scheduler.free`.
@@ -32,6 +32,7 @@ class Sequence:
     on_token: Callable[[int, bool], None]
     items: tuple[int, ...] = ()
     priority: int = 0
+    on_admitted: Callable[[], None] = lambda: None
     on_encoded: Callable[[int], None] = lambda index: None
     on_reserved: Callable[[], None] | None = None
     keeps_kv: bool = False

@@ -41,10 +41,12 @@ async def test_an_item_is_encoded_stored_announced_and_used(tmp_path: Path, shm:
             async with asyncio.timeout(60):
                 await heard.recv()  # its reports are heard: so will be its announcements
                 answer = (await stages.clients["E0"].post(CHAT, json=looking("k"))).json()
+                told = []
                 while not isinstance(event := wire.announcements.decode(await heard.recv()), wire.FeatureReady):
-                    pass
+                    told += [event] if isinstance(event, wire.FeatureExpected) else []
         entry = answer["ec_transfer_params"]["k"]
         assert entry == {"item_indices": [0], "metadata": {"image_grid_thw": [[1, 4, 4]]}}
+        assert told == [wire.FeatureExpected({"k": entry["metadata"]}, event.incarnation)]
         assert event.key == "k" and event.host == "here" and event.metadata == entry["metadata"]
         assert event.nbytes == 4 * Profile().feature_bytes_per_token
         assert (await stages.clients["P0"].post(CHAT, json=looking("k", **PREFILL_ONLY))).status_code == 200
