@@ -150,6 +150,26 @@ def test_a_slow_encoder_does_not_turn_prefill_into_an_encoder(launch: Serving, s
 
 
 @epd
+@pytest.mark.skipif(not METADATA_TRAVELS, reason="this vLLM's P and D need the media itself")
+def test_prefill_and_decode_wait_for_the_encoder_without_blocks_and_outlive_it(
+    launch: Serving, solo_answer: Solo
+) -> None:
+    bodies = [fresh(130 + number) for number in range(2)]
+    alone = [solo_answer(body) for body in bodies]
+    answered = launch.metric('epd_proxy_went_ahead_total{outcome="answered"}')
+    assert ask(launch, bodies[0]) == alone[0]
+    assert launch.metric('epd_proxy_went_ahead_total{outcome="answered"}') == answered + 1
+    with ThreadPoolExecutor(1) as pool:
+        with slowed(launch, "E0", 1 / 20):
+            answer = pool.submit(ask, launch, bodies[1])
+            wait_for(lambda: launch.requests_inside("D0") == 1 or answer.done(), "D to have the request", 20)
+            assert launch.requests_inside("P0") <= 1 and launch.kv_blocks_in_use("D0") == 0
+        launch.signal_stage("E0", signal.SIGKILL)
+        assert answer.result(timeout=170) == alone[1]
+    wait_for(launch.healthy, "E0 to be back", 180)
+
+
+@epd
 def test_a_prefill_stage_restarted_before_it_fetched_finds_the_feature(launch: Serving, solo_answer: Solo) -> None:
     body = fresh(100)
     alone = solo_answer(body)
