@@ -94,6 +94,7 @@ class Pipeline:
         self._router = Router(table, settings.roles, instance_wait_s=timeouts.instance_wait_s, policy=settings.policy)
         self._arena = HostArena(settings.arena)
         self.directory = FeatureDirectory(settings.max_known_features, holds=self._arena.holds)
+        self.dispatcher = AnnouncementDispatcher(table, self.directory, self.metrics, self.background)
         self._encode = EncodeStep(
             Encoders(
                 table,
@@ -109,9 +110,6 @@ class Pipeline:
             self.metrics,
             self.trace,
             follow_s=timeouts.encode_s * (retries + 1),
-        )
-        self.dispatcher = AnnouncementDispatcher(
-            table, self.directory, self.metrics, self.background, self._encode.make_room
         )
         self._generate = GenerateStep(
             settings,

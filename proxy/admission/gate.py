@@ -165,11 +165,8 @@ class Pass:
         self._ticket.tokens = tokens
 
     async def to_encoders(self) -> None:
-        """Wait until encoders take it. Any number of times, and at the same time. One that went ahead of what another
-        request was having encoded gives its place with the stages back first."""
+        """Wait until encoders take it. Any number of times, and at the same time."""
         async with self._turns:
-            if self._ticket.ahead and not self._ticket.encoding:
-                self.give_back()
             if self._ticket.place is Place.LOADING:
                 await self._gate._wait_turn(self._ticket, encode=True)
 
@@ -184,10 +181,24 @@ class Pass:
         """Take a place with the stages while its items are being encoded, if that can be had at once."""
         return self._gate.queue.goes_ahead(self._ticket, _now(), self._gate._capacity())
 
+    def stands_back(self) -> None:
+        """Another one is to encode what it waits for, and may need a place first: those who wait to be served hold
+        places at the encoders, so it gives its own with the stages back if it went ahead."""
+        if self._ticket.ahead:
+            self.give_back()
+
+    def leaves_encoders(self) -> None:
+        """Others encode what it waits for now: it gives back its place at the encoders, and if it did not go ahead, any
+        that it has."""
+        if self._ticket.ahead:
+            self._gate.queue.leave_encoders(self._ticket)
+            self._gate._pump()
+        else:
+            self.give_back()
+
     @contextmanager
     def ahead(self, cut: Callable[[], None]) -> Iterator[None]:
-        """The time of an attempt that went ahead. `cut` ends it, where its place is given back: whoever encodes anew
-        while it waits at the stages must not hold a place there."""
+        """The time of an attempt that went ahead. `cut` ends it, where its place is given back."""
         self._cut = cut
         try:
             yield

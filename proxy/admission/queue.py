@@ -130,6 +130,11 @@ class AdmissionQueue:
         self._go(ticket, now, encode=False)
         return True
 
+    def leave_encoders(self, ticket: Ticket) -> None:
+        """It went ahead, and goes on waiting for what others have encoded. Any number of times."""
+        assert ticket.ahead, "others give their place back"
+        self._encoded(ticket)
+
     def encoded(self, ticket: Ticket) -> None:
         """What it went ahead of has been done. Any number of times."""
         if ticket.ahead:

@@ -11,6 +11,7 @@ in one event loop, no locks.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -42,11 +43,13 @@ class Seat(Generic[T]):
     def leads(self) -> bool:
         return not self.settled and self._flight.queue[0] is self
 
-    async def turn(self) -> bool:
-        """Wait until this seat leads (True) or all is settled (False)."""
+    async def turn(self, handed_over: Callable[[], None] = lambda: None) -> bool:
+        """Wait until this seat leads (True) or all is settled (False). `handed_over`: called when another one leads."""
         while not self.settled and not self.leads:
             self._moved.clear()
             await self._moved.wait()
+            if not self.settled:
+                handed_over()
         return not self.settled
 
     def land(self, result: T) -> None:
@@ -76,7 +79,8 @@ class Seat(Generic[T]):
         if not self._flight.queue:
             self._flights._end(self._key, self._flight, None)
         elif led:
-            self._flight.queue[0]._moved.set()
+            for seat in self._flight.queue:
+                seat._moved.set()
 
     def _settle(self, result: T | None) -> None:
         self.settled, self.result = True, result

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -50,7 +50,6 @@ class EncodeStep:
         self._metrics = metrics
         self._trace = trace
         self._follow_s = follow_s
-        self._ahead: set[Callable[[], None]] = set()
         self.flights: SingleFlight[bool] = SingleFlight()
 
     @asynccontextmanager
@@ -60,7 +59,7 @@ class EncodeStep:
         task = asyncio.create_task(self._stamped(job), name=f"encoding of {job.id}")
         try:
             await asyncio.sleep(0)  # with nothing to encode it has ended after that
-            yield Encoding(job, task, self._directory, lambda: self._with_features(job, ()), self._ahead)
+            yield Encoding(job, task, self._directory, lambda: self._with_features(job, ()))
             await asyncio.wait([task], timeout=LINGER_S)
         finally:
             if not task.done():
@@ -68,11 +67,6 @@ class EncodeStep:
                 await asyncio.wait([task])
             if not task.cancelled():
                 task.exception()  # whoever wanted it has got it from `finished`
-
-    def make_room(self) -> None:
-        """A store is full: nobody waits for one feature with another one pinned."""
-        for cut in tuple(self._ahead):
-            cut()
 
     async def _stamped(self, job: Job) -> Job:
         begun = time.monotonic()
@@ -162,12 +156,12 @@ class EncodeStep:
             raise
         fail()
         if not all(seat.settled for seat in seats.values()):
-            order.job.passed.give_back()  # who leads the rest may be waiting for this very place
+            order.job.passed.leaves_encoders()  # who leads the rest may be waiting for this very place
 
     async def _follow(self, item: LoadedItem, seats: dict[str, Seat[bool]], order: EncodeOrder) -> None:
         try:
             async with deadline(self._follow_s, f"the encoding of {item.ref.param} for another request"):
-                leads = await seats[item.key].turn()
+                leads = await seats[item.key].turn(order.job.passed.stands_back)
         except DeadlineError as error:
             seats[item.key].leave()  # or it may come to lead a flight that nobody here flies
             logger.warning("request %s: %s", order.job.id, error.message)

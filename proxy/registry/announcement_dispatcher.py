@@ -5,7 +5,6 @@ to the requests that failed of them. Owns none of it being true: announcements g
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from epd_serve.wire import (
     Announcement,
@@ -30,18 +29,12 @@ MISSING_WAIT_S = 0.05
 
 
 class AnnouncementDispatcher:
-    """Everything that reaches this proxy without having been asked for. `on_full`: called while a store is full."""
+    """Everything that reaches this proxy without having been asked for."""
 
     def __init__(
-        self,
-        table: InstanceTable,
-        directory: FeatureDirectory,
-        metrics: Metrics,
-        background: Background,
-        on_full: Callable[[], None],
+        self, table: InstanceTable, directory: FeatureDirectory, metrics: Metrics, background: Background
     ) -> None:
         self.directory = directory
-        self._on_full = on_full
         self._table = table
         self._metrics = metrics
         self._missing = MissingFeatures()
@@ -74,8 +67,6 @@ class AnnouncementDispatcher:
                 self._missing.announced(message)
             case StoreReport():
                 self._table.report(message)
-                if message.waiting_puts:
-                    self._on_full()
             case KvReport():
                 self._table.report_kv(message)
             case StageReport():

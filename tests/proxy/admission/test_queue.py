@@ -229,7 +229,18 @@ def consistent(queue: AdmissionQueue, tickets: list[Ticket], capacity: Capacity)
     assert standing == {ticket for line in lines for ticket in line.tickets}
 
 
-MOVES = ("admit", "stand", "stand", "grants", "go ahead", "encoded", "give back", "prefilled", "leave")
+MOVES = (
+    "admit",
+    "stand",
+    "stand",
+    "grants",
+    "go ahead",
+    "leave encoders",
+    "encoded",
+    "give back",
+    "prefilled",
+    "leave",
+)
 
 
 @examples(max_examples=150, deadline=None)
@@ -263,6 +274,8 @@ def test_every_admitted_request_leaves_exactly_once_and_nothing_stays(data: st.D
                 assert not went or (ticket.ahead and not ticket.prefilling and queue.served(ticket.kind) == waited + 1)
             elif move == "encoded":
                 queue.encoded(ticket)
+            elif move == "leave encoders" and ticket.ahead:
+                queue.leave_encoders(ticket)
             elif move == "prefilled":
                 queue.prefilled(ticket)
             elif move == "leave":

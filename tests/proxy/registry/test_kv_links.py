@@ -151,7 +151,7 @@ async def test_reports_are_heard_at_the_workers_addresses_and_say_nothing_about_
     address = f"ipc://{tmp_path}/P0.kvnews0"
     table = InstanceTable()
     async with cluster("P0", config=settings()) as c:
-        dispatcher = AnnouncementDispatcher(table, c.pipeline.directory, c.pipeline.metrics, Background(), lambda: None)
+        dispatcher = AnnouncementDispatcher(table, c.pipeline.directory, c.pipeline.metrics, Background())
         with zmq.Context() as context, context.socket(zmq.PUB) as worker:
             worker.bind(address)
             table.apply(replace(P0, kv_news=(address,)))
