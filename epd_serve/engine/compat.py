@@ -130,6 +130,14 @@ def spawn_in(context: BaseContext) -> None:
             setattr(module, "get_mp_context", get_mp_context)  # noqa: B010 - of a module that mypy does not know
 
 
+def worker_in_engine(vllm_config: VllmConfig) -> bool:
+    """Whether the stage's only worker runs in EngineCore's process."""
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    return issubclass(Executor.get_class(vllm_config), UniProcExecutor)
+
+
 def tp_rank() -> int:
     """Tensor-parallel rank of this worker."""
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank

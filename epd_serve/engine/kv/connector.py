@@ -71,7 +71,8 @@ class GroupedKVConnector(KVConnectorBase_V1):
         check_kv_groups(kv_cache_config)
         config = vllm_config.kv_transfer_config
         wiring = StageWiring.from_json(config.kv_connector_extra_config["epd"])
-        idle_waiter.share(Path(tempfile.gettempdir()) / f"idle-{wiring.incarnation}")  # workers wake the scheduler
+        if not compat.worker_in_engine(vllm_config):  # workers wake the scheduler
+            idle_waiter.share(Path(tempfile.gettempdir()) / f"idle-{wiring.incarnation}")
         block_size = vllm_config.cache_config.block_size
         tp = vllm_config.parallel_config.tensor_parallel_size
         self._prefill_scheduler: PrefillScheduler | None = None

@@ -64,6 +64,27 @@ def test_a_prefill_stops_before_an_item_where_vllm_is_known_to_be_able_to(
     assert compat.cuts_before_items() is known
 
 
+class InEngine:
+    pass
+
+
+class Outside:
+    pass
+
+
+@pytest.mark.parametrize("chosen", [InEngine, Outside])
+def test_whether_the_worker_shares_the_engines_process_is_what_vllm_chose(
+    chosen: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub(
+        monkeypatch,
+        "vllm.v1.executor.abstract",
+        Executor=type("Executor", (), {"get_class": staticmethod(lambda config: chosen)}),
+    )
+    stub(monkeypatch, "vllm.v1.executor.uniproc_executor", UniProcExecutor=InEngine)
+    assert compat.worker_in_engine(SimpleNamespace()) is (chosen is InEngine)  # type: ignore[arg-type]
+
+
 class Renames:
     def _process_mm_uuids(self) -> None:
         """overriding even user-provided ones"""
