@@ -62,6 +62,11 @@ class FeatureConsumer:
         )
         self._announcer.start()
 
+    def arrived(self, keys: Iterable[str]) -> None:
+        """A request for these has arrived. What is here is pinned as if it had just been announced: P asks for it only
+        when D has reserved blocks."""
+        self._listener.look_ahead(keys)
+
     def settled(
         self, request: str, keys: Sequence[str], *, must_not_recompute: bool = False, worth: int | None = None
     ) -> int | None:

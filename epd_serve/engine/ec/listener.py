@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import zmq
 
@@ -62,6 +62,7 @@ class FeatureListener:
         self._no_room: set[str] = set()
         self._last_look: set[str] = set()  # doubted keys whose last fetch is under way
         self._fetched: queue.SimpleQueue[Fetched] = queue.SimpleQueue()
+        self._arrived_keys: queue.SimpleQueue[tuple[str, ...]] = queue.SimpleQueue()
         self._wake = WakeLine()
         self._closing = False
         self._fetcher: Fetcher | None = None
@@ -83,6 +84,11 @@ class FeatureListener:
 
     def ring(self) -> None:
         """There is something new to look up or to give back."""
+        self._wake.ring()
+
+    def look_ahead(self, keys: Iterable[str]) -> None:
+        """Look whether these are here, once. From any thread."""
+        self._arrived_keys.put(tuple(keys))
         self._wake.ring()
 
     def close(self) -> None:
@@ -109,6 +115,7 @@ class FeatureListener:
                     self._wake.answer()
                 announced = self._hear(events) if events.socket in ready else {}
                 self._take_fetched()
+                self._look_for_new_requests()
                 self._look_up(announced)
                 self._kept.fill()
                 if self._pins.give_back():
@@ -185,6 +192,12 @@ class FeatureListener:
                 self._look_for_the_last_time(key)
             elif self._lookups.local_due(key, now) and not self._look_here(key):
                 self._look_afar(key, announced.get(key), now)
+
+    def _look_for_new_requests(self) -> None:
+        while not self._arrived_keys.empty():
+            for key in self._arrived_keys.get():
+                if self._accepts(key, needed=False):
+                    self._look_here(key)
 
     def _look_here(self, key: str) -> bool:
         """Pin it if it is here. True: nothing more to do for it."""

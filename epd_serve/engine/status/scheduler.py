@@ -85,6 +85,9 @@ def reporting(base: Any) -> Any:
                 self._trace.queued(request)
             super().add_request(request)
             self._watch.changed()
+            # vLLM tells its KV connector of a new request; ours for features would first hear when it is let run.
+            if arrived := getattr(getattr(self, "ec_connector", None), "on_new_request", None):
+                arrived(request)
 
         def finish_requests(self, *args: Any, **more: Any) -> Any:
             result = super().finish_requests(*args, **more)
