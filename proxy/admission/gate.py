@@ -188,13 +188,9 @@ class Pass:
             self.give_back()
 
     def leaves_encoders(self) -> None:
-        """Others encode what it waits for now: it gives back its place at the encoders, and if it did not go ahead, any
-        that it has."""
-        if self._ticket.ahead:
-            self._gate.queue.leave_encoders(self._ticket)
-            self._gate._pump()
-        else:
-            self.give_back()
+        """Others encode what it waits for now."""
+        self._gate.queue.leave_encoders(self._ticket)
+        self._gate._pump()
 
     @contextmanager
     def ahead(self, cut: Callable[[], None]) -> Iterator[None]:

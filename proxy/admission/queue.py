@@ -131,9 +131,11 @@ class AdmissionQueue:
         return True
 
     def leave_encoders(self, ticket: Ticket) -> None:
-        """It went ahead, and goes on waiting for what others have encoded. Any number of times."""
-        assert ticket.ahead, "others give their place back"
-        self._encoded(ticket)
+        """It has nothing to encode any more, and keeps none but a place with the stages. Any number of times."""
+        if ticket.place is Place.SERVED:
+            self._encoded(ticket)
+        else:
+            self.give_back(ticket)
 
     def encoded(self, ticket: Ticket) -> None:
         """What it went ahead of has been done. Any number of times."""

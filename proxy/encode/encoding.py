@@ -9,6 +9,7 @@ trial, gives that one back first, which cuts the attempt. At the stages it waits
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -33,7 +34,7 @@ class Encoding:
         self._provisional = provisional
         self._keys = {item.key for item in job.items}
 
-    async def metadata_known(self, now: Callable[[], float]) -> Job | None:
+    async def metadata_known(self) -> Job | None:
         """The job with the metadata of all its items, once encoders are at work on those that are not there already;
         None where the encoding has ended before that."""
         news = asyncio.Event()
@@ -42,9 +43,7 @@ class Encoding:
         try:
             with self._directory.followed(self._keys, news.set):
                 while not self._task.done():
-                    if all(
-                        self._directory.metadata(key) and self._directory.is_coming(key, now()) for key in self._keys
-                    ):
+                    if all(map(self._is_under_way, self._keys)):
                         return self._provisional()
                     news.clear()
                     await news.wait()
@@ -75,6 +74,9 @@ class Encoding:
                 yield
         finally:
             self._task.remove_done_callback(ended)
+
+    def _is_under_way(self, key: str) -> bool:
+        return bool(self._directory.metadata(key)) and self._directory.is_coming(key, time.monotonic())
 
 
 def _missing(job: Job) -> bool:

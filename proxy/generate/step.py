@@ -150,7 +150,7 @@ class GenerateStep:
         settings, job = self._settings, progress.job
         if not settings.overlap or not goes_as_metadata(job, settings) or job.trial.suspected:
             return False
-        known = await encoding.metadata_known(time.monotonic)
+        known = await encoding.metadata_known()
         if known is None or first_delivery(known, settings) is not Delivery.METADATA or job.trial.suspected:
             return False
         if any(encoder.full for encoder in self._table.live(Role.E)) or not job.passed.goes_ahead():
