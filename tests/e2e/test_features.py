@@ -164,9 +164,10 @@ def test_prefill_and_decode_wait_for_the_encoder_without_blocks_and_outlive_it(
             answer = pool.submit(ask, launch, bodies[1])
             wait_for(lambda: launch.requests_inside("D0") == 1 or answer.done(), "D to have the request", 20)
             assert launch.requests_inside("P0") <= 1 and launch.kv_blocks_in_use("D0") == 0
+        killed = launch.stage_pid("E0")
         launch.signal_stage("E0", signal.SIGKILL)
         assert answer.result(timeout=170) == alone[1]
-    wait_for(launch.healthy, "E0 to be back", 180)
+    wait_for(lambda: launch.stage_pid("E0") != killed and launch.healthy(), "E0 to be back", 180)
 
 
 @epd
