@@ -4,8 +4,8 @@ The base is up together with one variant at a time, and both get the same reques
 that met the same machine. Each round has new requests, since those of the round before would be served from the stores;
 both have them at the same times, one after the other, in an order that is drawn for each round.
 
-The rows of Table 2 (layerwise, prefetch, grouped, both) add to a baseline without any of it; demand, pixels and
-mooncake take a part of the way from E to P away from all of it. At a low rate requests hardly ever meet each other.
+The rows of Table 2 (layerwise, prefetch, grouped, both) add to a baseline without any of it; demand, pixels, all-images
+and mooncake take a part of the way from E to P away from all of it. At a low rate requests hardly ever meet each other.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ FLAGS = {
     "--rounds": flag("of each rate, in turns", Usually(4, quick=2), whole()),
     "--seconds": flag("of a run", Usually(30.0, quick=15.0), positive),
     "--output-tokens": flag("of an answer", 32, whole(2)),
+    "--pictures-each": flag("images of each request that has any (default: as the workload has)", None, whole()),
     "--seed": flag("of requests and arrivals", 0, int),
     "--cache": flag("where drawn images are kept", type=Path, metavar="DIR"),
 }
@@ -69,7 +70,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     layout, chosen = arguments.layout, [VARIANTS[name] for name in arguments.only]
     if arguments.engine == "vllm":
         check_memory(2 * parse(layout).instance_count)
-    workload = Workload(WORKLOAD, 1, Knobs(arguments.seed, output_tokens=arguments.output_tokens))
+    knobs = Knobs(arguments.seed, images=arguments.pictures_each, output_tokens=arguments.output_tokens)
+    workload = Workload(WORKLOAD, 1, knobs)
     images, numbers = Images(arguments.cache), itertools.count()
     plan = Plan(Poisson(1.0), seconds=arguments.seconds, seed=arguments.seed, warm_up_s=0.0)
     with scratch() as folder:

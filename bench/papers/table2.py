@@ -5,7 +5,7 @@ prompt is computed (§3.3, "synchronous transmission"), so all of its transfer i
 85 % is (Table 4). `layerwise` is a row that the paper lacks: KV layer by layer at once, which hides most of it already.
 
 Beside Table 2 each part of the way from E to P is taken away alone from all of it: the announcement of features, the
-metadata that P and D get instead of pixels, the arena.
+metadata that P and D get instead of pixels, prefill that begins before the last image is encoded, the arena.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ VARIANTS = {
         *TABLE,
         Variant("demand", "fetched on demand", "demand", of_all=True),
         Variant("pixels", "pixels to P and D", more=("--send-pixels", "always"), of_all=True),
+        Variant("all-images", "prefill waits for all images", more=("--partial-prefill", "off"), of_all=True),
         Variant("mooncake", "through Mooncake", more=("--mm-store", "mooncake"), of_all=True),
     )
 }

@@ -91,11 +91,14 @@ def test_the_papers_numbers_give_the_papers_percentages() -> None:
 
 
 def test_what_is_taken_away_is_all_that_differs_from_the_whole() -> None:
-    away = {name: set(VARIANTS[name].flags) ^ set(WHOLE.flags) for name in ("demand", "pixels", "mooncake")}
+    away = {
+        name: set(VARIANTS[name].flags) ^ set(WHOLE.flags) for name in ("demand", "pixels", "all-images", "mooncake")
+    }
 
     assert away == {
         "demand": {"demand", "event"},
         "pixels": {"--send-pixels", "always"},
+        "all-images": {"--partial-prefill", "off"},
         "mooncake": {"--mm-store", "mooncake"},
     }
     assert WHOLE.flags == VARIANTS["both"].flags
