@@ -181,6 +181,11 @@ class FeatureDesk(Generic[PinT]):
         if stays:
             self.table.park({stays, *self._let_run}, now)
 
+    def room_again(self) -> None:
+        """Nobody waits for room any more."""
+        self._short_at = float("-inf")
+        self.table.unpark()
+
     def _no_longer_partial(self, request: str) -> None:
         if self.partial == request:
             self.partial = ""

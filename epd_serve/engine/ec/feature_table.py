@@ -131,19 +131,27 @@ class FeatureTable(Generic[PinT]):
         }
 
     def park(self, stay: Collection[str], now: float) -> None:
-        """What none of the requests `stay` needs is unpinned and not looked for, for `PARK_S`; patience lasts longer.
+        """What none of the requests `stay` needs is unpinned and not looked for, until `unpark` or for `PARK_S`;
+        patience lasts longer.
 
-        What is looked for the last time, or lost, goes on as it was: it holds no room.
+        What is looked for as the only item of its requests goes on: they hold no room for anything else. So does what
+        is lost, or looked for the last time.
         """
         while self._idle:
             self._drop(next(iter(self._idle)))
         self._parked, self._parked_until = set(), now + PARK_S
         for key, item in self._items.items():
-            if item.state in (FeatureState.READY, FeatureState.WANTED) and item.requests.isdisjoint(stay):
+            one_of_several = any(len(self._keys_of[request]) > 1 for request in item.requests)
+            waits = item.state is FeatureState.READY or (item.state is FeatureState.WANTED and one_of_several)
+            if waits and item.requests.isdisjoint(stay):
                 self._unpin(item)
                 item.state = FeatureState.WANTED
                 item.deadline = max(now, min(self._parked_until + self._wait_s, item.born + self._renew_limit_s))
                 self._parked.add(key)
+
+    def unpark(self) -> None:
+        """What is parked is looked for again."""
+        self._parked.clear()
 
     def pinned(self, key: str) -> PinT | None:
         """The pin of a READY feature that a request needs, else None: a mere prefetch may be let go at any time."""

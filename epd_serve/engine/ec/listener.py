@@ -60,6 +60,7 @@ class FeatureListener:
         self._trace = Trace(wiring.trace_path, wiring.instance)
         self._lookups = Lookups()
         self._no_room: set[str] = set()
+        self._short: set[str] = set()  # instances that wait for room
         self._last_look: set[str] = set()  # doubted keys whose last fetch is under way
         self._fetched: queue.SimpleQueue[Fetched] = queue.SimpleQueue()
         self._arrived_keys: queue.SimpleQueue[tuple[str, ...]] = queue.SimpleQueue()
@@ -134,10 +135,8 @@ class FeatureListener:
         for event in events.at_hand():
             if isinstance(event, wire.FeatureReady | wire.StoreReport):
                 self._source.hear(event)
-            if isinstance(event, wire.StoreReport) and event.waiting_puts:
-                self._kept.make_room()
-                with self._lock:
-                    self._desk.make_room(now)
+            if isinstance(event, wire.StoreReport):
+                self._heed(event, now)
             if isinstance(event, wire.FeatureReady):
                 self._trace.stamp(event.key, "feature_event")
                 if self._ready(event, now):
@@ -156,6 +155,19 @@ class FeatureListener:
             if awaited:
                 idle_waiter.wake()
         return announced
+
+    def _heed(self, report: wire.StoreReport, now: float) -> None:
+        """Whether somebody waits for room that is pinned here."""
+        if report.waiting_puts:
+            self._short.add(report.instance)
+            self._kept.make_room()
+            with self._lock:
+                self._desk.make_room(now)
+        elif report.instance in self._short:
+            self._short.discard(report.instance)
+            if not self._short:
+                with self._lock:
+                    self._desk.room_again()
 
     def _ready(self, event: wire.FeatureReady, now: float) -> bool:
         """Whether to look this key up now. An event is a hint: it may be lost, late, twice, or about another host."""

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from epd_serve.engine.ec.feature_desk import Admission, FeatureDesk
 from epd_serve.engine.ec.feature_item import FeatureState
-from epd_serve.engine.ec.feature_table import FeatureTable
+from epd_serve.engine.ec.feature_table import PARK_S, FeatureTable
 from tests.epd_serve.engine.ec.test_feature_table import FakePin
 
 WAIT, HOLD, LAST_LOOK, RENEW_LIMIT, MOST, LIMIT = 3.0, 5.0, 1.0, 9.0, 2, 2
@@ -149,9 +149,12 @@ class Interleavings(RuleBasedStateMachine):
         self.now += seconds
         self.desk.table.expire(self.now)
 
-    @rule()
-    def an_encoder_has_no_room(self) -> None:
-        self.desk.make_room(self.now)
+    @rule(short=st.booleans())
+    def an_encoder_has_no_room_or_has_some_again(self, short: bool) -> None:
+        if short:
+            self.desk.make_room(self.now)
+        else:
+            self.desk.room_again()
 
     # --- what always holds ---
 
@@ -396,9 +399,15 @@ def test_who_waits_lets_go_of_its_pins_when_an_encoder_has_had_no_room_for_long_
     short_of_room(d)
     assert {key: pin.releases for key, pin in pins.items()} == {"a": 0, "b": 1, "c": 0, "d": 1}
     assert d.table.wanted() == ["x"], "what is let go of may go before it is looked for again"
-    d.table.expire(3.0)
-    assert sorted(d.table.wanted()) == ["b", "x", "y"]
+    ask(d, "u", "z")
+    d.make_room(0.7)
+    assert d.table.wanted() == ["x", "z"], "who needs nothing else holds no room while it waits"
+    d.room_again()
+    assert sorted(d.table.wanted()) == ["b", "x", "y", "z"]
     assert ask(d, "s", "by") is Admission.WAIT
+    short_of_room(d)
+    d.table.expire(PARK_S + 0.6)
+    assert sorted(d.table.wanted()) == ["b", "x", "y", "z"], "the encoder has died, or its reports are lost"
 
 
 def test_the_request_that_has_begun_keeps_its_pins() -> None:
@@ -416,9 +425,7 @@ def test_the_request_that_has_begun_keeps_its_pins() -> None:
 def test_what_is_looked_for_the_last_time_is_not_put_off_by_a_lack_of_room() -> None:
     d = desk()
     ask(d, "r", "x")
-    ask(d, "s", "b")
+    ask(d, "s", "bc")
     d.table.failed("b", "encoder", 0.0)
     short_of_room(d)
     assert set(d.table.wanted()) == {"x", "b"}
-    d.table.not_found("b")
-    assert ask(d, "s", "b") is Admission.RUN

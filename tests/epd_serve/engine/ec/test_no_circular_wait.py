@@ -129,6 +129,7 @@ class World:
                     self.desk.make_room(self.now)
                 return
             del self.store[self.chance.choice(loose)]
+        self.desk.room_again()
         key = self.queue.popleft()
         self.store[key] = Stored()
         self.announced.add(key)
