@@ -30,7 +30,6 @@ from epd_serve.engine.ec.encoder_scheduler import EncoderScheduler
 from epd_serve.engine.ec.feature_admission import FeatureAdmission
 from epd_serve.engine.ec.loading import FeatureReader, load
 from epd_serve.engine.ec.producer import FeatureProducer
-from epd_serve.engine.ec.request_facts import item_keys
 from epd_serve.engine.ec.step import FeatureSlot, FeatureStep
 from epd_serve.engine.ec.store_access import open_local_store, open_reader
 from epd_serve.trace import Trace
@@ -90,11 +89,6 @@ class FeatureConnector(ECConnectorBase):
             self._reader = open_reader(wiring, vllm_config.device_config.device, compat.tp_rank())
 
     # --- scheduler side -------------------------------------------------------------------------------------------
-
-    def on_new_request(self, request: Request) -> None:
-        """Called by our scheduler class. Whatever the request waits for first, its features are looked for now."""
-        if self._consumer is not None and request.mm_features:
-            self._consumer.arrived(item_keys(request))
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
         """False leaves the request waiting for this step; asked again every step."""

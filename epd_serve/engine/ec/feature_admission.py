@@ -47,6 +47,11 @@ class FeatureAdmission:
         """From now on a request may run up to its first item that is not here, where it fits in these blocks."""
         self._spare = spare
 
+    def arrived(self, request: Request) -> None:
+        """Called by our scheduler class. Whatever the request waits for first, its features are looked for now."""
+        if request.mm_features:
+            self._consumer.arrived(item_keys(request))
+
     def may_run(self, request: Request, num_computed_tokens: int) -> bool:
         """Whether there is something of it to compute. Asked at every step; what is not here is looked for."""
         items = items_ahead(request, num_computed_tokens)

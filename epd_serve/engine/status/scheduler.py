@@ -86,8 +86,8 @@ def reporting(base: Any) -> Any:
             super().add_request(request)
             self._watch.changed()
             # vLLM tells its KV connector of a new request; ours for features would first hear when it is let run.
-            if arrived := getattr(getattr(self, "ec_connector", None), "on_new_request", None):
-                arrived(request)
+            if admission := getattr(getattr(self, "ec_connector", None), "admission", None):
+                admission.arrived(request)
 
         def finish_requests(self, *args: Any, **more: Any) -> Any:
             result = super().finish_requests(*args, **more)

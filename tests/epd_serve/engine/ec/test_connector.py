@@ -145,13 +145,15 @@ def test_what_is_here_is_pinned_when_its_request_arrives_whatever_that_waits_for
     scheduler = make(Role.P, ECConnectorRole.SCHEDULER)
     asked = request("r", "k", "not here")
     put(arena, "k")
-    scheduler.on_new_request(asked)
+    assert scheduler.admission is not None
+    scheduler.admission.arrived(asked)
     wait_for(lambda: arena.stats().leased == 1)
     assert scheduler.ensure_cache_available(request("s", "k"), 0), "at once"
     scheduler.build_connector_meta(output("s"))
     wait_for(lambda: arena.stats().leased == 0)
-    make(Role.D, ECConnectorRole.SCHEDULER).on_new_request(asked)
-    make(Role.E, ECConnectorRole.SCHEDULER).on_new_request(asked)
+    decoder = make(Role.D, ECConnectorRole.SCHEDULER)
+    assert decoder.admission is not None
+    decoder.admission.arrived(asked)
 
 
 def test_what_comes_between_the_answer_and_the_allocation_is_not_loaded(make: Make, arena: Arena) -> None:
