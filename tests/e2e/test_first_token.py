@@ -202,13 +202,14 @@ def holds() -> Iterator[Callable[[Path], None]]:
 def test_a_stage_that_dies_after_the_first_token_costs_the_client_nothing(
     launch: Serving, monolith: Endpoint, holds: Callable[[Path], None], dies: str, held: Path
 ) -> None:
-    right, before = meaning(events(monolith, CHAT, TEXT)), launch.metric(SHOWN)
+    right = meaning(events(monolith, CHAT, TEXT))
     assert meaning(events(launch, CHAT, TEXT)) == right, "links are up"
+    before = launch.metric(SHOWN)
     holds(held)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(events, launch, CHAT, TEXT)
         wait_for(here_of(held).exists, "the KV to be on its way", 60)
-        wait_for(lambda: launch.metric(SHOWN) == before + 2, "the first token to be shown", 60)
+        wait_for(lambda: launch.metric(SHOWN) > before, "the first token to be shown", 60)
         entries = launch.instances()
         name = next(name for name, one in entries.items() if name[0] == dies and sum(one["in_flight"].values()))
         launch.signal_stage(name, signal.SIGKILL)
