@@ -30,6 +30,7 @@ from proxy.fields.rules import OUR_XARGS, XARGS_REFUSED
 from proxy.routing.policy import POLICIES
 
 SEND_PIXELS = ("auto", "always")
+OVERLAP = ("auto", "always", "never")
 ON_MISSING_FEATURE = ("recompute", "reencode")
 FIRST_TOKEN = ("prefill", "decode")
 HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
@@ -70,7 +71,8 @@ class ProxySettings:
         modalities: what the model takes (`image`, `video`, `audio`), or None to leave it to the stages to refuse.
         image_tokens: how many tokens the model's encoder makes of an image, by its size.
         send_pixels: `auto` sends P and D an item's metadata instead of the media where that is known, `always` never.
-        overlap: P and D are called while encoders work, as soon as the metadata of all items is known.
+        overlap: P and D are called while encoders work: `always` as soon as the metadata of all items is known, `auto`
+            where the tower shares cores with them only when the first feature is stored, or `never`.
         on_missing_feature: `recompute` lets P encode what got lost, `reencode` has an encoder do it again first.
         first_token: `prefill` shows streams the first token of P, after which D goes on, `decode` that of D.
         arena: the arena of this host where all stages of the layout use it, else None.
@@ -113,7 +115,7 @@ class ProxySettings:
     modalities: frozenset[str] | None = None
     image_tokens: ImageTokens = field(default_factory=ByArea)
     send_pixels: str = "auto"
-    overlap: bool = True
+    overlap: str = "auto"
     on_missing_feature: str = "recompute"
     first_token: str = "prefill"
     arena: Path | None = None
@@ -142,6 +144,7 @@ class ProxySettings:
             raise ConfigError(f"tenant_header {self.tenant_header!r} is no header name", param="tenant_header")
         require_one_of("policy", self.policy, tuple(POLICIES))
         require_one_of("send_pixels", self.send_pixels, SEND_PIXELS)
+        require_one_of("overlap", self.overlap, OVERLAP)
         require_one_of("on_missing_feature", self.on_missing_feature, ON_MISSING_FEATURE)
         require_one_of("first_token", self.first_token, FIRST_TOKEN)
         for name in self.xargs:

@@ -32,18 +32,19 @@ class Encoding:
         self._task = task
         self._directory = directory
         self._provisional = provisional
-        self._keys = {item.key for item in job.items}
+        self._keys = list(dict.fromkeys(item.key for item in job.items))  # in the order of the prompt
 
-    async def metadata_known(self) -> Job | None:
+    async def metadata_known(self, *, first_stored: bool) -> Job | None:
         """The job with the metadata of all its items, once encoders are at work on those that are not there already;
-        None where the encoding has ended before that."""
+        None where the encoding has ended before that. `first_stored`: and once the first one is there, which is
+        announced before an encoder's answer comes."""
         news = asyncio.Event()
         ended: Callable[[object], None] = lambda _: news.set()  # noqa: E731 - to be removed again
         self._task.add_done_callback(ended)
         try:
             with self._directory.followed(self._keys, news.set):
                 while not self._task.done():
-                    if all(map(self._is_under_way, self._keys)):
+                    if self._is_under_way(first_stored=first_stored):
                         return self._provisional()
                     news.clear()
                     await news.wait()
@@ -58,6 +59,12 @@ class Encoding:
             StageRefusal: an encoder refuses an item.
         """
         return await self._task
+
+    def _is_under_way(self, *, first_stored: bool) -> bool:
+        now, directory = time.monotonic(), self._directory
+        if first_stored and not directory.knows(self._keys[0], now):
+            return False
+        return all(directory.metadata(key) and directory.is_coming(key, now) for key in self._keys)
 
     @contextmanager
     def attempted(self, cut: Callable[[], None]) -> Iterator[None]:
@@ -74,9 +81,6 @@ class Encoding:
                 yield
         finally:
             self._task.remove_done_callback(ended)
-
-    def _is_under_way(self, key: str) -> bool:
-        return bool(self._directory.metadata(key)) and self._directory.is_coming(key, time.monotonic())
 
 
 def _missing(job: Job) -> bool:

@@ -148,15 +148,24 @@ class GenerateStep:
         """Whether to call P and D now, while encoders work: waits until the metadata of all items is known, or the
         encoding has ended. A suspect takes one step at a time, or nobody could tell of which an instance died."""
         settings, job = self._settings, progress.job
-        if not settings.overlap or not goes_as_metadata(job, settings) or job.trial.suspected:
+        if settings.overlap == "never" or not goes_as_metadata(job, settings) or job.trial.suspected:
             return False
-        known = await encoding.metadata_known()
+        known = await encoding.metadata_known(first_stored=settings.overlap == "auto" and self._tower_shares_cores())
         if known is None or first_delivery(known, settings) is not Delivery.METADATA or job.trial.suspected:
             return False
         if any(encoder.full for encoder in self._table.live(Role.E)) or not job.passed.goes_ahead():
             return False
         progress.job, progress.delivery = known, Delivery.METADATA
         return True
+
+    def _tower_shares_cores(self) -> bool:
+        """Whether encoders compute on cores on which others would prepare a request: their tower, which all wait for,
+        would wait for those."""
+        live = [self._table.instance(one.id) for role in Role for one in self._table.live(role)]
+        on_cores = [one for one in live if one.cpu_cores]
+        encoders = [one.computes_on for one in on_cores if one.role.sends_features]
+        others = [one.computes_on for one in on_cores if one.role.takes_features]
+        return any(cores & theirs for cores in encoders for theirs in others)
 
     async def _encoded(self, progress: _Progress) -> None:
         """The encoding's end; where none has begun, since whoever would have encoded it itself is gone, all of it."""

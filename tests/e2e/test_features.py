@@ -149,8 +149,8 @@ def test_a_slow_encoder_does_not_turn_prefill_into_an_encoder(launch: Serving, s
     assert recomputed(launch.settled_counters("P0")) == slow, "with the encoder back to its speed nothing is recomputed"
 
 
-@epd
 @pytest.mark.skipif(not METADATA_TRAVELS, reason="this vLLM's P and D need the media itself")
+@pytest.mark.parametrize("launch", [("(E-P)-D", "--proxy", "overlap=always")], indirect=True, ids=["overlap=always"])
 def test_prefill_and_decode_wait_for_the_encoder_without_blocks_and_outlive_it(
     launch: Serving, solo_answer: Solo
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,6 +101,25 @@ async def test_all_items_have_to_be_known_and_one_that_is_stored_is() -> None:
         assert (await answered).status_code == 200
 
 
+@pytest.mark.parametrize("cores", [{"E0": (0,), "P0": (0,), "D0": (1,)}, {"E0": (0,), "P0": (1,), "D0": (0,)}])
+async def test_on_cores_that_the_tower_shares_nobody_prepares_before_it_has_ended(cores: dict[str, tuple[int]]) -> None:
+    async with cluster("E0", "P0", "D0") as c:
+        for name, own in cores.items():
+            c.table.apply(replace(c.instances[name], cpu_cores=own))
+        released = asyncio.Event()
+        c["E0"].usual = announcing(c, once(released, encodes()))
+        answered = asyncio.create_task(c.ask())
+        await c["E0"].until(lambda stage: stage.active == 1)
+        [[key]] = c["E0"].keys
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not c["P0"].calls
+        c.pipeline.dispatcher.dispatch(FeatureReady(key, 100, "E0-life1", pooled=True, metadata=GRID))
+        await c["P0"].until(lambda stage: len(stage.calls) == 1)
+        released.set()
+        assert (await answered).status_code == 200 and c.metric(AHEAD, outcome="answered") == 1
+
+
 async def test_what_need_not_be_encoded_goes_straight_and_ahead_of_nothing() -> None:
     async with cluster("E0", "P0", "D0") as c:
         c["E0"].usual = encodes()
@@ -112,7 +132,7 @@ async def test_what_need_not_be_encoded_goes_straight_and_ahead_of_nothing() -> 
 @pytest.mark.parametrize(
     ("changes", "body"),
     [
-        ({"overlap": False}, {}),
+        ({"overlap": "never"}, {}),
         ({"send_pixels": "always"}, {}),
         ({"trust_request_mm_kwargs": True}, {"mm_processor_kwargs": {"max_pixels": 100}}),
     ],
