@@ -56,6 +56,7 @@ def events(endpoint: Endpoint, path: str, body: Body) -> list[Any]:
 def meaning(found: list[Any]) -> dict[str, Any]:
     """What a client gathers from events, however tokens were merged into them."""
     choices = [choice for event in found for choice in event["choices"]]
+    choices.sort(key=lambda choice: choice["index"])  # answers to several prompts come in any order
     said = [choice.get("logprobs") or {} for choice in choices]
     return {
         "text": "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices),
