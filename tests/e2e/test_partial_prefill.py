@@ -5,15 +5,20 @@ The stages are asked past the proxy, which decides when each image is encoded.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import uuid
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
+import httpx
 import pytest
 
-from tests.e2e.bodies import Body, ask, chat, conversation, fresh_prompt, image_part, png
+from epd_serve.wire import ON_MISSING_FAIL, ON_MISSING_XARG
+from tests.e2e.bodies import Body, ask, chat, conversation, fresh_prompt, image_part, png, tokens
 from tests.e2e.demo_prompts import WHAT
+from tests.e2e.engine_facts import METADATA_TRAVELS
 from tests.e2e.serving import Endpoint, Serving, recomputed
 from tests.waiting import wait_for
 
@@ -62,27 +67,46 @@ def test_what_comes_before_an_awaited_image_is_prefilled_meanwhile(launch: Servi
     assert recomputed(launch.settled_counters("PD0")) == lost
 
 
+@contextlib.contextmanager
+def begun_at_p(launch: Serving, body: Body, shown: list[bytes], **more: Any) -> Iterator[list[Future[httpx.Response]]]:
+    """P's and D's answers to a request of which P has computed what comes before its second picture."""
+    before, incarnation = begun(launch, "P0"), launch.instances()["P0"]["incarnation"]
+    peer = {"instance": "P0", "incarnation": incarnation, "endpoint": f"ipc://{launch.run}/P0.kv"}
+    asked, transfer = {**with_names(body, shown), **more}, {"transfer_id": uuid.uuid4().hex}
+    to_p = {**asked, "max_tokens": 1, "kv_transfer_params": {**transfer, "incarnation": incarnation}}
+    to_d = {**asked, "kv_transfer_params": {**transfer, "peer": peer}}
+    how = {"headers": {"X-Request-Id": uuid.uuid4().hex}, "timeout": 60}
+    encode(launch.stage("E0"), body, shown[0])
+    with ThreadPoolExecutor(2) as pool:
+        bodies = {"P0": to_p, "D0": to_d}
+        answers = [
+            pool.submit(launch.stage(name).post, "/v1/chat/completions", sent, **how) for name, sent in bodies.items()
+        ]
+        wait_for(lambda: begun(launch, "P0") == before + 1, "P0 to have begun", 1.5)
+        yield answers
+
+
 @pytest.mark.slow
 @pytest.mark.promise("same-tokens")
 @pytest.mark.parametrize("launch", ["2E-P-D"], indirect=True)
 def test_its_kv_travels_in_parts_too(launch: Serving, solo_answer: Solo) -> None:
     shown = pictures(902, 903)
     body = conversation(4, *shown)
-    alone, before = solo_answer(body), begun(launch, "P0")
-    incarnation = launch.instances()["P0"]["incarnation"]
-    peer = {"instance": "P0", "incarnation": incarnation, "endpoint": f"ipc://{launch.run}/P0.kv"}
-    asked = with_names(body, shown)
-    transfer = {"transfer_id": uuid.uuid4().hex}
-    to_p = {**asked, "max_tokens": 1, "kv_transfer_params": {**transfer, "incarnation": incarnation}}
-    to_d = {**asked, "kv_transfer_params": {**transfer, "peer": peer}}
-    encode(launch.stage("E0"), body, shown[0])
-    with ThreadPoolExecutor(2) as pool:
-        prefilled = pool.submit(launch.stage("P0").post, "/v1/chat/completions", to_p)
-        answer = pool.submit(ask, launch.stage("D0"), to_d)
-        wait_for(lambda: begun(launch, "P0") == before + 1, "P0 to have begun", 1.5)
+    with begun_at_p(launch, body, shown) as (prefilled, decoded):
         encode(launch.stage("E1"), body, shown[1])
-        assert answer.result(timeout=60) == alone
-        assert prefilled.result(timeout=60).json()["kv_transfer_params"]["ok"]
+        assert tokens(decoded.result()) == solo_answer(body)
+        assert prefilled.result().json()["kv_transfer_params"]["ok"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not METADATA_TRAVELS, reason="this vLLM cannot be told to fail a request")
+@pytest.mark.parametrize("launch", ["2E-P-D"], indirect=True)
+def test_a_request_that_has_begun_and_lacks_an_image_for_good_fails_at_both_ends(launch: Serving) -> None:
+    shown = pictures(908, 909)
+    only_whole = {"vllm_xargs": {ON_MISSING_XARG: ON_MISSING_FAIL}}
+    with begun_at_p(launch, conversation(4, *shown), shown, **only_whole) as answers:
+        assert [answer.result().status_code for answer in answers] == [500, 500]
+    wait_for(lambda: launch.kv_blocks_in_use("P0") == launch.kv_blocks_in_use("D0") == 0, "all blocks to be free", 15)
 
 
 @pytest.mark.slow
