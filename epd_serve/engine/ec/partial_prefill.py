@@ -69,6 +69,8 @@ def with_partial_prefill(base: Any) -> Any:
             """To be called once it is made. Nothing changes where it does not apply."""
             if not (wiring.partial_prefill and wiring.role.takes_features and wiring.role.prefills):
                 return
+            if self.ec_connector is None:  # in a layout without encoders no features travel
+                return
             if hindrance := next(_hindrances(self), ""):
                 logger.info("prefill waits for all images of a request: %s", hindrance)
                 return

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from epd_serve.engine.ec.partial_prefill import SpareBlocks
+from epd_serve.engine.ec.partial_prefill import SpareBlocks, with_partial_prefill
+from epd_serve.roles import Role
+from epd_serve.wiring import StageWiring
 
 ROOT = Path(__file__).resolve().parents[4]
 WHOLE, TO_THE_SECOND, THE_REST = 115, 70, 45  # tokens: 20, an image of 40, 10, an image of 40, 5
@@ -95,3 +97,12 @@ def test_spare_blocks_count_each_group_of_layers() -> None:
     assert spare.spare == 20 - 4 - 2
     assert (spare.fit(144), spare.fit(160)) == (True, False)
     assert spare.worth_tokens == 32
+
+
+def test_a_stage_that_no_features_travel_to_starts_without_a_connector_for_them() -> None:
+    class Scheduler:
+        ec_connector = None
+
+    made = with_partial_prefill(Scheduler)()
+    made.allow_partial_prefill(StageWiring("P0", Role.P, "1"))
+    assert not made.awaits_feature(object())
