@@ -211,9 +211,9 @@ def test_a_stage_that_dies_after_the_first_token_costs_the_client_nothing(
         answer = pool.submit(events, launch, CHAT, TEXT)
         wait_for(here_of(held).exists, "the KV to be on its way", 60)
         wait_for(lambda: launch.metric(SHOWN) > before, "the first token to be shown", 60)
-        entries = launch.instances()
-        name = next(name for name, one in entries.items() if name[0] == dies and sum(one["in_flight"].values()))
-        launch.signal_stage(name, signal.SIGKILL)
+        names = [name for name in launch.instances() if name[0] == dies]
+        wait_for(lambda: any(map(launch.kv_blocks_in_use, names)), "somebody to hold the request's KV", 15)
+        launch.signal_stage(next(filter(launch.kv_blocks_in_use, names)), signal.SIGKILL)
         here_of(held).unlink()
         assert meaning(answer.result(120)) == right
     assert launch.metric("epd_proxy_retries_total") >= 1
