@@ -144,6 +144,7 @@ def stage(**flags: Any) -> Iterator[Stage]:
     finally:
         made.connector.shutdown()
         arena.close()
+        Arena.unlink(arena.path)
 
 
 def late(**flags: Any) -> Seen:
