@@ -24,7 +24,7 @@ def of_parts(**figures: Callable[[Sequence[Row]], dict[str, float]]) -> Callable
 
 RESULTS = {
     "colocation": (colocation.figures, 73),
-    "proxy": (of_parts(speed=speed.figures, peers=speed.peer_figures, burst=burst.figures), 30),
+    "proxy": (of_parts(speed=speed.figures, peers=speed.peer_figures, burst=burst.figures), 31),
     "proxy-irp": (irp.figures, 5),
     "transfer-ep": (transfer_ep.figures, 170),
 }
