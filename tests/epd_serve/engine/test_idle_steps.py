@@ -5,14 +5,13 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
 
 from epd_serve.engine import idle_steps
 from epd_serve.wake import IdleWaiter
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_for
 
 
 class Engine:
@@ -69,8 +68,7 @@ def test_an_arrival_wakes_it(waiter: IdleWaiter) -> None:
     engine = made(waiter)
     thread = threading.Thread(target=engine._process_engine_step, daemon=True)
     thread.start()
-    while not hasattr(engine.input_queue, idle_steps._RINGS):
-        time.sleep(0.001)
+    wait_for(lambda: hasattr(engine.input_queue, idle_steps._RINGS))
     engine.input_queue.put_nowait("a request")
     thread.join(PATIENCE_S)
     assert not thread.is_alive()

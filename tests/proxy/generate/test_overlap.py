@@ -59,6 +59,19 @@ def bodies(stage: FakeStage) -> list[str]:
     return ["metadata" if any("image_embeds" in str(part) for part in parts(call)) else "media" for call in stage.calls]
 
 
+async def asked_one_after_the_other(c: Cluster, **body: Any) -> None:
+    """P is not called before the encoder has answered."""
+    released = asyncio.Event()
+    c["E0"].usual = announcing(c, once(released, encodes()))
+    answered = asyncio.create_task(c.ask(**body))
+    await c["E0"].until(lambda stage: stage.active == 1)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not c["P0"].calls
+    released.set()
+    assert (await answered).status_code == 200
+
+
 async def until_called(c: Cluster, *names: str, calls: int = 1) -> None:
     for name in names:
         await c[name].until(lambda stage: len(stage.calls) == calls and stage.active == 1)
@@ -141,15 +154,7 @@ async def test_nothing_goes_ahead_where_that_is_off_or_media_has_to_travel(
     changes: dict[str, Any], body: dict[str, Any]
 ) -> None:
     async with cluster("E0", "P0", "D0", config=settings(**changes)) as c:
-        released = asyncio.Event()
-        c["E0"].usual = announcing(c, once(released, encodes()))
-        answered = asyncio.create_task(c.ask(**body))
-        await c["E0"].until(lambda stage: stage.active == 1)
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert not c["P0"].calls
-        released.set()
-        assert (await answered).status_code == 200
+        await asked_one_after_the_other(c, **body)
 
 
 async def test_an_encoders_refusal_ends_what_went_ahead_and_is_the_clients_error() -> None:
@@ -310,15 +315,7 @@ async def test_nobody_goes_ahead_of_those_who_wait_for_a_place() -> None:
 async def test_a_suspect_takes_one_step_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trial, "suspected", True)
     async with cluster("E0", "P0", "D0") as c:
-        released = asyncio.Event()
-        c["E0"].usual = announcing(c, once(released, encodes()))
-        answered = asyncio.create_task(c.ask())
-        await c["E0"].until(lambda stage: stage.active == 1)
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert not c["P0"].calls
-        released.set()
-        assert (await answered).status_code == 200
+        await asked_one_after_the_other(c)
 
 
 async def test_after_the_first_byte_what_becomes_of_the_encoding_is_of_no_interest() -> None:
