@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import epd_serve
-from deploy.standard_output import until_the_reader_leaves
+from deploy.cli.standard_output import until_the_reader_leaves
 from epd_serve.errors import EpdError
 
 

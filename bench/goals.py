@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from deploy.placement_table import table
+from deploy.memory.placement_table import table
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from deploy.processes import group_members
-from deploy.template import api_server_of
+from deploy.agent.template import api_server_of
+from deploy.host.processes import group_members
 
 Parts = Mapping[str, tuple[int, ...]]
 """Process ids by part of a launch: `proxy`, `E0/api`, `E0/engine`, …"""

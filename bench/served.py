@@ -20,7 +20,7 @@ from pathlib import Path
 from bench.processes import Parts, parts
 from bench.scratch import scratch
 from bench.started import started
-from deploy.ports import free_ports
+from deploy.host.ports import free_ports
 
 LOGS_ENV = "EPD_BENCH_LOGS"
 """A folder that all logs of a launch are copied to before it ends: for who looks only afterwards."""

@@ -19,8 +19,8 @@ from typing import TypeVar
 import httpx
 
 from bench.record import ROOT
-from deploy.parent_death_exec import parent_death_exec
-from deploy.processes import group_members, signal_group
+from deploy.host.parent_death_exec import parent_death_exec
+from deploy.host.processes import group_members, signal_group
 from epd_serve.errors import StageError
 
 LOOK_EVERY_S = 0.02

@@ -18,9 +18,9 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 
 from bench.cli import parser as bench_parser
-from deploy.cli import parser as serve_parser
-from deploy.config import DeployConfig
-from deploy.proxy_overrides import OWN_FLAGS, setting_keys
+from deploy.cli.command import parser as serve_parser
+from deploy.options.config import DeployConfig
+from deploy.options.proxy_overrides import OWN_FLAGS, setting_keys
 from proxy.background import Background
 from proxy.config.settings import ModelIdentity, ProxySettings
 from proxy.http.openapi import document

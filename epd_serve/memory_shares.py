@@ -1,7 +1,7 @@
 """Who gets how much of one device: what instances must have, and the KV cache that the rest becomes. Pure.
 
 Owns the division and what is missing where it does not fit. What an instance must have is worked out by
-`epd_serve.stage_memory`; what the operator is told, and may change, is `deploy/memory_plan.py`'s.
+`epd_serve.stage_memory`; what the operator is told, and may change, is `deploy/memory/plan.py`'s.
 
 How vLLM and vllm-ascend (0.23 to 0.32) take the numbers: `--gpu-memory-utilization` is a fraction of the device's
 *whole* memory for *this* instance. It has to be free at the start, or the engine ends; weights, activations and KV

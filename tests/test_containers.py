@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli import serve_config
+from deploy.cli.command import serve_config
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "containers").glob("*.Containerfile"))

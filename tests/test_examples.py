@@ -6,8 +6,8 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from deploy.config import DeployConfig, build_config
-from deploy.proxy_overrides import apply_overrides, proxy_overrides, setting_keys
+from deploy.options.config import DeployConfig, build_config
+from deploy.options.proxy_overrides import apply_overrides, proxy_overrides, setting_keys
 from proxy.config.settings import ModelIdentity, ProxySettings
 
 DEPLOYMENT = Path(__file__).parents[1] / "docs/examples/deployment.yaml"

@@ -81,7 +81,7 @@ def test_the_wheel_carries_what_serving_needs_and_no_more(wheel: Path) -> None:
 
     assert [f"{name}/py.typed" for name in PACKAGES if f"{name}/py.typed" not in names] == []
     for needed in (
-        "deploy/cli.py",
+        "deploy/cli/command.py",
         "bench/cli.py",
         "epd_serve/engine/site/sitecustomize.py",
     ):
@@ -150,7 +150,7 @@ write_preset(pathlib.Path("copy"), "demo")
 assert all(sample_path(name).is_file() for name in SAMPLES)
 assert (pathlib.Path("copy") / "model.safetensors").stat().st_size > 5_000_000
 import bench.cli
-from deploy.cli import main
+from deploy.cli.command import main
 sys.exit(main(["layout", "(E-P)-D"]))
 """
     done = subprocess.run(

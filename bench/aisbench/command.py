@@ -30,7 +30,7 @@ from bench.clients.target import Target
 from bench.record import environment as record_environment
 from bench.record import flatten
 from bench.workloads.images import Images
-from deploy.blueprint import DEMO_NAME
+from deploy.plan.blueprint import DEMO_NAME
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.errors import ConfigError, StageError
 

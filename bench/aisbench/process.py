@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 from bench.aisbench.environment import outside
 from bench.clients.measure import TAKEN_AWAY
-from deploy.processes import Killing, running, signal_process
+from deploy.host.processes import Killing, running, signal_process
 from epd_serve.errors import ConfigError
 
 LOOK_S = 0.2

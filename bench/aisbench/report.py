@@ -9,7 +9,7 @@ from typing import Any
 from bench.clients import report
 from bench.clients.measure import Measured
 from bench.clients.slo import Slo
-from deploy.placement_table import table
+from deploy.memory.placement_table import table
 
 TARGET = 0.9
 """Share of requests that has to attain the objective at a rate that counts as goodput."""

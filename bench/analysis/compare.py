@@ -22,7 +22,7 @@ from bench.analysis.page import require
 from bench.analysis.ratios import Ratio, plain_ratio, run_ratio
 from bench.analysis.results import ASKED, PER_DEVICE, LoadedRun, Result, read_results
 from bench.record import busy, environment, flatten, write
-from deploy.placement_table import table
+from deploy.memory.placement_table import table
 from epd_serve.errors import ConfigError
 
 OF_ALL_DEVICES = ("output_tokens_per_s", "answered_rps", "offered_rps")

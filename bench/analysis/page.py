@@ -17,7 +17,7 @@ from bench.analysis.plots import all_figures, save
 from bench.analysis.ratios import NEGLIGIBLE
 from bench.analysis.sweep_results import SweepResults, read_sweep
 from bench.analysis.tables import GOOD_SHARE, Table, all_tables, chosen_rate, facts
-from deploy.placement_table import table as text_table
+from deploy.memory.placement_table import table as text_table
 from epd_serve.errors import ConfigError
 
 PAGE, TEMPLATE = "report.html", "report.html.j2"

@@ -34,7 +34,7 @@ from bench.record import environment, plain
 from bench.workloads.arrivals import Arrivals, arrivals_at
 from bench.workloads.images import Images
 from bench.workloads.workload import Workload, workload
-from deploy import event_loop
+from deploy.host import event_loop
 from epd_serve.errors import ConfigError
 
 SEARCH_REQUESTS = 100

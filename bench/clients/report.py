@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.clients.measure import Measured
 from bench.clients.slo import Goodput, Slo
-from deploy.placement_table import table
+from deploy.memory.placement_table import table
 
 KINDS = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")

@@ -22,7 +22,7 @@ from bench.clients.http import Connection, Pool, Response
 from bench.clients.records import Outcome, RequestRecord
 from bench.clients.target import Request, Target
 from bench.workloads.seeded_rng import seeded_rng
-from deploy import event_loop
+from deploy.host import event_loop
 from epd_serve.errors import ConfigError, EpdError, StageError
 
 COARSE_S = 0.003

@@ -26,7 +26,7 @@ from bench.phases import breakdown, phase_figures, phase_rows, request_phases
 from bench.record import flatten
 from bench.stamps import Timeline, read_stamps
 from bench.workloads.arrivals import Arrivals, ClosedLoop
-from deploy import event_loop
+from deploy.host import event_loop
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

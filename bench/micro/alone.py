@@ -11,16 +11,16 @@ import os
 import time
 
 from bench.scratch import scratch
-from deploy.blueprint import Blueprint
-from deploy.engines import command_of
-from deploy.environment import stage_environment
-from deploy.health import health_status
-from deploy.ports import free_ports
-from deploy.rundir import RunDir
-from deploy.shared_memory import SharedMemory
-from deploy.stage_life import Spawn, StageLife
-from deploy.template import stage_starts
-from deploy.wiring_plan import STAGE_HOST, WiringPlan
+from deploy.agent.health import health_status
+from deploy.agent.stage_life import Spawn, StageLife
+from deploy.agent.template import stage_starts
+from deploy.host.environment import stage_environment
+from deploy.host.ports import free_ports
+from deploy.host.rundir import RunDir
+from deploy.memory.shared_memory import SharedMemory
+from deploy.options.engines import command_of
+from deploy.plan.blueprint import Blueprint
+from deploy.plan.wiring_plan import STAGE_HOST, WiringPlan
 from epd_serve.errors import StageError
 from epd_serve.placement import InstancePlan
 from store.arena import Arena

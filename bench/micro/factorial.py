@@ -44,13 +44,13 @@ from bench.sweep.deployments import Deployment
 from bench.sweep.plain_vllm import command
 from bench.workloads.arrivals import ClosedLoop, Poisson, arrival_times
 from bench.workloads.synthetic import DemoImage, demo_body, demo_image
-from deploy.blueprint import Blueprint, draw
-from deploy.config import DeployConfig
-from deploy.environment import stage_environment
-from deploy.ports import free_ports
-from deploy.rundir import RunDir
-from deploy.shared_memory import SharedMemory
-from deploy.wiring_plan import WiringPlan
+from deploy.host.environment import stage_environment
+from deploy.host.ports import free_ports
+from deploy.host.rundir import RunDir
+from deploy.memory.shared_memory import SharedMemory
+from deploy.options.config import DeployConfig
+from deploy.plan.blueprint import Blueprint, draw
+from deploy.plan.wiring_plan import WiringPlan
 from epd_serve.cpu_threads import BIND_ENV, CPU_THREADS_ENV, CpuThreads
 from epd_serve.demo.presets import PRESETS, write_preset
 from epd_serve.engine.argv import SHARED_CORES_ENV, stage_command

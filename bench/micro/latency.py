@@ -41,8 +41,8 @@ from bench.served import Served, groups, served
 from bench.stamps import Timeline, read_stamps
 from bench.sweep.running import proxy_status
 from bench.workloads.synthetic import demo_body, demo_image, image_body, text_body
-from deploy.blueprint import Blueprint, draw
-from deploy.config import DeployConfig
+from deploy.options.config import DeployConfig
+from deploy.plan.blueprint import Blueprint, draw
 from epd_serve.errors import StageError
 
 PARTS = ("ready", "phases", "waiting", "restart", *over_vllm.PARTS)

@@ -29,8 +29,8 @@ from bench.served import served
 from bench.sweep.deployments import Deployment, ServedBy
 from bench.sweep.plain_vllm import plain_vllm
 from bench.workloads.synthetic import image_body, text_body
-from deploy.blueprint import draw
-from deploy.config import DeployConfig
+from deploy.options.config import DeployConfig
+from deploy.plan.blueprint import draw
 from epd_serve.demo.presets import write_preset
 
 LAYOUT, MONOLITH = "(E-P)-D", "TP1"

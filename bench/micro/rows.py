@@ -9,7 +9,7 @@ import numpy as np
 
 from bench.micro.measurement import Row
 from bench.statistic import Spread
-from deploy.placement_table import table
+from deploy.memory.placement_table import table
 
 T = TypeVar("T")
 

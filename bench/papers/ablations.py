@@ -34,8 +34,8 @@ from bench.workloads.arrivals import Poisson
 from bench.workloads.generate import Knobs
 from bench.workloads.images import Images
 from bench.workloads.workload import Workload
-from deploy import event_loop
-from deploy.mm_store import what_is_missing
+from deploy.host import event_loop
+from deploy.options.mm_store import what_is_missing
 from epd_serve.errors import ConfigError, StageError
 from epd_serve.layout_parser import parse
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from bench.papers.epd_models import IMAGES, MODELS, SLICE_PATCHES, EpdModel
 from bench.record import add_arguments as add_record_arguments
 from bench.record import environment, write
-from deploy.placement_table import table
+from deploy.memory.placement_table import table
 from epd_serve.activation_peak import feature_cache, language_peak, tower_peak
 from epd_serve.errors import ConfigError
 from epd_serve.stage_memory import CONTEXT_BYTES

@@ -27,7 +27,7 @@ from bench.sweep.stages import SentRequests, Stages
 from bench.workloads.arrivals import arrivals_at
 from bench.workloads.images import Images
 from bench.workloads.workload import workload
-from deploy.engines import checked_profile
+from deploy.options.engines import checked_profile
 from epd_serve.demo.presets import PRESETS, builtin_model_dir, write_preset
 from epd_serve.errors import ConfigError
 

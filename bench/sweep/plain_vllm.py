@@ -27,9 +27,9 @@ from bench.scratch import scratch
 from bench.started import Started, answers, started
 from bench.sweep.deployments import Deployment
 from bench.sweep.running import RunningDeployment, StageStatus, server_status
-from deploy.blueprint import Blueprint
-from deploy.memory_check import VISIBLE
-from deploy.ports import free_ports
+from deploy.host.ports import free_ports
+from deploy.memory.check import VISIBLE
+from deploy.plan.blueprint import Blueprint
 from epd_serve.cpu_threads import BIND_ENV, cpu_threads
 from epd_serve.engine.argv import CPU_ARGS, CPU_KV_GIB
 from epd_serve.placement import InstancePlan

@@ -44,10 +44,10 @@ from bench.workloads.images import Images
 from bench.workloads.profiles import PROFILES
 from bench.workloads.spec import RequestSpec
 from bench.workloads.workload import Workload
-from deploy import event_loop
-from deploy.blueprint import Blueprint, draw
-from deploy.cli import serve_config
-from deploy.ports import free_ports
+from deploy.cli.command import serve_config
+from deploy.host import event_loop
+from deploy.host.ports import free_ports
+from deploy.plan.blueprint import Blueprint, draw
 from epd_serve.errors import StageError
 
 ANSWERS = 4

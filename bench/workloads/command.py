@@ -21,7 +21,7 @@ from bench.workloads.spec import RequestSpec
 from bench.workloads.text import PlainWords
 from bench.workloads.workload import Workload, arrivals_of, workload
 from bench.workloads.workload import add_arguments as add_workload_arguments
-from deploy.placement_table import table
+from deploy.memory.placement_table import table
 from epd_serve.errors import ConfigError
 
 CLIENTS = ("aisbench", "vllm", "aiperf")

@@ -43,7 +43,7 @@ KNOWN: tuple[Known, ...] = (
         "store/mooncake/master.py",
         "--metrics_host",
         "Its `mooncake_master` ends at once with `unknown command line flag`, so it is never started: a second tier "
-        "of our own wants 0.3.13.post1 (`deploy/mooncake_package.py`). `--mm-store auto` stays with the arena and says "
-        "so, `mooncake` is refused.",
+        "of our own wants 0.3.13.post1 (`deploy/options/mooncake_package.py`). `--mm-store auto` stays with the arena "
+        "and says so, `mooncake` is refused.",
     ),
 )

@@ -57,16 +57,16 @@ GRAFTED = {"torch.npu": "torch_npu.npu"}
 # Files whose lists, tuples and sets hold flags of a program: which package declares them.
 FLAGS = {
     "epd_serve/engine/argv.py": "vllm",
-    "deploy/stage_args.py": "vllm",
-    "deploy/identity.py": "vllm",
-    "deploy/join_plan.py": "vllm",
+    "deploy/options/stage_args.py": "vllm",
+    "deploy/plan/identity.py": "vllm",
+    "deploy/cluster/join_plan.py": "vllm",
     "store/mooncake/master.py": "mooncake",
-    "deploy/pool_master.py": "mooncake",
+    "deploy/agent/pool_master.py": "mooncake",
 }
 
 # Functions and tables whose strings are words of a package (attributes, keys): which one. A dot joins two of them.
 WORDS = {
-    ("deploy/ascend_schedulers.py", "SCHEDULERS"): "vllm_ascend",
+    ("deploy/options/ascend_schedulers.py", "SCHEDULERS"): "vllm_ascend",
     ("epd_serve/engine/compat.py", "schedule_as_vllm_does"): "vllm_ascend",
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from deploy.doctor.ascend_files import AscendFiles
 from deploy.doctor.facts import Facts
 from deploy.doctor.finding import Finding, error, ok, warning
-from deploy.versions import ASCEND_SETS, DRIVERS, numbers, series, spelled
+from deploy.options.versions import ASCEND_SETS, DRIVERS, numbers, series, spelled
 
 _HDK = "hiascend.com/hardware/firmware-drivers"
 _MOUNT = "docker run … -v /usr/local/Ascend/driver/version.info:/usr/local/Ascend/driver/version.info"
@@ -60,7 +60,7 @@ def cann(ascend: AscendFiles) -> Finding:
 
 
 def driver_and_cann(ascend: AscendFiles) -> Iterator[Finding]:
-    """By the vendor's table (`deploy/versions.py` names it). A CANN or driver newer than the table is believed."""
+    """By the vendor's table (`options/versions.py` names it). A CANN or driver newer than the table is believed."""
     cann, driver = series(ascend.cann), series(ascend.driver)
     if cann is None or driver is None:
         return

@@ -9,8 +9,8 @@ from deploy.doctor.checks import examine
 from deploy.doctor.facts import Wanted
 from deploy.doctor.gather import gather
 from deploy.doctor.report import document, failed, text
-from deploy.environment import environment, is_terminal
-from deploy.shared_memory import SharedMemory, wanted_mib
+from deploy.host.environment import environment, is_terminal
+from deploy.memory.shared_memory import SharedMemory, wanted_mib
 from epd_serve.errors import ConfigError, EpdError
 from epd_serve.layout_parser import parse
 from epd_serve.model_facts import check_model_fits, read_model_facts

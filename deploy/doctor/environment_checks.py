@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from deploy.ascend_schedulers import VARIABLES, schedulers_of
 from deploy.doctor.facts import Facts
 from deploy.doctor.finding import Finding, error, ok, warning
+from deploy.options.ascend_schedulers import VARIABLES, schedulers_of
 
 KEPT_VALUES = frozenset(
     {

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deploy.doctor.ascend_files import AscendFiles
-from deploy.mooncake_package import MooncakePackage
+from deploy.options.mooncake_package import MooncakePackage
 from epd_serve.placement import InstancePlan
 from npu_ops.properties import DeviceProperties
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from deploy.config import DeployConfig
 from deploy.doctor.facts import Facts
 from deploy.doctor.finding import Finding, ok, warning
-from deploy.versions import SAME_NPU_FROM, series
-from deploy.ways import draw_ways
+from deploy.options.config import DeployConfig
+from deploy.options.versions import SAME_NPU_FROM, series
+from deploy.options.ways import draw_ways
 
 _ROCE = "HCCL_INTRA_ROCE_ENABLE"
 _POOL = "ASCEND_BUFFER_POOL"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from deploy.doctor.facts import Facts, MachineFacts
 from deploy.doctor.finding import Finding, error, ok, warning
-from deploy.shared_memory import RESERVE_MIB
+from deploy.memory.shared_memory import RESERVE_MIB
 
 _GIB = 1 << 30
 FILES_PER_STAGE = 1024
@@ -109,7 +109,7 @@ def _locked(facts: Facts) -> Iterator[Finding]:
 
 
 def _shared_memory(facts: Facts) -> Finding:
-    """As `deploy/shared_memory.py` will size it: what is there is shared out, down to a smallest size."""
+    """As `deploy/memory/shared_memory.py` will size it: what is there is shared out, down to a smallest size."""
     free, wanted = facts.machine.shm_free_mib, facts.wanted.shm_mib
     if free is None:
         why = "features and KV travel through it"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from deploy.doctor.facts import Facts
 from deploy.doctor.finding import Finding, error, ok, warning
-from deploy.mooncake_package import PACKAGES, SECOND_TIER_FROM, install_command, is_older
+from deploy.options.mooncake_package import PACKAGES, SECOND_TIER_FROM, install_command, is_older
 
 _UNUSED = "not installed (needed for several hosts, and between NPUs)"
 

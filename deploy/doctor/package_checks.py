@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from deploy.doctor.facts import Facts
 from deploy.doctor.finding import Finding, error, ok, warning
-from deploy.versions import NEWEST_VLLM, OLDEST_PYTHON, OLDEST_VLLM, series, spelled
+from deploy.options.versions import NEWEST_VLLM, OLDEST_PYTHON, OLDEST_VLLM, series, spelled
 
 _EXTRAS = {"cpu": "epd-serve[cpu]", "cuda": "epd-serve[cuda]", "npu": "epd-serve[npu]"}
 

@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from deploy.doctor.facts import MasterFacts, Namesake, PackageFacts
-from deploy.environment import module_environment
-from deploy.mm_store import master_program
-from deploy.mooncake_package import installed_packages
+from deploy.host.environment import module_environment
+from deploy.options.mm_store import master_program
+from deploy.options.mooncake_package import installed_packages
 from store.mooncake.master import MasterSettings, master_command
 
 DISTRIBUTIONS = (

@@ -1,7 +1,7 @@
 """The parent's side of several proxy processes: tells them which instances there are, answers what they cannot know.
 
 Owns what is said over the feeds, and the counts of workers that have ended. Leaves starting and ending processes to
-`deploy/proxy_workers.py`. It holds no client's connection: a worker that stops costs the others nothing but a wait of
+`deploy/launch`. It holds no client's connection: a worker that stops costs the others nothing but a wait of
 `TELL_S` for whoever scrapes metrics.
 """
 

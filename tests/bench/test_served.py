@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from bench.served import LOGS_ENV, groups, parse_ready, served
-from deploy.blueprint import draw
-from deploy.config import DeployConfig
-from deploy.ready_message import ready_message
-from deploy.rundir import RunDir
-from deploy.shared_memory import SharedMemory
-from deploy.wiring_plan import WiringPlan
+from deploy.host.rundir import RunDir
+from deploy.launch.ready_message import ready_message
+from deploy.memory.shared_memory import SharedMemory
+from deploy.options.config import DeployConfig
+from deploy.plan.blueprint import draw
+from deploy.plan.wiring_plan import WiringPlan
 from epd_serve.errors import StageError
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from bench.started import end, started
-from deploy.processes import group_members
+from deploy.host.processes import group_members
 from epd_serve.errors import StageError
 
 

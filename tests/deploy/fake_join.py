@@ -9,12 +9,12 @@ import json
 import sys
 from pathlib import Path
 
-from deploy.blueprint import draw
-from deploy.config import DeployConfig
-from deploy.join import serve_joined
-from deploy.join_plan import JoinPlan
-from deploy.key_files import read_cluster_key
-from deploy.supervisor import Patience
+from deploy.agent.supervisor import Patience
+from deploy.cluster.join import serve_joined
+from deploy.cluster.join_plan import JoinPlan
+from deploy.options.config import DeployConfig
+from deploy.options.key_files import read_cluster_key
+from deploy.plan.blueprint import draw
 from epd_serve.engine.argv import stage_command
 from epd_serve.errors import EpdError
 from epd_serve.roles import Role

@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from deploy import mm_store
-from deploy.blueprint import draw
-from deploy.config import DeployConfig
-from deploy.launcher import Launch
-from deploy.pool_master import mooncake_command
-from deploy.supervisor import Patience
+from deploy.agent.pool_master import mooncake_command
+from deploy.agent.supervisor import Patience
+from deploy.launch.launcher import Launch
+from deploy.options import mm_store
+from deploy.options.config import DeployConfig
+from deploy.plan.blueprint import draw
 from epd_serve.engine.argv import stage_command
 from epd_serve.errors import EpdError
 from epd_serve.stage_plan import StageCommand, StagePlan

@@ -12,8 +12,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from deploy.key_files import admin_key
-from deploy.ports import free_ports
+from deploy.host.ports import free_ports
+from deploy.options.key_files import admin_key
 from tests.deploy.launched import neighbours
 from tests.waiting import PATIENCE_S
 

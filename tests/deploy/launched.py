@@ -13,9 +13,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from deploy import processes
-from deploy.environment import LAUNCH_ENV
-from deploy.ports import free_ports, listen
+from deploy.host import processes
+from deploy.host.environment import LAUNCH_ENV
+from deploy.host.ports import free_ports, listen
 from epd_serve.errors import ConfigError
 from tests.waiting import PATIENCE_S, wait_for
 

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 import pytest
 
 from bench.cli import parser as bench_parser
-from deploy.cli import parse_words, serve_config
-from deploy.cli import parser as serve_parser
-from deploy.proxy_overrides import apply_overrides, proxy_overrides
-from deploy.stage_args import parse_stage_args
+from deploy.cli.command import parse_words, serve_config
+from deploy.cli.command import parser as serve_parser
+from deploy.options.proxy_overrides import apply_overrides, proxy_overrides
+from deploy.options.stage_args import parse_stage_args
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
 from epd_serve.placement import check_servable, lower

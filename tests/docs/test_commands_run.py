@@ -21,8 +21,8 @@ import httpx
 import pytest
 
 from bench.cli import parser as bench_parser
-from deploy.cli import parser as serve_parser
-from deploy.ports import free_ports
+from deploy.cli.command import parser as serve_parser
+from deploy.host.ports import free_ports
 from epd_serve.demo.presets import builtin_model_dir
 from tests.docs.documents import ROOT, Command
 from tests.docs.test_commands import every_command, is_name

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from deploy.alone import read_stages_file
-from deploy.config import build_config, read_config_file
-from deploy.proxy_overrides import proxy_overrides
+from deploy.cluster.alone import read_stages_file
+from deploy.options.config import build_config, read_config_file
+from deploy.options.proxy_overrides import proxy_overrides
 from proxy.background import Background
 from proxy.metrics import Metrics
 from tests.docs.documents import DOCUMENTS, ROOT

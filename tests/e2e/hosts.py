@@ -19,9 +19,9 @@ from typing import Any
 
 import httpx
 
-from deploy import processes
-from deploy.key_files import admin_key, read_cluster_key
-from deploy.ports import free_ports, listen
+from deploy.host import processes
+from deploy.host.ports import free_ports, listen
+from deploy.options.key_files import admin_key, read_cluster_key
 from epd_serve.errors import ConfigError
 from tests.e2e.serving import ROOT, START_S, Endpoint
 from tests.waiting import wait_for

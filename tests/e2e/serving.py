@@ -20,9 +20,9 @@ from typing import Any
 import httpx
 import psutil
 
-from deploy import processes
-from deploy.ports import free_ports
-from deploy.template import api_server_of
+from deploy.agent.template import api_server_of
+from deploy.host import processes
+from deploy.host.ports import free_ports
 from epd_serve.demo.presets import builtin_model_dir
 from tests.waiting import wait_for
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import processes
+from deploy.host import processes
 from tests.e2e.bodies import Body, ask, chat, fresh
 from tests.e2e.serving import Serving
 from tests.waiting import wait_for

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from deploy import processes
+from deploy.host import processes
 from store.arena import Arena
 from store.arena.lease import Lease
 from store.errors import StoreFullError

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import processes
+from deploy.host import processes
 from tests.e2e.bodies import SOLO, TWO_CHOICES, Body, about, ask, fresh, stream
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT
 from tests.e2e.hosts import ADDRESSES, Hosts, hosts_serving
@@ -99,7 +99,7 @@ def test_a_stages_own_server_answers_its_proxy_only(hosts: Hosts) -> None:
 def test_ports_answer_at_the_machines_own_address_only(hosts: Hosts) -> None:
     import asyncio
 
-    from deploy.listeners import exposed
+    from deploy.host.listeners import exposed
 
     for name in "EPD":
         members = [member.pid for member in processes.group_members(hosts.group(name, f"{name}0"))]

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from deploy.memory_preview import preview
+from deploy.memory.preview import preview
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.layout_parser import parse
 from tests.e2e.serving import Serving

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy import processes
+from deploy.host import processes
 from tests.e2e.bodies import Body, ask, fresh
 from tests.e2e.serving import Serving, serving
 from tests.waiting import wait_for

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.environment import stage_environment
+from deploy.host.environment import stage_environment
 from epd_serve.cpu_threads import COUNT_ENV, THREAD_FLOP, WAIT_ENV, CpuThreads, cpu_threads
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.roles import Role

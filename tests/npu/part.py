@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
-from deploy.memory_check import VISIBLE
+from deploy.memory.check import VISIBLE
 from tests.npu.card import read_card
 from tests.npu.report import Report, tool_output
 from tests.npu.rig import Rig, Skipped

@@ -22,9 +22,9 @@ import time
 import uuid
 from pathlib import Path
 
-from deploy import processes
-from deploy.parent_death_exec import parent_death_exec
-from deploy.reaper import reap_dead
+from deploy.host import processes
+from deploy.host.parent_death_exec import parent_death_exec
+from deploy.host.reaper import reap_dead
 from npu_ops.discovery import discover
 from npu_ops.properties import read_properties
 from tests.npu.card import Card, read_card

@@ -27,10 +27,10 @@ from bench.scratch import scratch
 from bench.served import Served, served
 from bench.started import answers, started
 from bench.workloads.synthetic import demo_body, demo_image
-from deploy.blueprint import draw
-from deploy.config import DeployConfig
-from deploy.ports import free_ports
-from deploy.proxy_settings import build_proxy_settings
+from deploy.host.ports import free_ports
+from deploy.options.config import DeployConfig
+from deploy.plan.blueprint import draw
+from deploy.plan.proxy_settings import build_proxy_settings
 from epd_serve.errors import StageError
 from tests.soak.harness import Result, Soak
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.goals import Goal, goal_table
 from bench.record import environment, write
-from deploy.placement_table import table
+from deploy.memory.placement_table import table
 
 Result = tuple[Mapping[str, float], Sequence[Mapping[str, Any]], str]
 """Figures, rows of the record, and what is printed besides."""

@@ -24,7 +24,7 @@ from bench.clients.target import Target, requests
 from bench.goals import Goal
 from bench.statistic import percentile
 from bench.workloads.arrivals import Arrivals, ClosedLoop, Poisson
-from deploy import event_loop
+from deploy.host import event_loop
 from epd_serve.errors import StageError
 from tests.soak.harness import Result, Soak
 from tests.soak.known_server import MODEL, Known

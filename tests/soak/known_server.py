@@ -19,7 +19,7 @@ from typing import Any, cast
 import httptools
 import msgspec
 
-from deploy import event_loop
+from deploy.host import event_loop
 
 MODEL = "known"
 EARLY_S = 0.001

@@ -23,8 +23,8 @@ from bench.example_proxies import running
 from bench.goals import Goal
 from bench.micro.proxy.rivals import image_request, text_request
 from bench.statistic import percentile
-from deploy.placement_table import table
-from deploy.ports import free_ports
+from deploy.host.ports import free_ports
+from deploy.memory.placement_table import table
 from epd_serve.errors import StageError
 from epd_serve.roles import Role
 from tests.soak.harness import Result, Soak

@@ -21,7 +21,7 @@ from bench.clients.target import requests
 from bench.goals import Goal
 from bench.micro.proxy.simulated import simulated
 from bench.workloads.synthetic import image_body, text_body
-from deploy.placement_table import table
+from deploy.memory.placement_table import table
 from tests.soak.front_door import held, until
 from tests.soak.harness import Result, Soak
 from tests.soak.resident import resident

@@ -21,7 +21,7 @@ from bench.goals import Goal
 from bench.micro.proxy.simulated import simulated
 from bench.workloads.arrivals import Poisson
 from bench.workloads.images import Images
-from deploy import event_loop
+from deploy.host import event_loop
 from epd_serve.errors import StageError
 from epd_serve.layout_parser import parse
 from tests.soak.emulation.deployment import emulate

@@ -29,7 +29,7 @@ from bench.workloads.arrivals import Poisson, with_arrivals
 from bench.workloads.generate import Knobs
 from bench.workloads.spec import RequestSpec
 from bench.workloads.workload import Workload
-from deploy.placement_table import table as text_table
+from deploy.memory.placement_table import table as text_table
 from epd_serve.layout_parser import parse
 from tests.soak.emulation.deployment import emulate
 from tests.soak.emulation.device import CONSTANTS, StageDevice

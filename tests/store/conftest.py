@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.ports import free_ports
+from deploy.host.ports import free_ports
 from store.arena import Arena
 from store.mooncake.client import MooncakeConfig
 from store.mooncake.master import MasterSettings, health_url, master_command, rpc_address

@@ -15,7 +15,7 @@ from bench.clients.records import Outcome
 from bench.clients.sender import Bounds, Flow, Run, Sender
 from bench.clients.target import requests
 from bench.workloads.synthetic import QUESTION, demo_image, text_body
-from deploy import event_loop
+from deploy.host import event_loop
 from epd_serve.errors import StageError
 
 EVERY_TOKEN = {"ignore_eos": True, "return_token_ids": True}

@@ -35,7 +35,7 @@ from bench.micro.rows import grouped, spread, table_of
 from bench.scratch import scratch
 from bench.stamps import Stamp, read_stamps
 from bench.statistic import percentile
-from deploy.mm_store import what_is_missing
+from deploy.options.mm_store import what_is_missing
 
 
 class Table3Row(NamedTuple):

@@ -18,9 +18,9 @@ from bench.children import Child
 from bench.micro.measurement import Row
 from bench.scratch import scratch
 from bench.started import answers, started
-from deploy.pool_master import mooncake_command
-from deploy.ports import free_ports
-from deploy.shared_memory import free_mib
+from deploy.agent.pool_master import mooncake_command
+from deploy.host.ports import free_ports
+from deploy.memory.shared_memory import free_mib
 from epd_serve.errors import ConfigError, StageError
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring

@@ -25,7 +25,7 @@ from bench.micro.rows import grouped, median, ratios, table_of
 from bench.processes import cpu_seconds
 from bench.served import Served
 from bench.workloads.synthetic import text_body
-from deploy.ports import free_ports
+from deploy.host.ports import free_ports
 
 CONCURRENCY = 32
 ANSWER_TOKENS, PROMPT_TOKENS = 16, 19

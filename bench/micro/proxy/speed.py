@@ -46,7 +46,7 @@ from bench.micro.proxy.simulated import simulated
 from bench.micro.rows import grouped, median
 from bench.scratch import scratch
 from bench.workloads.arrivals import Poisson, arrivals_within
-from deploy.ports import free_ports
+from deploy.host.ports import free_ports
 
 RATE_RPS = 200.0
 IMAGE_RATE_RPS = 20.0

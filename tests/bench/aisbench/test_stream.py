@@ -8,7 +8,7 @@ import pytest
 
 from bench.aisbench.rows import Shape, look, shape_of
 from bench.clients.target import Target
-from deploy.ports import free_ports
+from deploy.host.ports import free_ports
 from epd_serve.errors import StageError
 from tests.bench.clients.known_server import Known, KnownServer
 

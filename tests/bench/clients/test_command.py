@@ -18,7 +18,7 @@ from bench.cli import main
 from bench.clients.records import read_records
 from bench.clients.sender import Bounds
 from bench.clients.slo import find_goodput
-from deploy.ports import free_ports
+from deploy.host.ports import free_ports
 from tests.bench.clients.known_server import Known
 from tests.bench.clients.serving import Served
 from tests.waiting import wait_for

@@ -14,7 +14,7 @@ from bench.clients.records import Outcome, RequestRecord
 from bench.clients.sender import Bounds, Flow, Run, Sender
 from bench.clients.sender import ask as ask_alone
 from bench.clients.target import Request, Target, requests
-from deploy.ports import free_ports
+from deploy.host.ports import free_ports
 from epd_serve.errors import ConfigError, StageError
 from epd_serve.roles import Role
 from tests.bench.clients.known_server import Known, KnownServer

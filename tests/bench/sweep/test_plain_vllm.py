@@ -7,11 +7,11 @@ import shlex
 
 from bench.sweep.deployments import deployments
 from bench.sweep.plain_vllm import command
-from deploy.blueprint import draw
-from deploy.config import DeployConfig
-from deploy.rundir import RunDir
-from deploy.shared_memory import SharedMemory
-from deploy.wiring_plan import WiringPlan
+from deploy.host.rundir import RunDir
+from deploy.memory.shared_memory import SharedMemory
+from deploy.options.config import DeployConfig
+from deploy.plan.blueprint import draw
+from deploy.plan.wiring_plan import WiringPlan
 from epd_serve.cpu_threads import CPU_THREADS_ENV
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.engine.argv import STAGE_ENV, WORKER_IN_ENGINE, stage_command

@@ -20,7 +20,7 @@ from bench.record import ROOT
 from bench.scratch import ROOT as SCRATCH
 from bench.served import served
 from bench.sweep import stages
-from deploy.processes import group_members
+from deploy.host.processes import group_members
 from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from deploy.doctor.ascend_files import AscendFiles
 from deploy.doctor.checks import examine
 from deploy.doctor.facts import Facts, LinkFacts, MachineFacts, MasterFacts, PackageFacts, Wanted
 from deploy.doctor.finding import Finding
-from deploy.mooncake_package import MooncakePackage
+from deploy.options.mooncake_package import MooncakePackage
 from epd_serve.layout_parser import parse
 from epd_serve.placement import lower
 from npu_ops.properties import DeviceProperties, DeviceUser

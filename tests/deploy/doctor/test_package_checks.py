@@ -12,7 +12,7 @@ import pytest
 from deploy.doctor.facts import Facts, MasterFacts, Namesake
 from deploy.doctor.finding import Level
 from deploy.doctor.packages import read_namesakes, try_import
-from deploy.mooncake_package import MooncakePackage
+from deploy.options.mooncake_package import MooncakePackage
 from tests.deploy.doctor.machines import CPU, CUDA, NPU, found, troubles, with_packages
 
 OLD_MOONCAKE = MooncakePackage("mooncake-transfer-engine-npu", "0.3.11.post1")

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from deploy import processes
-from deploy.rundir import RunDir
+from deploy.host import processes
+from deploy.host.rundir import RunDir
 from epd_serve.engine.memory_names import _name_rank_memory
 from epd_serve.stage_plan import MEMORY_NAMES_ENV
 from tests.waiting import wait_for

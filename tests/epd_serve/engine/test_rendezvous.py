@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from deploy.ports import free_ports
+from deploy.host.ports import free_ports
 
 ROOT = Path(__file__).parents[3]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from deploy.stage_log import failure_reason
+from deploy.agent.stage_log import failure_reason
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.engine.argv import stage_command
 from epd_serve.engine.stage_main import REFUSED

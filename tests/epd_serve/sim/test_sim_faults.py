@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deploy.ports import free_ports
+from deploy.host.ports import free_ports
 from epd_serve.errors import ConfigError
 from epd_serve.sim.faults import SimFaults, fault_of
 from epd_serve.sim.prompts import CHAT

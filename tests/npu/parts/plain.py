@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from bench.sweep.deployments import Deployment, ServedBy
 from bench.sweep.plain_vllm import plain_vllm
-from deploy.blueprint import draw
-from deploy.cli import serve_config
+from deploy.cli.command import serve_config
+from deploy.plan.blueprint import draw
 from tests.e2e.serving import MODEL, Endpoint
 from tests.npu.answers import ONE_AT_A_TIME, TOGETHER, Answer, answer_of, answered, near_tie_of, noise
 from tests.npu.report import Report

@@ -20,7 +20,7 @@ from bench.micro.measurement import Row, resolve
 from bench.micro.proxy.simulated import simulated
 from bench.real_stages import check_memory, closed_loop, tpot_s
 from bench.served import Served
-from deploy.config import DeployConfig
+from deploy.options.config import DeployConfig
 from epd_serve.errors import ConfigError, StageError
 from tests.bench.clients.known_server import Connection, KnownServer
 from tests.bench.clients.serving import Served as ServedAlone

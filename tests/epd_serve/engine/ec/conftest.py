@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.ports import free_ports
+from deploy.host.ports import free_ports
 from store.arena import Arena
 from store.mooncake.master import MasterSettings, health_url, master_command, rpc_address
 from tests.epd_serve.engine.ec.stages import Stages, make_arena

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from deploy.ports import free_ports
+from deploy.host.ports import free_ports
 from epd_serve import wire
 from epd_serve.engine.ec.consumer import FeatureConsumer
 from epd_serve.engine.ec.device_ledger import DevicePin

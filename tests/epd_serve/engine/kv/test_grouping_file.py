@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.config import DeployConfig
+from deploy.options.config import DeployConfig
 from epd_serve.engine.kv.grouping_file import LOOK_EVERY_S, GroupingFile, open_grouping, replace_mode
 from epd_serve.errors import ConfigError
 from epd_serve.kv.grouping import LinkCost, Step

@@ -1,0 +1,121 @@
+"""The MM Store's second tier in the life of a launch: a Mooncake master of its own, one that is given, or none.
+
+Leaves the segments and the clients to the stages; leaves a fresh master's supervision to `pool_master.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.agent.pool_master import PATIENCE, MasterNews, PoolMaster, mooncake_command, plan_master
+from deploy.agent.supervisor import Supervisor
+from deploy.host.rundir import RunDir
+from deploy.options.config import host_and_port
+from deploy.options.mm_store import MASTER_PROGRAM
+from deploy.plan.blueprint import Blueprint
+from epd_serve.errors import StageError
+from store.mooncake.master import MasterSettings
+
+CONNECT_S = 2.0
+POOL_FILE = "pool.json"
+"""In the run directory, for `epd-serve store`: addresses of the master."""
+
+
+@dataclass(frozen=True)
+class SecondTier:
+    """What a launch has of it.
+
+    Attributes:
+        master: to be run by us, or None.
+        address: `host:port` of the master, ours or a given one; "" where there is no second tier.
+    """
+
+    run: RunDir
+    master: PoolMaster | None = None
+    address: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        blueprint: Blueprint,
+        run: RunDir,
+        host: str,
+        command: Callable[[MasterSettings], tuple[str, ...]] = mooncake_command,
+    ) -> SecondTier:
+        """As the blueprint wants it; a master of ours gets free ports on `host`."""
+        if not blueprint.pooled:
+            return cls(run)
+        if blueprint.config.mooncake_master:
+            return cls(run, address=blueprint.config.mooncake_master)
+        master = plan_master(run, host, command)
+        return cls(run, master, master.address)
+
+    @contextlib.asynccontextmanager
+    async def running(self, tell: Callable[[str], None]) -> AsyncIterator[Supervisor | None]:
+        """Our master answers inside the `with` and has gone after it. One that is given may still come later.
+
+        Raises:
+            StageError: our master does not start, or listens elsewhere.
+        """
+        if self.master is None:
+            await self._look_for_given(tell)
+            yield None
+            return
+        supervisor = Supervisor([self.master.spec()], MasterNews(self.master, tell), PATIENCE)
+        watch = asyncio.create_task(supervisor.run(), name=MASTER_PROGRAM)
+        up = asyncio.create_task(supervisor.all_up.wait())
+        try:
+            await asyncio.wait({watch, up}, return_when=asyncio.FIRST_COMPLETED)
+            if watch.done():
+                self._explain(watch)
+            record_pool(self.run, self.address, self.master.metrics)
+            yield supervisor
+        finally:
+            for task in (up, watch):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, StageError):
+                    await task
+
+    def _explain(self, watch: asyncio.Task[None]) -> None:
+        try:
+            watch.result()
+        except StageError as error:
+            raise StageError(f"{error}; its log: {self.run.keep_log(MASTER_PROGRAM)}", stage=error.stage) from None
+
+    async def _look_for_given(self, tell: Callable[[str], None]) -> None:
+        if not self.address:
+            return
+        record_pool(self.run, self.address, "")
+        if not await _connects(*host_and_port(self.address)):
+            tell(f"warning: no {MASTER_PROGRAM} answers at {self.address}; until one does, features stay on their host")
+
+
+def record_pool(run: RunDir, master: str, metrics: str) -> None:
+    """Leave the addresses where `epd-serve store` finds them; `metrics` is a base URL, or "" when it is not known."""
+    unnamed = run.path / f".{POOL_FILE}"
+    unnamed.write_text(json.dumps({"master": master, "metrics": metrics}), encoding="ascii")
+    unnamed.rename(run.path / POOL_FILE)
+
+
+def recorded_pool(run_path: Path) -> tuple[str, str]:
+    """Master and metrics address of a launch, empty where it has no second tier."""
+    try:
+        found = json.loads((run_path / POOL_FILE).read_text(encoding="ascii"))
+        return str(found["master"]), str(found["metrics"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", ""
+
+
+async def _connects(host: str, port: int) -> bool:
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, UnicodeError):  # refused, unknown, too long for a name, or a TimeoutError
+        return False
+    writer.close()
+    return True

@@ -1,0 +1,143 @@
+"""One life of one stage: its process group, its part of the log, its end. Restarting is `supervisor.py`'s decision."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from deploy.agent.stage_log import failure_reason
+from deploy.host import processes
+
+EXIT_POLL_S = 0.05
+KILL_TIMEOUT_S = 5.0
+_LOG_TAIL_BYTES = 512 << 10
+
+
+@dataclass(frozen=True)
+class Spawn:
+    """What to execute: argv and the complete environment."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+class Process(Protocol):
+    """The leader of a life: of its own session and process group."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its exit code, minus a signal's number where one ended it; None while it runs."""
+
+
+Start = Callable[[Spawn, BinaryIO], Awaitable[Process]]
+"""Starts a process that writes to the log; OSError when it cannot."""
+
+
+async def execute(command: Spawn, log: BinaryIO) -> Process:
+    """Start the command as a program of its own."""
+    return subprocess.Popen(  # noqa: ASYNC220 - returns at once; from a thread it would die with it
+        command.argv,
+        env=dict(command.env),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only; the group is killed as one
+    )
+
+
+class StageLife:
+    """A started process with its group. The creator calls `stop` in the end, always."""
+
+    def __init__(self, process: Process, log_path: Path, log_start: int) -> None:
+        self.pid = process.pid
+        self.started = time.monotonic()
+        self._process = process
+        self._born = processes.stat(process.pid)
+        self._log_path = log_path
+        self._log_start = log_start
+        self._read_to = log_start
+        self._torn = b""
+
+    @classmethod
+    async def begin(cls, command: Spawn, log_path: Path, start: Start = execute) -> StageLife:
+        """Start the process; its output is appended to the log.
+
+        Raises:
+            OSError: the executable cannot be run.
+        """
+        with log_path.open("ab") as log:
+            log_start = log.tell()  # first: the process shares the position, and may fail before it is asked for
+            return cls(await start(command, log), log_path, log_start)
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    async def exited(self) -> int:
+        """Wait for the process to end. The caller bounds the wait."""
+        while True:  # a poll, because pidfds and child watchers are missing in some containers
+            if (code := self._process.poll()) is not None:
+                return code
+            await asyncio.sleep(EXIT_POLL_S)
+
+    def new_log_lines(self) -> list[str]:
+        """Complete lines written since the last call."""
+        with self._log_path.open("rb") as log:
+            log.seek(self._read_to)
+            chunk = log.read(1 << 20)
+        self._read_to += len(chunk)
+        *lines, self._torn = (self._torn + chunk).split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
+
+    def log_text(self) -> str:
+        """The end of what this life wrote."""
+        with self._log_path.open("rb") as log:
+            size = log.seek(0, 2)
+            log.seek(max(self._log_start, size - _LOG_TAIL_BYTES))
+            return log.read().decode(errors="replace")
+
+    def failure_reason(self) -> str:
+        return failure_reason(self.log_text(), self.exit_code)
+
+    def kill(self) -> None:
+        """SIGKILL the whole group, without waiting."""
+        self._signal(signal.SIGKILL)
+
+    async def stop(self, grace_s: float) -> None:
+        """End the whole group: SIGTERM, SIGKILL after `grace_s`; at once SIGKILL when the leader has gone already."""
+        if grace_s > 0 and self._process.poll() is None:
+            self._signal(signal.SIGTERM)
+            if await self._gone(grace_s):
+                return
+        deadline, killing = time.monotonic() + KILL_TIMEOUT_S, processes.Killing()
+        while time.monotonic() < deadline:
+            killing.strike([process.pid for process in self._members()])
+            if await self._gone(0.1):
+                return
+
+    async def _gone(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while self._process.poll() is None or self._members():
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(EXIT_POLL_S)
+        return True
+
+    def _signal(self, number: signal.Signals) -> None:
+        if not self._number_is_reused():
+            processes.signal_group(self.pid, number)
+
+    def _members(self) -> list[processes.ProcessStat]:
+        return [] if self._number_is_reused() else processes.group_members(self.pid)
+
+    def _number_is_reused(self) -> bool:
+        """Whether the leader's pid is another process's by now, which it can be once all of the group have gone."""
+        leader = processes.stat(self.pid)
+        return leader is not None and (self._born is None or leader.start_ticks != self._born.start_ticks)

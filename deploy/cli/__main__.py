@@ -1,0 +1,6 @@
+"""`python -m deploy.cli`."""
+
+from deploy.cli.command import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

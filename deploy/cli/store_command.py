@@ -1,0 +1,168 @@
+"""`epd-serve store ls|stat|clear`: looks into the MM Store of a running launch, from a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from deploy.agent.pool_report import PoolReport, ask_master, pool_keys
+from deploy.agent.second_tier import recorded_pool
+from deploy.host.environment import module_command, module_environment
+from deploy.host.running_launches import RunningLaunch, choose_launch
+from deploy.memory.placement_table import table
+from epd_serve.errors import EpdError
+from store.arena import Arena
+from store.errors import StoreError, StoreUnavailableError
+from store.feature import FeatureEntry
+
+KEY_SHOWN = 16
+NAMESPACE = "epd/"  # of our keys in the second tier, `store.mooncake.client.MooncakeConfig`
+PURGE_TIMEOUT_S = 30.0
+
+
+class StoreCommandError(EpdError):
+    """The store of a running launch cannot be read."""
+
+
+def run_store(*, action: str, launch: str | None, as_json: bool, root: Path | None = None) -> int:
+    """Print the answer of one action.
+
+    Raises:
+        NoLaunchError, ConfigError: which launch is meant. StoreCommandError: its arena does not answer.
+    """
+    chosen = choose_launch(launch, root)
+    try:
+        with _attached(chosen) as arena:
+            answer, text = {"ls": _ls, "stat": _stat, "clear": _clear}[action](chosen, arena)
+    except StoreError as error:
+        raise StoreCommandError(f"the arena of launch {chosen.id} cannot be read: {error}") from error
+    print(json.dumps(answer, indent=2) if as_json else text)
+    return 0
+
+
+@contextmanager
+def _attached(launch: RunningLaunch) -> Iterator[Arena]:
+    arena = Arena.attach(launch.arena, prefault=False)
+    try:
+        yield arena
+    finally:
+        arena.close()
+
+
+def _ls(launch: RunningLaunch, arena: Arena) -> tuple[Any, str]:
+    entries = arena.entries()
+    answer = [
+        {
+            "key": one.meta.key,
+            "shape": list(one.meta.shape),
+            "dtype": one.meta.dtype,
+            "nbytes": one.meta.nbytes,
+            "leases": one.leases,
+            "idle_s": round(one.age_s, 3),
+        }
+        for one in entries
+    ]
+    if not entries:
+        return answer, f"launch {launch.id} keeps no features now"
+    return answer, table([("key", "shape", "dtype", "size", "leased", "idle"), *map(_row, entries)], indent="")
+
+
+def _row(one: FeatureEntry) -> tuple[str, ...]:
+    shape = "×".join(map(str, one.meta.shape))
+    leased = str(one.leases) if one.leases else "-"
+    return (one.meta.key[:KEY_SHOWN], shape, one.meta.dtype, size(one.meta.nbytes), leased, f"{one.age_s:.0f} s")
+
+
+def _stat(launch: RunningLaunch, arena: Arena) -> tuple[Any, str]:
+    stats = arena.stats()
+    master, metrics = recorded_pool(launch.path)
+    report, trouble = _report(master, metrics)
+    answer: dict[str, Any] = {"launch": launch.id, "arena": asdict(stats), "pool": None}
+    lines = [
+        f"launch {launch}",
+        f"arena   {size(stats.used_bytes)} of {size(stats.capacity_bytes)} used, {stats.features} features, "
+        f"{stats.leased} leased",
+        f"        puts {stats.puts}  hits {stats.hits}  misses {stats.misses}  evictions {stats.evictions}  "
+        f"corrupt {stats.corrupt}  reclaimed {stats.reclaimed}",
+    ]
+    if report is not None:
+        lines.append(
+            f"pool    {size(report.used_bytes)} of {size(report.capacity_bytes)} used, {report.features} features, "
+            f"{report.clients} clients, master {master}"
+        )
+        lines += [
+            f"        {one.name}  {size(one.used_bytes)} of {size(one.capacity_bytes)}" for one in report.segments
+        ]
+    else:
+        lines.append(f"pool    {trouble}")
+    if master:
+        answer["pool"] = {"master": master, **(asdict(report) if report else {"trouble": trouble})}
+    return answer, "\n".join(lines)
+
+
+def _report(master: str, metrics: str) -> tuple[PoolReport | None, str]:
+    if not master:
+        return None, "none: features stay on this host"
+    if not metrics:
+        return None, f"master {master}, which was given: ask its own metrics port"
+    try:
+        return ask_master(metrics), ""
+    except OSError as error:
+        return None, f"master {master} does not answer: {error}"
+
+
+def _clear(launch: RunningLaunch, arena: Arena) -> tuple[Any, str]:
+    entries = arena.entries()
+    leased = {one.meta.key for one in entries if one.leases}
+    removed = [one.meta.key for one in entries if one.meta.key not in leased and arena.remove(one.meta.key)]
+    answer: dict[str, Any] = {"launch": launch.id, "removed": len(removed), "leased": len(leased)}
+    text = f"removed {len(removed)} features; {len(leased)} stay, which requests hold"
+    master, metrics = recorded_pool(launch.path)
+    if not master:
+        return answer, text
+    try:
+        answer["pool_removed"] = _clear_pool(master, metrics, set(removed), leased)
+        text += f"; removed {answer['pool_removed']} from the second tier"
+    except (OSError, StoreUnavailableError, subprocess.TimeoutExpired) as error:
+        answer["pool_trouble"] = str(error)
+        text += f"; the second tier was not cleared: {error}"
+    return answer, text
+
+
+def _clear_pool(master: str, metrics: str, removed: set[str], leased: set[str]) -> int:
+    """Removes what the arena has let go, and all else where the master can list it. How many there were."""
+    keys = set(removed)
+    if metrics:
+        keys |= {name.removeprefix(NAMESPACE) for name in pool_keys(metrics) if name.startswith(NAMESPACE)}
+    keys -= leased
+    if not keys:
+        return 0
+    purging = subprocess.run(
+        module_command("store.mooncake.purge", master),
+        env=module_environment(),
+        input="\n".join(sorted(keys)),
+        capture_output=True,
+        text=True,
+        timeout=PURGE_TIMEOUT_S,
+        check=False,
+    )
+    if purging.returncode != 0:
+        raise StoreUnavailableError(purging.stderr.strip().rpartition("\n")[2])
+    return int(purging.stdout.split()[-1])
+
+
+def size(nbytes: int) -> str:
+    """`8.6 MB`; decimal, as the sizes in docs/guides/sizing.md."""
+    if nbytes < 1000:
+        return f"{nbytes} B"
+    amount = float(nbytes)
+    for unit in ("kB", "MB", "GB"):
+        amount /= 1000
+        if amount < 999.95 or unit == "GB":
+            break
+    return f"{amount:.1f} {unit}"

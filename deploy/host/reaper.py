@@ -1,0 +1,92 @@
+"""Cleans up after launchers that were killed: their process groups, run directories and shared memory.
+
+Normally the kernel has already ended the stages (each asks to die with its parent); this is for what it could not,
+and for the files. Only what is proven to belong to a dead launch is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from pathlib import Path
+
+from deploy.host import processes
+from deploy.host.environment import LAUNCH_ENV, run_root, shm_root
+from deploy.host.held import is_held
+from deploy.host.rundir import HELD, UNNAMED, RunDir, held_in, is_of_this_namespace, launches_in, read_groups
+
+KILL_TIMEOUT_S = 5.0
+
+
+def reap_dead(root: Path | None = None) -> list[str]:
+    """Remove every dead launch: those under the run root, and those of which only shared memory is left.
+
+    Shared memory outlives its run directory where a container was restarted: /dev/shm is its pod's, /tmp was its own.
+
+    Returns:
+        Ids of the launches that were cleaned up.
+    """
+    root, shm = root or run_root(), shm_root()
+    dead = [path.name for path in _run_directories(root) if is_held(path / HELD) is False]
+    dead += [one for one in launches_in(shm) if one not in dead and is_held(held_in(shm, one)) is False]
+    for launch_id in dead:
+        kill_leftovers(root / launch_id)
+        RunDir(launch_id, root / launch_id, shm).remove()
+    return dead
+
+
+def _run_directories(root: Path) -> list[Path]:
+    """Of this user. What was being made when its maker died is removed."""
+    if not root.is_dir() or root.lstat().st_uid != os.getuid():
+        return []
+    for path in root.glob(f"{UNNAMED}*"):
+        with contextlib.suppress(FileNotFoundError):  # it has its name now
+            if not is_held(path / HELD) and path.stat().st_mtime < time.time() - 60:
+                shutil.rmtree(path, ignore_errors=True)
+    return sorted(path for path in root.iterdir() if not path.name.startswith(UNNAMED))
+
+
+def kill_leftovers(run_path: Path) -> None:
+    """SIGKILL the processes of a dead launch and wait until they are gone (bounded)."""
+    deadline, killing = time.monotonic() + KILL_TIMEOUT_S, processes.Killing()
+    groups = read_groups(run_path) if is_of_this_namespace(run_path) else {}
+    while victims := _victims(run_path.name, groups):
+        killing.strike(victims)
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.02)
+
+
+def _victims(launch_id: str, groups: dict[int, int]) -> list[int]:
+    """Processes of the launch: those that carry its mark, and members of recorded groups.
+
+    A group's number may have been reused since. It is still ours when its leader is the process that was recorded, or
+    when the leader has gone (the number cannot be reused while members live) and a member is as old as the record says.
+    """
+    found = []
+    for process in processes.running():
+        if process.pid == os.getpid():
+            continue
+        recorded = groups.get(process.group)
+        in_group = recorded is not None and _same_group(process.group, recorded, process)
+        if in_group or processes.has_environment(process.pid, LAUNCH_ENV, launch_id):
+            found.append(process.pid)
+    return found
+
+
+def _same_group(group: int, recorded_ticks: int, member: processes.ProcessStat) -> bool:
+    leader = processes.stat(group)
+    if leader is not None:
+        return leader.start_ticks == recorded_ticks
+    return member.start_ticks >= recorded_ticks and _looks_like_a_stage(member.pid)
+
+
+def _looks_like_a_stage(pid: int) -> bool:
+    """vLLM's children rename themselves, which may overwrite their environment: then the name tells."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return b"vllm" in command.lower() or b"epd_serve" in command or b"multiprocessing" in command

@@ -1,0 +1,183 @@
+"""The run directory of a launch: its identity, logs and sockets, and what is needed to clean up after kill -9.
+
+    <run root>/<launch id>/launcher.json    pid and PID namespace of the launcher
+                           held             locked while the launcher lives, see held.py
+                           groups.jsonl     one line per process group that was ever started: stages, Mooncake's master
+                           pool.json        addresses of the MM Store's second tier, where there is one
+                           <instance>.log, and its sockets (.events, .load, .kv, .kvw<rank>, .kvnews<rank>,
+                           .features<rank>)
+                           <instance>.traffic, see epd_serve/engine/traffic.py
+                           <instance>.cores<rank>.json, what a worker says of its share (npu_ops/core_grants.py)
+    /dev/shm/epd-<launch id>-*              arena and staging files; what vLLM and Python make in the stages
+    /dev/shm/sem.epd-<launch id>-*          their semaphores
+    /dev/shm/epd-<launch id>-held           locked while the launcher lives
+
+A launch removes its own directory when it ends. `reap_dead` does it for launches whose launcher has gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from deploy.host import processes
+from deploy.host.environment import run_root, shm_root
+from deploy.host.held import hold
+from epd_serve.errors import ConfigError
+
+HELD = "held"
+UNNAMED = ".new-"
+"""Begins the name of a run directory that is being made."""
+
+MAX_SOCKET_PATH = 105
+"""`sockaddr_un` holds 108 bytes."""
+
+LONGEST_SOCKET_NAME = "00000000-0000-0000-0000-000000000000"
+"""vLLM's own sockets are named by a UUID."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """One launch's directory and names. Made by `create`, removed by `remove`."""
+
+    launch_id: str
+    path: Path
+    shm: Path
+    held: tuple[BinaryIO, ...] = field(default=(), compare=False, repr=False)
+
+    @classmethod
+    def create(cls, root: Path | None = None) -> RunDir:
+        """Make the directory; complete from the moment it has its name, so that a reaper never sees half of one."""
+        root = root or run_root()
+        _private(root)
+        launch_id = secrets.token_hex(4)
+        unnamed = root / f"{UNNAMED}{launch_id}"
+        unnamed.mkdir(mode=0o700)
+        owner = {"pid": os.getpid(), "pid_namespace": processes.pid_namespace()}
+        (unnamed / "launcher.json").write_text(json.dumps(owner), encoding="ascii")
+        try:
+            held = hold(unnamed / HELD), hold(held_in(shm_root(), launch_id))
+        except OSError as error:
+            shutil.rmtree(unnamed, ignore_errors=True)
+            raise ConfigError(f"{error.filename} cannot be made or locked: {error.strerror}") from error
+        path = root / launch_id
+        unnamed.rename(path)
+        run = cls(launch_id, path, shm_root(), held)
+        if len(str(run.socket(LONGEST_SOCKET_NAME))) > MAX_SOCKET_PATH:
+            run.remove()
+            raise ConfigError(f"run directory {root} is too long for sockets; set XDG_RUNTIME_DIR to a shorter path")
+        return run
+
+    def log(self, instance: str) -> Path:
+        return self.path / f"{instance}.log"
+
+    def socket(self, name: str) -> Path:
+        return self.path / name
+
+    def ipc(self, name: str) -> str:
+        """ZMQ address of a socket in the directory; `name` may hold `{rank}`."""
+        return f"ipc://{self.socket(name)}"
+
+    def grant_template(self, instance: str) -> str:
+        """Where each worker of an instance leaves its `CoreGrant`; holds `{rank}`."""
+        return f"{self.path / instance}.cores{{rank}}.json"
+
+    @property
+    def arena(self) -> Path:
+        return self.shm / f"epd-{self.launch_id}-arena"
+
+    def memory_names(self, instance: str) -> str:
+        """What the names of shared memory begin with that an instance's processes make."""
+        return f"epd-{self.launch_id}-stage-{instance}-"
+
+    def record_group(self, instance: str, pid: int) -> None:
+        """Remember a process group before anything can go wrong with it."""
+        found = processes.stat(pid)
+        entry = {"instance": instance, "pid": pid, "start_ticks": found.start_ticks if found else 0}
+        with (self.path / "groups.jsonl").open("a", encoding="ascii") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def keep_log(self, instance: str) -> Path:
+        """Copy a failed stage's log to where it outlives the launch (one per instance, overwritten by the next)."""
+        kept = self.path.parent / f"last-failure-{instance}.log"
+        shutil.copyfile(self.log(instance), kept)
+        return kept
+
+    def clear_instance(self, instance: str) -> None:
+        """Remove what a dead life of an instance left: sockets, traffic board, shared memory. Logs stay."""
+        for pattern in ("cores*", "events", "features*", "kv*", "load", "traffic"):
+            for path in self.path.glob(f"{instance}.{pattern}"):
+                path.unlink(missing_ok=True)
+        self._unlink(f"epd-{self.launch_id}-kv-{instance}-", self.memory_names(instance))
+
+    def remove(self) -> None:
+        """Remove directory and shared memory. Any number of calls."""
+        self._unlink(f"epd-{self.launch_id}-")
+        shutil.rmtree(self.path, ignore_errors=True)
+        for file in self.held:
+            file.close()
+
+    def _unlink(self, *names: str) -> None:
+        """Shared memory and semaphores (glibc's `sem.`) whose names begin with one of these."""
+        for name in names:
+            for path in (*self.shm.glob(f"{name}*"), *self.shm.glob(f"sem.{name}*")):
+                path.unlink(missing_ok=True)
+
+
+def held_in(shm: Path, launch_id: str) -> Path:
+    """The file that tells, beside a launch's shared memory, whether its launcher lives."""
+    return shm / f"epd-{launch_id}-{HELD}"
+
+
+def launches_in(shm: Path) -> list[str]:
+    """Ids of the launches whose shared memory lies there, their launchers dead or alive."""
+    return sorted(path.name.removeprefix("epd-").removesuffix(f"-{HELD}") for path in shm.glob(f"epd-*-{HELD}"))
+
+
+def is_of_this_namespace(path: Path) -> bool:
+    """Whether the pids that the run directory names mean something here."""
+    try:
+        owner = json.loads((path / "launcher.json").read_text(encoding="ascii"))
+        return bool(owner["pid_namespace"] == processes.pid_namespace())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def read_groups(path: Path) -> dict[int, int]:
+    """Recorded process groups: pid → start ticks. A torn last line is skipped."""
+    return {entry["pid"]: entry["start_ticks"] for entry in _group_lines(path)}
+
+
+def read_instances(path: Path) -> list[str]:
+    """Names under which process groups were recorded, in the order of their first start."""
+    return list(dict.fromkeys(str(entry["instance"]) for entry in _group_lines(path)))
+
+
+def _group_lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = (path / "groups.jsonl").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
+    entries = []
+    for line in lines:
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            continue
+    return entries
+
+
+def _private(root: Path) -> None:
+    """Make the run root, and refuse one that somebody else could write to (it lies in /tmp)."""
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = root.lstat()
+    except OSError as error:
+        raise ConfigError(f"run directory {root} cannot be made: {error.strerror}; set XDG_RUNTIME_DIR") from error
+    if root.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"run directory {root} is not private to this user; remove it or set XDG_RUNTIME_DIR")

@@ -1,0 +1,57 @@
+"""The launches of this user that run on this machine and keep features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.host.environment import run_root, shm_root
+from deploy.host.held import is_held
+from deploy.host.rundir import HELD, RunDir, read_instances
+from epd_serve.errors import ConfigError, EpdError
+
+
+class NoLaunchError(EpdError):
+    """Nothing runs that could be asked."""
+
+
+@dataclass(frozen=True)
+class RunningLaunch:
+    """One launch, or one stage that joined a cluster: each has an arena of its own."""
+
+    id: str
+    path: Path
+    arena: Path
+
+    def __str__(self) -> str:
+        return f"{self.id} ({', '.join(read_instances(self.path))})"
+
+
+def running_launches(root: Path | None = None) -> list[RunningLaunch]:
+    """Those with an arena, in the order of their ids."""
+    root = root or run_root()
+    found = []
+    for path in sorted(root.iterdir()) if root.is_dir() else []:
+        arena = RunDir(path.name, path, shm_root()).arena
+        if is_held(path / HELD) and arena.exists():
+            found.append(RunningLaunch(path.name, path, arena))
+    return found
+
+
+def choose_launch(launch_id: str | None, root: Path | None = None) -> RunningLaunch:
+    """The launch of this id (or its beginning), or the only one there is.
+
+    Raises:
+        NoLaunchError: nothing runs.
+        ConfigError: several run and none or a wrong one is named; lists them.
+    """
+    launches = running_launches(root)
+    if not launches:
+        raise NoLaunchError("no launch of this user runs here that keeps features")
+    chosen = [one for one in launches if launch_id is None or one.id.startswith(launch_id)]
+    if len(chosen) == 1:
+        return chosen[0]
+    listed = ", ".join(map(str, launches))
+    if launch_id is None:
+        raise ConfigError(f"several launches run; name one by --launch: {listed}", param="--launch")
+    raise ConfigError(f"no single launch {launch_id!r}; there are: {listed}", param="--launch")

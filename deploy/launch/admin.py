@@ -1,0 +1,56 @@
+"""The admin listener of a deployment: its socket and its key, by the flags. `proxy/http/admin.py` is what answers
+there."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from deploy.host.ports import listen
+from deploy.options.key_files import read_key
+from epd_serve.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Admin:
+    """`listening`: bound. `key`: what `/metrics` and `/instances` want, or ""."""
+
+    listening: socket.socket
+    key: str = field(repr=False)
+
+
+@contextmanager
+def open_admin(host: str, port: int, key_file: str, *, usual_key: str = "") -> Iterator[Admin | None]:
+    """The listener while the context lasts, or None where `port` is 0.
+
+    Args:
+        usual_key: without a key file. Beyond loopback there has to be one or the other.
+
+    Raises:
+        ConfigError: the port is in use, the key file is nobody's secret, or others reach the port and there is no key.
+    """
+    if not port:
+        if key_file:
+            raise ConfigError("--admin-key-file needs --admin-port", param="--admin-port")
+        yield None
+        return
+    key = read_key(key_file, "--admin-key-file") if key_file else usual_key
+    if not key and not _is_loopback(host):
+        raise ConfigError(
+            f"--admin-host {host}: others reach it, so it needs a key: give a file with one by --admin-key-file",
+            param="--admin-key-file",
+        )
+    with listen(host, port, flags="--admin") as listening:
+        yield Admin(listening, key)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

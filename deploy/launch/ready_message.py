@@ -1,0 +1,103 @@
+"""What is printed when a deployment is ready: endpoint, placement, and a command to try it with. Pure."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import epd_serve.demo
+from deploy.memory.placement_table import placement_rows, table
+from deploy.plan.blueprint import Blueprint
+from deploy.plan.wiring_plan import WiringPlan
+from npu_ops.core_grants import CoreGrant
+
+SAMPLE = Path(epd_serve.demo.__path__[0]) / "samples" / "red_circle.png"
+
+
+def ready_message(wired: WiringPlan, seconds: float, grants: Mapping[str, Sequence[CoreGrant]] | None = None) -> str:
+    """The whole message, without a final newline. `grants`: what the workers of each instance with a core share got."""
+    blueprint = wired.blueprint
+    endpoint = endpoint_url(blueprint)
+    rows = [
+        (*row, column)
+        for row, column in zip(
+            placement_rows(blueprint.plans, blueprint.device),
+            ("stage port", *(str(wired.ports[plan.id]) for plan in blueprint.plans)),
+            strict=True,
+        )
+    ]
+    return "\n".join(
+        (
+            f"Ready in {seconds:.1f} s: {blueprint.layout} on {blueprint.device} serves {blueprint.served_model_name}",
+            "",
+            f"  endpoint  {endpoint}/v1   logs  {wired.run.path}",
+            *_admin_lines(blueprint),
+            "",
+            table(rows),
+            *_core_lines(grants or {}),
+            "",
+            *(f"  {line}" for line in blueprint.ways.lines()),
+            *([""] if blueprint.ways.kv else []),
+            "Try it" + (" with a picture (a red circle):" if _sees(blueprint) else ":"),
+            "",
+            curl(blueprint, endpoint),
+            "",
+            "Ctrl-C stops everything.",
+        )
+    )
+
+
+def _admin_lines(blueprint: Blueprint) -> list[str]:
+    config = blueprint.config
+    host = f"[{config.admin_host}]" if ":" in config.admin_host else config.admin_host
+    return [f"  admin     http://{host}:{config.admin_port}/metrics, /instances"] if config.admin_port else []
+
+
+def _core_lines(grants: Mapping[str, Sequence[CoreGrant]]) -> list[str]:
+    """What each worker read back, `E0: 7 of 24 cube, 14 of 48 vector`."""
+    if not grants:
+        return []
+    told = {name: "; ".join(dict.fromkeys(one.summary() for one in some)) or "unknown" for name, some in grants.items()}
+    return ["", "  cores     " + "   ".join(f"{name}: {words}" for name, words in told.items())]
+
+
+def endpoint_url(blueprint: Blueprint) -> str:
+    """Base URL for clients of this machine."""
+    host = blueprint.config.host
+    if host in ("0.0.0.0", "::", ""):
+        host = "127.0.0.1"
+    return f"http://{f'[{host}]' if ':' in host else host}:{blueprint.config.port}"
+
+
+def curl(blueprint: Blueprint, endpoint: str) -> str:
+    """A chat request to paste into a shell."""
+    question = {"type": "text", "text": "What is in the picture?"}
+    content: Any = "Hello, who are you?"
+    if _sees(blueprint):
+        content = [{"type": "image_url", "image_url": {"url": _data_url(SAMPLE)}}, question]
+    body = json.dumps(
+        {
+            "model": blueprint.served_model_name,
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": 64,
+            "temperature": 0,
+        }
+    )
+    wants_key = blueprint.config.api_keys or blueprint.config.api_key_file
+    key = ' -H "Authorization: Bearer $EPD_API_KEY"' if wants_key else ""
+    return f"curl -s {endpoint}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {_quoted(body)}"
+
+
+def _data_url(picture: Path) -> str:
+    return "data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode()
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "'\\''") + "'"
+
+
+def _sees(blueprint: Blueprint) -> bool:
+    return blueprint.facts is None or blueprint.facts.multimodal

@@ -1,0 +1,262 @@
+"""Refuses a launch whose stages do not fit, or whose device is in use by others, before a model is loaded.
+
+Owns the one call that a blueprint makes (`share_memory`) and what the operator is told. A refusal shows the whole table
+and one change that helps (`deploy/memory/fix.py`). Where only estimates say that an instance alone does not fit, or
+where the operator set the shares, it is a warning: the engine measures for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from deploy.memory.fix import clip_fix, first_fix
+from deploy.memory.plan import MemoryPlan, Neighbours, groups_of, plan_memory
+from deploy.memory.sizing import Sizing
+from deploy.memory.table import gib, memory_table
+from deploy.options.stage_args import StageArgs
+from epd_serve.errors import ConfigError
+from epd_serve.memory_shares import Need, divide, fixed_shares
+from epd_serve.model_facts import ModelFacts
+from epd_serve.placement import InstancePlan
+from epd_serve.roles import Role
+from npu_ops.discovery import DeviceInventory
+from npu_ops.properties import DeviceProperties, read_properties
+
+VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
+
+_STRANGER_BYTES = 64 << 20
+"""Processes with less on a device, such as a display server, are nobody's concern."""
+
+_UNEXPLAINED = 0.1  # part of a device that is in use without any process being shown, as in a container
+
+
+@dataclass(frozen=True)
+class OneStage:
+    """The stage that a layout of one instance stands for: joined to a cluster, or run alone.
+
+    Attributes:
+        devices: ids, or empty for those that the layout was placed on. words: its vLLM flags.
+    """
+
+    role: Role
+    devices: tuple[int, ...]
+    words: tuple[str, ...]
+
+    def of(self, plan: InstancePlan) -> tuple[str, ...]:
+        """Its flags, whichever instance is asked for."""
+        return self.words
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was decided.
+
+    Attributes:
+        grants: share of each device and bytes of KV cache, by instance; those that are not here are not told any.
+        plan: None where the model or the devices do not tell their sizes.
+    """
+
+    grants: Mapping[str, tuple[float | None, int | None]] = field(default_factory=dict)
+    plan: MemoryPlan | None = None
+    warnings: tuple[str, ...] = ()
+
+    def shared(self, plans: Sequence[InstancePlan]) -> tuple[InstancePlan, ...]:
+        """The instances with what they get."""
+        nothing = (None, None)
+        return tuple(
+            replace(plan, memory_share=share, kv_cache_bytes=kv)
+            for plan, (share, kv) in ((plan, self.grants.get(plan.id, nothing)) for plan in plans)
+        )
+
+
+NO_MEMORY = Outcome()
+
+
+def share_memory(
+    plans: Sequence[InstancePlan],
+    facts: ModelFacts | None,
+    inventory: DeviceInventory,
+    words: StageArgs | OneStage,
+    *,
+    feature_path: str = "host",
+    shm_mib: int = 0,
+    properties: Sequence[DeviceProperties] | None = None,
+) -> Outcome:
+    """Shares for all instances.
+
+    Args:
+        facts: None where the model's files are not here.
+        words: vLLM flags of the operator.
+        feature_path: `device` where instances keep a slab for features there. shm_mib: of host memory, for all.
+        properties: of the devices; by default they are asked.
+
+    Raises:
+        ConfigError: what does not fit, the table, and one change that makes it fit.
+    """
+    kind = inventory.kind
+    if isinstance(words, OneStage):
+        (plan,) = plans
+        plans = (
+            replace(plan, role=words.role, devices=words.devices if kind != "cpu" and words.devices else plan.devices),
+        )
+    if facts is None:
+        return _unknown(plans, kind, "the model is not a folder on this machine")
+    found = read_properties(inventory) if properties is None else properties
+    sizing = Sizing(facts, inventory, found, words.of, feature_path, shm_mib << 20)
+    memory = plan_memory(plans, sizing)
+    if memory is None:
+        return _unknown(plans, kind, _untold(sizing, plans))
+    warnings = tuple(warning for group in memory.groups for warning in _check(group, memory, sizing))
+    told = {} if kind == "cpu" else {name: (one.share, one.kv_override) for name, one in memory.grants().items()}
+    return Outcome(told, memory, warnings)
+
+
+def _check(group: Neighbours, plan: MemoryPlan, sizing: Sizing) -> list[str]:
+    """Warnings. Raises ConfigError."""
+    if plan.kind == "cpu":
+        return _check_host(group, plan, sizing)
+    division = group.division
+    where = f"{plan.kind} device {','.join(map(str, group.plans[0].devices))}"
+    _check_own_shares(group, where)
+    others = _others(group, sizing)
+    if not division.missing:
+        used = f"{where} is used by others too ({others}); the plan keeps to the {gib(division.free)} that are free"
+        return [used] * bool(others) + _clips(group, sizing)
+    needs = [grant.need for grant in division.grants]
+    if others and not divide(division.total, needs).missing:
+        raise ConfigError(
+            f"{where} is in use by others ({others}): {_names(group)} must have {gib(_least(group))}, "
+            f"{gib(division.free)} of {gib(division.total)} are free. {_elsewhere(plan, sizing)}\n\n"
+            f"{memory_table(plan)}",
+            param="--device",
+        )
+    text = (
+        f"{_names(group)} do{'es' * (len(group.plans) == 1)} not fit on {where}"
+        + (f", which is in use by others ({others})" if others else "")
+        + f": at least {gib(_least(group))} must be there, {gib(division.missing)} more than can be planned with"
+    )
+    measured = len(needs) == 1 or all(need.fixed_share is not None for need in needs)
+    if measured and sum(map(_surely, needs)) <= division.free:
+        return [f"by estimate {text}; if it does not start: {first_fix(group, sizing)}"]
+    raise ConfigError(f"{text}.\n\n{memory_table(plan)}\n\nChange: {first_fix(group, sizing)}", param="--layout")
+
+
+def _surely(need: Need) -> int:
+    """What cannot do with less: estimates are not wrong by half."""
+    kv = need.kv_least if need.fixed_kv is None else need.fixed_kv
+    return need.weights + kv + (need.activations + need.runtime) // 2
+
+
+def _clips(group: Neighbours, sizing: Sizing) -> list[str]:
+    """A warning where an encoder has no room for the longest clip that its flags allow."""
+    for one, grant in zip(group.plans, group.division.grants, strict=True):
+        if grant.longest < grant.need.longest:
+            lacks = gib(grant.need.longest - grant.longest)
+            return [
+                f"{one.id} lacks {lacks} for the longest clip that it can be sent, which would end it; "
+                f"{clip_fix(one, group.division.total, sizing)}"
+            ]
+    return []
+
+
+def _check_own_shares(group: Neighbours, where: str) -> None:
+    """Shares that the operator set, with ours beside them, have to sum below 1."""
+    shares = [grant.share or 0.0 for grant in group.division.grants]
+    own = [grant.need.id for grant in group.division.grants if grant.need.fixed_share is not None]
+    if own and len(group.plans) > 1 and sum(shares) >= 1 and not group.division.missing:
+        raise ConfigError(_too_much(group, where, sum(shares)), param="--stage-args")
+    fixed = sum(grant.need.fixed_share or 0.0 for grant in group.division.grants)
+    if len(group.plans) > 1 and fixed >= 1:
+        raise ConfigError(_too_much(group, where, fixed), param="--stage-args")
+
+
+def _too_much(group: Neighbours, where: str, shares: float) -> str:
+    return (
+        f"the memory shares of {_names(group)} on {where} sum to {shares:.2f}; they have to stay below 1: "
+        "lower --gpu-memory-utilization in --stage-args, or leave it out"
+    )
+
+
+def _check_host(group: Neighbours, plan: MemoryPlan, sizing: Sizing) -> list[str]:
+    division = group.division
+    short = [grant.need for grant in division.grants if grant.need.kv_token and grant.kv < grant.need.kv_least]
+    taken = division.taken + group.shared
+    if division.missing or short:
+        reason = (
+            f"{_names(group)} take {gib(taken)} of host memory, this machine has {gib(division.total)}"
+            if division.missing
+            else f"{short[0].id} has {gib(short[0].fixed_kv or 0)} of KV cache, and one request of the longest length "
+            f"needs {gib(short[0].kv_least)}"
+        )
+        raise ConfigError(f"{reason}.\n\n{memory_table(plan)}\n\nChange: {first_fix(group, sizing)}", param="--layout")
+    if taken > division.free:
+        return [f"{_names(group)} take {gib(taken)} of host memory, {gib(division.free)} are available now"]
+    return []
+
+
+def _unknown(plans: Sequence[InstancePlan], kind: str, why: str) -> Outcome:
+    """Fixed shares for neighbours, said; an instance alone is the engine's own to fit."""
+    groups = [group for group in groups_of(plans, kind) if len(group) > 1]
+    if kind == "cpu" or not groups:
+        return NO_MEMORY
+    told: dict[str, tuple[float | None, int | None]] = {}
+    for group in groups:
+        shares = fixed_shares([plan.role for plan in group])
+        told |= {plan.id: (share, None) for plan, share in zip(group, shares, strict=True)}
+    warning = f"memory shares of co-located stages are fixed ones, because {why}; --gpu-memory-utilization sets others"
+    return Outcome(told, None, (warning,))
+
+
+def _untold(sizing: Sizing, plans: Sequence[InstancePlan]) -> str:
+    for device in dict.fromkeys(device for plan in plans for device in plan.devices):
+        if sizing.memory_of(device) is None:
+            notes = [one.note for one in sizing.properties if one.index == device and one.note]
+            return f"the memory of device {device} is unknown" + (f" ({notes[0]})" if notes else "")
+    return f"{sizing.facts.directory.name} does not tell the sizes of its weights or encoders"
+
+
+def _others(group: Neighbours, sizing: Sizing) -> str:
+    """Who else is on the devices, or ""."""
+    found = []
+    for device in group.plans[0].devices:
+        for one in sizing.properties:
+            if one.index == device:
+                found += _strangers(one)
+    return ", ".join(dict.fromkeys(found))
+
+
+def _strangers(found: DeviceProperties) -> list[str]:
+    """Processes that hold memory of a device now, as `pid 1234 python (31.0 GiB)`."""
+    named = [
+        f"pid {user.pid} {Path(user.name).name}" + (f" ({gib(user.bytes)})" if user.bytes else "")
+        for user in found.users
+        if user.bytes is None or user.bytes >= _STRANGER_BYTES
+    ]
+    if named or found.total_bytes is None or found.free_bytes is None:
+        return named
+    used = found.total_bytes - found.free_bytes
+    return [f"{gib(used)}, no process is shown"] if used > _UNEXPLAINED * found.total_bytes else []
+
+
+def _elsewhere(plan: MemoryPlan, sizing: Sizing) -> str:
+    """Which devices to choose instead: those with the most free memory, as many as the layout needs."""
+    count = len({device for group in plan.groups for one in group.plans for device in one.devices})
+    free = {
+        one.index: one.free_bytes for one in sizing.properties if one.free_bytes is not None and not _strangers(one)
+    }
+    variable = VISIBLE[plan.kind]
+    if len(free) < count:
+        return f"End them, or name devices that are free in {variable}"
+    chosen = sorted(sorted(free, key=lambda index: -free[index])[:count])
+    return f"End them, or choose devices that are free: {variable}={','.join(map(str, chosen))}"
+
+
+def _least(group: Neighbours) -> int:
+    return sum(grant.need.least for grant in group.division.grants)
+
+
+def _names(group: Neighbours) -> str:
+    names = [plan.id for plan in group.plans]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,149 @@
+"""What each instance of a launch must have, from its model's files, its flags and its devices, with any flags tried.
+
+Owns the reading: configs, checkpoint headers (once), device memory. What is needed is worked out by
+`epd_serve.stage_memory`; the plan is `deploy/memory/plan.py`'s.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from epd_serve.engine.argv import CPU_ARGS, CPU_KV_BYTES, ENCODER_ARGS
+from epd_serve.errors import ConfigError
+from epd_serve.largest_items import ProcessorConfigs
+from epd_serve.memory_shares import Division, Grant, Need, divide
+from epd_serve.model_facts import ModelFacts, modalities
+from epd_serve.model_sizes import ModelSizes, model_sizes
+from epd_serve.model_weights import ModelWeights, read_model_weights
+from epd_serve.placement import InstancePlan
+from epd_serve.roles import Role
+from epd_serve.stage_flags import StageFlags, read_stage_flags
+from epd_serve.stage_memory import Model, Place, stage_need
+from epd_serve.wiring import StageWiring
+from npu_ops.discovery import DeviceInventory
+from npu_ops.properties import DeviceProperties
+
+WordsOf = Callable[[InstancePlan], Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """One launch, ready to be worked out with any flags.
+
+    Attributes:
+        words_of: the operator's vLLM flags of an instance.
+        feature_path: `device` where instances keep a slab for features there.
+        host_bytes: shared memory of the launch (arena and KV staging), which is host memory.
+    """
+
+    facts: ModelFacts
+    inventory: DeviceInventory
+    properties: Sequence[DeviceProperties]
+    words_of: WordsOf
+    feature_path: str = "host"
+    host_bytes: int = 0
+
+    @cached_property
+    def _configs(self) -> ProcessorConfigs:
+        return processor_configs(self.facts.directory)
+
+    def memory_of(self, device: int) -> tuple[int, int] | None:
+        """Total and free bytes of a device, or of the host."""
+        for found in self.properties:
+            if (found.index == device or self.inventory.kind == "cpu") and found.total_bytes is not None:
+                return found.total_bytes, found.total_bytes if found.free_bytes is None else found.free_bytes
+        return None
+
+    def need(self, plan: InstancePlan, total: int, more: Sequence[str] = ()) -> Need | None:
+        """Of one instance, with `more` flags than it has. None where something is unknown."""
+        kind = self.inventory.kind
+        words = self._words(plan, more)
+        flags = self.flags(plan, total, more)
+        sizes = model_sizes(self._configs.config)
+        if sizes is None:
+            return None
+        weights = self._weights(flags.element_bytes, sizes)
+        if weights is None:
+            return None
+        slab = StageWiring.feature_slab_bytes if self._has_slab(plan.role) else 0
+        place = Place(kind, plan.tp, slab, StageWiring.feature_queue_bytes, CPU_KV_BYTES if kind == "cpu" else 0)
+        model = Model(weights, sizes, replace(self._configs, overrides=flags.processor_kwargs))
+        return stage_need(plan.id, plan.role, model, flags, place, modalities(self.facts, words, kind))
+
+    def flags(self, plan: InstancePlan, total: int, more: Sequence[str] = ()) -> StageFlags:
+        return read_stage_flags(self._words(plan, more), self.inventory.kind, total, plan.tp)
+
+    def takes(self, plan: InstancePlan) -> frozenset[str] | None:
+        """Modalities that the instance takes; None: unknown."""
+        return modalities(self.facts, self._words(plan, ()), self.inventory.kind)
+
+    def processors(self) -> ProcessorConfigs:
+        return self._configs
+
+    def sizes(self) -> ModelSizes | None:
+        return model_sizes(self._configs.config)
+
+    def _words(self, plan: InstancePlan, more: Sequence[str]) -> tuple[str, ...]:
+        ours = (*CPU_ARGS,) if self.inventory.kind == "cpu" else ()
+        return (*ours, *(ENCODER_ARGS if plan.role is Role.E else ()), *self.words_of(plan), *more)
+
+    def divided(self, plans: Sequence[InstancePlan], more: Sequence[str] = ()) -> Division | None:
+        """One set of devices among its instances; all ranks' devices count as the smallest of them."""
+        memories = [self.memory_of(device) for device in plans[0].devices]
+        if any(memory is None for memory in memories):
+            return None
+        total = min(memory[0] for memory in memories if memory)
+        free = min(memory[1] for memory in memories if memory)
+        needs = [self.need(plan, total, more) for plan in plans]
+        known = [need for need in needs if need is not None]
+        if len(known) < len(needs):
+            return None
+        return self._host(total, free, known) if self.inventory.kind == "cpu" else divide(total, known, free)
+
+    def _host(self, total: int, free: int, needs: Sequence[Need]) -> Division:
+        """Host memory is not divided: every worker takes the KV cache that it is told."""
+        grants = tuple(Grant(need, None, need.fixed_kv or 0, None) for need in needs)
+        taken = sum(grant.taken for grant in grants) + self.host_bytes
+        return Division(total, free, grants, max(0, taken - total))
+
+    def _weights(self, element_bytes: int, sizes: ModelSizes) -> ModelWeights | None:
+        if element_bytes not in self._read:
+            self._read[element_bytes] = read_model_weights(
+                self.facts.directory, element_bytes=element_bytes, quantised=sizes.quantised, tied=sizes.tied
+            )
+        return self._read[element_bytes]
+
+    @cached_property
+    def _read(self) -> dict[int, ModelWeights | None]:
+        return {}
+
+    def _has_slab(self, role: Role) -> bool:
+        return self.feature_path == "device" and (role.sends_features or role.takes_features)
+
+
+def processor_configs(folder: Path) -> ProcessorConfigs:
+    """What a model's folder says of its processors. Raises ConfigError where a file is no JSON."""
+    names = ("config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+    config, image, video = (_object(folder / name) for name in names)
+    inner = _object(folder / "processor_config.json")  # Transformers 5 writes all processors into this one
+    return ProcessorConfigs(config, image or _part(inner, "image"), video or _part(inner, "video"), {})
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", param="MODEL") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _part(processor: dict[str, Any], kind: str) -> dict[str, Any]:
+    part = processor.get(f"{kind}_processor")
+    return part if isinstance(part, dict) else {}

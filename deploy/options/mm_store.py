@@ -1,0 +1,62 @@
+"""Which tiers the MM Store of a launch has, and whether what they need is installed. Decided before anything starts."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+
+from deploy.options.config import DeployConfig
+from deploy.options.mooncake_package import client_warnings, install_command, too_old_for_a_master
+from epd_serve.errors import ConfigError
+
+MASTER_PROGRAM = "mooncake_master"
+
+
+def choose_pool(config: DeployConfig, device: str, *, features_travel: bool) -> tuple[bool, tuple[str, ...]]:
+    """Does the launch use Mooncake as second tier? And the warnings to show.
+
+    `auto` means the arena alone on one CPU or CUDA host, and Mooncake beside it on NPU machines or where a master is
+    given; without a Mooncake that can do it `auto` stays with the arena and says so.
+
+    Raises:
+        ConfigError: Mooncake is asked for and is not installed, or too old for a master of ours; says what to install.
+    """
+    asked = config.mm_store == "mooncake" or bool(config.mooncake_master)
+    if not features_travel:
+        return False, (("the layout has no encode-only instance: no features travel, Mooncake is not used",) * asked)
+    if not asked and (config.mm_store == "arena" or device != "npu"):
+        return False, ()
+    missing = what_is_missing(device, master=not config.mooncake_master)
+    if not missing:
+        return True, client_warnings(pooled=True, kv_over_tcp=False)
+    if asked:
+        raise ConfigError(f"--mm-store mooncake: {missing}", param="--mm-store")
+    return False, (f"features go through host memory alone: {missing}",)
+
+
+def what_is_missing(device: str, *, master: bool) -> str:
+    """What Mooncake lacks here, and the command that brings it; "" when it is complete. Imports nothing of it."""
+    if importlib.util.find_spec("mooncake") is None:
+        return f"Mooncake is not installed; {install_command(device)}"
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        return "Mooncake needs libibverbs; apt-get install libibverbs1"
+    if master and master_program() is None:
+        return (
+            f"the program {MASTER_PROGRAM} is not on PATH; {install_command(device)}, or run it elsewhere and "
+            "give --mooncake-master HOST:PORT"
+        )
+    return too_old_for_a_master(device) if master else ""
+
+
+def master_program() -> Path | None:
+    """The master's executable: of this Python's environment first, then of PATH."""
+    beside = Path(sys.executable).with_name(MASTER_PROGRAM)
+    if beside.exists():
+        return beside
+    found = shutil.which(MASTER_PROGRAM)
+    return Path(found) if found else None

@@ -1,0 +1,207 @@
+"""Supervision with real processes: start, restart with back-off, turns, sickness, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from deploy.agent.stage_life import Spawn
+from deploy.agent.supervisor import Patience, StageSpec, Supervisor
+from deploy.host import processes
+from deploy.host.ports import free_ports
+from epd_serve.errors import ConfigError, StageError
+from tests.waiting import PATIENCE_S, until
+
+FAKE_STAGE = str(Path(__file__).parents[1] / "fake_stage.py")
+QUICK = Patience(poll_s=0.03, backoff_s=0.1, health_every_s=0.05, stop_grace_s=1.0, health_timeout_s=PATIENCE_S)
+
+
+@dataclass
+class Recorder:
+    """Takes the events down."""
+
+    lines: list[tuple[str, ...]] = field(default_factory=list)
+    pids: dict[str, list[int]] = field(default_factory=dict)
+    spawned_at: list[float] = field(default_factory=list)
+
+    def before_spawn(self, stage: str, incarnation: str) -> None:
+        self.lines.append(("before", stage, incarnation))
+
+    def spawned(self, stage: str, pid: int) -> None:
+        self.pids.setdefault(stage, []).append(pid)
+        self.spawned_at.append(time.monotonic())
+
+    def phase(self, stage: str, phase: str) -> None:
+        self.lines.append(("phase", stage, phase))
+
+    def up(self, stage: str, incarnation: str, seconds: float) -> None:
+        self.lines.append(("up", stage, incarnation))
+
+    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float | None) -> None:
+        self.lines.append(("down", stage, incarnation, reason, "" if retry_in_s is None else f"{retry_in_s:g}"))
+
+    def of(self, kind: str) -> list[tuple[str, ...]]:
+        return [line for line in self.lines if line[0] == kind]
+
+
+def spec(folder: Path, name: str = "E0", *flags: str, turn: str = "") -> StageSpec:
+    port = free_ports(1)[0]
+    argv = (sys.executable, FAKE_STAGE, str(port), *flags)
+    return StageSpec(name, "127.0.0.1", port, folder / f"{name}.log", lambda _: Spawn(argv, os.environ), turn)
+
+
+@contextlib.asynccontextmanager
+async def running(supervisor: Supervisor) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(supervisor.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, StageError):
+            await task
+
+
+async def test_a_stage_is_up_when_it_answers_and_its_phases_are_told(tmp_path: Path) -> None:
+    events = Recorder()
+    async with running(Supervisor([spec(tmp_path)], events, QUICK)) as task:
+        await until(lambda: events.of("up"))
+        assert not task.done()
+    assert [line[2] for line in events.of("phase")] == ["importing", "starting engine"]
+    assert not processes.group_members(events.pids["E0"][0])
+
+
+async def test_a_killed_stage_is_reported_and_restarted_with_a_new_incarnation(tmp_path: Path) -> None:
+    events = Recorder()
+    async with running(Supervisor([spec(tmp_path, "E0", "--child")], events, QUICK)):
+        await until(lambda: events.of("up"))
+        first = events.pids["E0"][0]
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: events.of("down"))
+        await until(lambda: len(events.of("up")) == 2)
+        assert not processes.group_members(first), "what the dead leader left is killed before the restart"
+    one, two = events.of("up")
+    assert one[2] != two[2]
+    assert events.of("down")[0][3].startswith("killed by SIGKILL")
+
+
+async def test_restarts_back_off_and_go_on(tmp_path: Path) -> None:
+    events = Recorder()
+    async with running(Supervisor([spec(tmp_path)], events, replace(QUICK, settled_s=3600.0))):
+        for life in range(3):
+            await until(lambda life=life: len(events.of("up")) > life)
+            os.kill(events.pids["E0"][-1], signal.SIGKILL)
+        await until(lambda: len(events.of("up")) == 4)
+    assert [line[4] for line in events.of("down") if line[4]] == ["0.1", "0.2", "0.4"]
+
+
+async def test_a_stage_that_was_healthy_for_long_is_restarted_at_once(tmp_path: Path) -> None:
+    events = Recorder()
+    async with running(Supervisor([spec(tmp_path)], events, replace(QUICK, settled_s=0.0))):
+        for life in range(2):
+            await until(lambda life=life: len(events.of("up")) > life)
+            os.kill(events.pids["E0"][-1], signal.SIGKILL)
+        await until(lambda: len(events.of("up")) == 3)
+    assert [line[4] for line in events.of("down") if line[4]] == ["0", "0"]
+
+
+async def test_a_first_start_that_fails_ends_everything_with_the_reason(tmp_path: Path) -> None:
+    events = Recorder()
+    supervisor = Supervisor([spec(tmp_path, "E0"), spec(tmp_path, "P0", "--fail", "bad dtype")], events, QUICK)
+    with pytest.raises(StageError, match="stage P0 did not start: ValueError: bad dtype") as failed:
+        await asyncio.wait_for(supervisor.run(), PATIENCE_S)
+    assert failed.value.stage == "P0"
+    assert not processes.group_members(events.pids["E0"][0])
+
+
+async def test_a_start_beyond_its_deadline_is_a_failure(tmp_path: Path) -> None:
+    supervisor = Supervisor([spec(tmp_path, "E0", "--delay", "60")], Recorder(), replace(QUICK, start_s=0.5))
+    with pytest.raises(StageError, match="not ready within"):
+        await asyncio.wait_for(supervisor.run(), PATIENCE_S)
+
+
+async def test_an_executable_that_is_missing_is_a_failure_with_its_name(tmp_path: Path) -> None:
+    missing = replace(spec(tmp_path), command=lambda _: Spawn(("/no/such/python",), {}))
+    with pytest.raises(StageError, match="/no/such/python"):
+        await asyncio.wait_for(Supervisor([missing], Recorder(), QUICK).run(), PATIENCE_S)
+
+
+async def test_a_stage_that_turns_sick_is_restarted(tmp_path: Path) -> None:
+    sick = tmp_path / "sick"
+    events = Recorder()
+    async with running(Supervisor([spec(tmp_path, "E0", "--unhealthy-file", str(sick))], events, QUICK)):
+        await until(lambda: events.of("up"))
+        sick.touch()
+        await until(lambda: events.of("down"))
+        sick.unlink()
+        await until(lambda: len(events.of("up")) == 2)
+    assert events.of("down")[0][3] == "unhealthy: /health answers 503"
+
+
+async def test_stages_of_one_turn_start_one_after_the_other(tmp_path: Path) -> None:
+    events = Recorder()
+    stages = [spec(tmp_path, name, "--delay", "0.3", turn="npu 0") for name in ("E0", "P0")]
+    supervisor = Supervisor(stages, events, QUICK)
+    async with running(supervisor):
+        await asyncio.wait_for(supervisor.all_up.wait(), PATIENCE_S)
+    kinds = [(line[0], line[1]) for line in events.lines if line[0] != "phase"]
+    assert kinds == [("before", "E0"), ("up", "E0"), ("before", "P0"), ("up", "P0")]
+
+
+async def test_parallel_starts_are_limited(tmp_path: Path) -> None:
+    events = Recorder()
+    stages = [spec(tmp_path, name, "--delay", "0.3") for name in ("E0", "P0", "D0")]
+    supervisor = Supervisor(stages, events, QUICK, parallel_starts=2)
+    async with running(supervisor):
+        await asyncio.wait_for(supervisor.all_up.wait(), PATIENCE_S)
+    first_up = next(at for at, line in enumerate(events.lines) if line[0] == "up")
+    assert [line[1] for line in events.lines[:first_up] if line[0] == "before"] == ["E0", "P0"]
+
+
+async def test_a_command_that_cannot_be_made_any_more_is_tried_again(tmp_path: Path) -> None:
+    """A program that is uninstalled (and installed again) under a running launch."""
+    one, events, there = spec(tmp_path), Recorder(), True
+
+    def command(incarnation: str) -> Spawn:
+        if not there:
+            raise ConfigError("mooncake_master is not on PATH")
+        return one.command(incarnation)
+
+    supervisor = Supervisor([replace(one, command=command)], events, QUICK)
+    async with running(supervisor) as task:
+        await until(lambda: events.of("up"))
+        there = False
+        os.kill(events.pids["E0"][0], signal.SIGKILL)
+        await until(lambda: any("not on PATH" in line[3] for line in events.of("down")))
+        there = True
+        await until(lambda: len(events.of("up")) == 2)
+        assert not task.done()
+
+
+@pytest.mark.parametrize(("method", "lives"), [("up", 3), ("down", 2)])
+async def test_whoever_listens_and_fails_costs_a_life_and_not_the_launch(
+    tmp_path: Path, method: str, lives: int
+) -> None:
+    events = Recorder()
+    told, fails = getattr(events, method), [False, True]  # the second word of this kind
+
+    def broken(*words: object) -> None:
+        if fails and fails.pop(0):
+            raise KeyError("oops")
+        told(*words)
+
+    setattr(events, method, broken)
+    supervisor = Supervisor([spec(tmp_path)], events, QUICK)
+    async with running(supervisor) as task:
+        await supervisor.all_up.wait()
+        os.kill(events.pids["E0"][0], signal.SIGKILL)
+        await until(lambda: task.done() or (not fails and len(events.pids["E0"]) >= lives))
+        assert not task.done()

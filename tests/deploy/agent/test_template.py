@@ -1,0 +1,236 @@
+"""Stages forked from a template, with small processes in place of vLLM's: lives, deaths, and what takes the blame."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from deploy.agent.stage_life import Process, Spawn, StageLife
+from deploy.agent.template import ForkedRoot, Template
+from deploy.host import processes
+from deploy.host.environment import shm_root
+from epd_serve.engine.argv import STAGE_ENV, STAGE_MODULE
+from epd_serve.stage_plan import MEMORY_NAMES_ENV
+from tests.waiting import until
+
+FAKE_TEMPLATE = str(Path(__file__).parents[2] / "epd_serve" / "engine" / "template" / "fake_template.py")
+EVERYBODY = ("api", "core", "worker")
+
+
+@dataclass
+class Launch:
+    """A launch that has nothing but a template and stages of it."""
+
+    folder: Path
+    template: Template
+    lines: list[str]
+    lives: list[StageLife] = field(default_factory=list)
+    memory_names: str = field(default_factory=lambda: f"epd-test-{os.urandom(4).hex()}-")
+
+    async def stage(self, act: str, *more: str, **env: str) -> StageLife:
+        """A life of a stage whose processes do what the flags say."""
+        command = (sys.executable, "-m", STAGE_MODULE, act, str(self.folder), *more)
+        spawn = Spawn(command, {**os.environ, STAGE_ENV: "P0", MEMORY_NAMES_ENV: self.memory_names, **env})
+        life = await StageLife.begin(spawn, self.folder / "P0.log", self.template.start)
+        self.lives.append(life)
+        return life
+
+    async def serving(self, *more: str, **env: str) -> StageLife:
+        life = await self.stage("serve", *more, **env)
+        await until(lambda: all((self.folder / name).exists() for name in (*EVERYBODY, "heard")))
+        return life
+
+    def pid(self, name: str) -> int:
+        return int(self.read(name).split()[0])
+
+    def parent(self, name: str) -> int:
+        return int(self.read(name).split()[1])
+
+    def read(self, name: str) -> str:
+        return (self.folder / name).read_text()
+
+    async def ended(self, life: StageLife) -> int:
+        code = await asyncio.wait_for(life.exited(), 20)
+        await until(lambda: not [name for name in EVERYBODY if self.runs(name)])
+        return code
+
+    def runs(self, name: str) -> bool:
+        found = processes.stat(self.pid(name)) if (self.folder / name).exists() else None
+        return found is not None and not found.dead
+
+    @property
+    def template_pid(self) -> int:
+        return next(
+            process.pid for process in processes.running() if f"{self.folder}/model".encode() in _command(process.pid)
+        )
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@contextlib.asynccontextmanager
+async def launching(folder: Path, model: str = "") -> AsyncIterator[Launch]:
+    lines: list[str] = []
+    env = {name: value for name, value in os.environ.items() if name != STAGE_ENV}
+    log = folder / "template.log"
+    template = Template(model or f"{folder}/model", env, log, lines.append, program=(FAKE_TEMPLATE,))
+    launch = Launch(folder, template, lines)
+    async with template.running():
+        try:
+            yield launch
+        finally:
+            for life in launch.lives:
+                await life.stop(0)
+            for left in shm_root().glob(f"*{launch.memory_names}*"):  # as a launch does: a killed group cannot
+                left.unlink()
+
+
+async def test_a_stage_is_a_group_whose_root_forks_every_process(tmp_path: Path) -> None:
+    async with launching(tmp_path) as launch:
+        life = await launch.serving()
+        assert {launch.parent(name) for name in EVERYBODY} == {life.pid}
+        members = {process.pid for process in processes.group_members(life.pid)}
+        assert {life.pid, *map(launch.pid, EVERYBODY)} <= members
+        assert launch.lines == []
+
+
+async def test_how_the_api_server_ended_is_how_the_stage_ended(tmp_path: Path) -> None:
+    async with launching(tmp_path) as launch:
+        for code in (0, 2):
+            assert await launch.ended(await launch.stage("exit", str(code))) == code
+
+
+async def test_a_process_gets_descriptors_a_lock_and_the_environment_of_the_moment(tmp_path: Path) -> None:
+    async with launching(tmp_path) as launch:
+        await launch.serving("SETTING=later")
+        assert launch.read("heard") == "later worker"
+
+
+async def test_no_process_holds_a_descriptor_of_the_root_or_of_another(tmp_path: Path) -> None:
+    async with launching(tmp_path) as launch:
+        life = await launch.serving()
+        theirs = {os.readlink(f"/proc/{life.pid}/fd/{one}") for one in os.listdir(f"/proc/{life.pid}/fd")}
+        requests = 2  # the pair by which processes ask for others
+        for name in EVERYBODY:
+            sockets = [one for one in launch.read(f"{name} descriptors").splitlines() if one.startswith("socket:")]
+            assert len(set(sockets)) < requests, f"{name} holds what is the root's: {sockets}"
+        assert len([one for one in theirs if one.startswith("socket:")]) == requests + 1
+
+
+@pytest.mark.parametrize("killed", ["api", "core", "worker", "root", "group"])
+async def test_a_death_takes_those_along_that_it_concerns(tmp_path: Path, killed: str) -> None:
+    async with launching(tmp_path) as launch:
+        life = await launch.serving()
+        if killed == "group":
+            life.kill()
+        else:
+            os.kill(life.pid if killed == "root" else launch.pid(killed), signal.SIGKILL)
+        if killed in ("api", "root", "group"):
+            assert await launch.ended(life) == -signal.SIGKILL
+        elif killed == "core":
+            await until(lambda: (tmp_path / "core ended").exists() and not launch.runs("worker"))
+            assert launch.read("core ended") == str(-signal.SIGKILL)
+            assert life.exit_code is None and launch.runs("api"), "what the API server does about it is its own affair"
+        else:
+            await until(lambda: not launch.runs("worker"))
+            assert life.exit_code is None and launch.runs("core")
+
+
+async def test_sigterm_to_the_group_is_for_the_processes_and_the_root_tells_of_their_end(tmp_path: Path) -> None:
+    async with launching(tmp_path) as launch:
+        life = await launch.serving()
+        begun = time.monotonic()
+        await life.stop(15.0)
+        assert life.exit_code == -signal.SIGTERM
+        assert not processes.group_members(life.pid)
+        assert time.monotonic() - begun < 10
+
+
+async def test_a_launcher_that_goes_takes_the_stage_along(tmp_path: Path) -> None:
+    async with launching(tmp_path) as launch:
+        life = await launch.serving()
+        assert isinstance(life._process, ForkedRoot)
+        life._process._connection.close()
+        await until(lambda: not processes.group_members(life.pid))
+
+
+async def test_a_template_that_dies_costs_no_stage_and_another_is_started(tmp_path: Path) -> None:
+    async with launching(tmp_path) as launch:
+        life = await launch.serving()
+        first = launch.template_pid
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: len(launch.lines) == 1)
+        assert life.exit_code is None and all(map(launch.runs, EVERYBODY))
+        life.kill()
+        assert await launch.ended(life) == -signal.SIGKILL
+        again = await launch.stage("exit", "0")
+        assert isinstance(again._process, ForkedRoot) and launch.template_pid != first
+
+
+async def test_a_template_that_does_not_answer_costs_one_life_the_fork(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.agent.template.ANSWER_S", 0.5)
+    async with launching(tmp_path) as launch:
+        assert await launch.ended(await launch.stage("exit", "0")) == 0
+        template = launch.template_pid
+        os.kill(template, signal.SIGSTOP)
+        life = await launch.stage("exit", "0")
+        assert not isinstance(life._process, ForkedRoot)
+        await until(lambda: len(launch.lines) == 2)
+        assert isinstance((await launch.stage("exit", "0"))._process, ForkedRoot)
+        assert launch.template_pid != template
+
+
+async def test_a_template_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
+    async with launching(tmp_path) as launch:
+        for death in range(1, 4):
+            assert isinstance((await launch.stage("exit", "0"))._process, ForkedRoot)
+            os.kill(launch.template_pid, signal.SIGKILL)
+            await until(lambda death=death: len(launch.lines) >= death)
+        assert not isinstance((await launch.stage("exit", "0"))._process, ForkedRoot)
+        assert len(launch.lines) == 4
+
+
+async def test_a_template_that_cannot_be_says_why_and_stages_are_executed(tmp_path: Path) -> None:
+    async with launching(tmp_path, model="broken") as launch:
+        life = await launch.stage("exit", "0")
+        assert not isinstance(life._process, ForkedRoot)
+        assert len(launch.lines) == 1 and "ImportError: no such model" in launch.lines[0]
+
+
+async def test_a_stage_whose_environment_is_another_is_executed(tmp_path: Path) -> None:
+    async with launching(tmp_path) as launch:
+        launch.template._env = {**launch.template._env, "OMP_WAIT_POLICY": "PASSIVE"}
+        life = await launch.stage("exit", "0")
+        assert not isinstance(life._process, ForkedRoot)
+        assert "OMP_WAIT_POLICY" in launch.lines[0]
+
+
+async def test_a_process_that_needs_other_libraries_is_spawned(tmp_path: Path) -> None:
+    async with launching(tmp_path) as launch:
+        await launch.serving("KMP_BLOCKTIME=5")
+        assert launch.parent("core") == launch.pid("api")
+        assert launch.read("heard").endswith("worker")
+
+
+async def test_what_is_no_stage_of_vllm_is_executed(tmp_path: Path) -> None:
+    async with launching(tmp_path) as launch, asyncio.timeout(20):
+        with (tmp_path / "E0.log").open("ab") as log:
+            process: Process = await launch.template.start(
+                Spawn((sys.executable, "-c", "raise SystemExit(3)"), {}), log
+            )
+        await until(lambda: process.poll() == 3)

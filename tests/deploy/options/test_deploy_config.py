@@ -1,0 +1,71 @@
+"""Options: defaults, then the file, then flags; whatever is wrong is one line that names the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy.options.config import DeployConfig, build_config
+from epd_serve.errors import ConfigError
+
+
+def yaml_file(folder: Path, text: str) -> str:
+    path = folder / "deploy.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, "layout: E-PD\nport: 9000\nstartup-timeout-s: 5\n")
+    config = build_config({"port": 9001}, path)
+    assert (config.layout, config.port, config.startup_timeout_s) == ("E-PD", 9001, 5.0)
+    assert config.host == DeployConfig().host
+
+
+def test_stage_args_and_proxy_may_be_lists_or_mappings(tmp_path: Path) -> None:
+    text = "stage_args: {P: --max-num-seqs 8}\nproxy: [media.max_bytes=5]\napi_keys: secret\n"
+    config = build_config({}, yaml_file(tmp_path, text))
+    assert config.stage_args == ("P:--max-num-seqs 8",)
+    assert config.proxy == ("media.max_bytes=5",)
+    assert config.api_keys == ("secret",)
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    assert build_config({}, yaml_file(tmp_path, "")) == DeployConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("layuot: E-PD", "unknown key 'layuot'; did you mean 'layout'"),
+        ("port: high", "port is 'high'; expected int"),
+        ("port: true", "port is True; expected int"),
+        ("allow_private_media: 1", "expected bool"),
+        ("- a", "no mapping"),
+        ("a: [", "deploy.yaml"),
+        ("port: 0", "port 0 is not between"),
+        ("device: tpu", "unknown device 'tpu'"),
+        ("media_root: /no/such", "is not a directory"),
+        ("arena_mib: -1", "has to be positive"),
+        ("mm_store: disk", "unknown mm_store 'disk'"),
+        ("mooncake_master: host", "is not HOST:PORT"),
+        ("{mooncake_master: 'a:1', mm_store: arena}", "use --mm-store mooncake"),
+        ("recompute_limit: 0", "has to be positive"),
+        ("tenant_header: 'X Team'", "is no header name"),
+        ("kv_grouping: 'fixed:0'", "kv_grouping 'fixed:0' is none of adaptive, fixed:N, layerwise, bulk, with N from"),
+        ("kv_packet_floor_kib: 0", "kv_packet_floor_kib is 0; it has to be positive"),
+        ("kv_packet_floor_kib: 1.5", "kv_packet_floor_kib is 1.5; expected int"),
+        ("kv_faults: 'pause=lunch'", "'pause=lunch' is no fault"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=None) as refused:
+        build_config({}, yaml_file(tmp_path, text))
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        build_config({}, "/no/such.yaml")

@@ -1,0 +1,68 @@
+"""Files with keys: the one that opens a cluster, and those of clients."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from deploy.options.key_files import admin_key, admin_key_command, client_keys, read_cluster_key
+from epd_serve.cluster import stage_key
+from epd_serve.errors import ConfigError
+
+
+def key_file(folder: Path, content: bytes, mode: int = 0o600) -> str:
+    path = folder / "key"
+    path.write_bytes(content)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_a_key_is_one_line(tmp_path: Path) -> None:
+    assert read_cluster_key(key_file(tmp_path, b"0123456789abcdef\n", 0o640)) == "0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "said"),
+    [
+        (b"0123456789abcdef", 0o644, "chmod 600"),
+        (b"0123456789abcdef", 0o602, "writable by everybody"),
+        (b"0123456789\x01abcdefgh", 0o600, "one word"),
+        (b"short", 0o600, "at least 16 characters; make one"),
+        (b"two words and more of them", 0o600, "one word"),
+        (b"\xff" * 20, 0o600, "not plain text"),
+    ],
+)
+def test_a_file_that_is_no_secret_is_refused(tmp_path: Path, content: bytes, mode: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_cluster_key(key_file(tmp_path, content, mode))
+
+
+def test_the_operators_key_is_another_one_and_printed_by_the_command_that_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "it's here"
+    folder.mkdir()
+    path = key_file(folder, b" 0123456789abcdef\n")
+    command = ["bash", "-c", admin_key_command(path)]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    derived = admin_key(read_cluster_key(path))
+    assert shown.stdout.strip() == derived and len(derived) == 64
+    assert derived != stage_key(read_cluster_key(path)) and derived != admin_key("0123456789abcdeg")
+
+
+def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="openssl rand"):
+        read_cluster_key(str(tmp_path / "none"))
+
+
+def test_clients_keys_are_lines_of_a_file_after_those_given_in_words(tmp_path: Path) -> None:
+    path = key_file(tmp_path, b"first\n\n second \n")
+    assert client_keys(["word"], path) == ("word", "first", "second")
+    assert client_keys(["word"], "") == ("word",)
+
+
+@pytest.mark.parametrize(("content", "mode"), [(b"", 0o600), (b"one\ntwo words\n", 0o600), (b"one\n", 0o644)])
+def test_a_file_without_clients_keys_is_refused(tmp_path: Path, content: bytes, mode: int) -> None:
+    with pytest.raises(ConfigError) as refused:
+        client_keys((), key_file(tmp_path, content, mode))
+    assert refused.value.param == "--api-key-file"

@@ -1,0 +1,76 @@
+"""Which tiers a launch gets, and what is said where Mooncake is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy.options import mm_store
+from deploy.options.config import DeployConfig
+from deploy.options.mm_store import choose_pool, what_is_missing
+from deploy.options.mooncake_package import PACKAGES
+from epd_serve.errors import ConfigError
+
+MISSING = "Mooncake is not installed; pip install mooncake-transfer-engine-npu"
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mm_store, "what_is_missing", lambda device, master: "")
+
+
+@pytest.fixture
+def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mm_store, "what_is_missing", lambda device, master: MISSING)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("device", "options", "pooled"),
+    [
+        ("cpu", {}, False),
+        ("cuda", {}, False),
+        ("npu", {}, True),
+        ("npu", {"mm_store": "arena"}, False),
+        ("cpu", {"mm_store": "mooncake"}, True),
+        ("cpu", {"mooncake_master": "10.0.0.1:50051"}, True),
+    ],
+)
+def test_auto_is_the_arena_alone_except_on_npus_and_with_a_given_master(
+    device: str, options: dict[str, str], pooled: bool
+) -> None:
+    assert choose_pool(DeployConfig(**options), device, features_travel=True) == (pooled, ())
+
+
+@pytest.mark.usefixtures("not_installed")
+def test_auto_without_mooncake_stays_with_the_arena_and_says_so() -> None:
+    pooled, (warning,) = choose_pool(DeployConfig(), "npu", features_travel=True)
+    assert not pooled
+    assert warning == f"features go through host memory alone: {MISSING}"
+
+
+@pytest.mark.usefixtures("not_installed")
+def test_mooncake_asked_for_and_missing_is_refused_with_the_command() -> None:
+    with pytest.raises(ConfigError, match="--mm-store mooncake: Mooncake is not installed; pip install"):
+        choose_pool(DeployConfig(mm_store="mooncake"), "npu", features_travel=True)
+
+
+def test_a_layout_without_encoders_needs_no_second_tier() -> None:
+    assert choose_pool(DeployConfig(), "npu", features_travel=False) == (False, ())
+    pooled, (warning,) = choose_pool(DeployConfig(mm_store="mooncake"), "cpu", features_travel=False)
+    assert not pooled and "no encode-only instance" in warning
+
+
+@pytest.mark.parametrize(("device", "package"), list(PACKAGES.items()))
+def test_the_package_to_install_depends_on_the_device(
+    device: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert what_is_missing(device, master=True) == f"Mooncake is not installed; pip install {package}==0.3.13.post1"
+
+
+@pytest.mark.mooncake
+def test_a_missing_master_program_matters_only_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert what_is_missing("cpu", master=True) == ""
+    monkeypatch.setattr(mm_store, "master_program", lambda: None)
+    assert "--mooncake-master HOST:PORT" in what_is_missing("cpu", master=True)
+    assert what_is_missing("cpu", master=False) == ""

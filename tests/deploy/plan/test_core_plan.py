@@ -1,0 +1,148 @@
+"""Core shares of one deployment: who gets which cores, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy.host.rundir import RunDir
+from deploy.launch.ready_message import ready_message
+from deploy.memory.shared_memory import SharedMemory
+from deploy.options.config import DeployConfig, build_config
+from deploy.plan import core_plan
+from deploy.plan.blueprint import Blueprint, draw
+from deploy.plan.core_plan import CorePlan, joined_order, named_order, order_for, plan_cores
+from deploy.plan.wiring_plan import WiringPlan
+from epd_serve.cpu_threads import CPU_THREADS_ENV
+from epd_serve.engine.argv import stage_command
+from epd_serve.errors import ConfigError
+from epd_serve.layout_parser import parse
+from epd_serve.placement import lower
+from npu_ops.core_grants import CoreGrant, CoreOrder
+from npu_ops.core_limits import whole_cores
+from npu_ops.core_sets import core_sets
+
+
+def planned(layout: str, text: str, device: str, cores: int = 0) -> CorePlan:
+    parsed = parse(layout)
+    sets = core_sets(parsed.device_count, range(cores)) if cores else None
+    return plan_cores(text, lower(parsed, range(parsed.device_count)), device, sets, None)
+
+
+def on_cores(count: int, monkeypatch: pytest.MonkeyPatch, layout: str, text: str) -> Blueprint:
+    monkeypatch.setattr("deploy.plan.blueprint.core_sets", lambda devices: core_sets(devices, range(count)))
+    return draw(DeployConfig(layout=layout, device="cpu", core_share=text))
+
+
+def test_without_the_option_neighbours_share_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    blueprint = on_cores(4, monkeypatch, "(E-P)-D", "")
+    assert [blueprint.cores_of(plan) for plan in blueprint.plans] == [(0, 1), (0, 1), (2, 3)]
+    assert not blueprint.core_orders and {plan.core_share for plan in blueprint.plans} == {None}
+
+
+def test_on_cpu_neighbours_get_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    blueprint = on_cores(16, monkeypatch, "(E-P)-D", "E=0.3,P=0.7")
+    assert {plan.id: blueprint.cores_of(plan) for plan in blueprint.plans} == {
+        "E0": (0, 1),
+        "P0": (2, 3, 4, 5, 6, 7),
+        "D0": tuple(range(8, 16)),
+    }
+    assert [plan.core_share for plan in blueprint.plans] == [0.3, 0.7, None]
+    run = RunDir("abcd", Path("/run/x"), Path("/dev/shm"))
+    wired = WiringPlan(blueprint, run, {plan.id: 21000 for plan in blueprint.plans}, SharedMemory(1, 1))
+    encoder, _, decoder = (wired.stage(plan, "i") for plan in blueprint.plans)
+    assert encoder.core_order is not None and encoder.core_order.report == "/run/x/E0.cores{rank}.json"
+    assert json.loads(stage_command(encoder).env[CPU_THREADS_ENV])["cores"] == [0, 1]
+    assert decoder.core_order is None
+
+
+@pytest.mark.parametrize(("layout", "cores"), [("(E-P)-D", 2), ("(E-P-D)", 2), ("(E-P)-D-E", 2)])
+def test_too_few_cpu_cores_for_cores_of_their_own_are_refused(
+    layout: str, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"share [12] CPU core\(s\), and each needs one of its own .*drop --core-share"
+    ):
+        on_cores(cores, monkeypatch, layout, "auto")
+
+
+def test_simulated_stages_have_no_cores() -> None:
+    with pytest.raises(ConfigError, match="simulated stages compute on no cores: drop --core-share"):
+        draw(DeployConfig(layout="(E-P)-D", engine="sim", core_share="auto"))
+
+
+def test_shares_that_concern_nobody_are_pointed_out() -> None:
+    assert planned("E-P-D", "auto", "npu").warnings == (
+        "--core-share auto changes nothing: no two stages of this layout share a device",
+    )
+
+
+def test_on_npus_the_workers_find_their_cores_themselves() -> None:
+    found = planned("(E-P)-D", "E=0.3,P=0.7", "npu")
+    assert set(found.orders) == {"E0", "P0"} and found.warnings == ()
+    order = order_for(found.orders, "P0", "/run/P0.cores{rank}.json")
+    assert order is not None
+    assert (order.device, order.share, order.shares) == ("npu", 0.7, {"E0": 0.3, "P0": 0.7})
+    assert (order.cores, order.enforced, order.report) == ((), True, "/run/P0.cores{rank}.json")
+    assert order_for(found.orders, "D0", "x") is None
+
+
+@pytest.mark.parametrize("why", ["", "no MPS control daemon at /tmp/nvidia-mps"])
+def test_on_cuda_shares_are_enforced_by_mps_or_not_at_all(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_plan, "why_no_mps", lambda: why)
+    found = planned("(E-P)-D", "E=0.3,P=0.7", "cuda")
+    assert {order.enforced for order in found.orders.values()} == {not why}
+    assert len(found.warnings) == bool(why)
+    if why:
+        assert found.warnings[0].startswith(
+            f"core shares are not enforced, the stages of a GPU take turns instead: {why}"
+        )
+
+
+def test_a_share_is_checked_when_the_configuration_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"E gets 1\.5"):
+        DeployConfig(core_share="E=1.5")
+    file = tmp_path / "d.yaml"
+    file.write_text("core_share: {E: 0.3, P: 0.7}\n")
+    assert build_config({}, str(file)).core_share == "E=0.3,P=0.7"
+    file.write_text("core-share: auto\n")
+    assert build_config({}, str(file)).core_share == "auto"
+    file.write_text("core_share: 0.3\n")
+    with pytest.raises(ConfigError, match=r"core_share is 0.3; expected str"):
+        build_config({}, str(file))
+
+
+def test_the_ready_message_shows_what_the_workers_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    blueprint = on_cores(8, monkeypatch, "(E-P)-D", "E=0.3,P=0.7")
+    run = RunDir("abcd", Path("/run/x"), Path("/dev/shm"))
+    wired = WiringPlan(blueprint, run, {plan.id: 21000 for plan in blueprint.plans}, SharedMemory(1, 1))
+    grant = CoreGrant(0, 0.3, {"cube": 7, "vector": 14}, {"cube": 24, "vector": 48})
+    message = ready_message(wired, 1.0, {"E0": (grant, grant), "P0": ()})
+    assert "  cores     E0: 7 of 24 cube, 14 of 48 vector   P0: unknown\n" in message
+    assert "cores     E0" not in ready_message(wired, 1.0)
+
+
+def test_a_stage_that_joins_is_limited_by_itself_and_rounds_down() -> None:
+    order, warnings = joined_order("0.3", "npu", simulated=False)
+    named = named_order(order, "E4", "/run/E4.cores{rank}.json")
+    assert named is not None and warnings == ()
+    assert (named.instance, dict(named.shares), named.report) == ("E4", {"E4": 0.3}, "/run/E4.cores{rank}.json")
+    both = [whole_cores({"cube": 24, "vector": 48}, CoreOrder("npu", "x", {"x": share})) for share in (0.3, 0.7)]
+    assert both == [{"cube": 7, "vector": 14}, {"cube": 16, "vector": 32}]
+    assert joined_order("", "cpu", simulated=False) == (None, ())
+    assert named_order(None, "E4", "x") is None
+
+
+@pytest.mark.parametrize(("text", "device"), [("0.3", "cpu"), ("1.5", "npu"), ("E=0.3", "npu"), ("auto", "npu")])
+def test_what_a_joining_stage_cannot_have_is_refused(text: str, device: str) -> None:
+    with pytest.raises(ConfigError, match=r"--core-share.*(taskset -c|this stage gets .*; a share is a fraction)"):
+        joined_order(text, device, simulated=False)
+
+
+def test_a_joining_stage_on_a_gpu_without_mps_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_plan, "why_no_mps", lambda: "no daemon")
+    order, (warning,) = joined_order("0.3", "cuda", simulated=False)
+    assert order is not None and not order.enforced
+    assert "not enforced" in warning and "no daemon" in warning

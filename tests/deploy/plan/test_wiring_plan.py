@@ -1,0 +1,320 @@
+"""A wired launch: who gets which address, what the proxy is told, how much shared memory is taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from deploy.host.rundir import RunDir
+from deploy.launch.ready_message import curl, endpoint_url, ready_message
+from deploy.memory.shared_memory import SharedMemory, fit_shared_memory
+from deploy.options.config import DeployConfig
+from deploy.options.proxy_overrides import proxy_overrides
+from deploy.options.ways import Ways, draw_ways
+from deploy.plan.blueprint import draw
+from deploy.plan.proxy_settings import build_proxy_settings
+from deploy.plan.wiring_plan import WiringPlan
+from epd_serve.engine.argv import FIRST_TOKEN_PROCESSOR, stage_command
+from epd_serve.engine.kv.transports import offered, quarantine_s
+from epd_serve.errors import ConfigError
+from epd_serve.image_tokens import Resized
+from epd_serve.layout_parser import parse
+from epd_serve.placement import InstancePlan, lower
+from epd_serve.roles import Role
+
+
+def wired(layout: str, **options: object) -> WiringPlan:
+    blueprint = draw(DeployConfig(layout=layout, device="cpu", **options))  # type: ignore[arg-type]
+    ports = {plan.id: 21000 + number for number, plan in enumerate(blueprint.plans)}
+    return WiringPlan(blueprint, RunDir("abcd", Path("/run/x"), Path("/dev/shm")), ports, SharedMemory(64, 8))
+
+
+def plan_of(plan: WiringPlan, name: str) -> InstancePlan:
+    return next(one for one in plan.blueprint.plans if one.id == name)
+
+
+def test_features_and_kv_are_wired_between_the_right_instances() -> None:
+    plan = wired("2E-P-D")
+    encode, prefill, decode = (plan.wiring(plan_of(plan, name), "i1") for name in ("E1", "P0", "D0"))
+    events = {"E0": "ipc:///run/x/E0.events", "E1": "ipc:///run/x/E1.events"}
+    assert prefill.events == decode.events == events
+    assert encode.events == {} and encode.publish == events["E1"]
+    assert prefill.publish == "ipc:///run/x/P0.events"
+    assert encode.arena == prefill.arena == "/dev/shm/epd-abcd-arena"
+    assert (prefill.kv_endpoint, decode.kv_endpoint, encode.kv_endpoint) == ("ipc:///run/x/P0.kv", "", "")
+    assert decode.kv_worker_endpoint == "ipc:///run/x/D0.kvw{rank}"
+    assert prefill.kv_peers == (("ipc:///run/x/D0.kvw0",),)
+    assert (prefill.kv_staging, prefill.kv_staging_bytes) == ("/dev/shm/epd-abcd-kv", 8 << 20)
+
+
+def test_those_who_send_kv_tell_how_their_links_are_and_make_room_for_fetches() -> None:
+    plan = wired("E-P:tp2-D:tp2", kv_grouping="fixed:3", kv_packet_floor_kib=64, kv_faults="drop=Ready:0.5")
+    e, p, d = (plan.wiring(plan_of(plan, name), "i") for name in ("E0", "P0", "D0"))
+    assert [one.kv_publish for one in (e, p, d)] == ["", "ipc:///run/x/P0.kvnews{rank}", ""]
+    assert [one.traffic for one in (e, p, d)] == ["", "/run/x/P0.traffic", ""]
+    assert {(one.kv_grouping, one.kv_packet_floor_bytes, one.kv_faults) for one in (p, d)} == {
+        ("fixed:3", 64 << 10, "drop=Ready:0.5")
+    }
+
+
+@pytest.mark.parametrize("layout", ["TP1", "E-P-D", "(E-PD)", "EP-D"])
+def test_every_role_tells_how_busy_it_is(layout: str) -> None:
+    plan = wired(layout)
+    for one in plan.blueprint.plans:
+        address = f"ipc:///run/x/{one.id}.load"
+        assert plan.wiring(one, "i").load_publish == plan.instance(one, "i").load_news == address
+
+
+def test_a_layout_without_encoders_has_no_arena() -> None:
+    plan = wired("EP-D")
+    assert all(plan.wiring(one, "i").arena == "" for one in plan.blueprint.plans)
+    assert wired("TP1").wiring(plan_of(wired("TP1"), "EPD0"), "i").events == {}
+
+
+def test_the_proxy_is_told_where_ready_goes() -> None:
+    plan = wired("E-P-D")
+    told = plan.instance(plan_of(plan, "P0"), "i7")
+    assert (told.url, told.incarnation, told.kv_endpoint) == ("http://127.0.0.1:21001", "i7", "ipc:///run/x/P0.kv")
+    assert plan.instance(plan_of(plan, "D0"), "i7").kv_endpoint is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "flags", "warned"),
+    [
+        ("E-P-D", {}, [(), ()], False),
+        ("P-D", {"stage_args": ("all:--seed 3", "P:--max-num-seqs 4")}, [("--seed 3",), ("--seed 3",)], False),
+        ("P-D", {"stage_args": ("D:--seed 3",)}, [(), ("--seed 3",)], True),
+        ("P-D", {"stage_args": ("D:--speculative-config {}",)}, [(), None], True),
+        ("P-D", {"first_token": "decode", "stage_args": ("D:--seed 3",)}, [None, None], False),
+        ("P-D", {"engine": "sim"}, [None, None], False),
+    ],
+)
+def test_who_may_answer_together_is_told_and_warned_of(
+    layout: str, options: dict[str, Any], flags: list[Any], warned: bool
+) -> None:
+    plan = wired(layout, **options)
+    assert [plan.instance(plan_of(plan, name), "i").answer_flags for name in ("P0", "D0")] == flags
+    assert any("first token" in line for line in plan.blueprint.warnings) is warned
+    forced = [
+        FIRST_TOKEN_PROCESSOR in stage_command(plan.stage(plan_of(plan, name), "i")).argv for name in ("P0", "D0")
+    ]
+    assert forced == [False, flags[1] is not None]
+
+
+def test_the_proxy_is_told_where_the_workers_report_their_links_and_take_kv() -> None:
+    plan = wired("E-P:tp2-D:tp2")
+    e, p, d = (plan.instance(plan_of(plan, name), "i7") for name in ("E0", "P0", "D0"))
+    assert p.kv_news == ("ipc:///run/x/P0.kvnews0", "ipc:///run/x/P0.kvnews1")
+    assert d.kv_workers == ("ipc:///run/x/D0.kvw0", "ipc:///run/x/D0.kvw1")
+    assert e.kv_news == e.kv_workers == p.kv_workers == d.kv_news == ()
+
+
+def test_every_life_of_a_stage_becomes_a_command() -> None:
+    plan = wired("(E-P)-D", stage_args=("D:--max-num-seqs 3",))
+    command = stage_command(plan.stage(plan_of(plan, "D0"), "i9"))
+    assert command.argv[-2:] == ("--max-num-seqs", "3")
+    assert any('"incarnation": "i9"' in word for word in command.argv)
+    assert plan.stage(plan_of(plan, "E0"), "i").colocated == 2
+
+
+def test_the_settings_of_the_proxy_follow_from_the_deployment(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("from-file\n")
+    keys.chmod(0o600)
+    plan = wired(
+        "(E-P)-D",
+        media_root=str(tmp_path),
+        proxy=(
+            "media.max_bytes=5",
+            "timeouts.encode_s=2",
+            "media.allowed_domains=a.org, *.b.org",
+            "key_limits.requests_per_minute=60",
+        ),
+        api_keys=("k",),
+        api_key_file=str(keys),
+    )
+    settings = build_proxy_settings(plan.blueprint)
+    assert settings.served_models == ("epd-demo",)
+    assert settings.roles == (Role.D, Role.E, Role.P)
+    assert (settings.media.max_bytes, settings.timeouts.encode_s) == (5, 2.0)
+    assert settings.media.allowed_domains == ("a.org", "*.b.org") and settings.key_limits.requests_per_minute == 60
+    assert settings.media.allowed_local_root == tmp_path.resolve()
+    assert settings.max_model_len == 8192
+    assert settings.identity.dtype == "bfloat16"
+    assert settings.identity.revision
+    assert settings.api_keys == ("k", "from-file")
+    assert settings.modalities == {"image"}
+    assert isinstance(settings.image_tokens, Resized) and settings.image_tokens.tokens(6 * 32, 6 * 32) == 36
+    fewer = wired("(E-P)-D", stage_args=("E:--mm-processor-kwargs '{\"max_pixels\": 24576}'",))
+    assert build_proxy_settings(fewer.blueprint).image_tokens == structs.replace(
+        settings.image_tokens, max_pixels=24576
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage_args", "heed"),
+    [
+        ((), True),
+        (("P:--scheduling-policy fcfs",), False),
+        (("D:--scheduling-policy=fcfs",), False),
+        (("D:--scheduling_policy fcfs",), False),
+        (("all:--scheduling-policy fcfs", "P:--scheduling-policy priority", "D:--scheduling-policy priority"), True),
+    ],
+)
+def test_the_proxy_knows_whether_stages_heed_priorities(stage_args: tuple[str, ...], heed: bool) -> None:
+    assert build_proxy_settings(wired("P-D", stage_args=stage_args).blueprint).stage_priorities is heed
+    said = wired("P-D", stage_args=stage_args, proxy=("stage_priorities=false",))
+    assert build_proxy_settings(said.blueprint).stage_priorities is False
+
+
+def test_flags_of_the_mm_store_reach_the_proxy_and_the_stages() -> None:
+    plan = wired(
+        "E-P-D",
+        send_pixels="always",
+        on_missing_feature="reencode",
+        tenant_header="X-Team",
+        shared_features=True,
+        recompute_limit=5,
+        feature_prefetch="demand",
+    )
+    settings = build_proxy_settings(plan.blueprint, plan.run.arena)
+    assert (settings.send_pixels, settings.on_missing_feature) == ("always", "reencode")
+    assert (settings.tenant_header, settings.shared_features) == ("X-Team", True)
+    assert settings.arena == plan.run.arena
+    wiring = plan.wiring(plan_of(plan, "P0"), "i")
+    assert (wiring.recompute_limit, wiring.feature_prefetch, wiring.feature_path) == (5, "demand", "host")
+    assert (wiring.mooncake_master, wiring.mooncake_segment_bytes) == ("", 0)
+
+
+def test_encoders_give_memory_to_the_second_tier_and_the_others_only_use_it() -> None:
+    plan = replace(wired("E-P-D", mooncake_segment_mib=64), mooncake_master="127.0.0.1:5")
+    encode, prefill = (plan.wiring(plan_of(plan, name), "i") for name in ("E0", "P0"))
+    assert (encode.mooncake_master, encode.mooncake_segment_bytes) == ("127.0.0.1:5", 64 << 20)
+    assert (prefill.mooncake_master, prefill.mooncake_segment_bytes) == ("127.0.0.1:5", 0)
+
+
+def test_on_the_device_path_consumers_have_agents_and_encoders_hear_which_way_they_are_reached() -> None:
+    plan = wired("E-P-D")
+    direct = Ways(dict.fromkeys(("E0", "P0", "D0"), "device"))
+    plan = replace(plan, blueprint=replace(plan.blueprint, ways=direct), mooncake_master="127.0.0.1:5")
+    e, p, d = (plan.wiring(plan_of(plan, name), "i") for name in ("E0", "P0", "D0"))
+    assert (e.feature_path, p.feature_path, d.feature_path) == ("device", "device", "device")
+    assert e.events == {"P0": p.publish, "D0": d.publish}
+    assert p.events == d.events == {"E0": e.publish}
+    assert [wiring.feature_worker_endpoint for wiring in (e, p, d)] == [
+        "",
+        plan.run.ipc("P0.features{rank}"),
+        plan.run.ipc("D0.features{rank}"),
+    ]
+
+
+def on_npus(layout: str, **options: object) -> WiringPlan:
+    """As if the plans' devices were NPUs, with a second tier."""
+    plan = wired(layout, **options)
+    ways = draw_ways(plan.blueprint.config, "npu", plan.blueprint.plans, pooled=True)
+    inventory = replace(plan.blueprint.inventory, kind="npu")
+    return replace(
+        plan, blueprint=replace(plan.blueprint, ways=ways, inventory=inventory), mooncake_master="127.0.0.1:5"
+    )
+
+
+def test_pairs_on_one_npu_are_wired_to_shared_memory_and_others_are_not() -> None:
+    plan = on_npus("(E-P-D)-D")
+    p, beside, away = (plan.wiring(plan_of(plan, name), "i") for name in ("P0", "D0", "D1"))
+    assert p.kv_beside == ("ipc:///run/x/D0.kvw0",)
+    assert [one.kv_transport for one in (p, beside, away)] == ["auto", "shm", "auto"]
+    ends = ("ipc:///run/x/D0.kvw0", "ipc:///run/x/D1.kvw0")
+    assert [offered(p, "npu", end) for end in ends] == [("shm",), ("mooncake", "shm")]
+    assert [quarantine_s(one, "npu") for one in (beside, away)] == [0.0, 30.0]
+    assert offered(beside, "npu") == ("shm",) and offered(away, "npu") == ("mooncake", "shm")
+
+
+def test_an_encoder_beside_one_taker_serves_all_of_them_through_the_arena() -> None:
+    plan = on_npus("(E-P)-P-D")
+    wirings = {name: plan.wiring(plan_of(plan, name), "i") for name in ("E0", "P0", "P1", "D0")}
+    assert {one.feature_path for one in wirings.values()} == {"host"}
+    assert wirings["E0"].events == {} and not any(one.feature_worker_endpoint for one in wirings.values())
+
+
+def test_without_encoders_the_proxy_has_no_arena_to_ask() -> None:
+    plan = wired("EP-D")
+    assert build_proxy_settings(plan.blueprint, plan.run.arena).arena is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("media.max_bytes", "not KEY=VALUE"),
+        ("medai.max_bytes=1", "did you mean 'media.max_bytes'?"),
+        ("media=1", "unknown proxy setting"),
+        ("identity.model=x", "unknown proxy setting"),
+        ("send_pixels=always", "has a flag of its own: --send-pixels"),
+        ("retries=many", "a number is expected"),
+        ("media.allow_private_addresses=yes", "write true or false"),
+    ],
+)
+def test_a_proxy_setting_that_is_wrong_is_named(entry: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        proxy_overrides([entry])
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "free", "fitted"),
+    [
+        ("(E-P)-D", 1000, (256, 64)),
+        ("(E-P)-D", 300, (128, 32)),
+        ("(E-P)-D", 64, (16, 4)),
+        ("TP1", 1, (256, 64)),
+        ("EP-D", 100, (256, 64)),
+    ],
+)
+def test_shared_memory_shrinks_to_what_is_free(layout: str, free: int, fitted: tuple[int, int]) -> None:
+    plans = lower(parse(layout), range(4))
+    travel = any(plan.role is Role.E for plan in plans)
+    assert fit_shared_memory(SharedMemory(256, 64), plans, features_travel=travel, free=free) == SharedMemory(*fitted)
+
+
+@pytest.mark.parametrize(
+    ("layout", "links"),
+    [("P-D", 1), ("2P-D", 2), ("P:tp2-D:tp2", 2), ("P:tp2-D", 2), ("P-D:tp4", 4), ("P:tp2-D:tp3", 4)],
+)
+def test_every_pair_of_workers_that_shares_heads_has_staging_memory(layout: str, links: int) -> None:
+    plans = lower(parse(layout), range(8))
+    wanted = SharedMemory(256, 64)
+    enough = 64 * links + 32
+    assert fit_shared_memory(wanted, plans, features_travel=False, free=enough) == wanted
+    assert fit_shared_memory(wanted, plans, features_travel=False, free=enough - 1).staging_mib == 32
+
+
+def test_too_little_shared_memory_is_refused_with_the_fix() -> None:
+    with pytest.raises(ConfigError, match="--shm-size=1g"):
+        fit_shared_memory(SharedMemory(256, 64), lower(parse("E-P-D"), range(3)), features_travel=True, free=40)
+
+
+def test_the_ready_message_shows_endpoint_placement_and_a_command() -> None:
+    plan = wired("(E-P)-D", port=8123)
+    message = ready_message(plan, 12.34)
+    assert "Ready in 12.3 s: (E-P)-D on cpu serves epd-demo" in message
+    assert "http://127.0.0.1:8123/v1" in message
+    assert "data:image/png;base64," in message
+    assert "P0        P       0    E0" in message
+
+
+@pytest.mark.parametrize("keys", [{"api_keys": ("secret",)}, {"api_key_file": "secret"}], ids=str)
+def test_the_command_to_try_names_a_reachable_address_and_the_key(keys: dict[str, Any]) -> None:
+    blueprint = wired("TP1", host="0.0.0.0", **keys).blueprint
+    assert endpoint_url(blueprint) == "http://127.0.0.1:8000"
+    shown = curl(blueprint, endpoint_url(blueprint))
+    assert "$EPD_API_KEY" in shown
+    assert "secret" not in shown
+
+
+def test_more_virtual_devices_than_cores_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    assert draw(DeployConfig(layout="E-P-D", device="cpu")).warnings
+    assert not draw(DeployConfig(layout="(E-P)-D", device="cpu")).warnings
