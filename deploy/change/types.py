@@ -1,0 +1,119 @@
+"""The words of a change: what is wanted, what is there, what may be done, what is short."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from deploy.runtime.protocol import Node, Observed, Spec
+from epd_serve.roles import Role
+
+Kind = str
+"""A kind of request that a layout serves: `text` or `media` (`deploy.change.serving`)."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A layout as text, and its instances."""
+
+    layout: str
+    specs: tuple[Spec, ...]
+
+
+@dataclass(frozen=True)
+class Actual:
+    """What there is.
+
+    Attributes:
+        empty: ids of draining instances on which nothing is under way, or whose time to drain is over.
+        leaving: ids of P with both halves that are given nothing new, because they are to be D.
+        quiet: those of them on which no prefill is under way and no KV has yet to leave.
+        required: kinds of requests that must not lose their last path: those served when the change began.
+        paused: new requests wait.
+        staging_bytes: shared memory of each KV link. arena_bytes: of the arena, where there are features.
+    """
+
+    nodes: tuple[Node, ...]
+    instances: tuple[Observed, ...]
+    empty: frozenset[str] = frozenset()
+    leaving: frozenset[str] = frozenset()
+    quiet: frozenset[str] = frozenset()
+    required: frozenset[Kind] = frozenset()
+    paused: bool = False
+    staging_bytes: int = 0
+    arena_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Start:
+    id: str
+    spec: Spec
+
+
+@dataclass(frozen=True)
+class Flip:
+    """An instance with both halves takes the other part. A P leaves first, and flips when it is quiet."""
+
+    id: str
+    role: Role
+
+
+@dataclass(frozen=True)
+class Leave:
+    """A P with both halves gets nothing new: it will be a D once it is quiet."""
+
+    id: str
+
+
+@dataclass(frozen=True)
+class Drain:
+    id: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    id: str
+
+
+@dataclass(frozen=True)
+class Pause:
+    """New requests wait at the front doors."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    pass
+
+
+Action = Start | Flip | Leave | Drain | Stop | Pause | Resume
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Why the wanted layout cannot be reached without taking something away.
+
+    Attributes:
+        what: a resource, or `last path`. where: node, or kind of request.
+        needed: bytes, free: bytes; 0 for a path.
+        blocks: ids of instances that would have to go first.
+        pause_helps: it can be reached while new requests wait.
+    """
+
+    what: str
+    where: str
+    needed: int = 0
+    free: int = 0
+    blocks: tuple[str, ...] = ()
+    pause_helps: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Actions in an order that keeps the rules, with what each takes by experience, seconds."""
+
+    actions: tuple[Action, ...]
+    seconds: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def pauses(self) -> bool:
+        return any(isinstance(one, Pause) for one in self.actions)

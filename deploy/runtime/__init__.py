@@ -1,0 +1,1 @@
+"""What runs instances: the protocol, and what implements it."""
