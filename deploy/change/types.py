@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from deploy.runtime.protocol import Node, Observed, Spec
 from epd_serve.roles import Role
@@ -109,11 +109,29 @@ class Shortage:
 
 @dataclass(frozen=True)
 class Plan:
-    """Actions in an order that keeps the rules, with what each takes by experience, seconds."""
+    """Actions in an order that keeps the rules: those of a wave begin together, the next wave once they have ended."""
 
-    actions: tuple[Action, ...]
-    seconds: Mapping[int, float] = field(default_factory=dict)
+    waves: tuple[tuple[Action, ...], ...]
 
     @property
     def pauses(self) -> bool:
-        return any(isinstance(one, Pause) for one in self.actions)
+        return any(isinstance(one, Pause) for wave in self.waves for one in wave)
+
+    def seconds(self, start_s: Mapping[Role, float], drain_s: float = 0.0, *, paused: bool = False) -> float | None:
+        """How long it takes by experience, or how long of it new requests wait; None where a start has no precedent.
+
+        Args:
+            start_s: of an instance by role. drain_s: of a drain.
+        """
+        total, counts = 0.0, not paused
+        for wave in self.waves:
+            begins = any(isinstance(one, Pause) for one in wave)
+            counts = counts or begins
+            starts = [start_s.get(one.spec.role) for one in wave if isinstance(one, Start)]
+            if counts and any(one is None for one in starts):
+                return None
+            drains = drain_s if any(isinstance(one, Drain) for one in wave) else 0.0
+            total += max([drains, *(one for one in starts if one is not None)]) if counts else 0.0
+            if paused and any(isinstance(one, Resume) for one in wave):
+                counts = False
+        return total

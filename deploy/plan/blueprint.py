@@ -91,10 +91,18 @@ class Blueprint:
         return self.cores.of(plan.devices) if self.cores is not None else ()
 
 
-def draw(config: DeployConfig, *, stage: OneStage | None = None, starts_stages: bool = True) -> Blueprint:
+def draw(
+    config: DeployConfig,
+    *,
+    stage: OneStage | None = None,
+    starts_stages: bool = True,
+    devices: Sequence[int] | None = None,
+) -> Blueprint:
     """Check the configuration and place its instances.
 
     Args:
+        devices: their devices in the layout's order, at least as many as it has; those that were found, in order, if
+            none are named. On CPU they are virtual, and the cores are divided among as many as the highest id says.
         stage: what the one instance of the layout stands for, where it is not the monolith that the layout says.
         starts_stages: False for a head, whose stages are on other machines.
 
@@ -111,9 +119,10 @@ def draw(config: DeployConfig, *, stage: OneStage | None = None, starts_stages: 
     inventory = _devices("cpu" if simulated else config.device)
     if inventory.kind != "cpu" and not inventory.ids:
         raise ConfigError(f"no {inventory.kind} device found: {inventory.note}; use --device cpu", param="--device")
-    plans = lower(layout, inventory.allot(layout.device_count), shared=config.share_devices)
+    plans = lower(layout, devices or inventory.allot(layout.device_count), shared=config.share_devices)
     ascend, doubts = preflight(inventory.kind, plans, environment(), refuse=config.start_checks == "refuse")
-    cores = core_sets(layout.device_count) if inventory.kind == "cpu" and not simulated else None
+    virtual = max((*(devices or ()), layout.device_count - 1)) + 1
+    cores = core_sets(virtual) if inventory.kind == "cpu" and not simulated else None
     divided = plan_cores(config.core_share, plans, inventory.kind, cores, facts)
     plans = divided.plans
     features_travel = any(role.sends_features for role in layout.roles)

@@ -318,3 +318,12 @@ def test_more_virtual_devices_than_cores_is_a_warning(monkeypatch: pytest.Monkey
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     assert draw(DeployConfig(layout="E-P-D", device="cpu")).warnings
     assert not draw(DeployConfig(layout="(E-P)-D", device="cpu")).warnings
+
+
+def test_instances_are_placed_on_the_devices_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+
+    blueprint = draw(DeployConfig(layout="E-P-D", device="cpu"), devices=(0, 3, 1))
+
+    assert [plan.devices for plan in blueprint.plans] == [(0,), (3,), (1,)]
+    assert [blueprint.cores_of(plan) for plan in blueprint.plans] == [(0,), (3,), (1,)]

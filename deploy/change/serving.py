@@ -1,0 +1,33 @@
+"""Which kinds of requests a set of instances serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from deploy.change.types import Actual, Kind, Wanted
+from deploy.runtime.protocol import Observed, Phase
+from epd_serve.roles import Role
+from proxy.routing.paths import paths
+
+KINDS: dict[Kind, tuple[bool, bool]] = {"text": (False, False), "media": (True, False), "fused": (False, True)}
+"""Kind -> (has media, needs one instance that prefills and decodes)."""
+
+
+def kinds(roles: Iterable[Role]) -> frozenset[Kind]:
+    """Those that have a path through these roles. Encoders are on none: whoever prefills has the tower, too."""
+    there = frozenset(roles)
+    return frozenset(kind for kind, (media, fused) in KINDS.items() if paths(there, multimodal=media, fused=fused))
+
+
+def served(instances: Iterable[Observed], leaving: frozenset[str] = frozenset()) -> frozenset[Kind]:
+    """By the instances that are up and are given requests."""
+    return kinds(one.order.spec.role for one in instances if one.phase is Phase.UP and one.order.id not in leaving)
+
+
+def required(wanted: Wanted, actual: Actual) -> frozenset[Kind]:
+    """What a change that begins now must go on serving all the time: all of today's that the wanted layout serves, too.
+
+    Whoever has been up counts: one that is between two lives is coming back, and its path is not lost by that.
+    """
+    coming = (one for one in actual.instances if one.phase is Phase.UP or (one.phase is Phase.DOWN and one.ever_up))
+    return kinds(one.order.spec.role for one in coming) & kinds(spec.role for spec in wanted.specs)
