@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from deploy.change.match import given_up
 from deploy.change.types import (
     Action,
     Actual,
@@ -67,11 +68,16 @@ def carried_out(action: Action, actual: Actual) -> Actual:
 
 
 def settled(actual: Actual) -> Actual:
-    """The world once all that was begun has ended well: what starts is up, what drains is empty, what stops is gone."""
+    """The world once all that was begun has ended well: what starts, or has died and is started again, is up, what
+    drains is empty, what stops is gone."""
     instances = tuple(
-        replace(one, phase=Phase.UP, ever_up=True) if one.phase is Phase.STARTING else one
+        replace(one, phase=Phase.UP, ever_up=True) if _comes(one) else one
         for one in actual.instances
         if one.phase is not Phase.STOPPING
     )
     draining = frozenset(one.order.id for one in instances if one.phase is Phase.DRAINING)
     return replace(actual, instances=instances, empty=draining, quiet=actual.leaving)
+
+
+def _comes(one: Observed) -> bool:
+    return one.phase is Phase.STARTING or (one.phase is Phase.DOWN and not given_up(one))

@@ -196,6 +196,16 @@ def test_a_path_whose_stage_is_between_two_lives_is_required_all_the_same():
     assert required(wanted("TP1"), replace(now, instances=there)) == {"text", "media"}
 
 
+def test_a_plan_counts_on_a_stage_that_is_between_two_lives():
+    now = actual("EP-D")
+    there = tuple(replace(one, phase=Phase.DOWN) if one.order.id == "D0" else one for one in now.instances)
+
+    plan = diff(wanted("EP-D-E", running=[one.order.spec for one in there]), replace(now, instances=there))
+
+    assert isinstance(plan, Plan)
+    assert "Start E0" in kinds_of(plan.waves[0])
+
+
 def test_one_that_drains_is_taken_back_when_it_is_wanted_again():
     now = actual("(E-P)-D-E")
     there = tuple(replace(one, phase=Phase.DRAINING) if one.order.id == "E1" else one for one in now.instances)
