@@ -12,15 +12,15 @@ import time
 
 from bench.scratch import scratch
 from deploy.agent.health import health_status
+from deploy.agent.specs import orders
 from deploy.agent.stage_life import Spawn, StageLife
 from deploy.agent.template import stage_starts
+from deploy.agent.wiring import STAGE_HOST, Site, wire
 from deploy.host.environment import stage_environment
 from deploy.host.ports import free_ports
 from deploy.host.rundir import RunDir
-from deploy.memory.shared_memory import SharedMemory
 from deploy.options.engines import command_of
 from deploy.plan.blueprint import Blueprint
-from deploy.plan.wiring_plan import STAGE_HOST, WiringPlan
 from epd_serve.errors import StageError
 from epd_serve.placement import InstancePlan
 from store.arena import Arena
@@ -40,11 +40,12 @@ def seconds_to_ready(blueprint: Blueprint, plan: InstancePlan) -> float:
     with scratch() as folder, contextlib.ExitStack() as stack:
         run = RunDir.create(folder / "run")
         stack.callback(run.remove)
-        memory = SharedMemory(blueprint.config.arena_mib, blueprint.config.kv_staging_mib)
-        ports = dict(zip((one.id for one in blueprint.plans), free_ports(len(blueprint.plans)), strict=True))
+        config, ordered = blueprint.config, {one.id: one for one in orders(blueprint)}
+        (port,) = free_ports(1)
         if blueprint.features_travel:
-            stack.callback(Arena.create(str(run.arena), capacity_bytes=memory.arena_mib << 20).close)
-        stage = WiringPlan(blueprint, run, ports, memory).stage(plan, os.urandom(6).hex())
+            stack.callback(Arena.create(str(run.arena), capacity_bytes=config.arena_mib << 20).close)
+        order, site = ordered.pop(plan.id), Site(run, config.kv_staging_mib << 20)
+        stage = wire(order, site, port, os.urandom(6).hex(), ordered.values())
         command = command_of(stage)
         spawn = Spawn(command.argv, stage_environment(command.env, run.path, blueprint.device))
         return asyncio.run(_start(blueprint, spawn, run, plan.id, stage.port))

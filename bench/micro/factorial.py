@@ -44,13 +44,13 @@ from bench.sweep.deployments import Deployment
 from bench.sweep.plain_vllm import command
 from bench.workloads.arrivals import ClosedLoop, Poisson, arrival_times
 from bench.workloads.synthetic import DemoImage, demo_body, demo_image
+from deploy.agent.specs import orders
+from deploy.agent.wiring import Site, wire
 from deploy.host.environment import stage_environment
 from deploy.host.ports import free_ports
 from deploy.host.rundir import RunDir
-from deploy.memory.shared_memory import SharedMemory
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import Blueprint, draw
-from deploy.plan.wiring_plan import WiringPlan
 from epd_serve.cpu_threads import BIND_ENV, CPU_THREADS_ENV, CpuThreads
 from epd_serve.demo.presets import PRESETS, write_preset
 from epd_serve.engine.argv import SHARED_CORES_ENV, stage_command
@@ -194,8 +194,8 @@ def _stage(stack: contextlib.ExitStack, blueprint: Blueprint, folder: Path, vari
     run = RunDir.create(folder / "run")
     stack.callback(run.remove)
     (port,) = free_ports(1)
-    wiring = WiringPlan(blueprint, run, {plan.id: port}, SharedMemory(1, 1))
-    made = stage_command(wiring.stage(plan, os.urandom(6).hex()))
+    (order,) = orders(blueprint)
+    made = stage_command(wire(order, Site(run, staging_bytes=0), port, os.urandom(6).hex()))
     argv, env = list(made.argv), dict(made.env)
     if not variant.bell:
         del env[SHARED_CORES_ENV]

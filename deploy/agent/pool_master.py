@@ -127,3 +127,6 @@ class MasterNews:
         if retry_in_s is not None:
             reason = reason.partition("; its log ends with: ")[0]  # its last line tells nothing about a kill
             self._tell(f"{stage} is down: {reason}; features stay on their host; restart in {retry_in_s:g} s")
+
+    def over(self, stage: str, reason: str) -> None:
+        """Whoever waits for its first answer is told."""

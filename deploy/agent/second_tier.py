@@ -66,24 +66,18 @@ class SecondTier:
             await self._look_for_given(tell)
             yield None
             return
-        supervisor = Supervisor([self.master.spec()], MasterNews(self.master, tell), PATIENCE)
-        watch = asyncio.create_task(supervisor.run(), name=MASTER_PROGRAM)
-        up = asyncio.create_task(supervisor.all_up.wait())
+        supervisor = Supervisor(MasterNews(self.master, tell), PATIENCE)
+        supervisor.add(self.master.spec())
         try:
-            await asyncio.wait({watch, up}, return_when=asyncio.FIRST_COMPLETED)
-            if watch.done():
-                self._explain(watch)
+            await self._answered(supervisor)
             record_pool(self.run, self.address, self.master.metrics)
             yield supervisor
         finally:
-            for task in (up, watch):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, StageError):
-                    await task
+            await supervisor.close()
 
-    def _explain(self, watch: asyncio.Task[None]) -> None:
+    async def _answered(self, supervisor: Supervisor) -> None:
         try:
-            watch.result()
+            await supervisor.answered(MASTER_PROGRAM)
         except StageError as error:
             raise StageError(f"{error}; its log: {self.run.keep_log(MASTER_PROGRAM)}", stage=error.stage) from None
 

@@ -1,8 +1,8 @@
-"""Keeps the stages running: starts them, watches them, restarts the dead with back-off, ends them all.
+"""Keeps stages running: starts them, watches them, restarts the dead with back-off, ends them.
 
-One task per stage. A stage that fails its first start ends the whole launch with the reason from its log; one that
-was ready once is restarted for ever, under a new incarnation and on the same port. Owns no file or port: what belongs
-to a life is cleared by the `before_spawn` callback.
+One task per stage, from `add` to `remove`. A stage that was ready once is restarted for ever, under a new incarnation
+and on the same port, until it is retired. One that fails its first start is over: what that means for the others is
+the caller's decision. Owns no file or port: what belongs to a life is cleared by the `before_spawn` callback.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -27,13 +27,18 @@ logger = logging.getLogger(__name__)
 ENGINE_DEAD = 503  # what vLLM's /health answers once its engine has died, and for nothing else
 
 
+async def _nothing() -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class StageSpec:
     """One stage to keep alive.
 
     Attributes:
         command: makes the command of a life from its incarnation.
-        turn: stages of the same turn start one after the other (their memory is profiled); "" starts freely.
+        prepare: awaited before each life; raises OSError or ConfigError where there can be none.
+        turns: stages that have one in common start one after the other (their memory is profiled).
         what: what messages call it, before its id.
     """
 
@@ -42,7 +47,8 @@ class StageSpec:
     port: int
     log_path: Path
     command: Callable[[str], Spawn]
-    turn: str = ""
+    prepare: Callable[[], Awaitable[None]] = _nothing
+    turns: Sequence[str] = ()
     what: str = "stage"
 
 
@@ -92,75 +98,129 @@ class StageEvents(Protocol):
     def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float | None) -> None:
         """It was up, or was being restarted, and is not. `retry_in_s` is None as long as what is left of it ends."""
 
+    def over(self, stage: str, reason: str) -> None:
+        """It is not started again: its first start failed, or it has ended after it was retired."""
+
 
 @dataclass
-class Supervisor:
-    """Use as `async with asyncio.TaskGroup() as group: group.create_task(supervisor.run())`, then `all_up`.
+class _Supervised:
+    """One stage.
 
-    `run` ends only by cancellation (which stops every stage) or by a first start that fails.
+    Attributes:
+        answered: set when it has answered once; a StageError where it never will.
+        life: that of now.
+        retired: it is not started again.
+        grace_s: of its end, where it is ended by us.
     """
 
-    stages: Sequence[StageSpec]
-    events: StageEvents
-    patience: Patience = field(default_factory=Patience)
-    parallel_starts: int = 0
-    start: Start = execute
+    stage: StageSpec
+    answered: asyncio.Future[None]
+    life: StageLife | None = None
+    retired: bool = False
+    grace_s: float = 0.0
+    task: asyncio.Task[None] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.all_up = asyncio.Event()
-        self._seen_up: set[str] = set()
-        self._lives: dict[str, StageLife] = {}
-        self._turns = {stage.turn: asyncio.Lock() for stage in self.stages if stage.turn}
-        self._starts = asyncio.Semaphore(self.parallel_starts or max(1, len(self.stages)))
 
-    async def run(self) -> None:
-        """Supervise until cancelled.
+class Supervisor:
+    """Needs a running loop. Whoever makes one closes it.
+
+    Args:
+        parallel_starts: stages that start at once; 0: all.
+    """
+
+    def __init__(
+        self, events: StageEvents, patience: Patience | None = None, parallel_starts: int = 0, start: Start = execute
+    ) -> None:
+        self.events = events
+        self.patience = patience or Patience()
+        self.start = start
+        self._stages: dict[str, _Supervised] = {}
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._starts: contextlib.AbstractAsyncContextManager[None] = (
+            asyncio.Semaphore(parallel_starts) if parallel_starts else contextlib.nullcontext()
+        )
+
+    def add(self, stage: StageSpec) -> None:
+        """Start it, and keep it running. The id is nobody else's, or of one that is over."""
+        assert stage.id not in self._stages or self._stages[stage.id].task.done()
+        one = self._stages[stage.id] = _Supervised(stage, asyncio.get_running_loop().create_future())
+        one.task = asyncio.create_task(self._supervise(one), name=f"{stage.what} {stage.id}")
+
+    def retire(self, stage_id: str, retired: bool = True) -> None:
+        """When it ends it is not started again; or it is, after all. One that has ended already stays so."""
+        self._stages[stage_id].retired = retired
+
+    async def remove(self, stage_id: str, grace_s: float) -> None:
+        """End it, and forget it: SIGTERM, and SIGKILL after `grace_s`. May be asked for twice."""
+        if (one := self._stages.get(stage_id)) is None:
+            return
+        one.grace_s = grace_s
+        if not one.task.cancelling():
+            one.task.cancel()
+        await asyncio.wait([one.task])
+        if one.life is not None:  # it was being cleared away, which our word has interrupted
+            await one.life.stop(grace_s)
+        self._refuse(one, "it was ended")
+        self._stages.pop(stage_id, None)
+
+    async def close(self) -> None:
+        """End all of them, together."""
+        async with asyncio.TaskGroup() as group:
+            for stage_id in self._stages:
+                group.create_task(self.remove(stage_id, self.patience.stop_grace_s))
+
+    async def answered(self, stage_id: str) -> None:
+        """Wait until it has answered once.
 
         Raises:
-            StageError: a stage failed its first start; every other one has been stopped.
+            StageError: its first start failed, or it was ended before.
         """
-        try:
-            async with asyncio.TaskGroup() as group:
-                for stage in self.stages:
-                    group.create_task(self._supervise(stage), name=f"stage {stage.id}")
-        except ExceptionGroup as failed:
-            stage_errors, _ = failed.split(StageError)
-            if stage_errors is None:
-                raise
-            raise _first(stage_errors) from None
+        await asyncio.shield(self._stages[stage_id].answered)
 
     def groups(self) -> dict[str, int]:
         """Process groups that run now, by stage."""
-        return {stage: life.pid for stage, life in self._lives.items()}
+        return {name: one.life.pid for name, one in self._stages.items() if one.life is not None}
 
     def kill_now(self) -> None:
         """SIGKILL every group, without waiting (second Ctrl-C)."""
-        for life in self._lives.values():
-            life.kill()
+        for one in self._stages.values():
+            if one.life is not None:
+                one.life.kill()
 
-    async def _supervise(self, stage: StageSpec) -> None:
-        failures = 0
-        while True:
+    async def _supervise(self, one: _Supervised) -> None:
+        stage, failures, reason = one.stage, 0, ""
+        while not (one.retired and one.answered.done()):
             incarnation = uuid.uuid4().hex[:12]
             lived = _Lived()
             try:
-                await self._live(stage, incarnation, lived)
+                await self._live(one, incarnation, lived)
             except (OSError, ConfigError) as error:  # ConfigError: its command cannot be made (any more)
                 lived.reason = f"cannot be started: {error}"
-            except EpdError:
-                raise  # whoever listens says that it cannot go on
-            except Exception as error:  # a defect of ours costs this life of this stage, not all of the launch
+            except EpdError as error:  # whoever listens says that it cannot go on
+                self._refuse(one, reason := str(error))
+                break
+            except Exception as error:  # a defect of ours costs this life of this stage, and no more
                 logger.exception("supervising %s %s failed", stage.what, stage.id)
                 lived.reason = f"cannot be supervised: {type(error).__name__}: {error}"
-            if stage.id not in self._seen_up:
-                raise StageError(f"{stage.what} {stage.id} did not start: {lived.reason}", stage=stage.id)
+            reason = lived.reason
+            if self._refuse(one, f"{stage.what} {stage.id} did not start: {reason}") or one.retired:
+                break
             failures = 0 if lived.up_s >= self.patience.settled_s else failures + 1
             delay_s = self._backoff(failures)
             try:
-                self.events.down(stage.id, incarnation, lived.reason, delay_s)
+                self.events.down(stage.id, incarnation, reason, delay_s)
             except Exception:  # whoever listens fails: the stage is started again all the same
                 logger.exception("the end of %s %s could not be told", stage.what, stage.id)
             await asyncio.sleep(delay_s)
+        self.events.over(stage.id, reason)
+
+    def _refuse(self, one: _Supervised, why: str) -> bool:
+        """Whether it has never answered, and now never will."""
+        if one.answered.done():
+            return False
+        one.answered.set_exception(StageError(why, stage=one.stage.id))
+        one.answered.exception()  # looked at: whether anybody waits for it is theirs to know
+        return True
 
     def _backoff(self, failures: int) -> float:
         """`failures`: lives in a row that were not healthy for long."""
@@ -168,18 +228,20 @@ class Supervisor:
             return 0.0
         return min(self.patience.backoff_max_s, self.patience.backoff_s * 2.0 ** min(failures - 1, 16))
 
-    async def _live(self, stage: StageSpec, incarnation: str, lived: _Lived) -> None:
+    async def _live(self, one: _Supervised, incarnation: str, lived: _Lived) -> None:
         """One life, from its turn to start to the end of its process group."""
-        grace_s = self.patience.stop_grace_s
+        stage, grace_s = one.stage, self.patience.stop_grace_s
         try:
             async with self._turn(stage):
+                await stage.prepare()
                 self.events.before_spawn(stage.id, incarnation)
-                life = await StageLife.begin(stage.command(incarnation), stage.log_path, self.start)
-                self._lives[stage.id] = life
+                life = one.life = await StageLife.begin(stage.command(incarnation), stage.log_path, self.start)
                 self.events.spawned(stage.id, life.pid)
                 trouble = await self._until_ready(stage, life)
             if trouble is None:
-                self._mark_up(stage, incarnation, time.monotonic() - life.started)
+                self.events.up(stage.id, incarnation, time.monotonic() - life.started)
+                if not one.answered.done():
+                    one.answered.set_result(None)
                 since = time.monotonic()
                 trouble = await self._until_trouble(stage, life)
                 lived.up_s = time.monotonic() - since
@@ -187,22 +249,19 @@ class Supervisor:
                 self.events.down(stage.id, incarnation, trouble, None)
             lived.reason = trouble
             grace_s = min(2.0, grace_s)
+        except asyncio.CancelledError:
+            grace_s = one.grace_s
+            raise
         finally:
-            if (life_now := self._lives.get(stage.id)) is not None:
-                await life_now.stop(grace_s)
-                del self._lives[stage.id]
-
-    def _mark_up(self, stage: StageSpec, incarnation: str, seconds: float) -> None:
-        self.events.up(stage.id, incarnation, seconds)
-        self._seen_up.add(stage.id)
-        if len(self._seen_up) == len(self.stages):
-            self.all_up.set()
+            if one.life is not None:
+                await one.life.stop(grace_s)
+                one.life = None
 
     @contextlib.asynccontextmanager
     async def _turn(self, stage: StageSpec) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
-            if stage.turn:
-                await stack.enter_async_context(self._turns[stage.turn])
+            for turn in sorted(stage.turns):  # sorted: two stages never wait for each other
+                await stack.enter_async_context(self._turns.setdefault(turn, asyncio.Lock()))
             await stack.enter_async_context(self._starts)
             yield
 
@@ -255,11 +314,3 @@ class _Lived:
 
     reason: str = "ended"
     up_s: float = 0.0
-
-
-def _first(group: BaseExceptionGroup[StageError]) -> StageError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, StageError)
-    return error

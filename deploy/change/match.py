@@ -39,8 +39,8 @@ def match(wanted: Wanted, instances: Iterable[Observed]) -> Match:
 
 
 def given_up(one: Observed) -> bool:
-    """Its first life ended before it answered: nobody starts it again."""
-    return one.phase is Phase.DOWN and not one.ever_up
+    """It has ended and nobody starts it again: it never answered, or it was draining."""
+    return one.over
 
 
 def _first(

@@ -29,5 +29,5 @@ def required(wanted: Wanted, actual: Actual) -> frozenset[Kind]:
 
     Whoever has been up counts: one that is between two lives is coming back, and its path is not lost by that.
     """
-    coming = (one for one in actual.instances if one.phase is Phase.UP or (one.phase is Phase.DOWN and one.ever_up))
+    coming = (one for one in actual.instances if one.phase is Phase.UP or (one.phase is Phase.DOWN and not one.over))
     return kinds(one.order.spec.role for one in coming) & kinds(spec.role for spec in wanted.specs)

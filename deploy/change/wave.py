@@ -104,7 +104,7 @@ class _Turn:
 
     def under_way(self) -> bool:
         return bool(self.leaving) or any(
-            one.phase in _UNDER_WAY or (one.phase is Phase.DOWN and one.ever_up) for one in self.present.values()
+            one.phase in _UNDER_WAY or (one.phase is Phase.DOWN and not one.over) for one in self.present.values()
         )
 
     def all_kept_up(self) -> bool:

@@ -40,7 +40,7 @@ from deploy.plan.blueprint import draw
 from deploy.plan.core_plan import joined_order
 from epd_serve.cluster import MAX_DRAIN_S, NAME, JoinAnswer, stage_key
 from epd_serve.engine.stage_guard import KEY_ENV
-from epd_serve.errors import ConfigError, EpdError, StageError
+from epd_serve.errors import ConfigError, StageError
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StageCommand, StagePlan
 from npu_ops.core_grants import read_grants
@@ -194,6 +194,7 @@ class _JoinedStage:
         self._supervisor: Supervisor | None = None
         self._spawned_with: JoinAnswer | None = None
         self._stop = asyncio.Event()
+        self._was_up = False
 
     async def serve(self, head_url: str, cluster_key: str, drain_s: float) -> int:
         """Until a signal; 0 after one."""
@@ -225,20 +226,24 @@ class _JoinedStage:
             self._screen.line,
         )
         async with starts as start:
-            self._supervisor = Supervisor([spec], self, self._patience, start=start)
-            await self._until_stopped(self._supervisor, drain_s)
+            supervisor = self._supervisor = Supervisor(self, self._patience, start=start)
+            try:
+                await self._until_stopped(supervisor, spec, drain_s)
+            finally:
+                await supervisor.close()
 
-    async def _until_stopped(self, supervisor: Supervisor, drain_s: float) -> None:
-        (name,) = (one.id for one in supervisor.stages)
+    async def _until_stopped(self, supervisor: Supervisor, spec: StageSpec, drain_s: float) -> None:
+        name = spec.id
         self._screen.open([name])
-        stage = asyncio.create_task(supervisor.run(), name="stage")
+        supervisor.add(spec)
+        answered = asyncio.create_task(supervisor.answered(name), name="stage")
         background = Background()
         background.start("beats", lambda: self._member.beat_for_ever(self._follow_head))
         try:
-            await self._first_of(stage)
-            if stage.done():
-                stage.result()
-                raise EpdError("the stage task ended unexpectedly")
+            await self._first_of(answered)
+            if answered.done():
+                answered.result()
+                await self._stop.wait()
         except StageError as error:
             drain_s = 0.0
             raise StageError(f"{error}; its log: {self._run.keep_log(name)}", stage=name) from None
@@ -247,9 +252,7 @@ class _JoinedStage:
             self._screen.close()
             self._screen.line("leaving" if self._stop.is_set() else "giving up")
             await self._member.leave(drain_s)
-            stage.cancel()
-            with contextlib.suppress(asyncio.CancelledError, EpdError):
-                await stage
+            answered.cancel()
 
     async def _first_of(self, *tasks: asyncio.Task[None]) -> None:
         """Until one of the tasks ends, or a signal."""
@@ -263,7 +266,7 @@ class _JoinedStage:
         if was is None or (was.id, was.settings) == (now.id, now.settings):
             return
         assert self._supervisor is not None, "beats begin with it"
-        if self._supervisor.all_up.is_set():  # a first start that is interrupted would count as a failed one
+        if self._was_up:  # a first start that is interrupted would count as a failed one
             self._screen.line("the head has other settings now: restarting the stage with them")
             self._spawned_with = None
             self._supervisor.kill_now()
@@ -288,6 +291,7 @@ class _JoinedStage:
         self._screen.phase(stage, phase)
 
     def up(self, stage: str, incarnation: str, seconds: float) -> None:
+        self._was_up = True
         self._member.tell(incarnation, True, "")
         self._screen.up(stage, seconds)
         if self._plan.core_order is not None:
@@ -301,6 +305,9 @@ class _JoinedStage:
         self._member.tell(incarnation, False, reason)
         if retry_in_s is not None:
             self._screen.down(stage, reason, retry_in_s)
+
+    def over(self, stage: str, reason: str) -> None:
+        """Whoever waits for its first answer is told."""
 
     def _on_signal(self) -> None:
         if not self._stop.is_set():

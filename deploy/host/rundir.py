@@ -105,6 +105,7 @@ class RunDir:
     def keep_log(self, instance: str) -> Path:
         """Copy a failed stage's log to where it outlives the launch (one per instance, overwritten by the next)."""
         kept = self.path.parent / f"last-failure-{instance}.log"
+        self.log(instance).touch()  # one that could not even be executed has written nothing
         shutil.copyfile(self.log(instance), kept)
         return kept
 

@@ -14,21 +14,22 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.agent.agent import Agent
 from deploy.agent.pool_master import mooncake_command
 from deploy.agent.second_tier import SecondTier
-from deploy.agent.stage_life import Spawn, Start
-from deploy.agent.supervisor import Patience, StageSpec, Supervisor
-from deploy.agent.template import stage_starts
+from deploy.agent.specs import orders
+from deploy.agent.supervisor import Patience, Supervisor
+from deploy.agent.wiring import STAGE_HOST
 from deploy.host import event_loop
 from deploy.host.ending import Ending
-from deploy.host.environment import is_terminal, shm_root, stage_environment
+from deploy.host.environment import is_terminal, shm_root
 from deploy.host.listeners import exposure_warnings
-from deploy.host.ports import free_ports, listen
+from deploy.host.ports import listen
 from deploy.host.reaper import reap_dead
 from deploy.host.rundir import RunDir
 from deploy.launch.admin import Admin, open_admin
@@ -41,9 +42,7 @@ from deploy.memory.table import show_memory
 from deploy.options.engines import command_of
 from deploy.plan.blueprint import Blueprint
 from deploy.plan.proxy_settings import build_proxy_settings
-from deploy.plan.wiring_plan import STAGE_HOST, WiringPlan
 from epd_serve.errors import ConfigError, EpdError, StageError
-from epd_serve.placement import InstancePlan
 from epd_serve.stage_plan import StageCommand, StagePlan
 from store.mooncake.master import MasterSettings
 
@@ -109,10 +108,10 @@ class _Session:
             launch.blueprint.config.lame_duck_s, launch.blueprint.config.drain_s, screen.line, self._kill
         )
         self.tier = SecondTier.of(launch.blueprint, run, STAGE_HOST, launch.master_command_of)
-        self.wired = self._wire()
-        self.supervisors: list[Supervisor] = []
+        self.agent = self._agent()
+        self.master: Supervisor | None = None
 
-    def _wire(self) -> WiringPlan:
+    def _agent(self) -> Agent:
         blueprint, config = self.blueprint, self.blueprint.config
         memory = fit_shared_memory(
             SharedMemory(config.arena_mib, config.kv_staging_mib),
@@ -120,7 +119,6 @@ class _Session:
             features_travel=blueprint.features_travel,
             free=free_mib(shm_root()),
         )
-        ports = dict(zip((plan.id for plan in blueprint.plans), free_ports(len(blueprint.plans)), strict=True))
         if config.trace_dir:
             try:
                 Path(config.trace_dir).mkdir(parents=True, exist_ok=True)
@@ -128,7 +126,15 @@ class _Session:
                 raise ConfigError(
                     f"--trace-dir {config.trace_dir} cannot be made: {error.strerror}", param="--trace-dir"
                 ) from error
-        return WiringPlan(blueprint, self.run, ports, memory, self.tier.address)
+        return Agent(
+            self.run,
+            blueprint,
+            memory,
+            say=self.screen.line,
+            mooncake_master=self.tier.address,
+            command_of=self.launch.command_of,
+            patience=self.launch.patience,
+        )
 
     async def serve(self) -> int:
         self.ending.listen()
@@ -136,23 +142,18 @@ class _Session:
             show_memory(self.blueprint.memory, self.run.path, self.screen.line)
         for warning in self.blueprint.warnings:
             self.screen.line(f"warning: {warning}")
-        async with self._stage_starts() as start, self._arena(), self.tier.running(self.screen.line) as master:
+        first = orders(self.blueprint)
+        async with self.tier.running(self.screen.line) as self.master, self.agent.running():
             front_door = self._front()
             table = front_door.table
-            self.news = StageNews(self.wired, table, self.screen)
-            supervisor = Supervisor(
-                [self._spec(plan) for plan in self.blueprint.plans],
-                self.news,
-                replace(self.launch.patience, start_s=self.blueprint.config.startup_timeout_s),
-                parallel_starts=self.blueprint.config.parallel_starts if self.blueprint.device == "cpu" else 0,
-                start=start,
-            )
-            self.supervisors += [one for one in (master, supervisor) if one is not None]
-            self.screen.open([plan.id for plan in self.blueprint.plans])
-            stages = asyncio.create_task(supervisor.run(), name="stages")
+            self.news = StageNews(table, self.screen, [order.id for order in first])
+            self.screen.open([order.id for order in first])
+            for order in first:
+                await self.agent.start(order)
+            stages = asyncio.create_task(self.news.follow(self.agent), name="stages")
             front = asyncio.create_task(front_door.serve(), name="proxy")
             try:
-                await self._until_stopped(_ready(supervisor, table), stages, front)
+                await self._until_stopped(_ready(self.news, table), stages, front)
             except StageError as error:
                 raise StageError(f"{error}; its log: {self.run.keep_log(error.stage)}", stage=error.stage) from None
             finally:
@@ -192,7 +193,7 @@ class _Session:
                     ready.result()
                     self.screen.close()
                     seconds = time.monotonic() - self.started
-                    print(ready_message(self.wired, seconds, self.news.grants), flush=True)
+                    print(ready_message(self.blueprint, self.run.path, self.news.instances(), seconds), flush=True)
                     checking = asyncio.create_task(self._check_ports())
                 elif not ready.done():
                     self.screen.tick()
@@ -215,59 +216,24 @@ class _Session:
             with contextlib.suppress(asyncio.CancelledError, EpdError):
                 await task
 
-    @contextlib.asynccontextmanager
-    async def _arena(self) -> AsyncIterator[None]:
-        """The host arena exists, pre-faulted, before any stage attaches to it."""
-        if not self.blueprint.features_travel:
-            yield
-            return
-        from store.arena import Arena
-
-        arena = await asyncio.to_thread(
-            Arena.create, str(self.run.arena), capacity_bytes=self.wired.memory.arena_mib << 20
-        )
-        try:
-            yield
-        finally:
-            arena.close()
-
     async def _check_ports(self) -> None:
         """Mooncake's ports ask nobody who they are: say which answer beyond the address of the stages."""
         if self.tier.address or self.blueprint.config.kv_transport == "mooncake":
-            for supervisor in self.supervisors:
-                for line in await exposure_warnings(supervisor.groups(), STAGE_HOST):
-                    self.screen.line(line)
-
-    def _stage_starts(self) -> contextlib.AbstractAsyncContextManager[Start]:
-        config, device = self.blueprint.config, self.blueprint.device
-        a_stage = self._command(self.blueprint.plans[0], "")
-        return stage_starts(
-            config.stage_template, device, a_stage, self.blueprint.model, self.run.log("template"), self.screen.line
-        )
-
-    def _command(self, plan: InstancePlan, incarnation: str) -> Spawn:
-        made = self.launch.command_of(self.wired.stage(plan, incarnation))
-        return Spawn(made.argv, stage_environment(made.env, self.run.path, self.blueprint.device))
-
-    def _spec(self, plan: InstancePlan) -> StageSpec:
-        def command(incarnation: str) -> Spawn:
-            return self._command(plan, incarnation)
-
-        # Memory is profiled at the start on NPU and CUDA: neighbours on a device must not start together.
-        profiled = self.blueprint.device != "cpu" and plan.colocated_with
-        turn = ",".join(map(str, plan.devices)) if profiled else ""
-        return StageSpec(plan.id, STAGE_HOST, self.wired.ports[plan.id], self.run.log(plan.id), command, turn)
+            master = self.master.groups() if self.master is not None else {}
+            for line in await exposure_warnings({**master, **self.agent.groups()}, STAGE_HOST):
+                self.screen.line(line)
 
     def _kill(self) -> None:
         """No more waiting."""
-        for supervisor in self.supervisors:
-            supervisor.kill_now()
+        self.agent.kill_now()
+        if self.master is not None:
+            self.master.kill_now()
         self.run.remove()
         os._exit(130)
 
 
-async def _ready(supervisor: Supervisor, table: InstanceTable) -> None:
+async def _ready(news: StageNews, table: InstanceTable) -> None:
     """Every stage has answered, and none waits for its KV links."""
-    await supervisor.all_up.wait()
+    await news.all_up.wait()
     while any(view.warming for view in table.snapshot()):
         await table.changed(1.0)

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import epd_serve.demo
 from deploy.memory.placement_table import placement_rows, table
 from deploy.plan.blueprint import Blueprint
-from deploy.plan.wiring_plan import WiringPlan
-from npu_ops.core_grants import CoreGrant
+from epd_serve.instances import Instance
 
 SAMPLE = Path(epd_serve.demo.__path__[0]) / "samples" / "red_circle.png"
 
 
-def ready_message(wired: WiringPlan, seconds: float, grants: Mapping[str, Sequence[CoreGrant]] | None = None) -> str:
-    """The whole message, without a final newline. `grants`: what the workers of each instance with a core share got."""
-    blueprint = wired.blueprint
+def ready_message(blueprint: Blueprint, logs: Path, instances: Mapping[str, Instance], seconds: float) -> str:
+    """The whole message, without a final newline. `instances`: those of the blueprint, by id, as they run."""
     endpoint = endpoint_url(blueprint)
     rows = [
         (*row, column)
         for row, column in zip(
             placement_rows(blueprint.plans, blueprint.device),
-            ("stage port", *(str(wired.ports[plan.id]) for plan in blueprint.plans)),
+            ("stage port", *(str(urlsplit(instances[plan.id].url).port) for plan in blueprint.plans)),
             strict=True,
         )
     ]
@@ -33,11 +32,11 @@ def ready_message(wired: WiringPlan, seconds: float, grants: Mapping[str, Sequen
         (
             f"Ready in {seconds:.1f} s: {blueprint.layout} on {blueprint.device} serves {blueprint.served_model_name}",
             "",
-            f"  endpoint  {endpoint}/v1   logs  {wired.run.path}",
+            f"  endpoint  {endpoint}/v1   logs  {logs}",
             *_admin_lines(blueprint),
             "",
             table(rows),
-            *_core_lines(grants or {}),
+            *_core_lines(instances),
             "",
             *(f"  {line}" for line in blueprint.ways.lines()),
             *([""] if blueprint.ways.kv else []),
@@ -56,12 +55,14 @@ def _admin_lines(blueprint: Blueprint) -> list[str]:
     return [f"  admin     http://{host}:{config.admin_port}/metrics, /instances"] if config.admin_port else []
 
 
-def _core_lines(grants: Mapping[str, Sequence[CoreGrant]]) -> list[str]:
-    """What each worker read back, `E0: 7 of 24 cube, 14 of 48 vector`."""
-    if not grants:
-        return []
-    told = {name: "; ".join(dict.fromkeys(one.summary() for one in some)) or "unknown" for name, some in grants.items()}
-    return ["", "  cores     " + "   ".join(f"{name}: {words}" for name, words in told.items())]
+def _core_lines(instances: Mapping[str, Instance]) -> list[str]:
+    """What each worker of those with a share read back, `E0: 7 of 24 cube, 14 of 48 vector`."""
+    told = [
+        f"{name}: {'; '.join(dict.fromkeys(grant.summary() for grant in one.cores)) or 'unknown'}"
+        for name, one in instances.items()
+        if one.core_share is not None
+    ]
+    return ["", "  cores     " + "   ".join(told)] if told else []
 
 
 def endpoint_url(blueprint: Blueprint) -> str:

@@ -45,15 +45,23 @@ class Screen:
         self._set(stage, _Row("starting", time.monotonic(), running=True), quiet=True)
 
     def phase(self, stage: str, phase: str) -> None:
-        row = self._rows[stage]
+        row = self._row(stage)
         if row.text != phase:
             self._set(stage, _Row(phase, row.since, running=True))
 
     def up(self, stage: str, seconds: float) -> None:
-        self._set(stage, _Row(f"ready in {seconds:.1f} s", self._rows[stage].since))
+        self._set(stage, _Row(f"ready in {seconds:.1f} s", self._row(stage).since))
 
     def down(self, stage: str, reason: str, retry_in_s: float) -> None:
-        self._set(stage, _Row(f"down: {reason}; restart in {retry_in_s:.0f} s", self._rows[stage].since))
+        self._set(stage, _Row(f"down: {reason}; restart in {retry_in_s:.0f} s", self._row(stage).since))
+
+    def over(self, stage: str, reason: str) -> None:
+        self._set(stage, _Row(f"is not started again: {reason}", self._row(stage).since))
+
+    def gone(self, stage: str) -> None:
+        """It is no part of the deployment any more."""
+        if self._rows.pop(stage, None) is not None:
+            self.line(f"[{stage}] gone")
 
     def line(self, text: str) -> None:
         """A line of its own, above the rows."""
@@ -63,6 +71,9 @@ class Screen:
         self._out.write(text + "\n")
         self._draw()
         self._out.flush()
+
+    def _row(self, stage: str) -> _Row:
+        return self._rows.get(stage, _Row(since=time.monotonic()))
 
     def _set(self, stage: str, row: _Row, *, quiet: bool = False) -> None:
         self._rows[stage] = row

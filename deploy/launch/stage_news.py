@@ -1,55 +1,80 @@
-"""Passes on what happens to the stages: to the run directory, the proxy's table and the screen."""
+"""Passes on what a runtime sees of the instances: to the proxy's table and the screen."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import asyncio
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from deploy.launch.screen import Screen
-from deploy.plan.wiring_plan import WiringPlan
-from npu_ops.core_grants import CoreGrant, read_grants
+from deploy.runtime.protocol import Observed, Runtime
+from epd_serve.errors import StageError
+from epd_serve.instances import Instance
 
 if TYPE_CHECKING:
     from proxy.registry.table import InstanceTable
 
 
 class StageNews:
-    """A `deploy.agent.supervisor.StageEvents`."""
+    """Args:
+        first: ids of the instances that the launch begins with.
 
-    def __init__(self, wired: WiringPlan, table: InstanceTable, screen: Screen) -> None:
-        self._wired = wired
-        self._plans = {plan.id: plan for plan in wired.blueprint.plans}
+    Attributes:
+        all_up: set when each of them has answered once.
+        seen: all instances, by id.
+    """
+
+    def __init__(self, table: InstanceTable, screen: Screen, first: Iterable[str]) -> None:
+        self.all_up = asyncio.Event()
+        self.seen: Mapping[str, Observed] = {}
         self._table = table
         self._screen = screen
-        self.grants: dict[str, tuple[CoreGrant, ...]] = {}  # of instances with a core share, those that are up
+        self._missing = set(first)
 
-    def before_spawn(self, stage: str, incarnation: str) -> None:
-        self._wired.run.clear_instance(stage)
-        self._table.apply(self._wired.instance(self._plans[stage], incarnation), up=False)
+    def instances(self) -> dict[str, Instance]:
+        """What is told of their present lives."""
+        return {name: one.instance for name, one in self.seen.items() if one.instance is not None}
 
-    def spawned(self, stage: str, pid: int) -> None:
-        self._wired.run.record_group(stage, pid)
-        self._screen.started(stage)
+    async def follow(self, runtime: Runtime) -> None:
+        """Until cancelled.
 
-    def phase(self, stage: str, phase: str) -> None:
-        self._screen.phase(stage, phase)
+        Raises:
+            StageError: a first start failed, before all had answered.
+        """
+        async for item in runtime.watch():
+            was, self.seen = self.seen, {one.order.id: one for one in item}
+            for gone in was.keys() - self.seen.keys():
+                self._screen.gone(gone)
+                if was[gone].instance is not None:
+                    self._table.remove(gone)
+            for name, one in self.seen.items():
+                self._to_table(one, was.get(name))
+                self._to_screen(one, was.get(name))
+            self._missing -= {name for name, one in self.seen.items() if one.ever_up}
+            if not self._missing:
+                self.all_up.set()
 
-    def up(self, stage: str, incarnation: str, seconds: float) -> None:
-        self._hear_cores(stage, incarnation)
-        self._table.mark_up(stage)
-        self._screen.up(stage, seconds)
-
-    def _hear_cores(self, stage: str, incarnation: str) -> None:
-        """Whoever has a share has said by now what its workers got."""
-        plan = self._plans[stage]
-        if plan.core_share is None:
+    def _to_table(self, one: Observed, was: Observed | None) -> None:
+        if one.instance is None:
             return
-        grants = self.grants[stage] = read_grants(self._wired.run.grant_template(stage), plan.tp)
-        if len(grants) < plan.tp:
-            self._screen.line(f"warning: {stage} does not say how many cores it got: its share may not be enforced")
-        self._table.apply(replace(self._wired.instance(plan, incarnation), cores=grants), up=False)
+        if was is None or was.instance != one.instance:
+            self._table.apply(one.instance, up=False)
+        if one.serves:
+            self._table.mark_up(one.order.id)
+        elif was is not None and was.serves:
+            self._table.mark_down(one.order.id, one.reason, incarnation=one.instance.incarnation)
 
-    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float | None) -> None:
-        self._table.mark_down(stage, reason, incarnation=incarnation)
-        if retry_in_s is not None:
-            self._screen.down(stage, reason, retry_in_s)
+    def _to_screen(self, one: Observed, was: Observed | None) -> None:
+        name = one.order.id
+        if one.over and not (was is not None and was.over):
+            if name in self._missing:
+                raise StageError(f"stage {name} did not start: {one.reason}", stage=name)
+            self._screen.over(name, one.reason)
+        if one.pid is not None and (was is None or was.pid != one.pid):
+            self._screen.started(name)
+        if one.progress:
+            self._screen.phase(name, one.progress)
+        if one.serves and not (was is not None and was.serves and was.pid == one.pid):
+            self._screen.up(name, one.start_s)
+        if one.retry_in_s is not None and (was is None or was.retry_in_s is None):
+            self._screen.down(name, one.reason, one.retry_in_s)

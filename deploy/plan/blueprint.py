@@ -32,6 +32,7 @@ from epd_serve.placement import InstancePlan, check_servable, lower
 from npu_ops.core_grants import CoreOrder
 from npu_ops.core_sets import CoreSets, core_sets
 from npu_ops.discovery import DeviceInventory, DiscoveryError, discover
+from npu_ops.properties import DeviceProperties, read_properties
 
 DEMO_NAME = "epd-demo"
 
@@ -51,6 +52,7 @@ class Blueprint:
         sim_profile: of simulated stages, an absolute path or "".
         warnings: one line each, to be shown.
         memory: what each instance gets of its devices, or None where that is unknown or no stage is started.
+        properties: of the devices, from before a stage of ours was on them; empty where nobody needed them.
     """
 
     config: DeployConfig
@@ -68,6 +70,7 @@ class Blueprint:
     warnings: tuple[str, ...] = ()
     core_orders: Mapping[str, CoreOrder] = field(default_factory=dict)
     memory: MemoryPlan | None = None
+    properties: tuple[DeviceProperties, ...] = ()
 
     @property
     def device(self) -> str:
@@ -97,6 +100,7 @@ def draw(
     stage: OneStage | None = None,
     starts_stages: bool = True,
     devices: Sequence[int] | None = None,
+    properties: Sequence[DeviceProperties] | None = None,
 ) -> Blueprint:
     """Check the configuration and place its instances.
 
@@ -105,6 +109,7 @@ def draw(
             none are named. On CPU they are virtual, and the cores are divided among as many as the highest id says.
         stage: what the one instance of the layout stands for, where it is not the monolith that the layout says.
         starts_stages: False for a head, whose stages are on other machines.
+        properties: of the devices, where they are known from before stages of ours were on them; else they are asked.
 
     Raises:
         ConfigError, LayoutError: what is wrong and how to fix it.
@@ -147,6 +152,7 @@ def draw(
     ways = draw_ways(config, inventory.kind, plans, pooled=pooled, cann=numbers(ascend.cann))
     memory = NO_MEMORY
     if starts_stages and not simulated:
+        properties = read_properties(inventory) if properties is None else properties
         memory = share_memory(
             plans,
             facts,
@@ -154,6 +160,7 @@ def draw(
             stage or stage_args,
             feature_path=ways.widest_feature_path,
             shm_mib=_shm(config, plans),
+            properties=properties,
         )
     warnings += memory.warnings
     return Blueprint(
@@ -172,6 +179,7 @@ def draw(
         warnings=tuple(warnings),
         core_orders=divided.orders,
         memory=memory.plan,
+        properties=tuple(properties or ()),
     )
 
 

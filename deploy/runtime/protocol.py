@@ -14,6 +14,7 @@ from typing import Protocol
 from epd_serve.instances import Instance
 from epd_serve.placement import InstancePlan
 from epd_serve.roles import Role
+from epd_serve.stage_plan import StagePlan
 
 HOST_MEMORY, SHARED_MEMORY = "host memory", "/dev/shm"
 
@@ -52,6 +53,7 @@ class Spec:
             may change is no part of it.
         needs: bytes of each resource that it takes.
         plan: its place. Its id says nothing; neighbours and shares are in the digest as far as its stage knows of them.
+        stage: what its command is made from, without what names a life (`wire` adds that); its trace path is a folder.
         featured: it sends or takes features.
     """
 
@@ -62,6 +64,7 @@ class Spec:
     both: bool = False
     needs: Mapping[str, int] = field(default_factory=dict, compare=False)
     plan: InstancePlan | None = field(default=None, compare=False)
+    stage: StagePlan | None = field(default=None, compare=False)
     cores: tuple[int, ...] = field(default=(), compare=False)
     featured: bool = field(default=False, compare=False)
 
@@ -81,7 +84,7 @@ class Order:
 class Phase(StrEnum):
     STARTING = "starting"
     UP = "up"
-    DOWN = "down"  # between two lives, or given up before its first
+    DOWN = "down"  # between two lives, or over
     DRAINING = "draining"  # serves what it has, is given nothing new, and not started again
     STOPPING = "stopping"
 
@@ -93,8 +96,11 @@ class Observed:
     Attributes:
         instance: of its present life, what a proxy is told; None before the first.
         reason: why it is down.
-        ever_up: it has answered once. One that has not and is down will not be started again.
-        up_s: since it answered. restarts: lives before this one.
+        ever_up: it has answered once.
+        over: it is down and will not be started again: its first start has failed, or it was draining when it ended.
+        up_s: since this life answered; 0 until then. restarts: lives before this one.
+        progress: what a start is at, in a few words. start_s: how long it took until this life answered; 0 until then.
+        retry_in_s: between two lives, from the end of the last one to the next start.
     """
 
     order: Order
@@ -105,6 +111,15 @@ class Observed:
     up_s: float = 0.0
     restarts: int = 0
     ever_up: bool = False
+    over: bool = False
+    progress: str = ""
+    start_s: float = 0.0
+    retry_in_s: float | None = None
+
+    @property
+    def serves(self) -> bool:
+        """It answers, be it only what it has been given already."""
+        return self.phase is Phase.UP or (self.phase is Phase.DRAINING and self.start_s > 0)
 
 
 class Runtime(Protocol):
@@ -116,7 +131,7 @@ class Runtime(Protocol):
         """Accepted, and from now on kept alive. One that is draining is taken back.
 
         Raises:
-            ConfigError: no such node or device, or the id is another's.
+            ConfigError: no such node or device, or the id is another's, or of one that is being stopped.
         """
 
     async def flip(self, id: str, role: Role) -> None:

@@ -8,29 +8,25 @@ from pathlib import Path
 import pytest
 
 from bench.served import LOGS_ENV, groups, parse_ready, served
-from deploy.host.rundir import RunDir
 from deploy.launch.ready_message import ready_message
-from deploy.memory.shared_memory import SharedMemory
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
-from deploy.plan.wiring_plan import WiringPlan
 from epd_serve.errors import StageError
+from tests.deploy.wired import RUN, Wired
 
 
-def test_the_ready_message_names_the_stage_ports(tmp_path):
+def test_the_ready_message_names_the_stage_ports():
     blueprint = draw(DeployConfig(layout="(E-P)-D", device="cpu"))
-    run = RunDir("launch", tmp_path, tmp_path)
-    ports = {"E0": 20001, "P0": 20002, "D0": 20003}
 
-    parsed = parse_ready(ready_message(WiringPlan(blueprint, run, ports, SharedMemory(1, 1)), 12.3))
+    parsed = parse_ready(ready_message(blueprint, RUN.path, Wired(blueprint).instances(), 12.3))
 
     assert parsed is not None
     seconds, model, stages = parsed
     assert (seconds, model) == (12.3, "epd-demo")
     assert {stage.instance: (stage.role, stage.port) for stage in stages} == {
-        "E0": ("E", 20001),
-        "P0": ("P", 20002),
-        "D0": ("D", 20003),
+        "E0": ("E", 21000),
+        "P0": ("P", 21001),
+        "D0": ("D", 21002),
     }
 
 

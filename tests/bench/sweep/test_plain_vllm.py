@@ -7,14 +7,12 @@ import shlex
 
 from bench.sweep.deployments import deployments
 from bench.sweep.plain_vllm import command
-from deploy.host.rundir import RunDir
-from deploy.memory.shared_memory import SharedMemory
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
-from deploy.plan.wiring_plan import WiringPlan
 from epd_serve.cpu_threads import CPU_THREADS_ENV
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.engine.argv import STAGE_ENV, WORKER_IN_ENGINE, stage_command
+from tests.deploy.wired import Wired
 
 
 def drawn(engine: str = "vllm"):
@@ -22,14 +20,12 @@ def drawn(engine: str = "vllm"):
     return draw(DeployConfig(model=model, layout="TP1x2", device="cpu", engine=engine))
 
 
-def test_a_plain_server_has_the_cores_and_the_flags_of_a_monolith_of_ours(tmp_path):
+def test_a_plain_server_has_the_cores_and_the_flags_of_a_monolith_of_ours():
     blueprint = drawn()
     (deployment,) = [one for one in deployments("TP1x2", vllm=True, vllm_flags=("--dtype", "float32")) if one.baseline]
-    run = RunDir("launch", tmp_path, tmp_path)
-    ports = {plan.id: 20000 + at for at, plan in enumerate(blueprint.plans)}
-    for plan in blueprint.plans:
-        argv, env = command(deployment, blueprint, plan, ports[plan.id])
-        ours = stage_command(WiringPlan(blueprint, run, ports, SharedMemory(1, 1)).stage(plan, "i"))
+    for at, plan in enumerate(blueprint.plans):
+        argv, env = command(deployment, blueprint, plan, 21000 + at)
+        ours = stage_command(Wired(blueprint).stage(plan.id))
 
         assert env["VLLM_CPU_KVCACHE_SPACE"] == ours.env["VLLM_CPU_KVCACHE_SPACE"]
         bound, threads = env["VLLM_CPU_OMP_THREADS_BIND"].split(","), json.loads(ours.env[CPU_THREADS_ENV])

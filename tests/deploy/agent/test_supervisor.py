@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -49,39 +49,46 @@ class Recorder:
     def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float | None) -> None:
         self.lines.append(("down", stage, incarnation, reason, "" if retry_in_s is None else f"{retry_in_s:g}"))
 
+    def over(self, stage: str, reason: str) -> None:
+        self.lines.append(("over", stage, "", reason))
+
     def of(self, kind: str) -> list[tuple[str, ...]]:
         return [line for line in self.lines if line[0] == kind]
 
 
-def spec(folder: Path, name: str = "E0", *flags: str, turn: str = "") -> StageSpec:
+def spec(folder: Path, name: str = "E0", *flags: str, turns: Sequence[str] = ()) -> StageSpec:
     port = free_ports(1)[0]
     argv = (sys.executable, FAKE_STAGE, str(port), *flags)
-    return StageSpec(name, "127.0.0.1", port, folder / f"{name}.log", lambda _: Spawn(argv, os.environ), turn)
+    return StageSpec(name, "127.0.0.1", port, folder / f"{name}.log", lambda _: Spawn(argv, os.environ), turns=turns)
 
 
 @contextlib.asynccontextmanager
-async def running(supervisor: Supervisor) -> AsyncIterator[asyncio.Task[None]]:
-    task = asyncio.create_task(supervisor.run())
+async def running(supervisor: Supervisor, *stages: StageSpec) -> AsyncIterator[None]:
+    for stage in stages:
+        supervisor.add(stage)
     try:
-        yield task
+        yield
     finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, StageError):
-            await task
+        await supervisor.close()
+
+
+async def all_answered(supervisor: Supervisor, *stages: StageSpec) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        for stage in stages:
+            await supervisor.answered(stage.id)
 
 
 async def test_a_stage_is_up_when_it_answers_and_its_phases_are_told(tmp_path: Path) -> None:
     events = Recorder()
-    async with running(Supervisor([spec(tmp_path)], events, QUICK)) as task:
+    async with running(Supervisor(events, QUICK), spec(tmp_path)):
         await until(lambda: events.of("up"))
-        assert not task.done()
     assert [line[2] for line in events.of("phase")] == ["importing", "starting engine"]
     assert not processes.group_members(events.pids["E0"][0])
 
 
 async def test_a_killed_stage_is_reported_and_restarted_with_a_new_incarnation(tmp_path: Path) -> None:
     events = Recorder()
-    async with running(Supervisor([spec(tmp_path, "E0", "--child")], events, QUICK)):
+    async with running(Supervisor(events, QUICK), spec(tmp_path, "E0", "--child")):
         await until(lambda: events.of("up"))
         first = events.pids["E0"][0]
         os.kill(first, signal.SIGKILL)
@@ -95,7 +102,7 @@ async def test_a_killed_stage_is_reported_and_restarted_with_a_new_incarnation(t
 
 async def test_restarts_back_off_and_go_on(tmp_path: Path) -> None:
     events = Recorder()
-    async with running(Supervisor([spec(tmp_path)], events, replace(QUICK, settled_s=3600.0))):
+    async with running(Supervisor(events, replace(QUICK, settled_s=3600.0)), spec(tmp_path)):
         for life in range(3):
             await until(lambda life=life: len(events.of("up")) > life)
             os.kill(events.pids["E0"][-1], signal.SIGKILL)
@@ -105,7 +112,7 @@ async def test_restarts_back_off_and_go_on(tmp_path: Path) -> None:
 
 async def test_a_stage_that_was_healthy_for_long_is_restarted_at_once(tmp_path: Path) -> None:
     events = Recorder()
-    async with running(Supervisor([spec(tmp_path)], events, replace(QUICK, settled_s=0.0))):
+    async with running(Supervisor(events, replace(QUICK, settled_s=0.0)), spec(tmp_path)):
         for life in range(2):
             await until(lambda life=life: len(events.of("up")) > life)
             os.kill(events.pids["E0"][-1], signal.SIGKILL)
@@ -113,31 +120,105 @@ async def test_a_stage_that_was_healthy_for_long_is_restarted_at_once(tmp_path: 
     assert [line[4] for line in events.of("down") if line[4]] == ["0", "0"]
 
 
-async def test_a_first_start_that_fails_ends_everything_with_the_reason(tmp_path: Path) -> None:
+async def test_a_first_start_that_fails_is_over_with_the_reason_and_concerns_no_other(tmp_path: Path) -> None:
     events = Recorder()
-    supervisor = Supervisor([spec(tmp_path, "E0"), spec(tmp_path, "P0", "--fail", "bad dtype")], events, QUICK)
-    with pytest.raises(StageError, match="stage P0 did not start: ValueError: bad dtype") as failed:
-        await asyncio.wait_for(supervisor.run(), PATIENCE_S)
-    assert failed.value.stage == "P0"
+    supervisor = Supervisor(events, QUICK)
+    async with running(supervisor, spec(tmp_path, "E0"), spec(tmp_path, "P0", "--fail", "bad dtype")):
+        with pytest.raises(StageError, match="stage P0 did not start: ValueError: bad dtype") as failed:
+            await asyncio.wait_for(supervisor.answered("P0"), PATIENCE_S)
+        assert failed.value.stage == "P0"
+        await asyncio.wait_for(supervisor.answered("E0"), PATIENCE_S)
+        assert set(supervisor.groups()) == {"E0"}
+    assert [line[1] for line in events.of("over")] == ["P0"] and not events.of("down")
     assert not processes.group_members(events.pids["E0"][0])
 
 
 async def test_a_start_beyond_its_deadline_is_a_failure(tmp_path: Path) -> None:
-    supervisor = Supervisor([spec(tmp_path, "E0", "--delay", "60")], Recorder(), replace(QUICK, start_s=0.5))
-    with pytest.raises(StageError, match="not ready within"):
-        await asyncio.wait_for(supervisor.run(), PATIENCE_S)
+    supervisor = Supervisor(Recorder(), replace(QUICK, start_s=0.5))
+    async with running(supervisor, spec(tmp_path, "E0", "--delay", "60")):
+        with pytest.raises(StageError, match="not ready within"):
+            await asyncio.wait_for(supervisor.answered("E0"), PATIENCE_S)
 
 
 async def test_an_executable_that_is_missing_is_a_failure_with_its_name(tmp_path: Path) -> None:
     missing = replace(spec(tmp_path), command=lambda _: Spawn(("/no/such/python",), {}))
-    with pytest.raises(StageError, match="/no/such/python"):
-        await asyncio.wait_for(Supervisor([missing], Recorder(), QUICK).run(), PATIENCE_S)
+    supervisor = Supervisor(Recorder(), QUICK)
+    async with running(supervisor, missing):
+        with pytest.raises(StageError, match="/no/such/python"):
+            await asyncio.wait_for(supervisor.answered("E0"), PATIENCE_S)
+
+
+async def test_what_cannot_be_prepared_is_not_started(tmp_path: Path) -> None:
+    async def no_room() -> None:
+        raise ConfigError("arena: no room")
+
+    events, stage = Recorder(), replace(spec(tmp_path), prepare=no_room)
+    supervisor = Supervisor(events, QUICK)
+    async with running(supervisor, stage):
+        with pytest.raises(StageError, match="cannot be started: arena: no room"):
+            await asyncio.wait_for(supervisor.answered("E0"), PATIENCE_S)
+    assert not events.pids
+
+
+async def test_a_stage_is_added_and_removed_beside_others(tmp_path: Path) -> None:
+    events = Recorder()
+    supervisor, one, other = Supervisor(events, QUICK), spec(tmp_path, "E0"), spec(tmp_path, "E1", "--child")
+    async with running(supervisor, one):
+        await all_answered(supervisor, one)
+        supervisor.add(other)
+        await all_answered(supervisor, other)
+        await asyncio.gather(supervisor.remove("E1", 1.0), supervisor.remove("E1", 1.0))
+        assert not processes.group_members(events.pids["E1"][0])
+        assert set(supervisor.groups()) == {"E0"}
+        await supervisor.remove("E1", 1.0)
+        supervisor.add(other)
+        await all_answered(supervisor, other)
+    assert len(events.pids["E0"]) == 1 and len(events.pids["E1"]) == 2 and not events.of("down")
+
+
+async def test_one_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path) -> None:
+    supervisor, stage = Supervisor(Recorder(), QUICK), spec(tmp_path, "E0", "--ignore-term")
+    async with running(supervisor, stage):
+        await all_answered(supervisor, stage)
+        pid = supervisor.groups()["E0"]
+        await asyncio.wait_for(supervisor.remove("E0", 0.2), PATIENCE_S)
+        assert not processes.group_members(pid)
+
+
+async def test_a_start_that_is_removed_leaves_nothing(tmp_path: Path) -> None:
+    events, stage = Recorder(), spec(tmp_path, "E0", "--delay", "600", "--child")
+    supervisor = Supervisor(events, QUICK)
+    async with running(supervisor, stage):
+        await until(lambda: events.of("phase"))
+        waiting = asyncio.create_task(supervisor.answered("E0"))
+        await asyncio.sleep(0)
+        await supervisor.remove("E0", 1.0)
+        with pytest.raises(StageError, match="was ended"):
+            await waiting
+    assert not processes.group_members(events.pids["E0"][0])
+
+
+async def test_a_retired_stage_is_not_started_again_unless_it_is_taken_back(tmp_path: Path) -> None:
+    events, one, other = Recorder(), spec(tmp_path, "P0"), spec(tmp_path, "P1")
+    supervisor = Supervisor(events, QUICK)
+    async with running(supervisor, one, other):
+        await all_answered(supervisor, one, other)
+        supervisor.retire("P0")
+        supervisor.retire("P1")
+        supervisor.retire("P1", False)
+        for name in ("P0", "P1"):
+            os.kill(events.pids[name][0], signal.SIGKILL)
+        await until(lambda: events.of("over") and len(events.of("up")) == 3)
+        assert [line[1] for line in events.of("over")] == ["P0"]
+        assert events.of("over")[0][3].startswith("killed by SIGKILL")
+        supervisor.add(one)
+        await until(lambda: len(events.pids["P0"]) == 2)
 
 
 async def test_a_stage_that_turns_sick_is_restarted(tmp_path: Path) -> None:
     sick = tmp_path / "sick"
     events = Recorder()
-    async with running(Supervisor([spec(tmp_path, "E0", "--unhealthy-file", str(sick))], events, QUICK)):
+    async with running(Supervisor(events, QUICK), spec(tmp_path, "E0", "--unhealthy-file", str(sick))):
         await until(lambda: events.of("up"))
         sick.touch()
         await until(lambda: events.of("down"))
@@ -148,10 +229,10 @@ async def test_a_stage_that_turns_sick_is_restarted(tmp_path: Path) -> None:
 
 async def test_stages_of_one_turn_start_one_after_the_other(tmp_path: Path) -> None:
     events = Recorder()
-    stages = [spec(tmp_path, name, "--delay", "0.3", turn="npu 0") for name in ("E0", "P0")]
-    supervisor = Supervisor(stages, events, QUICK)
-    async with running(supervisor):
-        await asyncio.wait_for(supervisor.all_up.wait(), PATIENCE_S)
+    stages = [spec(tmp_path, name, "--delay", "0.3", turns=turns) for name, turns in (("E0", "01"), ("P0", "1"))]
+    supervisor = Supervisor(events, QUICK)
+    async with running(supervisor, *stages):
+        await all_answered(supervisor, *stages)
     kinds = [(line[0], line[1]) for line in events.lines if line[0] != "phase"]
     assert kinds == [("before", "E0"), ("up", "E0"), ("before", "P0"), ("up", "P0")]
 
@@ -159,9 +240,9 @@ async def test_stages_of_one_turn_start_one_after_the_other(tmp_path: Path) -> N
 async def test_parallel_starts_are_limited(tmp_path: Path) -> None:
     events = Recorder()
     stages = [spec(tmp_path, name, "--delay", "0.3") for name in ("E0", "P0", "D0")]
-    supervisor = Supervisor(stages, events, QUICK, parallel_starts=2)
-    async with running(supervisor):
-        await asyncio.wait_for(supervisor.all_up.wait(), PATIENCE_S)
+    supervisor = Supervisor(events, QUICK, parallel_starts=2)
+    async with running(supervisor, *stages):
+        await all_answered(supervisor, *stages)
     first_up = next(at for at, line in enumerate(events.lines) if line[0] == "up")
     assert [line[1] for line in events.lines[:first_up] if line[0] == "before"] == ["E0", "P0"]
 
@@ -175,15 +256,13 @@ async def test_a_command_that_cannot_be_made_any_more_is_tried_again(tmp_path: P
             raise ConfigError("mooncake_master is not on PATH")
         return one.command(incarnation)
 
-    supervisor = Supervisor([replace(one, command=command)], events, QUICK)
-    async with running(supervisor) as task:
+    async with running(Supervisor(events, QUICK), replace(one, command=command)):
         await until(lambda: events.of("up"))
         there = False
         os.kill(events.pids["E0"][0], signal.SIGKILL)
         await until(lambda: any("not on PATH" in line[3] for line in events.of("down")))
         there = True
         await until(lambda: len(events.of("up")) == 2)
-        assert not task.done()
 
 
 @pytest.mark.parametrize(("method", "lives"), [("up", 3), ("down", 2)])
@@ -199,9 +278,8 @@ async def test_whoever_listens_and_fails_costs_a_life_and_not_the_launch(
         told(*words)
 
     setattr(events, method, broken)
-    supervisor = Supervisor([spec(tmp_path)], events, QUICK)
-    async with running(supervisor) as task:
-        await supervisor.all_up.wait()
+    supervisor, stage = Supervisor(events, QUICK), spec(tmp_path)
+    async with running(supervisor, stage):
+        await all_answered(supervisor, stage)
         os.kill(events.pids["E0"][0], signal.SIGKILL)
-        await until(lambda: task.done() or (not fails and len(events.pids["E0"]) >= lives))
-        assert not task.done()
+        await until(lambda: not fails and len(events.pids["E0"]) >= lives)

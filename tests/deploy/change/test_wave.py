@@ -218,9 +218,7 @@ def test_one_that_drains_is_taken_back_when_it_is_wanted_again():
 
 def test_one_that_never_answered_is_taken_away_and_tried_anew():
     now = actual("P-D")
-    there = tuple(
-        replace(one, phase=Phase.DOWN, ever_up=False) if one.order.id == "D0" else one for one in now.instances
-    )
+    there = tuple(replace(one, phase=Phase.DOWN, over=True) if one.order.id == "D0" else one for one in now.instances)
 
     again = wave(wanted("P-D"), replace(now, instances=there))
 

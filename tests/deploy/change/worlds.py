@@ -111,7 +111,7 @@ class World:
         elif one.phase is Phase.DRAINING:
             self.actual = replace(self.actual, empty=self.actual.empty | {name})
         elif one.phase is Phase.UP or (one.phase is Phase.STARTING and self.fails and self.chance.random() < 0.2):
-            self._put(one, Phase.DOWN)
+            self._put(replace(one, over=not one.ever_up), Phase.DOWN)
         else:
             self._put(replace(one, ever_up=True), Phase.UP)
 
@@ -124,7 +124,7 @@ class World:
 
 
 def _ended(one: Observed) -> bool:
-    return one.phase is Phase.DOWN and not one.ever_up
+    return one.over
 
 
 def kinds_of(actions: Sequence[Action]) -> list[str]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from deploy.host.rundir import RunDir
 from deploy.launch.ready_message import ready_message
-from deploy.memory.shared_memory import SharedMemory
 from deploy.options.config import DeployConfig, build_config
 from deploy.plan import core_plan
 from deploy.plan.blueprint import Blueprint, draw
 from deploy.plan.core_plan import CorePlan, joined_order, named_order, order_for, plan_cores
-from deploy.plan.wiring_plan import WiringPlan
 from epd_serve.cpu_threads import CPU_THREADS_ENV
 from epd_serve.engine.argv import stage_command
 from epd_serve.errors import ConfigError
@@ -23,6 +21,7 @@ from epd_serve.placement import lower
 from npu_ops.core_grants import CoreGrant, CoreOrder
 from npu_ops.core_limits import whole_cores
 from npu_ops.core_sets import core_sets
+from tests.deploy.wired import RUN, Wired
 
 
 def planned(layout: str, text: str, device: str, cores: int = 0) -> CorePlan:
@@ -50,9 +49,7 @@ def test_on_cpu_neighbours_get_cores_of_their_own(monkeypatch: pytest.MonkeyPatc
         "D0": tuple(range(8, 16)),
     }
     assert [plan.core_share for plan in blueprint.plans] == [0.3, 0.7, None]
-    run = RunDir("abcd", Path("/run/x"), Path("/dev/shm"))
-    wired = WiringPlan(blueprint, run, {plan.id: 21000 for plan in blueprint.plans}, SharedMemory(1, 1))
-    encoder, _, decoder = (wired.stage(plan, "i") for plan in blueprint.plans)
+    encoder, decoder = (Wired(blueprint).stage(name) for name in ("E0", "D0"))
     assert encoder.core_order is not None and encoder.core_order.report == "/run/x/E0.cores{rank}.json"
     assert json.loads(stage_command(encoder).env[CPU_THREADS_ENV])["cores"] == [0, 1]
     assert decoder.core_order is None
@@ -116,12 +113,13 @@ def test_a_share_is_checked_when_the_configuration_is_read(tmp_path: Path) -> No
 
 def test_the_ready_message_shows_what_the_workers_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     blueprint = on_cores(8, monkeypatch, "(E-P)-D", "E=0.3,P=0.7")
-    run = RunDir("abcd", Path("/run/x"), Path("/dev/shm"))
-    wired = WiringPlan(blueprint, run, {plan.id: 21000 for plan in blueprint.plans}, SharedMemory(1, 1))
+    run, instances = RUN.path, Wired(blueprint).instances()
     grant = CoreGrant(0, 0.3, {"cube": 7, "vector": 14}, {"cube": 24, "vector": 48})
-    message = ready_message(wired, 1.0, {"E0": (grant, grant), "P0": ()})
+    granted = {**instances, "E0": replace(instances["E0"], cores=(grant, grant))}
+    message = ready_message(blueprint, run, granted, 1.0)
     assert "  cores     E0: 7 of 24 cube, 14 of 48 vector   P0: unknown\n" in message
-    assert "cores     E0" not in ready_message(wired, 1.0)
+    shared = on_cores(8, monkeypatch, "(E-P)-D", "")
+    assert "  cores     " not in ready_message(shared, run, Wired(shared).instances(), 1.0)
 
 
 def test_a_stage_that_joins_is_limited_by_itself_and_rounds_down() -> None:

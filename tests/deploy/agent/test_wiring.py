@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from deploy.host.rundir import RunDir
 from deploy.launch.ready_message import curl, endpoint_url, ready_message
 from deploy.memory.shared_memory import SharedMemory, fit_shared_memory
 from deploy.options.config import DeployConfig
@@ -17,29 +16,19 @@ from deploy.options.proxy_overrides import proxy_overrides
 from deploy.options.ways import Ways, draw_ways
 from deploy.plan.blueprint import draw
 from deploy.plan.proxy_settings import build_proxy_settings
-from deploy.plan.wiring_plan import WiringPlan
 from epd_serve.engine.argv import FIRST_TOKEN_PROCESSOR, stage_command
 from epd_serve.engine.kv.transports import offered, quarantine_s
 from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import Resized
 from epd_serve.layout_parser import parse
-from epd_serve.placement import InstancePlan, lower
+from epd_serve.placement import lower
 from epd_serve.roles import Role
-
-
-def wired(layout: str, **options: object) -> WiringPlan:
-    blueprint = draw(DeployConfig(layout=layout, device="cpu", **options))  # type: ignore[arg-type]
-    ports = {plan.id: 21000 + number for number, plan in enumerate(blueprint.plans)}
-    return WiringPlan(blueprint, RunDir("abcd", Path("/run/x"), Path("/dev/shm")), ports, SharedMemory(64, 8))
-
-
-def plan_of(plan: WiringPlan, name: str) -> InstancePlan:
-    return next(one for one in plan.blueprint.plans if one.id == name)
+from tests.deploy.wired import RUN, Wired, wired
 
 
 def test_features_and_kv_are_wired_between_the_right_instances() -> None:
     plan = wired("2E-P-D")
-    encode, prefill, decode = (plan.wiring(plan_of(plan, name), "i1") for name in ("E1", "P0", "D0"))
+    encode, prefill, decode = (plan.wiring(name) for name in ("E1", "P0", "D0"))
     events = {"E0": "ipc:///run/x/E0.events", "E1": "ipc:///run/x/E1.events"}
     assert prefill.events == decode.events == events
     assert encode.events == {} and encode.publish == events["E1"]
@@ -53,7 +42,7 @@ def test_features_and_kv_are_wired_between_the_right_instances() -> None:
 
 def test_those_who_send_kv_tell_how_their_links_are_and_make_room_for_fetches() -> None:
     plan = wired("E-P:tp2-D:tp2", kv_grouping="fixed:3", kv_packet_floor_kib=64, kv_faults="drop=Ready:0.5")
-    e, p, d = (plan.wiring(plan_of(plan, name), "i") for name in ("E0", "P0", "D0"))
+    e, p, d = (plan.wiring(name) for name in ("E0", "P0", "D0"))
     assert [one.kv_publish for one in (e, p, d)] == ["", "ipc:///run/x/P0.kvnews{rank}", ""]
     assert [one.traffic for one in (e, p, d)] == ["", "/run/x/P0.traffic", ""]
     assert {(one.kv_grouping, one.kv_packet_floor_bytes, one.kv_faults) for one in (p, d)} == {
@@ -66,20 +55,20 @@ def test_every_role_tells_how_busy_it_is(layout: str) -> None:
     plan = wired(layout)
     for one in plan.blueprint.plans:
         address = f"ipc:///run/x/{one.id}.load"
-        assert plan.wiring(one, "i").load_publish == plan.instance(one, "i").load_news == address
+        assert plan.wiring(one.id).load_publish == plan.instance(one.id).load_news == address
 
 
 def test_a_layout_without_encoders_has_no_arena() -> None:
     plan = wired("EP-D")
-    assert all(plan.wiring(one, "i").arena == "" for one in plan.blueprint.plans)
-    assert wired("TP1").wiring(plan_of(wired("TP1"), "EPD0"), "i").events == {}
+    assert all(plan.wiring(one.id).arena == "" for one in plan.blueprint.plans)
+    assert wired("TP1").wiring("EPD0").events == {}
 
 
 def test_the_proxy_is_told_where_ready_goes() -> None:
     plan = wired("E-P-D")
-    told = plan.instance(plan_of(plan, "P0"), "i7")
+    told = plan.instance("P0", "i7")
     assert (told.url, told.incarnation, told.kv_endpoint) == ("http://127.0.0.1:21001", "i7", "ipc:///run/x/P0.kv")
-    assert plan.instance(plan_of(plan, "D0"), "i7").kv_endpoint is None
+    assert plan.instance("D0", "i7").kv_endpoint is None
 
 
 @pytest.mark.parametrize(
@@ -97,17 +86,15 @@ def test_who_may_answer_together_is_told_and_warned_of(
     layout: str, options: dict[str, Any], flags: list[Any], warned: bool
 ) -> None:
     plan = wired(layout, **options)
-    assert [plan.instance(plan_of(plan, name), "i").answer_flags for name in ("P0", "D0")] == flags
+    assert [plan.instance(name).answer_flags for name in ("P0", "D0")] == flags
     assert any("first token" in line for line in plan.blueprint.warnings) is warned
-    forced = [
-        FIRST_TOKEN_PROCESSOR in stage_command(plan.stage(plan_of(plan, name), "i")).argv for name in ("P0", "D0")
-    ]
+    forced = [FIRST_TOKEN_PROCESSOR in stage_command(plan.stage(name)).argv for name in ("P0", "D0")]
     assert forced == [False, flags[1] is not None]
 
 
 def test_the_proxy_is_told_where_the_workers_report_their_links_and_take_kv() -> None:
     plan = wired("E-P:tp2-D:tp2")
-    e, p, d = (plan.instance(plan_of(plan, name), "i7") for name in ("E0", "P0", "D0"))
+    e, p, d = (plan.instance(name, "i7") for name in ("E0", "P0", "D0"))
     assert p.kv_news == ("ipc:///run/x/P0.kvnews0", "ipc:///run/x/P0.kvnews1")
     assert d.kv_workers == ("ipc:///run/x/D0.kvw0", "ipc:///run/x/D0.kvw1")
     assert e.kv_news == e.kv_workers == p.kv_workers == d.kv_news == ()
@@ -115,10 +102,10 @@ def test_the_proxy_is_told_where_the_workers_report_their_links_and_take_kv() ->
 
 def test_every_life_of_a_stage_becomes_a_command() -> None:
     plan = wired("(E-P)-D", stage_args=("D:--max-num-seqs 3",))
-    command = stage_command(plan.stage(plan_of(plan, "D0"), "i9"))
+    command = stage_command(plan.stage("D0", "i9"))
     assert command.argv[-2:] == ("--max-num-seqs", "3")
     assert any('"incarnation": "i9"' in word for word in command.argv)
-    assert plan.stage(plan_of(plan, "E0"), "i").colocated == 2
+    assert plan.stage("E0").colocated == 2
 
 
 def test_the_settings_of_the_proxy_follow_from_the_deployment(tmp_path: Path) -> None:
@@ -181,18 +168,18 @@ def test_flags_of_the_mm_store_reach_the_proxy_and_the_stages() -> None:
         recompute_limit=5,
         feature_prefetch="demand",
     )
-    settings = build_proxy_settings(plan.blueprint, plan.run.arena)
+    settings = build_proxy_settings(plan.blueprint, RUN.arena)
     assert (settings.send_pixels, settings.on_missing_feature) == ("always", "reencode")
     assert (settings.tenant_header, settings.shared_features) == ("X-Team", True)
-    assert settings.arena == plan.run.arena
-    wiring = plan.wiring(plan_of(plan, "P0"), "i")
+    assert settings.arena == RUN.arena
+    wiring = plan.wiring("P0")
     assert (wiring.recompute_limit, wiring.feature_prefetch, wiring.feature_path) == (5, "demand", "host")
     assert (wiring.mooncake_master, wiring.mooncake_segment_bytes) == ("", 0)
 
 
 def test_encoders_give_memory_to_the_second_tier_and_the_others_only_use_it() -> None:
-    plan = replace(wired("E-P-D", mooncake_segment_mib=64), mooncake_master="127.0.0.1:5")
-    encode, prefill = (plan.wiring(plan_of(plan, name), "i") for name in ("E0", "P0"))
+    plan = wired("E-P-D", mooncake_segment_mib=64).with_master("127.0.0.1:5")
+    encode, prefill = (plan.wiring(name) for name in ("E0", "P0"))
     assert (encode.mooncake_master, encode.mooncake_segment_bytes) == ("127.0.0.1:5", 64 << 20)
     assert (prefill.mooncake_master, prefill.mooncake_segment_bytes) == ("127.0.0.1:5", 0)
 
@@ -200,31 +187,29 @@ def test_encoders_give_memory_to_the_second_tier_and_the_others_only_use_it() ->
 def test_on_the_device_path_consumers_have_agents_and_encoders_hear_which_way_they_are_reached() -> None:
     plan = wired("E-P-D")
     direct = Ways(dict.fromkeys(("E0", "P0", "D0"), "device"))
-    plan = replace(plan, blueprint=replace(plan.blueprint, ways=direct), mooncake_master="127.0.0.1:5")
-    e, p, d = (plan.wiring(plan_of(plan, name), "i") for name in ("E0", "P0", "D0"))
+    plan = replace(plan, blueprint=replace(plan.blueprint, ways=direct)).with_master("127.0.0.1:5")
+    e, p, d = (plan.wiring(name) for name in ("E0", "P0", "D0"))
     assert (e.feature_path, p.feature_path, d.feature_path) == ("device", "device", "device")
     assert e.events == {"P0": p.publish, "D0": d.publish}
     assert p.events == d.events == {"E0": e.publish}
     assert [wiring.feature_worker_endpoint for wiring in (e, p, d)] == [
         "",
-        plan.run.ipc("P0.features{rank}"),
-        plan.run.ipc("D0.features{rank}"),
+        RUN.ipc("P0.features{rank}"),
+        RUN.ipc("D0.features{rank}"),
     ]
 
 
-def on_npus(layout: str, **options: object) -> WiringPlan:
+def on_npus(layout: str, **options: Any) -> Wired:
     """As if the plans' devices were NPUs, with a second tier."""
     plan = wired(layout, **options)
     ways = draw_ways(plan.blueprint.config, "npu", plan.blueprint.plans, pooled=True)
     inventory = replace(plan.blueprint.inventory, kind="npu")
-    return replace(
-        plan, blueprint=replace(plan.blueprint, ways=ways, inventory=inventory), mooncake_master="127.0.0.1:5"
-    )
+    return replace(plan, blueprint=replace(plan.blueprint, ways=ways, inventory=inventory)).with_master("127.0.0.1:5")
 
 
 def test_pairs_on_one_npu_are_wired_to_shared_memory_and_others_are_not() -> None:
     plan = on_npus("(E-P-D)-D")
-    p, beside, away = (plan.wiring(plan_of(plan, name), "i") for name in ("P0", "D0", "D1"))
+    p, beside, away = (plan.wiring(name) for name in ("P0", "D0", "D1"))
     assert p.kv_beside == ("ipc:///run/x/D0.kvw0",)
     assert [one.kv_transport for one in (p, beside, away)] == ["auto", "shm", "auto"]
     ends = ("ipc:///run/x/D0.kvw0", "ipc:///run/x/D1.kvw0")
@@ -235,14 +220,14 @@ def test_pairs_on_one_npu_are_wired_to_shared_memory_and_others_are_not() -> Non
 
 def test_an_encoder_beside_one_taker_serves_all_of_them_through_the_arena() -> None:
     plan = on_npus("(E-P)-P-D")
-    wirings = {name: plan.wiring(plan_of(plan, name), "i") for name in ("E0", "P0", "P1", "D0")}
+    wirings = {name: plan.wiring(name) for name in ("E0", "P0", "P1", "D0")}
     assert {one.feature_path for one in wirings.values()} == {"host"}
     assert wirings["E0"].events == {} and not any(one.feature_worker_endpoint for one in wirings.values())
 
 
 def test_without_encoders_the_proxy_has_no_arena_to_ask() -> None:
     plan = wired("EP-D")
-    assert build_proxy_settings(plan.blueprint, plan.run.arena).arena is None
+    assert build_proxy_settings(plan.blueprint, RUN.arena).arena is None
 
 
 @pytest.mark.parametrize(
@@ -298,7 +283,7 @@ def test_too_little_shared_memory_is_refused_with_the_fix() -> None:
 
 def test_the_ready_message_shows_endpoint_placement_and_a_command() -> None:
     plan = wired("(E-P)-D", port=8123)
-    message = ready_message(plan, 12.34)
+    message = ready_message(plan.blueprint, RUN.path, plan.instances(), 12.34)
     assert "Ready in 12.3 s: (E-P)-D on cpu serves epd-demo" in message
     assert "http://127.0.0.1:8123/v1" in message
     assert "data:image/png;base64," in message
