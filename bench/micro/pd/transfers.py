@@ -37,7 +37,7 @@ class Packet:
 
 @dataclass(frozen=True)
 class PrefillStep:
-    """One forward pass of P. `layers`: when the KV of each layer was written."""
+    """One forward pass of P. `layers`: when each layer's KV was written, on an accelerator when it was queued."""
 
     begun: float
     ended: float
@@ -128,7 +128,7 @@ def arrived(stamps: Sequence[Stamp], ids: Iterable[str]) -> dict[str, Transfer]:
             for one in wanted.intersection(more["transfers"]):
                 packets[one].append(packet)
         elif stamp.event == "prefill_step":
-            steps.append(PrefillStep(more["t0"], more["t1"], more["tokens"], tuple(more["layers"])))
+            steps.append(PrefillStep(more["t0"], stamp.t, more["tokens"], tuple(more["layers"])))
         elif stamp.subject in wanted and stamp.event in _MOMENTS:
             if more.get("ok") is False:
                 raise StageError(f"transfer {stamp.subject} failed: {stamp.event} says so", stage=stamp.instance)
@@ -137,7 +137,9 @@ def arrived(stamps: Sequence[Stamp], ids: Iterable[str]) -> dict[str, Transfer]:
         one: Transfer(
             id=one,
             packets=tuple(sorted(packets[one], key=lambda packet: packet.begun)),
-            steps=tuple(step for step in steps if at["prefill_start"] <= step.begun < at["prefill_end"]),
+            steps=tuple(
+                step for step in steps if at["prefill_start"] <= step.begun and step.ended <= at["prefill_end"]
+            ),
             first_packet=at["kv_first"],
             prefill_end=at["prefill_end"],
             done=at["kv_done"],

@@ -24,7 +24,7 @@ from epd_serve.engine.ec.loading import ArenaReader, load
 from epd_serve.engine.ec.step import FeatureStep
 from epd_serve.engine.ec.store_access import open_exit, open_store
 from epd_serve.engine.ec.write_queue import WriteQueue
-from epd_serve.trace import Trace
+from epd_serve.trace import DeviceTrace, Trace
 from epd_serve.wiring import StageWiring
 from npu_ops.torch_memory import memory_here
 from store.errors import StoreError
@@ -46,6 +46,7 @@ class FeatureProducer:
         memory = memory_here(torch.device(device).type)
         self._reader = ArenaReader(self._pool.arena, memory)
         self._trace = Trace(wiring.trace_path, wiring.instance)
+        self._device_trace = DeviceTrace(self._trace, memory)
         self._cache: dict[str, torch.Tensor] = {}
         self._awaited: set[str] = set()  # needed, and neither encoded, loaded nor found in vLLM's cache yet
         self._again: set[str] = set()  # put anew, whatever the store says
@@ -96,13 +97,14 @@ class FeatureProducer:
     def save(self, cache: dict[str, torch.Tensor], key: str) -> None:
         """A feature was encoded in this step. Returns at once; waits, not for good, when too many puts are behind."""
         self._cache = cache  # vLLM's encoder cache: one dict for the life of the worker
-        self._trace.stamp(key, "encoded")
+        self._device_trace.stamp(key, "encoded")
         self._count("encoded")
         self._awaited.discard(key)
         self._put(key)
 
     def close(self) -> None:
         self._writer.close()
+        self._device_trace.close()
         self._announcer.close()
         self._direct.close()
         self._pool.close()

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from epd_serve.kv.fit import LineFit
-from epd_serve.trace import Trace
+from epd_serve.trace import DeviceTrace, Trace
 from npu_ops.fences import TimedFence
 from npu_ops.memory import DeviceMemory
 
@@ -34,7 +34,7 @@ class _Step:
 class LayerClock:
     """Belongs to the model runner's thread. `last_s`: seconds per layer of the last step that was measured."""
 
-    def __init__(self, device: DeviceMemory, layers: int, trace: Trace) -> None:
+    def __init__(self, device: DeviceMemory, layers: int, trace: Trace | DeviceTrace) -> None:
         self.last_s = 0.0
         self._device = device
         self._layers = layers
@@ -71,8 +71,7 @@ class LayerClock:
         step = self._step
         if step.first is not None and step.last is not None:
             self._pending.append((step.tokens, step.first, step.last, self._device.timed_fence()))
-        now = time.monotonic()
-        self._trace.stamp("step", "prefill_step", t0=step.began, t1=now, tokens=step.tokens, layers=step.hooks)
+        self._trace.stamp("step", "prefill_step", t0=step.began, tokens=step.tokens, layers=step.hooks)
 
     def _resolve(self) -> None:
         while self._pending:

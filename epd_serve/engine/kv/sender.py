@@ -21,7 +21,7 @@ from epd_serve.engine.kv.routes import Route, routes_of
 from epd_serve.engine.kv.step_packets import StepPackets
 from epd_serve.kv.grouping import Grouping
 from epd_serve.kv.plan import coalesce
-from epd_serve.trace import Trace
+from epd_serve.trace import DeviceTrace, Trace
 from epd_serve.wake import idle_waiter
 from epd_serve.wire import TransferKey
 from npu_ops.memory import DeviceMemory
@@ -82,8 +82,8 @@ class Sender:
         self._index = {name: index for index, name in enumerate(shape["layer_names"])}
         self._device = device
         self._open_link = open_link
-        self._trace = trace
-        self._clock = LayerClock(device, self._layers, trace)
+        self._trace = DeviceTrace(trace, device)
+        self._clock = LayerClock(device, self._layers, self._trace)
         self._packets = StepPackets(grouping, self._layers)
         self._links: dict[str, Link] = {}
         self._step: list[tuple[_Transfer, bool]] = []  # and whether its prompt ends in this step
@@ -189,6 +189,7 @@ class Sender:
     def close(self) -> None:
         for link in self._links.values():
             link.close()
+        self._trace.close()
 
     def _begin(self, chunk: ChunkJob) -> _Transfer:
         ways = [

@@ -87,10 +87,11 @@ def test_a_transfer_is_known_by_the_last_attempt_at_its_request():
 
 def test_steps_of_other_prompts_are_left_out():
     sent = transfer()
-    before = Stamp(BEGUN, "P0", "step", "prefill_step", {"t0": BEGUN - 1, "t1": BEGUN, "tokens": 7, "layers": []})
-    after = Stamp(200.0, "P0", "step", "prefill_step", {"t0": 199.0, "t1": 200.0, "tokens": 7, "layers": []})
+    before = Stamp(BEGUN, "P0", "step", "prefill_step", {"t0": BEGUN - 1, "tokens": 7, "layers": []})
+    after = Stamp(200.0, "P0", "step", "prefill_step", {"t0": 199.0, "tokens": 7, "layers": []})
+    queued = Stamp(200.0, "P0", "step", "prefill_step", {"t0": STEP.ended - 0.001, "tokens": 7, "layers": []})
 
-    assert arrived([before, *stamps(sent), after], ["t"])["t"].steps == (STEP,)
+    assert arrived([before, *stamps(sent), after, queued], ["t"])["t"].steps == (STEP,)
 
 
 def test_the_steps_of_a_prompt_in_chunks_are_all_its_own():

@@ -46,6 +46,6 @@ def stamps(one: Transfer, **wrong: Any) -> list[Stamp]:
         more |= {"last": packet.last, "bytes": packet.nbytes, "transfers": [one.id, "another"], "link": "D0"}
         made.append(Stamp(packet.ended, "P0", "link:D0", "kv_packet", more))
     for step in one.steps:
-        more = {"t0": step.begun, "t1": step.ended, "tokens": step.tokens, "layers": list(step.layers)}
+        more = {"t0": step.begun, "tokens": step.tokens, "layers": list(step.layers)}
         made.append(Stamp(step.ended, "P0", "step", "prefill_step", more))
     return sorted(made, key=lambda stamp: stamp.t)

@@ -32,6 +32,7 @@ from epd_serve.engine.kv.transports import OnDemand
 from epd_serve.kv.faults import Faults
 from epd_serve.kv.grouping import parse_grouping
 from epd_serve.kv.slices import LARGEST_PROBE_BYTES, SLICE_BYTES
+from epd_serve.trace import Trace
 from npu_ops.fake.device import FakeDevice
 from npu_ops.fake.engine import FakeTransferEngine
 from npu_ops.fake.network import FakeNetwork
@@ -86,6 +87,7 @@ class Setting:
     d_caches: Callable[[FakeDevice], Caches] = ascend_caches
     d_place: str = D_NPU
     network: FakeNetwork = field(default_factory=FakeNetwork)
+    trace: Trace = NO_TRACE
 
 
 class Pair:
@@ -285,7 +287,8 @@ class Pair:
             )
 
         grouping = parse_grouping(self._setting.grouping, floor_bytes=0)
-        return Sender(shape=shape(layers), grouping=grouping, device=self.p_device, open_link=open_link, trace=NO_TRACE)
+        trace = self._setting.trace
+        return Sender(shape=shape(layers), grouping=grouping, device=self.p_device, open_link=open_link, trace=trace)
 
     def _engine(self, layers: Layers, device: FakeDevice) -> OnDemand:
         def factory() -> FakeTransferEngine:

@@ -88,5 +88,5 @@ def test_each_step_is_stamped(tmp_path: Path) -> None:
     step(clock, device, 7, 0.01, layers=3)
     (stamp,) = map(json.loads, (tmp_path / "trace").read_text().splitlines())
     assert (stamp["subject"], stamp["event"], stamp["tokens"]) == ("step", "prefill_step", 7)
-    assert stamp["t0"] <= stamp["layers"][0] <= stamp["layers"][2] <= stamp["t1"]
+    assert stamp["t0"] <= stamp["layers"][0] <= stamp["layers"][2] <= stamp["t"]
     assert len(stamp["layers"]) == 3

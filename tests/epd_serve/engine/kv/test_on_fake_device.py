@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from epd_serve.kv.ways import transports_between
+from epd_serve.trace import Trace
 from npu_ops.fake.network import FakeNetwork
 from tests.epd_serve.engine.kv.device_ends import P_NPU, Pair, Setting
 from tests.epd_serve.engine.kv.slow_devices import STALE, Prompt, SlowDevice, ascend_caches, neighbouring_caches
@@ -110,6 +113,24 @@ def test_transfers_take_no_memory_of_a_device_that_serves(start: Start, transpor
     pair.run()
     assert pair.wrong(a) == []
     assert (pair.p_device.allocated_bytes, pair.d_device.allocated_bytes) == before
+
+
+def test_prefill_has_ended_when_the_device_has_and_not_when_its_step_was_queued(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    pair = start(trace=Trace(str(path), "P0"))
+    a = Prompt.make("a", [3, 2, 1], [7, 8, 9])
+    pair.expect(a)
+    pair.step(a.chunk())
+    queued = time.monotonic()
+    assert stamped(path, "prefill_end") == stamped(path, "prefill_step") == []
+    pair.run()
+    wait_for(lambda: stamped(path, "prefill_end"))
+    (step,), (end,) = stamped(path, "prefill_step"), stamped(path, "prefill_end")
+    assert step["t0"] < queued < step["t"] <= end["t"]
+
+
+def stamped(path: Path, event: str) -> list[dict[str, Any]]:
+    return [stamp for stamp in map(json.loads, path.read_text().splitlines()) if stamp["event"] == event]
 
 
 # --- pairs on one device --------------------------------------------------------------------------------------------
