@@ -1,12 +1,13 @@
 """What a request sees of E→P and P→D beside an 8B model's compute: exposed time and overlap at 1, 8 and 16 at once.
 
 One launch of (E-P-D). P→D: prompts of exact lengths, adaptive against bulk and layerwise groups in turns
-(`bench/micro/pd/stages.py`). E→P: pictures that nobody has seen; a feature is exposed for as long as its request has
-everything else that it needs at P (its blocks at D too) and waits for the feature alone:
+(`bench/micro/pd/stages.py`). E→P: pictures that nobody has seen; a feature is exposed for as long as its request is in
+P's scheduler and the feature, encoded by then, is not:
 
     transfer  = feature pinned at P - encoded
-    exposed   = max(0, feature pinned - the later of: request in P's scheduler, blocks reserved at D)
+    exposed   = max(0, feature pinned - the later of: encoded, request in P's scheduler)
     overlap   = 1 - exposed / transfer
+    to prefill = prefill begun - encoded: with D's blocks, which it reserves when it hears of the feature, and P's queue
 """
 
 from __future__ import annotations
@@ -69,23 +70,24 @@ def _features(rig: Rig, launch: Served, client: httpx.Client, numbers: list[int]
         one for at in range(0, len(numbers), together) for one in _pictures(launch, client, numbers[at : at + together])
     ]
     wait_for(lambda: all(map(_told, _events(launch, asked))), "the stamps of all", STAMPS_S)
-    transfer, exposed, encode = [], [], []
+    transfer, exposed, encode, to_prefill = [], [], [], []
     for of in _events(launch, asked):
-        wanted = max(of["prefill_arrived"], of["decode_reserved"])
         encode.append(1e3 * (of["encoded"] - of["encode_start"]))
         transfer.append(1e3 * (of["feature_pinned"] - of["encoded"]))
-        exposed.append(1e3 * max(0.0, of["feature_pinned"] - wanted))
+        exposed.append(1e3 * max(0.0, of["feature_pinned"] - max(of["encoded"], of["prefill_arrived"])))
+        to_prefill.append(1e3 * (of["prefill_start"] - of["encoded"]))
     told = {
         "transfer_ms": round(statistics.median(transfer), 3),
         "exposed_ms": round(statistics.median(exposed), 3),
         "overlap": round(1 - statistics.median(exposed) / statistics.median(transfer), 4),
         "encode_ms": round(statistics.median(encode), 2),
+        "encoded_to_prefill_ms": round(statistics.median(to_prefill), 2),
     }
     rig.row("E→P", told, at_once=together, pictures=len(numbers), pixels=SIDE * SIDE)
 
 
 def _told(of: dict[str, float]) -> bool:
-    return {"encode_start", "encoded", "feature_pinned", "prefill_arrived", "decode_reserved"} <= of.keys()
+    return {"encode_start", "encoded", "feature_pinned", "prefill_arrived", "prefill_start"} <= of.keys()
 
 
 def _events(launch: Served, asked: list[str]) -> list[dict[str, float]]:

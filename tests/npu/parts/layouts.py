@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -63,7 +64,9 @@ def storm(rig: Rig) -> None:
 def _pd(rig: Rig, transport: str) -> None:
     right = reference(rig.report)
     os.environ[WITNESS_ENV] = "1"  # of the stages; what it costs is in the times of this part, not in `exposed`'s
-    with served(rig, "P-D", "--kv-transport", transport) as launch:
+    # The rehearsal, too, starts them as a card's are: as programs of their own; its other parts fork them.
+    started = ("--stage-template", "never") if transport == "shm" else ()
+    with served(rig, "P-D", "--kv-transport", transport, *started) as launch:
         rig.row("kv_link", _link(launch), **launch.virtual)
         same_tokens(launch, right)
         transfers(launch)
@@ -97,6 +100,7 @@ def features(launch: CardServing) -> None:
     rig = launch.rig
     wait_for(lambda: all(launch.instances()[name]["store"] for name in ("E0", "P0")), "the first reports", REPORT_S)
     encoded, recomputed = launch.counters("E0").get("encoded", 0), launch.recomputed("P0")
+    begun_in_part = launch.counters("P0").get("partial_prefills", 0)
     asked = [answered(launch, _fresh(number), EXPLAIN)[1].headers for number in range(ROUNDS)]
     ways = {headers["x-epd-path"] for headers in asked}
     rig.check(ways == {"E-P-D"}, "pictures go E-P-D", str(ways))
@@ -104,13 +108,14 @@ def features(launch: CardServing) -> None:
     rig.check(launch.recomputed("P0") == recomputed, "no feature is recomputed", str(launch.counters("P0")))
     timeline = Timeline(read_stamps(launch.traces))
     events = [timeline.of(headers["x-epd-request-id"]) for headers in asked]
-    at_hand = all("feature_pinned" in of and of["feature_pinned"] <= of["prefill_start"] for of in events)
-    rig.check(at_hand, "features are pinned before prefill begins", str([sorted(of) for of in events]))
+    late = sum(of.get("feature_pinned", math.inf) > of["prefill_start"] for of in events)
+    in_part = launch.settled_counters("P0").get("partial_prefills", 0) - begun_in_part
+    rig.check(late <= in_part, "features are pinned before prefill begins", f"{late} are not, {in_part} began in part")
     for name, begin, end in (
         ("encode_ms", "encode_start", "encoded"),
         ("feature_put_ms", "encoded", "feature_put"),
         ("feature_event_to_pinned_ms", "feature_event", "feature_pinned"),
-        ("feature_pinned_before_dispatch_ms", "feature_pinned", "dispatched"),
+        ("encoded_to_prefill_ms", "encoded", "prefill_start"),
     ):
         taken = [1e3 * (of[end] - of[begin]) for of in events if begin in of and end in of]
         rig.row(name, [round(ms, 2) for ms in taken], **launch.virtual)
