@@ -169,7 +169,9 @@ def _encode(seen: _Seen) -> Iterator[Span]:
     encoded = seen.of("E", "encoded")
     steps = seen.calls(Phase.ENCODE, "E", "scheduled", "computed")
     for step, answer in zip(steps, seen.calls(Phase.ANSWER_E, "E", "computed", "answering"), strict=False):
-        end = max((stamp.t for stamp in encoded if step.begin <= stamp.t <= step.end), default=step.end)
+        own = [stamp.t for stamp in encoded if step.begin <= stamp.t <= step.end]
+        after = [stamp.t for stamp in encoded if stamp.t > step.end]  # an accelerator is behind its scheduler
+        end = max(own) if own else min(after, default=step.end)
         yield from (Span(step.begin, end, Phase.ENCODE), Span(end, answer.end, Phase.ANSWER_E))
     if not seen.of("E", "scheduled"):
         yield from seen.calls(Phase.ENCODE, "E", "encode_start", "encoded")  # for another request with the same item

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from epd_serve.layout_parser import parse
 from tests.e2e.serving import MODEL, Serving
+from tests.npu.report import tool_output
 from tests.npu.rig import Rig
 
 
@@ -39,8 +40,10 @@ class CardServing(Serving):
         super().__init__(layout, *words, *flags, "--stage-args", f"all:{common}", model or card.model(rig.scratch))
 
     def keep_logs(self) -> None:
-        """Now, for a launch removes its run directory."""
-        kept = [self.log, *self.traces.glob("*.jsonl"), *(self.root / "run").glob("last-failure-*.log")]
+        """Now, for a launch removes its run directory; the first time with who has how much of the devices."""
+        if not (devices := self.root / "devices.txt").exists():
+            devices.write_text(tool_output(self.rig.card.kind))
+        kept = [self.log, devices, *self.traces.glob("*.jsonl"), *(self.root / "run").glob("last-failure-*.log")]
         with contextlib.suppress(ValueError, OSError):  # it may have ended before it had a run directory
             kept += [path for path in self.run.iterdir() if path.suffix in (".log", ".json", ".jsonl")]
         self.rig.report.keep_logs(self.rig.part, self.layout, *kept)

@@ -33,6 +33,8 @@ from tests.npu.plan import BUDGET_S, PARTS, Part, chosen, lines
 from tests.npu.report import ROOT, Report
 
 MARK = "EPD_TEST_RUN"  # in the environment of all that a part starts
+TALKATIVE = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TORCH_SHOW_CPP_STACKTRACES": "1"}
+"""So that a stage that crashes in a library says where, and a kernel that is refused names its call."""
 OUTCOMES = {PASSED: "passed", FAILED: "failed", SKIPPED: "skipped"}
 DOCTOR_S = 120.0
 LOOK_EVERY_S = 0.2
@@ -143,7 +145,7 @@ class _Run:
         own = self.report.folder / "parts" / part.name
         own.mkdir(parents=True, exist_ok=True)
         (own / "outcome.json").unlink(missing_ok=True)
-        environment = {**os.environ, MARK: self._mark, "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, **TALKATIVE, MARK: self._mark}
         # It is tied to us: a run that is killed leaves no part behind.
         command = [sys.executable, "-m", "tests.npu.part", part.name, part.entry, str(self.report.folder)]
         with (own / "log.txt").open("wb") as log:

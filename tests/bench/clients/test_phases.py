@@ -163,6 +163,18 @@ def test_images_that_are_encoded_at_once_count_once():
     assert taken["encode queue"] == pytest.approx(25.0 - 14.0)
 
 
+def test_an_encode_ends_when_its_accelerator_has_done_it_however_early_its_stage_answers():
+    stamps = made(
+        (10, "proxy", "encode_sent"), (12, "E0", "received"), (14, "E0", "queued"), (20, "E0", "scheduled"),
+        (24, "E0", "computed"), (26, "E0", "answering"), (28, "proxy", "encode_done"), (50, "E0", "encoded"),
+        encode_sent={"to": "E0"}, encode_done={"by": "E0"},
+    )  # fmt: skip
+    taken = taken_ms(stamps)
+
+    assert taken["encode"] == pytest.approx(50.0 - 20.0)
+    assert "answer E" not in taken
+
+
 def test_an_image_that_another_request_has_encoded_is_waited_for():
     stamps = made((60, "proxy", "encoded"), (65, "proxy", "dispatched"), encoded={"t0": 10.010})
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.micro.interference.processes import OperatorProcess, orders_of
+from deploy.memory_check import VISIBLE
 from epd_serve.errors import ConfigError
 from npu_ops.interference import default_sizes
 from npu_ops.mps import PIPE_DIRECTORY_ENV, why_no_mps
@@ -55,8 +56,10 @@ def mps(rig: Rig) -> Iterator[None]:
     # A short path: it holds a socket.
     folder = Path(tempfile.mkdtemp(prefix="epd-mps-", dir="/tmp"))
     os.environ |= {PIPE_DIRECTORY_ENV: str(folder), _LOG_DIRECTORY_ENV: str(folder)}
+    # A daemon that is told devices numbers them anew, and its clients' numbers would mean others.
+    environment = {name: value for name, value in os.environ.items() if name != VISIBLE["cuda"]}
     try:
-        started = subprocess.run([_TOOL, "-d"], capture_output=True, text=True, timeout=DAEMON_S)
+        started = subprocess.run([_TOOL, "-d"], env=environment, capture_output=True, text=True, timeout=DAEMON_S)
         try:
             wait_for(lambda: not why_no_mps(), "the MPS daemon", DAEMON_S)
         except AssertionError as error:
