@@ -31,6 +31,7 @@ from tests.npu.answers import (
 from tests.npu.card import read_card
 from tests.npu.plan import BUDGET_S, PARTS, Part, chosen
 from tests.npu.report import LOG_BYTES, Report, shown_environment
+from tests.npu.rig import Rig
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,6 +81,21 @@ def test_an_unknown_kind_of_device_is_refused(monkeypatch):
     monkeypatch.setenv("EPD_TEST_DEVICE", "tpu")
     with pytest.raises(ValueError, match="one of npu, cuda, cpu"):
         read_card()
+
+
+def test_every_row_of_a_layout_says_what_stands_for_its_devices(tmp_path, monkeypatch):
+    monkeypatch.setenv("EPD_TEST_DEVICE", "cpu")
+    monkeypatch.setenv("EPD_TEST_DEVICES", "1")
+    rig = Rig("ep-d", read_card(), Report(tmp_path), tmp_path, tmp_path)
+    with rig.layout("(E-P)-D"):
+        rig.row("ready_s", 1.0)
+        rig.check(True, "it serves")
+        with rig.layout("(E-PD)"):
+            rig.row("ready_s", 2.0)
+    rig.row("ended", 1)
+
+    told = [(row.get("layout"), row.get("devices")) for row in rig.report.read("rows.jsonl")]
+    assert told == [("(E-P)-D", "2 virtual ones on 1")] * 2 + [("(E-PD)", "1"), (None, None)]
 
 
 def test_the_report_names_secrets_without_telling_them():

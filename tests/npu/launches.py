@@ -18,22 +18,16 @@ from tests.npu.rig import Rig
 
 
 class CardServing(Serving):
-    """`epd-serve serve` on the card, with traces, and logs that outlive it in the report.
-
-    Attributes:
-        wants: devices that the layout takes. virtual: for every row of it, how many there are of those.
-    """
+    """`epd-serve serve` on the card, with traces, and logs that outlive it in the report."""
 
     def __init__(self, rig: Rig, layout: str, *flags: str, model: str = "", core_share: str = "") -> None:
         card = rig.card
         self.rig = rig
-        self.wants = parse(layout).device_count
-        self.virtual = {"layout": layout, **rig.virtual(self.wants)}
         self.traces = rig.scratch / f"traces-{rig.part}-{time.monotonic_ns()}"
         # Room for the longest prompt here and no more: a real checkpoint's 128 K would take the device's memory.
         common = "--max-model-len 8192 --max-num-seqs 32" + (" --enforce-eager" if card.eager else "")
         # A CPU has to have a core for each stage that has a share: a rehearsal may go without.
-        few = card.kind == "cpu" and len(os.sched_getaffinity(0)) // self.wants < core_share.count("=")
+        few = card.kind == "cpu" and len(os.sched_getaffinity(0)) // parse(layout).device_count < core_share.count("=")
         self.core_share = "" if few else core_share
         words = ["--device", card.kind, "--share-devices", "--served-model-name", MODEL]
         words += ["--trace-dir", str(self.traces), *(["--core-share", core_share] if self.core_share else [])]
@@ -53,16 +47,17 @@ class CardServing(Serving):
 def served(rig: Rig, layout: str, *flags: str, core_share: str = "") -> Iterator[CardServing]:
     """A ready launch; its end is checked as a user's Ctrl-C. Its logs are kept whatever happened."""
     launch = CardServing(rig, layout, *flags, core_share=core_share)
-    try:
-        begun = time.monotonic()
-        launch.wait_ready(rig.card.start_s)
-        rig.row("ready_s", round(time.monotonic() - begun, 1), **launch.virtual)
-        yield launch
-        launch.keep_logs()
-        _end(launch)
-    finally:
-        launch.keep_logs()
-        launch.destroy()
+    with rig.layout(layout):
+        try:
+            begun = time.monotonic()
+            launch.wait_ready(rig.card.start_s)
+            rig.row("ready_s", round(time.monotonic() - begun, 1))
+            yield launch
+            launch.keep_logs()
+            _end(launch)
+        finally:
+            launch.keep_logs()
+            launch.destroy()
 
 
 def _end(launch: CardServing) -> None:
@@ -73,4 +68,4 @@ def _end(launch: CardServing) -> None:
     except AssertionError as error:
         why = str(error)
     launch.rig.check(not why, "it ends by Ctrl-C and leaves nothing", why)
-    launch.rig.row("ended_s", round(time.monotonic() - begun, 1), **launch.virtual)
+    launch.rig.row("ended_s", round(time.monotonic() - begun, 1))

@@ -5,16 +5,18 @@ A check that fails does not end its part: whoever has the card for minutes wants
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench.served import LOGS_ENV
+from epd_serve.layout_parser import parse
 from tests.npu.card import Card
 from tests.npu.report import ROOT, Report
 
@@ -42,9 +44,22 @@ class Rig:
     folder: Path
     scratch: Path
     failed: list[str] = field(default_factory=list)
+    _about: dict[str, str] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def layout(self, layout: str) -> Iterator[None]:
+        """Every row meanwhile names this layout, and what stands for the devices that it takes."""
+        devices, there = parse(layout).device_count, len(self.card.ids)
+        stand_in = f" virtual ones on {there}" if there < devices else ""
+        before, self._about = self._about, {"layout": layout, "devices": f"{devices}{stand_in}"}
+        try:
+            yield
+        finally:
+            self._about = before
 
     def row(self, name: str, value: object, **more: Any) -> None:
         """One thing seen, with what it was seen on."""
+        more = {**self._about, **more}
         told = {"part": self.part, "name": name, "value": value, "device": self.card.kind, "on": self.card.label}
         self.report.row(**told, **more)
         print(f"{name} = {json.dumps(value, default=str)[:300]}" + (f"   {more}" if more else ""), flush=True)
@@ -60,11 +75,6 @@ class Rig:
         """At the end of a part. Raises PartFailed."""
         if self.failed:
             raise PartFailed("\n".join(self.failed))
-
-    def virtual(self, devices: int) -> dict[str, str]:
-        """For every row of a layout that takes more devices than there are."""
-        there = len(self.card.ids)
-        return {"devices": f"{devices} virtual ones on {there}" if there < devices else f"{devices}"}
 
     def bench(self, *words: str, name: str, limit_s: float) -> dict[str, Any]:
         """`epd-bench WORDS`; its result, which stays in the folder as `name`.json. Raises PartFailed."""

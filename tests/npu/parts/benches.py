@@ -13,10 +13,11 @@ def transfer_pd(rig: Rig) -> None:
     lengths, rounds = ("256", "1") if rig.card.kind == "cpu" else ("1024,2048,4096", "6")
     words = ("transfer", "pd", "--device", rig.card.kind, "--preset", "npu", "--lengths", lengths, "--rounds", rounds)
     words += ("--transports", "shm", "--concurrency", "1", "--modes", "bulk,layerwise,adaptive", "--quick")
-    found = rig.bench(*words, name="transfer-pd", limit_s=LIMIT_S)
-    for name, value in found["figures"].items():
-        if name.startswith(("real_", "cuda_", "npu_")):
-            rig.row(name, round(value, 4))
+    with rig.layout("P-D"):
+        found = rig.bench(*words, name="transfer-pd", limit_s=LIMIT_S)
+        for name, value in found["figures"].items():
+            if name.startswith(("real_", "cuda_", "npu_")):
+                rig.row(name, round(value, 4))
 
 
 def interference(rig: Rig) -> None:

@@ -85,17 +85,19 @@ def _say(rig: Rig, rows: list[dict[str, Any]], more: tuple[str, ...]) -> None:
             "ok_of": [row["ok"], row["requests"]],
             "valid": row["valid"],
         }
-        rig.row(f"{row['deployment']} at {row['rate']:g}/s", told, flags=" ".join(more), **rig.virtual(1))
-        base = monolith.get(row["rate"])
-        if base is not None and row is not base and row.get("tpot_ms") and base.get("tpot_ms"):
-            ratios = {
-                "throughput": _over(row["output_tokens_per_s"], base["output_tokens_per_s"]),
-                "ttft_p50": _over(row["ttft_ms"]["p50"], base["ttft_ms"]["p50"]),
-                "tpot_p50": _over(row["tpot_ms"]["p50"], base["tpot_ms"]["p50"]),
-            }
-            rig.row(f"{row['deployment']} over TP1 at {row['rate']:g}/s", ratios)
+        with rig.layout(row["deployment"]):
+            rig.row(f"{row['deployment']} at {row['rate']:g}/s", told, flags=" ".join(more))
+            base = monolith.get(row["rate"])
+            if base is not None and row is not base and row.get("tpot_ms") and base.get("tpot_ms"):
+                ratios = {
+                    "throughput": _over(row["output_tokens_per_s"], base["output_tokens_per_s"]),
+                    "ttft_p50": _over(row["ttft_ms"]["p50"], base["ttft_ms"]["p50"]),
+                    "tpot_p50": _over(row["tpot_ms"]["p50"], base["tpot_ms"]["p50"]),
+                }
+                rig.row(f"{row['deployment']} over TP1 at {row['rate']:g}/s", ratios)
     for deployment, rate in goodput.items():
-        rig.row(f"{deployment}: highest rate with {ATTAINED:.0%} within {SLO} ms", rate, flags=" ".join(more))
+        with rig.layout(deployment):
+            rig.row(f"{deployment}: highest rate with {ATTAINED:.0%} within {SLO} ms", rate, flags=" ".join(more))
 
 
 def _over(value: float, base: float) -> float | None:

@@ -49,8 +49,9 @@ def run(rig: Rig) -> None:
     room = max(turns.lengths) + SPARE
     flags = [str(model_of(rig)), "--device", rig.card.kind, "--kv-grouping", f"{PREFIX}{mode}"]
     flags += stage_flags(rig, f"--max-num-batched-tokens {max(room, 8192)}")
-    with served(LAYOUT, flags) as launch, httpx.Client(timeout=ANSWER_S, trust_env=False) as client:
-        rig.row("ready_s", round(launch.ready_s, 1), layout=LAYOUT)
+    client = httpx.Client(timeout=ANSWER_S, trust_env=False)
+    with rig.layout(LAYOUT), served(LAYOUT, flags) as launch, client:
+        rig.row("ready_s", round(launch.ready_s, 1))
         found = cells(take_turns(launch, client, mode, "shm", turns))
         print(cell_table(found), flush=True)
         for cell in found:

@@ -48,7 +48,7 @@ def _kill(launch: CardServing, killed: str, right: Reference) -> None:
     cores = {name: one["cores"] for name, one in launch.instances().items()}
     rig.check(cores == {name: one["cores"] for name, one in before.items()}, f"{killed} has its cores back", str(cores))
     if card.kind != "cpu" and free is not None and (now := _free_bytes(card)) is not None:
-        rig.row("free_bytes_before_and_after", [free, now], killed=killed, **launch.virtual)
+        rig.row("free_bytes_before_and_after", [free, now], killed=killed)
         rig.check(now >= free - MOST_LOST_BYTES, f"{killed} has left no memory behind")
     shape = PAIRWISE_DIFFERENT[8]  # shown before, in another size: this feature is nowhere yet
     answered(launch, about(DemoPrompt(shape.shapes, 273 + ord(killed[0]), shape.answer)))

@@ -67,7 +67,7 @@ def _pd(rig: Rig, transport: str) -> None:
     # The rehearsal, too, starts them as a card's are: as programs of their own; its other parts fork them.
     started = ("--stage-template", "never") if transport == "shm" else ()
     with served(rig, "P-D", "--kv-transport", transport, *started) as launch:
-        rig.row("kv_link", _link(launch), **launch.virtual)
+        rig.row("kv_link", _link(launch))
         same_tokens(launch, right)
         transfers(launch)
         checksums(launch)
@@ -75,19 +75,19 @@ def _pd(rig: Rig, transport: str) -> None:
 
 def same_tokens(launch: CardServing, right: Reference) -> None:
     """One at a time, then eight pictures at once; a difference has to be where plain vLLM itself was undecided."""
-    rig, told = launch.rig, launch.virtual
+    rig = launch.rig
     for name, body in ONE_AT_A_TIME.items():
         ours, theirs = answered(launch, body)[0], right.alone[name]
         why, near = difference(ours, theirs), is_near_tie(ours, theirs, right.near_tie)
         rig.check(not why or near, f"greedy tokens of {name!r} are plain vLLM's", why)
         if why and near:
-            rig.row("equal_up_to_a_near_tie", first_difference(ours, theirs), of=len(theirs), why=why, **told)
+            rig.row("equal_up_to_a_near_tie", first_difference(ours, theirs), of=len(theirs), why=why)
     with ThreadPoolExecutor(len(TOGETHER)) as pool:
         ours = list(pool.map(lambda body: answered(launch, body)[0], TOGETHER))
     pairs = list(zip(ours, right.together, strict=True))
     wrong = [difference(one, other) for one, other in pairs if not is_near_tie(one, other, right.near_tie)]
     equal = sum(first_difference(one, other) is None for one, other in pairs)
-    rig.row("answers_equal_at_eight_at_a_time", f"{equal} of {len(pairs)}", **told)
+    rig.row("answers_equal_at_eight_at_a_time", f"{equal} of {len(pairs)}")
     rig.check(not wrong, "eight at a time each get the answer to their own picture", "\n".join(wrong))
     if rig.card.answers_are_known:
         for prompt in PAIRWISE_DIFFERENT[:4]:
@@ -118,7 +118,7 @@ def features(launch: CardServing) -> None:
         ("encoded_to_prefill_ms", "encoded", "prefill_start"),
     ):
         taken = [1e3 * (of[end] - of[begin]) for of in events if begin in of and end in of]
-        rig.row(name, [round(ms, 2) for ms in taken], **launch.virtual)
+        rig.row(name, [round(ms, 2) for ms in taken])
 
 
 def transfers(launch: CardServing) -> None:
@@ -143,7 +143,7 @@ def transfers(launch: CardServing) -> None:
             "kv_overlap": [round(one.overlap, 4) for one in found],
             "kv_gb_per_s": [round(one.bytes_per_s / 1e9, 3) for one in found],
         }.items():
-            rig.row(name, values, turns=turns, transport=link["transport"], **launch.virtual)
+            rig.row(name, values, turns=turns, transport=link["transport"])
     rig.check(_link(launch)["failed"] == 0, "no transfer failed", str(_link(launch)))
 
 
@@ -162,7 +162,7 @@ def checksums(launch: CardServing) -> None:
             differ.append(
                 f"{key[0]}: layers {layers} of {len(there['sums'])}, blocks {here['blocks']} and {there['blocks']}"
             )
-    launch.rig.row("kv_checksums", {"transfers": len(received), "differ": len(differ)}, **launch.virtual)
+    launch.rig.row("kv_checksums", {"transfers": len(received), "differ": len(differ)})
     launch.rig.check(bool(received) and not differ, "D's KV is P's, by checksum of every layer", "\n".join(differ[:10]))
 
 
@@ -175,9 +175,9 @@ def in_a_storm(launch: CardServing) -> None:
     for name, times in (("alone", alone), ("in_an_encode_storm", crowded)):
         gaps_ms = [1e3 * (later - earlier) for earlier, later in pairwise(times)]
         longest = round(max(gaps_ms), 2)
-        launch.rig.row(f"tpot_ms_{name}", round(_tpot_ms(times), 3), longest_gap_ms=longest, **launch.virtual)
+        launch.rig.row(f"tpot_ms_{name}", round(_tpot_ms(times), 3), longest_gap_ms=longest)
     ratio = round(_tpot_ms(crowded) / _tpot_ms(alone), 2)
-    launch.rig.row("tpot_in_an_encode_storm_over_alone", ratio, pictures=answers(), **launch.virtual)
+    launch.rig.row("tpot_in_an_encode_storm_over_alone", ratio, pictures=answers())
 
 
 def _whole(one: Transfer) -> bool:

@@ -102,10 +102,10 @@ def _stages(launch: CardServing) -> None:
     """What every worker read back is what it should have."""
     rig = launch.rig
     if not launch.core_share:
-        rig.row("core_grants", "none: fewer CPU cores than stages", **launch.virtual)
+        rig.row("core_grants", "none: fewer CPU cores than stages")
         return
     told: dict[str, list[dict[str, Any]]] = {name: one["cores"] for name, one in launch.instances().items()}
-    rig.row("core_grants", told, **launch.virtual)
+    rig.row("core_grants", told)
     grants = [grant for own in told.values() for grant in own]
     rig.check(len(grants) == len(told), "every worker reads back its share", str(told))
     rig.check(all(grant["enforced"] for grant in grants), "something holds the stages to their shares", str(told))
