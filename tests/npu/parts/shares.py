@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.micro.interference.processes import OperatorProcess, orders_of
-from deploy.memory_check import VISIBLE
+from deploy.memory.check import VISIBLE
 from epd_serve.errors import ConfigError
 from npu_ops.interference import default_sizes
 from npu_ops.mps import PIPE_DIRECTORY_ENV, why_no_mps
