@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import zmq
 
 Socket = zmq.Socket[bytes]
@@ -26,3 +29,20 @@ def milliseconds(seconds: float) -> int:
 def readable(socket: Socket, timeout_s: float = 0.0) -> bool:
     """Whether a message is here, or comes within `timeout_s`."""
     return bool(socket.poll(milliseconds(timeout_s)))
+
+
+class Following:
+    """Which addresses a socket is connected to, as those come and go. Belongs to the socket's thread."""
+
+    def __init__(self, socket: zmq.Socket[Any]) -> None:
+        self._socket = socket
+        self._followed: frozenset[str] = frozenset()
+
+    def follow(self, endpoints: Iterable[str]) -> None:
+        """From now on these, and nobody else: ZMQ would try for ever to connect again to one that has left."""
+        wanted = frozenset(endpoints)
+        for endpoint in self._followed - wanted:
+            self._socket.disconnect(endpoint)
+        for endpoint in wanted - self._followed:
+            self._socket.connect(endpoint)
+        self._followed = wanted

@@ -7,7 +7,7 @@ role has, gets it by the environment (`epd_serve/engine/argv.py`). One definitio
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from epd_serve.errors import ConfigError
@@ -39,8 +39,7 @@ class StageWiring:
         instance, role, incarnation: see `epd_serve.instances.Instance`.
         arena: path of the host arena (MM Store tier 1), or "" where no features travel.
         arena_id: names that arena across hosts; features announced from it need no second tier.
-        events: ZMQ addresses to subscribe to for announcements, by instance id (or one bus for all): of encoders where
-            features are taken; of those who take them where they are sent on the device path.
+        peers: the file that says who else is there (`epd_serve.peers`), or "" for nobody.
         publish: ZMQ address on which this instance announces, or "" where it has nothing to do with features.
         load_publish: ZMQ address on which its scheduler announces `StageReport`, or "" to keep its load to itself.
         publish_by_connecting: `publish`, `load_publish` and `kv_publish` are a bus that is bound already, not addresses
@@ -57,9 +56,6 @@ class StageWiring:
         recompute_limit: how many requests with lost features this instance recomputes at one time.
         kv_endpoint: where this instance's scheduler takes READY (roles that send KV), else "".
         kv_worker_endpoint: template of its workers' data channel for `worker_endpoint` (roles that take KV), else "".
-        kv_peers: data channels of the instances this one sends KV to, to warm the links at start: per instance the
-            addresses of its workers, by rank.
-        kv_beside: those of these addresses whose instance shares a device with this one: shared memory alone.
         kv_transport: `auto`, `shm` or `mooncake`.
         mooncake_protocol: `tcp`, `rdma` or `ascend`.
         kv_grouping: how layers are grouped into packets (`epd_serve.engine.kv.grouping_file.open_grouping`).
@@ -81,7 +77,7 @@ class StageWiring:
     incarnation: str
     arena: str = ""
     arena_id: str = ""
-    events: dict[str, str] = field(default_factory=dict)
+    peers: str = ""
     publish: str = ""
     publish_by_connecting: bool = False
     load_publish: str = ""
@@ -96,8 +92,6 @@ class StageWiring:
     recompute_limit: int = 2
     kv_endpoint: str = ""
     kv_worker_endpoint: str = ""
-    kv_peers: tuple[tuple[str, ...], ...] = ()
-    kv_beside: tuple[str, ...] = ()
     kv_transport: str = "auto"
     mooncake_protocol: str = "tcp"
     kv_grouping: str = "adaptive"
@@ -122,5 +116,4 @@ class StageWiring:
         unknown = set(raw) - {f.name for f in fields(cls)}
         if unknown:
             raise ConfigError(f"stage wiring has unknown keys {sorted(unknown)}: launcher and stage differ in version")
-        peers, beside = tuple(map(tuple, raw.get("kv_peers", ()))), tuple(raw.get("kv_beside", ()))
-        return cls(**{**raw, "role": Role(raw["role"]), "kv_peers": peers, "kv_beside": beside})
+        return cls(**{**raw, "role": Role(raw["role"])})

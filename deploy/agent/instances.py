@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from deploy.agent.wiring import Site, instance_of, wire
 from deploy.runtime.protocol import Observed, Order, Phase
 from epd_serve.instances import Instance
+from epd_serve.peers import Peer, peer_of, write_peers
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StagePlan
 from npu_ops.core_grants import read_grants
@@ -49,6 +50,10 @@ class Kept:
         """This life, or none has begun."""
         self.pid, self.up_at, self.start_s, self.progress, self.retry_in_s = None, 0.0, 0.0, "", None
 
+    def peer(self, site: Site) -> Peer:
+        """As the others see it, in whichever life."""
+        return peer_of(self.instance or instance_of(wire(self.order, site, self.port, "")), self.order.spec.role)
+
     def observed(self) -> Observed:
         phase = self.phase
         if self.stopping is not None:
@@ -83,6 +88,7 @@ class Instances:
         self._site = site
         self._say = say
         self._starts: dict[Role, list[float]] = {}
+        self._peers: list[Peer] = []  # as they were written
         self._changes = 0
         self._changed = asyncio.Event()
 
@@ -92,6 +98,7 @@ class Instances:
 
     def note(self) -> None:
         """Something has changed."""
+        self._tell_stages()
         self._changes += 1
         self._changed.set()
         self._changed = asyncio.Event()
@@ -104,13 +111,19 @@ class Instances:
             while self._changes == told:
                 await self._changed.wait()
 
+    def _tell_stages(self) -> None:
+        """Who is there, and in which part, where that has changed."""
+        peers = [kept.peer(self._site) for kept in self.kept.values()]
+        if peers != self._peers:
+            write_peers(self._site.run.peers, peers)
+            self._peers = peers
+
     # --- what the supervisor says ---------------------------------------------------------------------------------
 
     def before_spawn(self, stage: str, incarnation: str) -> None:
         kept = self.kept[stage]
         self._site.run.clear_instance(stage)
-        others = [other.order for other in self.kept.values() if other is not kept]
-        kept.stage = wire(kept.order, self._site, kept.port, incarnation, others)
+        kept.stage = wire(kept.order, self._site, kept.port, incarnation)
         kept.instance = instance_of(kept.stage)
         kept.ended()
         kept.phase, kept.lives = Phase.STARTING, kept.lives + 1

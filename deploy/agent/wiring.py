@@ -5,15 +5,12 @@ What an instance is, its spec says (`deploy/plan/specs.py`); here it gets a name
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from deploy.host.rundir import RunDir
 from deploy.runtime.protocol import Order
 from epd_serve.answer_flags import answer_flags
 from epd_serve.instances import Instance
-from epd_serve.kv.ways import transports_between
 from epd_serve.stage_plan import StagePlan
 from epd_serve.wiring import StageWiring, worker_endpoints
 from npu_ops.core_grants import CoreOrder
@@ -36,20 +33,15 @@ class Site:
     mooncake_master: str = ""
 
 
-def wire(order: Order, site: Site, port: int, incarnation: str, others: Iterable[Order] = ()) -> StagePlan:
-    """What the command of one life is made from.
-
-    Args:
-        port: of its HTTP server, the same in every life.
-        others: the other instances that there are to be.
-    """
+def wire(order: Order, site: Site, port: int, incarnation: str) -> StagePlan:
+    """What the command of one life is made from. `port`: of its HTTP server, the same in every life."""
     stage, run = _stage(order), site.run
     return replace(
         stage,
         instance=order.id,
         role=order.spec.role,
         port=port,
-        wiring=_wiring(order, site, incarnation, tuple(others)),
+        wiring=_wiring(order, site, incarnation),
         core_order=_named(stage.core_order, order.id, run.grant_template(order.id)),
         memory_names=run.memory_names(order.id),
     )
@@ -80,7 +72,7 @@ def _stage(order: Order) -> StagePlan:
     return order.spec.stage
 
 
-def _wiring(order: Order, site: Site, incarnation: str, others: Sequence[Order]) -> StageWiring:
+def _wiring(order: Order, site: Site, incarnation: str) -> StageWiring:
     """Addresses of one life. Features concern encoders and every instance that takes them."""
     spec, run, name = order.spec, site.run, order.id
     policies, featured = _stage(order).wiring, spec.featured
@@ -94,6 +86,7 @@ def _wiring(order: Order, site: Site, incarnation: str, others: Sequence[Order])
         incarnation=incarnation,
         arena=str(run.arena) if featured else "",
         arena_id=run.launch_id if featured else "",
+        peers=str(run.peers),
         publish=_announces(order, run),
         load_publish=run.ipc(f"{name}.load"),
         mooncake_master=site.mooncake_master if featured else "",
@@ -109,7 +102,6 @@ def _wiring(order: Order, site: Site, incarnation: str, others: Sequence[Order])
         kv_staging=str(run.shm / f"epd-{run.launch_id}-kv") if sends_kv else "",
         kv_staging_bytes=site.staging_bytes,
         trace_path=f"{policies.trace_path}/{name}.jsonl" if policies.trace_path else "",
-        **_meetings(order, run, feature_path, others),
     )
 
 
@@ -131,35 +123,3 @@ def _named(order: CoreOrder | None, name: str, report: str) -> CoreOrder | None:
         return None
     shares = {name if one == order.instance else one: share for one, share in order.shares.items()}
     return replace(order, instance=name, shares=shares, report=report)
-
-
-def _meetings(order: Order, run: RunDir, feature_path: str, others: Sequence[Order]) -> dict[str, Any]:
-    """Whom it hears and sends to.
-
-    Consumers hear encoders; encoders hear consumers where these say which way features come to them. A taker of KV that
-    is reached one way alone offers nothing else, and so keeps no blocks for what never comes.
-    """
-    role, stage = order.spec.role, _stage(order)
-    hears: list[Order] = []
-    if order.spec.featured and role.takes_features:
-        hears = [one for one in others if one.spec.role.sends_features]
-    elif order.spec.featured and feature_path == "device":
-        hears = [one for one in others if one.spec.role.takes_features]
-    takers = [one for one in others if role.sends_kv and one.spec.role.takes_kv]
-    ends = {one.id: worker_endpoints(_kv_workers(one, run), _stage(one).tp) for one in takers}
-    reached = {
-        way
-        for one in others
-        if role.takes_kv and one.spec.role.sends_kv
-        for way in transports_between(stage.wiring.kv_transport, stage.device, beside=_beside(order, one))
-    }
-    return {
-        "events": {one.id: _announces(one, run) for one in hears},
-        "kv_peers": tuple(ends.values()),
-        "kv_beside": tuple(end for one in takers if _beside(order, one) for end in ends[one.id]),
-        "kv_transport": reached.pop() if len(reached) == 1 else stage.wiring.kv_transport,
-    }
-
-
-def _beside(order: Order, other: Order) -> bool:
-    return _stage(order).device != "cpu" and bool(set(order.spec.devices) & set(other.spec.devices))

@@ -41,6 +41,7 @@ from deploy.plan.core_plan import joined_order
 from epd_serve.cluster import MAX_DRAIN_S, NAME, JoinAnswer, stage_key
 from epd_serve.engine.stage_guard import KEY_ENV
 from epd_serve.errors import ConfigError, StageError
+from epd_serve.peers import write_peers
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StageCommand, StagePlan
 from npu_ops.core_grants import read_grants
@@ -273,6 +274,7 @@ class _JoinedStage:
 
     def _spawn(self, key: str, incarnation: str) -> Spawn:
         self._spawned_with = self._member.answer
+        write_peers(self._run.peers, self._plan.peers(self._member.answer))
         made = self._command_of(self._plan.stage(self._member.answer, self._run, incarnation))
         env = stage_environment(made.env, self._run.path, self._plan.blueprint.device)
         return Spawn(made.argv, {**env, KEY_ENV: key})

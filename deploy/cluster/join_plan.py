@@ -21,6 +21,7 @@ from epd_serve import __version__
 from epd_serve.answer_flags import answer_flags
 from epd_serve.cluster import JoinAnswer, JoinRequest
 from epd_serve.errors import ConfigError
+from epd_serve.peers import Peer
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StagePlan
 from epd_serve.wiring import StageWiring
@@ -132,7 +133,7 @@ class JoinPlan:
             incarnation=incarnation,
             arena=str(run.arena) if featured else "",
             arena_id=run.launch_id if featured else "",
-            events={"bus": settings.events_listen} if self.role.takes_features or direct else {},
+            peers=str(run.peers),
             publish=settings.events_publish if featured else "",
             load_publish=settings.events_publish,
             publish_by_connecting=True,
@@ -145,7 +146,6 @@ class JoinPlan:
             recompute_limit=settings.recompute_limit,
             kv_endpoint=self._kv_endpoint,
             kv_worker_endpoint=self._kv_workers,
-            kv_peers=tuple(answer.kv_peers) if sends_kv else (),
             kv_transport="mooncake",
             mooncake_protocol="ascend" if self.blueprint.device == "npu" else settings.mooncake_protocol,
             kv_grouping=settings.kv_grouping,
@@ -155,6 +155,13 @@ class JoinPlan:
             traffic=str(run.socket(f"{answer.id}.traffic")) if sends_kv else "",
             host=self.host,
         )
+
+    def peers(self, answer: JoinAnswer) -> list[Peer]:
+        """Whom its stage is told of: the bus, on which everybody announces, and those who took KV when it joined."""
+        takers = [
+            Peer(f"taker{index}", Role.D, kv_workers=tuple(workers)) for index, workers in enumerate(answer.kv_peers)
+        ]
+        return [Peer("bus", events=answer.settings.events_listen), *takers]
 
     def _feature_path(self, answer: JoinAnswer) -> str:
         pooled = self.featured and bool(answer.settings.mooncake_master)

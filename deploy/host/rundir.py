@@ -3,6 +3,7 @@
     <run root>/<launch id>/launcher.json    pid and PID namespace of the launcher
                            held             locked while the launcher lives, see held.py
                            groups.jsonl     one line per process group that was ever started: stages, Mooncake's master
+                           peers.json       who is there, for the stages, see epd_serve/peers.py
                            pool.json        addresses of the MM Store's second tier, where there is one
                            <instance>.log, and its sockets (.events, .load, .kv, .kvw<rank>, .kvnews<rank>,
                            .features<rank>)
@@ -82,6 +83,10 @@ class RunDir:
     def ipc(self, name: str) -> str:
         """ZMQ address of a socket in the directory; `name` may hold `{rank}`."""
         return f"ipc://{self.socket(name)}"
+
+    @property
+    def peers(self) -> Path:
+        return self.path / "peers.json"
 
     def grant_template(self, instance: str) -> str:
         """Where each worker of an instance leaves its `CoreGrant`; holds `{rank}`."""

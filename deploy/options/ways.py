@@ -57,15 +57,6 @@ class Ways:
         """`device` where any instance keeps device memory for features."""
         return "device" if "device" in self.features.values() else "host"
 
-    def beside(self, sender: str) -> frozenset[str]:
-        """Those that it sends KV to on its own device."""
-        return frozenset(way.taker for way in self.kv if way.sender == sender and way.beside)
-
-    def offered_by(self, taker: str) -> tuple[str, ...]:
-        """All transports by which one that takes KV is reached."""
-        found = {name: None for way in self.kv if way.taker == taker for name in way.transports}
-        return tuple(name for name in (MOONCAKE, SHM) if name in found)
-
     def lines(self) -> list[str]:
         """For people: one line per way, with the pairs that go it."""
         lines = []

@@ -9,6 +9,7 @@ workers are done, and if D's does not hear of it soon, the link between them bro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from epd_serve import wire
@@ -33,15 +34,20 @@ Outgoing = tuple[str, wire.ToPrefillScheduler | wire.FirstToken]
 """(endpoint, message): to P's scheduler, or a first token to a worker of D's own."""
 
 
+def _none(endpoint: str) -> float:
+    return 0.0
+
+
 class DecodeDesk:
     """Not thread-safe; the owner holds one lock around every call. `outbox` collects what is to be sent.
 
     Args:
         peer_timeout_s: silence of P after which a transfer fails; every heartbeat renews it.
-        quarantine_s: added before blocks are given back after silence (0 where late writes cannot land).
+        quarantine_s: added before blocks are given back after silence of the P at an endpoint (0 where late writes
+            cannot land).
     """
 
-    def __init__(self, peer_timeout_s: float, quarantine_s: float) -> None:
+    def __init__(self, peer_timeout_s: float, quarantine_s: Callable[[str], float] = _none) -> None:
         self._peer_timeout_s = peer_timeout_s
         self._quarantine_s = quarantine_s
         self._entries: dict[TransferKey, _Entry] = {}
@@ -70,7 +76,7 @@ class DecodeDesk:
         if former is Decode.QUEUED:
             self._leases.grant(key, now + self._peer_timeout_s)
         elif former is Decode.RESERVED:
-            self._leases.extend(key, self._quarantine_s)
+            self._leases.extend(key, self._quarantine(key))
         if state is not former and state is not Decode.FAILED:
             self._cancel(key)
 
@@ -110,7 +116,7 @@ class DecodeDesk:
                 self._entries[key].quiet_since = now
                 self._leases.grant(key, now + self._peer_timeout_s)
             elif state is Decode.CANCELLING:
-                self._leases.grant(key, now + self._peer_timeout_s + self._quarantine_s)
+                self._leases.grant(key, now + self._peer_timeout_s + self._quarantine(key))
         return False
 
     # --- time -----------------------------------------------------------------------------------------------------
@@ -136,7 +142,7 @@ class DecodeDesk:
             for key in lapsed:
                 former, _ = self._go(key, AtDecode.SILENT)
                 if former is Decode.RESERVED:  # should P come round, it need not go on
-                    self._leases.extend(key, self._quarantine_s)
+                    self._leases.extend(key, self._quarantine(key))
                     self._cancel(key)
 
     def _learn(self, key: TransferKey, token: int) -> None:
@@ -167,6 +173,9 @@ class DecodeDesk:
         if state is Decode.FAILED:
             self._failures.append(key)
         return former, state
+
+    def _quarantine(self, key: TransferKey) -> float:
+        return self._quarantine_s(self._entries[key].endpoint)
 
     def _cancel(self, key: TransferKey) -> None:
         self.outbox.append((self._entries[key].endpoint, wire.Cancel(key)))

@@ -17,10 +17,12 @@ import zmq
 import zmq.asyncio
 
 from epd_serve import wire
+from epd_serve.peers import Peers
 from epd_serve.sim.feature import DTYPE, belongs_to, feature_bytes, feature_shape
 from epd_serve.sim.items import Item
 from epd_serve.sim.publishing import Publisher, RateLimitedPublisher
 from epd_serve.sim.store_report import store_report
+from epd_serve.sockets import Following
 from epd_serve.wiring import StageWiring
 from store.errors import CorruptFeatureError, StoreError
 from store.interface import FeatureLease, FeatureStore
@@ -63,22 +65,27 @@ class Consumer:
         self._recomputing = 0
         self._elsewhere: OrderedDict[str, int] = OrderedDict()  # key → bytes, on other hosts
         self.counters: Counter[str] = Counter()
+        self._peers = Peers(wiring)
+        self._ear = zmq.asyncio.Context.shadow(zmq.Context.instance()).socket(zmq.SUB)
+        self._ear.setsockopt(zmq.LINGER, 0)
+        self._ear.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._ear.setsockopt(zmq.SUBSCRIBE, b"")
+        self._following = Following(self._ear)
         self._reports = RateLimitedPublisher(self._report, change_s=0.05, idle_s=0.5)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._task: asyncio.Task[None] | None = None
         self._looking: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        if self._wiring.publish:
-            self._reports.start()
-        if self._wiring.events:
-            self._tasks.append(asyncio.create_task(self._listen(), name="features"))
+        self._reports.start()
+        self._task = asyncio.create_task(self._listen(), name="features")
 
     def close(self) -> None:
         self._reports.close()
         if self._looking is not None:
             self._looking.cancel()
-        for task in self._tasks:
-            task.cancel()
+        if self._task is not None:
+            self._task.cancel()
+        self._ear.close()
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -204,18 +211,12 @@ class Consumer:
     # --- announcements --------------------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
-        with zmq.asyncio.Context.shadow(zmq.Context.instance()).socket(zmq.SUB) as socket:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RECONNECT_IVL, 50)
-            socket.setsockopt(zmq.SUBSCRIBE, b"")
-            for address in self._wiring.events.values():
-                socket.connect(address)
-            while True:
-                frames = await socket.recv_multipart()
-                try:
-                    self._on_announcement(wire.announcements.decode(frames[-1]))
-                except wire.DecodeError as error:
-                    logger.warning("ignoring a malformed announcement: %s", error)
+        while True:
+            frames = await self._ear.recv_multipart()
+            try:
+                self._on_announcement(wire.announcements.decode(frames[-1]))
+            except wire.DecodeError as error:
+                logger.warning("ignoring a malformed announcement: %s", error)
 
     def _on_announcement(self, message: wire.Announcement) -> None:
         now = asyncio.get_running_loop().time()
@@ -236,4 +237,6 @@ class Consumer:
                     wait.until[key] = now + self._wiring.feature_wait_s
 
     def _report(self) -> None:
+        if self._peers.changed():
+            self._following.follow(self._peers.encoders())
         self._publisher.send(store_report(self._wiring, self._store, counters=dict(self.counters)))

@@ -30,11 +30,13 @@ class Link:
 
     Attributes:
         target: instance and incarnation of D that answers; "" while the link is not up.
-        transfers, failed, cancelled, bytes, busy_s: counters of `wire.KvLink`; whoever sends counts.
+        carrying: transfers whose end is being told there.
+        transfers, failed, cancelled, bytes, busy_s: counters of `wire.KvLink`. Whoever sends counts.
     """
 
     def __init__(self, endpoint: str, rank: int, source: str, changed: Callable[[], None]) -> None:
         self.target = ""
+        self.carrying = 0
         self.transfers = self.failed = self.cancelled = self.bytes = self.retries = 0
         self.busy_s = 0.0
         self._endpoint, self._rank, self._source = endpoint, rank, source

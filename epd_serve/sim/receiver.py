@@ -56,7 +56,7 @@ class Receiver:
         self._wiring = wiring
         self._block_tokens = block_tokens
         self._endpoints = worker_endpoints(wiring.kv_worker_endpoint, ranks)
-        self._desk = DecodeDesk(wiring.kv_peer_timeout_s, quarantine_s=0.0)
+        self._desk = DecodeDesk(wiring.kv_peer_timeout_s)
         self._control: DecodeControl | None = None
         self._context = zmq.asyncio.Context.shadow(zmq.Context.instance())
         self._tasks: list[asyncio.Task[None]] = []

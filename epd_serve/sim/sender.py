@@ -20,6 +20,7 @@ from epd_serve.kv.control import PrefillControl
 from epd_serve.kv.faults import faults_of
 from epd_serve.kv.params import send_params
 from epd_serve.kv.prefill_desk import Admission, PrefillDesk
+from epd_serve.peers import Peers
 from epd_serve.sim.link import Link
 from epd_serve.sim.loop_calls import caller
 from epd_serve.sim.prompts import Prompt
@@ -70,6 +71,7 @@ class Sender:
         self._desk = PrefillDesk(wiring.incarnation, wiring.kv_ready_wait_s)
         self._control: PrefillControl | None = None
         self._context = zmq.asyncio.Context.shadow(zmq.Context.instance())
+        self._peers = Peers(wiring)
         self._links: dict[str, Link] = {}
         self._transfers: dict[TransferKey, Outgoing] = {}
         self._waiting: dict[TransferKey, Outgoing] = {}
@@ -81,11 +83,7 @@ class Sender:
         loop = asyncio.get_running_loop()
         faults = faults_of(self._wiring.kv_faults)
         self._control = PrefillControl(self._desk, self._wiring.kv_endpoint, faults, caller(loop, self._look))
-        for endpoints in self._wiring.kv_peers:
-            for rank, endpoint in enumerate(endpoints):
-                self._link(endpoint, rank)
-        if self._publishers:
-            self._reports.start()
+        self._reports.start()
 
     def close(self) -> None:
         """Threads and tasks end; what was being sent stays unsent."""
@@ -194,9 +192,12 @@ class Sender:
         stopped = self._desk_ready(out) is None
         done = wire.Done(out.key, ok=not stopped, reason="cancelled" if stopped else "")
         links = [self._link(endpoint, rank) for rank, endpoint in enumerate(ready.endpoints)]
+        for link in links:
+            link.carrying += 1
         for reason, link in zip(
             await asyncio.gather(*(link.done(done, ready.source, _LINK_WAIT_S) for link in links)), links, strict=True
         ):
+            link.carrying -= 1
             link.cancelled += stopped
             link.failed += bool(reason)
             if not stopped and not reason:
@@ -223,7 +224,18 @@ class Sender:
             link.start(self._context)
         return self._links[endpoint]
 
+    def _follow_peers(self) -> None:
+        """Open links to those that this instance sends KV to now; close those to whoever has left."""
+        if self._peers.changed():
+            for endpoints in self._peers.takers_of_kv():
+                for rank, endpoint in enumerate(endpoints):
+                    self._link(endpoint, rank)
+        for endpoint, link in list(self._links.items()):
+            if not link.carrying and not self._peers.may_be_at(endpoint):
+                self._links.pop(endpoint).close()
+
     def _report(self) -> None:
+        self._follow_peers()
         wiring = self._wiring
         links: Sequence[wire.KvLink] = [link.report() for link in self._links.values()]
         for rank, publisher in enumerate(self._publishers):

@@ -79,12 +79,15 @@ def report_links(raw: dict[str, Any], state: str) -> None:
     import zmq
 
     from epd_serve import wire
-    from epd_serve.wiring import worker_endpoint
+    from epd_serve.peers import Peers
+    from epd_serve.wiring import StageWiring, worker_endpoint
 
     with zmq.Context() as context, context.socket(zmq.PUB) as socket:
         address = worker_endpoint(raw["kv_publish"], 0)
         (socket.connect if raw["publish_by_connecting"] else socket.bind)(address)
-        links = [wire.KvLink(peer[0], 0, state) for peer in raw["kv_peers"]]
+        peers = Peers(StageWiring.from_json(raw))
+        peers.changed()
+        links = [wire.KvLink(workers[0], 0, state) for workers in peers.takers_of_kv()]
         report = wire.KvReport(raw["instance"], raw["incarnation"], 0, raw["kv_grouping"], 0.0, links)
         while True:
             socket.send(wire.encode(report))

@@ -12,6 +12,7 @@ from deploy.host.rundir import RunDir
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import Blueprint, draw
 from epd_serve.instances import Instance
+from epd_serve.peers import Peer, peer_of
 from epd_serve.stage_plan import StagePlan
 from epd_serve.wiring import StageWiring
 
@@ -28,7 +29,7 @@ class Wired:
     def stage(self, name: str, incarnation: str = "i") -> StagePlan:
         all_ = {order.id: order for order in orders(self.blueprint)}
         port = 21000 + list(all_).index(name)
-        return wire(all_.pop(name), self.site, port, incarnation, all_.values())
+        return wire(all_[name], self.site, port, incarnation)
 
     def wiring(self, name: str) -> StageWiring:
         return self.stage(name).wiring
@@ -38,6 +39,9 @@ class Wired:
 
     def instances(self) -> dict[str, Instance]:
         return {plan.id: self.instance(plan.id) for plan in self.blueprint.plans}
+
+    def peers(self) -> list[Peer]:
+        return [peer_of(instance) for instance in self.instances().values()]
 
     def with_master(self, address: str) -> Wired:
         return replace(self, site=replace(self.site, mooncake_master=address))

@@ -18,8 +18,7 @@ def test_wiring_survives_json(role: Role) -> None:
         role,
         "abc",
         arena="/dev/shm/a",
-        events={"E0": "ipc:///e"},
-        kv_peers=(("ipc:///d0", "ipc:///d1"),),
+        peers="/run/peers.json",
         kv_grouping="fixed:2",
     )
     assert StageWiring.from_json(json.loads(json.dumps(wiring.to_json()))) == wiring

@@ -22,6 +22,7 @@ from deploy.agent.pool_master import mooncake_command
 from deploy.host.ports import free_ports
 from deploy.memory.shared_memory import free_mib
 from epd_serve.errors import ConfigError, StageError
+from epd_serve.peers import Peer, write_peers
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
 from store.arena import Arena
@@ -166,6 +167,8 @@ def wirings(
     """Of E and P, as the launcher would wire them. `folder`: for their stamps. `master`: of Mooncake, or ""."""
     synchronous, socket = mode.startswith("sync_"), f"ipc://{folder}.sock"
     both: dict[str, Any] = {"incarnation": "bench", "mooncake_master": master}
+    peers = Path(f"{folder}.peers.json")
+    write_peers(peers, [Peer("E0", Role.E, events=socket)])
     encoder = StageWiring(
         instance="E0",
         role=Role.E,
@@ -181,7 +184,7 @@ def wirings(
         role=Role.P,
         arena=prefill_arena,
         arena_id=prefill_arena,
-        events={} if synchronous else {"E0": socket},
+        peers="" if synchronous else str(peers),
         feature_prefetch="demand" if synchronous else "event",
         publish=f"ipc://{folder}.p.sock",
         feature_wait_s=WAIT_S,

@@ -20,6 +20,7 @@ from epd_serve.engine.ec.device_outbox import DeviceOutbox
 from epd_serve.engine.ec.device_probe import ArenaNeed
 from epd_serve.engine.ec.device_tier import MooncakeTier, object_name
 from epd_serve.engine.ec.subscription import Subscription
+from epd_serve.peers import Peers
 from epd_serve.wiring import StageWiring
 from npu_ops.memory import DeviceMemory, DeviceMemoryError
 from store.errors import StoreError
@@ -43,7 +44,7 @@ class DeviceExit:
         self, wiring: StageWiring, memory: DeviceMemory, tier: MooncakeStore, changed: Callable[[], None]
     ) -> None:
         self._wiring, self._memory, self._tier, self._changed = wiring, memory, tier, changed
-        self._need = ArenaNeed(wiring.incarnation, () if wiring.publish_by_connecting else wiring.events)
+        self._need = ArenaNeed(wiring.incarnation)
         self._outbox: DeviceOutbox | None = None
         self._offered_at = 0.0
         self._refused = False
@@ -86,8 +87,12 @@ class DeviceExit:
 
     def _run(self) -> None:
         self._memory.enter_thread()
-        ear = Subscription(self._wiring.events.values())  # before the probe is there to be answered
+        ear, peers = Subscription(), Peers(self._wiring)
         while not self._closing.is_set():
+            if peers.changed():  # at first before the probe is there to be answered
+                takers = peers.takers_of_features()
+                ear.follow(takers.values())
+                self._need.expect(() if peers.has_bus() else takers)
             try:
                 self._offer()
             except (StoreError, DeviceMemoryError) as error:

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 _TRIES = 5
 _PAUSE_S = 0.25
 _MOST_LIVES = 256
-_ANYBODY = ""
 
 
 class Path(enum.Enum):
@@ -111,24 +110,28 @@ class PairProbe:
 class ArenaNeed:
     """The encoder's half: whether its features must be in the arena too.
 
-    `consumers`: instances that take its features by the device path when they can. Needed until each of them said that
-    it reaches this life of the encoder; a consumer that restarts and says otherwise makes it needed again. Without any
-    (a bus names nobody), the first that reaches it is believed to stand for all.
+    Needed until every instance that is expected to take them said that it reaches this life of the encoder; one that
+    comes, or restarts and says otherwise, makes it needed again. Where nobody is expected by name (a bus names nobody),
+    the first that reaches it is believed to stand for all.
     """
 
-    def __init__(self, incarnation: str, consumers: Iterable[str]) -> None:
+    def __init__(self, incarnation: str) -> None:
         self._incarnation = incarnation
-        self._without = set(consumers) or {_ANYBODY}
+        self._expected: frozenset[str] = frozenset()
+        self._reaches: dict[str, bool] = {}  # by instance that has said
 
     @property
     def needed(self) -> bool:
-        return bool(self._without)
+        expected = self._expected or tuple(self._reaches)  # a copy: the other thread may hear meanwhile
+        return not expected or not all(self._reaches.get(one, False) for one in expected)
+
+    def expect(self, instances: Iterable[str]) -> None:
+        """Who takes features now, by name. What one that is not among them has said is forgotten."""
+        self._expected = frozenset(instances)
+        if self._expected:
+            self._reaches = {name: reaches for name, reaches in self._reaches.items() if name in self._expected}
 
     def hear(self, instance: str, encoder: str, path: str) -> None:
         """An announcement `FeaturePath`."""
-        if encoder != self._incarnation:
-            return
-        if path == Path.DEVICE.value:
-            self._without -= {instance, _ANYBODY}
-        else:
-            self._without.add(instance)
+        if encoder == self._incarnation:
+            self._reaches[instance] = path == Path.DEVICE.value

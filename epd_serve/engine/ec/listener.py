@@ -27,6 +27,7 @@ from epd_serve.engine.ec.lookups import RELOOK_S, Lookups
 from epd_serve.engine.ec.pins import Pin, Pins
 from epd_serve.engine.ec.subscription import Subscription
 from epd_serve.engine.traffic import TrafficBoard
+from epd_serve.peers import Peers
 from epd_serve.sockets import milliseconds
 from epd_serve.trace import Trace
 from epd_serve.wake import WakeLine, idle_waiter
@@ -103,7 +104,7 @@ class FeatureListener:
         self._pins.give_back()
 
     def _listen(self) -> None:
-        events = Subscription(self._wiring.events.values())
+        events, peers = Subscription(), Peers(self._wiring)
         poller = zmq.Poller()
         poller.register(events.socket, zmq.POLLIN)
         poller.register(self._wake.listener, zmq.POLLIN)
@@ -112,6 +113,8 @@ class FeatureListener:
                 looking = self._desk.waiting()
             ready = dict(poller.poll(milliseconds(RELOOK_S if looking or self._pins.dropped else 1.0)))
             try:
+                if peers.changed():
+                    events.follow(peers.encoders())
                 if self._wake.listener in ready:
                     self._wake.answer()
                 announced = self._hear(events) if events.socket in ready else {}

@@ -1,4 +1,4 @@
-"""Hears what other stages announce: one SUB socket on the addresses that a wiring names. Belongs to one thread."""
+"""Hears what other stages announce: one SUB socket on the addresses of those who are there. Belongs to one thread."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from collections.abc import Iterable, Iterator
 import zmq
 
 from epd_serve import wire
-from epd_serve.sockets import open_socket, readable
+from epd_serve.sockets import Following, open_socket, readable
 
 logger = logging.getLogger(__name__)
 
 
 class Subscription:
-    """Connected from its making on; several instances may share an address (a bus)."""
+    """Deaf until told whom to follow; several instances may share an address (a bus)."""
 
-    def __init__(self, endpoints: Iterable[str]) -> None:
+    def __init__(self) -> None:
         self.socket = open_socket(zmq.SUB)
         self.socket.setsockopt(zmq.SUBSCRIBE, b"")
-        for endpoint in dict.fromkeys(endpoints):
-            self.socket.connect(endpoint)
+        self._following = Following(self.socket)
+
+    def follow(self, endpoints: Iterable[str]) -> None:
+        """From now on hear these, and nobody else."""
+        self._following.follow(endpoints)
 
     def at_hand(self, timeout_s: float = 0.0) -> Iterator[wire.Announcement]:
         """All that is here, after waiting at most `timeout_s` for the first."""

@@ -39,7 +39,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from epd_serve.engine import compat
 from epd_serve.engine.kv.decode_scheduler import DecodeScheduler, DecodeStep
 from epd_serve.engine.kv.prefill_scheduler import PrefillScheduler, PrefillStep
-from epd_serve.engine.kv.transports import quarantine_s
+from epd_serve.engine.kv.transports import quarantine_of_peers
 from epd_serve.engine.kv.worker import DecodeWorker, PrefillWorker
 from epd_serve.engine.support import check_kv_groups
 from epd_serve.wake import idle_waiter
@@ -86,7 +86,7 @@ class GroupedKVConnector(KVConnectorBase_V1):
                 wiring,
                 block_size,
                 tp,
-                quarantine_s(wiring, compat.device_kind()),
+                quarantine_of_peers(wiring, compat.device_kind()),
                 steps_in_flight=compat.steps_in_flight_at_reuse(vllm_config),
             )
         elif config.is_kv_producer:

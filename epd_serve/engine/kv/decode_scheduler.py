@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -50,12 +51,19 @@ class DecodeScheduler:
     """One per D scheduler. See `epd_serve.engine.kv.connector` for when vLLM calls what.
 
     Args:
+        quarantine_s: see `DecodeDesk`.
         steps_in_flight: steps that may still write to the blocks of finished requests when vLLM hands them out again
             (`compat.steps_in_flight_at_reuse`). P's packets know no stream: READY waits until those steps have ended.
     """
 
     def __init__(
-        self, wiring: StageWiring, block_size: int, tp: int, quarantine_s: float, *, steps_in_flight: int = 0
+        self,
+        wiring: StageWiring,
+        block_size: int,
+        tp: int,
+        quarantine_s: Callable[[str], float],
+        *,
+        steps_in_flight: int = 0,
     ) -> None:
         self._wiring = wiring
         self._steps_in_flight = steps_in_flight

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from epd_serve import wire
@@ -67,7 +69,8 @@ class _Transfer:
 
 
 class Sender:
-    """Owns the links of one P worker and the transfers on them. For the model runner's thread, but for `report`.
+    """Owns the links of one P worker and the transfers on them. For the model runner's thread, but for `meet`, `part`
+    and `report`, which another one may call.
 
     Args:
         shape: of this worker's KV cache (`regions.shape_of`); its layers' names are those that hooks will say.
@@ -85,7 +88,8 @@ class Sender:
         self._trace = DeviceTrace(trace, device)
         self._clock = LayerClock(device, self._layers, self._trace)
         self._packets = StepPackets(grouping, self._layers)
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, Link] = {}  # guarded by _lock
+        self._on_link: Counter[str] = Counter()  # transfers that are not over on it, by address; guarded by _lock
         self._step: list[tuple[_Transfer, bool]] = []  # and whether its prompt ends in this step
         self._saved: set[int] = set()  # layers that this step has announced
         self._layer = 0  # all of [0, _layer) are among them
@@ -100,10 +104,19 @@ class Sender:
         """Seconds per layer of the last step that was measured; 0.0 before there was one."""
         return self._clock.last_s
 
-    def warm(self, peers: Iterable[Sequence[str]]) -> None:
+    def meet(self, peers: Iterable[Sequence[str]]) -> None:
         """Open links before traffic. Each peer is the addresses of its workers, by rank."""
         for endpoints in peers:
-            self._ways(endpoints)
+            with self._lock:
+                self._ways(endpoints)
+
+    def part(self, may_be_at: Callable[[str], bool]) -> None:
+        """Close the links to addresses at which nobody is any more; one that carries something at a later call."""
+        with self._lock:
+            gone = [one for one in self._links if not self._on_link[one] and not may_be_at(one)]
+            closing = [self._links.pop(endpoint) for endpoint in gone]
+        for link in closing:
+            link.close()
 
     def preempt(self, requests: Iterable[str]) -> None:
         """Nothing queued or under way of these counts any more: their blocks may be reused. Waits for nobody."""
@@ -184,21 +197,26 @@ class Sender:
 
     def report(self) -> list[wire.KvLink]:
         """All links as they are now. Any thread."""
-        return [link.snapshot() for link in list(self._links.values())]
+        return [link.snapshot() for link in self._open_links()]
 
     def close(self) -> None:
-        for link in self._links.values():
+        for link in self._open_links():
             link.close()
         self._trace.close()
 
-    def _begin(self, chunk: ChunkJob) -> _Transfer:
-        ways = [
-            (link, route, Outgoing(chunk.key, chunk.request, chunk.target, route.senders))
-            for link, route in self._ways(chunk.endpoints)
-        ]
-        transfer = self._transfers[chunk.request] = _Transfer(chunk.key, chunk.request, ways)
+    def _open_links(self) -> list[Link]:
         with self._lock:
+            return list(self._links.values())
+
+    def _begin(self, chunk: ChunkJob) -> _Transfer:
+        with self._lock:
+            ways = [
+                (link, route, Outgoing(chunk.key, chunk.request, chunk.target, route.senders))
+                for link, route in self._ways(chunk.endpoints)
+            ]
+            self._on_link.update(chunk.endpoints[route.rank] for _, route, _ in ways)
             self._ways_left[chunk.request] = len(ways)
+        transfer = self._transfers[chunk.request] = _Transfer(chunk.key, chunk.request, ways)
         return transfer
 
     def _pack(self, transfer: _Transfer, chunk: ChunkJob) -> None:
@@ -230,17 +248,19 @@ class Sender:
             self._report_over(transfer.request)
 
     def _ways(self, endpoints: Sequence[str]) -> list[tuple[Link, Route]]:
+        """With the lock held."""
         found = []
         for route in routes_of(self._shape, len(endpoints)):
             endpoint = endpoints[route.rank]
             if endpoint not in self._links:
-                self._links[endpoint] = self._open_link(endpoint, route.rank, self._ended)
+                self._links[endpoint] = self._open_link(endpoint, route.rank, partial(self._ended, endpoint))
             found.append((self._links[endpoint], route))
         return found
 
-    def _ended(self, out: Outgoing) -> None:
-        """A link is through with a transfer. Its thread."""
+    def _ended(self, endpoint: str, out: Outgoing) -> None:
+        """The link to there is through with a transfer. Its thread."""
         with self._lock:
+            self._on_link[endpoint] -= 1
             self._ways_left[out.request] -= 1
             if self._ways_left[out.request]:
                 return

@@ -1,8 +1,8 @@
 """Which transports an instance offers for KV, in order of preference, and the engine behind one of them.
 
 P tries them in this order on each link, by handshake and probe (`link_connection.py`); D accepts those that it offers.
-Which they are is `epd_serve.kv.ways`' decision. P knows of each link whether it leads to an instance on its own device;
-D, whose links come to it, is told `shm` where all of them do.
+Which they are is `epd_serve.kv.ways`' decision. Both ends know of each other whether they share a device: P tries
+nothing there that D would have to quarantine blocks for.
 """
 
 from __future__ import annotations
@@ -15,18 +15,30 @@ from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
 from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from epd_serve.engine.kv.transport import LinkError
 from epd_serve.kv.ways import MOONCAKE, transports_between
+from epd_serve.peers import Peers
 from epd_serve.wiring import StageWiring
 
 
-def offered(wiring: StageWiring, device: str, endpoint: str = "") -> tuple[str, ...]:
-    """By name. `device`: `npu`, `cuda` or `cpu`; `endpoint`: the worker of D that P's link leads to."""
-    return transports_between(wiring.kv_transport, device, beside=endpoint in wiring.kv_beside)
+def offered(wiring: StageWiring, device: str, *, beside: bool = False) -> tuple[str, ...]:
+    """By name. `device`: `npu`, `cuda` or `cpu`. `beside`: the other end shares a device with this instance."""
+    return transports_between(wiring.kv_transport, device, beside=beside)
 
 
-def quarantine_s(wiring: StageWiring, device: str) -> float:
-    """How long D keeps blocks after P fell silent (see `DecodeDesk`): as long as the worst that it offers demands."""
-    one_sided = MOONCAKE in offered(wiring, device)
+def quarantine_s(wiring: StageWiring, device: str, *, beside: bool = False) -> float:
+    """How long D keeps blocks after P fell silent (see `DecodeDesk`): as long as the worst that both offer demands."""
+    one_sided = MOONCAKE in offered(wiring, device, beside=beside)
     return MooncakeReceiveSide.quarantine_s if one_sided else ShmReceiveSide.quarantine_s
+
+
+def quarantine_of_peers(wiring: StageWiring, device: str) -> Callable[[str], float]:
+    """`quarantine_s` by the address where P takes READY. One caller at a time."""
+    peers = Peers(wiring)
+
+    def of(endpoint: str) -> float:
+        peers.changed()
+        return quarantine_s(wiring, device, beside=peers.beside(endpoint))
+
+    return of
 
 
 class OnDemand:

@@ -31,6 +31,7 @@ from epd_serve.engine.traffic import TrafficBoard
 from epd_serve.kv.faults import faults_of
 from epd_serve.kv.slices import LARGEST_PROBE_BYTES, SLICE_BYTES
 from epd_serve.kv.ways import MOONCAKE, SHM
+from epd_serve.peers import Peers
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring, worker_endpoint
 from npu_ops.torch_memory import memory_here
@@ -79,9 +80,9 @@ class _KVCache:
             lambda: MooncakeEndpoint(self.layers, wiring.host, wiring.mooncake_protocol, self.device, scratch)
         )
 
-    def send_sides(self, endpoint: str) -> list[SendSide]:
-        """P's ends of one link, in order of preference."""
-        return [self._send_side(name, endpoint) for name in offered(self.wiring, self._kind, endpoint)]
+    def send_sides(self, endpoint: str, *, beside: bool) -> list[SendSide]:
+        """P's ends of one link, in order of preference. `beside`: it leads to an instance on the same device."""
+        return [self._send_side(name, endpoint) for name in offered(self.wiring, self._kind, beside=beside)]
 
     def receive_sides(self) -> list[ReceiveSide]:
         """D's ends of all its links."""
@@ -114,7 +115,8 @@ class PrefillWorker:
         self._wiring, self._config, self._num_blocks = wiring, vllm_config, kv_cache_config.num_blocks
         self._grouping = open_grouping(wiring.kv_grouping, wiring.kv_packet_floor_bytes)
         self._rank = compat.tp_rank()
-        self._reporter = Reporter(wiring, self._rank, self._report)
+        self._peers = Peers(wiring)
+        self._reporter = Reporter(wiring, self._rank, self._turn)
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         cache = _KVCache(self._wiring, self._config, self._num_blocks, kv_caches)
@@ -126,7 +128,7 @@ class PrefillWorker:
                 rank=rank,
                 source=cache.name,
                 shape=cache.shape,
-                sides=cache.send_sides(endpoint),
+                sides=cache.send_sides(endpoint, beside=self._peers.beside(endpoint)),
                 device=cache.device,
                 timeout_s=self._wiring.kv_peer_timeout_s,
                 on_over=on_over,
@@ -140,7 +142,7 @@ class PrefillWorker:
             shape=cache.shape, grouping=self._grouping, device=cache.device, open_link=open_link, trace=cache.trace
         )
         self._witness = cache.witness()
-        self._sender.warm(self._wiring.kv_peers)
+        self._follow_peers()
         self._reporter.start()
 
     def fence(self, step: PrefillStep) -> None:
@@ -171,6 +173,17 @@ class PrefillWorker:
     def _sending(self) -> Sender:
         assert self._sender is not None, "vLLM registers the KV caches before it runs a step"
         return self._sender
+
+    def _follow_peers(self) -> None:
+        """Open links to those that this instance sends KV to now, before traffic; close those to whoever has left."""
+        if self._peers.changed():
+            self._sending().meet(self._peers.takers_of_kv())
+        self._sending().part(self._peers.may_be_at)
+
+    def _turn(self) -> wire.KvReport:
+        """The reporter's, at least once a second."""
+        self._follow_peers()
+        return self._report()
 
     def _report(self) -> wire.KvReport:
         wiring, sender = self._wiring, self._sending()

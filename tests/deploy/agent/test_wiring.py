@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from deploy.host.rundir import RunDir
 from deploy.launch.ready_message import curl, endpoint_url, ready_message
 from deploy.memory.shared_memory import SharedMemory, fit_shared_memory
 from deploy.options.config import DeployConfig
@@ -17,10 +18,11 @@ from deploy.options.ways import Ways, draw_ways
 from deploy.plan.blueprint import draw
 from deploy.plan.proxy_settings import build_proxy_settings
 from epd_serve.engine.argv import FIRST_TOKEN_PROCESSOR, stage_command
-from epd_serve.engine.kv.transports import offered, quarantine_s
+from epd_serve.engine.kv.transports import quarantine_of_peers
 from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import Resized
 from epd_serve.layout_parser import parse
+from epd_serve.peers import Peers, write_peers
 from epd_serve.placement import lower
 from epd_serve.roles import Role
 from tests.deploy.wired import RUN, Wired, wired
@@ -29,14 +31,15 @@ from tests.deploy.wired import RUN, Wired, wired
 def test_features_and_kv_are_wired_between_the_right_instances() -> None:
     plan = wired("2E-P-D")
     encode, prefill, decode = (plan.wiring(name) for name in ("E1", "P0", "D0"))
-    events = {"E0": "ipc:///run/x/E0.events", "E1": "ipc:///run/x/E1.events"}
-    assert prefill.events == decode.events == events
-    assert encode.events == {} and encode.publish == events["E1"]
+    assert {one.peers for one in (encode, prefill, decode)} == {"/run/x/peers.json"}
+    peers = {peer.instance: peer for peer in plan.peers()}
+    assert {name: peer.role for name, peer in peers.items()} == {"E0": "E", "E1": "E", "P0": "P", "D0": "D"}
+    assert encode.publish == peers["E1"].events == "ipc:///run/x/E1.events"
     assert prefill.publish == "ipc:///run/x/P0.events"
     assert encode.arena == prefill.arena == "/dev/shm/epd-abcd-arena"
     assert (prefill.kv_endpoint, decode.kv_endpoint, encode.kv_endpoint) == ("ipc:///run/x/P0.kv", "", "")
     assert decode.kv_worker_endpoint == "ipc:///run/x/D0.kvw{rank}"
-    assert prefill.kv_peers == (("ipc:///run/x/D0.kvw0",),)
+    assert (peers["P0"].kv_endpoint, peers["D0"].kv_workers) == (prefill.kv_endpoint, ("ipc:///run/x/D0.kvw0",))
     assert (prefill.kv_staging, prefill.kv_staging_bytes) == ("/dev/shm/epd-abcd-kv", 8 << 20)
 
 
@@ -61,7 +64,7 @@ def test_every_role_tells_how_busy_it_is(layout: str) -> None:
 def test_a_layout_without_encoders_has_no_arena() -> None:
     plan = wired("EP-D")
     assert all(plan.wiring(one.id).arena == "" for one in plan.blueprint.plans)
-    assert wired("TP1").wiring("EPD0").events == {}
+    assert [peer.events for peer in wired("TP1").peers()] == [""]
 
 
 def test_the_proxy_is_told_where_ready_goes() -> None:
@@ -184,14 +187,13 @@ def test_encoders_give_memory_to_the_second_tier_and_the_others_only_use_it() ->
     assert (prefill.mooncake_master, prefill.mooncake_segment_bytes) == ("127.0.0.1:5", 0)
 
 
-def test_on_the_device_path_consumers_have_agents_and_encoders_hear_which_way_they_are_reached() -> None:
+def test_on_the_device_path_consumers_have_agents_and_announce_which_way_they_are_reached() -> None:
     plan = wired("E-P-D")
     direct = Ways(dict.fromkeys(("E0", "P0", "D0"), "device"))
     plan = replace(plan, blueprint=replace(plan.blueprint, ways=direct)).with_master("127.0.0.1:5")
     e, p, d = (plan.wiring(name) for name in ("E0", "P0", "D0"))
     assert (e.feature_path, p.feature_path, d.feature_path) == ("device", "device", "device")
-    assert e.events == {"P0": p.publish, "D0": d.publish}
-    assert p.events == d.events == {"E0": e.publish}
+    assert {peer.events for peer in plan.peers()} == {e.publish, p.publish, d.publish}
     assert [wiring.feature_worker_endpoint for wiring in (e, p, d)] == [
         "",
         RUN.ipc("P0.features{rank}"),
@@ -207,22 +209,22 @@ def on_npus(layout: str, **options: Any) -> Wired:
     return replace(plan, blueprint=replace(plan.blueprint, ways=ways, inventory=inventory)).with_master("127.0.0.1:5")
 
 
-def test_pairs_on_one_npu_are_wired_to_shared_memory_and_others_are_not() -> None:
-    plan = on_npus("(E-P-D)-D")
+def test_pairs_on_one_npu_know_it_and_take_shared_memory_while_others_do_not(tmp_path: Path) -> None:
+    plan, run = on_npus("(E-P-D)-D"), RunDir("abcd", tmp_path, tmp_path)
+    plan = replace(plan, site=replace(plan.site, run=run))
+    write_peers(run.peers, plan.peers())
     p, beside, away = (plan.wiring(name) for name in ("P0", "D0", "D1"))
-    assert p.kv_beside == ("ipc:///run/x/D0.kvw0",)
-    assert [one.kv_transport for one in (p, beside, away)] == ["auto", "shm", "auto"]
-    ends = ("ipc:///run/x/D0.kvw0", "ipc:///run/x/D1.kvw0")
-    assert [offered(p, "npu", end) for end in ends] == [("shm",), ("mooncake", "shm")]
-    assert [quarantine_s(one, "npu") for one in (beside, away)] == [0.0, 30.0]
-    assert offered(beside, "npu") == ("shm",) and offered(away, "npu") == ("mooncake", "shm")
+    seen = Peers(p)
+    assert seen.changed()
+    assert [seen.beside(run.ipc(f"{name}.kvw0")) for name in ("D0", "D1")] == [True, False]
+    assert [quarantine_of_peers(one, "npu")(p.kv_endpoint) for one in (beside, away)] == [0.0, 30.0]
 
 
 def test_an_encoder_beside_one_taker_serves_all_of_them_through_the_arena() -> None:
     plan = on_npus("(E-P)-P-D")
     wirings = {name: plan.wiring(name) for name in ("E0", "P0", "P1", "D0")}
     assert {one.feature_path for one in wirings.values()} == {"host"}
-    assert wirings["E0"].events == {} and not any(one.feature_worker_endpoint for one in wirings.values())
+    assert not any(one.feature_worker_endpoint for one in wirings.values())
 
 
 def test_without_encoders_the_proxy_has_no_arena_to_ask() -> None:

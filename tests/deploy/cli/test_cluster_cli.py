@@ -103,7 +103,7 @@ def test_a_stranger_on_the_masters_port_is_named_and_never_taken_for_it(
     [
         ('{"instance": "E0", "role": "Z", "incarnation": "1"}', "'Z' is no role"),
         ('{"instance": "E0", "role": ["E"], "incarnation": "1"}', "is no role"),
-        ('{"instance": "E0", "role": "E", "incarnation": "1", "kv_peers": 3}', "not iterable"),
+        ('{"instance": "E0", "role": "E", "incarnation": "1", "kv_peers": 3}', "kv_peers"),
     ],
 )
 def test_a_wiring_file_that_is_wrong_is_named(

@@ -14,6 +14,7 @@ from deploy.plan.blueprint import draw
 from epd_serve.cluster import ClusterSettings, JoinAnswer
 from epd_serve.engine.argv import stage_command
 from epd_serve.errors import ConfigError
+from epd_serve.peers import Peers, write_peers
 from epd_serve.roles import Role
 
 TOLD = ClusterSettings("served", "tcp://h:1", "tcp://h:2", "h:3", mooncake_protocol="rdma", feature_path="auto")
@@ -48,10 +49,20 @@ def test_the_head_hears_the_addresses_that_the_stage_binds(role: Role, kv_endpoi
 
 def test_features_concern_encoders_and_those_who_take_theirs() -> None:
     e, p, epd = (plan(role).wiring(JoinAnswer("X", TOLD), RUN, "life") for role in (Role.E, Role.P, Role.EPD))
-    assert (e.publish, e.events, e.mooncake_master, e.mooncake_segment_bytes) == ("tcp://h:1", {}, "h:3", 16 << 20)
-    assert (p.publish, p.events, p.mooncake_segment_bytes) == ("tcp://h:1", {"bus": "tcp://h:2"}, 0)
+    assert (e.publish, e.mooncake_master, e.mooncake_segment_bytes) == ("tcp://h:1", "h:3", 16 << 20)
+    assert (p.publish, p.mooncake_segment_bytes) == ("tcp://h:1", 0)
     assert p.arena == "/dev/shm/epd-abcd-arena" and p.arena_id == "abcd"
-    assert (epd.arena, epd.publish, epd.mooncake_master, epd.events) == ("", "", "", {})
+    assert (epd.arena, epd.publish, epd.mooncake_master) == ("", "", "")
+
+
+def test_a_stage_hears_the_bus_and_opens_links_to_those_who_took_kv_when_it_joined(tmp_path: Path) -> None:
+    made, run = plan(Role.P), RunDir("abcd", tmp_path, tmp_path)
+    answer = JoinAnswer("P0", TOLD, kv_peers=[("tcp://d:1", "tcp://d:2")])
+    write_peers(run.peers, made.peers(answer))
+    peers = Peers(made.wiring(answer, run, "life"))
+    assert peers.changed()
+    assert (peers.encoders(), peers.takers_of_kv()) == ({TOLD.events_listen}, [("tcp://d:1", "tcp://d:2")])
+    assert peers.may_be_at("tcp://joined-later:1")
 
 
 @pytest.mark.parametrize("role", [Role.E, Role.P, Role.D, Role.EP, Role.PD, Role.EPD])

@@ -28,7 +28,7 @@ class Pair:
         self.endpoint = f"ipc://{folder}/P0.kv"
         self.faults = faults
         self.p = self.start_p("p1")
-        self.d = DecodeControl(DecodeDesk(SILENCE_S, 0.0), Faults(faults))
+        self.d = DecodeControl(DecodeDesk(SILENCE_S), Faults(faults))
 
     def start_p(self, life: str) -> PrefillControl:
         return PrefillControl(PrefillDesk(life, 60.0), self.endpoint, Faults(self.faults))

@@ -11,7 +11,7 @@ from tests.epd_serve.kv.desk_steps import BEAT, KEYS, SILENCE, A, pass_time
 
 
 def test_decode_cancels_what_may_be_written_until_it_is_answered() -> None:
-    desk = DecodeDesk(SILENCE, 0)
+    desk = DecodeDesk(SILENCE)
     desk.reserved("p", ready(A), 0)
     desk.gone(A, 0)
     desk.gone(A, 0)
@@ -28,7 +28,7 @@ def test_decode_cancels_what_may_be_written_until_it_is_answered() -> None:
 
 
 def test_a_request_that_leaves_before_it_has_blocks_is_withdrawn_until_prefill_knows() -> None:
-    desk = DecodeDesk(SILENCE, 0)
+    desk = DecodeDesk(SILENCE)
     desk.queued(A, "p")
     desk.gone(A, 0)
     desk.beat(BEAT)
@@ -40,7 +40,7 @@ def test_a_request_that_leaves_before_it_has_blocks_is_withdrawn_until_prefill_k
 
 
 def test_an_offer_that_prefill_does_not_mention_is_made_again() -> None:
-    desk = DecodeDesk(SILENCE, 0)
+    desk = DecodeDesk(SILENCE)
     desk.reserved("p", ready(A), 0)
     desk.beat(0.5)
     assert desk.outbox == [("p", ready(A))]
@@ -55,7 +55,7 @@ def test_an_offer_that_prefill_does_not_mention_is_made_again() -> None:
 
 @pytest.mark.parametrize("comes", [True, False])
 def test_decode_waits_a_little_for_the_last_word_that_prefill_says_it_has_sent(comes: bool) -> None:
-    desk = DecodeDesk(SILENCE, 60.0)
+    desk = DecodeDesk(SILENCE, lambda endpoint: 60.0)
     desk.reserved("p", ready(A), 0)
     assert not desk.on_message(wire.CancelAck(A), 1.0)
     pass_time(desk, 1.0, 1.0 + LAST_WORD_S - BEAT)
@@ -67,7 +67,7 @@ def test_decode_waits_a_little_for_the_last_word_that_prefill_says_it_has_sent(c
 
 
 def test_nobody_waits_for_the_last_word_of_what_nobody_wants() -> None:
-    desk = DecodeDesk(SILENCE, 60.0)
+    desk = DecodeDesk(SILENCE, lambda endpoint: 60.0)
     desk.reserved("p", ready(A), 0)
     desk.on_message(wire.CancelAck(A), 1.0)
     desk.gone(A, 1.0)
@@ -76,7 +76,7 @@ def test_nobody_waits_for_the_last_word_of_what_nobody_wants() -> None:
 
 
 def test_heartbeats_renew_decodes_deadline_and_quarantine_extends_it() -> None:
-    desk = DecodeDesk(SILENCE, 7.0)
+    desk = DecodeDesk(SILENCE, lambda endpoint: 7.0)
     desk.reserved("p", ready(A), 0)
     pass_time(desk, 0, 4)
     desk.on_message(wire.Alive([A, KEYS[1]]), 4)
@@ -89,7 +89,7 @@ def test_heartbeats_renew_decodes_deadline_and_quarantine_extends_it() -> None:
 
 
 def test_a_prefill_that_comes_round_in_quarantine_ends_it() -> None:
-    desk = DecodeDesk(SILENCE, 60.0)
+    desk = DecodeDesk(SILENCE, lambda endpoint: 60.0)
     desk.reserved("p", ready(A), 0)
     pass_time(desk, 0, SILENCE)
     desk.on_message(wire.Alive([A]), SILENCE)
@@ -100,7 +100,7 @@ def test_a_prefill_that_comes_round_in_quarantine_ends_it() -> None:
 
 
 def test_time_in_which_decode_itself_was_stopped_is_no_silence() -> None:
-    desk = DecodeDesk(SILENCE, 0)
+    desk = DecodeDesk(SILENCE)
     desk.reserved("p", ready(A), 0)
     desk.beat(BEAT)
     pass_time(desk, 1000.0, 1000.0 + SILENCE - 3.0)
@@ -111,7 +111,7 @@ def test_time_in_which_decode_itself_was_stopped_is_no_silence() -> None:
 
 @pytest.mark.parametrize("said", [wire.FirstToken(A, 7), wire.CancelAck(A, 7)])
 def test_the_first_token_is_handed_on_once_to_scheduler_and_workers(said: wire.ToDecodeScheduler) -> None:
-    desk = DecodeDesk(SILENCE, 0)
+    desk = DecodeDesk(SILENCE)
     desk.reserved("p", ready(A, endpoints=["w0", "w1"]), 0)
     desk.outbox.clear()
     for _ in range(2):
@@ -121,7 +121,7 @@ def test_the_first_token_is_handed_on_once_to_scheduler_and_workers(said: wire.T
 
 
 def test_a_first_token_of_what_nobody_waits_for_is_nobodys() -> None:
-    desk = DecodeDesk(SILENCE, 0)
+    desk = DecodeDesk(SILENCE)
     desk.on_message(wire.FirstToken(A, 7), 0)
     desk.queued(KEYS[1], "p")
     desk.on_message(wire.FirstToken(KEYS[1], 7), 0)
@@ -129,7 +129,7 @@ def test_a_first_token_of_what_nobody_waits_for_is_nobodys() -> None:
 
 
 def test_prefill_that_is_over_without_a_first_token_fails_the_transfer() -> None:
-    desk = DecodeDesk(SILENCE, 60.0)
+    desk = DecodeDesk(SILENCE, lambda endpoint: 60.0)
     desk.reserved("p", ready(A), 0)
     desk.on_message(wire.CancelAck(A), 1.0)
     pass_time(desk, 1.0, 1.0 + LAST_WORD_S)

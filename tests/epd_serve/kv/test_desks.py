@@ -32,7 +32,7 @@ class Desks(RuleBasedStateMachine):
         self.late: list[tuple[list[Any], Any]] = []  # (to whom, message)
         self.data: deque[tuple[TransferKey, bool]] = deque()  # DONE from P's worker to D's
         self.silent_beats = 0  # of which nothing arrived
-        self.d = DecodeDesk(SILENCE, 0.0)
+        self.d = DecodeDesk(SILENCE)
         self.held: set[TransferKey] = set()  # D's reserved blocks
         self.asked: set[TransferKey] = set()
         self.done_at_d: dict[TransferKey, bool] = {}  # arrived, not reported yet

@@ -23,7 +23,7 @@ class World:
     """Both desks, their workers, and all that was ever said between them. Time stands still but for P's silence."""
 
     p: PrefillDesk = field(default_factory=lambda: PrefillDesk("p0", 1000.0))
-    d: DecodeDesk = field(default_factory=lambda: DecodeDesk(10.0, 0.0))
+    d: DecodeDesk = field(default_factory=lambda: DecodeDesk(10.0))
     said: dict[str, Any] = field(default_factory=dict)  # by text; to either side
     at_p: str = "away"  # P's request: away, waits, runs, left
     at_d: str = "away"  # D's request: away, queued, holds, left

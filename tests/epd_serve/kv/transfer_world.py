@@ -228,7 +228,7 @@ class Decode:
     """D: its scheduler, and the worker that takes packets."""
 
     def __init__(self, blocks: int) -> None:
-        self.desk = DecodeDesk(SILENCE_S, 0.0)
+        self.desk = DecodeDesk(SILENCE_S)
         self.free = list(range(blocks))
         self.owner: dict[int, TransferKey] = {}
         self.memory: dict[tuple[int, int], Cell] = {}

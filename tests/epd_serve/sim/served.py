@@ -7,7 +7,7 @@ import base64
 import io
 import socket
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 from PIL import Image
 
+from epd_serve.peers import Peer, write_peers
 from epd_serve.roles import Role
 from epd_serve.sim.engine import Engine
 from epd_serve.sim.faults import SimFaults
@@ -27,6 +28,7 @@ from store.arena import Arena
 from tests.waiting import until
 
 MODEL = "sim"
+PEERS = "peers.json"
 
 
 @asynccontextmanager
@@ -85,14 +87,23 @@ class Layout:
 
 
 @asynccontextmanager
-async def layout(folder: Path, shm: Path, profile: Profile | None = None, **of_p: object) -> AsyncIterator[Layout]:
-    """E0, P0 and D0 with an arena. `of_p`: other wiring of P0."""
+async def layout(
+    folder: Path,
+    shm: Path,
+    profile: Profile | None = None,
+    *,
+    peers: Sequence[Peer] | None = None,
+    **of_p: object,
+) -> AsyncIterator[Layout]:
+    """E0, P0 and D0 with an arena. `peers`: whom P0 is told of, where not of E0 and D0. `of_p`: other wiring of P0."""
     arena = Arena.create(shm, capacity_bytes=16 << 20, prefault=False)
     events = f"ipc://{folder}/E0.events"
 
     def wiring(role: Role, **more: object) -> StageWiring:
         return StageWiring(instance=f"{role}0", role=role, incarnation=f"{role}-life", **more)  # type: ignore[arg-type]
 
+    e0, d0 = Peer("E0", Role.E, events=events), Peer("D0", Role.D, kv_workers=(f"ipc://{folder}/D0.kvw0",))
+    write_peers(folder / PEERS, (e0, d0) if peers is None else peers)
     shared = {"arena": str(shm), "arena_id": "here"}
     wirings = {
         "E0": wiring(Role.E, **shared, publish=events, load_publish=f"ipc://{folder}/E0.load"),
@@ -100,11 +111,10 @@ async def layout(folder: Path, shm: Path, profile: Profile | None = None, **of_p
             wiring(
                 Role.P,
                 **shared,
-                events={"E0": events},
+                peers=str(folder / PEERS),
                 publish=f"ipc://{folder}/P0.events",
                 kv_endpoint=f"ipc://{folder}/P0.kv",
                 kv_publish=f"ipc://{folder}/P0.kvnews{{rank}}",
-                kv_peers=((f"ipc://{folder}/D0.kvw0",),),
             ),
             **of_p,  # type: ignore[arg-type]
         ),

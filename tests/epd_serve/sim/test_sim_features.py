@@ -12,10 +12,12 @@ import zmq
 import zmq.asyncio
 
 from epd_serve import wire
+from epd_serve.peers import Peer, write_peers
+from epd_serve.roles import Role
 from epd_serve.sim.consumer import Consumer, Wait
 from epd_serve.sim.profile import Line, Profile
 from epd_serve.sim.prompts import CHAT, RESPONSES
-from tests.epd_serve.sim.served import MODEL, Layout, data_url, idle, layout, looking
+from tests.epd_serve.sim.served import MODEL, PEERS, Layout, data_url, idle, layout, looking
 from tests.waiting import until
 
 FOR_EVER = 3600.0
@@ -161,7 +163,7 @@ async def test_a_feature_that_another_host_announced_is_fetched(tmp_path: Path, 
     with zmq.asyncio.Context() as context, context.socket(zmq.PUB) as bus:
         bus.setsockopt(zmq.LINGER, 0)
         bus.bind(elsewhere)
-        async with layout(tmp_path, shm, events={"bus": elsewhere}, feature_wait_s=FOR_EVER) as stages:
+        async with layout(tmp_path, shm, peers=[Peer("bus", events=elsewhere)], feature_wait_s=FOR_EVER) as stages:
             waiting = asyncio.create_task(stages.clients["P0"].post(CHAT, json=looking("k", **PREFILL_ONLY)))
             nbytes = 4 * Profile().feature_bytes_per_token
             while not waiting.done():  # the first ones may come before it listens
@@ -175,7 +177,7 @@ async def test_an_encoder_that_failed_is_not_waited_for(tmp_path: Path, shm: Pat
     with zmq.asyncio.Context() as context, context.socket(zmq.PUB) as bus:
         bus.setsockopt(zmq.LINGER, 0)
         bus.bind(elsewhere)
-        async with layout(tmp_path, shm, events={"bus": elsewhere}, feature_wait_s=FOR_EVER) as stages:
+        async with layout(tmp_path, shm, peers=[Peer("bus", events=elsewhere)], feature_wait_s=FOR_EVER) as stages:
             waiting = asyncio.create_task(stages.clients["P0"].post(CHAT, json=looking("k", **PREFILL_ONLY)))
             while not waiting.done():
                 await bus.send(wire.encode(wire.FeatureFailed("k", "no room")))
@@ -196,3 +198,14 @@ async def test_a_picture_of_a_response_is_a_feature_too(tmp_path: Path, shm: Pat
         answer = await stages.clients["P0"].post(RESPONSES, json=body)
         assert answer.status_code == 200 and answer.json()["usage"]["input_tokens"] > 4
         assert stages.engines["P0"].item_count == 0, "it was encoded elsewhere"
+
+
+async def test_a_running_p_hears_an_encoder_that_comes(tmp_path: Path, shm: Path) -> None:
+    async with layout(tmp_path, shm, peers=(), feature_wait_s=FOR_EVER) as stages:
+        waiting = asyncio.create_task(stages.clients["P0"].post(CHAT, json=looking("k", **PREFILL_ONLY)))
+        await until(lambda: len(stages.engines["P0"].scheduler.held) == 1)
+        write_peers(tmp_path / PEERS, [Peer("E0", Role.E, events=stages.wirings["E0"].publish)])
+        while not waiting.done():  # the first announcements may come before it listens
+            await stages.clients["E0"].post(CHAT, json=looking("k", vllm_xargs={wire.ENCODE_AGAIN_XARG: "k"}))
+            await asyncio.wait([waiting], timeout=0.05)
+        assert waiting.result().status_code == 200 and stages.engines["P0"].item_count == 0

@@ -8,12 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
+import zmq.asyncio
 
 from epd_serve import wire
+from epd_serve.peers import Peer, write_peers
+from epd_serve.roles import Role
 from epd_serve.sim.profile import Capacity, Line, Profile
 from epd_serve.sim.prompts import CHAT, COMPLETIONS
-from tests.epd_serve.sim.served import Layout, chat, idle, layout
-from tests.waiting import until
+from tests.epd_serve.sim.served import PEERS, Layout, chat, idle, layout
+from tests.waiting import PATIENCE_S, until
 
 FOR_EVER = 3600.0
 
@@ -162,3 +166,26 @@ async def test_a_link_refuses_a_real_stage_by_the_name_of_its_transport(tmp_path
             await dealer.send(wire.encode(wire.Hello(wire.VERSION, "P9:x", "shm", {})))
             answer = wire.to_prefill_worker.decode(await dealer.recv())
     assert isinstance(answer, wire.HelloRefused) and "sim here, shm there" in answer.reason
+
+
+async def test_a_running_p_opens_a_link_to_a_d_that_comes_and_closes_it_when_that_has_left(
+    tmp_path: Path, shm: Path
+) -> None:
+    async with layout(tmp_path, shm, peers=()) as stages:
+        with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as heard:
+            heard.setsockopt(zmq.SUBSCRIBE, b"")
+            heard.connect(stages.wirings["P0"].kv_publish.format(rank=0))
+
+            async def links_are(*wanted: tuple[str, str]) -> None:
+                found: list[tuple[str, str]] | None = None
+                while found != list(wanted):
+                    report = wire.announcements.decode(await heard.recv())
+                    assert isinstance(report, wire.KvReport)
+                    found = [(link.peer, link.state) for link in report.links]
+
+            async with asyncio.timeout(PATIENCE_S):
+                await links_are()
+                write_peers(tmp_path / PEERS, [Peer("D0", Role.D, kv_workers=(f"ipc://{tmp_path}/D0.kvw0",))])
+                await links_are(("D0", "up"))
+                write_peers(tmp_path / PEERS, [])
+                await links_are()

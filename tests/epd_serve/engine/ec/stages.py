@@ -17,6 +17,7 @@ from epd_serve import wire
 from epd_serve.engine.ec.consumer import FeatureConsumer
 from epd_serve.engine.ec.producer import FeatureProducer
 from epd_serve.engine.ec.step import FeatureStep, NeededItem
+from epd_serve.peers import Peer, write_peers
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
 from store.arena import Arena
@@ -49,8 +50,11 @@ class Stages:
         self.arena, self.folder = arena, folder
         self.parts: list[Any] = []
 
-    def wiring(self, instance: str, role: Role, events: dict[str, str], **more: Any) -> StageWiring:
-        fields = {"arena": str(self.arena.path), "arena_id": "here", "events": events, "feature_wait_s": PATIENCE_S}
+    def wiring(self, instance: str, role: Role, hears: dict[str, str], **more: Any) -> StageWiring:
+        """`hears`: addresses by instance, whose names begin with their role."""
+        peers = self.folder / f"{instance}.peers.json"
+        write_peers(peers, [Peer(name, Role(name[0]), events=address) for name, address in hears.items()])
+        fields = {"arena": str(self.arena.path), "arena_id": "here", "peers": str(peers), "feature_wait_s": PATIENCE_S}
         return StageWiring(instance, role, "i", **{**fields, **more})
 
     def events(self, instance: str) -> str:

@@ -266,7 +266,8 @@ def test_workers_that_cannot_register_their_slab_keep_the_instance_on_the_arena(
 
 
 def test_the_arena_is_needed_until_every_consumer_reaches_the_encoder() -> None:
-    need = ArenaNeed("e1", ["P0", "P1"])
+    need = ArenaNeed("e1")
+    need.expect(["P0", "P1"])
     need.hear("P0", "e1", "device")
     need.hear("P1", "e0", "device")
     assert need.needed
@@ -276,8 +277,19 @@ def test_the_arena_is_needed_until_every_consumer_reaches_the_encoder() -> None:
     assert need.needed
 
 
+def test_one_that_comes_later_needs_the_arena_until_it_has_said_and_one_that_left_does_not() -> None:
+    need = ArenaNeed("e1")
+    need.expect(["P0"])
+    need.hear("P0", "e1", "device")
+    assert not need.needed
+    need.expect(["P0", "P1"])
+    assert need.needed
+    need.expect(["P0"])
+    assert not need.needed
+
+
 def test_where_nobody_says_who_listens_the_first_that_reaches_the_encoder_stands_for_all() -> None:
-    need = ArenaNeed("e1", [])
+    need = ArenaNeed("e1")
     assert need.needed
     need.hear("P7", "e1", "device")
     assert not need.needed

@@ -14,12 +14,13 @@ import zmq
 
 from epd_serve import wire
 from epd_serve.engine.ec.producer import FeatureProducer
+from epd_serve.peers import Peer, write_peers
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
 from npu_ops.torch_memory import HostMemory
 from store.arena import Arena
 from store.errors import StoreError
-from tests.epd_serve.engine.ec.stages import CAPACITY, Stages, feature, needed, settled
+from tests.epd_serve.engine.ec.stages import CAPACITY, Mouth, Stages, feature, needed, settled
 from tests.waiting import PATIENCE_S, wait_for
 
 
@@ -206,3 +207,21 @@ def test_a_malformed_event_is_ignored(stages: Stages, tmp_path: Path) -> None:
         wait_for(lost)
     finally:
         publisher.close(linger=0)
+
+
+def test_a_running_consumer_hears_an_encoder_that_comes_in_place_of_another(stages: Stages) -> None:
+    p = stages.consumer(hears=False)
+    mouths = {name: Mouth(stages.events(name)) for name in ("E0", "E1")}
+
+    def tell(name: str) -> None:
+        write_peers(stages.folder / "P0.peers.json", [Peer(name, Role.E, events=stages.events(name))])
+
+    try:
+        for name in mouths:
+            key = f"of {name}"
+            p.settled(key, [key])
+            tell(name)
+            mouths[name].say_until(lambda key=key: p.settled(key, [key]) is not None, wire.FeatureFailed(key, "full"))
+    finally:
+        for mouth in mouths.values():
+            mouth.close()

@@ -118,7 +118,7 @@ class Pair:
 
         From then on the devices hold what they are given.
         """
-        self.sender.warm([(self.endpoint,)])
+        self.sender.meet([(self.endpoint,)])
         wait_for(lambda: self.link().state == "up" or "silent" not in (self.link().reason or "silent"))
         self.p_device.turnstile.close()
         self.d_device.turnstile.close()

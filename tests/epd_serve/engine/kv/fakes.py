@@ -200,7 +200,7 @@ class PrefillEnd:
 
     def wait_up(self, end: DecodeEnd) -> Link:
         """Opens the link to a D worker, and returns it when it is up."""
-        self.sender.warm([[end.endpoint]])
+        self.sender.meet([[end.endpoint]])
         link = self.links[end.endpoint]
         wait_for(lambda: link.snapshot().state == "up")
         return link

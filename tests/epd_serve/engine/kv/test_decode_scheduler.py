@@ -32,7 +32,7 @@ def p(tmp_path: Path) -> Iterator[PrefillControl]:
 def scheduler_of(tmp_path: Path, silence_s: float = PATIENCE_S) -> DecodeScheduler:
     endpoint = f"ipc://{tmp_path}/D0.kvw{{rank}}"
     wiring = StageWiring("D0", Role.D, "d1", kv_worker_endpoint=endpoint, kv_peer_timeout_s=silence_s)
-    return DecodeScheduler(wiring, BLOCK_SIZE, 2, 0.0)
+    return DecodeScheduler(wiring, BLOCK_SIZE, 2, lambda endpoint: 0.0)
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_reservation_offers_its_blocks_once(d: DecodeScheduler, p: PrefillCont
 def hasty(tmp_path: Path) -> Iterator[DecodeScheduler]:
     """D on a vLLM that hands out blocks to which one step in flight may still write."""
     wiring = StageWiring("D0", Role.D, "d1", kv_worker_endpoint=f"ipc://{tmp_path}/D0.kvw{{rank}}")
-    scheduler = DecodeScheduler(wiring, BLOCK_SIZE, 1, 0.0, steps_in_flight=1)
+    scheduler = DecodeScheduler(wiring, BLOCK_SIZE, 1, lambda endpoint: 0.0, steps_in_flight=1)
     yield scheduler
     scheduler.close()
 

@@ -108,7 +108,7 @@ def test_probes_measure_the_link_before_traffic(start: Ends) -> None:
 
 def test_a_decode_that_starts_later_is_found_without_traffic(start: Ends, tmp_path: Path) -> None:
     p = start(PrefillEnd, timeout_s=0.25)
-    p.sender.warm([[f"ipc://{tmp_path}/D0.kvw0"]])
+    p.sender.meet([[f"ipc://{tmp_path}/D0.kvw0"]])
     (link,) = p.links.values()
     wait_for(lambda: "silent" in link.snapshot().reason)
     assert link.snapshot().state == "opening"
@@ -144,7 +144,7 @@ def test_an_idle_link_notices_that_its_peer_died_and_finds_the_next_life(start: 
 
 def test_a_link_that_waits_for_its_peer_closes_at_once(start: Ends, tmp_path: Path) -> None:
     p = start(PrefillEnd, timeout_s=3600.0)
-    p.sender.warm([[f"ipc://{tmp_path}/nobody"]])
+    p.sender.meet([[f"ipc://{tmp_path}/nobody"]])
     (link,) = p.links.values()
     link.close()
     assert not link._thread.is_alive()

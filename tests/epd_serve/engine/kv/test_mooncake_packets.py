@@ -76,7 +76,7 @@ def test_packets_have_the_same_checksums_at_both_ends_and_leave_no_memory_taken(
     try:
         assert pipe.poll(PATIENCE_S)
         endpoint, target = pipe.recv()
-        p.sender.warm([[endpoint]])
+        p.sender.meet([[endpoint]])
         wait_for(lambda: p.links[endpoint].snapshot().state == "up")
         chance, content = random.Random(5), torch.Generator().manual_seed(5)
         settled = 0

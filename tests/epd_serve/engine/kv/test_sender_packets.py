@@ -392,3 +392,32 @@ def test_a_layer_that_no_hook_of_this_step_named_is_not_in_a_packet_that_leaves_
     d.wait_ended(1)
     assert [packet.layers for packet in seen][-1] == (0, 5), "what the step before announced does not count"
     same(p, d, {1: 5, 2: 6})
+
+
+def test_a_link_to_one_that_has_left_closes_once_nothing_is_on_it(start: Ends) -> None:
+    d, p = start(DecodeEnd), start(PrefillEnd)
+    gate = hold_move(p, d)
+    d.expect(key_of("a"), [5])
+    p.step([chunk(d, "a", [1], [5], last=True)], finished=["a"])
+    gate.reached.wait(PATIENCE_S)
+    p.sender.part(lambda address: False)
+    assert [link.state for link in p.sender.report()] == ["up"]
+    gate.opened.set()
+    d.wait_ended(1)
+    p.wait_over({"a"})
+    p.sender.part(lambda address: address == d.endpoint)
+    assert len(p.sender.report()) == 1
+    p.sender.part(lambda address: False)
+    assert p.sender.report() == []
+    assert not list(p.folder.glob("staging-*")), "its staging memory is free"
+
+
+def test_a_link_that_was_closed_opens_again_for_one_that_has_come_back(start: Ends) -> None:
+    d, p = start(DecodeEnd), start(PrefillEnd)
+    p.wait_up(d)
+    p.sender.part(lambda address: False)
+    d.expect(key_of("a"), [5])
+    p.step([chunk(d, "a", [1], [5], last=True)], finished=["a"])
+    d.wait_ended(1)
+    assert [item.request for item in d.received] == ["at-d-a"]
+    same(p, d, {1: 5})

@@ -21,6 +21,7 @@ from epd_serve.engine.kv.sender import ChunkJob
 from epd_serve.engine.kv.worker import DecodeWorker, PrefillWorker
 from epd_serve.kv.slices import LARGEST_PROBE_BYTES, SLICE_BYTES
 from epd_serve.kv.ways import MOONCAKE, SHM
+from epd_serve.peers import Peer, write_peers
 from epd_serve.roles import Role
 from epd_serve.wire import TransferKey
 from epd_serve.wiring import StageWiring
@@ -40,12 +41,14 @@ class Cluster:
         self.p_tp, self.d_tp = p_tp, d_tp
         self.endpoints = tuple(f"ipc://{folder}/D0.kvw{rank}" for rank in range(d_tp))
         self.news = f"ipc://{folder}/P0.news"
+        self.peers = folder / "peers.json"
+        self.tell(Peer("D0", Role.D, kv_workers=self.endpoints))
         common = {"kv_staging_bytes": 1 << 20, "kv_peer_timeout_s": PATIENCE_S}
         sending = StageWiring(
             "P0",
             Role.P,
             "p1",
-            kv_peers=(self.endpoints,),
+            peers=str(self.peers),
             kv_staging=str(folder / "staging"),
             kv_publish=f"{self.news}{{rank}}",
             traffic=str(folder / "P0.traffic"),
@@ -65,6 +68,14 @@ class Cluster:
         worker = kind(wiring, config, SimpleNamespace(num_blocks=BLOCKS))
         worker.register(self.caches(tp, rank, empty=kind is DecodeWorker))
         return worker
+
+    def tell(self, *others: Peer) -> None:
+        """Who is there besides P."""
+        write_peers(self.peers, others)
+
+    def links(self) -> dict[str, str]:
+        """State of P's links by the instance or address at their other end."""
+        return {link.peer: link.state for worker in self.p for link in worker._report().links}
 
     def heads(self, tp: int, rank: int) -> slice:
         return slice(rank * HEADS // tp, (rank + 1) * HEADS // tp)
@@ -173,6 +184,25 @@ def test_links_are_open_and_reported_before_any_request(cluster: Cluster) -> Non
     assert {(link.rank, link.transport) for link in report.links} == {(0, "shm"), (1, "shm")}
 
 
+@sizes((1, 1))
+def test_a_running_p_opens_links_to_who_comes_and_closes_those_to_whoever_has_left(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    wait_for(lambda: cluster.links() == {"D0": "up"})
+    (staging,) = tmp_path.glob("staging*")
+    later = tuple(f"{endpoint}-later" for endpoint in cluster.endpoints)
+    cluster.tell(Peer("D1", Role.D, kv_workers=later))
+    wait_for(lambda: cluster.links() == {later[0]: "opening"})
+    wait_for(lambda: not staging.exists(), "the staging memory of the link to D0 to be free")
+
+
+@sizes((1, 1))
+def test_a_peer_that_takes_the_other_part_now_keeps_its_link(cluster: Cluster) -> None:
+    wait_for(lambda: cluster.links() == {"D0": "up"})
+    cluster.tell(Peer("D0", Role.P, kv_workers=cluster.endpoints), Peer("D1", Role.D, kv_workers=("ipc:///nobody",)))
+    wait_for(lambda: cluster.links() == {"D0": "up", "ipc:///nobody": "opening"})
+
+
 @pytest.mark.parametrize(("kind", "role"), [(PrefillWorker, Role.P), (DecodeWorker, Role.D)])
 @pytest.mark.parametrize("host_visible", [False, True])
 def test_a_workers_memory_is_taken_when_it_registers_the_cache(
@@ -183,7 +213,7 @@ def test_a_workers_memory_is_taken_when_it_registers_the_cache(
     monkeypatch.setattr(device, "host_visible", host_visible)
     device.enter_thread()
     monkeypatch.setattr(worker_module, "memory_here", lambda kind: device)
-    monkeypatch.setattr(worker_module, "offered", lambda *arguments: (MOONCAKE, SHM))
+    monkeypatch.setattr(worker_module, "offered", lambda *arguments, **more: (MOONCAKE, SHM))
     monkeypatch.setattr(compat, "tp_rank", lambda: 0)
     monkeypatch.setattr(compat, "total_kv_heads", lambda config: 1)
     monkeypatch.setattr(compat, "kv_cache_layout", lambda config: "")

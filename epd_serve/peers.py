@@ -1,0 +1,150 @@
+"""Who else is there: one file on each node, written by whoever starts its stages and read by the stages that need it.
+
+A file and no messages: whoever comes late finds the newest state, and it outlives its writer. It is written before an
+instance starts, after a role has changed and after an instance has left for good; one that is down between two lives
+stays in it. Readers look once a second, much more often than instances come and go. Nothing correct depends on the
+delay: events are hints, and a KV link opens at the latest when a transfer needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from epd_serve.instances import Instance
+from epd_serve.roles import Role
+from epd_serve.wiring import StageWiring
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+
+
+class Peer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One instance as the others see it.
+
+    Attributes:
+        role: the part it takes now. None: a bus, behind which there may be instances of any.
+        host: where its devices are.
+        devices: their ids.
+        events: ZMQ address on which it announces, or "".
+        kv_endpoint: where its scheduler takes READY, or "".
+        kv_workers: where its workers take KV, by rank.
+    """
+
+    instance: str
+    role: Role | None = None
+    host: str = ""
+    devices: tuple[int, ...] = ()
+    events: str = ""
+    kv_endpoint: str = ""
+    kv_workers: tuple[str, ...] = ()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return (self.kv_endpoint, *self.kv_workers)
+
+
+def peer_of(instance: Instance, role: Role | None = None) -> Peer:
+    """The line of an instance. `role`: the part it takes now, where that is not the one it was started in."""
+    return Peer(
+        instance.id,
+        role or instance.role,
+        urlsplit(instance.url).hostname or "",
+        instance.devices,
+        instance.events or "",
+        instance.kv_endpoint or "",
+        instance.kv_workers,
+    )
+
+
+def write_peers(path: Path, peers: Iterable[Peer]) -> None:
+    """Replace the file: readers see the former one or this one."""
+    written = path.with_name(f"{path.name}.new")
+    written.write_bytes(msgspec.json.encode(list(peers)))
+    written.replace(path)
+
+
+class Peers:
+    """The file as one stage sees it. Belongs to one thread; nobody is there before the first `changed`.
+
+    Args:
+        wiring: says where the file is, and who asks. Without a file there is nobody.
+        every_s: how often it is read at most.
+    """
+
+    def __init__(self, wiring: StageWiring, *, every_s: float = LOOK_S) -> None:
+        self._path = Path(wiring.peers) if wiring.peers else None
+        self._me, self._every_s = Peer(wiring.instance, wiring.role), every_s
+        self._others: tuple[Peer, ...] = ()
+        self._read: bytes | None = None
+        self._next_look = 0.0
+        self._fresh = True  # nobody has asked yet
+
+    def changed(self) -> bool:
+        """Whether there is something new since the last call; true at the first. Looks, if it is time to."""
+        now = time.monotonic()
+        fresh, self._fresh = self._fresh, False
+        if self._path is None or now < self._next_look:
+            return fresh
+        self._next_look = now + self._every_s
+        return self._look(self._path) or fresh
+
+    @property
+    def role(self) -> Role | None:
+        """The part that the asking instance takes now."""
+        return self._me.role
+
+    def encoders(self) -> frozenset[str]:
+        """Addresses on which features are announced."""
+        return frozenset(
+            peer.events for peer in self._others if peer.events and (peer.role is None or peer.role.sends_features)
+        )
+
+    def takers_of_features(self) -> Mapping[str, str]:
+        """Addresses on which those announce who take features, by instance."""
+        return {
+            peer.instance: peer.events
+            for peer in self._others
+            if peer.events and (peer.role is None or peer.role.takes_features)
+        }
+
+    def has_bus(self) -> bool:
+        """Whether there may be instances that the file does not name."""
+        return any(peer.role is None for peer in self._others)
+
+    def takers_of_kv(self) -> list[tuple[str, ...]]:
+        """Of each instance that the asking one sends KV to now, the addresses of its workers, by rank."""
+        if self.role is None or not self.role.sends_kv:
+            return []
+        return [peer.kv_workers for peer in self._others if peer.kv_workers and peer.role and peer.role.takes_kv]
+
+    def may_be_at(self, address: str) -> bool:
+        """Whether somebody takes KV there, did, or may: whatever part it takes now."""
+        return self.has_bus() or any(address in peer.kv_workers for peer in self._others)
+
+    def beside(self, address: str) -> bool:
+        """Whether the instance with this KV address shares a device with the asking one."""
+        owner = next((peer for peer in self._others if address in peer.addresses), None)
+        return owner is not None and owner.host == self._me.host and bool(set(owner.devices) & set(self._me.devices))
+
+    def _look(self, path: Path) -> bool:
+        try:
+            found = path.read_bytes()
+            if found == self._read:
+                return False
+            peers = msgspec.json.decode(found, type=list[Peer])
+        except FileNotFoundError:
+            return False
+        except (OSError, msgspec.DecodeError) as error:
+            logger.warning("%s cannot be read, the former peers stay: %s", path, error)
+            return False
+        self._read = found
+        self._others = tuple(peer for peer in peers if peer.instance != self._me.instance)
+        self._me = next((peer for peer in peers if peer.instance == self._me.instance), self._me)
+        return True
