@@ -242,6 +242,7 @@ class KvReport(_Message, frozen=True):
     grouping: str
     layer_s: float
     links: list[KvLink]
+    open: int = 0
 
 
 # --- transfer control, D scheduler → P scheduler --------------------------------------------------------------------

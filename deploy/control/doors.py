@@ -1,0 +1,43 @@
+"""What the controller asks of the front doors (`deploy/front/doors.py` is the real thing)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from deploy.runtime.protocol import Observed
+from epd_serve.roles import Role
+from proxy.registry.instance_state import InstanceView
+
+
+class Views(Protocol):
+    """The status table, read only."""
+
+    def snapshot(self) -> tuple[InstanceView, ...]: ...
+
+
+class Doors(Protocol):
+    """All of a deployment's front doors as one."""
+
+    @property
+    def table(self) -> Views:
+        """What requests hold of the instances, and what these report."""
+
+    def publish(self, instances: Iterable[Observed], wanted: Iterable[Role]) -> None:
+        """All instances there are, and the roles of the wanted layout."""
+
+    def drain(self, id: str) -> None:
+        """Given nothing new until `take_back`; what is on it goes on."""
+
+    def take_back(self, id: str) -> None: ...
+
+    def pause(self, seconds: float) -> None:
+        """New requests wait, at most so long."""
+
+    def resume(self) -> None: ...
+
+    async def seen(self) -> None:
+        """Returns when every living front door acts on all that was said before the call."""
+
+    async def restart(self) -> None:
+        """One after another: the next one serves before the old one leaves."""

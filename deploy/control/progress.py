@@ -1,0 +1,139 @@
+"""A change as it is told: what was asked for, what was done, how long each step took, how it ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from deploy.change.types import Action, Drain, Flip, Kind, Leave, Pause, Resume, Start, Stop
+
+
+class State(StrEnum):
+    UNDER_WAY = "under way"
+    REVERTING = "reverting"
+    DONE = "done"
+    FAILED = "failed"
+    UNDONE = "undone"
+
+    @property
+    def over(self) -> bool:
+        return self not in (State.UNDER_WAY, State.REVERTING)
+
+
+@dataclass
+class Step:
+    """One action. `seconds`: None while it is under way."""
+
+    action: Action
+    began: float
+    seconds: float | None = None
+    note: str = ""
+
+    def close(self, note: str = "") -> None:
+        if self.seconds is None:
+            self.seconds, self.note = time.monotonic() - self.began, note or self.note
+
+
+@dataclass
+class Change:
+    """From one wanted layout to another.
+
+    Attributes:
+        what: the command's word. before, layout: from which to which.
+        pause_s: how long new requests may wait in it; 0 where they may not.
+        required: kinds of requests that stay served all the while.
+        started: ids, and when. failed: those that came to nothing, and why.
+        cut: requests that were still running when an instance's time to drain was over.
+        paused_s: how long new requests have waited in it.
+    """
+
+    number: int
+    what: str
+    before: str
+    layout: str
+    pause_s: float = 0.0
+    required: frozenset[Kind] = frozenset()
+    state: State = State.UNDER_WAY
+    reason: str = ""
+    began: float = field(default_factory=time.monotonic)
+    moved: float = field(default_factory=time.monotonic)
+    seconds: float | None = None
+    paused_s: float = 0.0
+    cut: int = 0
+    steps: list[Step] = field(default_factory=list)
+    started: dict[str, float] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def begin(self, action: Action) -> Step | None:
+        """A step of its own, unless the same one is under way: an action that was lost is asked for again."""
+        if any(step.action == action and step.seconds is None for step in self.steps):
+            return None
+        self.moved = time.monotonic()
+        self.steps.append(step := Step(action, self.moved))
+        return step
+
+    def close(self, kind: type[Action], name: str, note: str = "") -> None:
+        """The step of this kind on this instance has ended."""
+        for step in self.steps:
+            if isinstance(step.action, kind) and step.seconds is None and _target(step.action) == name:
+                step.close(note)
+                self.moved = time.monotonic()
+
+    def end(self, state: State) -> None:
+        self.state, self.seconds = state, time.monotonic() - self.began
+        for step in self.steps:
+            step.close("" if state is State.DONE else "not finished")
+
+
+def _target(action: Action) -> str:
+    return "" if isinstance(action, Pause | Resume) else action.id
+
+
+def change_json(change: Change) -> dict[str, Any]:
+    """All of it for programs."""
+    seconds = change.seconds if change.seconds is not None else time.monotonic() - change.began
+    return {
+        "number": change.number,
+        "what": change.what,
+        "from": change.before,
+        "to": change.layout,
+        "state": change.state.value,
+        "over": change.state.over,
+        "reason": change.reason,
+        "seconds": round(seconds, 3),
+        "paused_s": round(change.paused_s, 3),
+        "cut_requests": change.cut,
+        "steps": [
+            {
+                **action_json(step.action),
+                "began_s": round(step.began - change.began, 3),
+                "seconds": round(step.seconds, 3) if step.seconds is not None else None,
+                "note": step.note,
+            }
+            for step in change.steps
+        ],
+    }
+
+
+def action_json(action: Action) -> dict[str, object]:
+    """An action in words for programs."""
+    words: Mapping[type[Action], str] = {
+        Start: "start",
+        Flip: "flip",
+        Leave: "leave",
+        Drain: "drain",
+        Stop: "stop",
+        Pause: "pause",
+        Resume: "resume",
+    }
+    told: dict[str, object] = {"action": words[type(action)]}
+    if not isinstance(action, Pause | Resume):
+        told["instance"] = action.id
+    if isinstance(action, Start):
+        told |= {"role": action.spec.role.value, "devices": list(action.spec.devices)}
+    if isinstance(action, Flip):
+        told["role"] = action.role.value
+    return told

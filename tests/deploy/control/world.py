@@ -1,0 +1,247 @@
+"""A deployment in memory: a runtime whose instances do as they are told, or not, and its front doors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from deploy.change.place import place
+from deploy.change.types import Wanted
+from deploy.control.journal import Journal
+from deploy.control.progress import State
+from deploy.control.reconciler import Deadlines, Reconciler
+from deploy.runtime.protocol import Node, Observed, Order, Phase, Spec
+from epd_serve.instances import Instance
+from epd_serve.layout_parser import parse
+from epd_serve.placement import lower
+from epd_serve.roles import Role
+from epd_serve.wire import KvReport, StageReport, StoreReport
+from proxy.registry.instance_state import InstanceView, Work
+from proxy.registry.table import InstanceTable
+
+MIB = 1 << 20
+
+
+def wanted(layout: str, *, running: Sequence[Spec] = (), host_bytes: int = 0, both: bool = False) -> Wanted:
+    """The instances of a layout, on the devices of those that run as far as can be. Each takes so much of the host's
+    memory. With `both`, P and D have both halves of the connector."""
+    parsed = parse(layout)
+    pool = range(parsed.device_count + sum(len(spec.devices) for spec in running))
+    plans = lower(parsed, place(parsed, pool, running))
+    return Wanted(layout, tuple(_spec(plan.role, plan.devices, host_bytes, both) for plan in plans))
+
+
+def _spec(role: Role, devices: tuple[int, ...], host_bytes: int, both: bool) -> Spec:
+    switches = both and role in (Role.P, Role.D)
+    needs = {"host memory": host_bytes} if host_bytes else {}
+    return Spec(role, devices, "P|D" if switches else role.value, both=switches, needs=needs)
+
+
+@dataclass
+class FakeRuntime:
+    """Instances are up as soon as they are started, unless `fate` says otherwise of one: `fails`, `hangs` or `up`.
+
+    Attributes:
+        calls: what was asked for, in order. refuse: raised by the next call that begins so, after it took effect.
+    """
+
+    room_bytes: int | None = None
+    fate: Callable[[str], str] = lambda name: "up"
+    calls: list[str] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)
+    there: dict[str, Observed] = field(default_factory=dict)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    lives: int = 0
+
+    async def nodes(self) -> tuple[Node, ...]:
+        room = {"host memory": self.room_bytes} if self.room_bytes is not None else {}
+        return (Node("local", "cpu", tuple(range(64)), room),)
+
+    async def start(self, order: Order) -> None:
+        self.calls.append(f"start {order.id}")
+        one = self.there.get(order.id)
+        if one is not None and one.phase is Phase.DRAINING:
+            self._set(replace(one, order=order, phase=Phase.UP))
+        elif one is None:
+            self._set(Observed(order, Phase.STARTING, self._instance(order)))
+            fate = self.fate(order.id)
+            if fate == "up":
+                asyncio.get_running_loop().call_soon(self.say_up, order.id)
+            elif fate == "fails":
+                self._set(replace(self.there[order.id], phase=Phase.DOWN, reason="no luck", over=True))
+        self._lose(f"start {order.id}")
+
+    async def flip(self, id: str, role: Role) -> None:
+        self.calls.append(f"flip {id} {role.value}")
+        one = self.there[id]
+        order = Order(id, replace(one.order.spec, role=role))
+        assert one.instance is not None
+        self._set(replace(one, order=order, instance=replace(one.instance, role=role)))
+        self._lose(f"flip {id}")
+
+    async def drain(self, id: str) -> None:
+        self.calls.append(f"drain {id}")
+        self._set(replace(self.there[id], phase=Phase.DRAINING))
+        self._lose(f"drain {id}")
+
+    async def stop(self, id: str, grace_s: float) -> None:
+        self.calls.append(f"stop {id}")
+        self.there.pop(id, None)
+        self.changed.set()
+        self._lose(f"stop {id}")
+
+    async def watch(self) -> AsyncIterator[tuple[Observed, ...]]:
+        while True:
+            self.changed.clear()
+            yield tuple(self.there.values())
+            await self.changed.wait()
+
+    def say_up(self, name: str) -> None:
+        if name in self.there:
+            self._set(replace(self.there[name], phase=Phase.UP, ever_up=True))
+
+    def say_down(self, name: str, reason: str = "killed") -> None:
+        self._set(replace(self.there[name], phase=Phase.DOWN, reason=reason))
+
+    def _set(self, one: Observed) -> None:
+        self.there[one.order.id] = one
+        self.changed.set()
+
+    def _instance(self, order: Order) -> Instance:
+        self.lives += 1
+        sends = ("ipc://news",) if order.spec.role.sends_kv or order.spec.both else ()
+        return Instance(order.id, order.spec.role, "http://127.0.0.1:1", f"life{self.lives}", kv_news=sends)
+
+    def _lose(self, call: str) -> None:
+        if call in self.lost:
+            self.lost.discard(call)
+            raise ConnectionError(f"{call}: the answer was lost")
+
+
+class FakeDoors:
+    """Front doors as one table. Stages report at once what `busy` and `open_transfers` say of them."""
+
+    def __init__(self) -> None:
+        self.table = InstanceTable(link_grace_s=0.0)
+        self.given_nothing: set[str] = set()
+        self.roles: frozenset[Role] = frozenset()
+        self.paused: list[float] = []
+        self.resumed = 0
+        self.busy: dict[str, int] = {}
+        self.open_transfers: dict[str, int] = {}
+        self.restarts = 0
+        self._there: dict[str, Observed] = {}
+        self._seq = 0
+
+    def publish(self, instances: Iterable[Observed], wanted: Iterable[Role]) -> None:
+        self.roles = frozenset(wanted)
+        now = {one.order.id: one for one in instances if one.instance is not None}
+        for name in self._there.keys() - now.keys():
+            self.table.remove(name)
+            self.given_nothing.discard(name)
+        for name, one in now.items():
+            if self._there.get(name) != one:
+                assert one.instance is not None
+                self.table.apply(one.instance, up=False)
+                if one.phase in (Phase.UP, Phase.DRAINING):
+                    self.table.mark_up(name)
+                else:
+                    self.table.mark_down(name, one.reason)
+        self._there = now
+
+    def drain(self, id: str) -> None:
+        self.given_nothing.add(id)
+
+    def take_back(self, id: str) -> None:
+        self.given_nothing.discard(id)
+
+    def pause(self, seconds: float) -> None:
+        self.paused.append(seconds)
+
+    def resume(self) -> None:
+        self.resumed += 1
+
+    async def seen(self) -> None:
+        await asyncio.sleep(0)
+
+    async def restart(self) -> None:
+        self.restarts += 1
+
+    def report(self) -> None:
+        """Every stage says how it is now."""
+        self._seq += 1
+        for view in self.table.snapshot():
+            one = view.instance
+            running = self.busy.get(one.id, 0)
+            self.table.report_stage(StageReport(one.id, one.incarnation, self._seq, running=running))
+            self.table.report(StoreReport(one.id, one.incarnation, 0, 0, 0))
+            if one.kv_news:
+                transfers = self.open_transfers.get(one.id, 0)
+                self.table.report_kv(KvReport(one.id, one.incarnation, 0, "", 0.0, [], open=transfers))
+
+    def view(self, name: str) -> InstanceView:
+        return next(view for view in self.table.snapshot() if view.instance.id == name)
+
+    def give(self, name: str, work: Work = Work.DECODE) -> object:
+        """A request that holds the instance until its `release`."""
+        return self.table.acquire(name, work)
+
+
+QUICK = Deadlines(start_s=60.0, drain_s=60.0, retry_s=0.01, look_s=0.01, again_s=0.02)
+
+
+class World:
+    """One deployment, from its start on."""
+
+    def __init__(self, folder: Path, layout: str, deadlines: Deadlines = QUICK, **options: object) -> None:
+        self.runtime, self.doors = FakeRuntime(), FakeDoors()
+        self.journal = Journal(folder / "wanted.json")
+        self.said: list[str] = []
+        self.options = options
+        self.reconciler = Reconciler(
+            self.runtime,
+            self.doors,
+            self.journal,
+            wanted(layout, **options),  # type: ignore[arg-type]
+            deadlines=deadlines,
+            say=self.said.append,
+        )
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.reconciler.run())
+        reports = asyncio.create_task(self._report())
+        try:
+            yield
+        finally:
+            for one in (task, reports):
+                one.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await one
+
+    async def _report(self) -> None:
+        while True:
+            self.doors.report()
+            await asyncio.sleep(0.005)
+
+    def up(self) -> list[str]:
+        return sorted(name for name, one in self.runtime.there.items() if one.phase is Phase.UP)
+
+    async def over(self) -> None:
+        async with asyncio.timeout(60):
+            await self.reconciler.over()
+
+    def begin(self, layout: str, **more: object) -> None:
+        running = [one.order.spec for one in self.runtime.there.values()]
+        target = wanted(layout, running=running, **self.options)  # type: ignore[arg-type]
+        self.reconciler.begin("relayout", target, **more)  # type: ignore[arg-type]
+
+    async def wants(self, layout: str, **more: object) -> None:
+        self.begin(layout, **more)
+        await self.over()
+
+    def last(self) -> State:
+        return self.reconciler.past[-1].state
