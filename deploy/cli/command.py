@@ -1,4 +1,5 @@
-"""`epd-serve`: serve, layout, stage, proxy, store, doctor, demo-model. Reads flags, calls the part, says what failed.
+"""`epd-serve`: serve, layout, stage, proxy, store, doctor, demo-model, and what changes a deployment (`change.py`).
+Reads flags, calls the part, says what failed.
 
 Imports are late: `epd-serve layout` answers in a blink.
 """
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from deploy.cli.change import add_change
 from deploy.cli.parts import add_proxy, add_stage
 from deploy.cli.standard_output import until_the_reader_leaves
 from deploy.options.config import DeployConfig, build_config
@@ -69,6 +71,7 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
         "store": _add_store(commands),
         "doctor": _add_doctor(commands),
         "demo-model": _add_demo_model(commands),
+        **add_change(commands),
     }
 
 

@@ -1,4 +1,5 @@
-"""The admin listener: metrics, the status table, and at a head the calls of the cluster. A port of its own.
+"""The admin listener: metrics, the status table, and what changes the deployment or, at a head, the cluster's calls.
+A port of its own.
 
 Whoever reaches the clients' port reaches none of this. In one process with the table: of several proxy processes that
 is their parent.
@@ -6,14 +7,17 @@ is their parent.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from epd_serve.errors import RequestError
 from proxy.cluster.membership import Membership
 from proxy.cluster.routes import add_cluster_routes
+from proxy.errors import error_body
 from proxy.http import status
 from proxy.http.app import add_error_seam
 from proxy.registry.table import InstanceTable
@@ -29,6 +33,7 @@ def create_admin(
     circuits: Circuits | None = None,
     members: Membership | None = None,
     cluster_key: str = "",
+    more: Sequence[APIRouter] = (),
 ) -> FastAPI:
     """The application.
 
@@ -36,6 +41,7 @@ def create_admin(
         key: bearer token that `/metrics` and `/instances` want, or "" for none. `/health` wants none.
         circuits: of the proxy, where one process has all of them.
         members, cluster_key: of the head of a cluster: `/cluster/*` wants the cluster's key.
+        more: routes that want `key`, too.
     """
     app = FastAPI(title="EPD-Serve admin", docs_url=None, redoc_url=None, openapi_url=None)
     add_error_seam(app)
@@ -43,6 +49,14 @@ def create_admin(
     def check(request: Request) -> None:
         if key and not bears(request.headers, key):
             raise AuthenticationError("Missing or wrong admin key: send it as `Authorization: Bearer <key>`.")
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError), "registered for it"
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"] if part != "body")
+        refusal = RequestError(f"{field or 'body'}: {first['msg']}", param=field or None)
+        return JSONResponse(error_body(refusal), refusal.status)
 
     @app.get("/health")
     async def health() -> Response:
@@ -58,6 +72,13 @@ def create_admin(
         check(request)
         return PlainTextResponse(await metrics_text(), media_type=CONTENT_TYPE_LATEST)
 
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi(request: Request) -> Response:
+        check(request)
+        return JSONResponse(app.openapi())
+
+    for router in more:
+        app.include_router(router, dependencies=[Depends(check)])
     if members is not None:
         add_cluster_routes(app, members, cluster_key)
     return app

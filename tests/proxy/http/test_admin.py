@@ -68,6 +68,6 @@ async def test_an_admin_listener_without_a_key_asks_for_none_and_serves_no_model
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin") as client:
         assert (await client.get("/metrics")).content == await counts()
         assert (await client.get("/instances")).json() == {"instances": []}
-        for path in ("/v1/models", "/openapi.json", "/docs", "/cluster/join"):
+        for path in ("/v1/models", "/deployment", "/docs", "/cluster/join"):
             answer = await client.get(path)
             assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_url"

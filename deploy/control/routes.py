@@ -1,0 +1,180 @@
+"""The commands over HTTP, for `epd-serve status`, `relayout` and the like, and for other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from fastapi import Path as InPath
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from deploy.control.controller import Answer, Controller
+from deploy.control.progress import change_json
+from deploy.control.refusals import RefusedError
+from epd_serve.errors import ConfigError
+from epd_serve.roles import Role
+from proxy.errors import error_body
+
+MAX_PAUSE_S = 3600.0
+Name = Annotated[str, InPath(description="An instance's id, such as `E0`.")]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Pause(_Body):
+    pause_s: float = Field(0.0, ge=0.0, le=MAX_PAUSE_S, description="For how long new requests may wait meanwhile.")
+
+
+class Relayout(Pause):
+    layout: str = Field(description="The layout that is wanted, for example `2E-P-D`.")
+    dry_run: bool = Field(False, description="Only say what would be done.")
+
+
+class Scale(Pause):
+    counts: dict[Role, Annotated[int, Field(ge=0)]] = Field(description="Instances by role; others stay as many.")
+    dry_run: bool = Field(False, description="Only say what would be done.")
+
+
+class DrainInstance(_Body):
+    dry_run: bool = Field(False, description="Only say what would be done.")
+
+
+class Step(BaseModel):
+    action: str = Field(description="`start`, `drain`, `stop`, `leave`, `flip`, `pause` or `resume`.")
+    instance: str | None = None
+    role: Role | None = None
+    devices: list[int] | None = None
+    began_s: float | None = Field(None, description="Since the change began.")
+    seconds: float | None = Field(None, description="How long it took; null while it is under way.")
+    note: str | None = None
+
+
+class Change(BaseModel):
+    number: int
+    what: str = Field(description="The command.")
+    from_: str = Field(alias="from", description="The layout before.")
+    to: str = Field(description="The layout that is wanted.")
+    state: str = Field(description="`under way`, `reverting`, `done`, `failed` (and reverted) or `undone`.")
+    over: bool
+    reason: str = Field(description="Why it failed.")
+    seconds: float
+    paused_s: float = Field(description="How long new requests have waited in it.")
+    cut_requests: int = Field(description="Requests that were still running when their time to drain was over.")
+    steps: list[Step]
+
+
+class Plan(BaseModel):
+    waves: list[list[Step]] = Field(description="Steps of a wave begin together, the next wave once they have ended.")
+    pauses: bool
+    expected_s: float | None = Field(description="By experience; null without any.")
+    expected_pause_s: float | None
+
+
+class Begun(BaseModel):
+    layout: str
+    plan: Plan
+    notes: list[str]
+    change: Change | None = Field(description="Null where it was only asked for.")
+
+
+class Instance(BaseModel):
+    id: str
+    role: Role
+    both: bool = Field(description="It is P or D without a restart.")
+    node: str
+    devices: list[int]
+    phase: str = Field(description="`starting`, `up`, `down`, `draining` or `stopping`.")
+    reason: str
+    incarnation: str
+    pid: int | None
+    restarts: int
+    up_s: float
+    in_flight: int
+
+
+class Deployment(BaseModel):
+    launch: str
+    layout: str = Field(description="What is wanted.")
+    state: str = Field(description="`steady`, `changing`, `paused` or `degraded`.")
+    trouble: str
+    paused_s: float = Field(description="For how long new requests still wait.")
+    change: Change | None
+    instances: list[Instance]
+    layouts: list[str] = Field(description="That were wanted, the present one last.")
+    past: list[Change]
+
+
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "No layout, or one that cannot be served here."},
+    404: {"description": "There is no such instance or change."},
+    409: {
+        "description": "Refused: `shortage` (`what`, `where`, `needed_bytes`, `free_bytes`, `blocks`, `pause_helps`), "
+        "`pause_too_short` (`needed_s`), `change_under_way` or `nothing_to_undo`. Nothing was begun."
+    },
+}
+_BEGUN: dict[int | str, dict[str, Any]] = {
+    200: {"model": Begun, "description": "What would be done."},
+    202: {"model": Begun, "description": "It has begun."},
+    **_REFUSALS,
+}
+
+
+def control_routes(controller: Controller) -> APIRouter:
+    """`/deployment` and what is below it."""
+    router = APIRouter(tags=["deployment"])
+
+    @router.get("/deployment", operation_id="status", response_model=Deployment)
+    async def status() -> Response:
+        return JSONResponse(controller.status())
+
+    @router.get(
+        "/deployment/changes/{number}", operation_id="change", response_model=Change, responses={404: _REFUSALS[404]}
+    )
+    async def change(number: int) -> Response:
+        return JSONResponse(change_json(controller.change(number)))
+
+    @router.post("/deployment/layout", operation_id="relayout", responses=_BEGUN)
+    async def relayout(body: Relayout) -> Response:
+        return await _begun(controller.relayout(body.layout, dry_run=body.dry_run, pause_s=body.pause_s))
+
+    @router.post("/deployment/scale", operation_id="scale", responses=_BEGUN)
+    async def scale(body: Scale) -> Response:
+        return await _begun(controller.scale(body.counts, dry_run=body.dry_run, pause_s=body.pause_s))
+
+    @router.post("/deployment/undo", operation_id="undo", responses=_BEGUN)
+    async def undo(body: Pause) -> Response:
+        return await _begun(controller.undo(pause_s=body.pause_s))
+
+    @router.post("/deployment/restart", operation_id="restartAll", responses=_BEGUN)
+    async def restart_all(body: Pause) -> Response:
+        return await _begun(controller.restart(pause_s=body.pause_s))
+
+    @router.post("/deployment/front/restart", operation_id="restartFront", status_code=202, responses=_REFUSALS)
+    async def restart_front() -> Response:
+        await controller.restart_front()
+        return JSONResponse({"status": "restarting"}, 202)
+
+    @router.post("/deployment/instances/{name}/drain", operation_id="drain", responses=_BEGUN)
+    async def drain(name: Name, body: DrainInstance) -> Response:
+        return await _begun(controller.drain(name, dry_run=body.dry_run))
+
+    @router.post("/deployment/instances/{name}/restart", operation_id="restart", responses=_BEGUN)
+    async def restart(name: Name, body: Pause) -> Response:
+        return await _begun(controller.restart(name, pause_s=body.pause_s))
+
+    return router
+
+
+async def _begun(asked: Awaitable[Answer]) -> Response:
+    try:
+        answer = await asked
+    except RefusedError as error:
+        body = error_body(error)
+        return JSONResponse({"error": {**body["error"], **error.details}}, error.status)
+    except ConfigError as error:
+        return JSONResponse(error_body(error), 400)
+    return JSONResponse(answer.to_json(), 200 if answer.change is None else 202)
