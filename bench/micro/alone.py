@@ -40,12 +40,13 @@ def seconds_to_ready(blueprint: Blueprint, plan: InstancePlan) -> float:
     with scratch() as folder, contextlib.ExitStack() as stack:
         run = RunDir.create(folder / "run")
         stack.callback(run.remove)
-        config, ordered = blueprint.config, {one.id: one for one in orders(blueprint)}
+        config = blueprint.config
         (port,) = free_ports(1)
         if blueprint.features_travel:
             stack.callback(Arena.create(str(run.arena), capacity_bytes=config.arena_mib << 20).close)
-        order, site = ordered.pop(plan.id), Site(run, config.kv_staging_mib << 20)
-        stage = wire(order, site, port, os.urandom(6).hex(), ordered.values())
+        order = next(one for one in orders(blueprint) if one.id == plan.id)
+        site = Site(run, config.kv_staging_mib << 20)
+        stage = wire(order, site, port, os.urandom(6).hex())
         command = command_of(stage)
         spawn = Spawn(command.argv, stage_environment(command.env, run.path, blueprint.device))
         return asyncio.run(_start(blueprint, spawn, run, plan.id, stage.port))
