@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def build_proxy_settings(blueprint: Blueprint, arena: Path | None = None) -> ProxySettings:
-    """The settings of the proxy in front of a deployment; `arena` is the one that all its stages share."""
+    """The settings of the proxy in front of a deployment; `arena` is where that of its stages is, or comes to be."""
     from proxy.config.settings import ProxySettings
 
     config, facts = blueprint.config, blueprint.facts
@@ -57,7 +57,7 @@ def build_proxy_settings(blueprint: Blueprint, arena: Path | None = None) -> Pro
         send_pixels=config.send_pixels,
         on_missing_feature=config.on_missing_feature,
         first_token=config.first_token,
-        arena=arena if blueprint.features_travel else None,
+        arena=arena,
     )
     try:
         return apply_overrides(settings, overrides)

@@ -227,9 +227,10 @@ def test_an_encoder_beside_one_taker_serves_all_of_them_through_the_arena() -> N
     assert not any(one.feature_worker_endpoint for one in wirings.values())
 
 
-def test_without_encoders_the_proxy_has_no_arena_to_ask() -> None:
+def test_the_proxy_knows_where_the_arena_will_be_before_there_are_encoders() -> None:
     plan = wired("EP-D")
-    assert build_proxy_settings(plan.blueprint, RUN.arena).arena is None
+    assert build_proxy_settings(plan.blueprint, RUN.arena).arena == RUN.arena
+    assert build_proxy_settings(plan.blueprint).arena is None
 
 
 @pytest.mark.parametrize(
