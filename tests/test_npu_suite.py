@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.stamps import Stamp, Timeline
 from tests.npu import run
 from tests.npu.answers import (
     LEAST_NEAR_TIE,
@@ -29,6 +30,7 @@ from tests.npu.answers import (
     noise,
 )
 from tests.npu.card import read_card
+from tests.npu.launches import stage_events
 from tests.npu.plan import BUDGET_S, PARTS, Part, chosen
 from tests.npu.report import LOG_BYTES, Report, shown_environment
 from tests.npu.rig import Rig
@@ -96,6 +98,16 @@ def test_every_row_of_a_layout_says_what_stands_for_its_devices(tmp_path, monkey
 
     told = [(row.get("layout"), row.get("devices")) for row in rig.report.read("rows.jsonl")]
     assert told == [("(E-P)-D", "2 virtual ones on 1")] * 2 + [("(E-PD)", "1"), (None, None)]
+
+
+def test_what_happened_to_a_request_is_told_apart_by_who_stamped_it():
+    """The proxy calls a request encoded when it may go on, E when it is, and D hears of features, too."""
+    found = [("proxy", "arrived", "r", {"keys": ["k"]}), ("E0", "encoded", "k", {}), ("P0", "feature_event", "k", {})]
+    found += [("D0", "feature_event", "k", {}), ("proxy", "encoded", "r", {}), ("proxy", "done", "r", {})]
+    stamps = [Stamp(float(at), who, subject, event, more) for at, (who, event, subject, more) in enumerate(found)]
+    told = stage_events(Timeline(stamps), "r")
+
+    assert (told["E", "encoded"], told["proxy", "encoded"], told["P", "feature_event"]) == (1.0, 4.0, 2.0)
 
 
 def test_the_report_names_secrets_without_telling_them():

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 
+from bench.stamps import Timeline
 from epd_serve.layout_parser import parse
 from tests.e2e.serving import MODEL, Serving
 from tests.npu.report import tool_output
@@ -41,6 +42,11 @@ class CardServing(Serving):
         with contextlib.suppress(ValueError, OSError):  # it may have ended before it had a run directory
             kept += [path for path in self.run.iterdir() if path.suffix in (".log", ".json", ".jsonl")]
         self.rig.report.keep_logs(self.rig.part, self.layout, *kept)
+
+
+def stage_events(timeline: Timeline, request: str) -> dict[tuple[str, str], float]:
+    """When what happened to a request, by role and event (the last of several): proxy and stages share names."""
+    return {(stamp.instance.rstrip("0123456789"), stamp.event): stamp.t for stamp in timeline.stamps(request)}
 
 
 @contextlib.contextmanager

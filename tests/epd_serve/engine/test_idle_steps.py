@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ class Engine:
     def __init__(self, waiter: IdleWaiter, *, waits: bool = True, executed: bool = False) -> None:
         self.waiter, self.waits, self.executed = waiter, waits, executed
         self.input_queue: queue.Queue[str] = queue.Queue()
-        self.batch_queue = None
+        self.batch_queue: deque[tuple[object, ...]] | None = None
         self.scheduler = SimpleNamespace(running=[], requests={}, finished_req_ids=set())
 
     def _process_engine_step(self) -> bool:
@@ -60,6 +61,11 @@ def made(waiter: IdleWaiter, **how: bool) -> Engine:
     return engine
 
 
+def in_flight(tokens: int) -> deque[tuple[object, ...]]:
+    """A batch of so many tokens, as EngineCore keeps it under asynchronous scheduling."""
+    return deque([(None, SimpleNamespace(total_num_scheduled_tokens=tokens), None)])
+
+
 def test_it_sleeps_until_somebody_rings(waiter: IdleWaiter) -> None:
     assert not step(made(waiter))
 
@@ -86,7 +92,7 @@ def test_it_does_not_sleep_over_what_is_running_over_arrived_in_flight_or_compil
     engines = [made(waiter) for _ in range(5)]
     engines[0].scheduler.running.append("a request")
     engines[1].input_queue.put_nowait("a request")
-    engines[2].batch_queue = ["a batch"]  # type: ignore[assignment]
+    engines[2].batch_queue = in_flight(7)
     engines[3].scheduler.requests["a"] = SimpleNamespace(
         status=SimpleNamespace(name="WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR")
     )
@@ -101,6 +107,17 @@ def test_it_sleeps_over_a_request_that_runs_and_has_come_to_a_feature_it_waits_f
     assert not step(engine)
     engine.scheduler.running.append("another")
     assert step(engine)
+
+
+def test_under_asynchronous_scheduling_it_sleeps_when_the_idle_step_before_has_been_looked_at(
+    waiter: IdleWaiter,
+) -> None:
+    engine = made(waiter)
+    engine.batch_queue = in_flight(0)
+    assert step(engine)
+    waiter.wait(0)  # that `step` rang
+    assert not step(engine)  # and was woken
+    assert step(engine), "what the workers said in the step after that is in flight now"
 
 
 def test_what_changed_during_the_step_keeps_it_awake(waiter: IdleWaiter) -> None:

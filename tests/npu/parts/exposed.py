@@ -26,6 +26,7 @@ from bench.served import LOGS_ENV, Served, served
 from bench.stamps import Timeline, read_stamps
 from bench.workloads.synthetic import demo_image
 from epd_serve.engine.kv.grouping_file import PREFIX, replace_mode
+from tests.npu.launches import stage_events
 from tests.npu.parts.eight_b import model_of, stage_flags
 from tests.npu.rig import Rig
 from tests.waiting import wait_for
@@ -73,10 +74,11 @@ def _features(rig: Rig, launch: Served, client: httpx.Client, numbers: list[int]
     wait_for(lambda: all(map(_told, _events(launch, asked))), "the stamps of all", STAMPS_S)
     transfer, exposed, encode, to_prefill = [], [], [], []
     for of in _events(launch, asked):
-        encode.append(1e3 * (of["encoded"] - of["encode_start"]))
-        transfer.append(1e3 * (of["feature_pinned"] - of["encoded"]))
-        exposed.append(1e3 * max(0.0, of["feature_pinned"] - max(of["encoded"], of["prefill_arrived"])))
-        to_prefill.append(1e3 * (of["prefill_start"] - of["encoded"]))
+        encoded, pinned = of["E", "encoded"], of["P", "feature_pinned"]
+        encode.append(1e3 * (encoded - of["E", "encode_start"]))
+        transfer.append(1e3 * (pinned - encoded))
+        exposed.append(1e3 * max(0.0, pinned - max(encoded, of["P", "prefill_arrived"])))
+        to_prefill.append(1e3 * (of["P", "prefill_start"] - encoded))
     told = {
         "transfer_ms": round(statistics.median(transfer), 3),
         "exposed_ms": round(statistics.median(exposed), 3),
@@ -87,13 +89,14 @@ def _features(rig: Rig, launch: Served, client: httpx.Client, numbers: list[int]
     rig.row("E→P", told, at_once=together, pictures=len(numbers), pixels=SIDE * SIDE)
 
 
-def _told(of: dict[str, float]) -> bool:
-    return {"encode_start", "encoded", "feature_pinned", "prefill_arrived", "prefill_start"} <= of.keys()
+def _told(of: dict[tuple[str, str], float]) -> bool:
+    p_s = ("feature_pinned", "prefill_arrived", "prefill_start")
+    return {("E", "encode_start"), ("E", "encoded"), *(("P", event) for event in p_s)} <= of.keys()
 
 
-def _events(launch: Served, asked: list[str]) -> list[dict[str, float]]:
+def _events(launch: Served, asked: list[str]) -> list[dict[tuple[str, str], float]]:
     timeline = Timeline(read_stamps(launch.traces))
-    return [timeline.of(request) for request in asked]
+    return [stage_events(timeline, request) for request in asked]
 
 
 def _pictures(launch: Served, client: httpx.Client, numbers: list[int]) -> list[str]:

@@ -23,7 +23,7 @@ from epd_serve.engine.kv.witness import RECEIVED, SENT, WITNESS_ENV
 from tests.e2e.bodies import Body, about, chat, conversation, png, text_of
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, DemoPrompt
 from tests.npu.answers import ONE_AT_A_TIME, TOGETHER, answered, difference, first_difference, is_near_tie
-from tests.npu.launches import CardServing, served
+from tests.npu.launches import CardServing, served, stage_events
 from tests.npu.parts.plain import Reference, reference
 from tests.npu.rig import Rig, Skipped
 from tests.waiting import wait_for
@@ -107,15 +107,15 @@ def features(launch: CardServing) -> None:
     wait_for(lambda: launch.counters("E0").get("encoded", 0) >= encoded + ROUNDS, "E to report its items", REPORT_S)
     rig.check(launch.recomputed("P0") == recomputed, "no feature is recomputed", str(launch.counters("P0")))
     timeline = Timeline(read_stamps(launch.traces))
-    events = [timeline.of(headers["x-epd-request-id"]) for headers in asked]
-    late = sum(of.get("feature_pinned", math.inf) > of["prefill_start"] for of in events)
+    events = [stage_events(timeline, headers["x-epd-request-id"]) for headers in asked]
+    late = sum(of.get(("P", "feature_pinned"), math.inf) > of["P", "prefill_start"] for of in events)
     in_part = launch.settled_counters("P0").get("partial_prefills", 0) - begun_in_part
     rig.check(late <= in_part, "features are pinned before prefill begins", f"{late} are not, {in_part} began in part")
     for name, begin, end in (
-        ("encode_ms", "encode_start", "encoded"),
-        ("feature_put_ms", "encoded", "feature_put"),
-        ("feature_event_to_pinned_ms", "feature_event", "feature_pinned"),
-        ("encoded_to_prefill_ms", "encoded", "prefill_start"),
+        ("encode_ms", ("E", "encode_start"), ("E", "encoded")),
+        ("feature_put_ms", ("E", "encoded"), ("E", "feature_put")),
+        ("feature_event_to_pinned_ms", ("P", "feature_event"), ("P", "feature_pinned")),
+        ("encoded_to_prefill_ms", ("E", "encoded"), ("P", "prefill_start")),
     ):
         taken = [1e3 * (of[end] - of[begin]) for of in events if begin in of and end in of]
         rig.row(name, [round(ms, 2) for ms in taken])

@@ -25,6 +25,7 @@ from tests.npu.rig import Rig
 MIB = 1 << 20
 COPIES = 8
 FENCE_S = 10.0
+FENCES = 200
 CASES = 60
 ROUNDS = 20
 LAYERS, BLOCKS, BLOCK_BYTES = 16, 512, 16 << 10
@@ -40,6 +41,7 @@ def run(rig: Rig) -> None:
         _round_trip,
         _strided,
         _fence_between_threads,
+        _fence_times,
         _streams_overlap,
         _page_locked,
         _registered_arena,
@@ -114,6 +116,21 @@ def _fence_between_threads(rig: Rig, memory: DeviceMemory) -> None:
     thread.join(FENCE_S)
     why = "it hangs: before CANN 8.5.RC1 event.synchronize() may" if thread.is_alive() else "other bytes"
     rig.check(bool(found) and torch.equal(found[0], sent), "a fence of one thread is waited for by another", why)
+
+
+def _fence_times(rig: Rig, memory: DeviceMemory) -> None:
+    """What a layer that leaves costs the model's thread, and a reached fence whoever waits for it."""
+    memory.fence()()
+    begun = time.perf_counter()
+    fences = [memory.timed_fence() for _ in range(FENCES)]
+    made = time.perf_counter()
+    fences[-1].wait()
+    reached = time.perf_counter()
+    for fence in fences:
+        fence.wait()
+    waited = time.perf_counter()
+    rig.row("fence_record_us", round(1e6 * (made - begun) / FENCES, 2))
+    rig.row("fence_wait_us", round(1e6 * (waited - reached) / FENCES, 2))
 
 
 def _streams_overlap(rig: Rig, memory: DeviceMemory) -> None:
