@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_S = 0.25  # for what becomes due with time alone: deadlines of transfers and features
 _GRAMMAR = "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"
-_RINGS, _SLEEPS = "epd_serve_rings", "epd_serve_sleeps"
+_RINGS, _SLEEPS, _AWAKE = "epd_serve_rings", "epd_serve_sleeps", "epd_serve_awake"
 
 
 def sleep_between_idle_steps() -> None:
@@ -38,9 +38,13 @@ def sleep_between_idle_steps() -> None:
 
     @functools.wraps(real)
     def step(self: Any) -> Any:
-        executed = real(self)
+        executed, awake = real(self), 0
         if idle_waiter.wake_is_expected() and not executed and _only_we_are_waited_for(self):
-            idle_waiter.wait(_LONGEST_S)
+            awake = 1 + getattr(self, _AWAKE, 0)  # idle steps since the last sleep
+            if awake > len(self.batch_queue or ()):
+                idle_waiter.wait(_LONGEST_S)
+                awake = 0
+        setattr(self, _AWAKE, awake)
         return executed
 
     setattr(step, _SLEEPS, True)
@@ -52,8 +56,9 @@ def _only_we_are_waited_for(engine: Any) -> bool:
     _ring_at_arrival(engine.input_queue)
     scheduler = engine.scheduler
     awaits_feature = getattr(scheduler, "awaits_feature", lambda request: False)
+    in_flight = (output for _, output, *_ in engine.batch_queue or ())
     return not (
-        engine.batch_queue
+        any(output.total_num_scheduled_tokens for output in in_flight)
         or not all(awaits_feature(request) for request in scheduler.running)
         or scheduler.finished_req_ids  # whose room the next step can give to others
         or not engine.input_queue.empty()
