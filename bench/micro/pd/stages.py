@@ -32,6 +32,7 @@ from epd_serve.errors import StageError
 from epd_serve.kv.grouping import LinkCost, Step, parse_grouping
 
 LAYOUT = "P-D"
+FROM_DECODE = ("--first-token", "decode")  # one token is all that is asked for: P would answer alone, and send no KV
 TRANSPORTS = ("shm", "mooncake")
 TOKENS = range(16, 512)  # ordinary tokens of the demo model's vocabulary: no image, no end
 PAUSE_S = 3 * LOOK_EVERY_S  # P has noticed the new mode, and the remains of the turn before have ended
@@ -74,7 +75,7 @@ def measure(transport: str, turns: Turns, device: str, preset: str) -> Iterator[
         hollow = preset in RANDOM_PRESETS and RANDOM_PRESETS[preset].hollow
         words = f"--max-model-len {longest} --max-num-batched-tokens {longest}" + " --load-format dummy" * hollow
         flags = [str(model), "--device", device, "--share-devices", "--stage-args", f"all:{words}"]
-        flags += ["--kv-transport", transport, "--kv-grouping", f"{PREFIX}{mode}"]
+        flags += ["--kv-transport", transport, "--kv-grouping", f"{PREFIX}{mode}", *FROM_DECODE]
         with served(LAYOUT, flags) as launch, httpx.Client(timeout=ANSWER_S, trust_env=False) as client:
             about = {} if device == "cpu" else {"device": device}
             yield from ({**about, **row} for row in take_turns(launch, client, mode, transport, turns))

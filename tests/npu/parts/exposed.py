@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from bench.micro.pd.figures import cell_table, cells
-from bench.micro.pd.stages import ANSWER_S, SPARE, Turns, take_turns
+from bench.micro.pd.stages import ANSWER_S, FROM_DECODE, SPARE, Turns, take_turns
 from bench.served import LOGS_ENV, Served, served
 from bench.stamps import Timeline, read_stamps
 from bench.workloads.synthetic import demo_image
@@ -48,7 +48,7 @@ def run(rig: Rig) -> None:
     )
     replace_mode(mode, MODES[0])
     room = max(turns.lengths) + SPARE
-    flags = [str(model_of(rig)), "--device", rig.card.kind, "--kv-grouping", f"{PREFIX}{mode}"]
+    flags = [str(model_of(rig)), "--device", rig.card.kind, "--kv-grouping", f"{PREFIX}{mode}", *FROM_DECODE]
     flags += stage_flags(rig, f"--max-num-batched-tokens {max(room, 8192)}")
     client = httpx.Client(timeout=ANSWER_S, trust_env=False)
     with rig.layout(LAYOUT), served(LAYOUT, flags) as launch, client:

@@ -90,7 +90,7 @@ def _operators(rig: Rig, shares: tuple[float, float]) -> None:
     words = ("interference", "--device", rig.card.kind, "--operators", OPERATORS, "--rounds", "1", "--seconds", "0.3")
     found = rig.bench(*words, "--core-share", ",".join(map(str, shares)), name="shares", limit_s=BENCH_S)
     for name in OPERATORS.split(","):
-        alone = [row for row in found["rows"] if row["operator"] == name and row["beside"] is None]
+        alone = [row for row in found["rows"] if row.get("operator") == name and row["beside"] is None]
         whole_ms = min(row["latency_ms"] for row in alone if row["share"] is None)
         for row in alone:
             if row["share"] is not None:
