@@ -1,17 +1,15 @@
 """The example proxies of vLLM and vllm-ascend, and any other proxy that is run beside ours from a command.
 
-Each example is a script at a commit, fetched or given as a copy, and runs as it is.
+Each example is a script that the user brings (docs/measuring/layouts.md says where they are), and runs as it is.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import functools
 import socket
 import sys
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +17,9 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from bench.started import started
-from epd_serve.errors import StageError
+from epd_serve.errors import ConfigError
 
 START_S = 60.0
-FETCH_S = 30.0
 
 
 class Rival(NamedTuple):
@@ -35,11 +32,11 @@ class Rival(NamedTuple):
 
 @dataclass(frozen=True)
 class Peer:
-    """An example proxy. `url` has a commit in it, so what is fetched is always the same. `flag`: gives a copy."""
+    """An example proxy. `flag`: names the script. `title`: in tables and figures."""
 
     name: str
     flag: str
-    url: str
+    title: str
 
     def argv(self, script: Path, port: int, encoders: Sequence[str], decoders: Sequence[str]) -> list[str]:
         """Returns its command line, in front of these E and PD (URLs)."""
@@ -54,36 +51,25 @@ class Peer:
         return [sys.executable, str(script), *flags]
 
 
-VLLM = Peer(
-    "vllm_example",
-    "--peer-vllm",
-    "https://raw.githubusercontent.com/vllm-project/vllm/7e4cd77021afa2d7298f9e6836dc789517b01925/"
-    "examples/online_serving/disaggregated_encoder/disagg_epd_proxy.py",
-)
-ASCEND = Peer(
-    "vllm_ascend_example",
-    "--peer-ascend",
-    "https://raw.githubusercontent.com/vllm-project/vllm-ascend/182b75ea84ff13ece27b57391331ef8935410aea/"
-    "examples/epd_disaggregated/epd_load_balance_proxy_layerwise_server_example.py",
-)
+VLLM = Peer("vllm_example", "--peer-vllm", "vLLM's example proxy")
+ASCEND = Peer("vllm_ascend_example", "--peer-ascend", "vllm-ascend's example proxy")
 PEERS = (VLLM, ASCEND)
 
 
-@functools.cache
-def source(peer: Peer, copy: Path | None) -> bytes:
-    """Returns the peer's script.
+def add_peer_flags(parser: argparse._ActionsContainer) -> None:
+    """A flag for each script; there is no other way to have one, since nothing is fetched."""
+    for peer in PEERS:
+        parser.add_argument(peer.flag, type=Path, metavar="FILE", help=f"{peer.title}, which you bring")
 
-    Raises:
-        StageError: it can be neither read nor fetched; says what to give instead.
-    """
-    try:
-        if copy is not None:
-            return copy.read_bytes()
-        with urllib.request.urlopen(peer.url, timeout=FETCH_S) as answer:
-            return bytes(answer.read())
-    except (OSError, urllib.error.URLError) as error:
-        cause = f"{copy or peer.url} cannot be read ({error}): give a copy by {peer.flag}"
-        raise StageError(cause, stage=peer.name) from error
+
+def given_peers(arguments: argparse.Namespace) -> dict[Peer, Path]:
+    """The scripts that are given. Raises ConfigError where one is not there."""
+    paths = {peer: getattr(arguments, peer.flag.removeprefix("--").replace("-", "_")) for peer in PEERS}
+    given = {peer: path.resolve() for peer, path in paths.items() if path is not None}
+    for peer, path in given.items():
+        if not path.is_file():
+            raise ConfigError(f"{peer.flag} {path}: there is no such file", param=peer.flag)
+    return given
 
 
 @contextlib.contextmanager

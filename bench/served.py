@@ -13,9 +13,10 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bench.processes import Parts, parts
 from bench.scratch import scratch
@@ -98,6 +99,24 @@ def served(layout: str, flags: Sequence[str] = (), *, name: str = "", traced: bo
         processes = parts(launcher.process.pid, groups(folder / "run"))
         (run,) = (found.parent for found in (folder / "run").glob("*/groups.jsonl"))
         yield Served(name or layout, f"http://127.0.0.1:{port}", model, processes, ready_s, own_s, stages, traces, run)
+
+
+@contextlib.contextmanager
+def simulated(layout: str, profile: Mapping[str, Any] | None = None, flags: Sequence[str] = ()) -> Iterator[Served]:
+    """Serve `layout` until the context ends.
+
+    Args:
+        profile: of the stages (docs/guides/simulation.md); without one they take no time for anything.
+        flags: more of `epd-serve serve`.
+
+    Raises:
+        StageError: it did not become ready.
+    """
+    with scratch() as folder:
+        path = folder / "profile.json"
+        path.write_text(json.dumps(profile or {}), encoding="utf-8")
+        with served(layout, ["--engine", "sim", "--sim-profile", str(path), *flags], traced=False) as launch:
+            yield launch
 
 
 def groups(root: Path) -> dict[str, int]:

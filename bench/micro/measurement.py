@@ -117,12 +117,10 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One measurement of `epd-bench`, or a part of one.
+    """One measurement of `epd-bench`.
 
     Attributes:
-        quick: what `--quick` cuts, for the help. what: a line of it, where this is a part of another measurement.
-        fetch: brings what it needs from elsewhere, before anything is measured; raises StageError, which says what to
-            give instead.
+        quick: what `--quick` cuts, for the help.
         measure: checks what it needs (raising ConfigError), then yields a row per sample, as soon as it has it.
         figures: from rows to named numbers. tables: from rows to what is printed; both pure.
         flags: its own, by name (with its other names after a blank); add_flags: adds those that it shares with others.
@@ -133,9 +131,7 @@ class Measurement:
         also: what else is made of flags, rows and `env`.
     """
 
-    quick: str = ""
-    what: str = ""
-    fetch: Callable[[argparse.Namespace], None] = _nothing
+    quick: str
     measure: Callable[[argparse.Namespace], Iterator[Row]]
     figures: Callable[[Sequence[Row]], dict[str, float]]
     tables: Callable[[Sequence[Row]], Iterable[str]]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from bench.example_proxies import PEERS as EXAMPLES
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
@@ -26,7 +27,7 @@ class ServedBy(StrEnum):
     PEER_ASCEND = "peer-ascend"
 
 
-PEERS = {ServedBy.PEER_VLLM: "vLLM's example proxy", ServedBy.PEER_ASCEND: "vllm-ascend's example proxy"}
+PEERS = {ServedBy(peer.flag.removeprefix("--")): peer for peer in EXAMPLES}
 
 WHY_NO_PEER = (
     "the example proxies can drive layouts of E and PD alone, as (E-PD) or 2E-PD. Where P and D are apart they ask P "
@@ -108,7 +109,7 @@ def deployments(
         driven = [one for one in made if not one.baseline and parsed[one.name].roles == {Role.E, Role.PD}]
         if not driven:
             raise ConfigError(f"--{peer}: no layout of {layouts} is one for it: {WHY_NO_PEER}", param=f"--{peer}")
-        made += [replace(one, name=f"{PEERS[peer]} over {one.name}", served_by=peer) for one in driven]
+        made += [replace(one, name=f"{PEERS[peer].title} over {one.name}", served_by=peer) for one in driven]
     return _with_slugs(made)
 
 

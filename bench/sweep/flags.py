@@ -19,9 +19,10 @@ from bench.clients.flags import (
     parse_rates,
 )
 from bench.clients.measure import Rules
+from bench.example_proxies import add_peer_flags, given_peers
 from bench.record import add_arguments as add_record_arguments
 from bench.scratch import scratch
-from bench.sweep.deployments import ServedBy, deployments
+from bench.sweep.deployments import PEERS, deployments
 from bench.sweep.experiment import Experiment, RunLimits
 from bench.sweep.stages import SentRequests, Stages
 from bench.workloads.arrivals import arrivals_at
@@ -48,8 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--baselines", choices=("vllm",), help="plain vLLM too, a server per device, at each device count"
     )
     what.add_argument("--vllm-flags", default="", metavar="TEXT", help="for plain vLLM: its best flags on this machine")
-    what.add_argument("--peer-vllm", type=Path, metavar="FILE", help="vLLM's example proxy, over layouts of E and PD")
-    what.add_argument("--peer-ascend", type=Path, metavar="FILE", help="vllm-ascend's, likewise")
+    add_peer_flags(what)
     what.add_argument("--serve-flags", default="", metavar="TEXT", help="more of `epd-serve serve`, for each layout")
     where = parser.add_argument_group("what serves them")
     where.add_argument("--model", default="", metavar="DIR", help="default: the preset")
@@ -88,7 +88,7 @@ def experiment_of(arguments: argparse.Namespace, stages: Stages, env: Mapping[st
             flags=_split(arguments, "serve_flags"),
             vllm=arguments.baselines == "vllm",
             vllm_flags=_split(arguments, "vllm_flags"),
-            peers=tuple(_scripts(arguments)),
+            peers=tuple(stages.scripts),
         ),
         arrivals=arguments.arrivals,
         duration_s=duration_of(arguments),
@@ -116,6 +116,7 @@ def stages_of(arguments: argparse.Namespace, argv: Sequence[str]) -> Iterator[St
         ConfigError: naming the flag at fault.
     """
     check_shared(arguments)
+    scripts = {peer: path for peer, one in PEERS.items() if (path := given_peers(arguments).get(one))}
     requests = workload(arguments.workload, arguments)
     with scratch() as folder:
         profile = checked_profile(arguments.engine, arguments.sim_profile)
@@ -128,7 +129,7 @@ def stages_of(arguments: argparse.Namespace, argv: Sequence[str]) -> Iterator[St
             kind, words = "real", [_model(arguments, folder), "--device", arguments.device]
             name = str(Path(arguments.model).resolve()) if arguments.model else f"preset {arguments.preset}"
             served = {"engine": "vllm", "device": arguments.device, "model": name}
-        yield Stages(kind, served, sent, tuple(words), _scripts(arguments), argv, arguments)
+        yield Stages(kind, served, sent, tuple(words), scripts, argv, arguments)
 
 
 def _model(arguments: argparse.Namespace, folder: Path) -> str:
@@ -137,16 +138,6 @@ def _model(arguments: argparse.Namespace, folder: Path) -> str:
         return str(arguments.model or builtin_model_dir())
     write_preset(folder / arguments.preset, arguments.preset)
     return str(folder / arguments.preset)
-
-
-def _scripts(arguments: argparse.Namespace) -> dict[ServedBy, Path]:
-    """The example proxies that are given. Raises ConfigError where one cannot be read."""
-    scripts = {ServedBy.PEER_VLLM: arguments.peer_vllm, ServedBy.PEER_ASCEND: arguments.peer_ascend}
-    given = {peer: path for peer, path in scripts.items() if path is not None}
-    for peer, path in given.items():
-        if not path.is_file():
-            raise ConfigError(f"--{peer} {path}: there is no such file", param=f"--{peer}")
-    return given
 
 
 def _split(arguments: argparse.Namespace, name: str) -> tuple[str, ...]:

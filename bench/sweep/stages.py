@@ -30,7 +30,6 @@ from bench.clients.records import RecordsFile
 from bench.clients.sender import Bounds
 from bench.clients.sweep import one_run
 from bench.clients.target import Target
-from bench.example_proxies import ASCEND, VLLM
 from bench.example_proxies import running as rival
 from bench.record import environment
 from bench.served import Served, served
@@ -117,7 +116,6 @@ def _tokens(server: Target, body: dict[str, Any]) -> list[int]:
 
 WARM_UP = 6
 """Requests for each device before the first run: a stage's first few take up to three times as long as the next."""
-_PEERS = {ServedBy.PEER_VLLM: VLLM, ServedBy.PEER_ASCEND: ASCEND}
 
 
 @dataclass(frozen=True)
@@ -221,8 +219,8 @@ class Stages:
             [f"http://127.0.0.1:{stage.port}" for stage in launch.stages if stage.role == role] for role in ("E", "PD")
         )
         (port,) = free_ports(1)
-        argv = _PEERS[peer].argv(self.scripts[peer].resolve(), port, encoders, decoders)
-        with rival(PEERS[peer], port, argv) as proxy:
+        argv = PEERS[peer].argv(self.scripts[peer], port, encoders, decoders)
+        with rival(PEERS[peer].title, port, argv) as proxy:
             yield proxy.url
 
     def _blueprint(self, deployment: Deployment) -> Blueprint:

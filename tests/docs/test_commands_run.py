@@ -38,7 +38,6 @@ SMALL: Mapping[str, str] = {
     "layouts": "--engine sim --layouts TP1,E-P-D --rates 2 --duration 2 --min-samples 1",
     "load": "--rate 2 --duration 3 --min-samples 1 --late-ms 1000",
     "memory-tables": "",
-    "proxy --only irp": "--quick",
     "workload": "--n 4",
 }
 """By the beginning of the command: what makes it short, with stages simulated or none at all."""
@@ -55,7 +54,7 @@ REAL: Mapping[str, str] = {
 
 TESTED_ELSEWHERE: Mapping[str, str] = {
     "aisbench": "tests/bench/aisbench: it makes an environment of 2.2 GB",
-    "proxy": "each part by tests/bench and tests/soak: half an hour in all",
+    "proxy": "tests/bench/micro/proxy: half an hour",
     "report": "tests/bench: draws what `layouts` has measured, which ends with the same",
     "workload own": "tests/bench/workloads: wants the user's files",
 }

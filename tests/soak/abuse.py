@@ -27,8 +27,8 @@ from bench.clients.records import RequestRecord
 from bench.clients.sender import Flow
 from bench.clients.target import requests
 from bench.goals import Goal
-from bench.micro.proxy.simulated import simulated
 from bench.processes import cpu_seconds, since
+from bench.served import simulated
 from bench.statistic import percentile
 from bench.workloads.synthetic import image_body, text_body
 from tests.soak.abusers import CrowdProcess, Scene, Seen

@@ -23,8 +23,7 @@ from bench.clients.records import RequestRecord
 from bench.clients.sender import Flow
 from bench.clients.target import requests
 from bench.goals import Goal
-from bench.micro.proxy.simulated import simulated
-from bench.served import Served, groups, served
+from bench.served import Served, groups, served, simulated
 from bench.statistic import percentile
 from bench.workloads.arrivals import Poisson, arrivals_within
 from bench.workloads.synthetic import image_body, text_body

@@ -19,7 +19,7 @@ from bench.clients.records import RequestRecord
 from bench.clients.sender import Flow
 from bench.clients.target import requests
 from bench.goals import Goal
-from bench.micro.proxy.simulated import simulated
+from bench.served import simulated
 from bench.workloads.synthetic import image_body, text_body
 from deploy.memory.placement_table import table
 from tests.soak.front_door import held, until

@@ -18,7 +18,7 @@ from bench.clients.bodies import prepared, spec_bodies
 from bench.clients.measure import Measured, Plan, Rules, judged, measure
 from bench.clients.target import Target
 from bench.goals import Goal
-from bench.micro.proxy.simulated import simulated
+from bench.served import simulated
 from bench.workloads.arrivals import Poisson
 from bench.workloads.images import Images
 from deploy.host import event_loop

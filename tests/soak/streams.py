@@ -15,7 +15,7 @@ from bench.clients.records import RequestRecord
 from bench.clients.sender import Flow
 from bench.clients.target import requests
 from bench.goals import Goal
-from bench.micro.proxy.simulated import simulated
+from bench.served import simulated
 from bench.statistic import percentile
 from bench.workloads.synthetic import text_body
 from tests.soak.front_door import held, until

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.soak import abuse, duplicates, kills, leave, memory, neighbours, real_time, streams, table5
+from tests.soak import abuse, burst, duplicates, kills, leave, memory, neighbours, placement, real_time, streams, table5
 from tests.soak.harness import Soak
 
-SOAKS = (abuse.SOAK, kills.SOAK, leave.SOAK, memory.SOAK, neighbours.SOAK, real_time.SOAK, streams.SOAK, table5.SOAK)
+SOAKS = tuple(
+    one.SOAK for one in (abuse, burst, kills, leave, memory, neighbours, placement, real_time, streams, table5)
+)
 
 
 @pytest.mark.slow

@@ -1,99 +1,214 @@
 """`epd-bench proxy`: how much the proxy costs, over simulated stages.
 
 Stages are simulated (`epd-serve serve --engine sim`), everything between them, the proxy and the clients is real: HTTP,
-sockets, processes. `--only PART` measures one of the parts below, else all of them one after another. One that lacks
-what it needs from elsewhere is left out, or refused at once if it was asked for by name; one that fails costs the
-others nothing, but fails the command. How the proxy keeps its promises over minutes is tested in tests/soak.
+sockets, processes. What the proxy promises over minutes is tested in tests/soak.
+
+speed: throughput is of closed loops over stages that take no time, our proxy, the bare relay (`relay.py`) and the stage
+itself in turns within a round; ratios are within a round. The base makes one call to a stage, and so does our proxy on
+the layout PD; on P-D it makes two, which is shown beside it against the same base. Latency is of open loops over stages
+that take a few milliseconds, in the same turns, from when a request was due to its first byte; what the relay adds is
+what any proxy on uvicorn and aiohttp does. Sender, proxy and stages share the machine's cores: whichever is short of
+them, CPU time per request is shown too.
+
+peers: the example proxies of vLLM and vllm-ascend, each a script that you bring (docs/measuring/layouts.md says where
+they are) and run as it is, in a process of its own. Layout E-PD, which all three can serve without a KV connector:
+streamed text (one call to PD), and images (one call to E, one to PD), each image sent once. The examples check nothing,
+keep no table, and drop nothing from answers; ours does all that.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+import contextlib
+import itertools
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+from bench.clients.metrics import throughput
+from bench.clients.process import SenderProcess
+from bench.clients.sender import Flow
+from bench.clients.target import Request
+from bench.example_proxies import PEERS, Peer, Rival, add_peer_flags, given_peers, running
 from bench.goals import Goal
 from bench.micro.measurement import Measurement, Row, flag
-from bench.micro.proxy import burst, irp, speed
-from bench.micro.rows import grouped
-from epd_serve.errors import EpdError, StageError
+from bench.micro.proxy.rivals import (
+    bare_relay,
+    closed_loop,
+    compared,
+    image_request,
+    medians_table,
+    ratio,
+    stage_of,
+    text_request,
+)
+from bench.micro.rows import grouped, median
+from bench.served import simulated
+from bench.workloads.arrivals import Poisson, arrivals_within
+from deploy.host.ports import free_ports
+from epd_serve.errors import ConfigError
 
-PARTS: dict[str, Measurement] = {
-    "speed": speed.MEASUREMENT,
-    "peers": speed.PEERS,
-    "burst": burst.MEASUREMENT,
-    "irp": irp.MEASUREMENT,
+RATE_RPS = 200.0
+IMAGE_RATE_RPS = 20.0
+PEER_IMAGES, PEER_IMAGE_SIDE = 400, 64
+PROFILE = {
+    "prefill": {"setup_s": 0.004, "per_unit_s": 0.00002},
+    "encode": {"setup_s": 0.004, "per_unit_s": 0.00001},
+    "decode_step_s": [[1, 0.002], [64, 0.004]],
 }
-FLAGS = {
-    "--only": flag(
-        ", ".join(f"{name} ({part.what})" for name, part in PARTS.items()),
-        choices=PARTS,
-        metavar="PART",
-        action="append",
-    ),
-    "--peer-vllm": flag("vLLM's example proxy, instead of fetching it", type=Path, metavar="FILE"),
-    "--peer-ascend": flag("vllm-ascend's example proxy, likewise", type=Path, metavar="FILE"),
+RATIOS = {
+    "rps_over_bare_relay": ("whole", "proxy", "rps"),
+    "rps_over_bare_relay_streamed": ("stream", "proxy", "rps"),
+    "rps_over_bare_relay_p_d": ("whole", "proxy P-D", "rps"),
+    "rps_over_bare_relay_p_d_streamed": ("stream", "proxy P-D", "rps"),
+    "cpu_over_bare_relay": ("whole", "proxy", "cpu_us_per_request"),
 }
+"""Kind of request, who, and of what; over the bare relay's in the same round."""
+ADDED = {
+    "added_p50_ms": ("text", "proxy", "first_p50_ms"),
+    "added_p99_ms": ("text", "proxy", "first_p99_ms"),
+    "added_whole_p50_ms": ("text", "proxy", "whole_p50_ms"),
+    "added_whole_p99_ms": ("text", "proxy", "whole_p99_ms"),
+    "added_picture_p50_ms": ("picture", "proxy", "first_p50_ms"),
+    "added_picture_p99_ms": ("picture", "proxy", "first_p99_ms"),
+    "relay_added_p50_ms": ("text", "relay", "first_p50_ms"),
+    "relay_added_p99_ms": ("text", "relay", "first_p99_ms"),
+    "relay_added_picture_p50_ms": ("picture", "relay", "first_p50_ms"),
+}
+"""The same, above the stage's own."""
+LOOPED = ("whole", "stream")
+"""Kinds that are closed loops; the others are open ones."""
+LOOPS = {"rps": ".0f", "cpu_us_per_request": ".0f", "generator_us_per_request": ".0f"}
+PEER_FIELDS = {"rps": ".0f", "cpu_us_per_request": ".0f"}
+LATENCIES = {f"{what}_p{percent}_ms": ".2f" for what in ("first", "whole") for percent in (50, 99)}
+FLAGS = {"--only": flag("one of both parts (default: both, peers where a script is given)", choices=("speed", "peers"))}
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Rows part by part; a part that could not be measured has a last row that says why.
-
-    Raises:
-        StageError: a part that was asked for by name lacks what it needs from elsewhere.
-    """
-    names = [name for name in PARTS if not arguments.only or name in arguments.only]
-    lacking = {name: why for name in names if (why := _lack(PARTS[name], arguments))}
-    for name, why in lacking.items():
-        print(f"{name} is left out: {why}", flush=True)
-        yield {"part": name, "left_out": why}
-    for name in (name for name in names if name not in lacking):
-        print(f"{name}: {PARTS[name].what}", flush=True)
-        try:
-            yield from ({**row, "part": name} for row in PARTS[name].measure(arguments))
-        except EpdError as error:
-            yield {"part": name, "failed": str(error)}
+    """Rows of both parts. Raises ConfigError where peers are asked for, and no script is given."""
+    peers = given_peers(arguments)
+    if arguments.only == "peers" and not peers:
+        raise ConfigError("--only peers: bring a script, by --peer-vllm or --peer-ascend", param="--peer-vllm")
+    with SenderProcess() as sender:
+        if arguments.only != "peers":
+            for part in (_throughput, _latency):
+                yield from ({**row, "part": "speed"} for row in part(sender, arguments.quick))
+        if arguments.only != "speed" and peers:
+            yield from ({**row, "part": "peers"} for row in _peers(sender, peers, arguments.quick))
 
 
-def _lack(part: Measurement, arguments: argparse.Namespace) -> str:
-    """Why the part cannot be measured here, or ""."""
-    try:
-        part.fetch(arguments)
-    except StageError as error:
-        if arguments.only:
-            raise
-        return str(error)
-    return ""
+def _throughput(sender: SenderProcess, quick: bool) -> Iterator[Row]:
+    seconds, rounds = (2.0, 3) if quick else (8.0, 5)
+    with simulated("PD") as fused, simulated("P-D") as apart, bare_relay(stage_of(fused)) as relay:
+        rivals = (
+            Rival("stage", stage_of(fused)),
+            relay,
+            Rival("proxy", fused.url, fused.cpu_parts["proxy"]),
+            Rival("proxy P-D", apart.url, apart.cpu_parts["proxy"]),
+        )
+
+        def loop(stream: bool, rival: Rival) -> Row:
+            return closed_loop(sender, rival, [text_request(fused.model, stream=stream)], seconds)
+
+        yield from compared(rivals, {"whole": partial(loop, False), "stream": partial(loop, True)}, rounds)
 
 
-def _by_part(rows: Sequence[Row]) -> dict[str, tuple[list[Row], str]]:
-    """Of each part its rows, and why it was not measured, or ""."""
-    parts = grouped(rows, "part")
-    return {name: (own, own[-1].get("failed") or own[-1].get("left_out", "")) for (name,), own in parts.items()}
+def _latency(sender: SenderProcess, quick: bool) -> Iterator[Row]:
+    seconds, rounds = (3.0, 3) if quick else (10.0, 5)
+    with simulated("PD", PROFILE) as launch, bare_relay(stage_of(launch)) as relay:
+        rivals = Rival("stage", stage_of(launch)), relay, Rival("proxy", launch.url)
+        texts = [text_request(launch.model, stream=True)]
+        images = [image_request(launch.model, seed) for seed in range(4)]
+
+        def open_loop(requests: Sequence[Request], rate_rps: float, seconds: float, rival: Rival) -> Row:
+            dues = arrivals_within(Poisson(rate_rps), seconds, seed=round(rate_rps))
+            return throughput(sender.run(rival.url, Flow(requests, dues=dues)))
+
+        for requests, rival in itertools.product((texts, images), rivals):  # connections, first-time imports
+            open_loop(requests, IMAGE_RATE_RPS, 1.0, rival)
+        kinds = {
+            "text": partial(open_loop, texts, RATE_RPS, seconds),
+            "picture": partial(open_loop, images, IMAGE_RATE_RPS, seconds),
+        }
+        yield from compared(rivals, kinds, rounds)
+
+
+def _peers(sender: SenderProcess, peers: Mapping[Peer, Path], quick: bool) -> Iterator[Row]:
+    seconds, rounds = (2.0, 3) if quick else (6.0, 5)
+    seeds = itertools.count()
+    with simulated("E-PD") as launch, contextlib.ExitStack() as stack:
+        rivals = [Rival("proxy", launch.url, launch.cpu_parts["proxy"])]
+        for peer, script in peers.items():
+            (port,) = free_ports(1)
+            argv = peer.argv(script, port, [stage_of(launch, "E")], [stage_of(launch)])
+            rivals.append(stack.enter_context(running(peer.name, port, argv)))
+
+        def texts(rival: Rival) -> Row:
+            return closed_loop(sender, rival, [text_request(launch.model, stream=True)], seconds)
+
+        def images(rival: Rival) -> Row:
+            fresh = [image_request(launch.model, next(seeds), PEER_IMAGE_SIDE) for _ in range(PEER_IMAGES)]
+            return closed_loop(sender, rival, fresh, seconds)
+
+        yield from compared(rivals, {"text": texts, "picture": images}, rounds)
 
 
 def figures(rows: Sequence[Row]) -> dict[str, float]:
-    """Those of all parts that were measured, and how many failed."""
-    named: dict[str, float] = {"failed_parts": sum("failed" in row for row in rows)}
-    for name, (own, why_not) in _by_part(rows).items():
-        named |= {} if why_not else PARTS[name].figures(own)
+    """Those of the parts that there are."""
+    parts = {part: own for (part,), own in grouped(rows, "part").items()}
+    named = speed_figures(parts["speed"]) if "speed" in parts else {}
+    peers = parts.get("peers", [])
+    known = [peer for peer in PEERS if any(row["to"] == peer.name for row in peers)]
+    for peer, (kind, suffix) in itertools.product(known, (("text", ""), ("picture", "_picture"))):
+        named[f"rps_over_{peer.name}{suffix}"] = ratio(peers, kind, "proxy", peer.name)
     return named
 
 
+def speed_figures(rows: Sequence[Row]) -> dict[str, float]:
+    """Over the bare relay, and above the stage."""
+    by = grouped(rows, "kind", "to", "round")
+
+    def added(kind: str, name: str, field: str) -> float:
+        """Milliseconds above the stage's, the median over rounds."""
+        rounds = [turn for of, to, turn in by if (of, to) == (kind, name)]
+        over = [median(by[kind, name, turn], field) - median(by[kind, "stage", turn], field) for turn in rounds]
+        return round(statistics.median(over), 4)
+
+    over_stage = {figure: added(*of) for figure, of in ADDED.items()}
+    return {
+        **{figure: ratio(rows, kind, name, "relay", field) for figure, (kind, name, field) in RATIOS.items()},
+        "generator_us_per_request": median((row for row in rows if row["kind"] in LOOPED), "generator_us_per_request"),
+        **over_stage,
+        "added_p50_over_relay_ms": round(over_stage["added_p50_ms"] - over_stage["relay_added_p50_ms"], 4),
+    }
+
+
 def tables(rows: Sequence[Row]) -> Iterable[str]:
-    for name, (own, why_not) in _by_part(rows).items():
-        yield f"not measured: {name}: {why_not}" if why_not else f"{name}: {PARTS[name].what}"
-        yield from () if why_not else PARTS[name].tables(own)
+    """Medians of closed loops, of open ones, and beside the example proxies."""
+    speed, peers = ([row for row in rows if row["part"] == part] for part in ("speed", "peers"))
+    loops, others = ([row for row in speed if (row["kind"] in LOOPED) == looped] for looped in (True, False))
+    shown = ((loops, LOOPS), (others, LATENCIES), (peers, PEER_FIELDS))
+    return [medians_table(own, fields) for own, fields in shown if own]
 
 
 MEASUREMENT = Measurement(
     quick="shorter runs, fewer rounds",
     flags=FLAGS,
+    add_flags=add_peer_flags,
     about=lambda arguments: {"kind": "real proxy, clients and sockets; simulated stages"},
     measure=measure,
     figures=figures,
     tables=tables,
-    goals=tuple(goal for part in PARTS.values() for goal in part.goals),
-    required=(Goal("failed_parts", "==", 0),),
+    goals=(
+        Goal("rps_over_bare_relay", ">=", 0.75, "never the bottleneck: one call each, answers in one piece"),
+        Goal("rps_over_bare_relay_streamed", ">=", 0.85, "the same, streams"),
+        Goal("added_p50_over_relay_ms", "<=", 0.4, f"{RATE_RPS:g} streamed text requests a second"),
+        Goal("added_p50_ms", "<=", 1.0, "the same, over the stage itself"),
+        Goal("added_p99_ms", "<=", 5.0),
+        Goal("added_picture_p50_ms", "<=", 3.0, "an image of 200 KB in the request"),
+        Goal("rps_over_vllm_example", ">=", 1.0, "streamed text on E-PD"),
+        Goal("rps_over_vllm_ascend_example", ">=", 1.0, "the same"),
+    ),
 )
 add_arguments = MEASUREMENT.add_arguments

@@ -5,15 +5,10 @@ Ratios are taken within a round, so that what slows the machine down slows both 
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import io
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
-
-from PIL import Image
 
 from bench.clients.metrics import throughput
 from bench.clients.process import SenderProcess
@@ -24,7 +19,7 @@ from bench.micro.measurement import Row, in_turns
 from bench.micro.rows import grouped, median, ratios, table_of
 from bench.processes import cpu_seconds
 from bench.served import Served
-from bench.workloads.synthetic import text_body
+from bench.workloads.synthetic import image_body, text_body
 from deploy.host.ports import free_ports
 
 CONCURRENCY = 32
@@ -39,13 +34,7 @@ def text_request(model: str, *, stream: bool) -> Request:
 
 def image_request(model: str, seed: int, side: int = IMAGE_SIDE) -> Request:
     """Returns a streamed request with an image of noise that no other seed gives, about side² · 3 bytes."""
-    file = io.BytesIO()
-    pixels = random.Random(seed).randbytes(side * side * 3)
-    Image.frombytes("RGB", (side, side), pixels).save(file, "PNG", compress_level=1)
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": url}}]
-    body = text_body(model, tokens=PROMPT_TOKENS, answer=ANSWER_TOKENS, stream=True)
-    return Request.of({**body, "messages": [{"role": "user", "content": parts}]})
+    return Request.of(image_body(model, side=side, answer=ANSWER_TOKENS, stream=True, seed=seed, noise=True))
 
 
 def stage_of(launch: Served, role: str = "PD") -> str:

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 
 import pytest
 
 from bench.micro.colocation import figures as colocation
 from bench.micro.ep import command as transfer_ep
-from bench.micro.measurement import Row
-from bench.micro.proxy import burst, irp, speed
+from bench.micro.proxy import command as proxy
 from bench.record import ROOT
-
-
-def of_parts(**figures: Callable[[Sequence[Row]], dict[str, float]]) -> Callable[[Sequence[Row]], dict[str, float]]:
-    def joined(rows: Sequence[Row]) -> dict[str, float]:
-        own = [of([row for row in rows if row["part"] == name]) for name, of in figures.items()]
-        return {name: value for one in own for name, value in one.items()}
-
-    return joined
-
+from tests.soak import placement
 
 RESULTS = {
     "colocation": (colocation.figures, 73),
-    "proxy": (of_parts(speed=speed.figures, peers=speed.peer_figures, burst=burst.figures), 31),
-    "proxy-irp": (irp.figures, 5),
+    "proxy": (proxy.figures, 20),
+    "proxy-irp": (placement.figures, 5),
     "transfer-ep": (transfer_ep.figures, 170),
 }
 

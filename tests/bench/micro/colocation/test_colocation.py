@@ -17,9 +17,8 @@ from bench.micro.colocation.command import GROUPS, MEASUREMENT, mix_of
 from bench.micro.colocation.figures import E_PD, E_PD_SHARES, figures, tables
 from bench.micro.colocation.mix import Mix, storm
 from bench.micro.measurement import Row, resolve
-from bench.micro.proxy.simulated import simulated
 from bench.real_stages import check_memory, closed_loop, tpot_s
-from bench.served import Served
+from bench.served import Served, simulated
 from deploy.options.config import DeployConfig
 from epd_serve.errors import ConfigError, StageError
 from tests.bench.clients.known_server import Connection, KnownServer

@@ -1,4 +1,4 @@
-"""Intra-request parallel encode (EPD §3.3.2): a request's images on several encoders, against brute force.
+"""`python -m tests.soak.placement`: a request's images on several encoders, against brute force (EPD §3.3.2).
 
 Pure: the proxy's own `spread` places seeded sets of images on idle encoders, an image costs its tokens, and the best
 of all placements is found by trying them. Emulated in that no encoder runs; what is measured is the placement alone.
@@ -11,17 +11,19 @@ import functools
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bench.goals import Goal
-from bench.micro.measurement import Measurement, Row
 from epd_serve.image_tokens import PIXELS_PER_TOKEN
 from proxy.encode.assignment import spread
 from proxy.encode.schedule import makespan_s
 from proxy.routing.policy import Candidate
+from tests.soak.harness import Result, Soak
 
+Row = dict[str, Any]
 IMAGES, ENCODERS = 8, 4
 SETS, QUICK_SETS = 300, 60
 SEED = 5
@@ -37,9 +39,14 @@ GOALS = (
 )
 
 
-def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+def measure(arguments: argparse.Namespace) -> Result:
+    rows = list(placements(QUICK_SETS if arguments.quick else SETS))
+    return figures(rows), rows, "emulated: no encoder runs, an image takes as long as it has tokens"
+
+
+def placements(count: int) -> Iterator[Row]:
     """One row per set and kind of encoders; deterministic."""
-    for number, (kind, costs) in enumerate(_sets(QUICK_SETS if arguments.quick else SETS)):
+    for number, (kind, costs) in enumerate(_sets(count)):
         for encoders, rates in RATES.items():
             row = {"set": number, "kind": kind, "encoders": encoders, "optimum": optimum(costs, rates)}
             dealt = [item % len(rates) for item in range(len(costs))]
@@ -104,10 +111,9 @@ def _sets(count: int) -> Iterator[tuple[str, tuple[float, ...]]]:
         yield kind, tuple(each / PIXELS_PER_TOKEN for each in pixels)
 
 
-MEASUREMENT = Measurement(
-    what="a request's images over several encoders, placement alone",
-    measure=measure,
-    figures=figures,
-    tables=lambda rows: ["emulated: no encoder runs, an image takes as long as it has tokens"],
-    goals=GOALS,
+SOAK = Soak(
+    "placement", "a request's images over several encoders, placement alone", measure, GOALS, kind="emulated: placement"
 )
+
+if __name__ == "__main__":
+    raise SystemExit(SOAK.main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from itertools import product
 
 import pytest
@@ -10,16 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.goals import goal_table
-from bench.micro.proxy.irp import ENCODERS, GOALS, IMAGES, RATES, figures, measure, optimum, placed
 from proxy.encode.schedule import makespan_s
+from tests.soak.placement import ENCODERS, GOALS, IMAGES, QUICK_SETS, RATES, figures, optimum, placed, placements
 
 
 def test_the_figures_meet_their_goals_on_every_run() -> None:
-    quick = argparse.Namespace(quick=True)
-    rows = list(measure(quick))
+    rows = list(placements(QUICK_SETS))
     judged = goal_table(figures(rows), GOALS)
     assert "MISSED" not in judged and "not measured" not in judged
-    assert rows == list(measure(quick))
+    assert rows == list(placements(QUICK_SETS))
     assert {row["encoders"] for row in rows} == set(RATES) and all(row["optimum"] > 0 for row in rows)
 
 

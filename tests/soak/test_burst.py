@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.clients.records import LIMIT_S, Outcome, RequestRecord
-from bench.micro.proxy.burst import over_idle, phases
+from tests.soak.burst import over_idle, phases
 
 
 def record(kind: str, due: float, first: float, outcome: Outcome = Outcome.OK, fault: str = "") -> RequestRecord:

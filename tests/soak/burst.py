@@ -1,4 +1,6 @@
-"""How long text waits for its first token while ten times as many images come: with a queue per modality, and one.
+"""`python -m tests.soak.burst`: how long text waits while ten times as many images come.
+
+To its first token, with a queue per modality, and with one for both.
 
 2E-2P-2D of finite capacity. Text alone keeps the prefilling instances about two thirds busy and images a tenth; for
 the time of the burst images ask for more than there is, so that a queue grows, and the question is who waits in it.
@@ -9,20 +11,20 @@ without a good answer counts as one that took as long as any may.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from bench.clients.process import SenderProcess
 from bench.clients.records import RequestRecord
 from bench.clients.sender import Flow
 from bench.clients.target import requests
 from bench.goals import Goal
-from bench.micro.measurement import Measurement, Row
-from bench.micro.proxy.simulated import simulated
 from bench.micro.rows import table_of
-from bench.served import Served
+from bench.served import Served, simulated
 from bench.statistic import percentile
 from bench.workloads.arrivals import Poisson, arrivals_within
 from bench.workloads.synthetic import image_body, text_body
+from tests.soak.harness import Result, Soak
 
 LAYOUT = "2E-2P-2D"
 PROFILE = {
@@ -41,18 +43,20 @@ IMAGES_PER_S, IMAGE_SIDE = 1.0, 1344  # 48 x 48 tokens
 BURST = 10.0
 ANSWER = 8
 SETTLE_S = 3.0
-
-
+Row = dict[str, Any]
 LINES = {"per modality": (), "single": ("--proxy", "admission.single_queue=true")}
 
 
-def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+def measure(arguments: argparse.Namespace) -> Result:
     before_s, burst_s = (15.0, 12.0) if arguments.quick else (60.0, 30.0)
+    rows: list[Row] = []
     with SenderProcess() as sender:
         for line, flags in LINES.items():
             with simulated(LAYOUT, PROFILE, flags) as launch:
                 run = sender.run(launch.url, *_flows(launch, before_s, burst_s))
-            yield from phases(line, run.rows, run.begun_s + SETTLE_S, run.begun_s + SETTLE_S + before_s)
+            rows += phases(line, run.rows, run.begun_s + SETTLE_S, run.begun_s + SETTLE_S + before_s)
+    columns = {"lines": "{line}", "requests": "{kind}", "when": "{phase}", "sent": "{requests}", "bad": "{bad}"}
+    return figures(rows), rows, table_of(rows, columns | {f"p{p} ms": f"{{first_p{p}_ms:.0f}}" for p in (50, 90, 99)})
 
 
 def figures(rows: Sequence[Row]) -> dict[str, float]:
@@ -62,11 +66,6 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
         **{f"{row['kind']}_p99_{row['phase']}_{row['line'].replace(' ', '_')}_ms": row["first_p99_ms"] for row in rows},
         "burst_errors": float(sum(row["bad"] for row in rows)),
     }
-
-
-def tables(rows: Sequence[Row]) -> Iterable[str]:
-    columns = {"lines": "{line}", "requests": "{kind}", "when": "{phase}", "sent": "{requests}", "bad": "{bad}"}
-    yield table_of(rows, columns | {f"p{p} ms": f"{{first_p{p}_ms:.0f}}" for p in (50, 90, 99)})
 
 
 def phases(line: str, records: Sequence[RequestRecord], settled_s: float, burst_at_s: float) -> list[Row]:
@@ -104,10 +103,12 @@ def _flows(launch: Served, before_s: float, burst_s: float) -> list[Flow]:
     ]
 
 
-MEASUREMENT = Measurement(
-    what="text's time to first token under a burst of images, and the same with a single queue",
-    measure=measure,
-    figures=figures,
-    tables=tables,
-    goals=(Goal("burst_errors", "<=", 0.0, "everything fits into the queues"),),
+SOAK = Soak(
+    "burst",
+    "text's time to first token under a burst of images, and the same with a single queue",
+    measure,
+    (Goal("burst_errors", "<=", 0.0, "everything fits into the queues"),),
 )
+
+if __name__ == "__main__":
+    raise SystemExit(SOAK.main())

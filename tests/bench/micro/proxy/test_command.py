@@ -1,0 +1,72 @@
+"""`epd-bench proxy`: who is asked, with what, and what becomes of the numbers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from bench import cli
+from bench.clients.process import SenderProcess
+from bench.example_proxies import ASCEND, VLLM, running
+from bench.micro.proxy import rivals
+from bench.micro.proxy.rivals import bare_relay, closed_loop
+from epd_serve.errors import StageError
+from epd_serve.roles import Role
+from tests.proxy.fakes import DONE, FakeStage, chunk, served, streams
+
+
+def test_peers_without_a_script_are_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["proxy", "--only", "peers"]) == 1
+    assert "--peer-vllm" in capsys.readouterr().err
+    assert cli.main(["proxy", "--peer-ascend", str(tmp_path / "missing.py")]) == 1
+    assert "--peer-ascend" in capsys.readouterr().err
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    rows = [
+        {"kind": "whole", "to": name, "round": turn, "rps": rps}
+        for turn, pair in enumerate([(60, 100), (30, 60), (8, 10)])
+        for name, rps in zip(("proxy", "relay"), pair, strict=True)
+    ]
+    assert rivals.ratio(rows, "whole", "proxy", "relay") == 0.6
+
+
+def test_images_have_the_size_they_should_and_differ() -> None:
+    first, second = (rivals.image_request("m", seed).body for seed in (1, 2))
+    assert first != second and 190_000 < len(first) * 3 / 4 < 215_000
+
+
+async def test_the_bare_relay_passes_answers_on() -> None:
+    fake = FakeStage("PD0", Role.PD)
+    fake.usual = streams(chunk("a"), DONE)
+    async with served(fake) as url:
+
+        def through() -> dict[str, float]:
+            with bare_relay(url) as relay, SenderProcess() as sender:
+                return closed_loop(sender, relay, [rivals.text_request("m", stream=True)], 0.2)
+
+        row = await asyncio.to_thread(through)
+    assert row["requests"] and not row["errors"] and row["cpu_us_per_request"] > 0
+
+
+def test_a_rival_that_does_not_start_shows_its_log() -> None:
+    with pytest.raises(StageError, match="no such luck"), running("it", 1, ["sh", "-c", "echo no such luck; exit 1"]):
+        pass
+
+
+def test_the_peers_get_the_urls_of_e_and_pd_in_their_own_flags() -> None:
+    copy = Path("copy.py")
+    argv = VLLM.argv(copy, 8000, ["http://127.0.0.1:1"], ["http://127.0.0.1:2"])
+    assert argv[2:] == [
+        *("--host", "127.0.0.1", "--port", "8000", "--encode-servers-urls", "http://127.0.0.1:1"),
+        *("--prefill-servers-urls", "disable", "--decode-servers-urls", "http://127.0.0.1:2"),
+    ]
+    argv = ASCEND.argv(copy, 8000, ["http://127.0.0.1:1"], ["http://127.0.0.1:2"])
+    assert argv[2:] == [
+        *("--host", "127.0.0.1", "--port", "8000", "--encoder-hosts", "127.0.0.1", "--encoder-ports", "1"),
+        *("--pd-hosts", "127.0.0.1", "--pd-ports", "2"),
+    ]
