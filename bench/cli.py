@@ -75,6 +75,7 @@ def _run(argv: list[str]) -> int:
         print(f"epd-bench: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print("epd-bench: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
 
 

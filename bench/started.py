@@ -20,7 +20,7 @@ import httpx
 
 from bench.record import ROOT
 from deploy.host.parent_death_exec import parent_death_exec
-from deploy.host.processes import group_members, signal_group
+from deploy.host.processes import Killing, group_members
 from epd_serve.errors import StageError
 
 LOOK_EVERY_S = 0.02
@@ -91,17 +91,17 @@ def started(
 
 
 def end(process: subprocess.Popen[bytes], by: signal.Signals = signal.SIGTERM, stop_s: float = 10.0) -> None:
-    """The signal, time to end, then SIGKILL to whatever is left of its process group."""
+    """The signal, time to end, then SIGKILL to whatever is left of its process group, what cleans up last."""
     process.send_signal(by)
     try:
         process.wait(stop_s)
         patience_s = TRACKER_S
     except subprocess.TimeoutExpired:
         patience_s = 0.0
-    kill_at = time.monotonic() + patience_s
-    while group_members(process.pid) and time.monotonic() < kill_at + stop_s:
+    kill_at, killing = time.monotonic() + patience_s, Killing()
+    while (members := group_members(process.pid)) and time.monotonic() < kill_at + TRACKER_S + stop_s:
         if time.monotonic() > kill_at:
-            signal_group(process.pid, signal.SIGKILL)
+            killing.strike([one.pid for one in members])
         time.sleep(LOOK_EVERY_S)
     process.wait(stop_s)
 

@@ -9,19 +9,16 @@ says why; Ctrl-C keeps the rates that were finished, with 130.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.aisbench import flags
 from bench.aisbench.environment import check_tokenizer, environment
-from bench.aisbench.flags import Asked
-from bench.aisbench.rate import Endpointed, folder_of, label_of, measure_rate
-from bench.aisbench.report import Rated, goodput_rps, one_rate, overview
+from bench.aisbench.rate import Entry, Rated, label_of, measure_rate
+from bench.aisbench.report import goodput_rps, one_rate, overview
 from bench.aisbench.rows import look
 from bench.clients.metrics import faults
 from bench.clients.records import RecordsFile
@@ -32,7 +29,7 @@ from bench.record import flatten
 from bench.workloads.images import Images
 from deploy.plan.blueprint import DEMO_NAME
 from epd_serve.demo.presets import builtin_model_dir
-from epd_serve.errors import ConfigError, StageError
+from epd_serve.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,18 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Measure, print, keep. Returns 0, 1 where a rate is not valid, 128 + signal where one ended it."""
+    """Measure, print, keep. Returns 0, or 1 where a rate is not valid.
+
+    Raises:
+        StageError: the endpoint is gone, or AISBench measured nothing at a rate; those before it are kept.
+    """
     asked = flags.asked(arguments)
-    headers = {"authorization": f"Bearer {asked.api_key}"} if asked.api_key else {}
-    target = Target(arguments.url, headers)
-    model, tokenizer = _model(target, asyncio.run(target.served()), arguments.model, arguments.tokenizer)
-    shape = asyncio.run(look(target, model))
-    try:
-        bench = environment(arguments.venv)
-        check_tokenizer(bench, tokenizer)
-    except KeyboardInterrupt:  # an environment that is half made is made again
-        print("epd-bench: interrupted; nothing was sent", file=sys.stderr)
-        return 130
+    target = Target(arguments.url, {"authorization": f"Bearer {asked.api_key}"} if asked.api_key else {})
+    model, tokenizer = _model(target, target.served(), arguments.model, arguments.tokenizer)
+    shape = look(target, model)
+    bench = environment(arguments.venv)
+    check_tokenizer(bench, tokenizer)
     env = record_environment(argv, kind=arguments.kind, asked=arguments)
     env["load"] = {
         "client": f"AISBench {bench.version}",
@@ -62,86 +58,50 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         "requests_of_a_rate": asked.workload.count,
         "seed": arguments.seed,
         "arrivals": arguments.arrivals,
-        "devices": asked.devices,
-        "slos": [str(slo) for slo in asked.slos],
+        "devices": asked.plan.devices,
+        "slos": [str(slo) for slo in asked.plan.slos],
         "chunks_before_content": shape.before,
         "ttft": "from when a request was due" if asked.timed else "from sending",
     }
-    rows_path = arguments.rows or (arguments.json and arguments.json.with_suffix(".rows.jsonl"))
-    fixed = Endpointed(target.endpoint, model, tokenizer, shape, bench)
     results = Results(arguments.json, flag="--json", resume=False)
     results.begin(env)
-    sweep = Sweep(asked, fixed, target, results)
+    entry = Entry(str(target.endpoint), model, tokenizer, timed=asked.timed, api_key=asked.api_key)
+    rows_path = arguments.rows or (arguments.json and arguments.json.with_suffix(".rows.jsonl"))
+    rated: list[Rated] = []
     with _folder(arguments.out) as folder, RecordsFile(rows_path) if rows_path else contextlib.nullcontext() as rows:
-        sweep.all(folder, Images(arguments.cache), rows)
-    return sweep.exit_code()
-
-
-@dataclass
-class Sweep:
-    """The rates one after another; each is told and written down as it ends.
-
-    Attributes:
-        rated: what was measured. signal: that ended it, or 0. over: why no more rates make sense.
-    """
-
-    asked: Asked
-    fixed: Endpointed
-    target: Target
-    results: Results
-    rated: list[Rated] = field(default_factory=list)
-    signal: int = 0
-    over: str = ""
-
-    def all(self, folder: Path, pictures: Images, rows: RecordsFile | None) -> None:
         try:
-            for number, rate in enumerate(self.asked.rates):
-                self._one(rate, number, folder / folder_of(rate), pictures, rows)
-                if self.signal or self.over:
+            for number, rate in enumerate(asked.rates):
+                own, images = folder / f"rate-{rate:g}", Images(arguments.cache)
+                print(f"{label_of(rate)}: {asked.workload.count} requests by AISBench …", file=sys.stderr)
+                rated.append(measure_rate(asked, entry, shape, bench, asked.specs(rate, number), rate, own, images))
+                _keep(rated, asked, results, rows)
+                if rated[-1].measured.run.stopped:
                     break
-        except KeyboardInterrupt:  # between two runs, while requests are made
-            self.signal = 2
-        if self.rated:
-            print(f"\n{overview(self.rated, self.asked.slos, self.asked.devices)}")
+                if "unreachable" in faults(rated[-1].measured.run.rows):
+                    target.served()
+        finally:
+            if rated:
+                print(f"\n{overview(rated, asked.plan.slos, asked.plan.devices)}")
+    wrong = [one.text for each in rated for one in each.measured.objections]
+    if wrong:
+        print(f"epd-bench: not valid: {wrong[0]}", file=sys.stderr)
+    return int(bool(wrong))
 
-    def exit_code(self) -> int:
-        wrong = [one.text for rated in self.rated for one in rated.measured.objections]
-        if self.signal:
-            wrong = ["interrupted; what was measured until then is above and in the files"]
-        elif self.over:
-            wrong = [self.over]
-        elif wrong:
-            wrong[0] = f"not valid: {wrong[0]}"
-        if wrong:
-            print(f"epd-bench: {wrong[0]}", file=sys.stderr)
-        return 128 + self.signal if self.signal else int(bool(wrong))
 
-    def _one(self, rate: float, number: int, folder: Path, pictures: Images, rows: RecordsFile | None) -> None:
-        print(f"{label_of(rate)}: {self.asked.workload.count} requests by AISBench …", file=sys.stderr)
-        outcome = measure_rate(self.asked, self.fixed, rate, number, folder, pictures)
-        self.signal = outcome.signal
-        if outcome.rated is None:
-            self.over = f"AISBench measured nothing at {outcome.nothing}"
-            return
-        self.rated.append(outcome.rated)
-        print("\n" + one_rate(outcome.rated, self.asked.slos, timed=self.asked.timed))
-        measured = outcome.rated.measured
-        for row in measured.run.rows if rows else ():
-            assert rows is not None
+def _keep(rated: Sequence[Rated], asked: flags.Asked, results: Results, rows: RecordsFile | None) -> None:
+    """The last rate told and written down, with the goodput of all so far."""
+    last, measured = rated[-1], rated[-1].measured
+    print("\n" + one_rate(last, asked.plan.slos, timed=asked.timed))
+    if rows is not None:
+        for row in measured.run.rows:
             rows.keep(row)
-        figures = {**measured.figures, "aisbench": outcome.rated.own}
-        for slo in self.asked.slos:
-            goodput = goodput_rps(self.rated, slo)
-            self.results.figures[f"goodput/slo_{slo}/rps"] = goodput
-            if self.asked.devices:
-                self.results.figures[f"goodput/slo_{slo}/rps_per_device"] = goodput / self.asked.devices
-        self.results.keep({**measured.row(), "aisbench": dict(outcome.rated.own)}, flatten({label_of(rate): figures}))
-        self.over = self.over or measured.run.stopped
-        if "unreachable" in faults(measured.run.rows):
-            try:
-                asyncio.run(self.target.models())
-            except StageError as error:
-                self.over = f"the endpoint is gone: {error.message}"
+    for slo in asked.plan.slos:
+        goodput = goodput_rps(rated, slo)
+        results.figures[f"goodput/slo_{slo}/rps"] = goodput
+        if asked.plan.devices:
+            results.figures[f"goodput/slo_{slo}/rps_per_device"] = goodput / asked.plan.devices
+    figures = {measured.run.label: {**measured.figures, "aisbench": last.own}}
+    results.keep({**measured.row(), "aisbench": dict(last.own)}, flatten(figures))
 
 
 def _model(

@@ -15,6 +15,7 @@ import re
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,12 @@ class Sent:
 _decode = msgspec.json.Decoder(Details).decode
 
 
-def results_folder(work_dir: Path) -> Path | None:
-    """`performances/NAME` of the newest run in AISBench's work directory; None where it never came to one."""
+def results_folder(work_dir: Path) -> Path:
+    """`performances/NAME` of the newest run in AISBench's work directory. Raises StageError where there is none."""
     runs = sorted(work_dir.glob(f"*/performances/{NAME}"))
-    return runs[-1] if runs else None
+    if not runs:
+        raise StageError("AISBench did not come to send anything", stage="AISBench")
+    return runs[-1]
 
 
 def read_requests(folder: Path) -> list[Sent]:
@@ -90,20 +93,20 @@ def read_requests(folder: Path) -> list[Sent]:
         StageError: there are none, or a file is not as AISBench writes it; with its name.
     """
     lines = sorted(folder.glob(f"{DATASET_NAME}_details.jsonl")) or sorted(folder.glob("tmp/*.jsonl"))
-    chunks = _Chunks(folder)
+    blobs = cache(partial(_blobs, folder))
     found: dict[int, Sent] = {}
-    with contextlib.closing(chunks):
-        for path in lines:
-            for where, details in _lines(path):
-                found[details.id] = Sent(
-                    row=details.id,
-                    uuid=details.uuid,
-                    success=details.success,
-                    error=_COLOUR.sub("", details.error_info or "")[:LONGEST_SAID],
-                    input_tokens=details.input_tokens or 0,
-                    output_tokens=details.output_tokens or 0,
-                    chunks_s=chunks.of(details, where),
-                )
+    for where, details in (line for path in lines for line in _lines(path)):
+        number = (details.time_points or {}).get("__db_ref__")
+        blob = None if number is None or not details.db_name else blobs(details.db_name, where).get(number)
+        found[details.id] = Sent(
+            row=details.id,
+            uuid=details.uuid,
+            success=details.success,
+            error=_COLOUR.sub("", details.error_info or "")[:LONGEST_SAID],
+            input_tokens=details.input_tokens or 0,
+            output_tokens=details.output_tokens or 0,
+            chunks_s=() if blob is None else _times(blob, where),
+        )
     if not found:
         raise StageError(f"AISBench left no request in {folder}", stage="AISBench")
     return [found[row] for row in sorted(found)]
@@ -145,52 +148,30 @@ def said(*logs: Path) -> str:
     return found[:LONGEST_SAID]
 
 
-class _Chunks:
-    """The times of chunks, by file and number. Files are opened when a line first names them, and read only."""
+def _blobs(folder: Path, name: str, where: str) -> Mapping[int, bytes]:
+    """The times of chunks in a file, by number; none where the run ended before they were written."""
+    if name != Path(name).name:
+        raise _wrong(where, f"{name!r} is no name of a file")
+    whole, draft = folder / "db_data" / name, folder / "tmp" / f"tmp_{name}"
+    path = whole if whole.is_file() else draft
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as file:
+            return dict(file.execute("SELECT id, arr_blob FROM numpy_store").fetchall())
+    except sqlite3.Error as error:
+        if path == draft:  # not there, or left open by a process that was killed
+            return {}
+        raise _wrong(where, f"{name} cannot be read ({error})") from error
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._open: dict[str, sqlite3.Connection | None] = {}
 
-    def of(self, details: Details, where: str) -> tuple[float, ...]:
-        """Empty where the run ended before they were written. Raises StageError where they are no times."""
-        number = (details.time_points or {}).get("__db_ref__")
-        if number is None or not details.db_name:
-            return ()
-        connection = self._connection(details.db_name, where)
-        if connection is None:
-            return ()
-        try:
-            row = connection.execute("SELECT arr_blob FROM numpy_store WHERE id = ?", (number,)).fetchone()
-        except sqlite3.Error as error:
-            if not (self._folder / "db_data" / details.db_name).is_file():  # left open by a process that was killed
-                return ()
-            raise _wrong(where, f"{details.db_name} cannot be read ({error})") from error
-        if row is None:
-            return ()
-        try:
-            times = np.load(io.BytesIO(row[0]), allow_pickle=False)
-        except (ValueError, OSError, EOFError, TypeError) as error:
-            raise _wrong(where, f"its times are no array ({error})") from error
-        if times.ndim != 1 or times.dtype.kind != "f" or not np.isfinite(times).all() or (np.diff(times) < 0).any():
-            raise _wrong(where, f"its times are an array of {times.dtype} that is no sequence of times")
-        return tuple(float(at) for at in times)
-
-    def close(self) -> None:
-        for connection in self._open.values():
-            if connection is not None:
-                connection.close()
-
-    def _connection(self, name: str, where: str) -> sqlite3.Connection | None:
-        if name not in self._open:
-            if name != Path(name).name:
-                raise _wrong(where, f"{name!r} is no name of a file")
-            places = (self._folder / "db_data" / name, self._folder / "tmp" / f"tmp_{name}")
-            path = next((one for one in places if one.is_file()), None)
-            self._open[name] = (
-                None if path is None else sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
-            )
-        return self._open[name]
+def _times(blob: bytes, where: str) -> tuple[float, ...]:
+    """Of the chunks of one answer."""
+    try:
+        times = np.load(io.BytesIO(blob), allow_pickle=False)
+    except (ValueError, OSError, EOFError, TypeError) as error:
+        raise _wrong(where, f"its times are no array ({error})") from error
+    if times.ndim != 1 or times.dtype.kind != "f" or not np.isfinite(times).all() or (np.diff(times) < 0).any():
+        raise _wrong(where, f"its times are an array of {times.dtype} that is no sequence of times")
+    return tuple(times.tolist())
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Details]]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from bench.aisbench.environment import default_folder
 from bench.clients.flags import add_shared_flags, check_shared, parse_rates, rules_of
-from bench.clients.measure import Rules
-from bench.clients.slo import Slo
+from bench.clients.measure import Plan
+from bench.clients.sender import Bounds
 from bench.record import add_arguments as add_record_arguments
 from bench.workloads.arrivals import Poisson
 from bench.workloads.spec import RequestSpec
@@ -27,18 +27,14 @@ class Asked:
 
     Attributes:
         timed: our seeded arrivals, as timestamps of the rows; else AISBench draws its own.
-        timeout_s: of one request; a run is ended when its last one may be over.
-        devices: that serve the endpoint; None: not known. api_key: "" for none.
+        plan: how a run is judged, and how long a request may take. api_key: "" for none.
     """
 
     rates: Sequence[float]
     workload: Workload
     timed: bool
-    slos: Sequence[Slo]
-    rules: Rules
-    timeout_s: float
-    devices: int | None
-    api_key: str
+    plan: Plan
+    api_key: str = ""
 
     def specs(self, rate_rps: float, number: int) -> list[RequestSpec]:
         """The requests of the run with that number: new ones each time, at times where they are ours to say."""
@@ -86,14 +82,19 @@ def asked(arguments: argparse.Namespace) -> Asked:
     rates = parse_rates(arguments.rates, "--rates")
     if len(set(rates)) < len(rates):
         raise ConfigError(f"--rates {arguments.rates}: each rate once", param="--rates")
+    wanted = workload(arguments.workload, arguments)
     return Asked(
         rates=rates,
-        workload=workload(arguments.workload, arguments),
+        workload=wanted,
         timed=arguments.arrivals == "timestamps",
-        slos=arguments.slo,
-        rules=rules_of(arguments),
-        timeout_s=arguments.timeout,
-        devices=arguments.devices,
+        plan=Plan(
+            Poisson(1.0),  # each run has its own
+            count=wanted.count,
+            slos=arguments.slo,
+            devices=arguments.devices,
+            rules=rules_of(arguments),
+            bounds=Bounds(limit_s=arguments.timeout),
+        ),
         api_key=_key(arguments.api_key_file),
     )
 

@@ -7,27 +7,24 @@ AISBench's configurations cannot read the environment, so each rate has one of i
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.aisbench import process
 from bench.aisbench.details import NAME, own_figures, read_requests, results_folder, said
 from bench.aisbench.environment import AisBench
 from bench.aisbench.flags import Asked
-from bench.aisbench.report import Rated
 from bench.aisbench.rows import Shape, most_under_way, run_of
 from bench.clients.http import Endpoint
-from bench.clients.measure import Measured, Objection, objections
-from bench.clients.metrics import steady_window, summary
+from bench.clients.measure import Measured, Objection
+from bench.clients.measure import judged as by_plan
 from bench.clients.sender import Run
 from bench.workloads.export_aisbench import DATASET, export_aisbench
 from bench.workloads.images import Images
 from bench.workloads.spec import RequestSpec
 from epd_serve.errors import ConfigError, StageError
 
-"""Of the results' files: the `abbr` of the exported dataset entry."""
 MOST_AT_ONCE = 500
 """`batch_size`: with more AISBench starts a second process, and beyond it requests wait outside of its clock."""
 
@@ -38,19 +35,18 @@ class Entry:
 
     Attributes:
         url: with the base path, without `/v1`. model: as the endpoint calls it. tokenizer: a folder.
+        timed: the rows' own times hold. api_key: "" for none.
         rate_rps: at which AISBench draws Poisson arrivals where `timed` does not hold.
-        timed: the rows' own times hold.
         requests: rows of the workload, without the warm-up's.
-        api_key: "" for none.
     """
 
     url: str
     model: str
     tokenizer: Path
-    rate_rps: float
     timed: bool
-    requests: int
     api_key: str = ""
+    rate_rps: float = 1.0
+    requests: int = 0
 
     @property
     def at_once(self) -> int:
@@ -117,92 +113,64 @@ SLACK = 1.5
 
 
 @dataclass(frozen=True)
-class Endpointed:
-    """What does not change from rate to rate."""
+class Rated:
+    """A rate that was measured. `own`: AISBench's figures, as `details.own_figures` names them."""
 
-    endpoint: Endpoint
-    model: str
-    tokenizer: Path
-    shape: Shape
-    bench: AisBench
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Of a rate. `rated`: None where AISBench measured nothing, and `nothing` says why. `signal`: that ended it."""
-
-    rated: Rated | None
-    signal: int = 0
-    nothing: str = ""
+    rate_rps: float
+    measured: Measured
+    own: Mapping[str, float]
 
 
 def measure_rate(
-    asked: Asked, fixed: Endpointed, rate_rps: float, number: int, folder: Path, pictures: Images
-) -> Outcome:
+    asked: Asked,
+    entry: Entry,
+    shape: Shape,
+    bench: AisBench,
+    specs: Sequence[RequestSpec],
+    rate_rps: float,
+    folder: Path,
+    images: Images,
+) -> Rated:
     """Run AISBench in `folder`, which is made.
 
+    Args:
+        entry: without rate and number of requests. specs: the requests.
+
     Raises:
-        ConfigError: the folder cannot be written, or AISBench cannot be started.
+        ConfigError: the folder cannot be written. StageError: AISBench measured nothing, with its own words.
     """
-    specs = asked.specs(rate_rps, number)
-    label = label_of(rate_rps)
-    export_aisbench(specs, pictures, folder)
-    entry = Entry(
-        url=str(fixed.endpoint),
-        model=fixed.model,
-        tokenizer=fixed.tokenizer,
-        rate_rps=rate_rps,
-        timed=asked.timed,
-        requests=len(specs),
-        api_key=asked.api_key,
-    )
+    export_aisbench(specs, images, folder)
+    entry = replace(entry, rate_rps=rate_rps, requests=len(specs))
     write_entry(folder, entry)
-    results = folder / "results"
-    ended = process.run(
-        command_line(fixed.bench.command, folder, results, len(specs)),
-        folder,
-        limit_s(specs, rate_rps, asked.timeout_s),
-        host=fixed.endpoint.host,
-        label=label,
-        progress=sys.stderr,
-    )
-    stopped = "interrupted" if ended.signal else ""
-    if ended.late:
-        stopped = f"AISBench did not end within {limit_s(specs, rate_rps, asked.timeout_s):.0f} s and was ended"
+    results, until_s = folder / "results", limit_s(specs, rate_rps, asked.plan.bounds.limit_s)
+    command = command_line(bench.command, folder, results, len(specs))
+    code = process.run(command, folder, until_s, host=Endpoint.of(entry.url).host)
+    stopped = f"AISBench did not end within {until_s:.0f} s and was ended" if code is None else ""
     log = said(*sorted(results.glob(f"*/logs/infer/{NAME}/*.out")), folder / "ais_bench.log")
-    left = results_folder(results)
     try:
-        if left is None:
-            raise StageError("AISBench did not come to send anything", stage="AISBench")
+        left = results_folder(results)
         sent, own = read_requests(left), own_figures(left)
     except StageError as error:
-        why = stopped or log or f"{error.message} (exit code {ended.code})"
-        return Outcome(None, ended.signal, f"{label}: {why}")
-    run = run_of(label, sent, specs, fixed.shape)
+        why = stopped or log or f"{error.message} (exit code {code})"
+        raise StageError(f"AISBench measured nothing at {label_of(rate_rps)}: {why}", stage="AISBench") from error
+    run = run_of(label_of(rate_rps), sent, specs, shape)
     run.stopped = stopped
     if not stopped and len(run.rows) < len(specs):
         run.stopped = f"AISBench recorded {len(run.rows)} of {len(specs)} requests" + (f": {log}" if log else "")
-    return Outcome(Rated(rate_rps, judged(run, asked, entry.at_once), own), ended.signal)
+    return Rated(rate_rps, judged(run, asked, entry.at_once), own)
 
 
 def judged(run: Run, asked: Asked, at_once: int) -> Measured:
     """The figures of a run by the definitions of `epd-bench load`, and why it is not valid where it is not."""
-    window = steady_window(run.begun_s, run.issued_s, None)
-    figures = summary(run, window, asked.slos, asked.devices)
-    late = {name: value for name, value in figures.get("generator", {}).items() if name.startswith("late_")}
-    figures["generator"] = {}  # nothing is known of AISBench's CPU time
-    if asked.timed:
-        figures["aisbench_late"] = late
-    found = objections(run, window, asked.rules)
-    if not asked.timed and most_under_way(run.rows) >= at_once < len(run.rows):
-        found.append(
-            Objection(
-                "generator",
-                f"{at_once} requests were under way, which is all that AISBench allows: others waited outside of its "
-                "clock; ask for fewer requests, a lower rate, or --arrivals timestamps",
-            )
-        )
-    return Measured(run, window, figures, found, window.grows(run.rows))
+    found = by_plan(run, asked.plan)
+    late = {name: value for name, value in found.figures.get("generator", {}).items() if name.startswith("late_")}
+    figures = {**found.figures, "generator": {}}  # nothing is known of AISBench's CPU time
+    figures |= {"aisbench_late": late} if asked.timed else {}
+    crowded = f"""{at_once} requests were under way, which is all that AISBench allows: others waited outside of its \
+clock; ask for fewer requests, a lower rate, or --arrivals timestamps"""
+    full = not asked.timed and most_under_way(run.rows) >= at_once < len(run.rows)
+    objections = [*found.objections, *([Objection("generator", crowded)] if full else [])]
+    return replace(found, figures=figures, objections=objections)
 
 
 def limit_s(specs: Sequence[RequestSpec], rate_rps: float, timeout_s: float) -> float:
@@ -215,8 +183,3 @@ def limit_s(specs: Sequence[RequestSpec], rate_rps: float, timeout_s: float) -> 
 def label_of(rate_rps: float) -> str:
     """Of a run in tables, rows and figures, as `epd-bench load` calls it."""
     return f"{rate_rps:g} rps"
-
-
-def folder_of(rate_rps: float) -> str:
-    """The name of a rate's folder."""
-    return f"rate-{rate_rps:g}"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from bench.aisbench.rate import Rated
 from bench.clients import report
-from bench.clients.measure import Measured
 from bench.clients.slo import Slo
 from deploy.memory.placement_table import table
 
@@ -15,15 +14,6 @@ TARGET = 0.9
 """Share of requests that has to attain the objective at a rate that counts as goodput."""
 _COLUMNS = (("mean", "Average"), ("p50", "Median"), ("p90", "P90"), ("p99", "P99"))
 _KINDS = (("ttft_ms", "TTFT", "from when it was due"), ("tpot_ms", "TPOT", ""), ("e2e_ms", "E2EL", ""))
-
-
-@dataclass(frozen=True)
-class Rated:
-    """A rate that was measured. `own`: AISBench's figures, as `details.own_figures` names them."""
-
-    rate_rps: float
-    measured: Measured
-    own: Mapping[str, float]
 
 
 def one_rate(rated: Rated, slos: Sequence[Slo], *, timed: bool) -> str:

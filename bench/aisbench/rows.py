@@ -10,17 +10,16 @@ whole when it has as many tokens as were asked for, by the server's own count: a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
 from bench.aisbench.details import Sent
-from bench.clients.answers import events, judge, read_answer
+from bench.clients.answers import events, judge_reading, read_answer
 from bench.clients.bodies import streamed
 from bench.clients.records import Outcome, RequestRecord
 from bench.clients.sender import Run
-from bench.clients.target import Target
+from bench.clients.target import CHAT, Target
 from bench.workloads.spec import RequestSpec
 from epd_serve.errors import StageError
 
@@ -43,7 +42,7 @@ def shape_of(pieces: Iterable[tuple[float, bytes]]) -> Shape:
     return Shape(bears.index(True), bears[::-1].index(True))
 
 
-async def look(target: Target, model: str) -> Shape:
+def look(target: Target, model: str) -> Shape:
     """Ask for a few tokens.
 
     Raises:
@@ -56,19 +55,15 @@ async def look(target: Target, model: str) -> Shape:
         "temperature": 0,
         "ignore_eos": True,
     }
-    response = await target.ask(json.dumps(streamed(body)).encode(), "epd-bench-look", ANSWER_S)
-    reading = read_answer(response.pieces or ())
-    status = judge(response, reading)
-    wrong = status.error
-    if response.pieces is None:
-        wrong = f"nothing within {ANSWER_S:g} s"
-    elif not wrong and reading.completion_tokens is None:
+    pieces = [(0.0, target.ask(CHAT, streamed(body), limit_s=ANSWER_S).content)]
+    reading = read_answer(pieces)
+    wrong = judge_reading(reading).error
+    if not wrong and reading.completion_tokens is None:
         wrong = "the stream does not end with its usage, which AISBench counts tokens by"
     if wrong:
-        raise StageError(
-            f"{target.endpoint} does not answer a small request: {status.fault}: {wrong}", stage=str(target.endpoint)
-        )
-    return shape_of(response.pieces or ())
+        where = str(target.endpoint)
+        raise StageError(f"{where} does not answer a small request: {wrong}", stage=where)
+    return shape_of(pieces)
 
 
 _STATUS = {status.phrase: status.value for status in HTTPStatus}

@@ -172,12 +172,18 @@ def judge(
         return ResponseStatus(Outcome.ERROR, f"status {response.status}", shortened(response.tail))
     if reading is None or not (stream or response.ended_s):
         return _by_its_end(response, stream=stream)
+    return judge_reading(reading, expected_tokens, cut="ended without [DONE]" if response.ended_s else "was cut off")
+
+
+def judge_reading(
+    reading: Reading, expected_tokens: int | None = None, cut: str = "ended without [DONE]"
+) -> ResponseStatus:
+    """Judges what an answer of status 200 says. `cut`: what became of one without an end."""
     if reading.garbage:
         return ResponseStatus(Outcome.ERROR, "garbage", reading.garbage)
     if reading.error:
         return ResponseStatus(Outcome.ERROR, ERROR_EVENT, reading.error)
     if not reading.done:
-        cut = "ended without [DONE]" if response.ended_s else "was cut off"
         return ResponseStatus(Outcome.TRUNCATED, CUT, f"the answer {cut} after {len(reading.content_s)} events")
     if not reading.content_s:
         return ResponseStatus(Outcome.ERROR, "empty", "a whole answer without any content")

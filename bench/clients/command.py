@@ -34,7 +34,6 @@ from bench.record import environment, plain
 from bench.workloads.arrivals import Arrivals, arrivals_at
 from bench.workloads.images import Images
 from bench.workloads.workload import Workload, workload
-from deploy.host import event_loop
 from epd_serve.errors import ConfigError
 
 SEARCH_REQUESTS = 100
@@ -55,10 +54,10 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     plan, wanted = plan_of(arguments), workload(arguments.workload, arguments) if arguments.workload else None
     rates = rates_of(arguments, wanted.own if wanted else ())
     target = Target(arguments.url, {"x-epd-explain": "1", **dict(map(header_of, arguments.header))})
-    served = event_loop.run(target.models())  # in any case, so that an endpoint that is down is known at once
+    served = target.served()  # in any case, so that an endpoint that is down is known at once
     if not (arguments.model or served):
         raise ConfigError(f"{target.endpoint} serves no model: say --model", param="--model")
-    model = arguments.model or served[0]
+    model = arguments.model or served[0][0]
     source = _source(arguments, wanted, model)
     _open_many_files()
     env = environment(argv, kind=arguments.kind, asked=arguments)

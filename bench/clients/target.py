@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.clients.answers import shortened
-from bench.clients.http import Endpoint, Response, connect, head
+import httpx
+
+from bench.clients.http import Endpoint, head
 from epd_serve.errors import ConfigError, StageError
 
 CHAT = "/v1/chat/completions"
@@ -71,39 +71,33 @@ class Target:
     def head(self, request_id: str, size_bytes: int) -> bytes:
         return b"%sx-request-id: %s\r\ncontent-length: %d\r\n\r\n" % (self._head, request_id.encode(), size_bytes)
 
-    async def models(self) -> list[str]:
-        """Returns what it serves; also says whether anybody is there, before minutes of load are sent.
+    def served(self) -> list[tuple[str, str]]:
+        """(name, where the model lies) of what it serves; "" where it does not say that. Also says whether anybody is
+        there, before minutes of load are sent.
 
         Raises:
             StageError: nobody answers, or not with a list of models.
         """
-        return [name for name, _ in await self.served()]
-
-    async def served(self) -> list[tuple[str, str]]:
-        """(name, where the model lies) of what it serves; "" where it does not say that. Raises as `models`."""
-        response = await self._exchange(head(self.endpoint, "GET", "/v1/models", self._headers) + b"\r\n", LOOK_S)
-        if response.garbage:
-            wrong = f"answers with garbage: {response.garbage}"
-        elif not response.ended_s:
-            wrong = f"does not answer within {LOOK_S:g} s"
-        elif response.status != 200:
-            wrong = f"answers {response.status}: {shortened(response.tail)}"
-        else:
-            try:
-                return [(str(one["id"]), str(one.get("root") or "")) for one in json.loads(response.body)["data"]]
-            except (ValueError, KeyError, TypeError, AttributeError):
-                wrong = f"is no list of models: {shortened(response.tail)}"
-        raise StageError(f"{self.endpoint}/v1/models {wrong}", stage=str(self.endpoint))
-
-    async def ask(self, body: bytes, request_id: str, limit_s: float) -> Response:
-        """Sends one request outside of any load, its answer kept whole. Raises StageError where nobody is there."""
-        return await self._exchange(self.head(request_id, len(body)) + body, limit_s)
-
-    async def _exchange(self, request: bytes, limit_s: float) -> Response:
-        connection = await connect(self.endpoint)
+        answer = self.ask("/v1/models", limit_s=LOOK_S)
         try:
-            waiter = connection.send(request, keep=True)
-            await asyncio.wait([waiter], timeout=limit_s)
-            return waiter.result() if waiter.done() else Response()
-        finally:
-            connection.close()
+            return [(str(one["id"]), str(one.get("root") or "")) for one in answer.json()["data"]]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            where = str(self.endpoint)
+            raise StageError(f"{where}/v1/models is no list of models: {answer.text[:500]}", stage=where) from None
+
+    def ask(self, path: str, body: Mapping[str, Any] | None = None, *, limit_s: float) -> httpx.Response:
+        """One question outside of any load, a GET where there is no `body`.
+
+        Raises:
+            StageError: nobody is there, nothing came for `limit_s`, or not with status 200.
+        """
+        url, method = f"{self.endpoint}{path}", "GET" if body is None else "POST"
+        try:
+            answer = httpx.request(method, url, json=body, headers=self._headers, timeout=limit_s, trust_env=False)
+        except httpx.TimeoutException as error:
+            raise StageError(f"{url} does not answer within {limit_s:g} s", stage=str(self.endpoint)) from error
+        except httpx.HTTPError as error:
+            raise StageError(f"{url} cannot be reached ({error!r})", stage=str(self.endpoint)) from error
+        if answer.status_code != 200:
+            raise StageError(f"{url} answers {answer.status_code}: {answer.text[:500]}", stage=str(self.endpoint))
+        return answer

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,13 +22,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.clients.answers import shortened
 from bench.clients.bodies import WorkloadSource, chat_body, prepared, spec_bodies
 from bench.clients.measure import Plan, measure
 from bench.clients.records import RecordsFile
 from bench.clients.sender import Bounds
 from bench.clients.sweep import one_run
-from bench.clients.target import Target
+from bench.clients.target import CHAT, Target
 from bench.example_proxies import running as rival
 from bench.record import environment
 from bench.served import Served, served
@@ -105,12 +103,10 @@ class SentRequests:
 def _tokens(server: Target, body: dict[str, Any]) -> list[int]:
     asked = {**body, "stream": False, "max_tokens": ANSWER_TOKENS, "return_token_ids": True}
     del asked["stream_options"]
-    response = event_loop.run(server.ask(json.dumps(asked).encode(), "same-tokens", ANSWER_S))
-    found = json.loads(response.body)["choices"][0].get("token_ids") if response.whole(stream=False) else None
+    found = server.ask(CHAT, asked, limit_s=ANSWER_S).json()["choices"][0].get("token_ids")
     if not found:
-        said = response.garbage or shortened(response.tail)
         where = str(server.endpoint)
-        raise StageError(f"{where} gives no token ids to a request alone: {response.status} {said}", stage=where)
+        raise StageError(f"{where} gives no token ids to a request alone", stage=where)
     return [int(one) for one in found]
 
 

@@ -152,17 +152,18 @@ def _ours(url: str, specs: Sequence[RequestSpec]) -> Sequence[float | None]:
 def _aisbench(url: str, specs: Sequence[RequestSpec], bench: AisBench, folder: Path) -> Sequence[float | None]:
     """By its own definition: from sending to the first chunk. Without the warm-up's row."""
     export_aisbench(specs, Images(), folder)
-    entry = Entry(url, MODEL, Path(builtin_model_dir()), RATE_RPS, timed=True, requests=len(specs))
+    entry = Entry(url, MODEL, Path(builtin_model_dir()), timed=True, rate_rps=RATE_RPS, requests=len(specs))
     write_entry(folder, entry)
     command = command_line(bench.command, folder, folder / "results", len(specs))
-    ended = process.run(command, folder, LIMIT_S, host=Endpoint.of(url).host, label=AISBENCH, progress=sys.stderr)
-    if ended.signal:
-        raise SystemExit(128 + ended.signal)
-    left = results_folder(folder / "results")
-    if left is None or ended.late:
+    code = process.run(command, folder, LIMIT_S, host=Endpoint.of(url).host)
+    if code != 0:
         log = said(*folder.glob("results/*/logs/infer/*/*.out"), folder / "ais_bench.log")
-        raise StageError(log or f"it did not end within {LIMIT_S:g} s, or with code {ended.code}", stage=AISBENCH)
-    sent = [one for one in read_requests(left) if one.row and one.output_tokens == USUAL.tokens]
+        raise StageError(log or f"it did not end within {LIMIT_S:g} s, or with code {code}", stage=AISBENCH)
+    sent = [
+        one
+        for one in read_requests(results_folder(folder / "results"))
+        if one.row and one.output_tokens == USUAL.tokens
+    ]
     return [one.ttft_s for one in sent]
 
 
@@ -175,17 +176,14 @@ def _vllm_bench(url: str, specs: Sequence[RequestSpec], folder: Path) -> Sequenc
         --request-rate {RATE_RPS} --seed 1 --save-result --save-detailed --disable-tqdm --result-dir {folder}
         --result-filename result.json"""
     argv = [str(VLLM_COMMAND), *flags.split()]
-    ended = process.run(
-        argv, folder, LIMIT_S, host=Endpoint.of(url).host, label=VLLM, log="client.log", more=_importable(folder)
-    )
-    if ended.signal:
-        raise SystemExit(128 + ended.signal)
+    host = Endpoint.of(url).host
+    code = process.run(argv, folder, LIMIT_S, host=host, log="client.log", more=_importable(folder))
     try:
         result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
         waits = [float(value) for value in result["ttfts"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         log = said(folder / "client.log")
-        raise StageError(log or f"no result, exit code {ended.code} ({error!r})", stage=VLLM) from error
+        raise StageError(log or f"no result, exit code {code} ({error!r})", stage=VLLM) from error
     return waits
 
 

@@ -12,7 +12,7 @@ from epd_serve.errors import ConfigError
 from tests.bench.aisbench.fake_ais_bench import MODEL_FIELDS, configuration
 
 ENTRY = Entry(
-    "http://127.0.0.1:8000", "it's \\ a model", Path("/a folder/t"), 0.5, timed=True, requests=60, api_key="k"
+    "http://127.0.0.1:8000", "it's \\ a model", Path("/a folder/t"), timed=True, api_key="k", rate_rps=0.5, requests=60
 )
 
 
@@ -36,7 +36,7 @@ def test_the_entry_says_what_was_asked_whatever_characters_it_has(tmp_path):
 
 @pytest.mark.parametrize(("requests", "at_once"), [(1, 2), (60, 61), (512, 500)])
 def test_no_request_waits_outside_of_the_clock_while_that_can_be(tmp_path, requests, at_once):
-    entry = Entry("http://h:1", "m", Path("/t"), 1.0, timed=False, requests=requests)
+    entry = Entry("http://h:1", "m", Path("/t"), timed=False, requests=requests)
 
     assert read_back(tmp_path, entry)["batch_size"] == at_once
 

@@ -105,7 +105,7 @@ async def test_each_token_and_then_the_usage_come_when_the_stage_sends_them() ->
 async def test_the_look_before_a_load_finds_what_aisbench_will_count() -> None:
     async with cluster("PD0") as c:
         c["PD0"].script.append(streams(opening(0), chunk("a"), last("b"), USAGE, DONE))
-        assert await look(Target(str(c.client.base_url)), MODEL) == Shape(1, 1)
+        assert await asyncio.to_thread(look, Target(str(c.client.base_url)), MODEL) == Shape(1, 1)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ async def test_several_pictures_of_many_megabytes_are_taken() -> None:
 
 async def test_the_model_is_listed_with_the_folder_it_lies_in(tmp_path) -> None:
     async with cluster("PD0", config=settings(identity=ModelIdentity(str(tmp_path)))) as c:
-        assert await Target(str(c.client.base_url)).served() == [(MODEL, str(tmp_path))]
+        assert await asyncio.to_thread(Target(str(c.client.base_url)).served) == [(MODEL, str(tmp_path))]
 
 
 async def test_a_stream_that_breaks_is_no_success_to_a_client_that_looks_for_done() -> None:

@@ -8,12 +8,13 @@ import pytest
 
 from bench.aisbench.details import Sent
 from bench.aisbench.flags import Asked
-from bench.aisbench.rate import judged
-from bench.aisbench.report import Rated, one_rate
+from bench.aisbench.rate import Rated, judged
+from bench.aisbench.report import one_rate
 from bench.aisbench.rows import Shape, most_under_way, run_of
-from bench.clients.measure import Rules
+from bench.clients.measure import Plan
 from bench.clients.records import Outcome
 from bench.clients.slo import PAPER
+from bench.workloads.arrivals import Poisson
 from bench.workloads.generate import Knobs
 from bench.workloads.spec import RequestSpec
 from bench.workloads.workload import Workload
@@ -83,7 +84,7 @@ def test_requests_under_way_are_counted_at_the_worst_moment():
 def test_a_run_of_which_only_the_warm_up_is_there_says_so():
     run = run_of("r", [sent(0, 1.0, 2.0, 3.0)], [spec(0, 0.0)], Shape())
     run.stopped = "interrupted"
-    asked = Asked((1.0,), Workload("own", 1, Knobs()), True, PAPER, Rules(), 1.0, None, "")
+    asked = Asked((1.0,), Workload("own", 1, Knobs()), True, Plan(Poisson(1.0), count=1))
     measured = judged(run, asked, at_once=2)
 
     assert [one.text for one in measured.objections] == ["interrupted", "not one good answer among 0 requests"]
