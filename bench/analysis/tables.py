@@ -298,7 +298,11 @@ def deployments(results: SweepResults) -> Table:
 def facts(results: SweepResults) -> dict[str, Any]:
     """How it was measured: what was asked, and of the environments each different value once."""
     found = {name: value for name, value in results.experiment.to_json().items() if name != "deployments"}
-    found |= {"runs": len(results.runs), "requests": sum(len(run.requests) for run in results.runs)}
+    found |= {
+        "slos": [str(slo) for slo in results.experiment.slos],
+        "runs": len(results.runs),
+        "requests": sum(len(run.requests) for run in results.runs),
+    }
     for name in ("command", "commit", "uncommitted_changes", "date"):
         found[name] = "; ".join(dict.fromkeys(str(env[name]) for env in results.envs.values() if name in env))
     return found

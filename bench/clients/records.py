@@ -5,14 +5,13 @@ All times are CLOCK_MONOTONIC seconds, as the phase stamps of one host are. A ti
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
+import msgspec
+
+from bench.record import read_lines
 from epd_serve.errors import ConfigError
 
 LIMIT_S = 60.0
@@ -34,8 +33,7 @@ class Outcome(StrEnum):
     TIMEOUT = "timeout"
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRecord:
+class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request.
 
     Attributes:
@@ -125,23 +123,6 @@ class RequestRecord:
         failure never counts as quick."""
         return self.first_byte_s - self.due_s if self.ok and self.first_byte_s is not None else failed_s
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain values; tokens as milliseconds after `due_s`. What is empty is left out."""
-        plain = {field.name: getattr(self, field.name) for field in fields(self)}
-        plain |= {name: round(at, 6) for name, at in plain.items() if name.endswith("_s") and isinstance(at, float)}
-        plain["outcome"] = self.outcome.value
-        del plain["token_s"]
-        plain["tokens_ms"] = [round((at - self.due_s) * 1e3, 3) for at in self.token_s]
-        return {name: value for name, value in plain.items() if value not in (None, "", [])}
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> RequestRecord:
-        """The opposite of `to_json`. Raises KeyError, TypeError or ValueError where it is no such record."""
-        rest = {"run": "", "spec": "", **plain}
-        due_s = float(rest["due_s"])
-        tokens = tuple(due_s + ms / 1e3 for ms in rest.pop("tokens_ms", ()))
-        return cls(**{**rest, "outcome": Outcome(rest["outcome"])}, token_s=tokens)
-
 
 class RecordsFile:
     """Appends records to a file, one JSON line each as it comes: whatever ends a run, what was measured is there.
@@ -175,7 +156,7 @@ class RecordsFile:
 
     def keep(self, record: RequestRecord) -> None:
         """Writes `record`. Raises ConfigError where the disk is full or gone; half a line may be left."""
-        line = json.dumps(record.to_json(), separators=(",", ":")).encode() + b"\n"
+        line = msgspec.json.encode(record) + b"\n"
         try:
             while line:  # the second write of a full disk says so
                 line = line[self._file.write(line) :]
@@ -188,19 +169,5 @@ class RecordsFile:
 
 
 def read_records(path: Path) -> list[RequestRecord]:
-    """Returns the records of a file; half a line at its end is left out.
-
-    Raises:
-        ConfigError: it cannot be read, or has a line that is no record.
-    """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    records = []
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            records.append(RequestRecord.from_json(json.loads(line)))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}:{number} is no record of a request: {error!r}") from None
-    return records
+    """Returns the records of a file; half a line at its end is left out. Raises ConfigError as `read_lines`."""
+    return read_lines(path, RequestRecord)

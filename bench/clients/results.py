@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.record import read_object, write, write_whole
+from bench.record import Record, read_json, write, write_whole
 from epd_serve.errors import ConfigError
 
 SESSION = ("command", "commit", "uncommitted_changes", "date", "machine", "versions")
@@ -39,14 +39,9 @@ class Results:
         self.rows: list[dict[str, Any]] = []
         if path is None or not resume or not path.exists():
             return
-        found = read_object(path)
-        try:
-            self.env, self.rows = dict(found["env"]), [row for row in found["rows"] if not row.get("stopped")]
-            finished = self.finished
-            self.figures = {name: value for name, value in found["figures"].items() if name.split("/")[0] in finished}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-            raise ConfigError(f"{path} is no result: {what}", param=flag) from None
+        found = read_json(path, Record)
+        self.env, self.rows = found.env, [row for row in found.rows if not row.get("stopped")]
+        self.figures = {name: value for name, value in found.figures.items() if name.split("/")[0] in self.finished}
 
     @property
     def finished(self) -> set[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from bench.example_proxies import PEERS as EXAMPLES
 from epd_serve.errors import ConfigError
@@ -50,7 +52,7 @@ class Deployment:
 
     name: str
     layout: str
-    devices: int
+    devices: Annotated[int, msgspec.Meta(ge=1)]
     served_by: ServedBy = ServedBy.LAYOUT
     flags: tuple[str, ...] = ()
     slug: str = ""
@@ -63,17 +65,6 @@ class Deployment:
     def label(self) -> str:
         """Name and device count, as every legend has it."""
         return f"{self.name}, {self.devices} {'device' if self.devices == 1 else 'devices'}"
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> Deployment:
-        """Raises TypeError or ValueError where a field is missing, unknown or out of range."""
-        made = cls(**{**plain, "flags": tuple(plain.get("flags", ()))})
-        if made.devices < 1:
-            raise ValueError(f"deployment {made.name!r} has devices {made.devices}")
-        return replace(made, served_by=ServedBy(made.served_by))
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def deployments(

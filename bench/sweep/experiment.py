@@ -6,14 +6,15 @@ back. A resumed sweep has to ask what the first one asked, or its deployments co
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from bench.clients.measure import Plan, Rules
 from bench.clients.sender import Bounds
-from bench.clients.slo import PAPER, Slo, parse_slos
+from bench.clients.slo import PAPER, Slo
 from bench.clients.sweep import label_of
 from bench.sweep.deployments import Deployment
 from bench.workloads.arrivals import Arrivals, arrivals_at
@@ -115,19 +116,5 @@ class Experiment:
 
     def to_json(self) -> dict[str, Any]:
         """`experiment.json`, as reading the file gives it back."""
-        plain = {each.name: getattr(self, each.name) for each in fields(self)}
-        plain |= {"slos": [str(slo) for slo in self.slos], "limits": asdict(self.limits)}
-        plain |= {"deployments": [one.to_json() for one in self.deployments]}
-        made: dict[str, Any] = json.loads(json.dumps(plain))
-        return made
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> Experiment:
-        """The opposite of `to_json`. Raises KeyError, TypeError or ValueError where it is no experiment."""
-        typed = {
-            "rates": tuple(float(rate) for rate in plain["rates"]),
-            "slos": parse_slos(",".join(plain["slos"])),
-            "limits": RunLimits(**plain["limits"]),
-            "deployments": tuple(Deployment.from_json(one) for one in plain["deployments"]),
-        }
-        return cls(**{**plain, **typed})
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
+        return plain

@@ -17,7 +17,7 @@ import itertools
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,7 +149,7 @@ class Stages:
                 "devices": deployment.devices,
                 "client_on_the_servers_host": True,
             }
-            store.begin({**env, "deployment": {**deployment.to_json(), **about}, "load": load})
+            store.begin({**env, "deployment": {**asdict(deployment), **about}, "load": load})
             if not store.answers:
                 store.keep_answers(self.requests.answers(running))
             self.requests.warm_up(running, concurrency=2 * deployment.devices, count=WARM_UP * deployment.devices)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.clients.results import Results, difference
-from bench.record import flatten, read_object, write_whole
+from bench.record import flatten, read_json, write_whole
 from bench.sweep.deployments import Deployment
 from bench.sweep.experiment import Experiment, PlannedRun
 from epd_serve.errors import ConfigError
@@ -63,13 +63,13 @@ class ResultStore(Results):
     def failure(self) -> str:
         """Of the last session; "" where there was none."""
         path = self.folder / FAILED
-        return str(read_object(path).get("reason", "")) if path.exists() else ""
+        return str(read_json(path, dict[str, str]).get("reason", "")) if path.exists() else ""
 
     @property
     def answers(self) -> list[list[int]]:
         """Token ids of the requests that every deployment answers; empty before it has."""
         path = self.folder / ANSWERS
-        return [list(map(int, one)) for one in read_object(path)["tokens"]] if path.exists() else []
+        return read_json(path, dict[str, list[list[int]]])["tokens"] if path.exists() else []
 
     def keep_answers(self, tokens: Sequence[Sequence[int]]) -> None:
         _write_json(self.folder / ANSWERS, {"tokens": [list(one) for one in tokens]})
@@ -94,7 +94,7 @@ def opened(path: Path, experiment: Experiment, *, fresh: bool) -> Iterator[list[
                 )
         elif fresh:
             _clear(path)
-        elif differs := difference(*map(_fields, (read_object(path / EXPERIMENT), experiment.to_json()))):
+        elif differs := difference(*map(_fields, (read_json(path / EXPERIMENT, dict[str, Any]), experiment.to_json()))):
             raise ConfigError(
                 f"{path} holds another experiment: {differs}; name another --out, or begin anew with --fresh",
                 param="--out",
@@ -156,7 +156,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _clear(path: Path) -> None:
     """Remove an experiment, and nothing that is not one's."""
-    for one in read_object(path / EXPERIMENT).get("deployments", ()):
+    for one in read_json(path / EXPERIMENT, dict[str, Any]).get("deployments", ()):
         slug = str(one.get("slug", ""))
         if slug and Path(slug).name == slug:
             shutil.rmtree(path / slug, ignore_errors=True)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from bench.analysis.sweep_results import SweepResults, read_sweep
 from bench.clients.measure import Measured, Plan, Rules, judged
@@ -88,9 +91,9 @@ def measured(
     own = folder / one.slug
     judgements = {label: judged_run(label, of, one.devices) for label, of in runs.items()}
     rows = [{**of.row(), "rate": float(label.split()[0])} for label, of in judgements.items()]
-    env = {**ENV, "kind": "real", "deployment": {**one.to_json(), "ready_s": 12.5}}
+    env = {**ENV, "kind": "real", "deployment": {**asdict(one), "ready_s": 12.5}}
     write(own / RESULT, flatten({label: of.figures for label, of in judgements.items()}), env, rows)
-    _lines(own / ROWS, (each.to_json() for of_run in runs.values() for each in of_run))
+    (own / ROWS).write_bytes(msgspec.json.Encoder().encode_lines([each for of in runs.values() for each in of]))
     _lines(own / PHASES, phases)
     _lines(own / BATCHES, batches)
     return own

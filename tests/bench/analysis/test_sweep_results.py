@@ -82,12 +82,12 @@ def test_another_folder_is_refused(tmp_path):
         (
             PHASES,
             '{"run": "r", "ttft_ms": 1, "e2e_ms": 1, "phases_ms": {}, "exposed_ms": {}}\n{}\n',
-            r"phases\.jsonl:2 .*'phases_ms'",
+            r"phases\.jsonl:2 .*missing required field",
         ),
-        (BATCHES, '{"run": "2 rps"}\n', r"batches\.jsonl:1 .*'instance'"),
-        (RESULT, '{"figures": {},\n"env": nothing}', r"result\.json:2 is no JSON"),
-        (RESULT, '{"figures": {}, "env": {}}', r"result\.json is no result: it has no 'rows'"),
-        (RESULT, '{"figures": {}, "env": {}, "rows": [{"run": "2 rps", "rate": 2}]}', "no run of a sweep.*'valid'"),
+        (BATCHES, '{"run": "2 rps"}\n', r"batches\.jsonl:1 .*`instance`"),
+        (RESULT, '{"figures": {},\n"env": nothing}', r"result\.json cannot be read"),
+        (RESULT, '{"figures": {}, "env": {}}', r"result\.json cannot be read: .*`rows`"),
+        (RESULT, '{"figures": {}, "env": {}, "rows": [{"run": "2 rps", "rate": 2}]}', "no run of a sweep.*`valid`"),
     ],
 )
 def test_a_broken_file_is_named_with_its_fault(whole, name, text, said):
@@ -99,15 +99,15 @@ def test_a_broken_file_is_named_with_its_fault(whole, name, text, said):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"kind": None, "kinds": "real"}, "kinds"),
-        ({"deployments": [{"name": "a"}]}, "'layout' and 'devices'"),
-        ({"deployments": [{"name": "a", "layout": "TP1", "devices": 0}]}, "'a' has devices 0"),
-        ({"rates": ["x"]}, "could not convert"),
+        ({"kind": None}, r"\$\.kind"),
+        ({"deployments": [{"name": "a"}]}, "`layout`"),
+        ({"deployments": [{"name": "a", "layout": "TP1", "devices": 0}]}, r"deployments\[0\]\.devices"),
+        ({"rates": ["x"]}, r"rates\[0\]"),
     ],
 )
 def test_an_experiment_that_is_none_is_refused(whole, change, said):
     plain = json.loads((whole / EXPERIMENT).read_text())
     (whole / EXPERIMENT).write_text(json.dumps({**plain, **change}))
 
-    with pytest.raises(ConfigError, match=rf"is no experiment: .*{said}"):
+    with pytest.raises(ConfigError, match=rf"experiment\.json cannot be read: .*{said}"):
         read_sweep(whole)

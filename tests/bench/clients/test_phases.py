@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from bench.clients.phases import joined, spans_of
@@ -34,7 +33,7 @@ OF_E = {
 
 def recorded(layout: str, kind: str) -> tuple[RequestRecord, list[Stamp]]:
     """A request alone on real stages (CPU, demo model), with its stamps."""
-    records = map(RequestRecord.from_json, json.loads((RUNS / layout / "requests.json").read_text()))
+    records = msgspec.json.decode((RUNS / layout / "requests.json").read_bytes(), type=list[RequestRecord])
     (record,) = (one for one in records if one.spec == kind)
     return record, Timeline(read_stamps(RUNS / layout)).named(record.id)
 
@@ -204,4 +203,4 @@ def test_requests_that_the_stamps_do_not_know_are_left_out():
 
     assert joined(row(4, 10.0), timeline) is None
     assert joined(failed(3, 10.0), timeline) is None
-    assert joined(replace(row(3, 10.0), sent_s=None), timeline) is None
+    assert joined(msgspec.structs.replace(row(3, 10.0), sent_s=None), timeline) is None

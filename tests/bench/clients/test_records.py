@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bench.clients.records import Outcome, RecordsFile, RequestRecord, read_records
@@ -36,10 +36,7 @@ def test_an_answer_of_one_token_has_no_time_per_token():
 
 @pytest.mark.parametrize("one", [row(3, 7.25), failed(1, 2.5)])
 def test_a_row_comes_back_from_its_json(one):
-    back = RequestRecord.from_json(json.loads(json.dumps(one.to_json())))
-
-    assert back.token_s == pytest.approx(one.token_s, abs=1e-6)
-    assert {**back.to_json(), "tokens_ms": 0} == {**one.to_json(), "tokens_ms": 0}
+    assert msgspec.json.decode(msgspec.json.encode(one), type=RequestRecord) == one
 
 
 def test_a_failure_never_counts_as_quick():
@@ -71,7 +68,7 @@ def test_half_a_line_at_the_end_is_left_out(tmp_path):
 def test_a_line_that_is_no_row_is_named(tmp_path):
     (tmp_path / "r.jsonl").write_text('{"n": 3}\n')
 
-    with pytest.raises(ConfigError, match=r"r\.jsonl:1 is no record"):
+    with pytest.raises(ConfigError, match=r"r\.jsonl:1 cannot be read"):
         read_records(tmp_path / "r.jsonl")
 
 

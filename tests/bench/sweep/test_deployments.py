@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from bench.sweep.deployments import Deployment, ServedBy, deployments
@@ -72,4 +73,4 @@ def test_an_example_proxy_that_can_drive_none_is_refused_with_the_reason():
 
 def test_a_deployment_is_itself_again_when_it_is_read_from_a_file():
     for one in deployments(f"{SIX},E-PD", vllm=True, vllm_flags=("--x",), peers=(ServedBy.PEER_VLLM,)):
-        assert Deployment.from_json(one.to_json()) == one
+        assert msgspec.json.decode(msgspec.json.encode(one), type=Deployment) == one

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import msgspec
+
 from bench.clients.slo import Slo
 from bench.sweep.experiment import Experiment, RunLimits
 from tests.bench.sweep.experiments import experiment
@@ -20,6 +22,6 @@ def test_rates_are_of_all_devices_together_unless_they_are_per_device():
 
 def test_an_experiment_is_itself_again_when_it_is_read_from_a_file():
     asked = experiment(per_device=True, limits=RunLimits(late_ms=5.0), slos=(Slo(1, 2),), knobs={"reuse": 0.5})
-    again = Experiment.from_json(json.loads(json.dumps(asked.to_json())))
+    again = msgspec.json.decode(json.dumps(asked.to_json()), type=Experiment)
 
     assert again == asked
