@@ -101,3 +101,13 @@ class Target:
         if answer.status_code != 200:
             raise StageError(f"{url} answers {answer.status_code}: {answer.text[:500]}", stage=str(self.endpoint))
         return answer
+
+    def token_ids(self, body: Mapping[str, Any], limit_s: float) -> list[int]:
+        """Of the whole answer to one request alone. Raises StageError as `ask`, or where there are not `max_tokens`."""
+        asked = {name: value for name, value in body.items() if name != "stream_options"}
+        answer = self.ask(CHAT, {**asked, "stream": False, "return_token_ids": True}, limit_s=limit_s)
+        found: list[int] = answer.json()["choices"][0].get("token_ids") or []
+        if len(found) != body["max_tokens"]:
+            where = str(self.endpoint)
+            raise StageError(f"{where} gives {len(found)} token ids instead of {body['max_tokens']}", stage=where)
+        return found

@@ -27,7 +27,7 @@ from bench.clients.measure import Plan, measure
 from bench.clients.records import RecordsFile
 from bench.clients.sender import Bounds
 from bench.clients.sweep import one_run
-from bench.clients.target import CHAT, Target
+from bench.clients.target import Target
 from bench.example_proxies import running as rival
 from bench.record import environment
 from bench.served import Served, served
@@ -87,7 +87,8 @@ class SentRequests:
         servers = running.target.servers
         specs = enumerate(self._besides(ANSWER_SEED, ANSWERS))
         bodies = ((at, chat_body(spec, running.model, self.pictures.data_url)) for at, spec in specs)
-        return [_tokens(servers[at % len(servers)], body) for at, body in bodies]
+        short = {"max_tokens": ANSWER_TOKENS}
+        return [servers[at % len(servers)].token_ids({**body, **short}, ANSWER_S) for at, body in bodies]
 
     def warm_up(self, running: RunningDeployment, concurrency: int, count: int) -> None:
         """A closed loop that is not counted. Raises StageError where nothing is answered well."""
@@ -98,16 +99,6 @@ class SentRequests:
         rows = measured.run.rows
         if not any(row.ok for row in rows):
             raise StageError(f"not one of {len(rows)} warm-up requests was answered: {rows[0].error}", stage="warm-up")
-
-
-def _tokens(server: Target, body: dict[str, Any]) -> list[int]:
-    asked = {**body, "stream": False, "max_tokens": ANSWER_TOKENS, "return_token_ids": True}
-    del asked["stream_options"]
-    found = server.ask(CHAT, asked, limit_s=ANSWER_S).json()["choices"][0].get("token_ids")
-    if not found:
-        where = str(server.endpoint)
-        raise StageError(f"{where} gives no token ids to a request alone", stage=where)
-    return [int(one) for one in found]
 
 
 WARM_UP = 6

@@ -29,14 +29,13 @@ import argparse
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import httpx
 import numpy as np
 
 from bench.clients.process import SenderProcess
+from bench.clients.target import Target
 from bench.goals import Goal
 from bench.micro.colocation.figures import E_P_D, E_PD, E_PD_SHARES, EP_D, SHARES, TP1, figures, tables
 from bench.micro.colocation.mix import Mix, storm, stream_body
@@ -53,9 +52,8 @@ from bench.real_stages import (
 )
 from bench.scratch import scratch
 from bench.served import Served, served
-from epd_serve.errors import StageError
 
-ALIKE = 4
+ALIKE, ALONE_S = 4, 120.0
 """Requests whose answers are compared, token for token."""
 STORM_CONCURRENCY = 4
 STORM_LEAD_S = 1.0
@@ -126,22 +124,10 @@ def same_tokens(launches: Sequence[Served], mix: Mix) -> Iterator[Row]:
     """The share of some requests, asked one at a time, that each layout answers as the first one."""
     bodies = mix.bodies(launches[0].model, seed=2000)
     chosen = [*bodies[: ALIKE // 2], *bodies[-ALIKE // 2 :]]
-    with httpx.Client(timeout=120, trust_env=False) as client:
-        first, *others = ([tokens_of(client, one, body) for body in chosen] for one in launches)
+    first, *others = ([Target(one.url).token_ids(body, ALONE_S) for body in chosen] for one in launches)
     for launch, answers in zip(launches[1:], others, strict=True):
         share = float(np.mean([own == base for own, base in zip(answers, first, strict=True)]))
         yield {"layout": launch.name, "same_tokens": share, "requests": len(chosen)}
-
-
-def tokens_of(client: httpx.Client, launch: Served, body: Mapping[str, Any]) -> list[int]:
-    """The token ids of one answer, asked for alone. Raises StageError unless there are as many as asked for."""
-    answer = client.post(f"{launch.url}/v1/chat/completions", json={**body, "stream": False})
-    if answer.status_code != 200:
-        raise StageError(f"{launch.name} answers {answer.status_code}: {answer.text[:500]}", stage=launch.name)
-    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
-    if len(tokens) != body["max_tokens"]:
-        raise StageError(f"{launch.name}: {len(tokens)} tokens instead of {body['max_tokens']}", stage=launch.name)
-    return tokens
 
 
 def play(sender: SenderProcess, launch: Served, launches: Sequence[Served], mix: Mix, seed: int, turn: int) -> Row:

@@ -10,7 +10,6 @@ for the device and asks for nothing (`bench/micro/ep/stages.py`). Models of P:
                 server: 13.2 ms, the least of 30 requests for a small image on real stages here (`encoded` to
                 `prefill_arrived` in bench/results/ttft.json as of commit 19f57db)
     busy        the scheduling latency that EPD-Serve measured for the same image, on its NPUs
-    busy-30%, busy+30%  the same, to show what depends on it (not with --quick)
 
     transfer    admission, with a request that was waiting already, minus the end of encoding: nothing hides anything
     scheduling  from the end of encoding to the moment at which P could admit the request if its feature were local
@@ -70,6 +69,8 @@ TABLE_3 = (
 IMAGES = {row.picture: row for row in TABLE_3}
 IDLE_S = 0.0132
 BUSY = "busy"
+PREFILL = {"idle": dict.fromkeys(IMAGES, IDLE_S), BUSY: {row.picture: row.scheduling_ms / 1e3 for row in TABLE_3}}
+"""Models of P that hide something: its scheduling latency by image, in seconds; fixed before anything is measured."""
 EVENT_TOKENS = 1
 EVENTS_EVERY_S = 0.005
 KIND = "real processes, bytes, sockets and stores; emulated prefill (scheduling latency)"
@@ -91,7 +92,6 @@ FLAGS = {
 SETTINGS = {
     "budget_s": Usually(86_400.0, quick=40.0),
     "events": Usually(2000, quick=300),
-    "factors": Usually((1.0, 0.7, 1.3), quick=(1.0,)),
 }
 
 
@@ -104,24 +104,10 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     yield from transfers(modes, arguments)
 
 
-def prefill_models(factors: Sequence[float]) -> dict[str, dict[str, float]]:
-    """Models of P that hide something: its scheduling latency by image, in seconds; fixed before anything is measured.
-
-    `factors`: of the busy P's latency.
-    """
-    busy = {
-        f"{BUSY}{factor - 1:+.0%}".removesuffix("+0%"): {
-            row.picture: row.scheduling_ms / 1e3 * factor for row in TABLE_3
-        }
-        for factor in factors
-    }
-    return {"idle": dict.fromkeys(IMAGES, IDLE_S), **busy}
-
-
 def transfers(modes: Sequence[str], arguments: argparse.Namespace) -> Iterator[Row]:
     """Rows of features sent in every mode, and of `event_ms`: from the put in E to P having the event in hand."""
     tokens = {image: IMAGES[image].tokens for image in arguments.pictures}
-    models = {WAITING: dict.fromkeys(IMAGES, 0.0), **prefill_models(arguments.factors)}
+    models = {WAITING: dict.fromkeys(IMAGES, 0.0), **PREFILL}
     keys = [f"burst-{number}" for number in range(arguments.events)]
     with scratch() as folder, links(modes, [EVENT_TOKENS, *tokens.values()], folder) as opened:
         for link in opened:
@@ -200,7 +186,7 @@ def _printed(cell: Mapping[str, Any], name: str, spec: str) -> str:
 
 
 MEASUREMENT = Measurement(
-    quick="4 rounds, 2 on a slow machine, without the sensitivity of the emulated latency",
+    quick="4 rounds, 2 on a slow machine",
     flags=FLAGS,
     settings=SETTINGS,
     about=lambda arguments: {"kind": KIND},

@@ -31,8 +31,7 @@ from store.mooncake.master import MasterSettings, health_url, rpc_address
 
 HIDDEN_SIZE = 3584
 """Of openPangu-7B-VL's features, in EPD-Serve's Table 3."""
-MODES = ("sync_arena", "arena", "sync_mooncake", "mooncake")
-"""Synchronous: P is told when E has put the feature, and fetches it when the request asks. Else: event-driven."""
+MODES = ("arena", "mooncake")
 WAITING = "waiting"
 """The request waits already: nothing hides the transfer."""
 SLACK = 4.4  # a consumer prefetches up to a quarter of the arena: the largest feature has to fit into that
@@ -40,7 +39,6 @@ WAIT_S, ADMITTED_S = 20.0, 90.0
 START_S, MASTER_S = 120.0, 15.0
 STAGES = "bench.micro.ep.stages"
 WARM_TRIES = 20
-WARM_S = 1.0
 QUIET = {"MC_LOG_LEVEL": "ERROR", "MC_TCP_BIND_ADDRESS": "127.0.0.1"}
 
 
@@ -53,26 +51,22 @@ class Link:
     prefill: Child
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def send(self, image: str, tokens: int, model: str, scheduling_s: float, turn: int, limit_s: float = WAIT_S) -> Row:
+    def send(self, image: str, tokens: int, model: str, scheduling_s: float, turn: int) -> Row:
         """Send a feature to a request that P could admit `scheduling_s` after the end of encoding.
 
         Args:
             model: of P, or `WAITING`: the row then has the whole `transfer_ms`, else what is `exposed_ms`.
 
         Raises:
-            StageError: the feature did not arrive, or its announcement did not within `limit_s` (synchronous modes).
+            StageError: the feature did not arrive.
         """
-        key = f"{self.mode}-{image}-{next(self._numbers)}"
-        synchronous, waiting = self.mode.startswith("sync_"), model == WAITING
-        if synchronous or waiting:
-            self._arm(key, scheduling_s if synchronous else 0.0, scheduling_s, limit_s)
-            encoded = self.encode([key], tokens)
-        else:
-            encoded = self.encode([key], tokens)
-            self._arm(key, encoded + scheduling_s, scheduling_s, limit_s)
+        key, waiting = f"{self.mode}-{image}-{next(self._numbers)}", model == WAITING
+        if waiting:
+            self.prefill.ask((key, 0.0, scheduling_s))
+        encoded = self.encode([key], tokens)
+        if not waiting:
+            self.prefill.ask((key, encoded + scheduling_s, scheduling_s))
         admission = self.prefill.hear(ADMITTED_S)
-        if not admission["heard"]:
-            raise StageError(f"{self.mode}: {image} was not announced within {limit_s:g} s", stage=self.mode)
         if not admission["local"]:
             raise StageError(f"{self.mode}: the feature of {image} did not arrive", stage=self.mode)
         exposed_s = admission["admitted"] - (encoded + scheduling_s) - (0.0 if waiting else admission["local_s"])
@@ -95,16 +89,11 @@ class Link:
         """Until a feature has passed: sockets (what is announced before a subscription is there is lost), the pool."""
         for attempt in range(WARM_TRIES):
             try:
-                self.send("warm", tokens, WAITING, 0.0, attempt, WARM_S)
+                self.send("warm", tokens, WAITING, 0.0, attempt)
                 return
             except StageError:
                 if attempt == WARM_TRIES - 1:
                     raise
-
-    def _arm(self, key: str, at: float, scheduling_s: float, limit_s: float) -> None:
-        """Have a request wait for `key` from `at` on: a moment, or so long after the announcement."""
-        how = {"synchronous": self.mode.startswith("sync_"), "pooled": "mooncake" in self.mode}
-        self.prefill.ask({"admit": key, "at": at, "scheduling_s": scheduling_s, "limit_s": limit_s, **how})
 
 
 @contextlib.contextmanager
@@ -117,7 +106,7 @@ def links(modes: Sequence[str], tokens: Sequence[int], folder: Path) -> Iterator
         ConfigError: /dev/shm is too small, or Mooncake is not installed; before anything is started.
     """
     capacity = max(LEAST_SEGMENT_BYTES, int(max(tokens) * HIDDEN_SIZE * 2 * SLACK))
-    hosts = {mode: ("e", "p") if "mooncake" in mode else ("one", "one") for mode in modes}
+    hosts = {mode: ("e", "p") if mode == "mooncake" else ("one", "one") for mode in modes}
     paths = {host: f"/dev/shm/epd-bench-{os.getpid()}-{host}" for both in hosts.values() for host in both}
     needed_mib, free = len(paths) * capacity >> 20, free_mib(Path("/dev/shm"))
     if needed_mib > free:
@@ -130,9 +119,9 @@ def links(modes: Sequence[str], tokens: Sequence[int], folder: Path) -> Iterator
         opened = []
         for mode, (e, p) in hosts.items():
             (folder / mode).mkdir()
-            pool = (address, capacity) if "mooncake" in mode else ("", 0)
+            pool = (address, capacity) if mode == "mooncake" else ("", 0)
             to_e, to_p = wirings(mode, paths[e], paths[p], f"{folder}/{mode}", *pool)
-            encoder, prefill = Child(STAGES, to_e, tokens, HIDDEN_SIZE, env=QUIET), Child(STAGES, to_p, to_e.publish)
+            encoder, prefill = Child(STAGES, to_e, tokens, HIDDEN_SIZE, env=QUIET), Child(STAGES, to_p)
             stack.callback(encoder.stop)
             stack.callback(prefill.stop)
             opened.append(Link(mode, encoder, prefill))
@@ -165,7 +154,7 @@ def wirings(
     mode: str, encoder_arena: str, prefill_arena: str, folder: str, master: str, segment_bytes: int
 ) -> tuple[StageWiring, StageWiring]:
     """Of E and P, as the launcher would wire them. `folder`: for their stamps. `master`: of Mooncake, or ""."""
-    synchronous, socket = mode.startswith("sync_"), f"ipc://{folder}.sock"
+    socket = f"ipc://{folder}.sock"
     both: dict[str, Any] = {"incarnation": "bench", "mooncake_master": master}
     peers = Path(f"{folder}.peers.json")
     write_peers(peers, [Peer("E0", Role.E, events=socket)])
@@ -184,8 +173,8 @@ def wirings(
         role=Role.P,
         arena=prefill_arena,
         arena_id=prefill_arena,
-        peers="" if synchronous else str(peers),
-        feature_prefetch="demand" if synchronous else "event",
+        peers=str(peers),
+        feature_prefetch="event",
         publish=f"ipc://{folder}.p.sock",
         feature_wait_s=WAIT_S,
         trace_path=f"{folder}/P0.jsonl",

@@ -13,19 +13,16 @@ rings, as the connector does.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-import zmq
 
-from epd_serve import wire
 from epd_serve.demo.features import random_feature
 from epd_serve.engine.ec.consumer import FeatureConsumer
 from epd_serve.engine.ec.producer import FeatureProducer
 from epd_serve.roles import Role
-from epd_serve.sockets import Socket, open_socket, readable
 from epd_serve.wake import idle_waiter
 from epd_serve.wiring import StageWiring
 from store.arena.lease import Lease
@@ -61,49 +58,30 @@ def encoder(pipe: Connection, wiring: StageWiring, sizes: Sequence[int], hidden:
     producer.close()
 
 
-def prefill(pipe: Connection, wiring: StageWiring, publisher: str) -> None:
-    """Orders: `admit` a request for a feature, at a moment or so long after it was announced (`synchronous`)."""
+def prefill(pipe: Connection, wiring: StageWiring) -> None:
+    """Orders: admit a request for a feature at a moment, and once more with the feature local. Answers twice: when P
+    has asked for it, and how it went."""
     consumer = FeatureConsumer(wiring)
-    announced = open_socket(zmq.SUB)  # ours, not the consumer's: what tells a synchronous P that E has finished
-    announced.setsockopt(zmq.SUBSCRIBE, b"")
-    announced.connect(publisher)
     pipe.send(True)
-    for order in iter(pipe.recv, None):
-        _admit(consumer, announced, order, pipe)
+    for key, at, scheduling_s in iter(pipe.recv, None):
+        again = f"{key} again"
+        settled = _asked(consumer, key, key, at)
+        pipe.send(True)
+        admitted = _admitted(consumer, key, key, settled=settled)
+        # As long a wait as before: a thread that slept long wakes later, and that is not the transfer's doing.
+        local_at = time.monotonic() + max(LOCAL_AFTER_S, scheduling_s)
+        local = _admitted(consumer, again, key, settled=_asked(consumer, again, key, local_at))
+        lease = consumer.pinned(key)
+        assert lease is None or isinstance(lease, Lease), "the host path is what is measured here"
+        begun = time.monotonic()
+        if lease is not None:
+            np.frombuffer(lease.view(), np.uint8).copy()  # as the worker loads it
+        load_s = time.monotonic() - begun
+        for request in (key, again):
+            consumer.ended(request)
+        consumer.release([key, again])
+        pipe.send({"local": lease is not None, "admitted": admitted, "local_s": local - local_at, "load_s": load_s})
     consumer.close()
-
-
-def _admit(consumer: FeatureConsumer, announced: Socket, order: Mapping[str, Any], pipe: Connection) -> None:
-    """Admit a request for the feature, and once more with the feature local.
-
-    Answers twice: when it is armed, and how it went; `heard=False` when nobody announced the feature.
-    """
-    key, at, again = order["admit"], order["at"], f"{order['admit']} again"
-    if order["synchronous"]:
-        pipe.send(True)
-        announced_at = _announced_at(announced, key, order["limit_s"], pooled=order["pooled"])
-        if announced_at is None:
-            pipe.send({"heard": False})
-            return
-        at += announced_at
-    settled = _asked(consumer, key, key, at)
-    if not order["synchronous"]:
-        pipe.send(True)
-    admitted = _admitted(consumer, key, key, settled=settled)
-    # As long a wait as before: a thread that slept long wakes later, and that is not the transfer's doing.
-    local_at = time.monotonic() + max(LOCAL_AFTER_S, order["scheduling_s"])
-    local = _admitted(consumer, again, key, settled=_asked(consumer, again, key, local_at))
-    lease = consumer.pinned(key)
-    assert lease is None or isinstance(lease, Lease), "the host path is what is measured here"
-    begun = time.monotonic()
-    if lease is not None:
-        np.frombuffer(lease.view(), np.uint8).copy()  # as the worker loads it, whatever the mode
-    load_s = time.monotonic() - begun
-    for request in (key, again):
-        consumer.ended(request)
-    consumer.release([key, again])
-    found = {"heard": True, "local": lease is not None, "admitted": admitted}
-    pipe.send({**found, "local_s": local - local_at, "load_s": load_s})
 
 
 def _asked(consumer: FeatureConsumer, request: str, key: str, at: float) -> bool:
@@ -120,16 +98,3 @@ def _admitted(consumer: FeatureConsumer, request: str, key: str, *, settled: boo
         idle_waiter.wait(LOOK_S)
         settled = consumer.settled(request, [key]) is not None
     return time.monotonic()
-
-
-def _announced_at(announced: Socket, key: str, limit_s: float, *, pooled: bool) -> float | None:
-    """When the feature's announcement arrived; None when it did not in time.
-
-    `pooled`: the announcement that says that other hosts can fetch it. E announces a feature of its arena before that.
-    """
-    end = time.monotonic() + limit_s
-    while readable(announced, max(0.0, end - time.monotonic())):
-        message = wire.announcements.decode(announced.recv())
-        if isinstance(message, wire.FeatureReady) and message.key == key and (message.pooled or not pooled):
-            return time.monotonic()
-    return None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,21 +48,6 @@ if TYPE_CHECKING:
 COMPUTE_AT, LINK_AT, BAR = 1.0, 0.0, 0.72  # where the two rows of bars lie, and how high a bar is
 PLOTTED = 1024
 
-Bar = tuple[float, float, str]
-"""Start and end in milliseconds since P began the step that computes the prompt; text, where there is room for it."""
-
-
-def layer_bars(row: Row) -> Iterator[Bar]:
-    """Until the KV of each layer was written."""
-    for begun, *layers, _ in row["timeline_ms"]["steps"]:
-        for number, (start, end) in enumerate(zip([begun, *layers], layers, strict=False), start=1):
-            yield start, end, str(number)
-
-
-def packet_bars(row: Row) -> Iterator[Bar]:
-    for begun, ended, first, last in row["timeline_ms"]["packets"]:
-        yield begun, ended, f"{first + 1}–{last}" if last - first > 1 else f"{last}"
-
 
 def typical(rows: Sequence[Row]) -> Row:
     """The row whose exposed time is nearest to the median of all."""
@@ -87,26 +73,21 @@ def draw(path: Path, rows: Sequence[Row], heading: str) -> None:
 
 def _panel(ax: Axes, mode: str, row: Row) -> None:
     line = row["timeline_ms"]
-    rest = [(layers[-1] if layers else begun, end, "") for begun, *layers, end in line["steps"]]
-    _row(
-        ax,
-        [*layer_bars(row)],
-        COMPUTE_AT,
-        BLUE,
-        edge="white",
-        ink="white",
-        label="a layer of P, until its KV is written",
+    layers = [(begun, ended) for step in line["steps"] for begun, ended in pairwise(step[:-1])]
+    bars = (
+        (layers, COMPUTE_AT, BLUE, "white", "a layer of P, until its KV is written"),
+        ([step[-2:] for step in line["steps"]], COMPUTE_AT, SKY, "white", "rest of the step"),
+        # With an edge of its own colour a packet is seen however short it is.
+        ([packet[:2] for packet in line["packets"]], LINK_AT, ORANGE, ORANGE, "a packet on the link"),
     )
-    _row(ax, rest, COMPUTE_AT, SKY, edge="white", label="rest of the step")
-    # With an edge of its own colour a packet is seen however short it is.
-    _row(ax, [*packet_bars(row)], LINK_AT, ORANGE, edge=ORANGE, label="a packet on the link")
-    ax.barh(
-        (COMPUTE_AT + LINK_AT) / 2,
-        row["exposed_ms"],
-        left=line["prefill_end"],
-        height=1 + BAR,
-        facecolor="none",
-        edgecolor=VERMILLION,
+    for spans, at, colour, edge, label in bars:
+        widths = [(begun, ended - begun) for begun, ended in spans]
+        ax.broken_barh(widths, (at - BAR / 2, BAR), facecolors=colour, edgecolors=edge, linewidth=0.8, label=label)
+    ax.broken_barh(
+        [(line["prefill_end"], row["exposed_ms"])],
+        (LINK_AT - BAR / 2, 1 + BAR),
+        facecolors="none",
+        edgecolors=VERMILLION,
         hatch="///",
         linewidth=0.0,
         label="exposed",
@@ -117,15 +98,6 @@ def _panel(ax: Axes, mode: str, row: Row) -> None:
     ax.set_ylim(LINK_AT - 0.5, COMPUTE_AT + 0.5)
     title = f"{mode}: packets {row['packets']}, exposed {row['exposed_ms']:.1f} ms, overlap {row['overlap']:.0%}"
     ax.set_title(title, fontsize=9, loc="left")
-
-
-def _row(ax: Axes, bars: Sequence[Bar], at: float, color: str, *, edge: str, label: str, ink: str = "black") -> None:
-    spans = [(start, end - start) for start, end, _ in bars]
-    ax.broken_barh(spans, (at - BAR / 2, BAR), facecolors=color, edgecolors=edge, linewidth=0.8, label=label)
-    widest = max((end for _, end, _ in bars), default=0.0)
-    for start, end, text in bars:
-        if text and end - start > 0.012 * len(text) * widest:
-            ax.text((start + end) / 2, at, text, color=ink, fontsize=7, ha="center", va="center")
 
 
 MODES = ("bulk", "layerwise", "fixed:2", "fixed:4", "fixed:8", "adaptive")

@@ -11,7 +11,7 @@ import pytest
 
 from bench.cli import main
 from bench.goals import Goal, goal_table
-from bench.micro.ep.command import GOALS, TABLE_3, event_latencies_ms, prefill_models, transfers
+from bench.micro.ep.command import GOALS, PREFILL, TABLE_3, event_latencies_ms, transfers
 from bench.stamps import Stamp
 
 
@@ -20,12 +20,8 @@ def test_the_paper_s_overlap_follows_from_its_latencies():
         assert 1 - row.exposed_ms / row.transfer_ms == pytest.approx(row.overlap, abs=5e-5)
 
 
-def test_the_busy_p_is_varied_by_the_factors():
-    models = prefill_models((1.0, 0.7, 1.3))
-
-    assert [*models] == ["idle", "busy", "busy-30%", "busy+30%"]
-    assert models["busy-30%"]["4k"] == pytest.approx(0.7 * 0.728109)
-    assert models["busy+30%"]["4k"] == pytest.approx(1.3 * 0.728109)
+def test_the_busy_p_is_the_paper_s():
+    assert PREFILL["busy"]["4k"] == pytest.approx(0.728109) and PREFILL["idle"]["4k"] == 0.0132
 
 
 def test_an_event_takes_from_its_put_to_its_first_hearing():
@@ -66,13 +62,13 @@ def test_an_unknown_mode_or_image_is_named(capsys, flags):
 
 @pytest.mark.slow
 def test_features_pass_from_a_real_producer_to_a_real_consumer():
-    asked = argparse.Namespace(pictures=("280x280",), rounds=1, factors=(1.0,), events=300, budget_s=60.0)
+    asked = argparse.Namespace(pictures=("280x280",), rounds=1, events=300, budget_s=60.0)
 
-    rows = list(transfers(("sync_arena", "arena"), asked))
+    rows = list(transfers(("arena",), asked))
 
     sent = [row for row in rows if "mode" in row]
     models = ("waiting", "idle", "busy")
-    assert {(row["mode"], row["prefill"]) for row in sent} == set(itertools.product(("sync_arena", "arena"), models))
+    assert {(row["mode"], row["prefill"]) for row in sent} == set(itertools.product(("arena",), models))
     assert all(row["transfer_ms"] > 0 for row in sent if row["prefill"] == "waiting")
     assert sum("event_ms" in row for row in rows) == 300
     assert list(Path("/dev/shm").glob(f"epd-bench-{os.getpid()}-*")) == []

@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 
 import pytest
 
 from bench.micro.measurement import check_plot
-from bench.micro.pd.command import draw, layer_bars, packet_bars, typical
-from bench.micro.pd.figures import row_of
+from bench.micro.pd.command import draw, typical
 from epd_serve.errors import ConfigError
-from tests.bench.micro.pd.transfers_made import row, transfer
-
-CASE = {"transport": "shm", "tokens": 1024, "concurrency": 1, "round": 0}
-
-
-def test_bars_are_in_milliseconds_since_p_began():
-    drawn = row_of(transfer((5, 3), busy_s=0.004, exposed_s=0.002), [0.3], mode="adaptive", **CASE)
-
-    assert [*layer_bars(drawn)][:2] == [(0.0, 10.0, "1"), (10.0, 20.0, "2")]
-    assert [*packet_bars(drawn)] == [(50.0, 54.0, "1–5"), (80.0, 84.0, "6–8")]
-    assert (drawn["timeline_ms"]["prefill_end"], drawn["timeline_ms"]["done"]) == pytest.approx((85.0, 87.0))
-
-
-def test_a_packet_of_one_layer_is_named_after_it():
-    drawn = row_of(transfer((7, 1)), [0.3], mode="adaptive", **CASE)
-
-    assert [text for _, _, text in packet_bars(drawn)] == ["1–7", "8"]
-
-
-def test_a_transfer_without_stamped_steps_is_drawn_from_its_first_packet():
-    drawn = row_of(dataclasses.replace(transfer(), steps=()), [0.3], mode="bulk", **CASE)
-
-    assert [*layer_bars(drawn)] == []
-    assert next(packet_bars(drawn))[0] == 0.0
+from tests.bench.micro.pd.transfers_made import row
 
 
 def test_the_typical_transfer_is_neither_the_best_nor_the_worst():
