@@ -29,7 +29,7 @@ from bench.analysis.metrics import (
 from bench.analysis.ratios import run_ratio
 from bench.analysis.sweep_results import Batch, Run, SweepResults
 from bench.clients.slo import Slo
-from bench.phases import EIGHT, GOALS_MS, Breakdown, phase_rows
+from bench.phases import Breakdown, phase_rows
 from bench.sweep.deployments import Deployment
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
@@ -109,7 +109,7 @@ def chosen_rate(results: SweepResults, wanted: float | None = None) -> float | N
 def all_tables(results: SweepResults, rate: float | None) -> dict[str, Table]:
     """By name. `rate`: of Table 5; None where there is no run."""
     made = [gaps(results), best(results), rates(results), goodput(results), ratios(results)]
-    made += [breakdown(results), phases(results), batches(results), requests(results), deployments(results)]
+    made += [phases(results), batches(results), deployments(results)]
     made += [table5(results, rate)] if rate is not None else []
     return {table.name: table for table in made}
 
@@ -217,20 +217,8 @@ def _ratio(metric: Metric, run: Run, base: Run, name: str) -> dict[str, Cell]:
     return dict(zip((name, f"{name}: from", f"{name}: to", f"{name}: is"), cells, strict=True))
 
 
-def breakdown(results: SweepResults) -> Table:
-    """HydraInfer's eight phases, decode with its first step apart: durations, and how the migrations do."""
-    lines = []
-    for run, of in _traced(results):
-        rows = {row["phase"]: row for row in phase_rows(of)}
-        line = {**_head(results, run), "requests traced": of.requests, "E2E of these (ms)": of.e2e_ms}
-        for phase in EIGHT:
-            line |= {f"{phase} (ms)": of.mean.get(phase), f"{phase}: P95": of.p95.get(phase)}
-        line |= {f"{phase}: exposed": of.exposed.get(phase) for phase in GOALS_MS}
-        lines.append(line | {f"{phase} as HydraInfer's": rows.get(phase, {}).get("goal") for phase in GOALS_MS})
-    return Table("breakdown", "Where the time of a request goes (HydraInfer Figs. 11 and 13)", lines)
-
-
 def phases(results: SweepResults) -> Table:
+    """Every phase of a request, HydraInfer's eight among them (Figs. 11 and 13), and how the migrations do."""
     lines = [{**_head(results, run), **row} for run, of in _traced(results) for row in phase_rows(of)]
     return Table("phases", "Every phase of a request", lines, long=True)
 
@@ -266,17 +254,6 @@ DECODED: Mapping[str, Callable[[Run, Batch], float | None]] = {
     "P99 TPOT (ms)": lambda run, batch: run.figure("tpot_ms/p99"),
 }
 """What batches of instances that decode cost and give."""
-
-
-def requests(results: SweepResults) -> Table:
-    """Every whole answer (EPD-Serve Fig. 16)."""
-    lines = []
-    for run in results.runs:
-        for row in (row for row in run.requests if row.ok):
-            times = {"TTFT (ms)": row.ttft_s, "TPOT (ms)": row.tpot_s}
-            cells = {name: None if at_s is None else round(at_s * 1e3, 3) for name, at_s in times.items()}
-            lines.append({**_head(results, run), "due after (s)": round(row.due_s - run.begun_s, 3), **cells})
-    return Table("requests", "TTFT and TPOT of all requests (EPD-Serve Fig. 16)", lines, long=True)
 
 
 def deployments(results: SweepResults) -> Table:

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
+from bench.micro.rows import table_of
 from bench.papers.epd_models import IMAGES, MODELS, SLICE_PATCHES, EpdModel
 from bench.record import add_arguments as add_record_arguments
 from bench.record import environment, write
-from deploy.memory.placement_table import table
 from epd_serve.activation_peak import feature_cache, language_peak, tower_peak
 from epd_serve.errors import ConfigError
 from epd_serve.stage_memory import CONTEXT_BYTES
@@ -62,6 +64,7 @@ PLACES: Mapping[str, Place] = {
     "spare": Place(True, True, 1),  # our P, which encodes an image again whose feature was lost
 }
 _APART = {"disaggregated": "prefill", "disaggregated_spare": "spare"}
+Show = str | Callable[[Any], object]
 _PREFILLING = ("together", "prefill", "spare")
 
 
@@ -173,6 +176,13 @@ class Case:
         apart = {name: min(most["encoder"], most[place]) for name, place in _APART.items()}
         self.images = {"together": most["together"], **apart}
         self.batches = {name: room.largest_batch() for name, room in self.rooms.items()}
+        self.paper_images, self.paper_batch = model.paper_images[image], model.paper_batch[image]
+
+    def kv_share(self, place: str, images: int) -> tuple[str, str]:
+        """In percent, ours and the paper's."""
+        share, paper = self.rooms[place].kv_share(images), self.model.paper_kv.get(images, ("", ""))
+        percent = share if isinstance(share, str) else f"{share:.0%}"
+        return percent, dict(zip(("together", "prefill"), paper, strict=True)).get(place, "")
 
 
 def figures(cases: Sequence[Case]) -> dict[str, float]:
@@ -193,33 +203,38 @@ def figures(cases: Sequence[Case]) -> dict[str, float]:
 
 def tables(cases: Sequence[Case]) -> str:
     """Returns the three tables; the paper's numbers in brackets where it has them."""
-    images: list[tuple[str, ...]] = [
-        ("model", "image", "encoder beside prefill", "E and P apart", "ratio", "P with spare")
-    ]
-    batches: list[tuple[str, ...]] = [("model", "image", "encoder beside prefill", "E", "P", "P with spare")]
-    kv: list[tuple[str, ...]] = [
-        ("model", "image", "images", "encoder beside prefill", "P alone", "P with spare", "tokens, beside", "alone")
-    ]
-    for case in cases:
-        model, about = case.model, (case.model.name, IMAGES[case.image])
-        together, apart, spare = case.images.values()
-        cells = _beside((together, apart), model.paper_images[case.image])
-        images.append((*about, *cells, f"{apart / together:.1f}x" if together else "-", str(spare)))
-        *own, spare = case.batches.values()
-        batches.append((*about, *_beside(own, model.paper_batch[case.image]), str(spare)))
-        for count in KV_IMAGES if IMAGES[case.image] == IMAGES[-1] else ():  # EPD's table 4 is of the largest images
-            shares = [case.rooms[place].kv_share(count) for place in _PREFILLING]
-            percent = [one if isinstance(one, str) else f"{one:.0%}" for one in shares]
-            tokens = (f"{case.rooms[place].kv_tokens(count):,}" for place in _PREFILLING[:2])
-            kv.append((*about, str(count), *_beside(percent, (*model.paper_kv.get(count, ("", "")), "")), *tokens))
+    about: dict[str, Show] = {"model": "{0.model.name}", "image": lambda case: IMAGES[case.image]}
+    images: dict[str, Show] = {
+        "encoder beside prefill": lambda case: _beside(case.images["together"], case.paper_images[0]),
+        "E and P apart": lambda case: _beside(case.images["disaggregated"], case.paper_images[1]),
+        "ratio": lambda case: f"{case.images['disaggregated'] / (case.images['together'] or math.nan):.1f}x",
+        "P with spare": "{0.images[disaggregated_spare]}",
+    }
+    batches: dict[str, Show] = {
+        "encoder beside prefill": lambda case: _beside(case.batches["together"], case.paper_batch[0]),
+        "E": lambda case: _beside(case.batches["encoder"], case.paper_batch[1]),
+        "P": lambda case: _beside(case.batches["prefill"], case.paper_batch[2]),
+        "P with spare": "{0.batches[spare]}",
+    }
+    kv: dict[str, Show] = {
+        "model": "{0[0].model.name}",
+        "images": "{0[1]}",
+        "encoder beside prefill": lambda one: _beside(*one[0].kv_share("together", one[1])),
+        "P alone": lambda one: _beside(*one[0].kv_share("prefill", one[1])),
+        "P with spare": lambda one: _beside(*one[0].kv_share("spare", one[1])),
+        "tokens, beside": lambda one: f"{one[0].rooms['together'].kv_tokens(one[1]):,}",
+        "alone": lambda one: f"{one[0].rooms['prefill'].kv_tokens(one[1]):,}",
+    }
+    largest = [case for case in cases if IMAGES[case.image] == IMAGES[-1]]
     return "\n\n".join(
         [
-            f"Most images of a request (batch 1, KV 80 % of what is free)\n{table(images)}",
-            f"Largest batch (requests of {BATCH_IMAGES} images, KV 80 % of what is free)\n{table(batches)}",
-            f"Largest KV cache of prefill, share of what is free beside the weights (batch 1)\n{table(kv)}",
+            f"Most images of a request (batch 1, KV 80 % of what is free)\n{table_of(cases, about | images)}",
+            f"Largest batch ({BATCH_IMAGES} images each, KV 80 % of what is free)\n{table_of(cases, about | batches)}",
+            f"Largest KV cache of prefill, share of what is free beside the weights (batch 1, images of {IMAGES[-1]})\n"
+            f"{table_of(product(largest, KV_IMAGES), kv)}",
         ]
     )
 
 
-def _beside(own: Sequence[int | str], paper: Sequence[int | str]) -> list[str]:
-    return [f"{one} ({printed})" if printed else str(one) for one, printed in zip(own, paper, strict=True)]
+def _beside(own: int | str, paper: int | str) -> str:
+    return f"{own} ({paper})" if paper else str(own)

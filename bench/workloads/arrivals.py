@@ -23,22 +23,6 @@ DIGITS = 6
 
 
 @dataclass(frozen=True)
-class Poisson:
-    """Independent arrivals, `rate_rps` requests a second on average."""
-
-    rate_rps: float
-
-    def __post_init__(self) -> None:
-        _positive(self.rate_rps, "rate")
-
-    def gaps(self, seed: int) -> Iterator[float]:
-        """Seconds before each request."""
-        rng = seeded_rng("arrivals", "poisson", seed)
-        while True:
-            yield from rng.exponential(1 / self.rate_rps, 1024).tolist()
-
-
-@dataclass(frozen=True)
 class Gamma:
     """Gamma-distributed gaps of mean 1 / `rate_rps`.
 
@@ -48,7 +32,7 @@ class Gamma:
     """
 
     rate_rps: float
-    cv: float
+    cv: float = 1.0
 
     def __post_init__(self) -> None:
         _positive(self.rate_rps, "rate")
@@ -60,9 +44,13 @@ class Gamma:
 
     def gaps(self, seed: int) -> Iterator[float]:
         """Seconds before each request."""
-        rng = seeded_rng("arrivals", "gamma", seed)
+        rng = seeded_rng("arrivals", "poisson" if self.cv == 1 else "gamma", seed)
         while True:
             yield from rng.gamma(self.burstiness, 1 / (self.burstiness * self.rate_rps), 1024).tolist()
+
+
+Poisson = Gamma
+"""Independent arrivals, `rate_rps` requests a second on average: gaps whose deviation is their mean."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +91,7 @@ class ClosedLoop:
             raise ConfigError(f"concurrency is {self.concurrency}: 1 or more", param="--arrivals")
 
 
-OpenArrivals = Poisson | Gamma | Trace
+OpenArrivals = Gamma | Trace
 Arrivals = OpenArrivals | ClosedLoop
 
 

@@ -18,7 +18,7 @@ from bench.workloads.generate import Knobs, requests
 from bench.workloads.images import Images
 from bench.workloads.profiles import PROFILES, Profile
 from bench.workloads.spec import RequestSpec
-from bench.workloads.text import PlainWords
+from bench.workloads.text import Words
 from bench.workloads.workload import Workload, arrivals_of, workload
 from bench.workloads.workload import add_arguments as add_workload_arguments
 from deploy.memory.placement_table import table
@@ -102,7 +102,7 @@ def described(wanted: Workload) -> str:
 
 def sample(profile: Profile, seed: int = 0) -> dict[str, float]:
     """Of as many requests as the profile's runs have, without a tokenizer."""
-    return summarise(itertools.islice(requests(profile, Knobs(seed), PlainWords()), profile.count))
+    return summarise(itertools.islice(requests(profile, Knobs(seed), Words()), profile.count))
 
 
 def summarise(requests: Iterable[RequestSpec]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.workloads.arrivals import Arrivals, ClosedLoop, Gamma, Poisson
+from bench.workloads.arrivals import Arrivals, ClosedLoop, Gamma
 from bench.workloads.images import Images
 from bench.workloads.spec import RequestSpec
 from epd_serve.errors import ConfigError
@@ -99,9 +99,9 @@ def export_vllm(
     notes = []
     if any(one.max_tokens != longest for one in requests):
         notes.append(f"vLLM bench asks every request for the same length: {longest} tokens, the longest")
-    if isinstance(arrivals, Poisson | Gamma):
+    if isinstance(arrivals, Gamma):
         command += f" --request-rate {arrivals.rate_rps:g}"
-        command += f" --burstiness {arrivals.burstiness:g}" if isinstance(arrivals, Gamma) else ""
+        command += f" --burstiness {arrivals.burstiness:g}" if arrivals.cv != 1 else ""
         notes.append("vLLM bench draws its own arrivals at that rate: they are not those of the other exports")
     elif isinstance(arrivals, ClosedLoop):
         command += f" --max-concurrency {arrivals.concurrency}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -40,30 +40,20 @@ WORDS: Sequence[str] = (
 TRIES = 400
 
 
-class Words(Protocol):
-    """Makes texts of a length."""
+class Words:
+    """Makes texts of a length. Here a word is a token."""
 
     def exactly(self, tokens: int, rng: np.random.Generator) -> str:
         """A text of that many tokens (1 or more)."""
-        ...
-
-    def count(self, text: str) -> int:
-        """How many tokens a text has."""
-        ...
-
-
-class PlainWords:
-    """A word is a token."""
-
-    def exactly(self, tokens: int, rng: np.random.Generator) -> str:
         opener = OPENERS[int(rng.integers(len(OPENERS)))]
         return " ".join([opener, *(WORDS[at] for at in rng.integers(len(WORDS), size=tokens - 1))])
 
     def count(self, text: str) -> int:
+        """How many tokens a text has."""
         return len(text.split())
 
 
-class TokenizedWords:
+class TokenizedWords(Words):
     """Counted by the tokenizer of a model directory (`tokenizer.json`), without special tokens.
 
     Raises:
@@ -82,7 +72,7 @@ class TokenizedWords:
             ConfigError: the tokenizer cannot make that length from our words.
         """
         for _ in range(TRIES):
-            ids = self._tokenizer.encode(PlainWords().exactly(tokens, rng), add_special_tokens=False).ids
+            ids = self._tokenizer.encode(super().exactly(tokens, rng), add_special_tokens=False).ids
             text: str = self._tokenizer.decode(ids[:tokens])
             if self.count(text) == tokens:  # a word that was cut may make other tokens
                 return text
@@ -95,7 +85,7 @@ class TokenizedWords:
 
 def words(tokenizer: Path | None) -> Words:
     """By the tokenizer of that directory, or by the rule without one."""
-    return PlainWords() if tokenizer is None else TokenizedWords(tokenizer)
+    return Words() if tokenizer is None else TokenizedWords(tokenizer)
 
 
 def _tokenizer(directory: Path) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from bench.workloads.custom_dataset import read_dataset, repeated
-from bench.workloads.text import PlainWords
+from bench.workloads.text import Words
 from epd_serve.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def shown(tmp_path):
 def read(tmp_path, shown, *rows):
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return read_dataset(shown, file, PlainWords())
+    return read_dataset(shown, file, Words())
 
 
 def test_lines_of_aisbench_are_read(tmp_path, shown):
@@ -108,8 +108,8 @@ def test_a_bad_line_is_named_with_its_number_and_what_is_wrong(tmp_path, shown, 
 
 def test_missing_files_are_named(tmp_path, shown):
     with pytest.raises(ConfigError, match=r"nowhere is not a directory of images"):
-        read_dataset(tmp_path / "nowhere", tmp_path / "p.jsonl", PlainWords())
+        read_dataset(tmp_path / "nowhere", tmp_path / "p.jsonl", Words())
     with pytest.raises(ConfigError, match=r"p\.jsonl cannot be read"):
-        read_dataset(shown, tmp_path / "p.jsonl", PlainWords())
+        read_dataset(shown, tmp_path / "p.jsonl", Words())
     with pytest.raises(ConfigError, match="holds no request"):
         read(tmp_path, shown, "")

@@ -11,12 +11,12 @@ import pytest
 from bench.workloads.command import summarise
 from bench.workloads.generate import Knobs, requests
 from bench.workloads.profiles import PROFILES, profile
-from bench.workloads.text import PlainWords
+from bench.workloads.text import Words
 from epd_serve.errors import ConfigError
 
 
 def take(name, count, **knobs):
-    return list(itertools.islice(requests(profile(name), Knobs(**knobs), PlainWords()), count))
+    return list(itertools.islice(requests(profile(name), Knobs(**knobs), Words()), count))
 
 
 @pytest.mark.parametrize("name", PROFILES)
@@ -34,7 +34,7 @@ def test_a_workload_is_the_same_on_every_machine():
 
 
 def test_requests_are_made_when_they_are_asked_for():
-    assert next(requests(profile("multi-image-4k"), Knobs(), PlainWords())).id == "multi-image-4k-0-0"
+    assert next(requests(profile("multi-image-4k"), Knobs(), Words())).id == "multi-image-4k-0-0"
 
 
 @pytest.mark.parametrize("reuse", [0.0, 0.25, 0.5, 0.9])

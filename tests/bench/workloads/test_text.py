@@ -8,7 +8,7 @@ import pytest
 
 from bench.workloads import text
 from bench.workloads.seeded_rng import seeded_rng
-from bench.workloads.text import OPENERS, WORDS, PlainWords, TokenizedWords, words
+from bench.workloads.text import OPENERS, WORDS, TokenizedWords, Words, words
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.errors import ConfigError
 
@@ -17,9 +17,9 @@ LENGTHS = [1, 2, 9, 22, 63, 500]
 
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_without_a_tokenizer_a_word_is_a_token(tokens):
-    made = PlainWords().exactly(tokens, seeded_rng("t"))
+    made = Words().exactly(tokens, seeded_rng("t"))
 
-    assert len(made.split()) == PlainWords().count(made) == tokens
+    assert len(made.split()) == Words().count(made) == tokens
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
@@ -30,8 +30,8 @@ def test_with_a_tokenizer_the_count_is_exact(tokens):
 
 
 def test_a_text_is_fixed_by_its_chance():
-    assert PlainWords().exactly(20, seeded_rng("a")) == PlainWords().exactly(20, seeded_rng("a"))
-    assert PlainWords().exactly(20, seeded_rng("a")) != PlainWords().exactly(20, seeded_rng("b"))
+    assert Words().exactly(20, seeded_rng("a")) == Words().exactly(20, seeded_rng("a"))
+    assert Words().exactly(20, seeded_rng("a")) != Words().exactly(20, seeded_rng("b"))
 
 
 def test_the_words_are_many_and_each_is_one_word():
