@@ -7,11 +7,9 @@ from typing import Any
 
 from bench.aisbench.rate import Rated
 from bench.clients import report
-from bench.clients.slo import Slo
+from bench.clients.slo import GOOD_SHARE, Slo
 from deploy.memory.placement_table import table
 
-TARGET = 0.9
-"""Share of requests that has to attain the objective at a rate that counts as goodput."""
 _COLUMNS = (("mean", "Average"), ("p50", "Median"), ("p90", "P90"), ("p99", "P99"))
 _KINDS = (("ttft_ms", "TTFT", "from when it was due"), ("tpot_ms", "TPOT", ""), ("e2e_ms", "E2EL", ""))
 
@@ -42,7 +40,7 @@ def one_rate(rated: Rated, slos: Sequence[Slo], *, timed: bool) -> str:
     return "\n".join(lines)
 
 
-def goodput_rps(rated: Sequence[Rated], slo: Slo, target: float = TARGET) -> float:
+def goodput_rps(rated: Sequence[Rated], slo: Slo, target: float = GOOD_SHARE) -> float:
     """The highest rate of a valid and steady run in which enough requests attain `slo`; 0 for none."""
     met = [
         one.rate_rps
@@ -77,7 +75,7 @@ def overview(rated: Sequence[Rated], slos: Sequence[Slo], devices: int | None) -
         rate = goodput_rps(rated, slo)
         each = f" ({rate / devices:g} per device)" if devices and rate else ""
         what = f"{rate:g} requests/s{each}" if rate else "no rate that was measured"
-        lines.append(f"  goodput within {slo} ms for {TARGET:.0%}: {what}")
+        lines.append(f"  goodput within {slo} ms for {GOOD_SHARE:.0%}: {what}")
     if devices is None:
         lines.append("  say --devices for figures per device")
     return "\n".join(lines)

@@ -8,11 +8,12 @@ the time that it takes: 100 requests of `multi-image-4k` take 1.5 GB.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import msgspec
 
 from bench.clients.measure import Plan
 from bench.clients.target import Request
@@ -25,8 +26,6 @@ CLOSED_LOOP_REQUESTS = 512
 
 DataUrl = Callable[[ImageRef], str]
 """Of an image, as `image_url` takes it."""
-Body = tuple[str, Mapping[str, Any]]
-"""(name, body) of a request."""
 
 
 def chat_body(spec: RequestSpec, model: str, data_url: DataUrl) -> dict[str, Any]:
@@ -44,12 +43,12 @@ def streamed(body: Mapping[str, Any]) -> dict[str, Any]:
     return {**body, "stream": True, "stream_options": {"include_usage": True}}
 
 
-def spec_bodies(specs: Iterable[RequestSpec], model: str, data_url: DataUrl) -> Iterator[Body]:
-    """The requests of a workload. Raises what `data_url` does of an image that it cannot read."""
-    return ((spec.id, chat_body(spec, model, data_url)) for spec in specs)
+def spec_requests(specs: Iterable[RequestSpec], model: str, data_url: DataUrl) -> list[Request]:
+    """The requests of a workload, ready to be sent. Raises what `data_url` does of an image that it cannot read."""
+    return [Request.of(chat_body(spec, model, data_url), spec.id) for spec in specs]
 
 
-def file_bodies(path: Path, model: str | None) -> list[Body]:
+def file_requests(path: Path, model: str | None) -> list[Request]:
     """The requests of a file with one body per line, to be sent as they are, but streamed.
 
     Args:
@@ -62,27 +61,19 @@ def file_bodies(path: Path, model: str | None) -> list[Body]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--bodies {path} cannot be read: {error}", param="--bodies") from error
-    bodies: list[Body] = []
+    requests: list[Request] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            body = json.loads(line)
-        except ValueError:
-            body = None
-        if not isinstance(body, dict):
-            raise ConfigError(f"{path}:{number} is no JSON object: one request body per line", param="--bodies")
-        bodies.append((f"{path.name}:{number}", streamed({"model": model, **body} if model else body)))
-    if not bodies:
-        raise ConfigError(f"--bodies {path} has no request", param="--bodies")
-    return bodies
-
-
-def prepared(bodies: Iterable[Body]) -> list[Request]:
-    """Requests whose bodies lie ready. Raises ConfigError where there is none."""
-    requests = [Request.of(body, spec) for spec, body in bodies]
+            body = msgspec.json.decode(line, type=dict[str, Any])
+        except msgspec.DecodeError:
+            raise ConfigError(
+                f"{path}:{number} is no JSON object: one request body per line", param="--bodies"
+            ) from None
+        requests.append(Request.of(streamed({"model": model, **body} if model else body), f"{path.name}:{number}"))
     if not requests:
-        raise ConfigError("there is no request to send", param="--workload")
+        raise ConfigError(f"--bodies {path} has no request", param="--bodies")
     return requests
 
 
@@ -90,49 +81,41 @@ def prepared(bodies: Iterable[Body]) -> list[Request]:
 class Requests:
     """What one run sends. `dues`: seconds from its start; None in a closed loop. `repeats`: an earlier run had them."""
 
-    bodies: Iterable[Body]
+    requests: Sequence[Request]
     dues: Sequence[float] | None
     repeats: bool = False
 
 
-class Source(Protocol):
-    """Makes the requests of one run after another."""
-
-    def of_run(self, plan: Plan, number: int) -> Requests: ...
+Source = Callable[[Plan, int], Requests]
+"""Makes the requests of one run after another: of a plan, and the number of the run."""
 
 
-@dataclass(frozen=True)
-class FileSource:
-    """The same bodies for every run."""
+def file_source(requests: Sequence[Request]) -> Source:
+    """The same requests for every run."""
 
-    bodies: Sequence[Body]
-
-    def of_run(self, plan: Plan, number: int) -> Requests:
+    def of_run(plan: Plan, number: int) -> Requests:
         dues = None if isinstance(plan.arrivals, ClosedLoop) else plan.dues()
-        return Requests(self.bodies, dues, repeats=number > 0 or (dues is not None and len(dues) > len(self.bodies)))
+        return Requests(requests, dues, repeats=number > 0 or (dues is not None and len(dues) > len(requests)))
+
+    return of_run
 
 
-@dataclass(frozen=True)
-class WorkloadSource:
-    """A workload.
+def workload_source(
+    specs: Callable[[int], Iterable[RequestSpec]], data_url: DataUrl, model: str, seed: int, *, repeats: bool = False
+) -> Source:
+    """Those of a workload.
 
-    Attributes:
+    Args:
         specs: its requests from a seed, in order.
         repeats: every run has the requests of the first.
     """
 
-    specs: Callable[[int], Iterable[RequestSpec]]
-    data_url: DataUrl
-    model: str
-    seed: int
-    repeats: bool = False
-
-    def of_run(self, plan: Plan, number: int) -> Requests:
-        specs = self.specs(self.seed if self.repeats else self.seed + number)
-        sent = list(sent_by(with_arrivals(specs, plan.arrivals, plan.seed), plan))
+    def of_run(plan: Plan, number: int) -> Requests:
+        sent = list(sent_by(with_arrivals(specs(seed if repeats else seed + number), plan.arrivals, plan.seed), plan))
         dues = [spec.arrival_s for spec in sent if spec.arrival_s is not None]
-        bodies = spec_bodies(sent, self.model, self.data_url)
-        return Requests(bodies, dues or None, repeats=self.repeats and number > 0)
+        return Requests(spec_requests(sent, model, data_url), dues or None, repeats=repeats and number > 0)
+
+    return of_run
 
 
 def sent_by(specs: Iterable[RequestSpec], plan: Plan) -> Iterator[RequestSpec]:

@@ -15,14 +15,14 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.clients import report
-from bench.clients.bodies import FileSource, Source, WorkloadSource, file_bodies
+from bench.clients.bodies import Source, file_requests, file_source, workload_source
 from bench.clients.flags import add_flags, header_of, plan_of, rates_of
 from bench.clients.measure import Plan
 from bench.clients.records import RecordsFile
@@ -34,7 +34,7 @@ from bench.record import environment, plain
 from bench.workloads.arrivals import Arrivals, arrivals_at
 from bench.workloads.images import Images
 from bench.workloads.workload import Workload, workload
-from epd_serve.errors import ConfigError
+from epd_serve.errors import ConfigError, StageError
 
 SEARCH_REQUESTS = 100
 """Of a probe for the goodput, at least: of fewer an attainment of 90 % cannot be told from one of 80."""
@@ -92,6 +92,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
                 sweep.goodput(partial(arrivals_at, arguments.arrivals), arguments.find_goodput, start_rps)
         except KeyboardInterrupt:  # between two runs, while requests are made
             sweep.signal = signal.SIGINT
+        except StageError as error:
+            sweep.wrong = error.message
     return sweep.exit_code()
 
 
@@ -114,35 +116,30 @@ class _Sweep:
         for number, (label, one) in enumerate(zip(labels(arrivals), arrivals, strict=True)):
             if label in self.results.finished:
                 print(f"\n{label}: measured before")
-                continue
-            self.wrong = self._one(replace(self.plan, arrivals=one), label, number).over
-            if self.wrong:
-                return
+            else:
+                self._one(replace(self.plan, arrivals=one), label, number, ("end",))
         self.wrong = next((f"not valid: {text}" for row in self.results.rows for text in row["objections"]), "")
 
     def goodput(self, arrivals: Callable[[float], Arrivals], target: float, start_rps: float) -> None:
-        """Searches the goodput of the plan's first objective. A probe that is too bad to be measured is a miss."""
+        """Searches the goodput of the plan's first objective. A rate too bad to be measured, or no steady state, is a
+        miss."""
         tried: list[Arrivals] = []
         slo, devices = self.plan.slos[0], self.plan.devices
 
-        def probe(rate: float) -> tuple[int, int, bool] | None:
+        def meets(rate: float) -> bool:
             tried.append(arrivals(rate))
             seconds = max(self.plan.seconds or 0.0, SEARCH_REQUESTS / rate)
             plan = replace(self.plan, arrivals=tried[-1], count=None, seconds=seconds)
-            measured = self._one(plan, labels(tried)[-1], len(tried) - 1).measured
-            self.wrong = next((one.text for one in measured.objections if one.whose != "answers"), "")
-            if self.wrong:
-                return None
-            return (*attainment(measured.window.due(measured.run.rows), slo), not measured.grows)
+            measured = self._one(plan, labels(tried)[-1], len(tried) - 1, ("end", "generator")).measured
+            share = attainment(measured.window.due(measured.run.rows), slo)
+            return share is not None and share >= target and not measured.grows
 
-        found = find_goodput(probe, target, start_rps)
-        print(report.goodput(found, target, slo, devices))
-        self.results.figures["goodput_rps"] = found.rate_rps
-        if devices:
-            self.results.figures["goodput_rps_per_device"] = found.rate_rps / devices
+        met, missed = find_goodput(meets, start_rps)
+        print(report.goodput(met, missed, target, slo, devices))
+        self.results.figures |= {"goodput_rps": met, **({"goodput_rps_per_device": met / devices} if devices else {})}
         self.results.write()
-        if not found.rate_rps:
-            self.wrong = self.wrong or "not valid: no rate meets the target"
+        if not met:
+            self.wrong = "not valid: no rate meets the target"
 
     def exit_code(self) -> int:
         if self.signal:
@@ -151,10 +148,13 @@ class _Sweep:
             print(f"epd-bench: {self.wrong}", file=sys.stderr)
         return 128 + self.signal if self.signal else int(bool(self.wrong))
 
-    def _one(self, plan: Plan, label: str, number: int) -> RunFound:
+    def _one(self, plan: Plan, label: str, number: int, fatal: Collection[str]) -> RunFound:
+        """Raises StageError after a run whose objections are of a `fatal` kind: no more runs make sense then."""
         found = self.run(replace(plan, seed=plan.seed + number), label, number)
         self.signal = found.signal
         self.results.keep(found.row, found.figures)
+        if ended := [one.text for one in found.measured.objections if one.whose in fatal]:
+            raise StageError(ended[0], stage=label)
         return found
 
 
@@ -192,10 +192,10 @@ def _check_the_same(results: Results, env: dict[str, Any], named: Sequence[str])
 
 def _source(arguments: argparse.Namespace, wanted: Workload | None, model: str) -> Source:
     if wanted is None:
-        return FileSource(file_bodies(arguments.bodies, model))
+        return file_source(file_requests(arguments.bodies, model))
     repeats = arguments.same or bool(wanted.own)
     data_url = Images(arguments.cache).data_url
-    return WorkloadSource(lambda seed: wanted.seeded(seed).endless(), data_url, model, arguments.seed, repeats)
+    return workload_source(lambda seed: wanted.seeded(seed).endless(), data_url, model, arguments.seed, repeats=repeats)
 
 
 def _open_many_files() -> None:

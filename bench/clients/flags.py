@@ -76,7 +76,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--header", action="append", default=[], metavar="NAME:VALUE", help="with every request")
     when.add_argument("--rate", metavar="R", help="requests a second: R, R,R,… or FROM-TO[:STEP], a run of each")
     when.add_argument("--concurrency", type=int, metavar="C", help="a closed loop of so many instead")
-    when.add_argument("--cancel", metavar="SHARE:S", help="so many clients leave, each within S seconds")
     judged.add_argument("--devices", type=int, help="that serve the endpoint; gives figures per device")
     judged.add_argument("--find-goodput", type=float, metavar="SHARE", help="search the rate that so many attain")
     kept = parser.add_argument_group("what is kept")
@@ -94,7 +93,6 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         raise ConfigError(f"--find-goodput is {arguments.find_goodput:g}: a share, as 0.9", param="--find-goodput")
     if arguments.resume and (arguments.json is None or arguments.find_goodput is not None):
         raise ConfigError("--resume goes on with a sweep of --rate: name its --json FILE", param="--resume")
-    share, within_s = _cancel(arguments.cancel)
     return Plan(
         ClosedLoop(1),  # each run has its own
         count=arguments.n,
@@ -103,8 +101,6 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         warm_up_s=arguments.warm_up,
         slos=arguments.slo,
         devices=arguments.devices,
-        leave_share=share,
-        leave_within_s=within_s,
         rules=rules_of(arguments),
         bounds=Bounds(limit_s=arguments.timeout),
     )
@@ -180,16 +176,3 @@ def header_of(word: str) -> tuple[str, str]:
     if not colon or not name.strip():
         raise ConfigError(f"--header {word!r}: NAME:VALUE", param="--header")
     return name.strip().lower(), value.strip()
-
-
-def _cancel(text: str | None) -> tuple[float, float]:
-    """`SHARE:SECONDS`."""
-    if text is None:
-        return 0.0, 1.0
-    try:
-        share, within_s = map(float, text.split(":"))
-    except ValueError:
-        share = within_s = -1.0
-    if not (0 <= share <= 1 and 0 < within_s < float("inf")):
-        raise ConfigError(f"--cancel {text}: SHARE:SECONDS, as 0.1:2", param="--cancel")
-    return share, within_s

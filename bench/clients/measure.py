@@ -51,7 +51,6 @@ class Plan:
     Attributes:
         count, seconds: what ends it, whichever comes first.
         warm_up_s: before the window; None: a tenth of the run.
-        leave_share: of the clients that leave, each within `leave_within_s` of sending.
         devices: that serve the endpoint.
     """
 
@@ -62,8 +61,6 @@ class Plan:
     warm_up_s: float | None = None
     slos: Sequence[Slo] = PAPER
     devices: int | None = None
-    leave_share: float = 0.0
-    leave_within_s: float = 1.0
     rules: Rules = field(default_factory=Rules)
     bounds: Bounds = field(default_factory=Bounds)
 
@@ -147,12 +144,11 @@ async def measure(
     sender = Sender(target, label=label, keep=keep, bounds=plan.bounds)
     if started is not None:
         started(sender)
-    leaving = {"leave_share": plan.leave_share, "leave_within_s": plan.leave_within_s, "seed": plan.seed}
     if isinstance(plan.arrivals, ClosedLoop):
         concurrency = plan.arrivals.concurrency
-        flow = Flow(requests, concurrency=concurrency, count=plan.count, duration_s=plan.seconds, **leaving)  # type: ignore[arg-type]
+        flow = Flow(requests, concurrency=concurrency, count=plan.count, duration_s=plan.seconds)
     else:
-        flow = Flow(requests, dues=plan.dues() if dues is None else dues, **leaving)  # type: ignore[arg-type]
+        flow = Flow(requests, dues=plan.dues() if dues is None else dues)
     showing = asyncio.create_task(_show(sender.result, progress)) if progress and progress.isatty() else None
     try:
         return judged(await sender.run(flow), plan)

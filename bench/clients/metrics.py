@@ -168,8 +168,8 @@ def generator(run: Run) -> dict[str, Any]:
 def _objective(
     of_run: Sequence[RequestRecord], of_window: Sequence[RequestRecord], window: Window, slo: Slo, devices: int | None
 ) -> dict[str, Any]:
-    attained, about = attainment(of_window, slo)
-    figures: dict[str, Any] = {"attainment": round(attained / about, 5) if about else None}
+    share = attainment(of_window, slo)
+    figures: dict[str, Any] = {"attainment": None if share is None else round(share, 5)}
     if window.length_s > 0:
         effective = window.tokens([record for record in of_run if slo.attained(record)]) / window.length_s
         figures["effective_tokens_per_s"] = round(effective, 4)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.clients.measure import Measured
-from bench.clients.slo import Goodput, Slo
+from bench.clients.slo import Slo
 from deploy.memory.placement_table import table
 
 KINDS = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
@@ -60,18 +60,8 @@ def _objectives(figures: Mapping[str, Any], slos: Sequence[Slo]) -> list[str]:
     return [table(rows)] if len(rows) > 1 else []
 
 
-def goodput(result: Goodput, target: float, slo: Slo, devices: int | None) -> str:
-    """The rates of a search, and what it found."""
-    rows: list[tuple[str, ...]] = [("requests/s", "attained", "requests", "steady")]
-    for one in result.probed:
-        steady = "yes" if one.steady else "no"
-        rows.append((f"{one.rate_rps:.3f}", f"{one.attainment:.1%}", str(one.about), steady))
-    each = f" ({result.rate_rps / devices:.3f} per device)" if devices else ""
-    if not result.rate_rps:
-        what = "no rate that was tried meets it"
-    elif result.missed_rps is None:
-        what = f"at least {result.rate_rps:.3f} requests/s{each}: no rate was tried that misses"
-    else:
-        what = f"{result.rate_rps:.3f} requests/s{each}; {result.missed_rps:.3f} misses"
-    doubt = "" if result.sure else "\n  not beyond chance: longer runs would tell"
-    return f"goodput for {target:.0%} within {slo}:\n{table(rows)}\n  {what}{doubt}"
+def goodput(met_rps: float, missed_rps: float | None, target: float, slo: Slo, devices: int | None) -> str:
+    """What a search found."""
+    each = f" ({met_rps / devices:.3f} per device)" if devices else ""
+    found = f"{met_rps:.3f} requests/s{each}" if met_rps else "no rate that was tried"
+    return f"goodput for {target:.0%} within {slo}: {found}; {'none' if missed_rps is None else missed_rps} misses"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.clients import report
-from bench.clients.bodies import Source, prepared
+from bench.clients.bodies import Source
 from bench.clients.measure import Measured, Plan, measure
 from bench.clients.phases import joined
 from bench.clients.records import RequestRecord
@@ -27,6 +27,7 @@ from bench.record import flatten
 from bench.stamps import Timeline, read_stamps
 from bench.workloads.arrivals import Arrivals, ClosedLoop
 from deploy.host import event_loop
+from epd_serve.errors import ConfigError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -68,15 +69,16 @@ def one_run(
         keep: is given every record.
         traces: folder of the endpoint's phase stamps. phases_path: file for each request's.
     """
-    requests = source.of_run(plan, number)
-    bodies = prepared(requests.bodies)
+    requests = source(plan, number)
+    if not requests.requests:
+        raise ConfigError("there is no request to send", param="--workload")
     ended_by = [0]
 
     async def sent() -> Measured:
         options: dict[str, Any] = {"label": label, "dues": requests.dues, "keep": keep, "progress": sys.stderr}
         senders: list[Sender] = []
         with _stopped_by_signals(senders, ended_by):
-            return await measure(target, bodies, plan, started=senders.append, **options)
+            return await measure(target, requests.requests, plan, started=senders.append, **options)
 
     measured = event_loop.run(sent())
     figures = dict(measured.figures)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.analysis.page import require
-from bench.clients.bodies import Source, WorkloadSource, prepared
+from bench.clients.bodies import Source, workload_source
 from bench.clients.measure import Plan
 from bench.clients.measure import measure as sent_by_plan
 from bench.clients.records import RequestRecord
@@ -79,7 +79,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
         for of_all, variants in itertools.groupby(sorted(chosen, key=lambda one: one.of_all), lambda one: one.of_all):
             base = WHOLE if of_all else BASELINE
             with served(layout, (*model, *base.flags), name=base.name, traced=False) as first:
-                source = WorkloadSource(
+                source = workload_source(
                     lambda seed: workload.seeded(seed).endless(), images.data_url, first.model, arguments.seed
                 )
                 for variant in variants:
@@ -115,11 +115,10 @@ def both(urls: Sequence[str], source: Source, plan: Plan, rate_rps: float, numbe
 
 
 def _sent(url: str, source: Source, plan: Plan, number: int) -> dict[int, RequestRecord]:
-    requests = source.of_run(plan, number)
+    requests = source(plan, number)
     if not requests.dues:
         return {}
-    bodies = prepared(requests.bodies)
-    measured = event_loop.run(sent_by_plan(Target(url), bodies, plan, label=str(number), dues=requests.dues))
+    measured = event_loop.run(sent_by_plan(Target(url), requests.requests, plan, label=str(number), dues=requests.dues))
     if measured.run.stopped:
         raise StageError(measured.run.stopped, stage=url)
     return {record.n: record for record in measured.run.rows}

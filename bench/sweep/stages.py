@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.clients.bodies import WorkloadSource, chat_body, prepared, spec_bodies
+from bench.clients.bodies import Source, chat_body, spec_requests, workload_source
 from bench.clients.measure import Plan, measure
 from bench.clients.records import RecordsFile
 from bench.clients.sender import Bounds
@@ -64,9 +64,9 @@ class SentRequests:
     pictures: Images
     seed: int
 
-    def of_run(self, model: str, run: PlannedRun) -> WorkloadSource:
+    def of_run(self, model: str, run: PlannedRun) -> Source:
         """Other ones for every run, the same ones for every deployment's; a file's are always the same."""
-        return WorkloadSource(self._specs, self.pictures.data_url, model, self.seed, repeats=bool(self.workload.own))
+        return workload_source(self._specs, self.pictures.data_url, model, self.seed, repeats=bool(self.workload.own))
 
     def _specs(self, seed: int) -> Iterator[RequestSpec]:
         return self.workload.seeded(seed).endless()
@@ -93,7 +93,7 @@ class SentRequests:
     def warm_up(self, running: RunningDeployment, concurrency: int, count: int) -> None:
         """A closed loop that is not counted. Raises StageError where nothing is answered well."""
         specs = self._besides(WARM_UP_SEED, count)
-        asks = prepared(spec_bodies(specs, running.model, self.pictures.data_url))
+        asks = spec_requests(specs, running.model, self.pictures.data_url)
         plan = Plan(ClosedLoop(concurrency), count=count, bounds=Bounds(limit_s=ANSWER_S))
         measured = event_loop.run(measure(running.target, asks, plan, label="warm-up"))
         rows = measured.run.rows

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from bench.clients.bodies import prepared, spec_bodies
+from bench.clients.bodies import spec_requests
 from bench.clients.measure import Measured, Plan, Rules, judged, measure
 from bench.clients.target import Target
 from bench.goals import Goal
@@ -45,7 +45,7 @@ def compare(arguments: argparse.Namespace) -> Result:
     plan = Plan(Poisson(RATE_RPS), count=count, devices=layout.device_count, rules=Rules(late_ms=1000.0))
     virtual = judged(emulate(layout, SIMULATED, specs, "virtual"), plan)
     with simulated(LAYOUT, asdict(SIMULATED.profile())) as launch:
-        requests = prepared(spec_bodies(specs, launch.model, Images().data_url))
+        requests = spec_requests(specs, launch.model, Images().data_url)
         dues = [spec.arrival_s or 0.0 for spec in specs]
         real = event_loop.run(measure(Target(launch.url), requests, plan, label="real", dues=dues))
     for one in (virtual, real):

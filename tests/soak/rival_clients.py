@@ -25,7 +25,7 @@ from bench.aisbench.details import read_requests, results_folder, said
 from bench.aisbench.environment import AisBench, default_folder, found
 from bench.aisbench.rate import Entry, command_line, write_entry
 from bench.children import Child
-from bench.clients.bodies import prepared, spec_bodies
+from bench.clients.bodies import spec_requests
 from bench.clients.http import Endpoint
 from bench.clients.sender import Flow, send
 from bench.goals import Goal
@@ -144,7 +144,7 @@ def in_rounds(clients: Mapping[str, Client], url: str, rounds: int, compared: Co
 
 
 def _ours(url: str, specs: Sequence[RequestSpec]) -> Sequence[float | None]:
-    requests = prepared(spec_bodies(specs, MODEL, Images().data_url))
+    requests = spec_requests(specs, MODEL, Images().data_url)
     run = send(url, Flow(requests, dues=[spec.arrival_s or 0.0 for spec in specs]))
     return [record.ttft_s for record in run.rows if record.ok]
 

@@ -11,14 +11,15 @@ import pytest
 
 from bench.clients.bodies import (
     CLOSED_LOOP_REQUESTS,
-    FileSource,
-    WorkloadSource,
+    Source,
     chat_body,
-    file_bodies,
-    prepared,
-    spec_bodies,
+    file_requests,
+    file_source,
+    spec_requests,
+    workload_source,
 )
 from bench.clients.measure import Plan
+from bench.clients.target import Request
 from bench.workloads.arrivals import ClosedLoop, Poisson
 from bench.workloads.spec import ImageRef, RequestSpec
 from epd_serve.errors import ConfigError
@@ -45,27 +46,23 @@ def test_an_unreadable_image_is_an_error_before_the_run():
         raise ConfigError("image 7.png cannot be read")
 
     with pytest.raises(ConfigError, match=r"7\.png"):
-        prepared(spec_bodies([spec(0, IMAGE)], "m", unreadable))
+        spec_requests([spec(0, IMAGE)], "m", unreadable)
 
 
 def test_bodies_lie_ready_and_say_how_long_their_answers_have_to_be():
     given = [("a", {"x": "é"}), ("b", {"max_tokens": 5, "ignore_eos": True}), ("c", {"max_tokens": 5})]
-    asks = prepared(given)
+    asks = [Request.of(body, name) for name, body in given]
 
     assert [json.loads(bytes(ask.body)) for ask in asks] == [body for _, body in given]
     assert [(ask.spec, ask.expected_tokens) for ask in asks] == [("a", None), ("b", 5), ("c", None)]
 
 
-def test_no_request_is_said():
-    with pytest.raises(ConfigError, match="no request to send"):
-        prepared([])
-
-
 def test_bodies_of_a_file_are_sent_as_they_are_but_streamed(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"prompt": "a", "top_k": 3}\n\n{"model": "own"}\n')
 
-    (first, one), (second, other) = file_bodies(tmp_path / "b.jsonl", "m")
-    assert (first, second) == ("b.jsonl:1", "b.jsonl:3")
+    requests = file_requests(tmp_path / "b.jsonl", "m")
+    one, other = (json.loads(bytes(request.body)) for request in requests)
+    assert [request.spec for request in requests] == ["b.jsonl:1", "b.jsonl:3"]
     assert (one["prompt"], one["top_k"], one["model"], one["stream"]) == ("a", 3, "m", True)
     assert other["model"] == "own"
 
@@ -77,9 +74,9 @@ def test_a_file_of_something_else_is_refused_with_its_line(tmp_path, text, match
     (tmp_path / "b.jsonl").write_text(text)
 
     with pytest.raises(ConfigError, match=match):
-        file_bodies(tmp_path / "b.jsonl", None)
+        file_requests(tmp_path / "b.jsonl", None)
     with pytest.raises(ConfigError, match="cannot be read"):
-        file_bodies(tmp_path / "none.jsonl", None)
+        file_requests(tmp_path / "none.jsonl", None)
 
 
 OPEN = Plan(Poisson(10.0), seconds=5.0)
@@ -89,26 +86,26 @@ def endless(seed: int) -> Iterator[RequestSpec]:
     return (RequestSpec(f"w-{seed}-{n}", "q", (), 4, 1) for n in itertools.count())
 
 
-def workload(**more: bool) -> WorkloadSource:
-    return WorkloadSource(endless, lambda ref: "", "m", 7, **more)
+def workload(**more: bool) -> Source:
+    return workload_source(endless, lambda ref: "", "m", 7, **more)
 
 
-def names(source: WorkloadSource, plan: Plan, number: int) -> list[str]:
-    return [name for name, _ in source.of_run(plan, number).bodies]
+def names(source: Source, plan: Plan, number: int) -> list[str]:
+    return [request.spec for request in source(plan, number).requests]
 
 
 def test_a_workload_gives_as_many_requests_as_there_are_moments():
-    requests = workload().of_run(OPEN, 0)
+    requests = workload()(OPEN, 0)
 
     assert requests.dues == OPEN.dues()
-    assert [name for name, _ in requests.bodies] == [f"w-7-{n}" for n in range(len(OPEN.dues()))]
+    assert [request.spec for request in requests.requests] == [f"w-7-{n}" for n in range(len(OPEN.dues()))]
 
 
 def test_the_next_run_has_other_requests_unless_the_same_are_wanted():
     assert names(workload(), OPEN, 1)[0] == "w-8-0"
     assert names(workload(repeats=True), OPEN, 1)[0] == "w-7-0"
-    assert workload(repeats=True).of_run(OPEN, 1).repeats
-    assert not workload().of_run(OPEN, 1).repeats
+    assert workload(repeats=True)(OPEN, 1).repeats
+    assert not workload()(OPEN, 1).repeats
 
 
 def test_a_count_ends_an_open_run_too():
@@ -117,15 +114,15 @@ def test_a_count_ends_an_open_run_too():
 
 
 def test_a_closed_loop_has_requests_without_moments():
-    requests = workload().of_run(Plan(ClosedLoop(2), seconds=1.0), 0)
+    requests = workload()(Plan(ClosedLoop(2), seconds=1.0), 0)
 
     assert requests.dues is None
-    assert len(list(requests.bodies)) == CLOSED_LOOP_REQUESTS
+    assert len(requests.requests) == CLOSED_LOOP_REQUESTS
 
 
 def test_a_file_says_when_its_bodies_are_sent_again():
-    file = FileSource([("a", {})])
+    file = file_source([Request.of({}, "a")])
 
-    assert file.of_run(OPEN, 0).repeats
-    assert file.of_run(replace(OPEN, count=1), 1).repeats
-    assert not file.of_run(replace(OPEN, count=1), 0).repeats
+    assert file(OPEN, 0).repeats
+    assert file(replace(OPEN, count=1), 1).repeats
+    assert not file(replace(OPEN, count=1), 0).repeats

@@ -87,18 +87,16 @@ def test_a_closed_loop_is_a_load_too(served, sent, tmp_path):
 
 def test_the_goodput_is_searched_between_rates(served, sent, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("bench.clients.command.SEARCH_REQUESTS", 20)
-    monkeypatch.setattr(
-        "bench.clients.command.find_goodput", partial(find_goodput, lowest_rps=100.0, highest_rps=400.0)
-    )
+    monkeypatch.setattr("bench.clients.command.find_goodput", partial(find_goodput, span=2.0))
     flags = ["--rate", "200", "--find-goodput", "0.5", "--slo", "60000:60000", "--duration", "0.05", "--devices", "2"]
     flags += ["--json", str(tmp_path / "r.json")]
 
     assert load(served, *sent(Known()), *flags) == 0
     assert result(tmp_path / "r.json")["figures"]["goodput_rps_per_device"] == 200.0
-    assert "at least 400.000 requests/s (200.000 per device)" in capsys.readouterr().out
+    assert "400.000 requests/s (200.000 per device); none misses" in capsys.readouterr().out
     assert load(served, *sent(Known(fault="short")), *flags) == 1
     assert result(tmp_path / "r.json")["figures"]["goodput_rps"] == 0.0
-    assert "no rate that was tried meets it" in capsys.readouterr().out
+    assert "no rate that was tried" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -207,13 +205,6 @@ def test_a_result_that_cannot_be_written_is_said_after_it_was_printed(served, se
     assert "--json /dev/full: No space left on device" in shown.err
 
 
-def test_clients_leave_when_they_are_told_to(served, sent, tmp_path):
-    flags = [*sent(Known(tokens=2, gap_s=1000.0)), "--rate", "100", "--n", "10", "--cancel", "1:0.05", "--warm-up", "0"]
-
-    assert load(served, *flags, "--json", str(tmp_path / "r.json")) == 1, "nothing was answered, so nothing is valid"
-    assert result(tmp_path / "r.json")["figures"]["100 rps/cancelled"] == 10
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -230,7 +221,6 @@ def test_clients_leave_when_they_are_told_to(served, sent, tmp_path):
         (["--rate", "1", "--find-goodput", "90"], "--find-goodput is 90"),
         (["--rate", "1,2", "--find-goodput", "0.9"], "begins at one --rate"),
         (["--rate", "1", "--slo", "2"], "TTFT:TPOT"),
-        (["--rate", "1", "--cancel", "2:1"], "--cancel 2:1"),
         (["--rate", "1", "--header", "x"], "--header 'x'"),
         (["--rate", "1", "--workload", "pope-like"], "--workload NAME, or --bodies FILE"),
     ],

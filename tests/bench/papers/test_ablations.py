@@ -15,6 +15,7 @@ from bench.cli import main
 from bench.clients.bodies import Requests
 from bench.clients.measure import Plan
 from bench.clients.sender import Bounds
+from bench.clients.target import Request
 from bench.papers import ablations
 from bench.papers.ablations import both, warm_up
 from bench.papers.table2 import BASELINE, TABLE, VARIANTS, WHOLE, figures, tables
@@ -35,11 +36,11 @@ class Bodies:
     def __init__(self) -> None:
         self.runs: list[int] = []
 
-    def of_run(self, plan: Plan, number: int) -> Requests:
+    def __call__(self, plan: Plan, number: int) -> Requests:
         self.runs.append(number)
         known = msgspec.to_builtins(Known(tokens=3))
         body = {"known": known, "max_tokens": 3, "ignore_eos": True, "stream": True}
-        return Requests([("s", body)], plan.dues())
+        return Requests([Request.of(body, "s")], plan.dues())
 
 
 @pytest.fixture
@@ -178,7 +179,7 @@ def test_what_was_measured_is_kept_when_a_later_part_fails(
         yield Launch(name, url, "known", {}, 1.0, 1.0, (), tmp_path)
 
     monkeypatch.setattr(ablations, "served", fake)
-    monkeypatch.setattr(ablations, "WorkloadSource", lambda *_: Bodies())
+    monkeypatch.setattr(ablations, "workload_source", lambda *_: Bodies())
     flags = ["--engine", "sim", "--rates", "400", "--rounds", "1", "--seconds", "0.1", "--only", "prefetch,both"]
 
     assert main(["ablations", *flags, "--json", str(tmp_path / "r.json")]) == 1
