@@ -28,7 +28,7 @@ from bench.analysis.metrics import (
     ranks,
 )
 from bench.analysis.sweep_results import SweepResults
-from bench.analysis.tables import DECODED, GOOD_SHARE
+from bench.analysis.tables import GOOD_SHARE
 from bench.phases import Phase
 from bench.sweep.deployments import Deployment
 
@@ -124,9 +124,8 @@ def all_figures(results: SweepResults, rate: float | None) -> dict[str, Drawing]
         made["ranks"] = ("Ranks, a spoke per request rate; 1, the best, is the outermost ring", partial(radar, results))
     if rate is not None and any(run.phases for run in results.runs if run.rate == rate and run.valid):
         made["phases"] = (f"Phases of a request at {rate:g} req/s", partial(phases, results, rate))
-    if any(run.batches for run in results.runs):
-        title = "Batch sizes by stage (mean, band P10 to P90), and what they do to decode"
-        made["batches"] = (title, partial(batches, results))
+    if any(run.roles for run in results.runs):
+        made["batches"] = ("Batch sizes by stage (mean, band P10 to P90)", partial(batches, results))
     return made
 
 
@@ -258,26 +257,21 @@ def phases(results: SweepResults, rate: float, figure: Figure) -> None:
 
 
 def batches(results: SweepResults, figure: Figure) -> None:
-    """Above, running sequences against rate by stage; below, what they cost and give where tokens are decoded."""
-    figure.set_size_inches(13.0, 8.4)
-    panels = figure.subplots(2, 3)
-    for one in results.experiment.deployments:
-        look, valid = _look(results, one), [run for run in results.of(one) if run.valid]
-        for ax, letter in zip(panels[0], "EPD", strict=True):  # a fused instance is where its last stage is
-            own = [(run.rate, batch) for run in valid for batch in run.batches if batch.role[-1] == letter]
-            _line(ax, [(rate, batch.mean) for rate, batch in own], **look)
-            band = [(rate, batch.p10, batch.p90) for rate, batch in own]
+    """Running sequences against rate, a panel for each stage."""
+    for ax, letter, stage in zip(figure.subplots(1, 3), "EPD", ("encode", "prefill", "decode"), strict=True):
+        for one in results.experiment.deployments:
+            look = _look(results, one)
+            own = [
+                (run, f"batch/{role}/running") for run in results.of(one) for role in run.roles if role[-1] == letter
+            ]
+            _line(ax, [(run.rate, run.figure(f"{name}/mean")) for run, name in own if run.valid], **look)
+            band = [
+                (run.rate, run.figures[f"{name}/p10"], run.figures[f"{name}/p90"]) for run, name in own if run.valid
+            ]
             if band:
                 ax.fill_between(*zip(*band, strict=True), color=look["color"], alpha=0.1, linewidth=0)
-        for ax, decoded in zip(panels[1], DECODED.values(), strict=True):
-            ends = [(run, batch) for run in valid for batch in run.batches if batch.role[-1] == "D"]
-            _line(ax, sorted((batch.mean, decoded(run, batch)) for run, batch in ends), **look)
-    for ax, stage in zip(panels[0], ("encode", "prefill", "decode"), strict=True):
         ax.set(xlabel=results.experiment.rate_axis, ylabel="running sequences of an instance", title=stage)
         ax.set_xticks(results.rates)
-        ax.set_ylim(bottom=0)
-    for ax, name in zip(panels[1], DECODED, strict=True):
-        ax.set(xlabel="running sequences of a decoding instance (mean)", ylabel=name)
         ax.set_ylim(bottom=0)
 
 

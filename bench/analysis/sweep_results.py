@@ -9,36 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import msgspec
 
 from bench.analysis.results import LoadedRun, Result, by_run, read_result
 from bench.phases import Breakdown, RequestPhases, breakdown
-from bench.record import T, read_json, read_lines
-from bench.statistic import percentile
+from bench.record import read_json, read_lines
 from bench.sweep.deployments import Deployment
 from bench.sweep.experiment import Experiment
-from bench.sweep.store import BATCHES, EXPERIMENT, PHASES, RESULT, ResultStore
+from bench.sweep.store import EXPERIMENT, PHASES, RESULT, ResultStore
 from epd_serve.errors import ConfigError
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """What the instances of one role ran at once during a run, sampled.
-
-    Attributes:
-        mean, p10, p90: running sequences of one instance, of so many samples. waiting: mean.
-    """
-
-    role: str
-    instances: int
-    samples: int
-    mean: float
-    p10: float
-    p90: float
-    waiting: float
 
 
 class Row(msgspec.Struct):
@@ -57,14 +38,18 @@ class Run(LoadedRun):
 
     Attributes:
         row: its row in the result.
-        batches: by role, in the order of the stages; empty where the stages were not sampled.
         phases: mean times of its requests; None where none was traced.
     """
 
     deployment: Deployment
     row: Row
-    batches: Sequence[Batch]
     phases: Breakdown | None
+
+    @property
+    def roles(self) -> list[str]:
+        """Whose batches were sampled, in the order of the stages: a fused instance is where its last stage is."""
+        found = {name.split("/")[1] for name in self.figures if name.startswith("batch/")}
+        return sorted(found, key=lambda role: ("EPD".find(role[-1]), role))
 
     @property
     def rate(self) -> float:
@@ -140,19 +125,9 @@ def read_sweep(folder: Path) -> SweepResults:
     return SweepResults(folder, experiment, runs, [dict(zip(columns, gap, strict=True)) for gap in gaps], envs)
 
 
-class _Sample(msgspec.Struct):
-    """A line of `batches.jsonl`: an instance at a moment."""
-
-    run: str
-    instance: str
-    role: str
-    running: int
-    waiting: int
-
-
 def _runs(deployment: Deployment, result: Result) -> list[Run]:
-    traced = by_run(_lines(result, PHASES, RequestPhases), lambda one: one.run)
-    sampled = by_run(_lines(result, BATCHES, _Sample), lambda one: one.run)
+    path = result.path.with_name(PHASES)
+    traced = by_run(read_lines(path, RequestPhases) if path.is_file() else [], lambda one: one.run)
     found = []
     for plain in result.rows:
         try:
@@ -160,23 +135,6 @@ def _runs(deployment: Deployment, result: Result) -> list[Run]:
             one = result.runs[row.run]
         except (msgspec.ValidationError, KeyError) as error:
             raise ConfigError(f"{result.path} has a row that is no run of a sweep: {error}") from None
-        phases, batches = breakdown(traced.get(row.run, ())), _batches(sampled.get(row.run, ()))
-        found.append(Run(one.figures, one.requests, deployment.devices, deployment, row, batches, phases))
-    return found
-
-
-def _lines(result: Result, name: str, kind: type[T]) -> list[T]:
-    path = result.path.with_name(name)
-    return read_lines(path, kind) if path.is_file() else []
-
-
-def _batches(samples: Sequence[_Sample]) -> list[Batch]:
-    """By role: a fused instance is where its last stage is."""
-    found = []
-    for role in sorted({one.role for one in samples}, key=lambda role: ("EPD".find(role[-1:]), role)):
-        own = [one for one in samples if one.role == role]
-        running = [one.running for one in own]
-        spread = fmean(running), percentile(running, 10), percentile(running, 90)
-        waiting = fmean(one.waiting for one in own)
-        found.append(Batch(role, len({one.instance for one in own}), len(own), *spread, waiting))
+        phases = breakdown(traced.get(row.run, ()))
+        found.append(Run(one.figures, one.requests, deployment.devices, deployment, row, phases))
     return found

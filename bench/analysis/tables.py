@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -27,7 +27,7 @@ from bench.analysis.metrics import (
     ranks,
 )
 from bench.analysis.ratios import run_ratio
-from bench.analysis.sweep_results import Batch, Run, SweepResults
+from bench.analysis.sweep_results import Run, SweepResults
 from bench.clients.slo import Slo
 from bench.phases import Breakdown, phase_rows
 from bench.sweep.deployments import Deployment
@@ -229,31 +229,19 @@ def _traced(results: SweepResults) -> list[tuple[Run, Breakdown]]:
 
 def batches(results: SweepResults) -> Table:
     lines = [
-        _line(
-            results,
-            run,
-            {"role": batch.role, "instances": batch.instances, "samples": batch.samples},
-            {"running, mean (sequences)": batch.mean, "running, P10": batch.p10, "running, P90": batch.p90},
-            {"waiting, mean (sequences)": batch.waiting},
-            {name: of(run, batch) if batch.role.endswith("D") else None for name, of in DECODED.items()},
-        )
+        _line(results, run, {"role": role}, {name: run.figure(f"batch/{role}/{of}") for name, of in BATCHES.items()})
         for run in results.runs
-        for batch in run.batches
+        for role in run.roles
     ]
     return Table("batches", "Sequences that an instance runs at once (after HydraInfer Figs. 3 and 6)", lines)
 
 
-def _tokens_per_instance(run: Run, batch: Batch) -> float | None:
-    tokens_per_s = run.figure("output_tokens_per_s")
-    return None if tokens_per_s is None else tokens_per_s / batch.instances
-
-
-DECODED: Mapping[str, Callable[[Run, Batch], float | None]] = {
-    "time between tokens, mean (ms)": lambda run, batch: run.figure("itl_ms/mean"),
-    "output tokens/s of an instance": _tokens_per_instance,
-    "P99 TPOT (ms)": lambda run, batch: run.figure("tpot_ms/p99"),
+BATCHES = {
+    "running, mean (sequences)": "running/mean",
+    "running, P10": "running/p10",
+    "running, P90": "running/p90",
+    "waiting, mean (sequences)": "waiting",
 }
-"""What batches of instances that decode cost and give."""
 
 
 def deployments(results: SweepResults) -> Table:

@@ -29,13 +29,13 @@ from bench.clients.sender import Bounds
 from bench.clients.sweep import one_run
 from bench.clients.target import Target
 from bench.example_proxies import running as rival
-from bench.record import environment
+from bench.record import environment, flatten
 from bench.served import Served, served
 from bench.sweep.deployments import PEERS, Deployment, ServedBy
 from bench.sweep.experiment import Experiment, PlannedRun
 from bench.sweep.plain_vllm import plain_vllm
-from bench.sweep.running import RunningDeployment, Sampler, proxy_status
-from bench.sweep.store import BATCHES, PHASES, ROWS, ResultStore
+from bench.sweep.running import RunningDeployment, proxy_status, sampled
+from bench.sweep.store import PHASES, ROWS, ResultStore
 from bench.workloads.arrivals import ClosedLoop
 from bench.workloads.images import Images
 from bench.workloads.profiles import PROFILES
@@ -152,7 +152,7 @@ class Stages:
         deployment, load = store.deployment, round(os.getloadavg()[0], 2)
         with (
             RecordsFile(store.folder / ROWS, append=True) as rows,
-            Sampler(running.status, store.folder / BATCHES, run.label) as sampler,
+            sampled(running.status) as samples,
         ):
             found = one_run(
                 running.target,
@@ -168,13 +168,13 @@ class Stages:
             raise rows.fault
         if found.signal:
             raise KeyboardInterrupt if found.signal == signal.SIGINT else SystemExit(128 + found.signal)
-        if sampler.died:
-            who = "; ".join(f"{name}: {why}" for name, why in sampler.died.items())
+        if samples.died:
+            who = "; ".join(f"{name}: {why}" for name, why in samples.died.items())
             raise StageError(f"lost during {run.label}, which is to be measured again: {who}", stage=deployment.name)
         if found.over:
             raise StageError(f"{run.label}: {found.over}", stage=deployment.name)
         about = {"rate": run.rate, "rate_rps": run.rate_rps, "devices": deployment.devices, "load_average_1min": load}
-        store.keep({**found.row, **about}, found.figures)
+        store.keep({**found.row, **about}, found.figures | flatten({run.label: {"batch": samples.figures()}}))
 
     @contextlib.contextmanager
     def _running(self, deployment: Deployment) -> Iterator[RunningDeployment]:

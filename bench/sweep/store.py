@@ -2,7 +2,7 @@
 
     experiment.json          what was asked (`bench/sweep/experiment.py`)
     <deployment>/result.json    figures, environment, a row per finished run (`bench/record.py`)
-    <deployment>/rows.jsonl     every request; phases.jsonl where its time went; batches.jsonl what stages ran
+    <deployment>/rows.jsonl     every request; phases.jsonl where its time went
     <deployment>/answers.json   tokens of the requests that every deployment answers
     <deployment>/failed.json    why there are no more runs
     result.json              the figures of all deployments together
@@ -31,7 +31,7 @@ from bench.sweep.experiment import Experiment, PlannedRun
 from epd_serve.errors import ConfigError
 
 EXPERIMENT, LOCK = "experiment.json", ".lock"
-RESULT, ROWS, PHASES, BATCHES = "result.json", "rows.jsonl", "phases.jsonl", "batches.jsonl"
+RESULT, ROWS, PHASES = "result.json", "rows.jsonl", "phases.jsonl"
 FAILED, ANSWERS = "failed.json", "answers.json"
 DRAWN = ("*.png", "*.csv", "report.html")
 
@@ -41,7 +41,7 @@ class ResultStore(Results):
 
     def __init__(self, folder: Path, deployment: Deployment) -> None:
         """Raises ConfigError where its result cannot be read."""
-        beside = [folder / name for name in (ROWS, PHASES, BATCHES)]
+        beside = [folder / name for name in (ROWS, PHASES)]
         super().__init__(folder / RESULT, beside, flag="--out", resume=True)
         self.folder, self.deployment = folder, deployment
 

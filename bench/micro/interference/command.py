@@ -215,7 +215,7 @@ def best_of(rows: Sequence[Row], profile: InterferenceProfile) -> dict[str, tupl
 
 def plot(path: Path, rows: Sequence[Row], heading: str) -> None:
     profile = profile_of(rows)
-    draw_maps(path, profile, best_of(rows, profile), f"{profile.device['name']}, {heading}")
+    draw_maps(path, profile, f"{profile.device['name']}, {heading}")
 
 
 def save_profile(arguments: argparse.Namespace, rows: Sequence[Row], env: Mapping[str, Any]) -> None:

@@ -1,8 +1,7 @@
 """From samples of operators side by side to latencies, slowdowns, the maps of a profile, and their chart.
 
-The chart is after EPD-Serve's Fig. 6: left, how near each operator alone comes to the best operations and bytes per
-second of any; right, one heat map per division of the cores. Colours are cividis, and Okabe and Ito's, which
-colour-blind people tell apart; every field says its number as well. But for it all is pure.
+The chart is after EPD-Serve's Fig. 6: a heat map per division of the cores, in cividis, which colour-blind people tell
+apart; every field says its number as well. But for it all is pure.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bench.micro.interference.processes import Span
-from bench.micro.measurement import BLUE, ORANGE, Row, chart
+from bench.micro.measurement import Row, chart
 from bench.micro.rows import grouped, median
 from bench.statistic import Spread
 from epd_serve.errors import StageError
@@ -131,48 +130,23 @@ def profile_of(rows: Sequence[Row]) -> InterferenceProfile:
     return InterferenceProfile(first["device"], listed, measured)
 
 
-BAR = 0.38
 MOST = 4.0  # where the colours end: one bad pair must not make all others look alike
 
 
-def draw_maps(path: Path, profile: InterferenceProfile, best: Mapping[str, tuple[float, float]], heading: str) -> None:
-    """Write the PNG. `best`: of each operator; `heading` names the device and says that it is real."""
+def draw_maps(path: Path, profile: InterferenceProfile, heading: str) -> None:
+    """Write the PNG. `heading` names the device and says that it is real."""
     maps, count = profile.maps, len(profile.operators)
-    map_in = 1.9 + 0.62 * count
-    with chart(path, 4.6 + map_in * len(maps), 2.6 + 0.5 * count, heading) as figure:
-        widths = [4.0, *[map_in] * len(maps)]
-        left, *right = figure.subplots(1, 1 + len(maps), squeeze=False, width_ratios=widths)[0]
-        _bars(left, profile, best)
+    with chart(path, (1.9 + 0.62 * count) * len(maps), 2.6 + 0.5 * count, heading) as figure:
         worst = max(one.slowdown for each in maps for one in each.slowdowns)
         top = min(MOST, max(2.0, worst))  # one scale: maps are to be compared
-        images = [_heat(ax, one, top) for ax, one in zip(right, maps, strict=True)]
-        bar = figure.colorbar(images[-1], ax=right[-1], shrink=0.8, extend="max" if worst > top else "neither")
+        axes = figure.subplots(1, len(maps), squeeze=False)[0]
+        images = [_heat(ax, one, top) for ax, one in zip(axes, maps, strict=True)]
+        bar = figure.colorbar(images[-1], ax=axes[-1], shrink=0.8, extend="max" if worst > top else "neither")
         bar.set_label("latency together / alone (times)")
 
 
 def intensity(flops_per_byte: float) -> str:
     return f"{flops_per_byte:.{0 if flops_per_byte >= 10 or not flops_per_byte else 2}f}"
-
-
-def _bars(ax: Axes, profile: InterferenceProfile, best: Mapping[str, tuple[float, float]]) -> None:
-    places = range(len(profile.operators))
-    for which, (colour, hatch, what) in enumerate(((BLUE, "", "operations/s"), (ORANGE, "///", "bytes/s"))):
-        ax.barh(
-            [place + (which - 0.5) * BAR for place in places],
-            [100.0 * best[one.name][which] for one in profile.operators],
-            height=BAR,
-            color=colour,
-            hatch=hatch,
-            edgecolor="white",
-            linewidth=0.0,
-            label=what,
-        )
-    rows = [f"{one.name}\n{intensity(one.flops / one.moved_bytes)} FLOP/B, {one.needs}" for one in profile.operators]
-    ax.set_yticks(list(places), rows, fontsize=7)
-    ax.invert_yaxis()
-    ax.set_xlabel("alone, of the best of all operators (%)", fontsize=8)
-    ax.set_title("what each needs", fontsize=9, loc="left")
-    ax.legend(loc="lower right", fontsize=7)
 
 
 def _heat(ax: Axes, found: InterferenceMap, top: float) -> AxesImage:

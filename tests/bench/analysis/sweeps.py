@@ -18,7 +18,7 @@ from bench.clients.slo import PAPER
 from bench.record import flatten, write
 from bench.sweep.deployments import Deployment, ServedBy
 from bench.sweep.experiment import Experiment
-from bench.sweep.store import BATCHES, EXPERIMENT, PHASES, RESULT, ROWS
+from bench.sweep.store import EXPERIMENT, PHASES, RESULT, ROWS
 from bench.workloads.arrivals import Poisson
 from tests.bench.clients.made import failed, row
 
@@ -85,17 +85,17 @@ def measured(
     runs: Mapping[str, Sequence[RequestRecord]],
     *,
     phases: Iterable[Mapping[str, Any]] = (),
-    batches: Iterable[Mapping[str, Any]] = (),
+    batches: Mapping[str, Mapping[str, Any]] = {},
 ) -> Path:
     """The files of a deployment: `runs` are its requests by label."""
     own = folder / one.slug
     judgements = {label: judged_run(label, of, one.devices) for label, of in runs.items()}
     rows = [{**of.row(), "rate": float(label.split()[0])} for label, of in judgements.items()]
     env = {**ENV, "kind": "real", "deployment": {**asdict(one), "ready_s": 12.5}}
-    write(own / RESULT, flatten({label: of.figures for label, of in judgements.items()}), env, rows)
+    found = {label: {**of.figures, "batch": batches.get(label, {})} for label, of in judgements.items()}
+    write(own / RESULT, flatten(found), env, rows)
     (own / ROWS).write_bytes(msgspec.json.Encoder().encode_lines([each for of in runs.values() for each in of]))
     _lines(own / PHASES, phases)
-    _lines(own / BATCHES, batches)
     return own
 
 

@@ -9,7 +9,7 @@ import pytest
 from bench.analysis.sweep_results import read_sweep
 from bench.clients.slo import PAPER
 from bench.phases import Phase
-from bench.sweep.store import BATCHES, EXPERIMENT, PHASES, RESULT
+from bench.sweep.store import EXPERIMENT, PHASES, RESULT
 from epd_serve.errors import ConfigError
 from tests.bench.analysis.sweeps import RATES, asked, deployment, measured, phases_line, requests
 
@@ -22,9 +22,7 @@ def whole(tmp_path):
     for one, ttft in ((MONOLITH, 0.4), (SPLIT, 0.2)):
         runs = {f"{rate:g} rps": requests(f"{rate:g} rps", rate, ttft=ttft) for rate in RATES}
         traced = [phases_line("2 rps-0", "2 rps", {"prefill": 12.5})]
-        sampled = [
-            {"run": "2 rps", "t_s": 1.5, "instance": "P0", "role": "P", "running": n, "waiting": 1} for n in (3, 5)
-        ]
+        sampled = {"2 rps": {"P": {"running": {"mean": 4.0, "p10": 3.0, "p90": 5.0}, "waiting": 1.0}}}
         measured(at, one, runs, phases=traced, batches=sampled)
     return at
 
@@ -40,10 +38,8 @@ def test_a_run_comes_with_its_figures_requests_phases_and_batches(whole):
     assert run.figure("ttft_ms/p12") is None
     assert len(run.requests) == 40
     assert (run.phases.requests, run.phases.mean[Phase.PREFILL]) == (1, 12.5)
-    (batch,) = run.batches
-    assert (batch.role, batch.instances, batch.samples, batch.waiting) == ("P", 1, 2, 1.0)
-    assert (batch.p10, batch.mean, batch.p90) == (3.0, 4.0, 5.0)
-    assert found.at(SPLIT, 4.0).phases is None and found.at(SPLIT, 4.0).batches == []
+    assert run.roles == ["P"] and run.figure("batch/P/running/p90") == 5.0
+    assert found.at(SPLIT, 4.0).phases is None and found.at(SPLIT, 4.0).roles == []
 
 
 def test_an_interrupted_sweep_says_what_is_missing(tmp_path):
@@ -65,10 +61,10 @@ def test_an_interrupted_sweep_says_what_is_missing(tmp_path):
 
 
 def test_half_a_line_at_the_end_is_left_out(whole):
-    with (whole / SPLIT.slug / BATCHES).open("a") as file:
+    with (whole / SPLIT.slug / PHASES).open("a") as file:
         file.write('{"run": "2 rp')
 
-    assert read_sweep(whole).at(SPLIT, 2.0).batches[0].samples == 2
+    assert read_sweep(whole).at(SPLIT, 2.0).phases.requests == 1
 
 
 def test_another_folder_is_refused(tmp_path):
@@ -84,7 +80,6 @@ def test_another_folder_is_refused(tmp_path):
             '{"run": "r", "ttft_ms": 1, "e2e_ms": 1, "phases_ms": {}, "exposed_ms": {}}\n{}\n',
             r"phases\.jsonl:2 .*missing required field",
         ),
-        (BATCHES, '{"run": "2 rps"}\n', r"batches\.jsonl:1 .*`instance`"),
         (RESULT, '{"figures": {},\n"env": nothing}', r"result\.json cannot be read"),
         (RESULT, '{"figures": {}, "env": {}}', r"result\.json cannot be read: .*`rows`"),
         (RESULT, '{"figures": {}, "env": {}, "rows": [{"run": "2 rps", "rate": 2}]}', "no run of a sweep.*`valid`"),

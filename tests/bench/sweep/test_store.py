@@ -11,7 +11,7 @@ import pytest
 from bench.clients.slo import Slo
 from bench.sweep.deployments import deployments
 from bench.sweep.experiment import RunLimits
-from bench.sweep.store import BATCHES, EXPERIMENT, PHASES, RESULT, ROWS, ResultStore, opened
+from bench.sweep.store import EXPERIMENT, PHASES, RESULT, ROWS, ResultStore, opened
 from epd_serve.errors import ConfigError
 from tests.bench.sweep.experiments import ENV, experiment, run_row
 
@@ -39,14 +39,14 @@ def test_what_an_unfinished_run_left_stays_until_it_is_measured_again(tmp_path):
     store = ResultStore(tmp_path, DEPLOYMENT)
     store.begin(ENV)
     store.keep(run_row("1 rps"), {})
-    for name in (ROWS, PHASES, BATCHES):
+    for name in (ROWS, PHASES):
         (tmp_path / name).write_text('{"run":"1 rps"}\n{"run":"2 rps"}\n{"run":"2 r')
 
     again = ResultStore(tmp_path, DEPLOYMENT)
     assert (tmp_path / ROWS).read_text().count("2 rps") == 1
     again.begin(ENV)
 
-    assert [runs_in(tmp_path / name) for name in (ROWS, PHASES, BATCHES)] == [["1 rps"]] * 3
+    assert [runs_in(tmp_path / name) for name in (ROWS, PHASES)] == [["1 rps"]] * 2
 
 
 def test_each_session_is_remembered_with_the_load_that_it_met(tmp_path):

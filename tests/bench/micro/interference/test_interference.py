@@ -12,7 +12,7 @@ import pytest
 
 from bench.cli import main
 from bench.micro.interference import command
-from bench.micro.interference.command import best_of, chosen, device_of, figures, save_profile, tables
+from bench.micro.interference.command import chosen, device_of, figures, save_profile, tables
 from bench.micro.interference.processes import OperatorProcess, orders_of, parse_shares
 from bench.micro.interference.windows import (
     draw_maps,
@@ -183,7 +183,7 @@ def test_the_chart_is_a_png(tmp_path):
     rows = measured()
     profile = profile_of(rows)
 
-    draw_maps(tmp_path / "deep" / "map.png", profile, best_of(rows, profile), "a CPU, real")
+    draw_maps(tmp_path / "deep" / "map.png", profile, "a CPU, real")
 
     assert (tmp_path / "deep" / "map.png").read_bytes().startswith(b"\x89PNG")
 
