@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.clients.process import SenderProcess
-from bench.clients.records import RequestRecord
+from bench.clients.results import RequestRecord
 from bench.clients.sender import Flow
 from bench.clients.target import requests
 from epd_serve.demo.presets import write_preset

@@ -1,7 +1,9 @@
 """A layout served for a measurement: `epd-serve serve` in a process of its own, as a user starts it.
 
-Owns the process and its scratch directory; both end with the context, and the process with a measurement that is
-killed. What is asked of it is the caller's.
+Owns the process, its scratch folder, and its processes' CPU time by the kernel's own accounts: who works during a
+request, who works when idle. Process and folder end with the context, the process also with a measurement that is
+killed. A folder has a short name, for sockets lie in it, and carries the process that made it: whoever makes the next
+one removes those of the dead. What is asked of a launch is the caller's.
 """
 
 from __future__ import annotations
@@ -12,16 +14,43 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.processes import Parts, parts
-from bench.scratch import scratch
 from bench.started import started
+from deploy.agent.template import api_server_of
 from deploy.host.ports import free_ports
+from deploy.host.processes import group_members
+
+ROOT = Path("/tmp")
+SETTLED_S = 120.0
+"""What a killed measurement had started takes its time to end, and needs its folder for it."""
+_NAME = re.compile(r"epd-bench-(\d+)-")
+
+
+@contextlib.contextmanager
+def scratch(root: Path = ROOT) -> Iterator[Path]:
+    """A new folder, removed at the end of the context."""
+    remove_dead(root)
+    with tempfile.TemporaryDirectory(prefix=f"epd-bench-{os.getpid()}-", dir=root) as made:
+        yield Path(made)
+
+
+def remove_dead(root: Path = ROOT, settled_s: float = SETTLED_S) -> None:
+    """Remove folders of measurements that are dead, unless they changed lately or are somebody else's."""
+    for found in root.glob("epd-bench-*"):
+        name = _NAME.match(found.name)
+        with contextlib.suppress(OSError):  # gone meanwhile
+            about = found.lstat()
+            if name is None or Path(f"/proc/{name[1]}").exists() or about.st_uid != os.getuid():
+                continue
+            if time.time() - about.st_mtime >= settled_s:
+                shutil.rmtree(found, ignore_errors=True)
+
 
 LOGS_ENV = "EPD_BENCH_LOGS"
 """A folder that all logs of a launch are copied to before it ends: for who looks only afterwards."""
@@ -134,3 +163,42 @@ def _keep_logs(name: str, folder: Path) -> None:
     for log in (*folder.glob("*.log"), *folder.glob("run/last-failure-*.log"), *folder.glob("run/*/*.log")):
         with contextlib.suppress(OSError):  # the launch may be ending
             shutil.copyfile(log, target / log.name)
+
+
+Parts = Mapping[str, tuple[int, ...]]
+"""Process ids by part of a launch: `proxy`, `E0/api`, `E0/engine`, …"""
+
+
+def parts(launcher: int, groups: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """The parts of a launch that runs: launcher with proxy, and per stage its API server (with the process that
+    both are forked from) and what that spawned.
+
+    Args:
+        groups: process group of each instance.
+    """
+    found: dict[str, tuple[int, ...]] = {"proxy": (launcher,)}
+    for instance, group in groups.items():
+        api = {group, api_server_of(group)}
+        found[f"{instance}/api"] = tuple(sorted(api))
+        found[f"{instance}/engine"] = tuple(one.pid for one in group_members(group) if one.pid not in api)
+    return found
+
+
+def cpu_seconds(launch: Parts) -> dict[str, float]:
+    """CPU seconds of the living threads of each part so far (nanosecond accounts, not clock ticks)."""
+    return {part: sum(map(_on_cpu_s, pids)) for part, pids in launch.items()}
+
+
+def since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """CPU seconds spent between two readings; never negative, though a thread that ended takes its account along."""
+    return {part: max(0.0, seconds - before.get(part, 0.0)) for part, seconds in now.items()}
+
+
+def _on_cpu_s(pid: int) -> float:
+    spent_ns = 0
+    for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        try:
+            spent_ns += int(thread.read_text(encoding="ascii").split()[0])
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # the thread has ended
+    return spent_ns / 1e9

@@ -21,8 +21,7 @@ from bench.aisbench.rate import Entry, Rated, label_of, measure_rate
 from bench.aisbench.report import goodput_rps, one_rate, overview
 from bench.aisbench.rows import look
 from bench.clients.metrics import faults
-from bench.clients.records import RecordsFile
-from bench.clients.results import Results
+from bench.clients.results import RecordsFile, Results
 from bench.clients.target import Target
 from bench.record import environment as record_environment
 from bench.record import flatten

@@ -1,22 +1,27 @@
-"""The Python environment that AISBench runs in: its own, since it wants an older NumPy and Pillow than vLLM does.
+"""The Python environment of AISBench, its own, since it wants an older NumPy and Pillow than vLLM does; and its runs.
 
-Owns checking and using it. `deploy/install/environment.sh` makes it from the pins in `requirements/aisbench.txt`, and
-says so in a file that is written last, so that a half-made one is seen and made again. pip is the user's: its
-configuration and all `PIP_*` variables hold.
+Owns checking and using the environment. `deploy/install/environment.sh` makes it from the pins in
+`requirements/aisbench.txt`, and says so in a file that is written last, so that a half-made one is seen and made again.
+pip is the user's: its configuration and all `PIP_*` variables hold. AISBench runs to its end, or is ended when it takes
+too long; it leaves no process and no shared memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.record import ROOT
+from bench.started import started
+from deploy.host.processes import signal_group
 from epd_serve.errors import ConfigError, StageError
 
 PINS, SCRIPT = ROOT / "requirements" / "aisbench.txt", ROOT / "deploy" / "install" / "environment.sh"
@@ -163,3 +168,43 @@ def _wanted(pins: Path) -> str:
 def _digest(pins: Path) -> str:
     """Of what an environment is made from; empty where there are no pins, and then any that was finished will do."""
     return hashlib.sha256(pins.read_bytes()).hexdigest() if pins.is_file() else ""
+
+
+GRACE_S = 45.0
+"""For AISBench to end in good order: its processes wait for each other."""
+
+
+def variables(host: str) -> dict[str, str]:
+    """For AISBench: nothing from a model hub, no proxy between it and the endpoint, no display that it draws itself."""
+    without = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), host]))
+    fixed = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TERM": "dumb", "PYTHONUNBUFFERED": "1"}
+    return {**outside(), **fixed, "no_proxy": without, "NO_PROXY": without}
+
+
+def run_command(
+    command: Sequence[str],
+    folder: Path,
+    limit_s: float,
+    *,
+    host: str = "127.0.0.1",
+    log: str = "ais_bench.log",
+    more: Mapping[str, str] | None = None,
+) -> int | None:
+    """Run `command` in `folder`, for at most `limit_s`; what it prints is in the file `log` there.
+
+    Args:
+        host: of the endpoint. more: variables beside the usual.
+
+    Returns:
+        Its exit code, which is 0 for failed requests too; None where it took too long. It then got Ctrl-C, as all its
+        processes do on a terminal, and time to write what it had.
+    """
+    argv = ["env", "-C", str(folder), *command]
+    with started(argv, folder / log, env={**variables(host), **(more or {})}, stop_s=GRACE_S) as it:
+        try:
+            return it.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            signal_group(it.process.pid, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                it.process.wait(GRACE_S)
+            return None

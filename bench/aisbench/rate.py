@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.aisbench import process
 from bench.aisbench.details import NAME, own_figures, read_requests, results_folder, said
-from bench.aisbench.environment import AisBench
+from bench.aisbench.environment import AisBench, run_command
 from bench.aisbench.flags import Asked
 from bench.aisbench.rows import Shape, most_under_way, run_of
 from bench.clients.http import Endpoint
@@ -144,7 +143,7 @@ def measure_rate(
     write_entry(folder, entry)
     results, until_s = folder / "results", limit_s(specs, rate_rps, asked.plan.bounds.limit_s)
     command = command_line(bench.command, folder, results, len(specs))
-    code = process.run(command, folder, until_s, host=Endpoint.of(entry.url).host)
+    code = run_command(command, folder, until_s, host=Endpoint.of(entry.url).host)
     stopped = f"AISBench did not end within {until_s:.0f} s and was ended" if code is None else ""
     log = said(*sorted(results.glob(f"*/logs/infer/{NAME}/*.out")), folder / "ais_bench.log")
     try:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.aisbench.rate import Rated
-from bench.clients import report
 from bench.clients.slo import GOOD_SHARE, Slo
+from bench.clients.sweep import run_text
 from deploy.memory.placement_table import table
 
 _COLUMNS = (("mean", "Average"), ("p50", "Median"), ("p90", "P90"), ("p99", "P99"))
@@ -16,7 +16,7 @@ _KINDS = (("ttft_ms", "TTFT", "from when it was due"), ("tpot_ms", "TPOT", ""), 
 
 def one_rate(rated: Rated, slos: Sequence[Slo], *, timed: bool) -> str:
     """A rate: what `epd-bench load` prints of a run, and AISBench's table beside ours."""
-    lines = [report.one_run(rated.measured, slos)]
+    lines = [run_text(rated.measured, slos)]
     rows: list[tuple[str, ...]] = [("milliseconds", *(name for name, _ in _COLUMNS))]
     for name, theirs, since in _KINDS:
         found: Mapping[str, Any] = rated.measured.figures.get(name, {})

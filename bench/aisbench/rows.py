@@ -17,7 +17,7 @@ from http import HTTPStatus
 from bench.aisbench.details import Sent
 from bench.clients.answers import events, judge_reading, read_answer
 from bench.clients.bodies import streamed
-from bench.clients.records import Outcome, RequestRecord
+from bench.clients.results import Outcome, RequestRecord
 from bench.clients.sender import Run
 from bench.clients.target import CHAT, Target
 from bench.workloads.spec import RequestSpec

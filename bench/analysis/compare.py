@@ -17,10 +17,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.analysis.metrics import better
 from bench.analysis.page import require
 from bench.analysis.ratios import Ratio, plain_ratio, run_ratio
 from bench.analysis.results import ASKED, PER_DEVICE, LoadedRun, Result, read_results
+from bench.analysis.sweep_results import better
 from bench.record import busy, environment, flatten, write
 from deploy.memory.placement_table import table
 from epd_serve.errors import ConfigError

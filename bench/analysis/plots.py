@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.analysis.metrics import (
+from bench.analysis.sweep_results import (
     RANKED,
     THROUGHPUT,
     THROUGHPUT_PER_DEVICE,
@@ -23,14 +23,14 @@ from bench.analysis.metrics import (
     TTFT,
     TTFT_P99,
     Metric,
+    SweepResults,
     attainment,
     ranked,
     ranks,
 )
-from bench.analysis.sweep_results import SweepResults
 from bench.analysis.tables import GOOD_SHARE
 from bench.phases import Phase
-from bench.sweep.deployments import Deployment
+from bench.sweep.experiment import Deployment
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -22,10 +22,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.analysis.metrics import better
 from bench.analysis.results import PER_DEVICE, LoadedRun
+from bench.analysis.sweep_results import better
 from bench.clients.metrics import Window
-from bench.clients.records import Outcome, RequestRecord
+from bench.clients.results import Outcome, RequestRecord
 from bench.clients.slo import parse_slos
 
 LEVEL = 0.95

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bench.clients.records import RequestRecord, read_records
+from bench.clients.results import RequestRecord, read_records
 from bench.record import Record, read_json
 from bench.sweep.store import EXPERIMENT, RESULT, ROWS
 from epd_serve.errors import ConfigError

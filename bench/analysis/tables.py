@@ -14,23 +14,24 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from bench.analysis.metrics import (
+from bench.analysis.ratios import run_ratio
+from bench.analysis.sweep_results import (
     LATENCIES,
     RANKED,
     THROUGHPUT,
     THROUGHPUT_PER_DEVICE,
     Metric,
+    Run,
+    SweepResults,
     attainment,
     compared_by,
     effective_per_device,
     ranked,
     ranks,
 )
-from bench.analysis.ratios import run_ratio
-from bench.analysis.sweep_results import Run, SweepResults
 from bench.clients.slo import Slo
 from bench.phases import Breakdown, phase_rows
-from bench.sweep.deployments import Deployment
+from bench.sweep.experiment import Deployment
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
 from epd_serve.roles import Role

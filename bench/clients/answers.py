@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from bench.clients.http import Response
-from bench.clients.records import Outcome
+from bench.clients.results import Outcome
 
 SHORTENED_CHARS = 500
 """Of what a server says that is kept."""

@@ -21,14 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.clients import report
 from bench.clients.bodies import Source, file_requests, file_source, workload_source
 from bench.clients.flags import add_flags, header_of, plan_of, rates_of
 from bench.clients.measure import Plan
-from bench.clients.records import RecordsFile
-from bench.clients.results import Results, difference
+from bench.clients.results import RecordsFile, Results, difference
 from bench.clients.slo import attainment, find_goodput
-from bench.clients.sweep import RunFound, labels, one_run
+from bench.clients.sweep import RunFound, goodput_text, labels, one_run
 from bench.clients.target import Target
 from bench.record import environment, plain
 from bench.workloads.arrivals import Arrivals, arrivals_at
@@ -135,7 +133,7 @@ class _Sweep:
             return share is not None and share >= target and not measured.grows
 
         met, missed = find_goodput(meets, start_rps)
-        print(report.goodput(met, missed, target, slo, devices))
+        print(goodput_text(met, missed, target, slo, devices))
         self.results.figures |= {"goodput_rps": met, **({"goodput_rps_per_device": met / devices} if devices else {})}
         self.results.write()
         if not met:

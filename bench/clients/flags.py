@@ -11,9 +11,8 @@ from bench.clients.sender import Bounds
 from bench.clients.slo import PAPER, parse_slos
 from bench.record import add_arguments as add_record_arguments
 from bench.workloads.arrivals import FORMS, Arrivals, ClosedLoop, Trace, arrivals_at
-from bench.workloads.custom_dataset import NAME as OWN
 from bench.workloads.spec import RequestSpec
-from bench.workloads.workload import add_content_arguments
+from bench.workloads.workload import OWN, add_content_arguments
 from epd_serve.errors import ConfigError
 
 DURATION_S, QUICK_S = 60.0, 10.0

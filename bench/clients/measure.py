@@ -15,7 +15,7 @@ from typing import Any, Literal, TextIO
 
 from bench.clients.answers import CROWDED, REFUSALS
 from bench.clients.metrics import Window, faults, steady_window, summary
-from bench.clients.records import RequestRecord
+from bench.clients.results import RequestRecord
 from bench.clients.sender import Bounds, Flow, Run, Sender
 from bench.clients.slo import PAPER, Slo, counted
 from bench.clients.target import Request, Target

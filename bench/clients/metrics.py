@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.clients.records import Outcome, RequestRecord
+from bench.clients.results import Outcome, RequestRecord
 from bench.clients.sender import Run
 from bench.clients.slo import Slo, attainment, counted
 from bench.statistic import percentile

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from bench.clients.records import RequestRecord
+from bench.clients.results import RequestRecord
 from bench.phases import Phase, Span, line
 from bench.stamps import Stamp, Timeline
 from epd_serve.trace import PROXY

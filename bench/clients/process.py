@@ -7,7 +7,7 @@ from __future__ import annotations
 from multiprocessing.connection import Connection
 
 from bench.children import Child
-from bench.clients.records import LIMIT_S
+from bench.clients.results import LIMIT_S
 from bench.clients.sender import Bounds, Flow, Run, send
 from epd_serve.errors import StageError
 

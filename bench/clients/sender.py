@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.clients.answers import CROWDED, UNREACHABLE, Reading, ResponseStatus, judge, read_answer
 from bench.clients.http import Connection, Pool, Response
-from bench.clients.records import Outcome, RequestRecord
+from bench.clients.results import Outcome, RequestRecord
 from bench.clients.target import Request, Target
 from bench.workloads.seeded_rng import seeded_rng
 from deploy.host import event_loop

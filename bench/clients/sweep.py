@@ -1,4 +1,4 @@
-"""One run of a sweep: its requests made and sent, judged, told, and joined with the phase stamps of the endpoint.
+"""One run of a sweep: its requests made and sent, judged, told as text, and joined with the endpoint's phase stamps.
 
 Whatever ends it (a signal, an endpoint that is gone, a full disk), what was measured until then is there.
 """
@@ -8,26 +8,84 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.clients import report
 from bench.clients.bodies import Source
 from bench.clients.measure import Measured, Plan, measure
 from bench.clients.phases import joined
-from bench.clients.records import RequestRecord
-from bench.clients.results import append_lines
+from bench.clients.results import RequestRecord, append_lines
 from bench.clients.sender import Sender
+from bench.clients.slo import Slo
 from bench.clients.target import Target
 from bench.phases import breakdown, phase_figures, phase_rows, request_phases
 from bench.record import flatten
 from bench.stamps import Timeline, read_stamps
 from bench.workloads.arrivals import Arrivals, ClosedLoop
 from deploy.host import event_loop
+from deploy.memory.placement_table import table
 from epd_serve.errors import ConfigError
+
+KINDS = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
+COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
+
+
+def run_text(measured: Measured, slos: Sequence[Slo]) -> str:
+    """Latencies, objectives, what went wrong, and why the run is not valid where it is not."""
+    figures, row = measured.figures, measured.row()
+    lines = [
+        f"{row['run']}: {figures['ok']} of {figures['requests']} requests of the window answered whole "
+        f"({figures['window_s']:.1f} s of {figures['run_s']:.1f} s; {figures['requests_of_the_run']} requests in all)"
+    ]
+    rows: list[tuple[str, ...]] = [("milliseconds", *COLUMNS)]
+    for kind in filter(figures.__contains__, KINDS):
+        rows.append((kind.removesuffix("_ms").upper(), *(f"{figures[kind][column]:.2f}" for column in COLUMNS)))
+    if len(rows) > 1:
+        lines.append(table(rows))
+    if "output_tokens_per_s" in figures:
+        lines.append(
+            f"  offered {figures['offered_rps']:.2f} requests/s, answered {figures['answered_rps']:.2f}, "
+            f"{figures['output_tokens_per_s']:.1f} output tokens/s"
+        )
+    lines += _objectives(figures, slos)
+    lines += [f"  {count} × {fault}: {row['said'][fault]}" for fault, count in row["faults"].items()]
+    if measured.grows:
+        lines.append(f"  no steady state: {measured.grows}")
+    cost = figures["generator"]
+    if "late_p99_ms" in cost:
+        lines.append(
+            f"  generator: {cost['late_p99_ms']:.1f} ms late (P99), {cost['cpu_share']:.2f} of a core, "
+            f"{cost['cpu_us_per_request']:.0f} us per request"
+        )
+    return "\n".join([*lines, *(f"  NOT VALID: {one}" for one in row["objections"])])
+
+
+def phase_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Of `bench.phases.phase_rows`."""
+    shown = [tuple(f"{value:.2f}" if isinstance(value, float) else value for value in row.values()) for row in rows]
+    return table([tuple(rows[0]), *shown]) if rows else ""
+
+
+def _objectives(figures: Mapping[str, Any], slos: Sequence[Slo]) -> list[str]:
+    rows: list[tuple[str, ...]] = [("objective", "attained", "effective tokens/s", "per device")]
+    for slo in slos:
+        one = figures.get(f"slo_{slo}", {})
+        if "attainment" in one:
+            per_s = (one.get(f"effective_tokens_per_s{each}") for each in ("", "_per_device"))
+            shown = ("-" if value is None else f"{value:.1f}" for value in per_s)
+            rows.append((f"TTFT <= {slo.ttft_ms:g} ms, TPOT <= {slo.tpot_ms:g} ms", f"{one['attainment']:.1%}", *shown))
+    return [table(rows)] if len(rows) > 1 else []
+
+
+def goodput_text(met_rps: float, missed_rps: float | None, target: float, slo: Slo, devices: int | None) -> str:
+    """What a search found."""
+    each = f" ({met_rps / devices:.3f} per device)" if devices else ""
+    found = f"{met_rps:.3f} requests/s{each}" if met_rps else "no rate that was tried"
+    return f"goodput for {target:.0%} within {slo}: {found}; {'none' if missed_rps is None else missed_rps} misses"
+
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -84,7 +142,7 @@ def one_run(
     figures = dict(measured.figures)
     if traces is not None:
         figures["phases"] = _joined(measured, traces, phases_path)
-    print("\n" + report.one_run(measured, plan.slos), flush=True)
+    print("\n" + run_text(measured, plan.slos), flush=True)
     row = {**measured.row(), "number": number, "repeated_requests": requests.repeats}
     return RunFound(measured, row, flatten({label: figures}), ended_by[0])
 
@@ -126,7 +184,7 @@ def _joined(measured: Measured, traces: Path, phases_path: Path | None) -> dict[
     found = breakdown(map(request_phases, known))
     if found is None:
         return {"joined": 0}
-    print("\n" + report.phases(phase_rows(found)), flush=True)
+    print("\n" + phase_table(phase_rows(found)), flush=True)
     return phase_figures(found)
 
 

@@ -10,7 +10,7 @@ import contextlib
 import os
 import time
 
-from bench.scratch import scratch
+from bench.served import scratch
 from deploy.agent.health import health_status
 from deploy.agent.specs import orders
 from deploy.agent.stage_life import Spawn, StageLife

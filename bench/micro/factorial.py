@@ -31,17 +31,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.clients.records import RequestRecord
+from bench.clients.results import RequestRecord
 from bench.clients.sender import Bounds, Flow, Run, send
 from bench.clients.target import Request
-from bench.goals import Goal
-from bench.micro.measurement import Measurement, Row, Usually, flag, several, whole
+from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, several, whole
 from bench.micro.rows import grouped, median, ratios, table_of
-from bench.scratch import scratch
-from bench.served import served
+from bench.served import scratch, served
 from bench.started import answers, started
-from bench.sweep.deployments import Deployment
-from bench.sweep.plain_vllm import command
+from bench.sweep.experiment import Deployment
+from bench.sweep.running import command
 from bench.workloads.arrivals import ClosedLoop, Poisson, arrival_times
 from bench.workloads.synthetic import DemoImage, demo_body, demo_image
 from deploy.agent.specs import orders

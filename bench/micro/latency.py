@@ -23,21 +23,19 @@ from typing import Any
 
 import numpy as np
 
-from bench.clients import report
 from bench.clients.phases import joined
 from bench.clients.process import SenderProcess
-from bench.clients.records import RequestRecord
+from bench.clients.results import RequestRecord
 from bench.clients.sender import Flow, ask
+from bench.clients.sweep import phase_table
 from bench.clients.target import requests
-from bench.goals import Goal
 from bench.micro import over_vllm
 from bench.micro.alone import seconds_to_ready
-from bench.micro.measurement import Measurement, Row, Usually, flag, in_turns, one_of, several, whole
+from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, in_turns, one_of, several, whole
 from bench.micro.over_vllm import ANSWER_TOKENS, LAYOUT, NEW, REPEATED, SIDE, TEXT
 from bench.micro.rows import grouped, median, table_of
 from bench.phases import HOPS, breakdown, hops, phase_rows, request_phases
-from bench.processes import cpu_seconds, since
-from bench.served import Served, groups, served
+from bench.served import Served, cpu_seconds, groups, served, since
 from bench.stamps import Timeline, read_stamps
 from bench.sweep.running import proxy_status
 from bench.workloads.synthetic import demo_body, demo_image, image_body, text_body
@@ -238,7 +236,7 @@ def tables(rows: Sequence[Row]) -> Iterable[str]:
             yield table_of(over_vllm.table_rows(parts[part]), {part: "{what}", **columns})
     for (kind,), own in grouped(parts.get("phases", ()), "kind").items():
         if (found := breakdown(map(request_phases, own))) is not None:
-            yield f"  {kind}\n{report.phases(phase_rows(found))}"
+            yield f"  {kind}\n{phase_table(phase_rows(found))}"
             each = {hop: median(map(_hops_ms, own), hop) for hop in HOPS}
             yield table_of(each.items(), {f"{kind}: hop": "{0[0]}", "exposed ms": "{0[1]:.2f}"})
 

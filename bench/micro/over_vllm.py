@@ -20,14 +20,13 @@ from typing import Any
 import numpy as np
 
 from bench.clients.process import SenderProcess
-from bench.clients.records import RequestRecord
+from bench.clients.results import RequestRecord
 from bench.micro.measurement import Row, in_turns
 from bench.micro.rows import grouped, median, ratios
 from bench.real_stages import PRESET, closed_loop
-from bench.scratch import scratch
-from bench.served import served
-from bench.sweep.deployments import Deployment, ServedBy
-from bench.sweep.plain_vllm import plain_vllm
+from bench.served import scratch, served
+from bench.sweep.experiment import Deployment, ServedBy
+from bench.sweep.running import plain_vllm
 from bench.workloads.synthetic import image_body, text_body
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw

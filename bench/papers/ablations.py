@@ -22,14 +22,12 @@ from bench.analysis.page import require
 from bench.clients.bodies import Source, workload_source
 from bench.clients.measure import Plan
 from bench.clients.measure import measure as sent_by_plan
-from bench.clients.records import RequestRecord
+from bench.clients.results import RequestRecord
 from bench.clients.target import Target
-from bench.goals import Goal
-from bench.micro.measurement import Measurement, Row, Usually, flag, one_of, positive, several, whole
+from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, positive, several, whole
 from bench.papers.table2 import BASELINE, TABLE, VARIANTS, WHOLE, figures, tables
 from bench.real_stages import add_engine_flags, check_memory, engine_flags, kind_of
-from bench.scratch import scratch
-from bench.served import served
+from bench.served import scratch, served
 from bench.workloads.arrivals import Poisson
 from bench.workloads.generate import Knobs
 from bench.workloads.images import Images

@@ -24,17 +24,15 @@ from typing import Any
 
 from bench.clients.bodies import Source, chat_body, spec_requests, workload_source
 from bench.clients.measure import Plan, measure
-from bench.clients.records import RecordsFile
+from bench.clients.results import RecordsFile
 from bench.clients.sender import Bounds
 from bench.clients.sweep import one_run
 from bench.clients.target import Target
 from bench.example_proxies import running as rival
 from bench.record import environment, flatten
 from bench.served import Served, served
-from bench.sweep.deployments import PEERS, Deployment, ServedBy
-from bench.sweep.experiment import Experiment, PlannedRun
-from bench.sweep.plain_vllm import plain_vllm
-from bench.sweep.running import RunningDeployment, proxy_status, sampled
+from bench.sweep.experiment import PEERS, Deployment, Experiment, PlannedRun, ServedBy
+from bench.sweep.running import RunningDeployment, plain_vllm, proxy_status, sampled
 from bench.sweep.store import PHASES, ROWS, ResultStore
 from bench.workloads.arrivals import ClosedLoop
 from bench.workloads.images import Images

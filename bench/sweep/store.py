@@ -26,8 +26,7 @@ from typing import Any
 
 from bench.clients.results import Results, difference
 from bench.record import flatten, read_json, write_whole
-from bench.sweep.deployments import Deployment
-from bench.sweep.experiment import Experiment, PlannedRun
+from bench.sweep.experiment import Deployment, Experiment, PlannedRun
 from epd_serve.errors import ConfigError
 
 EXPERIMENT, LOCK = "experiment.json", ".lock"

@@ -11,15 +11,13 @@ from typing import Any
 import numpy as np
 
 from bench.statistic import percentile
-from bench.workloads.custom_dataset import NAME as OWN
 from bench.workloads.export_aisbench import export_aisbench
 from bench.workloads.exports import Exported, export_aiperf, export_vllm
-from bench.workloads.generate import Knobs, requests
+from bench.workloads.generate import Knobs, Words, requests
 from bench.workloads.images import Images
 from bench.workloads.profiles import PROFILES, Profile
 from bench.workloads.spec import RequestSpec
-from bench.workloads.text import Words
-from bench.workloads.workload import Workload, arrivals_of, workload
+from bench.workloads.workload import OWN, Workload, arrivals_of, workload
 from bench.workloads.workload import add_arguments as add_workload_arguments
 from deploy.memory.placement_table import table
 from epd_serve.errors import ConfigError

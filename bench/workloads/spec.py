@@ -55,7 +55,7 @@ class RequestSpec:
     Attributes:
         id: unique within the workload, e.g. `sharegpt4o-like-0-17` (name, seed, number).
         text: of the user's message. text_tokens: how many tokens it has by the tokenizer that made it, or by the rule
-            of `bench/workloads/text.py` without one.
+            of `bench/workloads/generate.py` without one.
         images: in the order in which they stand before the text; empty for a text-only request.
         max_tokens: tokens to answer with; clients send `ignore_eos` so that it is exactly that many.
         arrival_s: seconds from the start of the run at which it is due; None in a closed loop.

@@ -1,8 +1,8 @@
 """Items over workers of different speeds, so that the last one is done as early as can be. Pure.
 
 Longest processing time first, then a bounded search for something better: with two or three items per worker, as
-requests have them, LPT alone is up to a quarter above the optimum. `bench/micro/proxy/irp.py` compares it
-with brute force.
+requests have them, LPT alone is up to a quarter above the optimum. `tests/soak/placement.py` compares it with
+brute force.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from bench.cli import COMMANDS, main, parser
-from bench.processes import cpu_seconds, parts, since
 from bench.record import ROOT, busy, environment, flatten, write
+from bench.served import cpu_seconds, parts, since
 from bench.statistic import Spread, percentile
 from epd_serve.errors import ConfigError
 

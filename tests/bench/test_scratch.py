@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 
-from bench.scratch import remove_dead, scratch
+from bench.served import remove_dead, scratch
 
 
 def dead_pid() -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.clients.phases import joined, spans_of
-from bench.clients.records import RequestRecord
+from bench.clients.results import RequestRecord
 from bench.clients.sender import ask
 from bench.phases import Phase, durations
 from bench.stamps import Stamp, Timeline, read_stamps

@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.clients.process import SenderProcess
-from bench.clients.records import RequestRecord
+from bench.clients.results import RequestRecord
 from bench.clients.sender import Flow
 from bench.clients.target import requests
-from bench.goals import Goal
-from bench.processes import cpu_seconds, since
-from bench.served import simulated
+from bench.micro.measurement import Goal
+from bench.served import cpu_seconds, simulated, since
 from bench.statistic import percentile
 from bench.workloads.synthetic import image_body, text_body
 from tests.soak.abusers import CrowdProcess, Scene, Seen

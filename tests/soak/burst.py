@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.clients.process import SenderProcess
-from bench.clients.records import RequestRecord
+from bench.clients.results import RequestRecord
 from bench.clients.sender import Flow
 from bench.clients.target import requests
-from bench.goals import Goal
+from bench.micro.measurement import Goal
 from bench.micro.rows import table_of
 from bench.served import Served, simulated
 from bench.statistic import percentile

@@ -22,9 +22,8 @@ import httpx
 
 from bench.clients.sender import Flow, ask, send
 from bench.clients.target import Target, requests
-from bench.goals import Goal
-from bench.scratch import scratch
-from bench.served import Served, served
+from bench.micro.measurement import Goal
+from bench.served import Served, scratch, served
 from bench.started import answers, started
 from bench.workloads.synthetic import demo_body, demo_image
 from deploy.host.ports import free_ports

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.goals import Goal, goal_table
+from bench.micro.measurement import Goal, goal_table
 from bench.record import environment, write
 from deploy.memory.placement_table import table
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from bench.clients.answers import ERROR_EVENT
 from bench.clients.process import SenderProcess
-from bench.clients.records import RequestRecord
+from bench.clients.results import RequestRecord
 from bench.clients.sender import Flow
 from bench.clients.target import requests
-from bench.goals import Goal
+from bench.micro.measurement import Goal
 from bench.served import Served, groups, served, simulated
 from bench.statistic import percentile
 from bench.workloads.arrivals import Poisson, arrivals_within

@@ -19,9 +19,9 @@ from bench.children import Child
 from bench.clients.bodies import streamed
 from bench.clients.measure import Measured, Plan
 from bench.clients.measure import measure as sent_by_plan
-from bench.clients.records import RequestRecord
+from bench.clients.results import RequestRecord
 from bench.clients.target import Target, requests
-from bench.goals import Goal
+from bench.micro.measurement import Goal
 from bench.statistic import percentile
 from bench.workloads.arrivals import Arrivals, ClosedLoop, Poisson
 from deploy.host import event_loop

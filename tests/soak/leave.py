@@ -20,7 +20,7 @@ import yaml
 
 from bench.clients.http import Connection, connect, post
 from bench.example_proxies import running
-from bench.goals import Goal
+from bench.micro.measurement import Goal
 from bench.micro.proxy.rivals import image_request, text_request
 from bench.statistic import percentile
 from deploy.host.ports import free_ports

@@ -15,10 +15,10 @@ from typing import Any
 from scipy.stats import theilslopes
 
 from bench.clients.process import SenderProcess
-from bench.clients.records import RequestRecord
+from bench.clients.results import RequestRecord
 from bench.clients.sender import Flow
 from bench.clients.target import requests
-from bench.goals import Goal
+from bench.micro.measurement import Goal
 from bench.served import simulated
 from bench.workloads.synthetic import image_body, text_body
 from deploy.memory.placement_table import table

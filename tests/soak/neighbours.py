@@ -14,7 +14,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from bench.goals import Goal
+from bench.micro.measurement import Goal
 from epd_serve.layout_parser import parse
 from tests.soak.emulation.deployment import emulate
 from tests.soak.emulation.device import StageDevice

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.goals import Goal
+from bench.micro.measurement import Goal
 from epd_serve.image_tokens import PIXELS_PER_TOKEN
 from proxy.encode.assignment import spread
 from proxy.encode.schedule import makespan_s

@@ -17,7 +17,7 @@ from typing import Any
 from bench.clients.bodies import spec_requests
 from bench.clients.measure import Measured, Plan, Rules, judged, measure
 from bench.clients.target import Target
-from bench.goals import Goal
+from bench.micro.measurement import Goal
 from bench.served import simulated
 from bench.workloads.arrivals import Poisson
 from bench.workloads.images import Images

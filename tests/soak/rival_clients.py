@@ -20,15 +20,14 @@ from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
-from bench.aisbench import process
 from bench.aisbench.details import read_requests, results_folder, said
-from bench.aisbench.environment import AisBench, default_folder, found
+from bench.aisbench.environment import AisBench, default_folder, found, run_command
 from bench.aisbench.rate import Entry, command_line, write_entry
 from bench.children import Child
 from bench.clients.bodies import spec_requests
 from bench.clients.http import Endpoint
 from bench.clients.sender import Flow, send
-from bench.goals import Goal
+from bench.micro.measurement import Goal
 from bench.record import ROOT
 from bench.workloads.arrivals import Poisson
 from bench.workloads.export_aisbench import export_aisbench
@@ -155,7 +154,7 @@ def _aisbench(url: str, specs: Sequence[RequestSpec], bench: AisBench, folder: P
     entry = Entry(url, MODEL, Path(builtin_model_dir()), timed=True, rate_rps=RATE_RPS, requests=len(specs))
     write_entry(folder, entry)
     command = command_line(bench.command, folder, folder / "results", len(specs))
-    code = process.run(command, folder, LIMIT_S, host=Endpoint.of(url).host)
+    code = run_command(command, folder, LIMIT_S, host=Endpoint.of(url).host)
     if code != 0:
         log = said(*folder.glob("results/*/logs/infer/*/*.out"), folder / "ais_bench.log")
         raise StageError(log or f"it did not end within {LIMIT_S:g} s, or with code {code}", stage=AISBENCH)
@@ -177,7 +176,7 @@ def _vllm_bench(url: str, specs: Sequence[RequestSpec], folder: Path) -> Sequenc
         --result-filename result.json"""
     argv = [str(VLLM_COMMAND), *flags.split()]
     host = Endpoint.of(url).host
-    code = process.run(argv, folder, LIMIT_S, host=host, log="client.log", more=_importable(folder))
+    code = run_command(argv, folder, LIMIT_S, host=host, log="client.log", more=_importable(folder))
     try:
         result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
         waits = [float(value) for value in result["ttfts"]]

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.goals import Goal
 from bench.micro.ep.links import mooncake_master
+from bench.micro.measurement import Goal
 from deploy.options.mm_store import what_is_missing
 from store.arena import Arena
 from tests.soak import mooncake_get

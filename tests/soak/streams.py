@@ -11,10 +11,10 @@ import time
 from collections.abc import Sequence
 
 from bench.clients.process import SenderProcess
-from bench.clients.records import RequestRecord
+from bench.clients.results import RequestRecord
 from bench.clients.sender import Flow
 from bench.clients.target import requests
-from bench.goals import Goal
+from bench.micro.measurement import Goal
 from bench.served import simulated
 from bench.statistic import percentile
 from bench.workloads.synthetic import text_body

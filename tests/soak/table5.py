@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from bench.clients.sender import Run
 from bench.clients.slo import Slo
-from bench.goals import Goal
+from bench.micro.measurement import Goal
 from bench.record import flatten
 from bench.workloads.arrivals import Poisson, with_arrivals
 from bench.workloads.generate import Knobs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.clients.records import LIMIT_S, Outcome, RequestRecord
+from bench.clients.results import LIMIT_S, Outcome, RequestRecord
 from tests.soak.burst import over_idle, phases
 
 

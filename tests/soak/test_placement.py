@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.goals import goal_table
+from bench.micro.measurement import goal_table
 from proxy.encode.schedule import makespan_s
 from tests.soak.placement import ENCODERS, GOALS, IMAGES, QUICK_SETS, RATES, figures, optimum, placed, placements
 

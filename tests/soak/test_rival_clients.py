@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.goals import goal_table
+from bench.micro.measurement import goal_table
 from epd_serve.errors import StageError
 from tests.bench.aisbench.environments import fake_environment
 from tests.bench.clients.known_server import Known

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from bench.clients.answers import CUT, ERROR_EVENT
-from bench.clients.records import Outcome, RequestRecord
-from bench.goals import Goal
+from bench.clients.results import Outcome, RequestRecord
+from bench.micro.measurement import Goal
 from epd_serve.errors import StageError
 from tests.soak.front_door import held, instances, parse_metrics, until
 from tests.soak.harness import Result, Soak

@@ -36,11 +36,9 @@ import numpy as np
 
 from bench.clients.process import SenderProcess
 from bench.clients.target import Target
-from bench.goals import Goal
 from bench.micro.colocation.figures import E_P_D, E_PD, E_PD_SHARES, EP_D, SHARES, TP1, figures, tables
 from bench.micro.colocation.mix import Mix, storm, stream_body
-from bench.micro.measurement import Measurement, Row, Usually, flag, in_turns, whole
-from bench.processes import cpu_seconds
+from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, in_turns, whole
 from bench.real_stages import (
     add_engine_flags,
     check_memory,
@@ -50,8 +48,7 @@ from bench.real_stages import (
     seconds_of,
     tpot_s,
 )
-from bench.scratch import scratch
-from bench.served import Served, served
+from bench.served import Served, cpu_seconds, scratch, served
 
 ALIKE, ALONE_S = 4, 120.0
 """Requests whose answers are compared, token for token."""

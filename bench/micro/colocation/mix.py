@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from bench.clients.records import Outcome
+from bench.clients.results import Outcome
 from bench.clients.sender import Bounds, Flow, Run, Sender
 from bench.clients.target import requests
 from bench.workloads.synthetic import QUESTION, demo_image, text_body

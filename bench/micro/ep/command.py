@@ -27,11 +27,10 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bench.goals import Goal
 from bench.micro.ep.links import MODES, WAITING, links
-from bench.micro.measurement import Measurement, Row, Usually, flag, in_turns, one_of, several, whole
+from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, in_turns, one_of, several, whole
 from bench.micro.rows import grouped, spread, table_of
-from bench.scratch import scratch
+from bench.served import scratch
 from bench.stamps import Stamp, read_stamps
 from bench.statistic import percentile
 from deploy.options.mm_store import what_is_missing

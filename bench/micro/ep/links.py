@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.children import Child
 from bench.micro.measurement import Row
-from bench.scratch import scratch
+from bench.served import scratch
 from bench.started import answers, started
 from deploy.agent.pool_master import mooncake_command
 from deploy.host.ports import free_ports

@@ -23,8 +23,7 @@ import httpx
 from bench.micro.measurement import Row, in_turns
 from bench.micro.pd.figures import BASE, row_of
 from bench.micro.pd.transfers import Transfer, arrived, together, transfer_of_requests
-from bench.scratch import scratch
-from bench.served import Served, served
+from bench.served import Served, scratch, served
 from bench.stamps import read_stamps
 from epd_serve.demo.presets import RANDOM_PRESETS, write_preset
 from epd_serve.engine.kv.grouping_file import LOOK_EVERY_S, PREFIX, replace_mode

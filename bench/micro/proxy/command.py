@@ -31,8 +31,7 @@ from bench.clients.process import SenderProcess
 from bench.clients.sender import Flow
 from bench.clients.target import Request
 from bench.example_proxies import PEERS, Peer, Rival, add_peer_flags, given_peers, running
-from bench.goals import Goal
-from bench.micro.measurement import Measurement, Row, flag
+from bench.micro.measurement import Goal, Measurement, Row, flag
 from bench.micro.proxy.rivals import (
     bare_relay,
     closed_loop,

@@ -17,8 +17,7 @@ from bench.clients.target import Request
 from bench.example_proxies import Rival, running
 from bench.micro.measurement import Row, in_turns
 from bench.micro.rows import grouped, median, ratios, table_of
-from bench.processes import cpu_seconds
-from bench.served import Served
+from bench.served import Served, cpu_seconds
 from bench.workloads.synthetic import image_body, text_body
 from deploy.host.ports import free_ports
 

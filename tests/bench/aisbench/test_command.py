@@ -18,7 +18,7 @@ import pytest
 
 from bench.aisbench import command, rate
 from bench.cli import main
-from bench.clients.records import read_records
+from bench.clients.results import read_records
 from bench.clients.target import Target
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.errors import ConfigError

@@ -12,7 +12,7 @@ from bench.aisbench.rate import Rated, judged
 from bench.aisbench.report import one_rate
 from bench.aisbench.rows import Shape, most_under_way, run_of
 from bench.clients.measure import Plan
-from bench.clients.records import Outcome
+from bench.clients.results import Outcome
 from bench.clients.slo import PAPER
 from bench.workloads.arrivals import Poisson
 from bench.workloads.generate import Knobs

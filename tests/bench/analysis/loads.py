@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from bench.clients.measure import Plan, judged
-from bench.clients.records import RequestRecord
+from bench.clients.results import RequestRecord
 from bench.clients.sender import Run
 from bench.record import flatten, write
 from bench.workloads.arrivals import ClosedLoop

@@ -12,12 +12,11 @@ import msgspec
 
 from bench.analysis.sweep_results import SweepResults, read_sweep
 from bench.clients.measure import Measured, Plan, Rules, judged
-from bench.clients.records import Outcome, RequestRecord
+from bench.clients.results import Outcome, RequestRecord
 from bench.clients.sender import Run
 from bench.clients.slo import PAPER
 from bench.record import flatten, write
-from bench.sweep.deployments import Deployment, ServedBy
-from bench.sweep.experiment import Experiment
+from bench.sweep.experiment import Deployment, Experiment, ServedBy
 from bench.sweep.store import EXPERIMENT, PHASES, RESULT, ROWS
 from bench.workloads.arrivals import Poisson
 from tests.bench.clients.made import failed, row

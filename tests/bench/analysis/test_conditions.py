@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from bench.analysis.compare import Compared, figures, refusals, warnings
-from bench.analysis.metrics import better
 from bench.analysis.ratios import Ratio, Verdict, plain_ratio
 from bench.analysis.results import Result, read_results
+from bench.analysis.sweep_results import better
 from bench.record import ROOT
 
 

@@ -8,8 +8,7 @@ import io
 import pytest
 
 from bench.analysis import tables
-from bench.analysis.metrics import THROUGHPUT_PER_DEVICE, TTFT, ranked, ranks
-from bench.analysis.sweep_results import read_sweep
+from bench.analysis.sweep_results import THROUGHPUT_PER_DEVICE, TTFT, ranked, ranks, read_sweep
 from bench.analysis.tables import Table, monolith, shown
 from bench.clients.slo import PAPER, Slo
 from epd_serve.errors import ConfigError

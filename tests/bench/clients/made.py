@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.clients.records import Outcome, RequestRecord
+from bench.clients.results import Outcome, RequestRecord
 
 
 def row(

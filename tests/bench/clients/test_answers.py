@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bench.clients.answers import Reading, judge, read_answer
 from bench.clients.http import Response
-from bench.clients.records import Outcome
+from bench.clients.results import Outcome
 
 
 def event(**body: Any) -> bytes:

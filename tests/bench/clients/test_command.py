@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from bench.cli import main
-from bench.clients.records import read_records
+from bench.clients.results import read_records
 from bench.clients.sender import Bounds
 from bench.clients.slo import find_goodput
 from deploy.host.ports import free_ports

@@ -9,7 +9,7 @@ import pytest
 from bench.clients.answers import CROWDED
 from bench.clients.measure import Plan, Rules, measure, objections
 from bench.clients.metrics import Window
-from bench.clients.records import Outcome
+from bench.clients.results import Outcome
 from bench.clients.sender import Run
 from bench.clients.target import Target, requests
 from bench.workloads.arrivals import Poisson

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.clients.metrics import Window, faults, steady_window, summary, throughput
-from bench.clients.records import Outcome
+from bench.clients.results import Outcome
 from bench.clients.sender import Run
 from bench.clients.slo import Slo, attainment
 from epd_serve.errors import StageError

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from bench.clients.phases import joined, spans_of
-from bench.clients.records import RequestRecord
+from bench.clients.results import RequestRecord
 from bench.phases import Phase, durations, exposed
 from bench.stamps import Stamp, Timeline, read_stamps
 from tests.bench.clients.made import failed, row

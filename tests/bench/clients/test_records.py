@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.clients.records import Outcome, RecordsFile, RequestRecord, read_records
+from bench.clients.results import Outcome, RecordsFile, RequestRecord, read_records
 from epd_serve.errors import ConfigError
 from tests.bench.clients.made import failed, row
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from bench.cli import main
-from bench.clients.records import read_records
-from bench.clients.results import Results, difference, keep_runs
+from bench.clients.results import Results, difference, keep_runs, read_records
 from epd_serve.errors import ConfigError
 from tests.bench.clients.known_server import Known, KnownServer
 from tests.bench.clients.test_command import Served, served  # noqa: F401  (a fixture)

@@ -10,7 +10,7 @@ import pytest
 
 from bench.clients.answers import CROWDED
 from bench.clients.process import SenderProcess
-from bench.clients.records import Outcome, RequestRecord
+from bench.clients.results import Outcome, RequestRecord
 from bench.clients.sender import Bounds, Flow, Run, Sender
 from bench.clients.sender import ask as ask_alone
 from bench.clients.target import Request, Target, requests

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.clients.records import Outcome
+from bench.clients.results import Outcome
 from bench.clients.slo import PAPER, Slo, counted, parse_slos
 from epd_serve.errors import ConfigError
 from tests.bench.clients.made import failed, row

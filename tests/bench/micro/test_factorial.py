@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from bench.clients.records import Outcome, RequestRecord
+from bench.clients.results import Outcome, RequestRecord
 from bench.micro.factorial import BASE, Variant, figures, starved, tables, times, variants
 from bench.micro.measurement import Row
 

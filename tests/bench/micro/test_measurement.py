@@ -7,8 +7,18 @@ import json
 
 import pytest
 
-from bench.goals import Goal
-from bench.micro.measurement import LEAST_ROUNDS, Measurement, Usually, flag, in_turns, one_of, resolve, several, whole
+from bench.micro.measurement import (
+    LEAST_ROUNDS,
+    Goal,
+    Measurement,
+    Usually,
+    flag,
+    in_turns,
+    one_of,
+    resolve,
+    several,
+    whole,
+)
 from bench.micro.rows import grouped, ratios, table_of
 from bench.statistic import Spread
 from epd_serve.errors import StageError

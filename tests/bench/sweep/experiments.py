@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench.sweep.deployments import deployments
-from bench.sweep.experiment import Experiment
+from bench.sweep.experiment import Experiment, deployments
 from bench.sweep.store import ROWS, ResultStore
 
 ENV: dict[str, Any] = {"kind": "simulated", "command": "epd-bench layouts", "machine": {"load_average_1min": 0.1}}

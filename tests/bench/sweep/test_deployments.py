@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from bench.sweep.deployments import Deployment, ServedBy, deployments
+from bench.sweep.experiment import Deployment, ServedBy, deployments
 from epd_serve.errors import ConfigError, LayoutError
 
 SIX = "TP1x2,(E-PD)x2,EP-D,(E-P)-D,(E-D)-P,E-P-D"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 
-from bench.sweep.deployments import deployments
-from bench.sweep.plain_vllm import command
+from bench.sweep.experiment import deployments
+from bench.sweep.running import command
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from epd_serve.cpu_threads import CPU_THREADS_ENV

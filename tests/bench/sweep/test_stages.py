@@ -17,7 +17,7 @@ import pytest
 
 from bench.cli import main
 from bench.record import ROOT
-from bench.scratch import ROOT as SCRATCH
+from bench.served import ROOT as SCRATCH
 from bench.served import served
 from bench.sweep import stages
 from deploy.host.processes import group_members

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from bench.clients.slo import Slo
-from bench.sweep.deployments import deployments
-from bench.sweep.experiment import RunLimits
+from bench.sweep.experiment import RunLimits, deployments
 from bench.sweep.store import EXPERIMENT, PHASES, RESULT, ROWS, ResultStore, opened
 from epd_serve.errors import ConfigError
 from tests.bench.sweep.experiments import ENV, experiment, run_row

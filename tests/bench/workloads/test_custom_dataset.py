@@ -8,8 +8,8 @@ import json
 import pytest
 from PIL import Image
 
-from bench.workloads.custom_dataset import read_dataset, repeated
-from bench.workloads.text import Words
+from bench.workloads.generate import Words
+from bench.workloads.workload import read_dataset, repeated
 from epd_serve.errors import ConfigError
 
 

@@ -9,9 +9,8 @@ import itertools
 import pytest
 
 from bench.workloads.command import summarise
-from bench.workloads.generate import Knobs, requests
+from bench.workloads.generate import Knobs, Words, requests
 from bench.workloads.profiles import PROFILES, profile
-from bench.workloads.text import Words
 from epd_serve.errors import ConfigError
 
 

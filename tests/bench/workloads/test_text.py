@@ -6,9 +6,8 @@ import sys
 
 import pytest
 
-from bench.workloads import text
+from bench.workloads.generate import OPENERS, WORDS, TokenizedWords, Words, words
 from bench.workloads.seeded_rng import seeded_rng
-from bench.workloads.text import OPENERS, WORDS, TokenizedWords, Words, words
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.errors import ConfigError
 
@@ -61,7 +60,7 @@ def test_the_missing_package_is_named(monkeypatch):
 def test_a_length_that_a_tokenizer_cannot_make_is_an_error(monkeypatch):
     made = TokenizedWords(builtin_model_dir())
     monkeypatch.setattr(made, "count", lambda text: 2 * len(text.split()))
-    monkeypatch.setattr(text, "TRIES", 20)
+    monkeypatch.setattr("bench.workloads.generate.TRIES", 20)
 
     with pytest.raises(ConfigError, match="no text of exactly 3 tokens"):
         made.exactly(3, seeded_rng("t"))

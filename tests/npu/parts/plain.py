@@ -9,8 +9,8 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from bench.sweep.deployments import Deployment, ServedBy
-from bench.sweep.plain_vllm import plain_vllm
+from bench.sweep.experiment import Deployment, ServedBy
+from bench.sweep.running import plain_vllm
 from deploy.cli.command import serve_config
 from deploy.plan.blueprint import draw
 from tests.e2e.serving import MODEL, Endpoint

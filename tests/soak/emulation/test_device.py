@@ -7,9 +7,8 @@ import statistics
 
 import pytest
 
-from bench.workloads.generate import Knobs, requests
+from bench.workloads.generate import Knobs, requests, words
 from bench.workloads.profiles import profile
-from bench.workloads.text import words
 from tests.soak.emulation import openpangu_vl_7b_910b as device
 from tests.soak.emulation.device import CONSTANTS, ENCODE, PREFILL
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.clients.records import Outcome, RequestRecord
+from bench.clients.results import Outcome, RequestRecord
 from bench.clients.sender import Run
 from tests.soak.emulation.emulated import DEVICE
 from tests.soak.emulation.printed import TABLE_5, Table5Row

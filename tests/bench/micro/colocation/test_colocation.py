@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench.cli import main
-from bench.clients.records import Outcome, RequestRecord
+from bench.clients.results import Outcome, RequestRecord
 from bench.micro.colocation import command
 from bench.micro.colocation.command import GROUPS, MEASUREMENT, mix_of
 from bench.micro.colocation.figures import E_PD, E_PD_SHARES, figures, tables

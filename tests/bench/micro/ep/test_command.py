@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from bench.cli import main
-from bench.goals import Goal, goal_table
 from bench.micro.ep.command import GOALS, PREFILL, TABLE_3, event_latencies_ms, transfers
+from bench.micro.measurement import Goal, goal_table
 from bench.stamps import Stamp
 
 

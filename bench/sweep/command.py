@@ -1,4 +1,9 @@
-"""The flags of `epd-bench layouts`, and the experiment that they ask for. Reads the machine, starts nothing."""
+"""`epd-bench layouts`: start each layout, load it at each rate, take it down; then draw what differs.
+
+Layouts and baselines are measured one after the other on this machine, with the same requests, and compared per device.
+Every rate is kept as it ends: the same command goes on where an interruption left off, and ends with 0 once every
+deployment has a valid run of every rate. See docs/measuring/layouts.md.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,13 @@ import argparse
 import contextlib
 import hashlib
 import shlex
+import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.analysis.page import draw, missing_libraries
 from bench.clients.flags import (
     QUICK_S,
     add_run_flags,
@@ -21,16 +29,17 @@ from bench.clients.flags import (
 from bench.clients.measure import Rules
 from bench.example_proxies import add_peer_flags, given_peers
 from bench.record import add_arguments as add_record_arguments
-from bench.scratch import scratch
-from bench.sweep.deployments import PEERS, deployments
-from bench.sweep.experiment import Experiment, RunLimits
+from bench.record import busy, environment, write
+from bench.served import scratch
+from bench.sweep.experiment import PEERS, Experiment, RunLimits, deployments
 from bench.sweep.stages import SentRequests, Stages
+from bench.sweep.store import RESULT, ResultStore, opened, summary
 from bench.workloads.arrivals import arrivals_at
 from bench.workloads.images import Images
 from bench.workloads.workload import workload
 from deploy.options.engines import checked_profile
 from epd_serve.demo.presets import PRESETS, builtin_model_dir, write_preset
-from epd_serve.errors import ConfigError
+from epd_serve.errors import ConfigError, StageError
 
 LAYOUTS = "TP1x2,(E-PD)x2,EP-D,(E-P)-D,(E-D)-P,E-P-D"
 RATES, QUICK_RATES = "0.4,0.8,1.2", "0.5,1"
@@ -146,3 +155,64 @@ def _split(arguments: argparse.Namespace, name: str) -> tuple[str, ...]:
         return tuple(shlex.split(text))
     except ValueError as error:
         raise ConfigError(f"{flag} {text!r}: {error}", param=flag) from error
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Measure what is missing, keep it, draw it. Returns 0, 1 where something is missing or not valid, 128 + signal."""
+    with stages_of(arguments, argv) as stages:
+        env = environment(argv, stages.kind, arguments)
+        experiment = experiment_of(arguments, stages, env)
+        stages.check(experiment)
+        if warning := busy(env):
+            print(warning, file=sys.stderr)
+        with opened(arguments.out, experiment, fresh=arguments.fresh) as stores:
+            ended_by = _measure(experiment, stages, stores)
+            figures, env, rows = summary(experiment, stores, env)
+            write(arguments.out / RESULT, figures, env, rows, "--out")
+            if arguments.json is not None:
+                write(arguments.json, figures, env, rows)
+            if missing := missing_libraries():
+                print(f"not drawn: {missing}; then `epd-bench report {arguments.out}`", file=sys.stderr)
+            elif rows and not ended_by:
+                draw(arguments.out)
+    if ended_by:
+        print("epd-bench: interrupted; what was measured is kept, the same command goes on", file=sys.stderr)
+        return 128 + ended_by
+    return _report_gaps(experiment, stores)
+
+
+def _measure(experiment: Experiment, stages: Stages, stores: Sequence[ResultStore]) -> int:
+    """All deployments, as far as they go. Returns the signal that ended it, else 0."""
+    try:
+        for at, store in enumerate(stores, 1):
+            title, missing = f"[{at}/{len(stores)}] {store.deployment.label}", store.missing(experiment)
+            print(f"\n{title}: {', '.join(run.label for run in missing) or 'measured already'}", flush=True)
+            if not missing:
+                continue
+            try:
+                stages.measure(experiment, store)
+            except StageError as error:
+                store.fail(error.message)
+                print(f"{title}: {error.message}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        return signal.SIGINT
+    except SystemExit as ended:  # of a signal: `bench/cli.py`
+        return int(ended.code or 0) - 128
+    return 0
+
+
+def _report_gaps(experiment: Experiment, stores: Sequence[ResultStore]) -> int:
+    """What is missing or not valid, a line each; the exit code."""
+    gaps: list[str] = []
+    for store in stores:
+        name, rows = store.deployment.name, store.rows
+        gaps += [f"{name}, {run.label}: not measured. {store.failure}" for run in store.missing(experiment)]
+        gaps += [f"{name}, {row['run']}: not valid. {row['objections'][0]}" for row in rows if not row["valid"]]
+    for gap in gaps:
+        print(f"epd-bench: {gap}", file=sys.stderr)
+    return 1 if gaps else 0
