@@ -31,7 +31,7 @@ class Command(NamedTuple):
 USE, MICRO, PAPERS = "compare, load, export", "measurements of one part", "tables of papers"
 GROUPS: dict[str, tuple[Command, ...]] = {
     USE: (
-        Command("layouts", "bench.sweep.command", "layouts and baselines against each other: started, loaded, drawn"),
+        Command("layouts", "bench.layouts", "layouts and baselines against each other: started, loaded, drawn"),
         Command("report", "bench.analysis.page", "draw a comparison of layouts: charts, tables, one HTML page"),
         Command("load", "bench.clients.command", "requests to any OpenAI endpoint: TTFT, TPOT, attainment, goodput"),
         Command("aisbench", "bench.aisbench.command", "AISBench loads an endpoint, judged by the terms of `load`"),

@@ -77,11 +77,6 @@ class Phase(StrEnum):
     DECODE = "decode"
 
 
-EIGHT = (
-    *(Phase.ENCODE_QUEUE, Phase.ENCODE, Phase.EP, Phase.PREFILL_QUEUE, Phase.PREFILL, Phase.PD, Phase.DECODE_QUEUE),
-    *(Phase.FIRST_TOKEN, Phase.DECODE),
-)
-"""HydraInfer's, whose decode is the last two."""
 HOPS: Mapping[str, tuple[Phase, ...]] = MappingProxyType({
     "proxy": (Phase.HTTP_CLIENT, Phase.PROXY, Phase.PROXY_QUEUE, Phase.FAILED),
     "metadata": (Phase.HTTP_E, Phase.ANSWER_E, Phase.HTTP_P, Phase.PREPROCESS_P),

@@ -12,20 +12,23 @@ import argparse
 import contextlib
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from bench.aisbench import flags
 from bench.aisbench.environment import check_tokenizer, environment
 from bench.aisbench.rate import Entry, Rated, label_of, measure_rate
-from bench.aisbench.report import goodput_rps, one_rate, overview
 from bench.aisbench.rows import look
 from bench.clients.metrics import faults
 from bench.clients.results import RecordsFile, Results
+from bench.clients.slo import GOOD_SHARE, Slo
+from bench.clients.sweep import run_text
 from bench.clients.target import Target
 from bench.record import environment as record_environment
 from bench.record import flatten
 from bench.workloads.images import Images
+from deploy.memory.placement_table import table
 from deploy.plan.blueprint import DEMO_NAME
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.errors import ConfigError
@@ -143,3 +146,56 @@ def _folder(out: Path | None) -> Iterator[Path]:
     if taken:
         raise ConfigError(f"--out {out} is not empty: old results would be taken for new ones", param="--out")
     yield out.absolute()
+
+
+_COLUMNS = (("mean", "Average"), ("p50", "Median"), ("p90", "P90"), ("p99", "P99"))
+_KINDS = (("ttft_ms", "TTFT", "from when it was due"), ("tpot_ms", "TPOT", ""), ("e2e_ms", "E2EL", ""))
+
+
+def one_rate(rated: Rated, slos: Sequence[Slo], *, timed: bool) -> str:
+    """A rate: what `epd-bench load` prints of a run, and AISBench's table beside ours."""
+    lines = [run_text(rated.measured, slos)]
+    rows: list[tuple[str, ...]] = [("milliseconds", *(name for name, _ in _COLUMNS))]
+    for name, theirs, since in _KINDS:
+        found: Mapping[str, Any] = rated.measured.figures.get(name, {})
+        if not found and f"{theirs}/Average" not in rated.own:
+            continue
+        origin = f", {since}" if since and timed else ", from sending" if since else ""
+        ours = (f"{found[column]:.2f}" if column in found else "-" for column, _ in _COLUMNS)
+        rows.append((f"{theirs.removesuffix('L')}{origin}", *ours))
+        said = (rated.own.get(f"{theirs}/{column}") for _, column in _COLUMNS)
+        origin = ", from sending" if since else ""
+        rows.append((f"AISBench's {theirs}{origin}", *("-" if value is None else f"{value:.2f}" for value in said)))
+    if len(rows) > 1:
+        lines.append("\n  beside AISBench's own figures (of all its requests, the warm-up's too):\n" + table(rows))
+    if "Request Throughput" in rated.own:
+        lines.append(
+            f"  AISBench's throughput, its drain included: {rated.own['Request Throughput']:.2f} requests/s, "
+            f"{rated.own.get('Output Token Throughput', 0.0):.1f} output tokens/s; it counts "
+            f"{rated.own.get('Success Requests', 0.0):.0f} successes and {rated.own.get('Failed Requests', 0.0):.0f} "
+            "failures"
+        )
+    return "\n".join(lines)
+
+
+def goodput_rps(rated: Sequence[Rated], slo: Slo, target: float = GOOD_SHARE) -> float:
+    """The highest rate of a valid and steady run in which enough requests attain `slo`; 0 for none."""
+    met = [
+        one.rate_rps
+        for one in rated
+        if one.measured.valid
+        and not one.measured.grows
+        and one.measured.figures.get(f"slo_{slo}", {}).get("attainment", 0.0) >= target
+    ]
+    return max(met, default=0.0)
+
+
+def overview(rated: Sequence[Rated], slos: Sequence[Slo], devices: int | None) -> str:
+    """The goodput of each objective, of all rates."""
+    lines = []
+    for slo in slos:
+        rate = goodput_rps(rated, slo)
+        each = f" ({rate / devices:g} per device)" if devices and rate else ""
+        what = f"{rate:g} requests/s{each}" if rate else "no rate that was measured"
+        lines.append(f"  goodput within {slo} ms for {GOOD_SHARE:.0%}: {what}")
+    return "\n".join(lines)

@@ -12,8 +12,7 @@ from bench.clients.flags import add_shared_flags, check_shared, parse_rates, rul
 from bench.clients.measure import Plan
 from bench.clients.sender import Bounds
 from bench.record import add_arguments as add_record_arguments
-from bench.workloads.arrivals import Poisson
-from bench.workloads.spec import RequestSpec
+from bench.workloads.requests import Poisson, RequestSpec
 from bench.workloads.workload import Workload, workload
 from epd_serve.errors import ConfigError
 

@@ -21,7 +21,7 @@ from bench.clients.measure import judged as by_plan
 from bench.clients.sender import Run
 from bench.workloads.export_aisbench import DATASET, export_aisbench
 from bench.workloads.images import Images
-from bench.workloads.spec import RequestSpec
+from bench.workloads.requests import RequestSpec
 from epd_serve.errors import ConfigError, StageError
 
 MOST_AT_ONCE = 500

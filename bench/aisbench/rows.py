@@ -20,7 +20,7 @@ from bench.clients.bodies import streamed
 from bench.clients.results import Outcome, RequestRecord
 from bench.clients.sender import Run
 from bench.clients.target import CHAT, Target
-from bench.workloads.spec import RequestSpec
+from bench.workloads.requests import RequestSpec
 from epd_serve.errors import StageError
 
 TOKENS = 3

@@ -7,7 +7,6 @@ marker with a cross, on no line. Matplotlib is imported where something is drawn
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -76,13 +75,10 @@ STYLE = {
 }
 LOG_SPAN = 20.0
 """Largest over smallest value from which an axis of times is logarithmic."""
-LEAST_SPOKES = 3
 NAMED = 3
 """Deployments that are named of each rate."""
 ACROSS = 4
 """Panels of a scatter plot beside each other, at most."""
-APART = 0.07
-"""By which lines of equal rank are set apart."""
 SMALL = 0.045
 """Share of the axis below which a part of a bar has no number in it."""
 _FRONT = tuple(phase for phase in Phase if phase.value.split()[0] in ("HTTP", "preprocess", "answer"))
@@ -117,11 +113,10 @@ def all_figures(results: SweepResults, rate: float | None) -> dict[str, Drawing]
         ),
         "ttft": ("Time to first token (TTFT) against request rate", partial(curves, results, (TTFT, TTFT_P99))),
         "tpot": ("Time per output token (TPOT) against request rate", partial(curves, results, (TPOT, TPOT_P99))),
+        "ranks": ("Ranks against request rate; 1 is the best", partial(ranking, results)),
         "scatter-ttft": ("TTFT of all requests; the best three by mean are named", partial(scatter, results, TTFT)),
         "scatter-tpot": ("TPOT of all requests; the best three by mean are named", partial(scatter, results, TPOT)),
     }
-    if len(results.rates) >= LEAST_SPOKES:
-        made["ranks"] = ("Ranks, a spoke per request rate; 1, the best, is the outermost ring", partial(radar, results))
     if rate is not None and any(run.phases for run in results.runs if run.rate == rate and run.valid):
         made["phases"] = (f"Phases of a request at {rate:g} req/s", partial(phases, results, rate))
     if any(run.roles for run in results.runs):
@@ -179,23 +174,17 @@ def curves(results: SweepResults, metrics: Sequence[Metric], figure: Figure) -> 
             _from_zero(ax, every, log=metric.lower_is_better)
 
 
-def radar(results: SweepResults, figure: Figure) -> None:
-    """Ranks, a spoke per rate (EPD-Serve Fig. 17)."""
+def ranking(results: SweepResults, figure: Figure) -> None:
+    """Ranks against rate, a panel for each metric (after EPD-Serve Fig. 17)."""
     rates, last = results.rates, len(results.experiment.deployments)
-    angles = [2 * math.pi * at / len(rates) for at in range(len(rates))]
-    axes = figure.subplots(1, len(RANKED), subplot_kw={"projection": "polar"})
-    for ax, metric in zip(axes, RANKED, strict=True):
-        by_rate = [ranks(results, metric, rate) for rate in rates]
-        for place, one in enumerate(results.experiment.deployments):
-            apart = APART * (place - (last - 1) / 2)
-            heights = [last + 1 - of[one.name] + apart if one.name in of else math.nan for of in by_rate]
-            ax.plot([*angles, angles[0]], [*heights, heights[0]], **_look(results, one))
-        ax.set(theta_offset=math.pi / 2, theta_direction=-1, ylim=(0, last + 0.6))
-        ax.set_xticks(angles, [f"{rate:g}" for rate in rates])
-        ax.set_yticks(range(1, last + 1), [str(last + 1 - ring) for ring in range(1, last + 1)])
-        ax.set_rlabel_position(180 / len(rates))
-        ax.spines["polar"].set_visible(False)
-        ax.set_title(metric.name, loc="center")
+    figure.set_size_inches(13.8, 5.4)
+    for ax, metric in zip(figure.subplots(1, len(RANKED), sharey=True), RANKED, strict=True):
+        by_rate = {rate: ranks(results, metric, rate) for rate in rates}
+        for one in results.experiment.deployments:
+            _line(ax, [(rate, of.get(one.name)) for rate, of in by_rate.items()], **_look(results, one))
+        ax.set(xlabel=results.experiment.rate_axis, title=metric.name, ylim=(last + 0.5, 0.5))
+        ax.set_xticks(rates)
+        ax.set_yticks(range(1, last + 1))
 
 
 def scatter(results: SweepResults, metric: Metric, figure: Figure) -> None:

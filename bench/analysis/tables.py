@@ -179,7 +179,7 @@ def monolith(results: SweepResults) -> Deployment | None:
 
 
 def best(results: SweepResults) -> Table:
-    """The first three at each metric and rate, and the first over the second."""
+    """The first two at each metric and rate, and the first over the second."""
     against = monolith(results)
     lines = []
     for metric, rate in product(compared_by(results.experiment.slos[0]), results.rates):
@@ -189,9 +189,7 @@ def best(results: SweepResults) -> Table:
             line: dict[str, Cell] = {"metric": metric.label, results.experiment.rate_axis: rate}
             line |= {"best": first.deployment.name, "its value": value}
             line |= {"second": second.deployment.name, "value of the second": other}
-            third, last = order[2] if len(order) > 2 else (None, None)
             line |= _ratio(metric, first, second, "best over second")
-            line |= {"third": third.deployment.name if third else None, "value of the third": last}
             lines.append(line)
     among = f" (of {against.devices} devices, as the monolith)" if against else ""
     return Table("best", f"The best by metric and rate{among}", lines)

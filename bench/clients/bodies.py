@@ -17,8 +17,7 @@ import msgspec
 
 from bench.clients.measure import Plan
 from bench.clients.target import Request
-from bench.workloads.arrivals import ClosedLoop, with_arrivals
-from bench.workloads.spec import ImageRef, RequestSpec
+from bench.workloads.requests import ClosedLoop, ImageRef, RequestSpec, with_arrivals
 from epd_serve.errors import ConfigError
 
 CLOSED_LOOP_REQUESTS = 512

@@ -29,8 +29,8 @@ from bench.clients.slo import attainment, find_goodput
 from bench.clients.sweep import RunFound, goodput_text, labels, one_run
 from bench.clients.target import Target
 from bench.record import environment, plain
-from bench.workloads.arrivals import Arrivals, arrivals_at
 from bench.workloads.images import Images
+from bench.workloads.requests import Arrivals, arrivals_at
 from bench.workloads.workload import Workload, workload
 from epd_serve.errors import ConfigError, StageError
 
@@ -193,7 +193,7 @@ def _source(arguments: argparse.Namespace, wanted: Workload | None, model: str) 
         return file_source(file_requests(arguments.bodies, model))
     repeats = arguments.same or bool(wanted.own)
     data_url = Images(arguments.cache).data_url
-    return workload_source(lambda seed: wanted.seeded(seed).endless(), data_url, model, arguments.seed, repeats=repeats)
+    return workload_source(wanted.endless_of, data_url, model, arguments.seed, repeats=repeats)
 
 
 def _open_many_files() -> None:

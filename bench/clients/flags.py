@@ -10,8 +10,7 @@ from bench.clients.measure import Plan, Rules
 from bench.clients.sender import Bounds
 from bench.clients.slo import PAPER, parse_slos
 from bench.record import add_arguments as add_record_arguments
-from bench.workloads.arrivals import FORMS, Arrivals, ClosedLoop, Trace, arrivals_at
-from bench.workloads.spec import RequestSpec
+from bench.workloads.requests import FORMS, Arrivals, ClosedLoop, RequestSpec, Trace, arrivals_at
 from bench.workloads.workload import OWN, add_content_arguments
 from epd_serve.errors import ConfigError
 

@@ -19,7 +19,7 @@ from bench.clients.results import RequestRecord
 from bench.clients.sender import Bounds, Flow, Run, Sender
 from bench.clients.slo import PAPER, Slo, counted
 from bench.clients.target import Request, Target
-from bench.workloads.arrivals import Arrivals, ClosedLoop, arrival_times
+from bench.workloads.requests import Arrivals, ClosedLoop, arrival_times
 from epd_serve.errors import ConfigError
 
 SHOWN_EVERY_S = 0.5

@@ -21,7 +21,7 @@ from bench.clients.answers import CROWDED, UNREACHABLE, Reading, ResponseStatus,
 from bench.clients.http import Connection, Pool, Response
 from bench.clients.results import Outcome, RequestRecord
 from bench.clients.target import Request, Target
-from bench.workloads.seeded_rng import seeded_rng
+from bench.workloads.distributions import seeded_rng
 from deploy.host import event_loop
 from epd_serve.errors import ConfigError, EpdError, StageError
 

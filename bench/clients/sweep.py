@@ -24,7 +24,7 @@ from bench.clients.target import Target
 from bench.phases import breakdown, phase_figures, phase_rows, request_phases
 from bench.record import flatten
 from bench.stamps import Timeline, read_stamps
-from bench.workloads.arrivals import Arrivals, ClosedLoop
+from bench.workloads.requests import Arrivals, ClosedLoop
 from deploy.host import event_loop
 from deploy.memory.placement_table import table
 from epd_serve.errors import ConfigError

@@ -40,7 +40,7 @@ from bench.served import scratch, served
 from bench.started import answers, started
 from bench.sweep.experiment import Deployment
 from bench.sweep.running import command
-from bench.workloads.arrivals import ClosedLoop, Poisson, arrival_times
+from bench.workloads.requests import ClosedLoop, Poisson, arrival_times
 from bench.workloads.synthetic import DemoImage, demo_body, demo_image
 from deploy.agent.specs import orders
 from deploy.agent.wiring import Site, wire

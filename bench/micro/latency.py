@@ -30,11 +30,11 @@ from bench.clients.sender import Flow, ask
 from bench.clients.sweep import phase_table
 from bench.clients.target import requests
 from bench.micro import over_vllm
-from bench.micro.alone import seconds_to_ready
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, in_turns, one_of, several, whole
 from bench.micro.over_vllm import ANSWER_TOKENS, LAYOUT, NEW, REPEATED, SIDE, TEXT
 from bench.micro.rows import grouped, median, table_of
 from bench.phases import HOPS, breakdown, hops, phase_rows, request_phases
+from bench.real_stages import seconds_to_ready
 from bench.served import Served, cpu_seconds, groups, served, since
 from bench.stamps import Timeline, read_stamps
 from bench.sweep.running import proxy_status

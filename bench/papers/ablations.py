@@ -28,9 +28,9 @@ from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_o
 from bench.papers.table2 import BASELINE, TABLE, VARIANTS, WHOLE, figures, tables
 from bench.real_stages import add_engine_flags, check_memory, engine_flags, kind_of
 from bench.served import scratch, served
-from bench.workloads.arrivals import Poisson
 from bench.workloads.generate import Knobs
 from bench.workloads.images import Images
+from bench.workloads.requests import Poisson
 from bench.workloads.workload import Workload
 from deploy.host import event_loop
 from deploy.options.mm_store import what_is_missing
@@ -77,9 +77,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
         for of_all, variants in itertools.groupby(sorted(chosen, key=lambda one: one.of_all), lambda one: one.of_all):
             base = WHOLE if of_all else BASELINE
             with served(layout, (*model, *base.flags), name=base.name, traced=False) as first:
-                source = workload_source(
-                    lambda seed: workload.seeded(seed).endless(), images.data_url, first.model, arguments.seed
-                )
+                source = workload_source(workload.endless_of, images.data_url, first.model, arguments.seed)
                 for variant in variants:
                     with served(layout, (*model, *variant.flags), name=variant.name, traced=False) as other:
                         print(f"{variant.title}: ready in {other.ready_s:.0f} s", flush=True)

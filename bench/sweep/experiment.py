@@ -20,7 +20,7 @@ from bench.clients.sender import Bounds
 from bench.clients.slo import PAPER, Slo
 from bench.clients.sweep import label_of
 from bench.example_proxies import PEERS as EXAMPLES
-from bench.workloads.arrivals import Arrivals, arrivals_at
+from bench.workloads.requests import Arrivals, arrivals_at
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
@@ -28,6 +28,10 @@ from epd_serve.placement import check_servable
 from epd_serve.roles import Role
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9.+-]")
+
+
+LATE_MS = 100.0
+"""More than `epd-bench load` allows: here the generator always shares the host of the stages."""
 
 
 class ServedBy(StrEnum):
@@ -148,21 +152,6 @@ class PlannedRun:
     label: str
 
 
-@dataclass(frozen=True, slots=True)
-class RunLimits:
-    """What bounds a run and makes it valid, as `epd-bench load` has it.
-
-    Attributes:
-        timeout_s: of one request. warm_up_s: of a run, not counted; None: a tenth of it.
-        min_samples: good answers that a run needs. late_ms: by which the generator may be late.
-    """
-
-    timeout_s: float = 120.0
-    warm_up_s: float | None = None
-    min_samples: int = 10
-    late_ms: float = 100.0
-
-
 @dataclass(frozen=True)
 class Experiment:
     """What is asked.
@@ -171,7 +160,8 @@ class Experiment:
         kind: `real`, `simulated` or `emulated …`.
         rates: requests a second, as given; of each device where `per_device`, else of all together.
         arrivals: their form.
-        duration_s, count: what ends a run, whichever comes first.
+        duration_s, count: what ends a run, whichever comes first. warm_up_s: of it, not counted; None: a tenth.
+        rules, bounds: what makes a run valid, and keeps it finite, as `epd-bench load` has it.
         knobs: of the workload. served: what serves: engine, device, model.
         machine, versions: on which all of it was measured.
     """
@@ -186,7 +176,9 @@ class Experiment:
     count: int | None = None
     seed: int = 0
     slos: tuple[Slo, ...] = PAPER
-    limits: RunLimits = RunLimits()
+    warm_up_s: float | None = None
+    rules: Rules = field(default_factory=lambda: Rules(late_ms=LATE_MS))
+    bounds: Bounds = field(default_factory=lambda: Bounds(limit_s=120.0))
     knobs: Mapping[str, Any] = field(default_factory=dict)
     served: Mapping[str, Any] = field(default_factory=dict)
     machine: Mapping[str, Any] = field(default_factory=dict)
@@ -217,11 +209,11 @@ class Experiment:
             count=self.count,
             seconds=self.duration_s,
             seed=self.seed + run.number,
-            warm_up_s=self.limits.warm_up_s,
+            warm_up_s=self.warm_up_s,
             slos=self.slos,
             devices=deployment.devices,
-            rules=Rules(self.limits.min_samples, self.limits.late_ms),
-            bounds=Bounds(limit_s=self.limits.timeout_s),
+            rules=self.rules,
+            bounds=self.bounds,
         )
 
     def to_json(self) -> dict[str, Any]:

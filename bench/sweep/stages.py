@@ -34,10 +34,9 @@ from bench.served import Served, served
 from bench.sweep.experiment import PEERS, Deployment, Experiment, PlannedRun, ServedBy
 from bench.sweep.running import RunningDeployment, plain_vllm, proxy_status, sampled
 from bench.sweep.store import PHASES, ROWS, ResultStore
-from bench.workloads.arrivals import ClosedLoop
 from bench.workloads.images import Images
 from bench.workloads.profiles import PROFILES
-from bench.workloads.spec import RequestSpec
+from bench.workloads.requests import ClosedLoop, RequestSpec
 from bench.workloads.workload import Workload
 from deploy.cli.command import serve_config
 from deploy.host import event_loop
@@ -62,12 +61,10 @@ class SentRequests:
     pictures: Images
     seed: int
 
-    def of_run(self, model: str, run: PlannedRun) -> Source:
+    def source(self, model: str) -> Source:
         """Other ones for every run, the same ones for every deployment's; a file's are always the same."""
-        return workload_source(self._specs, self.pictures.data_url, model, self.seed, repeats=bool(self.workload.own))
-
-    def _specs(self, seed: int) -> Iterator[RequestSpec]:
-        return self.workload.seeded(seed).endless()
+        specs, repeats = self.workload.endless_of, bool(self.workload.own)
+        return workload_source(specs, self.pictures.data_url, model, self.seed, repeats=repeats)
 
     def _besides(self, seed: int, count: int) -> list[RequestSpec]:
         knobs = replace(self.workload.knobs, seed=self.seed + seed, reuse=0.0)
@@ -154,7 +151,7 @@ class Stages:
         ):
             found = one_run(
                 running.target,
-                self.requests.of_run(running.model, run),
+                self.requests.source(running.model),
                 experiment.plan(deployment, run),
                 run.label,
                 run.number,

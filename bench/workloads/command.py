@@ -16,7 +16,7 @@ from bench.workloads.exports import Exported, export_aiperf, export_vllm
 from bench.workloads.generate import Knobs, Words, requests
 from bench.workloads.images import Images
 from bench.workloads.profiles import PROFILES, Profile
-from bench.workloads.spec import RequestSpec
+from bench.workloads.requests import RequestSpec
 from bench.workloads.workload import OWN, Workload, arrivals_of, workload
 from bench.workloads.workload import add_arguments as add_workload_arguments
 from deploy.memory.placement_table import table

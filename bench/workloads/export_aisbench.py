@@ -15,10 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.workloads.arrivals import Arrivals, ClosedLoop
 from bench.workloads.exports import Exported, unwritable, write_rows
 from bench.workloads.images import Images
-from bench.workloads.spec import MIME, ImageRef, RequestSpec
+from bench.workloads.requests import MIME, Arrivals, ClosedLoop, ImageRef, RequestSpec
 
 DATASET = Path("datasets") / "mm_custom_datasets.py"
 """In the export, which is a `--config-dir` then; `--datasets` finds a variable whose name ends in `_datasets`."""

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.workloads.arrivals import Arrivals, ClosedLoop, Gamma
 from bench.workloads.images import Images
-from bench.workloads.spec import RequestSpec
+from bench.workloads.requests import Arrivals, ClosedLoop, Gamma, RequestSpec
 from epd_serve.errors import ConfigError
 
 REQUESTS = "requests.jsonl"

@@ -21,10 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.workloads.distributions import Traffic
+from bench.workloads.distributions import Traffic, seeded_rng, spread_quantile
 from bench.workloads.profiles import Profile
-from bench.workloads.seeded_rng import seeded_rng, spread_quantile
-from bench.workloads.spec import ImageRef, RequestSpec
+from bench.workloads.requests import ImageRef, RequestSpec
 from epd_serve.errors import ConfigError
 
 OPENERS: Sequence[str] = (
@@ -148,7 +147,7 @@ class Knobs:
 
 
 def requests(profile: Profile, knobs: Knobs, words: Words) -> Iterator[RequestSpec]:
-    """Without arrival times, which `bench/workloads/arrivals.py` puts on."""
+    """Without arrival times, which `bench/workloads/requests.py` puts on."""
     drawn, names = _Images(profile, knobs), (profile.name, knobs.seed)
     for index, traffic in enumerate(_traffic(profile, knobs.seed)):
         text_only = spread_quantile(index, *names, "text only") < traffic.text_only

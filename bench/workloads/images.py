@@ -20,8 +20,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from bench.record import write_whole
-from bench.workloads.seeded_rng import seeded_rng
-from bench.workloads.spec import MIME, ImageFormat, ImageRef
+from bench.workloads.distributions import seeded_rng
+from bench.workloads.requests import MIME, ImageFormat, ImageRef
 from epd_serve.errors import ConfigError
 
 VERSION = 3

@@ -21,11 +21,20 @@ from typing import Annotated, Literal, cast
 import msgspec
 from PIL import Image
 
-from bench.workloads.arrivals import FORMS, Arrivals, ClosedLoop, arrivals_at, with_arrivals
 from bench.workloads.generate import Knobs, Words, requests, words
 from bench.workloads.images import default_cache
 from bench.workloads.profiles import OUTPUT_TOKENS, PROFILES, profile
-from bench.workloads.spec import MIME, ImageFormat, ImageRef, RequestSpec
+from bench.workloads.requests import (
+    FORMS,
+    MIME,
+    Arrivals,
+    ClosedLoop,
+    ImageFormat,
+    ImageRef,
+    RequestSpec,
+    arrivals_at,
+    with_arrivals,
+)
 from epd_serve.errors import ConfigError
 
 OWN = "own"
@@ -143,6 +152,10 @@ class Workload:
         """For runs that end by time. Lazy."""
         specs = self._own() if self.own else requests(profile(self.name), self.knobs, words(self.tokenizer))
         return specs if self.arrivals is None else with_arrivals(specs, self.arrivals, self.knobs.seed)
+
+    def endless_of(self, seed: int) -> Iterator[RequestSpec]:
+        """Of another seed."""
+        return self.seeded(seed).endless()
 
     def at(self, arrivals: Arrivals) -> Workload:
         """The same requests at other times."""

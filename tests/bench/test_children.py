@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.children import Child
+from bench.clients.process import Child
 from epd_serve.errors import StageError
 
 

@@ -22,7 +22,7 @@ from bench.micro.measurement import Goal
 from bench.micro.rows import table_of
 from bench.served import Served, simulated
 from bench.statistic import percentile
-from bench.workloads.arrivals import Poisson, arrivals_within
+from bench.workloads.requests import Poisson, arrivals_within
 from bench.workloads.synthetic import image_body, text_body
 from tests.soak.harness import Result, Soak
 

@@ -25,7 +25,7 @@ from bench.clients.target import requests
 from bench.micro.measurement import Goal
 from bench.served import Served, groups, served, simulated
 from bench.statistic import percentile
-from bench.workloads.arrivals import Poisson, arrivals_within
+from bench.workloads.requests import Poisson, arrivals_within
 from bench.workloads.synthetic import image_body, text_body
 from epd_serve.errors import StageError
 from tests.soak.front_door import counters, held, instances, until

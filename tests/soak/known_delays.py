@@ -15,15 +15,15 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from bench.children import Child
 from bench.clients.bodies import streamed
 from bench.clients.measure import Measured, Plan
 from bench.clients.measure import measure as sent_by_plan
+from bench.clients.process import Child
 from bench.clients.results import RequestRecord
 from bench.clients.target import Target, requests
 from bench.micro.measurement import Goal
 from bench.statistic import percentile
-from bench.workloads.arrivals import Arrivals, ClosedLoop, Poisson
+from bench.workloads.requests import Arrivals, ClosedLoop, Poisson
 from deploy.host import event_loop
 from epd_serve.errors import StageError
 from tests.soak.harness import Result, Soak

@@ -1,8 +1,7 @@
 """An OpenAI server whose answers and delays are known beforehand: what the sender's own figures are held against.
 
 A request says in its field `known` how it is to be answered (`Known`); without one `usual` holds. Nothing is computed.
-When each event was really written is kept by the request's `x-request-id`. As a `Child` (`bench/children.py`) it is
-told what is usual.
+When each event was really written is kept by the request's `x-request-id`. As a `Child` it is told what is usual.
 """
 
 from __future__ import annotations

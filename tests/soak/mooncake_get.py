@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from bench.children import Child
+from bench.clients.process import Child
 from bench.micro.measurement import in_turns
 from store.checksum import Bytes
 from store.codec import TRAILER_BYTES, verify_payload

@@ -19,8 +19,8 @@ from bench.clients.measure import Measured, Plan, Rules, judged, measure
 from bench.clients.target import Target
 from bench.micro.measurement import Goal
 from bench.served import simulated
-from bench.workloads.arrivals import Poisson
 from bench.workloads.images import Images
+from bench.workloads.requests import Poisson
 from deploy.host import event_loop
 from epd_serve.errors import StageError
 from epd_serve.layout_parser import parse

@@ -23,18 +23,17 @@ from typing import Any
 from bench.aisbench.details import read_requests, results_folder, said
 from bench.aisbench.environment import AisBench, default_folder, found, run_command
 from bench.aisbench.rate import Entry, command_line, write_entry
-from bench.children import Child
 from bench.clients.bodies import spec_requests
 from bench.clients.http import Endpoint
+from bench.clients.process import Child
 from bench.clients.sender import Flow, send
 from bench.micro.measurement import Goal
 from bench.record import ROOT
-from bench.workloads.arrivals import Poisson
 from bench.workloads.export_aisbench import export_aisbench
 from bench.workloads.exports import export_vllm
 from bench.workloads.generate import Knobs
 from bench.workloads.images import Images
-from bench.workloads.spec import RequestSpec
+from bench.workloads.requests import Poisson, RequestSpec
 from bench.workloads.workload import Workload
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.errors import StageError

@@ -25,9 +25,8 @@ from bench.clients.sender import Run
 from bench.clients.slo import Slo
 from bench.micro.measurement import Goal
 from bench.record import flatten
-from bench.workloads.arrivals import Poisson, with_arrivals
 from bench.workloads.generate import Knobs
-from bench.workloads.spec import RequestSpec
+from bench.workloads.requests import Poisson, RequestSpec, with_arrivals
 from bench.workloads.workload import Workload
 from deploy.memory.placement_table import table as text_table
 from epd_serve.layout_parser import parse

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.children import Child
+from bench.clients.process import Child
 from bench.micro.measurement import Row
 from bench.served import scratch
 from bench.started import answers, started

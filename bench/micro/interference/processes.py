@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from multiprocessing.connection import Connection
 
-from bench.children import Child
+from bench.clients.process import Child
 from epd_serve.errors import ConfigError
 from npu_ops.core_grants import CoreOrder
 from npu_ops.core_sets import TooFewCoresError, core_sets

@@ -44,7 +44,7 @@ from bench.micro.proxy.rivals import (
 )
 from bench.micro.rows import grouped, median
 from bench.served import simulated
-from bench.workloads.arrivals import Poisson, arrivals_within
+from bench.workloads.requests import Poisson, arrivals_within
 from deploy.host.ports import free_ports
 from epd_serve.errors import ConfigError
 

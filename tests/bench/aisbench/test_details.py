@@ -17,7 +17,7 @@ import pytest
 
 from bench.aisbench.details import own_figures, read_requests, results_folder, said
 from bench.aisbench.rows import Shape, run_of
-from bench.workloads.spec import RequestSpec
+from bench.workloads.requests import RequestSpec
 from epd_serve.errors import StageError
 
 MIXED = Path(__file__).parent / "recorded" / "mixed"

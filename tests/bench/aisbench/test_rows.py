@@ -6,17 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from bench.aisbench.command import one_rate
 from bench.aisbench.details import Sent
 from bench.aisbench.flags import Asked
 from bench.aisbench.rate import Rated, judged
-from bench.aisbench.report import one_rate
 from bench.aisbench.rows import Shape, most_under_way, run_of
 from bench.clients.measure import Plan
 from bench.clients.results import Outcome
 from bench.clients.slo import PAPER
-from bench.workloads.arrivals import Poisson
 from bench.workloads.generate import Knobs
-from bench.workloads.spec import RequestSpec
+from bench.workloads.requests import Poisson, RequestSpec
 from bench.workloads.workload import Workload
 
 

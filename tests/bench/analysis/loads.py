@@ -13,7 +13,7 @@ from bench.clients.measure import Plan, judged
 from bench.clients.results import RequestRecord
 from bench.clients.sender import Run
 from bench.record import flatten, write
-from bench.workloads.arrivals import ClosedLoop
+from bench.workloads.requests import ClosedLoop
 from tests.bench.clients.made import row
 
 ENV: dict[str, Any] = {

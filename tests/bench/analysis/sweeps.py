@@ -18,7 +18,7 @@ from bench.clients.slo import PAPER
 from bench.record import flatten, write
 from bench.sweep.experiment import Deployment, Experiment, ServedBy
 from bench.sweep.store import EXPERIMENT, PHASES, RESULT, ROWS
-from bench.workloads.arrivals import Poisson
+from bench.workloads.requests import Poisson
 from tests.bench.clients.made import failed, row
 
 RATES = (2.0, 4.0)

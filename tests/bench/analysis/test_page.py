@@ -165,7 +165,7 @@ def test_every_figure_is_a_picture_with_words_for_it(tmp_path, monkeypatch, rate
     images = list(read.iter("img"))
     drawn = {path.stem for path in tmp_path.glob("*.png")}
 
-    assert drawn == FIGURES - (set() if len(rates) > 2 else {"ranks"})
+    assert drawn == FIGURES
     assert len(images) == len(drawn)
     for image in images:
         assert image.get("src").startswith("data:image/png;base64,")

@@ -20,8 +20,7 @@ from bench.clients.bodies import (
 )
 from bench.clients.measure import Plan
 from bench.clients.target import Request
-from bench.workloads.arrivals import ClosedLoop, Poisson
-from bench.workloads.spec import ImageRef, RequestSpec
+from bench.workloads.requests import ClosedLoop, ImageRef, Poisson, RequestSpec
 from epd_serve.errors import ConfigError
 
 IMAGE = ImageRef(8, 8, "png", seed=1)

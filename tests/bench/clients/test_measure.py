@@ -12,7 +12,7 @@ from bench.clients.metrics import Window
 from bench.clients.results import Outcome
 from bench.clients.sender import Run
 from bench.clients.target import Target, requests
-from bench.workloads.arrivals import Poisson
+from bench.workloads.requests import Poisson
 from tests.bench.clients.known_server import Known, KnownServer
 from tests.bench.clients.made import failed, row
 

@@ -21,7 +21,7 @@ from bench.papers.ablations import both, warm_up
 from bench.papers.table2 import BASELINE, TABLE, VARIANTS, WHOLE, figures, tables
 from bench.record import ROOT
 from bench.served import Served as Launch
-from bench.workloads.arrivals import Poisson
+from bench.workloads.requests import Poisson
 from deploy.options.config import DeployConfig
 from epd_serve.errors import StageError
 from epd_serve.kv.grouping import LinkCost, Step, exposed_s, parse_grouping

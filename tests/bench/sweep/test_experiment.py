@@ -6,8 +6,9 @@ import json
 
 import msgspec
 
+from bench.clients.measure import Rules
 from bench.clients.slo import Slo
-from bench.sweep.experiment import Experiment, RunLimits
+from bench.sweep.experiment import Experiment
 from tests.bench.sweep.experiments import experiment
 
 
@@ -21,7 +22,7 @@ def test_rates_are_of_all_devices_together_unless_they_are_per_device():
 
 
 def test_an_experiment_is_itself_again_when_it_is_read_from_a_file():
-    asked = experiment(per_device=True, limits=RunLimits(late_ms=5.0), slos=(Slo(1, 2),), knobs={"reuse": 0.5})
+    asked = experiment(per_device=True, rules=Rules(late_ms=5.0), slos=(Slo(1, 2),), knobs={"reuse": 0.5})
     again = msgspec.json.decode(json.dumps(asked.to_json()), type=Experiment)
 
     assert again == asked

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from bench.clients.measure import Rules
 from bench.clients.slo import Slo
-from bench.sweep.experiment import RunLimits, deployments
+from bench.sweep.experiment import deployments
 from bench.sweep.store import EXPERIMENT, PHASES, RESULT, ROWS, ResultStore, opened
 from epd_serve.errors import ConfigError
 from tests.bench.sweep.experiments import ENV, experiment, run_row
@@ -104,7 +105,7 @@ def test_answers_are_kept_for_those_that_come_later(tmp_path):
         ({"knobs": {"reuse": 0.5}}, "knobs/reuse was not given, is 0.5"),
         ({"deployments": deployments("TP1x2")}, r"deployments/\(E-P\)-D/name was .*, is not given"),
         ({"deployments": deployments("TP1x2,(E-P)-D", flags=("--x",))}, r"deployments/TP1x2/flags was \[\], is"),
-        ({"limits": RunLimits(late_ms=5.0)}, "limits/late_ms was 100.0, is 5.0"),
+        ({"rules": Rules(late_ms=5.0)}, "rules/late_ms was 100.0, is 5.0"),
     ],
 )
 def test_another_experiment_is_refused_with_the_field_that_differs(tmp_path, change, said):

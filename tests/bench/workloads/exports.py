@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.workloads.spec import ImageRef, RequestSpec
+from bench.workloads.requests import ImageRef, RequestSpec
 
 SHOWN = (ImageRef(32, 24, "jpeg", seed=11), ImageRef(24, 32, "jpeg", seed=12))
 

@@ -7,17 +7,17 @@ import statistics
 
 import pytest
 
-from bench.workloads.arrivals import (
+from bench.workloads.requests import (
     ClosedLoop,
     Gamma,
     Poisson,
+    RequestSpec,
     Trace,
     arrival_times,
     arrivals_at,
     arrivals_within,
     with_arrivals,
 )
-from bench.workloads.spec import RequestSpec
 from epd_serve.errors import ConfigError
 
 

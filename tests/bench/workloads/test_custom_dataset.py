@@ -45,7 +45,7 @@ def test_lines_of_aisbench_are_read(tmp_path, shown):
     )
 
     assert (first.text, first.text_tokens, first.max_tokens, first.arrival_s) == ("Which two?", 2, 5, 0.25)
-    assert (second.text_only, second.max_tokens, second.arrival_s) == (True, 64, 1.0)
+    assert (second.images, second.max_tokens, second.arrival_s) == ((), 64, 1.0)
 
 
 def test_size_and_format_are_those_of_the_bytes(tmp_path, shown):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bench.workloads.arrivals import ClosedLoop
 from bench.workloads.exports import export_aiperf
 from bench.workloads.images import Images
+from bench.workloads.requests import ClosedLoop
 from tests.bench.workloads.exports import REQUESTS, UNTIMED, rows
 
 SINGLE_TURN = {"session_id": str, "text": str, "images": list, "timestamp": (int, float), "output_length": int,

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from bench.workloads.arrivals import ClosedLoop
 from bench.workloads.export_aisbench import export_aisbench
 from bench.workloads.images import Images
-from bench.workloads.spec import ImageRef, RequestSpec
+from bench.workloads.requests import ClosedLoop, ImageRef, RequestSpec
 from epd_serve.errors import ConfigError
 from tests.bench.workloads.exports import REQUESTS, SHOWN, UNTIMED, rows
 

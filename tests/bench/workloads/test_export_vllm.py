@@ -12,9 +12,9 @@ import sys
 import pytest
 
 from bench.record import ROOT
-from bench.workloads.arrivals import ClosedLoop, Gamma, Poisson, Trace
 from bench.workloads.exports import export_vllm
 from bench.workloads.images import Images
+from bench.workloads.requests import ClosedLoop, Gamma, Poisson, Trace
 from tests.bench.workloads.exports import REQUESTS, UNTIMED, rows
 
 

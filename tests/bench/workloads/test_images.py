@@ -15,7 +15,7 @@ from PIL import Image
 
 from bench.workloads import images as images_module
 from bench.workloads.images import Images, default_cache, encode, render
-from bench.workloads.spec import ImageRef
+from bench.workloads.requests import ImageRef
 from epd_serve.errors import ConfigError
 
 SMALL = ImageRef(60, 40, "jpeg", seed=5)

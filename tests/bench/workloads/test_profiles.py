@@ -73,7 +73,7 @@ def test_half_of_the_web_questions_have_no_picture_in_any_stretch():
     found = sample(profile("visualwebinstruct-like"), 320)
 
     for start in range(0, 320, 32):
-        assert sum(request.text_only for request in found[start : start + 32]) == 16
+        assert sum(not request.images for request in found[start : start + 32]) == 16
 
 
 def test_sizes_of_photographs_spread_and_width_goes_with_height():
@@ -105,7 +105,7 @@ def test_bursts_of_a_profile_are_normalised(one):
 
 def test_prompts_without_pictures_have_the_heavier_tail():
     found = sample(profile("azure-bursty"), 3200)
-    long = [request.text_only for request in found if request.text_tokens > 200]
+    long = [not request.images for request in found if request.text_tokens > 200]
 
     assert sum(long) / len(long) > 0.8
     assert max(request.text_tokens for request in found) <= 2048

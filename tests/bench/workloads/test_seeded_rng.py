@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.workloads.seeded_rng import BLOCK, seeded_rng, spread_quantile
+from bench.workloads.distributions import BLOCK, seeded_rng, spread_quantile
 
 
 def test_a_draw_is_fixed_by_its_names():

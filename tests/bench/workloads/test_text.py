@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from bench.workloads.distributions import seeded_rng
 from bench.workloads.generate import OPENERS, WORDS, TokenizedWords, Words, words
-from bench.workloads.seeded_rng import seeded_rng
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.errors import ConfigError
 

@@ -12,8 +12,8 @@ from PIL import Image
 
 from bench.cli import main
 from bench.workloads import exports
-from bench.workloads.arrivals import ClosedLoop, Poisson
 from bench.workloads.profiles import PROFILES
+from bench.workloads.requests import ClosedLoop, Poisson
 from bench.workloads.workload import add_arguments, arrivals_of, workload
 from epd_serve.errors import ConfigError
 from tests.bench.workloads.exports import rows

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from bench.clients.results import Outcome, RequestRecord
 from bench.clients.sender import Run
-from bench.workloads.spec import RequestSpec
+from bench.workloads.requests import RequestSpec
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout
 from epd_serve.placement import check_servable, lower

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.clients.sender import Run
-from bench.workloads.spec import ImageRef, RequestSpec
+from bench.workloads.requests import ImageRef, RequestSpec
 from epd_serve.layout_parser import parse
 from tests.soak.emulation.deployment import emulate
 from tests.soak.emulation.device import StageDevice

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from bench.clients.measure import Plan, Rules, judged
-from bench.workloads.arrivals import Poisson
+from bench.workloads.requests import Poisson
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
 from tests.soak.emulation.deployment import emulate

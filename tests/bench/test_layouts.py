@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from bench import layouts as command
 from bench.cli import main
-from bench.sweep import command
 from epd_serve.errors import StageError
 from tests.bench.sweep.experiments import Scripted
 

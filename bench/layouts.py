@@ -27,15 +27,16 @@ from bench.clients.flags import (
     parse_rates,
 )
 from bench.clients.measure import Rules
+from bench.clients.sender import Bounds
 from bench.example_proxies import add_peer_flags, given_peers
 from bench.record import add_arguments as add_record_arguments
 from bench.record import busy, environment, write
 from bench.served import scratch
-from bench.sweep.experiment import PEERS, Experiment, RunLimits, deployments
+from bench.sweep.experiment import LATE_MS, PEERS, Experiment, deployments
 from bench.sweep.stages import SentRequests, Stages
 from bench.sweep.store import RESULT, ResultStore, opened, summary
-from bench.workloads.arrivals import arrivals_at
 from bench.workloads.images import Images
+from bench.workloads.requests import arrivals_at
 from bench.workloads.workload import workload
 from deploy.options.engines import checked_profile
 from epd_serve.demo.presets import PRESETS, builtin_model_dir, write_preset
@@ -44,8 +45,6 @@ from epd_serve.errors import ConfigError, StageError
 LAYOUTS = "TP1x2,(E-PD)x2,EP-D,(E-P)-D,(E-D)-P,E-P-D"
 RATES, QUICK_RATES = "0.4,0.8,1.2", "0.5,1"
 QUICK_SAMPLES = 3
-LATE_MS = 100.0
-"""More than `epd-bench load` allows: here the generator always shares the host of the stages."""
 KNOBS = {"reuse": 0.0, "zipf": 1.0, "pictures_each": None, "output_tokens": None}
 KNOBS |= {"tokenizer": None, "pictures": None, "prompts": None}
 """Flags of a workload with their defaults; an experiment keeps those that differ."""
@@ -104,12 +103,9 @@ def experiment_of(arguments: argparse.Namespace, stages: Stages, env: Mapping[st
         count=arguments.n,
         seed=arguments.seed,
         slos=arguments.slo,
-        limits=RunLimits(
-            arguments.timeout,
-            arguments.warm_up,
-            arguments.min_samples or (QUICK_SAMPLES if quick else Rules().min_samples),
-            arguments.late_ms,
-        ),
+        warm_up_s=arguments.warm_up,
+        rules=Rules(arguments.min_samples or (QUICK_SAMPLES if quick else Rules().min_samples), arguments.late_ms),
+        bounds=Bounds(limit_s=arguments.timeout),
         knobs={name: str(value.resolve()) if isinstance(value, Path) else value for name, value in knobs.items()},
         served=stages.served,
         machine={name: env["machine"][name] for name in ("arch", "cpu", "cores")},
