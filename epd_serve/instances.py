@@ -59,6 +59,11 @@ class Instance:
         return (self.id, self.incarnation)
 
     @property
+    def both_halves(self) -> bool:
+        """It sends KV as well as it takes it: P or D by its role, which may change while it runs."""
+        return self.kv_endpoint is not None and bool(self.kv_workers)
+
+    @property
     def computes_on(self) -> frozenset[tuple[str, str, int]]:
         """Names of what it computes on: two instances with one in common slow each other down. None where it has a
         share of cores to itself."""

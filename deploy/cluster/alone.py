@@ -267,7 +267,6 @@ def run_proxy(
     settings = ProxySettings(
         served_models=(file.model,),
         identity=ModelIdentity(file.model, file.revision, file.dtype),
-        roles=tuple(sorted({one.role for one in file.instances})),
         api_keys=client_keys(api_keys, api_key_file),
     )
     settings = apply_overrides(settings, proxy_overrides(proxy))

@@ -102,7 +102,6 @@ class Head:
         facts = self.blueprint.facts
         return replace(
             build_proxy_settings(self.blueprint),
-            roles=(),
             vllm_version="",
             modalities=facts.towers if facts else None,
             stage_key=stage_key(self.key),

@@ -146,6 +146,7 @@ class _Session:
         async with self.tier.running(self.screen.line) as self.master, self.agent.running():
             front_door = self._front()
             table = front_door.table
+            table.want(self.blueprint.layout.roles)
             self.news = StageNews(table, self.screen, [order.id for order in first])
             self.screen.open([order.id for order in first])
             for order in first:

@@ -47,7 +47,6 @@ def build_proxy_settings(blueprint: Blueprint, arena: Path | None = None) -> Pro
     settings = ProxySettings(
         served_models=(blueprint.served_model_name,),
         identity=model_identity(blueprint),
-        roles=tuple(sorted(blueprint.layout.roles)),
         api_keys=client_keys(config.api_keys, config.api_key_file),
         tenant_header=config.tenant_header,
         shared_features=config.shared_features,

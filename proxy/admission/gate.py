@@ -2,7 +2,7 @@
 end.
 
 Lives in the proxy's event loop. Owns the waits, their deadlines and what a refusal says. What may be with the stages at
-once is `proxy/admission/capacity.py`'s business.
+once is `proxy/admission/capacity.py`'s business. In a pause it lets nobody through, and no time passes in its queues.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from proxy.admission.queue import AdmissionQueue
 from proxy.admission.ticket import Capacity, Kind, Place, QueueFull, Ticket
 from proxy.config.limits import AdmissionLimits
 from proxy.metrics import Metrics
+from proxy.registry.pause import Pause
 from proxy.request.client_deadline import DeadlineUnreachable
 
 RELOOK_S = 0.1
@@ -35,10 +36,15 @@ class Gate:
 
     Args:
         capacity: what may be with the stages now.
+        pause: lets nobody through while it lasts; its clock is that of the queues.
     """
 
-    def __init__(self, settings: AdmissionLimits, capacity: Callable[[], Capacity], metrics: Metrics) -> None:
+    def __init__(
+        self, settings: AdmissionLimits, capacity: Callable[[], Capacity], metrics: Metrics, pause: Pause
+    ) -> None:
         self.queue = AdmissionQueue(settings)
+        self._pause = pause
+        self._now = pause.now
         self._settings = settings
         self._capacity = capacity
         self._metrics = metrics
@@ -62,12 +68,12 @@ class Gate:
         """Let a request in for the time of the context that the pass is.
 
         Args:
-            until: loop time at which the client wants its whole answer.
+            until: loop time, which is that of `time.monotonic`, at which the client wants its whole answer.
 
         Raises:
             OverloadedError: too many wait, or it would wait too long. DeadlineUnreachable: longer than `until`.
         """
-        now = _now()
+        now = self._now()
         self._refuse_hopeless(kind, self.queue.due_at(kind, now, priority), now, until)
         try:
             ticket = self.queue.admit(kind, now, priority=priority, sequences=sequences)
@@ -78,13 +84,13 @@ class Gate:
         return Pass(self, ticket)
 
     def _leave(self, ticket: Ticket) -> None:
-        self.queue.leave(ticket, _now())
+        self.queue.leave(ticket, self._now())
         self._pump()
 
     def _refuse_hopeless(self, kind: Kind, due: float, now: float, until: float | None) -> None:
         wait_s = self.queue.predicted_wait_s(kind, due, now, at_least=True) or 0.0
         best_s = min(self._begin_s[kind], default=0.0)
-        if until is not None and now + wait_s + best_s > until:
+        if until is not None and time.monotonic() + wait_s + best_s > until:
             self._metrics.refused.labels("deadline").inc()
             raise DeadlineUnreachable(
                 f"an answer would begin in {wait_s + best_s:.1f} s at best, later than the deadline of the request"
@@ -101,31 +107,37 @@ class Gate:
 
     async def _wait_turn(self, ticket: Ticket, *, encode: bool) -> None:
         """Wait for the ticket's turn. Raises OverloadedError after `max_wait_s`, if nothing was done for it yet."""
-        begun = _now()
-        if not self.queue.goes_at_once(ticket, begun, self._capacity(), encode=encode):
-            self.queue.enqueue(ticket, begun, encode=encode)
-            await self._turn(ticket, begun)
-        self._metrics.queue_seconds.labels(ticket.kind.value, "encode" if encode else "serve").observe(_now() - begun)
+        begun = time.monotonic()
+        now = self._now()
+        if self._pause.left_s or not self.queue.goes_at_once(ticket, now, self._capacity(), encode=encode):
+            self.queue.enqueue(ticket, now, encode=encode)
+            await self._turn(ticket, now)
+        waited_s = time.monotonic() - begun
+        self._metrics.queue_seconds.labels(ticket.kind.value, "encode" if encode else "serve").observe(waited_s)
 
     async def _turn(self, ticket: Ticket, begun: float) -> None:
         turn = self._waiters[ticket] = asyncio.get_running_loop().create_future()
         try:
             self._pump(begun)
-            begun_before = ticket.encoding or ticket.granted_at
-            async with asyncio.timeout(None if begun_before else self._settings.max_wait_s):
+            if ticket.encoding or ticket.granted_at:
                 await turn
-        except TimeoutError:
-            self._metrics.refused.labels("wait").inc()
-            wait_s = self.queue.predicted_wait_s(ticket.kind, ticket.due, _now())
-            message = f"a request with {_what(ticket.kind)} has waited {_now() - begun:.0f} s for its turn in vain"
-            raise self._overloaded(message, wait_s) from None
+            while not turn.done():
+                if (left_s := begun + self._settings.max_wait_s - self._now()) <= 0:
+                    raise self._too_late(ticket)
+                await asyncio.wait([turn], timeout=left_s)  # or longer: a pause may begin meanwhile
         finally:
             del self._waiters[ticket]
             self.queue.step_back(ticket)  # what else the request began may take a while to end
 
+    def _too_late(self, ticket: Ticket) -> OverloadedError:
+        self._metrics.refused.labels("wait").inc()
+        wait_s = self.queue.predicted_wait_s(ticket.kind, ticket.due, self._now())
+        waited_s = self._settings.max_wait_s
+        return self._overloaded(f"a request with {_what(ticket.kind)} has waited {waited_s:g} s in vain", wait_s)
+
     def _prefilled(self, ticket: Ticket) -> None:
         if ticket.prefilling or ticket.ahead:
-            self._begin_s[ticket.kind].append(_now() - ticket.granted_at)
+            self._begin_s[ticket.kind].append(self._now() - ticket.granted_at)
             self.queue.prefilled(ticket)
             self._pump()
 
@@ -133,10 +145,11 @@ class Gate:
         """Let through whoever may go now."""
         if not self.queue.somebody_waits():
             return
-        for ticket in self.queue.grants(_now() if now is None else now, self._capacity()):
-            turn = self._waiters[ticket]
-            if not turn.done():
-                turn.set_result(None)
+        if not self._pause.left_s:
+            for ticket in self.queue.grants(self._now() if now is None else now, self._capacity()):
+                turn = self._waiters[ticket]
+                if not turn.done():
+                    turn.set_result(None)
         if self._relook is None and self.queue.somebody_waits():
             self._relook = asyncio.get_running_loop().call_later(RELOOK_S, self._look_again)
 
@@ -179,7 +192,8 @@ class Pass:
 
     def goes_ahead(self) -> bool:
         """Take a place with the stages while its items are being encoded, if that can be had at once."""
-        return self._gate.queue.goes_ahead(self._ticket, _now(), self._gate._capacity())
+        gate = self._gate
+        return not gate._pause.left_s and gate.queue.goes_ahead(self._ticket, gate._now(), gate._capacity())
 
     def stands_back(self) -> None:
         """Another one is to encode what it waits for, and may need a place first: those who wait to be served hold
@@ -219,7 +233,7 @@ class Pass:
     def stage_priority(self) -> int:
         """Its `priority` for vLLM, where lower is sooner: when it is due, in ms since the epoch, so that the stages age
         requests as the queues here do, and several proxies agree."""
-        return round((time.time() + self._ticket.due - _now()) * 1000)
+        return round((time.time() + self._ticket.due - self._gate._now()) * 1000)
 
     @property
     def served(self) -> bool:
@@ -232,7 +246,3 @@ def _nothing() -> None:
 
 def _what(kind: Kind) -> str:
     return "text" if kind is Kind.TEXT else "media"
-
-
-_now = time.monotonic
-"""The event loop's clock, to a millisecond; to ask the loop costs a system call on Python 3.11."""

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import ByArea, ImageTokens
-from epd_serve.roles import Role
 from proxy.config.limits import (
     AdmissionLimits,
     BodyPace,
@@ -52,7 +51,6 @@ class ProxySettings:
     Attributes:
         served_models: names that clients may ask for; the first is the default that `/v1/models` lists first.
         identity: model, revision and dtype as they enter feature keys.
-        roles: roles of the layout, of which `/ready` says which are missing; empty means "those in the table".
         max_model_len: context length in tokens that `/v1/models` reports; by default the model's, where it is known.
         admission: who waits in front of the stages. retry: how many attempts are repeated over the whole proxy.
         poison: when a body that instances die of is refused.
@@ -93,7 +91,6 @@ class ProxySettings:
 
     served_models: tuple[str, ...]
     identity: ModelIdentity
-    roles: tuple[Role, ...] = ()
     max_model_len: int | None = None
     timeouts: Timeouts = field(default_factory=Timeouts)
     media: MediaLimits = field(default_factory=MediaLimits)

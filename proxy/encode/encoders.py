@@ -132,12 +132,16 @@ class Encoders:
                 raise most_telling(failed) from None
 
     async def _available(self, order: EncodeOrder, tried: Collection[IncarnationId]) -> tuple[list[Candidate], str]:
-        """Encoders to choose from, or none and why. Waits for room in a store, `encode_s` at most."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + self._timeouts.encode_s
+        """Encoders to choose from, or none and why. Waits for room in a store, `encode_s` at most, and in a pause for an
+        encoder, which may be on its way."""
+        pause = self._table.pause
+        until = pause.now() + self._timeouts.encode_s
         while True:
             untried = [encoder for encoder in self._table.live(Role.E) if encoder.incarnation_id not in tried]
             if not untried:
+                if pause.left_s:
+                    await self._table.changed(pause.left_s)
+                    continue
                 return [], "encoder_failed" if tried else "no_encoder"
             untried = [encoder for encoder in untried if not self._hangs(encoder.incarnation_id)]
             if not untried:
@@ -146,7 +150,7 @@ class Encoders:
             if roomy:
                 preferred = [encoder for encoder in roomy if encoder.incarnation not in order.shunned] or roomy
                 return [encoder for encoder in preferred if not encoder.suspended] or preferred, ""
-            left_s = until - loop.time()
+            left_s = until - pause.now()
             if left_s <= 0:
                 return [], "store_full"
             self._metrics.store_waits.inc()

@@ -69,15 +69,11 @@ class Router:
     """Routes over the instances of one table.
 
     Args:
-        layout: the configured roles, or empty.
         policy: name of the one that chooses (`proxy/routing/policy.py`).
     """
 
-    def __init__(
-        self, table: InstanceTable, layout: Collection[Role], *, instance_wait_s: float, policy: str = "first-token"
-    ) -> None:
+    def __init__(self, table: InstanceTable, *, instance_wait_s: float, policy: str = "first-token") -> None:
         self._table = table
-        self._layout = frozenset(layout)
         self._instance_wait_s = instance_wait_s
         self._policy = POLICIES[policy]
         # A decode instance answers with what another one has prefilled: there is no first token to predict.
@@ -86,8 +82,8 @@ class Router:
         self._random = random.Random()
 
     def check_servable(self, *, fused_for: str | None) -> None:
-        """Refuse what no instance of the layout could ever serve. Raises RequestError naming the field."""
-        roles = self._layout or self._table.roles()
+        """Refuse what no instance there is or is to be could ever serve. Raises RequestError naming the field."""
+        roles = self._table.wanted | self._table.live_roles()
         if fused_for is not None and roles and not paths(roles, multimodal=False, fused=True):
             raise RequestError(
                 f"{fused_for} needs an instance that prefills and decodes; this layout has none.", param=fused_for
@@ -100,7 +96,7 @@ class Router:
             return False
         live = paths(self._roles(job), multimodal=True, fused=_fused(job))
         # Nobody is up: encode meanwhile where there is no other way; else decide when somebody is.
-        possible = live or paths(self._layout or self._table.roles(), multimodal=True, fused=_fused(job))
+        possible = live or paths(self._table.wanted, multimodal=True, fused=_fused(job))
         ways = {path.encode for path in possible}
         if len(ways) > 1:
             choice = self._pick(job, (), self._placement(job)) if live else None
@@ -111,15 +107,17 @@ class Router:
         """A way through the live instances, by the policy, preferring incarnations not in `avoid`.
 
         Its path may encode apart although `job.features` is None (the heads that would not are gone): then the encode
-        step comes first. Waits up to `instance_wait_s` for a missing role. Raises NoInstanceError after that.
+        step comes first. Waits up to `instance_wait_s` for a missing role, and as long as a pause takes. Raises
+        NoInstanceError after that.
         """
-        loop = asyncio.get_running_loop()
-        until = loop.time() + self._instance_wait_s
+        now = self._table.pause.now
+        until = now() + self._instance_wait_s
         placement = self._placement(job)
         while (choice := self._pick(job, avoid, placement)) is None:
-            if not await self._table.changed(until - loop.time()):
-                missing = ", ".join(self._table.missing(self._layout)) or "an instance"
+            if (left_s := until - now()) <= 0:
+                missing = ", ".join(self._table.missing()) or "an instance"
                 raise NoInstanceError(f"no live instance: {missing} is missing; try again later")
+            await self._table.changed(left_s)
         if choice.tail is None:
             return Route(choice.path, None, self._table.acquire(choice.head.id, Work.DECODE, placement.cost))
         prefill = self._table.acquire(choice.head.id, Work.PREFILL, placement.cost)
@@ -166,10 +164,10 @@ class Router:
         return choices
 
     def _roles(self, job: Job) -> frozenset[Role]:
-        """Those of live instances. E counts as live while the layout has one: the encode step itself copes with none
+        """Those of live instances. E counts as live while one is wanted: the encode step itself copes with none
         being up."""
         roles = self._table.live_roles()
-        return roles | (self._layout or self._table.roles()) & {Role.E} if job.items else roles
+        return roles | self._table.wanted & {Role.E} if job.items else roles
 
     def _tail(self, path: Path, avoid: Collection[IncarnationId], placement: Placement) -> Candidate | None:
         if path.tail is None:

@@ -65,6 +65,9 @@ class TokenizeStep:
         while len(tried) <= self._retries:
             live = [one for role in Role if role.has_language_model for one in self._table.live(role)]
             untried = [one for one in live if one.incarnation_id not in tried]
+            if not untried and self._table.pause.left_s:
+                await self._table.changed(self._table.pause.left_s)
+                continue
             if not untried:
                 break
             chosen = random.choice(preferred(untried))

@@ -161,11 +161,11 @@ SCHEMAS: Json = {
     "Models": _object({"object": {"const": "list"}, "data": _list(reference("ModelCard"))}, "object", "data"),
     "Version": _object({"version": TEXT}, "version"),
     "Live": _object({"status": {"const": "alive"}}, "status"),
-    "Health": _object({"status": {"enum": ["ok", "unavailable", "draining"]}}, "status"),
+    "Health": _object({"status": {"enum": ["ok", "paused", "unavailable", "draining"]}}, "status"),
     # What is not required is left out where the status table is closed to those who ask.
     "Ready": _object(
         {
-            "status": {"enum": ["ready", "degraded", "unavailable", "draining"]},
+            "status": {"enum": ["ready", "degraded", "paused", "unavailable", "draining"]},
             "kinds": {
                 "type": "object",
                 "additionalProperties": _object({"served": {"type": "boolean"}, "how": TEXT}, "served"),

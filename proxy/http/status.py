@@ -35,8 +35,8 @@ class Readiness:
     """Which kinds of requests are served now, and how: `text`, and what the model takes beside it.
 
     A kind is served while live instances make a path for it. Media are served without a live encoder, too: who prefills
-    encodes them then, which `how` says. Whoever may not see the status table learns that a kind is served, and not how
-    or what is missing.
+    encodes them then, which `how` says. What waits in a pause for wanted instances counts as served. Whoever may
+    not see the status table learns that a kind is served, and not how or what is missing.
 
     Args:
         down: tasks that feed the status table and do not run. What they would have said is missing; requests go on.
@@ -46,21 +46,21 @@ class Readiness:
         self, settings: ProxySettings, table: InstanceTable, drain: Drain, down: Mapping[str, str] | None = None
     ) -> None:
         self._drain = drain
+        self._paused = bool(table.pause.left_s)
         self._open = settings.observed and not settings.api_keys
         self._down = dict(down or {})
-        self._missing = [role.value for role in table.missing(settings.roles)]
-        self._waiting = [view.instance.id for view in table.snapshot() if not view.up]
-        live = table.live_roles()
+        self._missing = [role.value for role in table.missing()]
+        self._waiting = [view.instance.id for view in table.snapshot() if not (view.up or view.draining)]
+        live = table.live_roles() | (table.wanted if self._paused else frozenset())
         media = settings.modalities if settings.modalities is not None else frozenset(map(str, Modality))
-        layout = frozenset(settings.roles) or table.roles()
-        self._how = {kind: _how(kind, live, layout) for kind in (TEXT, *sorted(media))}
+        self._how = {kind: _how(kind, live, table.wanted) for kind in (TEXT, *sorted(media))}
 
     def health(self) -> tuple[int, dict[str, Any]]:
         """200 while anything is served."""
         if self._drain.announced:
             return 503, {"status": "draining", "running": self._drain.running}
         if any(self._how.values()):
-            return 200, {"status": "ok"}
+            return 200, {"status": "paused" if self._paused else "ok"}
         return 503, {"status": "unavailable", **self._if_open(missing=self._missing)}
 
     def ready(self, kind: str | None = None, *, everything: bool = False) -> tuple[int, dict[str, Any]]:
@@ -78,6 +78,8 @@ class Readiness:
         served = whole if everything else bool(self._how[kind]) if kind is not None else any(self._how.values())
         if self._drain.announced:
             served, status = False, "draining"
+        elif self._paused:
+            status = "paused"
         else:
             status = "ready" if whole else "degraded" if any(self._how.values()) else "unavailable"
         return 200 if served else 503, {
@@ -93,11 +95,11 @@ class Readiness:
         return of_the_table if self._open else {}
 
 
-def _how(kind: str, live: frozenset[Role], layout: frozenset[Role]) -> str:
+def _how(kind: str, live: frozenset[Role], wanted: frozenset[Role]) -> str:
     """The paths on which requests of a kind are served now; "" where there is none."""
     ways = paths(live, multimodal=kind != TEXT)
     names = ", ".join(path.name for path in ways)
-    apart = kind != TEXT and Role.E in layout and Role.E not in live
+    apart = kind != TEXT and Role.E in wanted and Role.E not in live
     if names and apart and any(path.head in (Role.P, Role.PD) for path in ways):
         return f"{names} (no encoder is live: prefill encodes)"
     return names
@@ -135,6 +137,7 @@ def instances(table: InstanceTable, circuits: Circuits | None = None) -> dict[st
                 "core_share": view.instance.core_share,
                 "cores": [_cores(grant) for grant in view.instance.cores],
                 "up": view.up,
+                "draining": view.draining,
                 "reason": view.reason,
                 "in_flight": {work.value: count for work, count in view.in_flight.items()},
                 "load": view.load,

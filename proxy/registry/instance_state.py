@@ -30,7 +30,7 @@ class InstanceView:
         load: pending work, in the unit of its role (`proxy/registry/load.py`).
         report: its last word on the store, if any. kv: the fresh ones of its workers that send KV, by rank.
         stage: its last word on its load, if any, and stage_age_s: how old that is.
-        warming: it answers, and waits for its KV links to be used.
+        warming: it answers, and waits for its KV links to be used. draining: it is given nothing new.
         pending_s: for how long it will be busy, infinite while it decodes; neighbours: who computes where it does.
     """
 
@@ -46,6 +46,7 @@ class InstanceView:
     stage_age_s: float = 0.0
     pending_s: float = 0.0
     neighbours: tuple[str, ...] = ()
+    draining: bool = False
 
 
 @dataclass(eq=False)
@@ -55,6 +56,7 @@ class InstanceState:
     Attributes:
         up: it gets requests, unless it is silent. reason: why not.
         silent: it has reported before, and not for a while in which others have.
+        draining: it is given nothing new; what it has goes on.
         suspended: requests go to others while there are others.
         healthy_since: when it answered first, None while it does not.
         warm: it has been up, so its KV links matter no more.
@@ -65,6 +67,7 @@ class InstanceState:
     up: bool
     reason: str = ""
     silent: bool = False
+    draining: bool = False
     suspended: bool = False
     last_pick: int = 0
     report: StoreReport | None = None
@@ -79,8 +82,21 @@ class InstanceState:
     warm: bool = False
 
     @property
-    def serving(self) -> bool:
+    def working(self) -> bool:
+        """It does what it is asked."""
         return self.up and not self.silent
+
+    @property
+    def serving(self) -> bool:
+        """It is asked for more."""
+        return self.working and not self.draining
+
+    @property
+    def why_not(self) -> str:
+        """Why it gets no requests; "" where it gets them."""
+        if not self.up:
+            return self.reason
+        return "silent, while others report" if self.silent else "draining" if self.draining else ""
 
     @property
     def last_report_at(self) -> float:
@@ -110,7 +126,7 @@ class InstanceState:
         return InstanceView(
             self.instance,
             self.serving,
-            "silent, while others report" if self.up and self.silent else self.reason,
+            self.why_not,
             in_flight,
             load,
             self.report,
@@ -120,6 +136,7 @@ class InstanceState:
             now - self.stage_reported_at if self.stage is not None else 0.0,
             pending_s,
             neighbours,
+            self.draining,
         )
 
 

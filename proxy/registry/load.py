@@ -46,13 +46,13 @@ class Acquired:
         return next((total for step, total in reversed(self._samples) if step < then), self._samples[0][1])
 
 
-def reported_pending(role: Role, report: StageReport) -> float:
-    """What a report says is pending, in the unit of the role."""
+def reported_pending(role: Role, report: StageReport, *, both_halves: bool = False) -> float:
+    """What a report says is pending, in the unit of the role. `both_halves`: a P may have been D and decode yet."""
     if role is Role.E:
         return report.pending_item_tokens
     if role is Role.D:
         return report.waiting + report.running
-    return report.pending_prompt_tokens + (report.running if role.decodes else 0)
+    return report.pending_prompt_tokens + (report.running if role.decodes or both_halves else 0)
 
 
 def reported_rate(role: Role, report: StageReport) -> float:
@@ -74,7 +74,9 @@ def pending_s(role: Role, load: float, running: int, rate: float) -> float:
     return 0.0 if role is Role.D else load / rate  # KV that arrives at a D takes no turn of its device
 
 
-def load(role: Role, tallies: Iterable[Tally], report: StageReport | None, counted: int) -> float:
+def load(
+    role: Role, tallies: Iterable[Tally], report: StageReport | None, counted: int, *, both_halves: bool = False
+) -> float:
     """Pending work of one incarnation.
 
     Without a report: what is in flight. With one: what it says is pending, and what it cannot contain: whatever was
@@ -95,4 +97,4 @@ def load(role: Role, tallies: Iterable[Tally], report: StageReport | None, count
         return held_weight / PER_UNIT
     since = acquired_weight - counted
     unseen = held_weight * max(0, held - report.waiting - report.running) / held if held else 0.0
-    return reported_pending(role, report) + min(held_weight, max(since, unseen)) / PER_UNIT
+    return reported_pending(role, report, both_halves=both_halves) + min(held_weight, max(since, unseen)) / PER_UNIT

@@ -25,6 +25,7 @@ from epd_serve.wire import KvReport, StageReport, StoreReport
 from proxy.registry.instance_state import InstanceState, InstanceView, Lease, Work
 from proxy.registry.ledger import Ledger, OwnLedger
 from proxy.registry.load import load, pending_s, reported_rate
+from proxy.registry.pause import Pause
 from proxy.registry.silence import SILENCE_S, SilenceWatch
 from proxy.registry.warm_links import GRACE_S, why_cold
 from proxy.routing.policy import Candidate, usual_rate
@@ -39,6 +40,9 @@ class InstanceTable:
         link_grace_s: how long a healthy instance waits at most for its KV links.
         ledger: counts the leases; shared where several processes route over the same instances.
         silence_s: after how long without a word an instance leaves, if it ever reported and others still do.
+
+    Attributes:
+        pause: while it lasts, new requests wait.
     """
 
     def __init__(
@@ -52,6 +56,8 @@ class InstanceTable:
         self._neighbours: dict[str, tuple[InstanceState, ...]] | None = None
         self._retired: list[IncarnationId] = []
         self._picks = 0
+        self._wanted: frozenset[Role] = frozenset()
+        self.pause = Pause()
         self._waiters: set[asyncio.Future[None]] = set()
 
     # What the launcher says.
@@ -96,6 +102,23 @@ class InstanceTable:
         self._neighbours = None
         self._retire(self._states.pop(instance_id))
         self._settle()
+        self._announce()
+
+    def drain(self, instance_id: str, draining: bool = True) -> None:
+        """Give it nothing new, or again something; what it has goes on. Holds for its present incarnation."""
+        state = self._states[instance_id]
+        if state.draining is not draining:
+            state.draining = draining
+            self._announce()
+
+    def want(self, roles: Iterable[Role]) -> None:
+        """The deployment is to have these. Until somebody has said so they are those of the instances there are."""
+        self._wanted = frozenset(roles)
+        self._announce()
+
+    def pause_for(self, duration_s: float) -> None:
+        """Have new requests wait for so long from now; 0 lets them go."""
+        self.pause.begin(duration_s)
         self._announce()
 
     # What the instances say.
@@ -194,9 +217,10 @@ class InstanceTable:
     def instance(self, instance_id: str) -> Instance:
         return self._states[instance_id].instance
 
-    def roles(self) -> frozenset[Role]:
-        """Roles that some instance has, up or not."""
-        return frozenset(state.instance.role for state in self._states.values())
+    @property
+    def wanted(self) -> frozenset[Role]:
+        """Roles that the deployment is to have."""
+        return self._wanted or frozenset(state.instance.role for state in self._states.values())
 
     def event_addresses(self) -> frozenset[str]:
         """Where instances announce what concerns features, up or not."""
@@ -221,10 +245,9 @@ class InstanceTable:
                     self._by_role.setdefault(state.instance.role, []).append(state)
         return self._by_role
 
-    def missing(self, required: Iterable[Role] = ()) -> tuple[Role, ...]:
-        """Roles of the layout (or, without one, of the table) that no live instance has."""
-        live = self.live_roles()
-        return tuple(sorted(set(required or self.roles()) - live))
+    def missing(self) -> tuple[Role, ...]:
+        """Wanted roles that no live instance has."""
+        return tuple(sorted(self.wanted - self.live_roles()))
 
     def snapshot(self) -> tuple[InstanceView, ...]:
         return tuple(
@@ -238,8 +261,8 @@ class InstanceTable:
         )
 
     async def changed(self, timeout_s: float) -> bool:
-        """Wait until an instance comes, goes, goes up or down, or has room in its store again; False when `timeout_s`
-        passed first."""
+        """Wait until an instance comes, goes, goes up or down, drains, or has room in its store again; False when
+        `timeout_s` passed first."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:
@@ -306,15 +329,18 @@ class InstanceTable:
 
     def _pending_s(self, state: InstanceState) -> float:
         """For how long it keeps its device busy; 0 of one that is not up."""
-        if not state.serving:
+        if not state.working:
             return 0.0
         role, report = state.instance.role, state.pending
-        rate = _rate(state) or usual_rate(map(_rate, self._serving()[role]))
+        rate = _rate(state) or usual_rate(map(_rate, self._serving().get(role, ())))
         return pending_s(role, self._load(state), report.running if report is not None else 0, rate)
 
     def _load(self, state: InstanceState) -> float:
         tallies = self._ledger.tallies(state.instance.incarnation_id)
-        return load(state.instance.role, tallies.values(), state.pending, state.counted)
+        instance = state.instance
+        return load(
+            instance.role, tallies.values(), state.pending, state.counted, both_halves=instance.both_halves
+        )
 
     def _note(self, state: InstanceState) -> None:
         tallies = self._ledger.tallies(state.instance.incarnation_id).values()

@@ -8,7 +8,7 @@ import io
 import json
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -281,10 +281,13 @@ def settings(**changes: Any) -> ProxySettings:
 
 
 @asynccontextmanager
-async def cluster(*ids: str, config: ProxySettings | None = None, **app_options: Any) -> AsyncIterator[Cluster]:
-    """A proxy with one fake stage per id (`E0`, `PD1`, ...)."""
+async def cluster(
+    *ids: str, config: ProxySettings | None = None, wanted: Collection[Role] = (), **app_options: Any
+) -> AsyncIterator[Cluster]:
+    """A proxy with one fake stage per id (`E0`, `PD1`, ...). `wanted`: roles that the deployment is to have, or none."""
     stages = {name: FakeStage(name, Role(name.rstrip("0123456789"))) for name in ids}
     table = InstanceTable()
+    table.want(wanted)
     instances = {}
     app = create_app(config or settings(), table, **app_options)
     async with AsyncExitStack() as stack:

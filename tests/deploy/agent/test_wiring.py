@@ -129,7 +129,6 @@ def test_the_settings_of_the_proxy_follow_from_the_deployment(tmp_path: Path) ->
     )
     settings = build_proxy_settings(plan.blueprint)
     assert settings.served_models == ("epd-demo",)
-    assert settings.roles == (Role.D, Role.E, Role.P)
     assert (settings.media.max_bytes, settings.timeouts.encode_s) == (5, 2.0)
     assert settings.media.allowed_domains == ("a.org", "*.b.org") and settings.key_limits.requests_per_minute == 60
     assert settings.media.allowed_local_root == tmp_path.resolve()

@@ -15,6 +15,7 @@ from proxy.admission.ticket import Capacity, Kind
 from proxy.config.limits import AdmissionLimits
 from proxy.config.settings import ProxySettings
 from proxy.metrics import Metrics
+from proxy.registry.pause import Pause
 from proxy.request.parse import Endpoint
 from tests.proxy.fakes import (
     QUICK,
@@ -194,7 +195,7 @@ async def test_one_that_is_to_be_encoded_after_all_holds_no_place_that_its_encod
 
 async def test_who_gave_a_place_back_for_others_is_not_refused_for_waiting_for_it_again() -> None:
     hasty = replace(ONE, max_wait_s=0.01)
-    gate = Gate(hasty, lambda: Capacity(encodes=1, sequences=1, prefill_tokens=1), Metrics())
+    gate = Gate(hasty, lambda: Capacity(encodes=1, sequences=1, prefill_tokens=1), Metrics(), Pause())
     with gate.admitted(Kind.MEDIA) as first:
         await first.to_stages()
         first.give_back()
@@ -223,7 +224,7 @@ async def test_what_others_have_encoded_waits_for_no_encoder() -> None:
 
 
 async def test_who_stops_waiting_is_not_called_while_the_rest_of_the_request_is_taken_down() -> None:
-    gate = Gate(ONE, lambda: Capacity(encodes=1, sequences=1, prefill_tokens=1), Metrics())
+    gate = Gate(ONE, lambda: Capacity(encodes=1, sequences=1, prefill_tokens=1), Metrics(), Pause())
     with gate.admitted(Kind.MEDIA) as leaving, gate.admitted(Kind.MEDIA) as staying:
         with gate.admitted(Kind.MEDIA) as first:
             await first.to_encoders()

@@ -325,7 +325,7 @@ async def test_a_drain_that_takes_too_long_is_given_up() -> None:
 
 
 def head(cluster: Cluster, *, api_keys: tuple[str, ...] = ()) -> httpx.AsyncClient:
-    app = create_app(settings(roles=(), api_keys=api_keys), cluster.table)
+    app = create_app(settings(api_keys=api_keys), cluster.table)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://head")
 
 

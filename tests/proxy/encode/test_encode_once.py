@@ -20,6 +20,7 @@ from proxy.encode.encoders import EncodeOrder
 from proxy.encode.step import EncodeStep
 from proxy.metrics import Metrics
 from proxy.registry.feature_directory import FeatureDirectory
+from proxy.registry.pause import Pause
 from proxy.routing.rendezvous import owners
 from store.arena import Arena
 from tests.proxy.fakes import (
@@ -262,7 +263,7 @@ async def test_a_follower_that_gave_up_does_not_come_to_lead() -> None:
                 order.done(items[0], None, {})
 
     def job(*keys: str) -> Any:
-        gate = Gate(AdmissionLimits(), lambda: Capacity(1, 1, 1), Metrics())
+        gate = Gate(AdmissionLimits(), lambda: Capacity(1, 1, 1), Metrics(), Pause())
         passed = Pass(gate, gate.queue.admit(Kind.MEDIA, 0.0))
         return SimpleNamespace(
             id="r",

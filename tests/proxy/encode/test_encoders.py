@@ -26,6 +26,7 @@ from proxy.fields.parts import MediaRef
 from proxy.media.loader import LoadedItem
 from proxy.metrics import Metrics
 from proxy.registry.table import InstanceTable
+from proxy.registry.pause import Pause
 from proxy.request.parse import Endpoint, ParsedRequest
 from proxy.stages.circuits import Circuits
 from proxy.stages.job import Job
@@ -190,7 +191,7 @@ def job(costs: list[int]) -> Job:
         LoadedItem(MediaRef(0, index, "image_url", "x", "x"), "", f"key {index}", cost)
         for index, cost in enumerate(costs)
     ]
-    gate = Gate(AdmissionLimits(), lambda: Capacity(1, 1, 1), Metrics())
+    gate = Gate(AdmissionLimits(), lambda: Capacity(1, 1, 1), Metrics(), Pause())
     passed = Pass(gate, gate.queue.admit(Kind.MEDIA, 0.0))
     trial = Suspects(PoisonLimits(), Metrics(), wait_s=60.0).trial(b"{}")
     return Job("r", request, body, tuple(items), float(sum(costs)), 0.0, passed, trial)

@@ -58,7 +58,7 @@ async def test_text_goes_to_whichever_head_is_idle_whatever_its_kind() -> None:
 
 
 async def test_a_head_that_encodes_for_itself_waits_for_no_encoder_in_a_mixed_layout() -> None:
-    async with cluster("EPD0", "E0", "P0", "D0", config=settings(roles=(Role.EPD, Role.E, Role.P, Role.D))) as c:
+    async with cluster("EPD0", "E0", "P0", "D0", wanted=(Role.EPD, Role.E, Role.P, Role.D)) as c:
         with c.table.acquire("P0", Work.PREFILL, 10_000):
             assert await asked(c, image_body(LARGE)) == {"EPD0": 1}
         with c.table.acquire("EPD0", Work.DECODE, 10_000):
@@ -77,7 +77,7 @@ async def test_what_encoders_have_to_do_counts_against_the_heads_that_wait_for_t
 
 
 async def test_with_every_encoder_down_a_mixed_layout_goes_where_none_is_needed() -> None:
-    async with cluster("E0", "PD0", "EP0", "D0", config=settings(roles=(Role.E, Role.PD, Role.EP, Role.D))) as c:
+    async with cluster("E0", "PD0", "EP0", "D0", wanted=(Role.E, Role.PD, Role.EP, Role.D)) as c:
         c.table.mark_down("E0", "killed")
         with c.table.acquire("EP0", Work.PREFILL, 10_000):
             assert await asked(c, image_body(LARGE)) == {"EP0": 1, "D0": 1}

@@ -36,8 +36,8 @@ async def test_with_keys_nothing_is_told_to_those_who_have_none_but_health() -> 
 
 @pytest.mark.parametrize("more", [{"api_keys": ("key",)}, {"observed": False}])
 async def test_where_the_table_is_closed_the_probes_tell_what_is_served_and_not_by_whom(more: dict[str, Any]) -> None:
-    config = settings(roles=(Role.E, Role.P, Role.D), modalities=frozenset({"image"}), **more)
-    async with cluster("E0", "P0", "D0", config=config) as c:
+    config = settings(modalities=frozenset({"image"}), **more)
+    async with cluster("E0", "P0", "D0", wanted=(Role.E, Role.P, Role.D), config=config) as c:
         assert (await c.client.get("/ready")).json() == {
             "status": "ready", "kinds": {"text": {"served": True}, "image": {"served": True}}
         }  # fmt: skip

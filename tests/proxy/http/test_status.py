@@ -22,7 +22,7 @@ async def statuses(c: Cluster, *paths: str) -> list[int]:
 
 
 async def test_health_is_true_while_any_path_serves() -> None:
-    async with cluster("E0", "P0", "D0", "D1", config=settings(roles=EPD)) as c:
+    async with cluster("E0", "P0", "D0", "D1", wanted=EPD) as c:
         for name in ("D1", "E0"):
             c.table.mark_down(name, "killed by signal 9")
             assert await statuses(c, "/health", "/ready") == [200, 200], f"without {name} others serve"
@@ -35,7 +35,7 @@ async def test_health_is_true_while_any_path_serves() -> None:
 
 
 async def test_readiness_tells_each_kind_and_how_it_is_served_meanwhile() -> None:
-    async with cluster("E0", "P0", "D0", config=settings(roles=EPD, modalities=IMAGES)) as c:
+    async with cluster("E0", "P0", "D0", wanted=EPD, config=settings(modalities=IMAGES)) as c:
         ready = (await c.client.get("/ready")).json()
         assert ready["status"] == "ready" and ready["kinds"] == {
             "text": {"served": True, "how": "P-D"}, "image": {"served": True, "how": "E-P-D"}
@@ -54,7 +54,7 @@ async def test_readiness_tells_each_kind_and_how_it_is_served_meanwhile() -> Non
 
 
 async def test_all_of_readiness_wants_every_instance_and_every_feeder() -> None:
-    async with cluster("P0", "D0", "D1", config=settings(roles=(Role.P, Role.D))) as c:
+    async with cluster("P0", "D0", "D1", wanted=(Role.P, Role.D)) as c:
         assert await statuses(c, "/ready?all") == [200]
         c.table.mark_down("D1", "killed")
         assert await statuses(c, "/ready", "/ready?all") == [200, 503]

@@ -49,11 +49,13 @@ def test_whatever_an_instance_announces_is_listened_to_until_it_is_gone() -> Non
 def test_an_instance_that_starts_is_known_but_missing() -> None:
     table = InstanceTable()
     table.apply(P0, up=False)
-    assert table.roles() == {Role.P} and table.missing((Role.P, Role.D)) == (Role.D, Role.P)
+    assert table.wanted == {Role.P} and table.missing() == (Role.P,)
+    table.want((Role.P, Role.D))
+    assert table.missing() == (Role.D, Role.P)
     table.mark_up("P0")
-    assert table.missing((Role.P, Role.D)) == (Role.D,)
+    assert table.missing() == (Role.D,)
     table.remove("P0")
-    assert table.roles() == frozenset()
+    assert table.wanted == {Role.P, Role.D}
 
 
 def held(ledger: Ledger) -> int:
@@ -250,3 +252,30 @@ def test_who_computes_where(more: dict[str, Any], together: bool) -> None:
 def test_virtual_devices_on_one_core_are_one_place() -> None:
     one = Instance("E0", Role.E, "http://10.0.0.1:1", "one", devices=(0,), cpu_cores=(3,))
     assert one.computes_on == replace(one, id="D0", devices=(2,)).computes_on
+
+
+def test_who_drains_is_given_nothing_new_and_is_there_until_it_has_ended() -> None:
+    table = InstanceTable()
+    for one in (P0, replace(P0, id="P1")):
+        table.apply(one)
+    lease = table.acquire("P0", Work.PREFILL, 3.0)
+    table.drain("P0")
+    assert [one.id for one in table.live(Role.P)] == ["P1"]
+    assert table.is_alive("P0", P0.incarnation), "what it works on is not lost"
+    view = table.snapshot()[0]
+    assert (view.up, view.draining, view.reason, view.load) == (False, True, "draining", 3.0)
+    table.drain("P1")
+    assert table.missing() == (Role.P,) and table.live(Role.P) == ()
+    table.drain("P0", False)
+    assert [one.id for one in table.live(Role.P)] == ["P0"] and table.snapshot()[0].reason == ""
+    lease.release()
+
+
+def test_the_next_life_of_one_that_drained_does_not_drain() -> None:
+    table = InstanceTable()
+    table.apply(P0)
+    table.drain("P0")
+    table.apply(replace(P0, role=Role.P), up=True)
+    assert table.live(Role.P) == ()
+    table.apply(replace(P0, incarnation="another"))
+    assert len(table.live(Role.P)) == 1
