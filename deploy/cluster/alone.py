@@ -16,11 +16,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from deploy.agent.health import health_status
+from deploy.cluster.front import Front
 from deploy.host import event_loop
 from deploy.host.ending import Ending
 from deploy.host.environment import not_the_operators
 from deploy.launch.admin import LOOPBACK, open_admin
-from deploy.launch.front import Front
 from deploy.options.key_files import client_keys
 from deploy.options.suggestions import unknown
 from epd_serve.errors import ConfigError

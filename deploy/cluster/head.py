@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from deploy.agent.pool_master import PoolMaster, mooncake_command
 from deploy.agent.second_tier import SecondTier
 from deploy.cluster.bus import EventBus
+from deploy.cluster.front import Front
 from deploy.cluster.join_plan import address_of, processing_text
 from deploy.host import event_loop
 from deploy.host.ending import Ending
@@ -35,7 +36,6 @@ from deploy.host.ports import listen
 from deploy.host.reaper import reap_dead
 from deploy.host.rundir import RunDir
 from deploy.launch.admin import Admin, open_admin
-from deploy.launch.front import Front
 from deploy.launch.screen import Screen
 from deploy.options.config import DeployConfig, check_admin_port, host_and_port
 from deploy.options.key_files import admin_key, admin_key_command, read_cluster_key

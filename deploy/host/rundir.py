@@ -5,6 +5,7 @@
                            groups.jsonl     one line per process group that was ever started: stages, Mooncake's master
                            peers.json       who is there, for the stages, see epd_serve/peers.py
                            pool.json        addresses of the MM Store's second tier, where there is one
+                           feed             where front doors hear of the instances (proxy/workers/wire.py)
                            <instance>.log, and its sockets (.events, .load, .kv, .kvw<rank>, .kvnews<rank>,
                            .features<rank>)
                            <instance>.traffic, see epd_serve/engine/traffic.py
@@ -91,6 +92,11 @@ class RunDir:
     def grant_template(self, instance: str) -> str:
         """Where each worker of an instance leaves its `CoreGrant`; holds `{rank}`."""
         return f"{self.path / instance}.cores{{rank}}.json"
+
+    @property
+    def feed(self) -> Path:
+        """Of front doors."""
+        return self.socket("feed")
 
     @property
     def arena(self) -> Path:

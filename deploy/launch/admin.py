@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from deploy.host.ports import listen
 from deploy.options.key_files import read_key
 from epd_serve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from proxy.registry.table import InstanceTable
 
 LOOPBACK = "127.0.0.1"
 
@@ -47,6 +51,17 @@ def open_admin(host: str, port: int, key_file: str, *, usual_key: str = "") -> I
         )
     with listen(host, port, flags="--admin") as listening:
         yield Admin(listening, key)
+
+
+async def serve_admin(
+    admin: Admin, table: InstanceTable, metrics: Callable[[], Awaitable[bytes]], *, grace_s: float, **more: Any
+) -> None:
+    """Answer there until cancelled; its socket is closed at the end. `more`: of `proxy.http.admin.create_admin`."""
+    from proxy.http.admin import create_admin
+    from proxy.server.uvicorn_server import serve
+
+    app = create_admin(table, metrics, key=admin.key, **more)
+    await serve(app, "", 0, sockets=[admin.listening], grace_s=grace_s)
 
 
 def _is_loopback(host: str) -> bool:

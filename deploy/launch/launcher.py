@@ -1,23 +1,23 @@
 """The composition root: turns a blueprint into running stages and a proxy, and takes all of it down again.
 
 Order: what can be wrong cheaply (blueprint) → the public port → run directory and arena → stages under the
-supervisor, with the proxy in the same event loop, so that it knows of a death at once → ready message → wait for
-a signal. Whatever ends it, the same path back removes processes, sockets, files and shared memory, within 15 s; before
-that, SIGTERM lets requests in flight finish (`deploy/host/ending.py`).
+supervisor, and the front doors, which are processes of their own and are told of a death at once → ready message →
+wait for a signal. Whatever ends it, the same path back removes processes, sockets, files and shared memory, within
+15 s; before that, SIGTERM lets requests in flight finish (`deploy/host/ending.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deploy.agent.agent import Agent
 from deploy.agent.pool_master import mooncake_command
@@ -25,6 +25,7 @@ from deploy.agent.second_tier import SecondTier
 from deploy.agent.specs import orders
 from deploy.agent.supervisor import Patience, Supervisor
 from deploy.agent.wiring import STAGE_HOST
+from deploy.front.doors import FrontDoors
 from deploy.host import event_loop
 from deploy.host.ending import Ending
 from deploy.host.environment import is_terminal, shm_root
@@ -32,8 +33,7 @@ from deploy.host.listeners import exposure_warnings
 from deploy.host.ports import listen
 from deploy.host.reaper import reap_dead
 from deploy.host.rundir import RunDir
-from deploy.launch.admin import Admin, open_admin
-from deploy.launch.front import Front
+from deploy.launch.admin import Admin, open_admin, serve_admin
 from deploy.launch.ready_message import ready_message
 from deploy.launch.screen import Screen
 from deploy.launch.stage_news import StageNews
@@ -45,9 +45,6 @@ from deploy.plan.proxy_settings import build_proxy_settings
 from epd_serve.errors import ConfigError, EpdError, StageError
 from epd_serve.stage_plan import StageCommand, StagePlan
 from store.mooncake.master import MasterSettings
-
-if TYPE_CHECKING:
-    from proxy.registry.table import InstanceTable
 
 GRACE_S = 2.0
 """How long requests in flight may go on when all is taken down; with the stages' 8 s the end is below 15 s away."""
@@ -144,39 +141,48 @@ class _Session:
             self.screen.line(f"warning: {warning}")
         first = orders(self.blueprint)
         async with self.tier.running(self.screen.line) as self.master, self.agent.running():
-            front_door = self._front()
-            table = front_door.table
-            table.want(self.blueprint.layout.roles)
-            self.news = StageNews(table, self.screen, [order.id for order in first])
+            doors = self._front_doors()
+            self.ending.serves(doors)
+            doors.publish((), self.blueprint.layout.roles)
+            self.news = StageNews(doors, self.blueprint.layout.roles, self.screen, [order.id for order in first])
             self.screen.open([order.id for order in first])
             for order in first:
                 await self.agent.start(order)
             stages = asyncio.create_task(self.news.follow(self.agent), name="stages")
-            front = asyncio.create_task(front_door.serve(), name="proxy")
+            front = asyncio.create_task(self._serve(doors), name="proxy")
             try:
-                await self._until_stopped(_ready(self.news, table), stages, front)
+                await self._until_stopped(_ready(self.news, doors), stages, front)
             except StageError as error:
                 raise StageError(f"{error}; its log: {self.run.keep_log(error.stage)}", stage=error.stage) from None
             finally:
                 await self._take_down(front, stages)
         return 0
 
-    def _front(self) -> Front:
+    def _front_doors(self) -> FrontDoors:
         config = self.blueprint.config
-        return Front(
-            build_proxy_settings(self.blueprint, self.run.arena),
+        return FrontDoors(
+            replace(build_proxy_settings(self.blueprint, self.run.arena), observed=self.admin is None),
             self.listening,
-            host=config.host,
-            port=config.port,
+            self.run.feed,
             workers=config.workers,
             grace_s=GRACE_S,
             drain_s=config.drain_s,
-            serves=self.ending.serves,
             say=self.screen.line,
             launch_id=self.run.launch_id,
-            admin=self.admin,
             link_grace_s=self.launch.patience.links_s,
         )
+
+    async def _serve(self, doors: FrontDoors) -> None:
+        from proxy.errors import most_telling
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(doors.serve())
+                if self.admin is not None:
+                    await asyncio.to_thread(importlib.import_module, "proxy.http.admin")  # others in this loop go on
+                    group.create_task(serve_admin(self.admin, doors.table, doors.metrics, grace_s=GRACE_S))
+        except BaseExceptionGroup as failed:
+            raise most_telling(failed) from None
 
     async def _until_stopped(
         self, all_ready: Coroutine[None, None, None], stages: asyncio.Task[None], front: asyncio.Task[None]
@@ -233,8 +239,9 @@ class _Session:
         os._exit(130)
 
 
-async def _ready(news: StageNews, table: InstanceTable) -> None:
-    """Every stage has answered, and none waits for its KV links."""
+async def _ready(news: StageNews, doors: FrontDoors) -> None:
+    """Every stage has answered, none waits for its KV links, and the front doors know."""
     await news.all_up.wait()
-    while any(view.warming for view in table.snapshot()):
-        await table.changed(1.0)
+    while any(view.warming for view in doors.table.snapshot()):
+        await doors.table.changed(1.0)
+    await doors.ready()

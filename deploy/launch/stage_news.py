@@ -1,22 +1,21 @@
-"""Passes on what a runtime sees of the instances: to the proxy's table and the screen."""
+"""Passes on what a runtime sees of the instances: to the front doors and the screen."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
+from deploy.front.doors import FrontDoors
 from deploy.launch.screen import Screen
 from deploy.runtime.protocol import Observed, Runtime
 from epd_serve.errors import StageError
 from epd_serve.instances import Instance
-
-if TYPE_CHECKING:
-    from proxy.registry.table import InstanceTable
+from epd_serve.roles import Role
 
 
 class StageNews:
     """Args:
+        wanted: roles that the deployment is to have.
         first: ids of the instances that the launch begins with.
 
     Attributes:
@@ -24,10 +23,11 @@ class StageNews:
         seen: all instances, by id.
     """
 
-    def __init__(self, table: InstanceTable, screen: Screen, first: Iterable[str]) -> None:
+    def __init__(self, doors: FrontDoors, wanted: Iterable[Role], screen: Screen, first: Iterable[str]) -> None:
         self.all_up = asyncio.Event()
         self.seen: Mapping[str, Observed] = {}
-        self._table = table
+        self._doors = doors
+        self._wanted = frozenset(wanted)
         self._screen = screen
         self._missing = set(first)
 
@@ -45,24 +45,12 @@ class StageNews:
             was, self.seen = self.seen, {one.order.id: one for one in item}
             for gone in was.keys() - self.seen.keys():
                 self._screen.gone(gone)
-                if was[gone].instance is not None:
-                    self._table.remove(gone)
+            self._doors.publish(item, self._wanted)
             for name, one in self.seen.items():
-                self._to_table(one, was.get(name))
                 self._to_screen(one, was.get(name))
             self._missing -= {name for name, one in self.seen.items() if one.ever_up}
             if not self._missing:
                 self.all_up.set()
-
-    def _to_table(self, one: Observed, was: Observed | None) -> None:
-        if one.instance is None:
-            return
-        if was is None or was.instance != one.instance:
-            self._table.apply(one.instance, up=False)
-        if one.serves:
-            self._table.mark_up(one.order.id)
-        elif was is not None and was.serves:
-            self._table.mark_down(one.order.id, one.reason, incarnation=one.instance.incarnation)
 
     def _to_screen(self, one: Observed, was: Observed | None) -> None:
         name = one.order.id

@@ -132,8 +132,8 @@ class Encoders:
                 raise most_telling(failed) from None
 
     async def _available(self, order: EncodeOrder, tried: Collection[IncarnationId]) -> tuple[list[Candidate], str]:
-        """Encoders to choose from, or none and why. Waits for room in a store, `encode_s` at most, and in a pause for an
-        encoder, which may be on its way."""
+        """Encoders to choose from, or none and why. Waits for room in a store, `encode_s` at most, and in a pause for
+        an encoder, which may be on its way."""
         pause = self._table.pause
         until = pause.now() + self._timeouts.encode_s
         while True:

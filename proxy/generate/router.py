@@ -8,7 +8,6 @@ prefers heads for which the items are ready (`Job.features`).
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Collection, Sequence
 

@@ -338,9 +338,7 @@ class InstanceTable:
     def _load(self, state: InstanceState) -> float:
         tallies = self._ledger.tallies(state.instance.incarnation_id)
         instance = state.instance
-        return load(
-            instance.role, tallies.values(), state.pending, state.counted, both_halves=instance.both_halves
-        )
+        return load(instance.role, tallies.values(), state.pending, state.counted, both_halves=instance.both_halves)
 
     def _note(self, state: InstanceState) -> None:
         tallies = self._ledger.tallies(state.instance.incarnation_id).values()

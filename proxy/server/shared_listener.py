@@ -35,6 +35,11 @@ class SharedListener:
         self._later: asyncio.TimerHandle | None = None
 
     @property
+    def takes(self) -> bool:
+        """Whether it takes connections now."""
+        return self._protocol is not None and self._listening.fileno() >= 0
+
+    @property
     def connections(self) -> int:
         """How many connections this process has."""
         return len(self._held) + len(self._beginning)

@@ -1,4 +1,4 @@
 """Several proxy processes behind one port: the worker, the parent's hub, their messages, and counts they share.
 
-On top of all other rooms, which do not know of it. Processes are started and ended by `deploy/launch/proxy_workers.py`.
+On top of all other rooms, which do not know of it. Processes are started and ended by `deploy/front`.
 """

@@ -1,8 +1,8 @@
-"""The parent's side of several proxy processes: tells them which instances there are, answers what they cannot know.
+"""The parent's side of several proxy processes: tells them of the deployment, answers what they cannot know.
 
-Owns what is said over the feeds, and the counts of workers that have ended. Leaves starting and ending processes to
-`deploy/launch`. It holds no client's connection: a worker that stops costs the others nothing but a wait of
-`TELL_S` for whoever scrapes metrics.
+Owns the socket that they connect to, what is said there, and the counts of those that have ended. Leaves starting and
+ending processes to `deploy/front`. It holds no client's connection: a worker that stops costs the others nothing but a
+wait of `TELL_S` for whoever scrapes metrics.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import socket
-from collections.abc import Callable
+import logging
+from pathlib import Path
 
-import msgspec
 from prometheus_client import CollectorRegistry
 
 from epd_serve.errors import EpdError
@@ -27,13 +26,10 @@ from proxy.workers.roster import ParentTable
 from proxy.workers.wire import (
     CountsQuery,
     CountsReply,
-    Drain,
     Family,
     FeedError,
     FromParent,
-    Leave,
-    Roster,
-    Running,
+    Hello,
     Serving,
     Setup,
     TotalQuery,
@@ -44,33 +40,43 @@ from proxy.workers.wire import (
     read_frame,
 )
 
+logger = logging.getLogger(__name__)
 TELL_EVERY_S = 2.0
 TELL_S = 1.0
+HELLO_S = 5.0
 HUNG_S = 30.0
 MAX_QUESTIONS = 256
 """Questions of one worker that are answered at a time; it asks no more."""
 
 
-class WorkerHungError(EpdError):
-    """A worker has not answered for `HUNG_S`."""
+class Worker:
+    """One life of one worker, as this end sees it. Made by `WorkerHub.expect`.
 
+    Attributes:
+        setup: what it is told at first.
+        told: it has been told a roster, so it may go by an old one.
+        serving: it has begun to take connections.
+        parted: the feed has ended, and is not back.
+        trouble: why it is not to be talked with any more, or "".
+        changed: set when one of these has.
+    """
 
-class _Worker:
-    """One run of one worker, as this end sees it."""
-
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self.writer = writer
+    def __init__(self, row: int, setup: Setup) -> None:
+        self.row = row
+        self.setup = setup
         self.counts: list[Family] = []
-        self.running = 0
-        self.drained = False
+        self.told = self.serving = self.parted = False
+        self.trouble = ""
+        self.changed = asyncio.Event()
         self.roster_is_old = asyncio.Event()
-        self.begun = asyncio.Event()
+        self.writer: asyncio.StreamWriter | None = None
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[None]] = {}
 
     def send(self, message: FromParent) -> None:
-        with contextlib.suppress(ConnectionError):  # its end is noticed by who reads
-            self.writer.write(frame(message))
+        if self.writer is not None:
+            with contextlib.suppress(ConnectionError):  # its end is noticed by who reads
+                self.writer.write(frame(message))
 
     async def tell(self, timeout_s: float) -> bool:
         """Have it say what it has counted. False when it did not in time."""
@@ -87,7 +93,7 @@ class _Worker:
         return True
 
     def reply(self, message: CountsReply) -> None:
-        self.counts, self.running = message.counts, message.running
+        self.counts = message.counts
         waiting = self._pending.get(message.number)
         if waiting is not None and not waiting.done():
             waiting.set_result(None)
@@ -97,147 +103,151 @@ class WorkerHub:
     """Feeds of one set of workers. In the event loop of `table`, between `start` and `stop`.
 
     Args:
-        setup: what every worker is told first, but for its row.
+        path: of the socket that workers connect to.
         background: of this process; what is down in it the workers are told.
     """
 
-    def __init__(self, table: ParentTable, setup: Setup, background: Background) -> None:
+    def __init__(self, table: ParentTable, path: Path, background: Background) -> None:
         self._table = table
+        self._path = path
         self._background = background
-        self._setup = setup
-        self._workers: set[_Worker] = set()
+        self._workers: dict[int, Worker] = {}
+        self._attending: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
         self._past: list[Family] = []
         self._ended = 0
-        self._leaving = self._draining = False
-        self._drained = asyncio.Event()
         self._registry = CollectorRegistry()
         register_stage_metrics(self._registry, table)
         self._announcements = Announcements(table, self._on_announcement, background)
         table.on_change = background.changed = self._roster_changed
 
-    def start(self) -> None:
+    async def start(self) -> None:
+        self._path.unlink(missing_ok=True)
+        self._server = await asyncio.start_unix_server(self._met, self._path)
         self._announcements.start()
 
     async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._path.unlink(missing_ok=True)
+        for task in self._attending:
+            task.cancel()
+        if self._attending:
+            await asyncio.wait(self._attending)
         await self._announcements.stop()
 
-    @property
-    def serving(self) -> int:
-        """Workers that are there."""
-        return len(self._workers)
+    def expect(self, row: int, setup: Setup) -> Worker:
+        """A worker is about to start, which counts in this row and is to be told `setup`."""
+        assert row not in self._workers, f"row {row} has a worker"
+        worker = self._workers[row] = Worker(row, setup)
+        return worker
 
-    # Draining, as `proxy/admission/drain.py` does it where there is one process.
+    def ended(self, worker: Worker) -> None:
+        """It was collected. Its row may have another one."""
+        del self._workers[worker.row]
+        if worker.writer is not None:
+            worker.writer.transport.abort()
+        self._past = summed([self._past, lasting(worker.counts)])
+        self._ended += 1
 
-    @property
-    def running(self) -> int:
-        """Requests in flight, as far as it has been said."""
-        return sum(worker.running for worker in self._workers)
+    def _met(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._attend(reader, writer))
+        self._attending.add(task)
+        task.add_done_callback(self._attending.discard)
 
-    def announce(self) -> None:
-        """Have all workers be ready no more, and go on serving."""
-        self._leaving = True
-        for worker in self._workers:
-            worker.send(Leave())
+    async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Talk with whoever has connected until its end of the feed closes."""
+        worker: Worker | None = None
+        try:
+            async with asyncio.timeout(HELLO_S):
+                raw = await read_frame(reader)
+            hello = decoded(raw, from_worker) if raw is not None else None
+            if not isinstance(hello, Hello) or hello.row not in self._workers:
+                raise FeedError(f"nobody who is expected says {hello!r:.100}")
+            worker = self._workers[hello.row]
+            if worker.writer is not None:
+                worker.writer.transport.abort()
+            worker.writer = writer
+            worker.parted = False
+            await self._talk(worker, reader, writer)
+        except (EpdError, TimeoutError) as error:
+            if worker is not None and worker.writer is writer:
+                worker.trouble = str(error)
+            else:
+                logger.warning("a connection to the feed is closed: %s", error)
+        except Exception as error:
+            logger.exception("talking with a proxy worker failed")
+            if worker is not None:
+                worker.trouble = str(error) or type(error).__name__
+        finally:
+            writer.transport.abort()
+            if worker is not None and worker.writer is writer:
+                worker.writer, worker.parted = None, True
+                worker.changed.set()
 
-    def begin(self) -> None:
-        """Have all workers take on nothing more."""
-        self._draining = True
-        for worker in self._workers:
-            worker.send(Drain())
-        self._look_for_drained()
-
-    async def idle(self) -> None:
-        """Wait until every worker has said that nothing is left; whoever waits sets the deadline."""
-        await self._drained.wait()
-
-    def _look_for_drained(self) -> None:
-        if self._draining and all(worker.drained for worker in self._workers):
-            self._drained.set()
-
-    async def attend(self, row: int, feed: socket.socket, serving: Callable[[], None]) -> None:
-        """Talk with one run of one worker until its end of the feed closes. `feed` is closed at the end.
-
-        Args:
-            serving: called once it takes connections.
-
-        Raises:
-            WorkerHungError. FeedError: it says what no worker says.
-        """
-        reader, writer = await asyncio.open_unix_connection(sock=feed)
-        worker = _Worker(writer)
-        worker.send(msgspec.structs.replace(self._setup, row=row))
+    async def _talk(self, worker: Worker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Raises FeedError: it says what no worker says. EpdError: it says nothing any more."""
+        worker.send(worker.setup)
         worker.roster_is_old.set()
-        if self._leaving:
-            worker.send(Leave())
-        if self._draining:
-            worker.send(Drain())
-        self._workers.add(worker)
         try:
             async with asyncio.TaskGroup() as group:
-                sides = [group.create_task(self._inform(worker)), group.create_task(self._watch(worker))]
+                sides = [group.create_task(self._inform(worker, writer)), group.create_task(self._watch(worker))]
                 answers: set[asyncio.Task[None]] = set()
                 while (raw := await read_frame(reader)) is not None:
-                    message = decoded(raw, from_worker)
-                    match message:
+                    match message := decoded(raw, from_worker):
                         case Serving():
-                            worker.begun.set()
-                            serving()
+                            worker.serving = True
+                            worker.changed.set()
                         case CountsReply():
                             worker.reply(message)
-                        case Running():
-                            worker.running, worker.drained = message.running, message.running == 0
-                            self._look_for_drained()
                         case TotalQuery():
                             if len(answers) >= MAX_QUESTIONS:
                                 raise FeedError("more questions at a time than a worker asks")
                             answers.add(task := group.create_task(self._answer(worker, message)))
                             task.add_done_callback(answers.discard)
+                        case Hello():
+                            raise FeedError("a second hello")
                 for task in (*sides, *answers):
                     task.cancel()
         except ExceptionGroup as failed:
             raise most_telling(failed) from None
-        finally:
-            self._workers.discard(worker)
-            self._look_for_drained()
-            self._past = summed([self._past, lasting(worker.counts)])
-            self._ended += 1
-            writer.transport.abort()
 
-    async def _inform(self, worker: _Worker) -> None:
+    async def _inform(self, worker: Worker, writer: asyncio.StreamWriter) -> None:
         """Only the latest roster is ever waiting to be sent."""
         while True:
             await worker.roster_is_old.wait()
             worker.roster_is_old.clear()
-            worker.send(Roster(self._table.rows(), self._background.down))
-            with contextlib.suppress(ConnectionError):
-                await worker.writer.drain()
+            if self._table.number:  # or nothing is known yet: what a worker goes by is better than nothing
+                worker.told = True
+                worker.send(self._table.roster(self._background.down))
+                with contextlib.suppress(ConnectionError):
+                    await writer.drain()
 
-    async def _watch(self, worker: _Worker) -> None:
+    async def _watch(self, worker: Worker) -> None:
         """Know its counts in case it dies, and that it lives."""
-        await worker.begun.wait()
         while True:
             if not await worker.tell(HUNG_S):
-                raise WorkerHungError(f"no word for {HUNG_S:.0f} s")
+                raise EpdError(f"no word for {HUNG_S:.0f} s")
             await asyncio.sleep(TELL_EVERY_S)
 
     async def metrics(self) -> bytes:
         """Prometheus text of all workers together, and of the table."""
         return exposition(self._registry, await self._all_counted(None))
 
-    async def _answer(self, worker: _Worker, question: TotalQuery) -> None:
+    async def _answer(self, worker: Worker, question: TotalQuery) -> None:
         with self._background.handling(TotalQuery.__name__):  # who asked waits for its deadline, and nobody else
             worker.counts = question.counts
             worker.send(TotalReply(question.number, await self._all_counted(worker)))
 
-    async def _all_counted(self, asker: _Worker | None) -> list[Family]:
-        others = [worker for worker in self._workers if worker is not asker and worker.begun.is_set()]
-        await asyncio.gather(*(worker.tell(TELL_S) for worker in others))
+    async def _all_counted(self, asker: Worker | None) -> list[Family]:
+        others = [one for one in self._workers.values() if one is not asker and one.serving]
+        await asyncio.gather(*(one.tell(TELL_S) for one in others if one.writer is not None))
         serving = [asker, *others] if asker is not None else others
         mine = worker_metrics(len(serving), self._ended)
         return summed([self._past, *(worker.counts for worker in serving), own_counts(self._background.registry), mine])
 
     def _roster_changed(self) -> None:
-        for worker in self._workers:
+        for worker in self._workers.values():
             worker.roster_is_old.set()
 
     def _on_announcement(self, message: Announcement) -> None:

@@ -1,29 +1,34 @@
-"""How workers learn of the instances: the parent's table keeps rows for them, a worker's table takes these in.
+"""How workers learn of the deployment: the parent's table keeps a roster for them, a worker's table takes it in.
 
-Only what the launcher says travels (which instances there are, whether they answer). What the stages say of themselves
-every process hears itself, and what requests hold is in the shared counters.
+Only what the parent says travels (which instances there are, whether they answer, drain, or new requests wait). What
+the stages say of themselves every process hears itself, and what requests hold is in the shared counters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from epd_serve.instances import Instance
+from epd_serve.roles import Role
 from proxy.registry.table import InstanceTable
-from proxy.workers.wire import Row
+from proxy.workers.wire import Roster, Row
 
 
 class ParentTable(InstanceTable):
-    """An instance table that calls `on_change` when its `rows` are others than before.
+    """An instance table that calls `on_change` when its roster is another one than before.
 
     Args:
         options: those of `InstanceTable`.
+
+    Attributes:
+        number: of the present roster; 0 while nobody has said anything, and there is none.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._published: dict[str, tuple[Instance, bool, str]] = {}
+        self.number = 0
         self.on_change: Callable[[], None] = lambda: None
 
     def apply(self, instance: Instance, *, up: bool = True) -> None:
@@ -47,21 +52,40 @@ class ParentTable(InstanceTable):
     def remove(self, instance_id: str) -> None:
         super().remove(instance_id)
         del self._published[instance_id]
-        self.on_change()
+        self._changed()
 
-    def rows(self) -> tuple[Row, ...]:
-        """What workers are to know, in order."""
-        served = {view.instance.id for view in self.snapshot() if view.up}
-        return tuple(
-            Row(instance, healthy, reason, served=instance.id in served)
+    def drain(self, instance_id: str, draining: bool = True) -> None:
+        if self._states[instance_id].draining is not draining:
+            super().drain(instance_id, draining)
+            self._changed()
+
+    def want(self, roles: Iterable[Role]) -> None:
+        before = self._wanted
+        super().want(roles)
+        if self._wanted != before or not self.number:
+            self._changed()
+
+    def pause_for(self, duration_s: float) -> None:
+        super().pause_for(duration_s)
+        self._changed()
+
+    def roster(self, down: Mapping[str, str]) -> Roster:
+        """What workers are to know; instances in order. `down`: tasks of this process that do not run, and why."""
+        rows = tuple(
+            Row(instance, healthy, reason, self._states[instance.id].up, self._states[instance.id].draining)
             for instance, healthy, reason in self._published.values()
         )
+        return Roster(self.number, rows, self._wanted, self.pause.left_s, dict(down))
 
     def _tell(self, instance: Instance, healthy: bool, reason: str) -> None:
         row = (instance, healthy, reason)
         if self._published.get(instance.id) != row:  # a poller repeats itself every second
             self._published[instance.id] = row
-            self.on_change()
+            self._changed()
+
+    def _changed(self) -> None:
+        self.number += 1
+        self.on_change()
 
 
 class WorkerRoster:
@@ -71,23 +95,31 @@ class WorkerRoster:
         self._table = table
         self._rows: dict[str, Row] = {}
 
-    def take_in(self, rows: Iterable[Row]) -> None:
+    def take_in(self, roster: Roster) -> None:
         """Takes in the latest roster, in the worker's event loop. An instance that is new here and serves elsewhere
         serves here at once."""
-        now = {row.instance.id: row for row in rows}
+        now = {row.instance.id: row for row in roster.rows}
         for gone in self._rows.keys() - now.keys():
             self._table.remove(gone)
+            del self._rows[gone]
         for instance_id, row in now.items():
             before = self._rows.get(instance_id)
-            if before is not None and _content(before) == _content(row):
-                continue
-            self._table.apply(row.instance, up=row.healthy and row.served)
-            if row.healthy:
-                self._table.mark_up(instance_id)
-            else:
-                self._table.mark_down(instance_id, row.reason)
-        self._rows = now
+            if before is None or _content(before) != _content(row):
+                self._take_in(row)
+                self._rows[instance_id] = row
+        self._table.want(roster.wanted)
+        if roster.paused_s or self._table.pause.left_s:
+            self._table.pause_for(roster.paused_s)
+
+    def _take_in(self, row: Row) -> None:
+        instance_id = row.instance.id
+        self._table.apply(row.instance, up=row.healthy and row.served)
+        self._table.drain(instance_id, row.draining)
+        if row.healthy:
+            self._table.mark_up(instance_id)
+        else:
+            self._table.mark_down(instance_id, row.reason)
 
 
-def _content(row: Row) -> tuple[Instance, bool, str]:
-    return row.instance, row.healthy, row.reason
+def _content(row: Row) -> tuple[Instance, bool, str, bool]:
+    return row.instance, row.healthy, row.reason, row.draining

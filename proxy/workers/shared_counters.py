@@ -4,8 +4,12 @@ One row per process, and only that process writes there, so nothing is locked. A
 
     cell 0      format of the counters       row r, cell 0          how often its tags have changed
     cell 1      rows                         cell 1                 how often something was counted up
-    cell 2      slots of a row               then SLOTS cells       tags; 0 is a free slot
+    cell 2      slots of a row               cells 2 to 5           connections, requests, roster, obeyed: see below
+    cell 3      what is asked of all         then SLOTS cells       tags; 0 is a free slot
                                              then SLOTS × COUNTS    counts of each slot
+
+What is asked is written by the parent alone. It stands here, and is no message, so that a process that starts late, or
+whose parent does not answer, knows of it all the same.
 
 A cell is an aligned 64-bit integer and is written in one store, so a writer that is killed leaves the old or the new
 value and never half of one. Counts only grow while a tag keeps its slot. A reader looks at `changes` before and after
@@ -18,16 +22,27 @@ import mmap
 import os
 import tempfile
 from collections.abc import Sequence
+from enum import IntEnum
 
 from epd_serve.errors import ConfigError
 
-FORMAT = 0x45504401
+FORMAT = 0x45504402
 SLOTS = 1024
 """Tags that one process can count under at a time: incarnations of instances, of which a deployment has dozens."""
 
 CELL_BYTES = 8
-_HEADER = 3
-_ROW_HEADER = 3
+_SHAPE = 3  # cells that say what this is
+_HEADER = _SHAPE + 1
+_CHANGES, _MOVES, _CONNECTIONS, _REQUESTS, _ROSTER, _OBEYED = range(6)
+_ROW_HEADER = 6
+
+
+class Asked(IntEnum):
+    """What all processes are to do; each includes those before it."""
+
+    SERVE = 0
+    LEAVE = 1  # be ready no more, and go on serving
+    DRAIN = 2  # take on nothing more
 
 
 class SharedCounters:
@@ -45,7 +60,7 @@ class SharedCounters:
         self._cells = memoryview(buffer).cast("B").cast("q")
         self._row_cells = _ROW_HEADER + slots * (1 + counts)
         expected = [FORMAT, rows, slots]
-        stored = self._cells[:_HEADER].tolist()
+        stored = self._cells[:_SHAPE].tolist()
         if stored == [0, 0, 0]:
             for at, value in enumerate(expected):
                 self._cells[at] = value
@@ -56,23 +71,48 @@ class SharedCounters:
     def size_bytes(rows: int, counts: int, *, slots: int = SLOTS) -> int:
         return CELL_BYTES * (_HEADER + rows * (_ROW_HEADER + slots * (1 + counts)))
 
+    def ask(self, asked: Asked) -> None:
+        self._cells[_SHAPE] = asked
+
+    @property
+    def asked(self) -> Asked:
+        return Asked(self._cells[_SHAPE])
+
     def changes(self, row: int) -> int:
-        return self._cells[self._at(row)]
+        return self._cells[self._at(row) + _CHANGES]
 
     def moves(self) -> int:
         """Another number after somebody has said that it moved."""
-        return sum(self._cells[self._at(row) + 1] for row in range(self.rows))
+        return sum(self._cells[self._at(row) + _MOVES] for row in range(self.rows))
 
     def say_moved(self, row: int) -> None:
-        self._cells[self._at(row) + 1] += 1
+        self._cells[self._at(row) + _MOVES] += 1
 
     def say_connections(self, row: int, connections: int | None) -> None:
         """How many the row's process has; None: it takes none."""
-        self._cells[self._at(row) + 2] = 0 if connections is None else connections + 1
+        self._cells[self._at(row) + _CONNECTIONS] = 0 if connections is None else connections + 1
 
     def connections(self, row: int) -> int | None:
-        cell = self._cells[self._at(row) + 2]
+        cell = self._cells[self._at(row) + _CONNECTIONS]
         return cell - 1 if cell else None
+
+    def say_obeyed(self, row: int, asked: Asked, requests: int) -> None:
+        """The row's process does what is asked, and has so many requests."""
+        self._cells[self._at(row) + _REQUESTS] = requests
+        self._cells[self._at(row) + _OBEYED] = asked
+
+    def requests(self, row: int) -> int:
+        return self._cells[self._at(row) + _REQUESTS]
+
+    def obeyed(self, row: int) -> Asked:
+        return Asked(self._cells[self._at(row) + _OBEYED])
+
+    def say_roster(self, row: int, number: int) -> None:
+        """The row's process goes by this roster (`proxy/workers/roster.py`); 0: by none yet."""
+        self._cells[self._at(row) + _ROSTER] = number
+
+    def roster(self, row: int) -> int:
+        return self._cells[self._at(row) + _ROSTER]
 
     def least_connections(self, but: int) -> int | None:
         """Returns the fewest that any process takes but that of row `but`; None without others."""
@@ -108,7 +148,7 @@ class SharedCounters:
 
     def say_changed(self, row: int) -> None:
         """Have the row's tags read again: its writer may have been killed before it could say so."""
-        self._cells[self._at(row)] += 1
+        self._cells[self._at(row) + _CHANGES] += 1
 
     def _retag(self, row: int, slot: int, tag: int) -> None:
         self._cells[self._at(row) + _ROW_HEADER + slot] = tag

@@ -1,9 +1,9 @@
 """A `proxy.registry.ledger.Ledger` that several proxy processes share: each counts in its own row of the shared
 counters and reads all.
 
-A process that was killed holds nothing any more. Whoever collected it says so with `settle`, which lets its row look
-as if everything acquired had been released: what it counted stays, so that sums never fall, and its successor goes on
-counting in the same row.
+A process that was killed holds nothing any more. Whoever collected it says so with `settle`, before another one gets
+the row, and lets it look as if everything acquired had been released: what was counted stays, so that sums never fall,
+and the successor goes on counting there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from epd_serve.instances import IncarnationId
 from proxy.registry.ledger import OwnLedger, Tally, Work
-from proxy.workers.shared_counters import SharedCounters
+from proxy.workers.shared_counters import Asked, SharedCounters
 
 # Cells of one kind of work. What was released is read before what was acquired, so that nobody ever seems to hold less
 # than nothing.
@@ -122,8 +122,10 @@ class SharedLedger:
 
 
 def settle(counters: SharedCounters, row: int) -> None:
-    """Release everything that is acquired in a row whose process has ended, and forget its connections."""
+    """Release everything that is acquired in a row whose process has ended, and forget what it said of itself."""
     counters.say_connections(row, None)
+    counters.say_obeyed(row, Asked.SERVE, 0)
+    counters.say_roster(row, 0)
     for slot, tag in enumerate(counters.tags(row)):
         if tag:
             counts = counters.read(row, slot)

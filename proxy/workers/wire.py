@@ -1,5 +1,6 @@
-"""What the parent of several proxy processes and its workers tell each other, and the frames it travels in.
+"""What front doors and whoever feeds them tell each other, and the frames it travels in.
 
+A front door connects to a socket in the run directory and says which one it is; again when the connection has ended.
 Both ends come from one start of one program, so there are no versions here. Nothing is pickled: settings and instances
 are checked again where they are decoded.
 """
@@ -14,6 +15,7 @@ import msgspec
 
 from epd_serve.errors import EpdError
 from epd_serve.instances import Instance
+from epd_serve.roles import Role
 from proxy.config.settings import ProxySettings
 
 MAX_FRAME_BYTES = 16 << 20
@@ -39,28 +41,29 @@ class Row(msgspec.Struct, frozen=True):
     Attributes:
         healthy: it answers. reason: why not.
         served: the parent has seen its KV links used, so a worker that starts later need not wait for them.
+        draining: it is given nothing new.
     """
 
     instance: Instance
     healthy: bool
     reason: str
     served: bool
+    draining: bool = False
 
 
 # From the parent.
 
 
 class Setup(msgspec.Struct, tag=True, frozen=True):
-    """The first message.
+    """Answers `Hello`. What a front door is told so the first time holds as long as it lives.
 
     Attributes:
-        row: of the shared counters, where this worker counts. rows: of all of them, one per worker.
+        rows: of the shared counters.
         grace_s: how long requests in flight may go on when all workers end. drain_s: when only this one does.
         link_grace_s: as of `InstanceTable`.
     """
 
     settings: ProxySettings
-    row: int
     rows: int
     grace_s: float
     drain_s: float
@@ -71,10 +74,16 @@ class Roster(msgspec.Struct, tag=True, frozen=True):
     """All instances there are. Replaces what was said before.
 
     Attributes:
+        number: a later one has a larger one. From 1.
+        wanted: roles that the deployment is to have.
+        paused_s: for how long new requests wait yet.
         down: tasks of the parent that feed the workers and do not run, and why.
     """
 
+    number: int
     rows: tuple[Row, ...]
+    wanted: frozenset[Role] = frozenset()
+    paused_s: float = 0.0
     down: dict[str, str] = {}
 
 
@@ -82,14 +91,6 @@ class CountsQuery(msgspec.Struct, tag=True, frozen=True):
     """Say what you have counted. Asked regularly, so that it is known of a worker that dies, and of one that hangs."""
 
     number: int
-
-
-class Leave(msgspec.Struct, tag=True, frozen=True):
-    """Be ready no more, and go on serving: a `Drain` follows."""
-
-
-class Drain(msgspec.Struct, tag=True, frozen=True):
-    """Take on no more requests, and say when none is left."""
 
 
 class TotalReply(msgspec.Struct, tag=True, frozen=True):
@@ -102,22 +103,21 @@ class TotalReply(msgspec.Struct, tag=True, frozen=True):
 # From a worker.
 
 
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """The first message. `row`: of the shared counters, where it counts."""
+
+    row: int
+
+
 class Serving(msgspec.Struct, tag=True, frozen=True):
     """It takes connections from now on."""
 
 
 class CountsReply(msgspec.Struct, tag=True, frozen=True):
-    """Answers a `CountsQuery`. `running`: requests that it holds."""
+    """Answers a `CountsQuery`."""
 
     number: int
     counts: list[Family]
-    running: int
-
-
-class Running(msgspec.Struct, tag=True, frozen=True):
-    """So many requests are left. Said by a worker that drains: at once, and when it is 0."""
-
-    running: int
 
 
 class TotalQuery(msgspec.Struct, tag=True, frozen=True):
@@ -128,8 +128,8 @@ class TotalQuery(msgspec.Struct, tag=True, frozen=True):
 
 
 Message = TypeVar("Message")
-FromParent = Setup | Roster | CountsQuery | Leave | Drain | TotalReply
-FromWorker = Serving | CountsReply | Running | TotalQuery
+FromParent = Setup | Roster | CountsQuery | TotalReply
+FromWorker = Hello | Serving | CountsReply | TotalQuery
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,8 @@
 """One of several proxy processes behind one listening socket: the same application as a proxy that is alone.
 
 What differs is handed in: the status table counts in counters that all workers share, instances come from the parent's
-feed, and `/metrics` speaks for all workers. It ends when it is told to, and when the parent's end of the feed closes.
+feed, and `/metrics` speaks for all workers. When the feed ends it serves on by the last roster, and connects again: it
+ends when it is told to, and when its parent has gone.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import mmap
+import os
 import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from epd_serve.errors import DeadlineError, OverloadedError
@@ -25,18 +29,16 @@ from proxy.server.shared_listener import SharedListener
 from proxy.server.uvicorn_server import serve
 from proxy.workers.metrics_aggregation import exposition, own_counts
 from proxy.workers.roster import WorkerRoster
-from proxy.workers.shared_counters import SharedCounters
+from proxy.workers.shared_counters import Asked, SharedCounters
 from proxy.workers.shared_ledger import COUNTS, SharedLedger
 from proxy.workers.wire import (
     CountsQuery,
     CountsReply,
-    Drain,
     FeedError,
     FromParent,
     FromWorker,
-    Leave,
+    Hello,
     Roster,
-    Running,
     Serving,
     Setup,
     TotalQuery,
@@ -47,67 +49,110 @@ from proxy.workers.wire import (
     read_frame,
 )
 
+logger = logging.getLogger(__name__)
 SUM_S = 5.0
 NOTE_S = 0.02
 """How often a worker looks at what others have acquired: much less than `proxy.registry.load.REPORT_LAG_S`."""
 
+ALONE_S = 0.1
+"""How often it looks at what is asked of it where there are no others."""
+
+RECONNECT_S = 0.2
 MAX_QUESTIONS = 256
 
 
 class Feed:
-    """The worker's end of the feed. `listen` runs as long as the worker."""
+    """The worker's end of the feed.
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+    Args:
+        path: of the parent's socket. row: of the shared counters, which is this worker's name.
+
+    Attributes:
+        informed: set when there is a roster to go by.
+    """
+
+    def __init__(self, path: Path, row: int) -> None:
+        self.informed = asyncio.Event()
+        self._path = path
+        self._row = row
+        self._parent = os.getppid()
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._serving = False
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[TotalReply]] = {}
-        self._drain: asyncio.Task[None] | None = None
 
-    async def setup(self) -> Setup | None:
-        """The first message; None when the parent has gone."""
-        raw = await read_frame(self._reader)
-        if raw is None:
-            return None
-        message = decoded(raw, from_parent)
-        if not isinstance(message, Setup):
-            raise FeedError(f"the first message is a {type(message).__name__}")
-        return message
+    async def connect(self) -> Setup:
+        """Connect, however long it takes.
 
-    async def listen(self, roster: WorkerRoster, pipeline: Pipeline) -> None:
-        """Take in what the parent says, until it has gone."""
-        while (raw := await read_frame(self._reader)) is not None:
-            message = decoded(raw, from_parent)
-            if isinstance(message, Setup):
-                raise FeedError("a second setup")
-            with pipeline.background.handling(type(message).__name__):
-                self._take_in(message, roster, pipeline)
+        Raises:
+            FeedError: the parent has gone, which where the kernel says so has ended this process before, or says what
+                no parent says.
+        """
+        while os.getppid() == self._parent:
+            with contextlib.suppress(OSError):
+                self._reader, self._writer = await asyncio.open_unix_connection(self._path)
+                self.say(Hello(self._row))
+                if self._serving:
+                    self.say(Serving())
+                if (raw := await read_frame(self._reader)) is not None:
+                    message = decoded(raw, from_parent)
+                    if not isinstance(message, Setup):
+                        raise FeedError(f"the first message is a {type(message).__name__}")
+                    return message
+                self.close()
+            await asyncio.sleep(RECONNECT_S)
+        raise FeedError("the parent has gone")
 
-    def _take_in(self, message: FromParent, roster: WorkerRoster, pipeline: Pipeline) -> None:
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.transport.abort()
+            self._writer = None
+
+    async def listen(self, roster: Callable[[Roster], None], pipeline: Pipeline) -> None:
+        """Take in what the parent says, for ever; once connected.
+
+        Args:
+            roster: takes one in.
+
+        Raises:
+            FeedError: it says what no parent says.
+        """
+        while True:
+            assert self._reader is not None, "connected"
+            while (raw := await read_frame(self._reader)) is not None:
+                message = decoded(raw, from_parent)
+                with pipeline.background.handling(type(message).__name__):
+                    self._take_in(message, roster, pipeline)
+            self.close()
+            logger.warning("the feed has ended; requests go by what was said last")
+            await self.connect()  # what it is to be like was said when it began
+            logger.warning("the feed is back")
+
+    def _take_in(self, message: FromParent, roster: Callable[[Roster], None], pipeline: Pipeline) -> None:
         match message:
             case Roster():
                 pipeline.background.elsewhere = message.down
-                roster.take_in(message.rows)
+                roster(message)
+                self.informed.set()
             case CountsQuery():
-                self.say(CountsReply(message.number, own_counts(pipeline.metrics.registry), pipeline.drain.running))
-            case Leave():
-                pipeline.drain.announce()
-            case Drain():
-                pipeline.drain.begin()
-                self.say(Running(pipeline.drain.running))
-                self._drain = asyncio.create_task(self._say_idle(pipeline))
+                self.say(CountsReply(message.number, own_counts(pipeline.metrics.registry)))
             case TotalReply():
                 waiting = self._pending.get(message.number)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
+            case Setup():
+                raise FeedError("a second setup")
 
-    async def _say_idle(self, pipeline: Pipeline) -> None:
-        await pipeline.drain.idle()
-        self.say(Running(0))
+    def serves(self) -> None:
+        """It takes connections from now on."""
+        self._serving = True
+        self.say(Serving())
 
     def say(self, message: FromWorker) -> None:
-        with contextlib.suppress(ConnectionError):  # `listen` notices
-            self._writer.write(frame(message))
+        if self._writer is not None:
+            with contextlib.suppress(ConnectionError):  # who reads notices
+                self._writer.write(frame(message))
 
     async def metrics(self, pipeline: Pipeline) -> bytes:
         """Prometheus text of all workers together.
@@ -115,6 +160,8 @@ class Feed:
         Raises:
             DeadlineError: the parent does not answer. OverloadedError: too many questions at a time.
         """
+        if self._writer is None:
+            raise DeadlineError("the launcher cannot be asked; try again later")
         if len(self._pending) >= MAX_QUESTIONS:
             raise OverloadedError("too many questions wait for the launcher; try again later")
         number = next(self._numbers)
@@ -130,6 +177,41 @@ class Feed:
             del self._pending[number]
 
 
+class OwnRow:
+    """This worker's row of the shared counters: what it says of itself there, and finds asked of it."""
+
+    def __init__(
+        self, counters: SharedCounters, row: int, ledger: SharedLedger, shared: SharedListener, pipeline: Pipeline
+    ) -> None:
+        self._counters = counters
+        self._row = row
+        self._ledger = ledger
+        self._shared = shared
+        self._pipeline = pipeline
+        self._moves = -1
+
+    def look(self) -> bool:
+        """Returns whether there are others."""
+        counters, drain = self._counters, self._pipeline.drain
+        counters.say_connections(self._row, self._shared.connections if self._shared.takes else None)
+        asked = counters.asked
+        if asked >= Asked.LEAVE:
+            drain.announce()
+        if asked >= Asked.DRAIN:
+            drain.begin()
+        counters.say_obeyed(self._row, asked, drain.running)
+        alone = counters.least_connections(self._row) is None
+        if not alone and self._moves != (moves := self._ledger.moves()):
+            # What an instance reports is held against what had been acquired by then: by all workers.
+            self._moves = moves
+            self._pipeline.table.note_acquired()
+        return not alone
+
+    async def keep(self) -> None:
+        while True:  # noqa: ASYNC110 - other processes write there
+            await asyncio.sleep(NOTE_S if self.look() else ALONE_S)
+
+
 @dataclass(frozen=True)
 class WorkerSignals:
     """What a worker is told by signals.
@@ -142,75 +224,63 @@ class WorkerSignals:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-async def run_worker(feed: socket.socket, listening: socket.socket, counters: int, signals: WorkerSignals) -> None:
+async def run_worker(path: Path, row: int, listening: socket.socket, counters: int, signals: WorkerSignals) -> None:
     """Serve until it is told otherwise, or the parent has gone.
 
     Args:
-        feed: connected to the parent's end; closed at the end. counters: descriptor of the shared counters' memory.
+        path: of the parent's socket. row: of the shared counters. counters: descriptor of their memory.
 
     Raises:
-        FeedError: the parent says what no parent says.
+        FeedError: the parent says what no parent says, or has gone.
     """
-    reader, writer = await asyncio.open_unix_connection(sock=feed)
+    feed = Feed(path, row)
     try:
-        parent = Feed(reader, writer)
-        setup = await parent.setup()
-        if setup is not None:
-            await _serve(parent, setup, listening, SharedCounters(mmap.mmap(counters, 0), setup.rows, COUNTS), signals)
+        setup = await feed.connect()
+        await _serve(feed, setup, listening, SharedCounters(mmap.mmap(counters, 0), setup.rows, COUNTS), row, signals)
     except ExceptionGroup as failed:
         raise most_telling(failed) from None
     finally:
-        writer.transport.abort()
+        feed.close()
 
 
 async def _serve(
-    parent: Feed, setup: Setup, listening: socket.socket, counters: SharedCounters, signals: WorkerSignals
+    feed: Feed, setup: Setup, listening: socket.socket, counters: SharedCounters, row: int, signals: WorkerSignals
 ) -> None:
-    ledger = SharedLedger(counters, setup.row)
+    ledger = SharedLedger(counters, row)
     table = InstanceTable(ledger=ledger, link_grace_s=setup.link_grace_s)
     background = Background()
-    app = create_app(setup.settings, table, metrics_text=parent.metrics, background=background)
-    shared = SharedListener(listening, lambda: counters.least_connections(setup.row))
+    app = create_app(setup.settings, table, metrics_text=feed.metrics, background=background)
+    pipeline: Pipeline = app.state.pipeline
+    shared = SharedListener(listening, lambda: counters.least_connections(row))
+    own_row = OwnRow(counters, row, ledger, shared, pipeline)
+    worker_roster = WorkerRoster(table)
+
+    def take_in(roster: Roster) -> None:
+        worker_roster.take_in(roster)
+        counters.say_roster(row, roster.number)
+
+    async def front() -> None:
+        await feed.informed.wait()
+        own_row.look()  # what is asked may have been asked before this process was there
+        background.start("notes on the board", own_row.keep)
+        grace_s = max(setup.grace_s, setup.drain_s)
+        await serve(app, "", 0, shared=shared, grace_s=grace_s, started=feed.serves, background=background)
+
     try:
         async with asyncio.TaskGroup() as group:
 
             def start(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
                 return group.create_task(work)
 
-            front = start(
-                serve(
-                    app,
-                    "",
-                    0,
-                    shared=shared,
-                    grace_s=max(setup.grace_s, setup.drain_s),
-                    started=lambda: parent.say(Serving()),
-                    background=background,
-                )
-            )
+            serving, fed = start(front()), start(feed.listen(take_in, pipeline))
             leave, stop = start(signals.leave.wait()), start(signals.stop.wait())
-            fed = start(parent.listen(WorkerRoster(table), app.state.pipeline))
-            background.start(
-                "notes on the board",
-                lambda: _take_notes(table, ledger, lambda: counters.say_connections(setup.row, shared.connections)),
-            )
-            await asyncio.wait((front, leave, stop, fed), return_when=asyncio.FIRST_COMPLETED)
-            front.cancel()  # it takes no more connections; what is in flight goes on, and so does the feed
+            await asyncio.wait((serving, leave, stop), return_when=asyncio.FIRST_COMPLETED)
+            serving.cancel()  # it takes no more connections; what is in flight goes on, and so does the feed
             if leave.done():
-                await asyncio.wait((front, stop, fed), return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait([front], timeout=setup.grace_s)
-            front.cancel()
+                await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([serving], timeout=setup.grace_s)
+            serving.cancel()
             for task in (leave, stop, fed):
                 task.cancel()
     finally:
         await background.stop()
-
-
-async def _take_notes(table: InstanceTable, ledger: SharedLedger, say_connections: Callable[[], None]) -> None:
-    """What an instance reports is held against what had been acquired by then: by all workers, so all are watched."""
-    moves = -1
-    while True:
-        say_connections()
-        if moves != (moves := ledger.moves()):
-            table.note_acquired()
-        await asyncio.sleep(NOTE_S)

@@ -284,7 +284,7 @@ def settings(**changes: Any) -> ProxySettings:
 async def cluster(
     *ids: str, config: ProxySettings | None = None, wanted: Collection[Role] = (), **app_options: Any
 ) -> AsyncIterator[Cluster]:
-    """A proxy with one fake stage per id (`E0`, `PD1`, ...). `wanted`: roles that the deployment is to have, or none."""
+    """A proxy with one fake stage per id (`E0`, `PD1`, ...). `wanted`: roles there are to be, or none."""
     stages = {name: FakeStage(name, Role(name.rstrip("0123456789"))) for name in ids}
     table = InstanceTable()
     table.want(wanted)

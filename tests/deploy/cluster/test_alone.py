@@ -16,8 +16,8 @@ import pytest
 
 from deploy.cluster import alone
 from deploy.cluster.alone import read_stages_file, run_proxy
+from deploy.cluster.front import Front
 from deploy.host.ports import free_ports
-from deploy.launch.front import Front
 from epd_serve.errors import ConfigError, EpdError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role

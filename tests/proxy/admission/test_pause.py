@@ -66,7 +66,9 @@ async def test_what_has_begun_goes_on() -> None:
 
 
 @pytest.mark.parametrize("body", [text_body, image_body])
-async def test_what_was_let_through_waits_for_instances_that_are_on_their_way(body: Callable[[], dict[str, Any]]) -> None:
+async def test_what_was_let_through_waits_for_instances_on_their_way(
+    body: Callable[[], dict[str, Any]],
+) -> None:
     patient = replace(HASTY, timeouts=Timeouts(instance_wait_s=PATIENCE_S, encode_s=PATIENCE_S))
     async with cluster("E0", "P0", "D0", config=patient, wanted=EPD) as c:
         for name in ("E0", "P0", "D0"):

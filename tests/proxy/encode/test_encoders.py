@@ -25,8 +25,8 @@ from proxy.errors import StageRefusal
 from proxy.fields.parts import MediaRef
 from proxy.media.loader import LoadedItem
 from proxy.metrics import Metrics
-from proxy.registry.table import InstanceTable
 from proxy.registry.pause import Pause
+from proxy.registry.table import InstanceTable
 from proxy.request.parse import Endpoint, ParsedRequest
 from proxy.stages.circuits import Circuits
 from proxy.stages.job import Job

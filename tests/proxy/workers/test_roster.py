@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
@@ -44,7 +45,7 @@ async def test_a_worker_knows_what_the_parent_knows(parent: ParentTable, worker:
     ]
     for step in steps:
         step()
-        roster.take_in(parent.rows())
+        roster.take_in(parent.roster({}))
         assert state(worker) == state(parent)
 
 
@@ -53,7 +54,7 @@ async def test_a_worker_that_starts_late_ends_with_the_same(parent: ParentTable,
         parent.apply(instance(name), up=False)
         parent.mark_up(name)
     parent.mark_down("E0", "hung")
-    WorkerRoster(worker).take_in(parent.rows())
+    WorkerRoster(worker).take_in(parent.roster({}))
     assert state(worker) == state(parent)
 
 
@@ -71,17 +72,50 @@ async def test_a_worker_that_starts_late_waits_for_no_links_that_are_in_use(work
 def worker_of(parent: ParentTable, *, up: bool) -> dict[str, bool]:
     """Who serves in a worker's table at once, if the parent's instances served or not."""
     table = InstanceTable()
-    rows = [type(row)(row.instance, row.healthy, row.reason, served=up) for row in parent.rows()]
-    WorkerRoster(table).take_in(rows)
+    roster = parent.roster({})
+    rows = tuple(structs.replace(row, served=up) for row in roster.rows)
+    WorkerRoster(table).take_in(structs.replace(roster, rows=rows))
     return {view.instance.id: view.up for view in table.snapshot()}
 
 
 async def test_what_is_said_twice_is_passed_on_once(parent: ParentTable) -> None:
     changes = []
-    parent.on_change = lambda: changes.append(parent.rows())
+    parent.on_change = lambda: changes.append(parent.roster({}))
     parent.apply(instance(), up=False)
     parent.mark_up("D0")
     parent.mark_up("D0")
     parent.mark_down("D0", "gone")
     parent.mark_down("D0", "gone")
-    assert [rows[0].healthy for rows in changes] == [False, True, False]
+    assert [roster.rows[0].healthy for roster in changes] == [False, True, False]
+    assert [roster.number for roster in changes] == [1, 2, 3]
+    parent.drain("D0")
+    parent.drain("D0")
+    parent.want((Role.D,))
+    parent.want((Role.D,))
+    assert parent.number == 5
+
+
+async def test_who_drains_is_not_forgotten_and_may_come_back(parent: ParentTable, worker: InstanceTable) -> None:
+    roster = WorkerRoster(worker)
+    for name in ("P0", "D0"):
+        parent.apply(instance(name))
+    for step in (lambda: parent.drain("D0"), lambda: parent.mark_down("D0", "died"), lambda: parent.mark_up("D0")):
+        step()
+        roster.take_in(parent.roster({}))
+        assert state(worker) == state(parent) and worker.snapshot()[1].draining
+    late = InstanceTable()
+    WorkerRoster(late).take_in(parent.roster({}))
+    assert state(late) == state(parent)
+    parent.drain("D0", False)
+    roster.take_in(parent.roster({}))
+    assert state(worker) == state(parent) and not worker.snapshot()[1].draining
+
+
+async def test_a_pause_ends_for_workers_when_it_ends_for_the_parent(parent: ParentTable, worker: InstanceTable) -> None:
+    roster = WorkerRoster(worker)
+    parent.pause_for(100.0)
+    roster.take_in(parent.roster({}))
+    assert 0 < worker.pause.left_s <= 100.0
+    parent.pause_for(0)
+    roster.take_in(parent.roster({}))
+    assert worker.pause.left_s == 0

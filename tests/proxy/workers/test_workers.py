@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from epd_serve.errors import EpdError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.background import Background
@@ -24,11 +24,11 @@ from proxy.config.limits import Timeouts
 from proxy.registry.instance_state import Lease, Work
 from proxy.server.uvicorn_server import bind
 from proxy.workers import hub as worker_hub
-from proxy.workers.hub import WorkerHub
+from proxy.workers.hub import Worker, WorkerHub
 from proxy.workers.roster import ParentTable, WorkerRoster
-from proxy.workers.shared_counters import SharedCounters, shared_memory
+from proxy.workers.shared_counters import Asked, SharedCounters, shared_memory
 from proxy.workers.shared_ledger import COUNTS, SharedLedger, settle
-from proxy.workers.wire import FeedError, Roster, Serving, Setup, frame, from_parent
+from proxy.workers.wire import FeedError, Hello, Roster, Serving, Setup, frame, from_parent
 from proxy.workers.worker import WorkerSignals, run_worker
 from tests.proxy.fakes import FakeStage, answer, in_flight, once, served, settings, text_body
 from tests.waiting import until
@@ -47,9 +47,22 @@ class Crew:
     counters: SharedCounters
     url: str
     stage: FakeStage
+    path: Path
+    listening: socket.socket
+    memory: int
     signals: list[WorkerSignals] = field(default_factory=list)
     works: list[asyncio.Task[None]] = field(default_factory=list)
-    attends: list[asyncio.Task[None]] = field(default_factory=list)
+    workers: list[Worker] = field(default_factory=list)
+
+    async def begin(self, row: int, setup: Setup | None = None) -> Worker:
+        """Another worker, which serves."""
+        worker = self.hub.expect(row, setup or Setup(settings(timeouts=PATIENT), self.counters.rows, 1.0, 30.0, 1.0))
+        signals, copy = WorkerSignals(), socket.socket(fileno=os.dup(self.listening.fileno()))
+        self.workers.append(worker)
+        self.signals.append(signals)
+        self.works.append(asyncio.create_task(run_worker(self.path, row, copy, self.memory, signals)))
+        await until(lambda: worker.serving)
+        return worker
 
     async def ask(self, path: str = "", **options: Any) -> httpx.Response:
         """On a connection of its own, so that any worker may take it."""
@@ -60,7 +73,7 @@ class Crew:
 
     def connections(self) -> list[int]:
         """Of each worker, as it says to the others."""
-        return [self.counters.connections(row) or 0 for row in range(self.counters.rows)]
+        return [self.counters.connections(worker.row) or 0 for worker in self.workers]
 
     async def metric(self, name: str) -> float:
         text = (await self.ask("/metrics")).text
@@ -70,33 +83,28 @@ class Crew:
 @asynccontextmanager
 async def crew(count: int) -> AsyncIterator[Crew]:
     stage = FakeStage("PD0", Role.PD)
-    memory = shared_memory(SharedCounters.size_bytes(count, COUNTS))
-    counters = SharedCounters(mmap.mmap(memory, 0), count, COUNTS)
+    rows = count + 1
+    memory = shared_memory(SharedCounters.size_bytes(rows, COUNTS))
+    counters = SharedCounters(mmap.mmap(memory, 0), rows, COUNTS)
     table = ParentTable(ledger=SharedLedger(counters, None))
-    setup = Setup(settings(timeouts=PATIENT), 0, count, 1.0, 30.0, 1.0)
     background = Background()
-    hub = WorkerHub(table, setup, background)
     async with AsyncExitStack() as stack:
         stack.callback(os.close, memory)
+        path = Path(stack.enter_context(TemporaryDirectory())) / "feed"
+        hub = WorkerHub(table, path, background)
         table.apply(Instance("PD0", Role.PD, await stack.enter_async_context(served(stage)), "one"))
         listening = stack.enter_context(bind("127.0.0.1", 0))
         listening.listen(100)
-        crew = Crew(table, hub, background, counters, f"http://127.0.0.1:{listening.getsockname()[1]}", stage)
-        hub.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        crew = Crew(table, hub, background, counters, url, stage, path, listening, memory)
+        await hub.start()
         stack.push_async_callback(hub.stop)
         for row in range(count):
-            ours, theirs = socket.socketpair()
-            serving, signals = asyncio.Event(), WorkerSignals()
-            copy = socket.socket(fileno=os.dup(listening.fileno()))
-            crew.signals.append(signals)
-            crew.works.append(asyncio.create_task(run_worker(theirs, copy, memory, signals)))
-            crew.attends.append(asyncio.create_task(hub.attend(row, ours, serving.set)))
-            async with asyncio.timeout(DEADLINE_S):
-                await serving.wait()
+            await crew.begin(row)
         yield crew
         for signals in crew.signals:
             signals.stop.set()
-        await asyncio.gather(*crew.works, *crew.attends, return_exceptions=True)
+        await asyncio.gather(*crew.works, return_exceptions=True)
 
 
 async def test_every_worker_says_the_same_of_instances_and_health() -> None:
@@ -142,7 +150,7 @@ async def test_metrics_are_those_of_all_workers_and_survive_one_that_ends() -> N
         assert await c.metric("epd_proxy_workers ") == 2
         c.signals[0].leave.set()
         await c.works[0]
-        await c.attends[0]
+        c.hub.ended(c.workers[0])
         assert await c.metric("epd_proxy_requests_total") == 6
         assert await c.metric("epd_proxy_workers ") == 1
         assert await c.metric("epd_proxy_workers_ended_total") == 1
@@ -166,26 +174,79 @@ async def test_draining_is_over_when_no_worker_has_a_request_left() -> None:
         c.stage.usual = once(released, answer)
         requests = [asyncio.create_task(c.ask()) for _ in range(4)]
         await until(lambda: c.stage.active == 4)
-        c.hub.begin()
-        idle = asyncio.create_task(c.hub.idle())
+        c.counters.ask(Asked.DRAIN)
         async with asyncio.timeout(DEADLINE_S):
             while await c.metric("epd_proxy_draining ") < 2:
                 pass
         assert (await c.ask()).status_code == 503
-        await until(lambda: c.hub.running == 4)
-        assert not idle.done()
+        await until(lambda: {c.counters.obeyed(row) for row in range(2)} == {Asked.DRAIN})
+        await until(lambda: sum(map(c.counters.requests, range(2))) == 4)
         released.set()
         assert {one.status_code for one in await asyncio.gather(*requests)} == {200}
-        async with asyncio.timeout(DEADLINE_S):
-            await idle
-        assert c.hub.running == 0
+        await until(lambda: not any(map(c.counters.requests, range(2))))
 
 
-async def test_a_worker_whose_parent_has_gone_ends() -> None:
+async def test_who_starts_late_knows_of_what_was_asked_before() -> None:
     async with crew(1) as c:
-        c.attends[0].cancel()
-        async with asyncio.timeout(DEADLINE_S):
-            await c.works[0]
+        c.counters.ask(Asked.LEAVE)
+        await c.begin(1)
+        assert c.counters.obeyed(1) is Asked.LEAVE, "before it took a connection"
+
+
+async def test_a_worker_whose_feed_has_ended_serves_on_and_is_told_again_when_it_is_back() -> None:
+    async with crew(1) as c:
+        (worker,) = c.workers
+        await c.hub.stop()
+        await until(lambda: worker.parted)
+        assert (await c.ask()).status_code == 200, "by the last roster"
+        assert (await c.ask("/metrics")).status_code == 504
+        c.table.mark_down("PD0", "killed")
+        assert (await c.ask("/health")).status_code == 200
+        await c.hub.start()
+        await until(lambda: c.counters.roster(0) == c.table.number)
+        assert (await c.ask("/health")).status_code == 503
+        assert not worker.parted
+        await until(lambda: c.metric("epd_proxy_workers "))
+
+
+async def test_a_worker_whose_parent_has_gone_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with crew(1) as c:
+        await c.hub.stop()
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        with pytest.raises(FeedError):
+            async with asyncio.timeout(DEADLINE_S):
+                await c.works[0]
+
+
+async def test_what_is_said_of_the_deployment_reaches_every_worker_in_order() -> None:
+    async with crew(2) as c:
+        await until(lambda: {c.counters.roster(row) for row in range(2)} == {c.table.number})
+        c.table.drain("PD0")
+        c.table.want((Role.PD, Role.E))
+        c.table.pause_for(DEADLINE_S)
+        await until(lambda: {c.counters.roster(row) for row in range(2)} == {c.table.number})
+        for _ in range(4):
+            ready = (await c.ask("/ready")).json()
+            assert ready["status"] == "paused" and ready["missing"] == ["E", "PD"]
+            (row,) = (await c.ask("/instances")).json()["instances"]
+            assert row["draining"] and not row["up"]
+        waiting = asyncio.create_task(c.ask())
+        await until(lambda: sum(map(c.counters.requests, range(2))) == 1)
+        c.table.drain("PD0", False)
+        c.table.pause_for(0)
+        assert (await waiting).status_code == 200
+
+
+async def test_a_worker_takes_no_connection_before_it_knows_of_anything() -> None:
+    async with crew(0) as c:
+        c.table.number = 0  # as before anything was said
+        begun = asyncio.create_task(c.begin(0))
+        await until(lambda: c.workers and c.workers[0].writer is not None)
+        asked = asyncio.create_task(c.ask("/health"))
+        done, _ = await asyncio.wait((begun, asked), timeout=0.5)
+        assert not done
+        c.table.want((Role.PD,))
+        assert (await asked).status_code == 200 and await begun
 
 
 async def test_what_a_worker_held_that_died_is_held_by_nobody() -> None:
@@ -211,10 +272,10 @@ async def test_a_roster_that_a_worker_fails_on_is_skipped(monkeypatch: pytest.Mo
     async with crew(1) as c:
         take_in, fails = WorkerRoster.take_in, [True]
 
-        def broken(self: WorkerRoster, rows: Any) -> None:
+        def broken(self: WorkerRoster, roster: Roster) -> None:
             if fails:
                 raise KeyError(fails.pop())
-            take_in(self, rows)
+            take_in(self, roster)
 
         monkeypatch.setattr(WorkerRoster, "take_in", broken)
         c.table.mark_down("PD0", "killed")
@@ -248,36 +309,54 @@ async def test_what_is_down_in_the_parent_shows_in_the_readiness_of_every_worker
 
 async def test_who_is_about_to_end_is_not_ready_in_any_worker_and_serves_on() -> None:
     async with crew(2) as c:
-        c.hub.announce()
+        c.counters.ask(Asked.LEAVE)
         async with asyncio.timeout(DEADLINE_S):
             while {(await c.ask("/ready")).status_code for _ in range(4)} != {503}:
                 pass
         assert (await c.ask()).status_code == 200
 
 
+@asynccontextmanager
+async def expecting(*frames: bytes) -> AsyncIterator[Worker]:
+    """What becomes of a worker that says this."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "feed"
+        hub = WorkerHub(ParentTable(), path, Background())
+        await hub.start()
+        worker = hub.expect(0, Setup(settings(), 1, 1.0, 1.0, 1.0))
+        _, writer = await asyncio.open_unix_connection(path)
+        for one in frames:
+            writer.write(one)
+        yield worker
+        writer.close()
+        await hub.stop()
+
+
 async def test_a_worker_that_says_nothing_any_more_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_hub, "HUNG_S", 0.01)
-    hub = WorkerHub(ParentTable(), Setup(settings(), 0, 1, 1.0, 1.0, 1.0), Background())
-    ours, theirs = socket.socketpair()
-    with theirs:
-        theirs.sendall(frame(Serving()))
-        with pytest.raises(EpdError, match="no word for"):
+    async with expecting(frame(Hello(0)), frame(Serving())) as worker:
+        await until(lambda: worker.parted)
+        assert worker.trouble.startswith("no word for")
+
+
+@pytest.mark.parametrize("wrong", [frame(Roster(1, ())), frame(Hello(0)), (1 << 31).to_bytes(4, "big")])
+async def test_a_worker_that_says_what_no_worker_says_is_noticed(wrong: bytes) -> None:
+    async with expecting(frame(Hello(0)), wrong) as worker:
+        await until(lambda: worker.parted)
+        assert worker.trouble
+
+
+async def test_who_is_not_expected_is_not_talked_with() -> None:
+    async with crew(1) as c:
+        for first in (frame(Hello(1)), frame(Serving()), b"GET / HTTP/1.1\r\n\r\n"):
+            reader, writer = await asyncio.open_unix_connection(c.path)
+            writer.write(first)
             async with asyncio.timeout(DEADLINE_S):
-                await hub.attend(0, ours, lambda: None)
-    assert hub.serving == 0
-
-
-async def test_a_worker_that_says_what_no_worker_says_is_noticed() -> None:
-    hub = WorkerHub(ParentTable(), Setup(settings(), 0, 1, 1.0, 1.0, 1.0), Background())
-    for raw_frame in (frame(Roster(())), (1 << 31).to_bytes(4, "big")):
-        ours, theirs = socket.socketpair()
-        with theirs:
-            theirs.sendall(raw_frame)
-            with pytest.raises(FeedError):
-                async with asyncio.timeout(DEADLINE_S):
-                    await hub.attend(0, ours, lambda: None)
+                assert await reader.read() == b""
+            writer.close()
+        assert not c.workers[0].trouble and (await c.ask()).status_code == 200
 
 
 def test_settings_travel_whole() -> None:
-    setup = Setup(settings(arena=Path("/a"), modalities=frozenset({"image"}), api_keys=("k",)), 1, 2, 3.0, 4.0, 5.0)
+    setup = Setup(settings(arena=Path("/a"), modalities=frozenset({"image"}), api_keys=("k",)), 2, 3.0, 4.0, 5.0)
     assert from_parent.decode(frame(setup)[4:]) == setup

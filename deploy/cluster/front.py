@@ -1,24 +1,23 @@
-"""The front door of a deployment: the proxy in this event loop, or several proxy processes behind the same socket."""
+"""The front door of what is started by itself: the proxy in this event loop, or several processes behind its socket."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
-import mmap
-import os
 import socket
+import tempfile
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.front.doors import FrontDoors
 from deploy.host.ending import Draining
-from deploy.host.environment import LAUNCH_ENV, LAUNCHER_PID_ENV, module_environment
-from deploy.host.ports import BACKLOG
+from deploy.launch.admin import Admin, serve_admin
 from proxy.registry.warm_links import GRACE_S
 
 if TYPE_CHECKING:
-    from deploy.launch.admin import Admin
-    from deploy.launch.proxy_workers import ProxyWorkers
     from proxy.background import Background
     from proxy.cluster.membership import Membership
     from proxy.config.settings import ProxySettings
@@ -66,36 +65,28 @@ class Front:
         self._admin = admin
         self._listening = listening
         self._at = (host, port)
-        self._workers = workers
         self._grace_s = grace_s
-        self._drain_s = drain_s
         self._serves = serves
-        self._say = say
-        self._launch_id = launch_id
-        self._link_grace_s = link_grace_s
-        self._memory = -1
-        self.background = self._make_background()
-        self.table = self._make_table()
-
-    def _make_background(self) -> Background:
-        from proxy.background import Background
-
-        return Background()
-
-    def _make_table(self) -> InstanceTable:
-        from proxy.registry.table import InstanceTable
-
-        if self._workers == 1:
-            return InstanceTable(link_grace_s=self._link_grace_s)
-        from proxy.workers.roster import ParentTable
-        from proxy.workers.shared_counters import SharedCounters, shared_memory
-        from proxy.workers.shared_ledger import COUNTS, SharedLedger
-
-        self._listening.listen(BACKLOG)  # connections wait there while no worker is ready
-        size_bytes = SharedCounters.size_bytes(self._workers, COUNTS)
-        self._memory = shared_memory(size_bytes)
-        self._counters = SharedCounters(mmap.mmap(self._memory, size_bytes), self._workers, COUNTS)
-        return ParentTable(ledger=SharedLedger(self._counters, None), link_grace_s=self._link_grace_s)
+        self._doors: FrontDoors | None = None
+        self._stack = ExitStack()
+        if workers > 1:
+            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="epd-")))
+            self._doors = FrontDoors(
+                self.settings,
+                listening,
+                folder / "feed",
+                workers=workers,
+                grace_s=grace_s,
+                drain_s=drain_s,
+                say=say,
+                launch_id=launch_id,
+                link_grace_s=link_grace_s,
+            )
+            self._doors.publish((), ())  # whoever comes is told to the table
+            self.background: Background = self._doors.background
+            self.table: InstanceTable = self._doors.table
+        else:
+            self.background, self.table = _alone(link_grace_s)
 
     async def serve(self, members: Membership | None = None, cluster_key: str = "") -> None:
         """Until cancelled. The web framework loads in a thread, while others in this loop go on.
@@ -106,35 +97,32 @@ class Front:
         Raises:
             EpdError: a worker does not start.
         """
-        framework = self._workers == 1 or self._admin is not None
-        await asyncio.to_thread(importlib.import_module, "proxy.http.app" if framework else "proxy.workers.hub")
+        if self._doors is None or self._admin is not None:
+            await asyncio.to_thread(importlib.import_module, "proxy.http.app")
         from proxy.errors import most_telling
 
         assert members is None or self._admin is not None, "members call on the admin listener"
-        answers = self._here() if self._workers == 1 else self._by_workers()
+        answers = self._here() if self._doors is None else self._by_processes(self._doors)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(answers.serving)
                 if self._admin is not None:
-                    group.create_task(self._serve_admin(self._admin, answers, members, cluster_key))
+                    group.create_task(
+                        serve_admin(
+                            self._admin,
+                            self.table,
+                            answers.metrics,
+                            grace_s=self._grace_s,
+                            circuits=answers.circuits,
+                            members=members,
+                            cluster_key=cluster_key,
+                        )
+                    )
         except BaseExceptionGroup as failed:
             raise most_telling(failed) from None
         finally:
             await self.background.stop()
-
-    async def _serve_admin(self, admin: Admin, answers: _Answers, members: Membership | None, cluster_key: str) -> None:
-        from proxy.http.admin import create_admin
-        from proxy.server.uvicorn_server import serve
-
-        app = create_admin(
-            self.table,
-            answers.metrics,
-            key=admin.key,
-            circuits=answers.circuits,
-            members=members,
-            cluster_key=cluster_key,
-        )
-        await serve(app, "", 0, sockets=[admin.listening], grace_s=self._grace_s, background=self.background)
+            self._stack.close()
 
     def _here(self) -> _Answers:
         from proxy.http.app import create_app
@@ -150,38 +138,9 @@ class Front:
         serving = serve(app, *self._at, sockets=[self._listening], grace_s=self._grace_s, background=self.background)
         return _Answers(serving, metrics, pipeline.circuits)
 
-    def _by_workers(self) -> _Answers:
-        from deploy.launch.proxy_workers import ProxyWorkers
-        from proxy.workers.hub import WorkerHub
-        from proxy.workers.limit_shares import share_of
-        from proxy.workers.roster import ParentTable
-        from proxy.workers.wire import Setup
-
-        assert isinstance(self.table, ParentTable), "made for several workers"
-        share = share_of(self.settings, self._workers)
-        common = Setup(share, 0, self._workers, self._grace_s, self._drain_s, self._link_grace_s)
-        hub = WorkerHub(self.table, common, self.background)
-        self._serves(hub)
-        environment = {**module_environment(), LAUNCHER_PID_ENV: str(os.getpid())}
-        if self._launch_id:
-            environment[LAUNCH_ENV] = self._launch_id
-        workers = ProxyWorkers(
-            hub,
-            self._counters,
-            self._memory,
-            self._listening,
-            environment,
-            grace_s=self._grace_s,
-            say=self._say,
-        )
-        return _Answers(self._run(workers), hub.metrics)
-
-    async def _run(self, workers: ProxyWorkers) -> None:
-        try:
-            await workers.run()
-        finally:
-            self._listening.close()
-            os.close(self._memory)
+    def _by_processes(self, doors: FrontDoors) -> _Answers:
+        self._serves(doors)
+        return _Answers(doors.serve(), doors.metrics)
 
 
 @dataclass(frozen=True)
@@ -191,3 +150,11 @@ class _Answers:
     serving: Coroutine[None, None, None]
     metrics: Callable[[], Awaitable[bytes]]
     circuits: Circuits | None = None
+
+
+def _alone(link_grace_s: float) -> tuple[Background, InstanceTable]:
+    """Of a proxy in this process."""
+    from proxy.background import Background
+    from proxy.registry.table import InstanceTable
+
+    return Background(), InstanceTable(link_grace_s=link_grace_s)

@@ -67,7 +67,7 @@ def members(launch: str) -> list[int]:
 
 
 def worker_pids(launch: str) -> list[int]:
-    return [pid for pid in members(launch) if b"deploy.launch.proxy_worker" in command_line(pid)]
+    return [pid for pid in members(launch) if b"deploy.front.process" in command_line(pid)]
 
 
 def command_line(pid: int) -> bytes:

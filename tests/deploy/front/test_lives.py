@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -15,23 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from starlette.types import Receive, Scope, Send
 
 from deploy.host import processes
 from deploy.host.environment import LAUNCHER_PID_ENV
 from deploy.host.ports import free_ports
-from deploy.launch.proxy_workers import ProxyWorkers
-from epd_serve.errors import EpdError
 from epd_serve.roles import Role
-from proxy.background import Background
-from proxy.workers.hub import WorkerHub
-from proxy.workers.roster import ParentTable
-from proxy.workers.shared_counters import SharedCounters, shared_memory
-from proxy.workers.shared_ledger import COUNTS, SharedLedger
-from proxy.workers.wire import Setup
 from tests.deploy.launched import REPOSITORY, FakeLaunch
-from tests.proxy.fakes import FakeStage, answer, once, served, settings, text_body
+from tests.proxy.fakes import FakeStage, answer, once, served, text_body
 from tests.waiting import until, wait_for
 
 DEADLINE_S = 60.0
@@ -159,27 +148,12 @@ def are_gone(pids: set[int]) -> bool:
     return not any(found is not None and not found.dead for found in map(processes.stat, pids))
 
 
-async def test_a_worker_that_does_not_start_ends_the_launch() -> None:
-    memory = shared_memory(SharedCounters.size_bytes(1, COUNTS))
-    counters = SharedCounters(mmap.mmap(memory, 0), 1, COUNTS)
-    table = ParentTable(ledger=SharedLedger(counters, None))
-    hub = WorkerHub(table, Setup(settings(), 0, 1, 1.0, 1.0, 1.0), Background())
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        environment = {**os.environ, "PYTHONHOME": "/nonexistent"}  # installed or not, Python itself does not start
-        workers = ProxyWorkers(hub, counters, memory, listening, environment, grace_s=1.0, say=lambda line: None)
-        with pytest.raises(EpdError, match="proxy worker 0 did not start: exit code 1"):
-            async with asyncio.timeout(DEADLINE_S):
-                await workers.run()
-    os.close(memory)
-
-
 def test_a_launch_with_workers_serves_and_ctrl_c_leaves_nothing(launch: Callable[..., FakeLaunch]) -> None:
     one = launch("(E-P)-D", "+workers=2")
     one.wait_ready()
     launch_id = one.run_path.name
     wait_for(lambda: all(row["up"] for row in one.instances().values()), "all up")
     assert len(one.instances()) == 3
-    out, err = one.end(signal.SIGINT)
+    _, err = one.end(signal.SIGINT)
     assert one.process.returncode == 0, err
-    assert "Ready" in out or "ready" in out
     one.assert_nothing_remains(launch_id)

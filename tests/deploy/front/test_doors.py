@@ -1,0 +1,262 @@
+"""Front doors as their parent has them: real processes, told of the deployment, killed, stopped, replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import pytest
+
+from deploy.front import doors as front_doors
+from deploy.front.doors import FrontDoors
+from deploy.host import processes
+from deploy.runtime.protocol import Observed, Order, Phase, Spec
+from epd_serve.errors import EpdError
+from epd_serve.instances import Instance
+from epd_serve.roles import Role
+from proxy.config.limits import Timeouts
+from proxy.config.settings import ProxySettings
+from proxy.registry.instance_state import Work
+from proxy.server.uvicorn_server import bind
+from tests.proxy.fakes import FakeStage, answer, once, served, settings, text_body
+from tests.waiting import PATIENCE_S, until
+
+PATIENT = settings(timeouts=Timeouts())  # requests are held for as long as a test takes
+
+
+@dataclass
+class House:
+    """Front doors with instances behind them, which this process plays."""
+
+    doors: FrontDoors
+    url: str
+    stages: dict[str, FakeStage]
+    observed: dict[str, Observed]
+    serving: asyncio.Task[None]
+    lines: list[str]
+
+    def publish(self) -> None:
+        self.doors.publish(self.observed.values(), {Role.PD})
+
+    def phase(self, name: str, phase: Phase, **more: Any) -> None:
+        self.observed[name] = replace(self.observed[name], phase=phase, **more)
+        self.publish()
+
+    async def ask(self, path: str = "") -> httpx.Response:
+        """On a connection of its own, so that any of them may take it."""
+        async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S, trust_env=False) as client:
+            if path:
+                return await client.get(path)
+            return await client.post("/v1/chat/completions", json=text_body())
+
+    async def is_answered(self) -> bool:
+        """Or its connection broke."""
+        with suppress(httpx.TransportError):
+            return (await self.ask()).status_code == 200
+        return False
+
+    async def in_all(self, path: str, **expected: Any) -> None:
+        async def told() -> bool:
+            answers = [(await self.ask(path)).json() for _ in range(4)]
+            return all(one.get(name) == value for one in answers for name, value in expected.items())
+
+        await until(told, f"{expected} of {path}")
+
+    def pid(self, number: int = 0) -> int:
+        return self.doors.pids[f"front.{number}"]
+
+
+@asynccontextmanager
+async def house(*names: str, workers: int = 1, config: ProxySettings = PATIENT) -> AsyncIterator[House]:
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory())
+        listening = stack.enter_context(bind("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        stages, observed = {}, {}
+        for name in names:
+            stages[name] = FakeStage(name, Role.PD)
+            instance = Instance(name, Role.PD, await stack.enter_async_context(served(stages[name])), "one")
+            observed[name] = Observed(Order(name, Spec(Role.PD, (0,), "d")), Phase.UP, instance, ever_up=True, up_s=1.0)
+        lines: list[str] = []
+        doors = FrontDoors(
+            config, listening, Path(folder) / "feed", workers=workers, grace_s=1.0, drain_s=PATIENCE_S, say=lines.append
+        )
+        serving = asyncio.create_task(doors.serve())
+        one = House(doors, url, stages, observed, serving, lines)
+        one.publish()
+        try:
+            await doors.ready()
+            yield one
+        finally:
+            serving.cancel()
+            await asyncio.wait([serving])
+        assert not doors.pids and not (Path(folder) / "feed").is_socket()
+
+
+async def test_one_that_is_killed_leaves_the_others_serving_and_is_followed_by_another() -> None:
+    released = asyncio.Event()
+    async with house("PD0", workers=2) as h:
+        h.stages["PD0"].usual = once(released, answer)
+        asked = [asyncio.create_task(h.is_answered()) for _ in range(8)]
+        await until(lambda: h.stages["PD0"].active == 8)
+        assert h.doors.leases("PD0")[Work.DECODE] == 8
+        victim, other = h.pid(0), h.pid(1)
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: h.doors.leases("PD0")[Work.DECODE] == 8 - sum(one.done() for one in asked))
+        await until(lambda: h.doors.pids.get("front.0") not in (victim, None), "another one")
+        released.set()
+        answered = await asyncio.gather(*asked)
+        assert True in answered and False in answered, "those of the one that was killed, and no others, were cut"
+        assert (await h.ask()).status_code == 200
+        assert h.pid(1) == other
+        assert any("killed by SIGKILL; another starts" in line for line in h.lines)
+
+
+async def test_where_there_is_only_one_connections_wait_for_the_next() -> None:
+    async with house("PD0") as h:
+        os.kill(h.pid(), signal.SIGKILL)
+        answers = await asyncio.gather(*(h.is_answered() for _ in range(8)))
+        assert answers.count(False) <= 1, "one may have been taken just before"
+        assert (await h.ask()).status_code == 200
+
+
+async def test_all_have_seen_what_was_said_when_seen_returns() -> None:
+    async with house("PD0", "PD1", workers=2) as h:
+        for _ in range(20):
+            for drained, left in (("PD0", "PD1"), ("PD1", "PD0")):
+                h.doors.take_back(left)
+                h.doors.drain(drained)
+                await h.doors.seen()
+                before = len(h.stages[drained].calls)
+                assert {(await h.ask()).status_code for _ in range(2)} == {200}
+                assert len(h.stages[drained].calls) == before
+        assert not any("ended" in line for line in h.lines)
+
+
+async def test_one_that_hangs_is_replaced_when_all_have_to_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with house("PD0", workers=2) as h:
+        hung = h.pid(0)
+        os.kill(hung, signal.SIGSTOP)
+        h.doors.drain("PD0")
+        async with asyncio.timeout(PATIENCE_S):
+            await h.doors.seen()
+        assert h.doors.pids.get("front.0") != hung and processes.stat(hung) is None
+        await h.in_all("/health", status="unavailable")
+
+
+async def test_who_drains_is_given_nothing_and_finishes_what_it_has() -> None:
+    released = asyncio.Event()
+    async with house("PD0", "PD1", workers=2) as h:
+        h.stages["PD0"].usual = once(released, answer)
+        h.phase("PD1", Phase.DRAINING)
+        await h.doors.seen()
+        held = [asyncio.create_task(h.ask()) for _ in range(4)]
+        await until(lambda: h.stages["PD0"].active == 4)
+        h.phase("PD1", Phase.UP)
+        h.phase("PD0", Phase.DRAINING)
+        await h.doors.seen()
+        assert {(await h.ask()).status_code for _ in range(4)} == {200}
+        assert h.doors.leases("PD0") == {Work.ENCODE: 0, Work.PREFILL: 0, Work.DECODE: 4}
+        assert h.doors.leases("PD1")[Work.DECODE] == 0 and len(h.stages["PD1"].calls) == 4
+        released.set()
+        assert {(await one).status_code for one in held} == {200}
+        await until(lambda: not h.doors.leases("PD0")[Work.DECODE])
+        del h.observed["PD0"]
+        h.publish()
+        await h.doors.seen()
+        assert h.doors.leases("PD0") == {} and (await h.ask()).status_code == 200
+
+
+async def test_an_instance_that_was_drained_by_name_is_so_until_it_is_taken_back() -> None:
+    async with house("PD0") as h:
+        h.doors.drain("PD0")
+        h.phase("PD0", Phase.DOWN, reason="died")
+        h.phase("PD0", Phase.UP, instance=replace(h.doors.table.instance("PD0"), incarnation="two"))
+        await h.in_all("/health", status="unavailable")
+        h.doors.take_back("PD0")
+        await h.in_all("/health", status="ok")
+
+
+async def test_requests_wait_in_a_pause_through_a_change_and_are_answered_after_it() -> None:
+    async with house("PD0", workers=2) as h:
+        h.doors.pause(PATIENCE_S)
+        await h.doors.seen()
+        asked = [asyncio.create_task(h.ask()) for _ in range(8)]
+        await until(lambda: h.doors.running == 8)
+        instance = h.observed["PD0"].instance
+        assert instance is not None and h.doors.leases("PD0")[Work.DECODE] == 0
+        h.phase("PD0", Phase.STOPPING)
+        await h.in_all("/ready", status="paused")
+        h.phase("PD0", Phase.UP, instance=replace(instance, incarnation="two"))
+        h.doors.resume()
+        assert {(await one).status_code for one in asked} == {200} and h.doors.paused_s == 0
+
+
+async def test_they_are_replaced_one_by_one_and_nobody_notices() -> None:
+    released = asyncio.Event()
+    async with house("PD0", workers=2) as h:
+        before = dict(h.doors.pids)
+        h.stages["PD0"].usual = once(released, answer)
+        held = [asyncio.create_task(h.ask()) for _ in range(6)]
+        await until(lambda: h.stages["PD0"].active == 6)
+        replacing = asyncio.create_task(h.doors.restart(replace(PATIENT, served_models=("demo", "another"))))
+        await until(lambda: len(set(h.doors.pids.values()) - set(before.values())) == 1)
+        assert {(await h.ask("/health")).status_code for _ in range(8)} == {200}
+        released.set()
+        await replacing
+        assert {(await one).status_code for one in held} == {200}
+        assert not set(h.doors.pids.values()) & set(before.values()) and len(h.doors.pids) == 2
+        assert [one["id"] for one in (await h.ask("/v1/models")).json()["data"]] == ["demo", "another"]
+        assert {(await h.ask()).status_code for _ in range(4)} == {200}
+        assert h.doors.leases("PD0")[Work.DECODE] == 0
+
+
+async def test_those_there_are_stay_where_another_one_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with house("PD0") as h:
+        before = dict(h.doors.pids)
+        assert h.doors._lives is not None
+        monkeypatch.setattr(h.doors._lives, "_environment", {**os.environ, "PYTHONHOME": "/nonexistent"})
+        with pytest.raises(EpdError, match="did not start: exit code 1"):
+            await h.doors.restart()
+        assert h.doors.pids == before and (await h.ask()).status_code == 200
+
+
+async def test_the_end_waits_for_what_is_under_way_in_all_of_them() -> None:
+    released = asyncio.Event()
+    async with house("PD0", workers=2) as h:
+        h.stages["PD0"].usual = once(released, answer)
+        held = [asyncio.create_task(h.ask()) for _ in range(4)]
+        await until(lambda: h.stages["PD0"].active == 4)
+        h.doors.announce()
+        await h.in_all("/ready", status="draining")
+        h.doors.begin()
+        idle = asyncio.create_task(h.doors.idle())
+        await until(lambda: h.doors.running == 4)
+        os.kill(h.pid(0), signal.SIGKILL)
+        await until(lambda: h.doors.running == 4 - sum(one.done() for one in held))
+        assert not idle.done()
+        assert (await h.ask()).status_code == 503, "the one that follows knows of it, too"
+        released.set()
+        async with asyncio.timeout(PATIENCE_S):
+            await idle
+        await asyncio.gather(*held, return_exceptions=True)
+
+
+async def test_one_that_does_not_start_ends_the_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = {"PYTHONHOME": "/nonexistent"}  # installed or not, Python itself does not start
+    monkeypatch.setattr(front_doors, "module_environment", lambda: {**os.environ, **broken})
+    with bind("127.0.0.1", 0) as listening:
+        doors = FrontDoors(
+            PATIENT, listening, tmp_path / "feed", workers=1, grace_s=1.0, drain_s=1.0, say=lambda line: None
+        )
+        with pytest.raises(EpdError, match="proxy worker 0 did not start: exit code 1"):
+            async with asyncio.timeout(PATIENCE_S):
+                await doors.serve()
