@@ -112,10 +112,15 @@ class Instances:
                 await self._changed.wait()
 
     def _tell_stages(self) -> None:
-        """Who is there, and in which part, where that has changed."""
+        """Who is there, and in which part, where that has changed. What cannot be written is with the next change."""
         peers = [kept.peer(self._site) for kept in self.kept.values()]
-        if peers != self._peers:
+        if peers == self._peers:
+            return
+        try:
             write_peers(self._site.run.peers, peers)
+        except OSError as error:
+            self._say(f"warning: stages are not told who is there: {error}")
+        else:
             self._peers = peers
 
     # --- what the supervisor says ---------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Connects one instance to the rest of its node: its port, its sockets, the arena. Pure; the one place that does it.
 
-What an instance is, its spec says (`deploy/plan/specs.py`); here it gets a name and addresses, for one life.
+What an instance is, its spec says (`deploy/agent/specs.py`); here it gets a name and addresses, for one life.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import sys
 from collections import deque
@@ -45,6 +46,10 @@ class Subject:
         """Its next start does."""
         raise NotImplementedError
 
+    def forgives(self, name: str) -> None:
+        """It does not, after all."""
+        raise NotImplementedError
+
     async def kill(self, name: str) -> None:
         raise NotImplementedError
 
@@ -75,6 +80,9 @@ class InMemory(Subject):
     def fails(self, name: str) -> None:
         self.runtime.fates[name] = deque([Fate.FAILS])
 
+    def forgives(self, name: str) -> None:
+        self.runtime.fates.pop(name, None)
+
     async def kill(self, name: str) -> None:
         self.runtime.kill(name)
 
@@ -98,6 +106,9 @@ class OfProcesses(Subject):
 
     def fails(self, name: str) -> None:
         self._stages.failing.add(name)
+
+    def forgives(self, name: str) -> None:
+        self._stages.failing.discard(name)
 
     async def kill(self, name: str) -> None:
         one = (await self.seen(lambda all_: all_[name].pid))[name]
@@ -267,6 +278,45 @@ async def test_one_with_one_half_stays_what_it_is(subject: Subject) -> None:
     assert (await subject.seen(lambda _: True))["P0"].order == P
 
 
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_is_asked_the_last_word_counts(subject: Subject, seed: int) -> None:
+    chance = random.Random(seed)
+
+    async def asks(order: Order) -> None:
+        for _ in range(8):
+            await asyncio.sleep(chance.choice((0.0, 0.0, 0.02, 0.2)))
+            match chance.choice(("start", "drain", "stop", "give up on a stop", "kill", "fail")):
+                case "start":
+                    await subject.runtime.start(order)
+                case "drain":
+                    await subject.runtime.drain(order.id)
+                case "stop":
+                    await subject.runtime.stop(order.id, chance.choice((0.0, 1.0)))
+                case "give up on a stop":
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(subject.runtime.stop(order.id, 1.0), 0.01)
+                    await subject.runtime.stop(order.id, 1.0)
+                case "kill":
+                    if (await subject.seen(lambda _: True)).get(order.id, Observed(order, Phase.DOWN)).pid:
+                        with contextlib.suppress(ProcessLookupError, TimeoutError):
+                            await asyncio.wait_for(subject.kill(order.id), 1.0)
+                case "fail":
+                    subject.fails(order.id)
+        await subject.runtime.stop(order.id, 1.0)
+        subject.forgives(order.id)
+        await subject.runtime.start(order)
+
+    all_ = (E, P, D, Order("D1", D.spec))
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
+        for order in all_:
+            group.create_task(asks(order))
+    found = await subject.seen(lambda seen: len(seen) == 4 and all(one.phase is Phase.UP for one in seen.values()))
+    assert {one.order for one in found.values()} == set(all_)
+    for order in all_:
+        await subject.runtime.stop(order.id, 1.0)
+    assert await subject.seen(lambda _: True) == {}
+
+
 # --- the agent alone ----------------------------------------------------------------------------------------------
 
 
@@ -308,6 +358,23 @@ async def test_nothing_is_left_of_one_that_was_stopped_nor_of_all_when_the_agent
         assert not processes.group_members(groups["P0"]) and not run.socket("P0.load").exists()
         assert processes.group_members(groups["E0"])
     assert not processes.group_members(groups["E0"])
+
+
+async def test_a_full_disk_keeps_nobody_from_being_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with processes_below(tmp_path) as (agent, stages, run):
+        subject = OfProcesses(agent, stages)
+        await subject.up(E, P)
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("deploy.agent.instances.write_peers", full)
+            await agent.stop("P0", 1.0)
+            assert set(await subject.seen(lambda _: True)) == {"E0"}
+            assert "P0" in run.peers.read_text()
+        await agent.drain("E0")
+        assert "P0" not in run.peers.read_text()
 
 
 async def test_a_node_tells_its_room_and_how_long_starts_take(tmp_path: Path) -> None:
