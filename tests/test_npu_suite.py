@@ -169,6 +169,7 @@ def test_the_usual_parts_take_25_minutes_and_each_has_time_for_twice_its_estimat
 
 def test_parts_that_are_named_bring_those_they_need_in_order():
     assert [part.name for part in chosen("ep-d,ops")] == ["ops", "plain", "ep-d"]
+    assert [part.name for part in chosen("ep-d,ops", needed=False)] == ["ops", "ep-d"]  # what `--again` repeats
     assert {"storm", "faults"} <= {part.name for part in chosen("all")} - {part.name for part in chosen("")}
     with pytest.raises(ValueError, match="no part 'opps': ops, plain"):
         chosen("opps")
@@ -268,7 +269,7 @@ def parts(tmp_path, monkeypatch):
 
     def made(*names: str, limit_s: float = 60.0, cpu_s: float = 1.0) -> None:
         found = tuple(Part(name, name, f"made_parts:{name}", 1.0, cpu_s, limit_s) for name in names)
-        monkeypatch.setattr(run, "chosen", lambda asked: found)
+        monkeypatch.setattr(run, "chosen", lambda asked, **_: found)
 
     yield made
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -359,7 +360,7 @@ from tests.npu import run
 from tests.npu.plan import Part
 
 name, build = sys.argv[1:]
-run.chosen = lambda asked: (Part(name, name, f"made_parts:{name}", 1.0, 1.0, 60.0),)
+run.chosen = lambda asked, **_: (Part(name, name, f"made_parts:{name}", 1.0, 1.0, 60.0),)
 run._Run.machine = lambda self: None
 sys.exit(run.main([], Path(build)))
 """

@@ -55,8 +55,9 @@ PARTS = (
 BUDGET_S = 1500.0
 
 
-def chosen(names: str) -> tuple[Part, ...]:
-    """The parts of `a,b` with those that they need, in order; the usual ones for "", every one for `all`.
+def chosen(names: str, *, needed: bool = True) -> tuple[Part, ...]:
+    """The parts of `a,b` in order, with `needed` those whose results they read, too; the usual ones for "", every one
+    for `all`.
 
     Raises:
         ValueError: no part has that name.
@@ -67,8 +68,8 @@ def chosen(names: str) -> tuple[Part, ...]:
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if unknown := [name for name in wanted if name not in known]:
         raise ValueError(f"no part {unknown[0]!r}: {', '.join(known)}")
-    needed = {*wanted, *(other for name in wanted for other in known[name].first)}
-    return tuple(part for part in PARTS if part.name in needed)
+    others = {other for name in wanted for other in known[name].first} if needed else set()
+    return tuple(part for part in PARTS if part.name in {*wanted, *others})
 
 
 def lines(parts: Sequence[Part], kind: str) -> list[str]:
