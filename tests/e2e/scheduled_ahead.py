@@ -69,7 +69,7 @@ def register() -> None:
         print(SAID.format(vllm_config.max_concurrent_batches), file=sys.stderr, flush=True)
 
     check_and_update_config.epd_test = True  # type: ignore[attr-defined]
-    CpuPlatform.check_and_update_config = check_and_update_config  # type: ignore[method-assign]
+    CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)  # type: ignore[method-assign, assignment]
     torch.Event = _Event  # type: ignore[misc, assignment]
     torch.cuda.Stream = _Stream  # type: ignore[misc, assignment]
     torch.cuda.current_stream = _Stream  # type: ignore[assignment]

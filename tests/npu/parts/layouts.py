@@ -49,9 +49,8 @@ def pd_mooncake(rig: Rig) -> None:
 
 
 def ep_d(rig: Rig) -> None:
-    right = reference(rig.report)
     with served(rig, "(E-P)-D") as launch:
-        same_tokens(launch, right)
+        same_tokens(launch, reference(rig.report))
         features(launch)
         transfers(launch)
 
@@ -62,20 +61,22 @@ def storm(rig: Rig) -> None:
 
 
 def _pd(rig: Rig, transport: str) -> None:
-    right = reference(rig.report)
     os.environ[WITNESS_ENV] = "1"  # of the stages; what it costs is in the times of this part, not in `exposed`'s
     # The rehearsal, too, starts them as a card's are: as programs of their own; its other parts fork them.
     started = ("--stage-template", "never") if transport == "shm" else ()
     with served(rig, "P-D", "--kv-transport", transport, *started) as launch:
         rig.row("kv_link", _link(launch))
-        same_tokens(launch, right)
+        same_tokens(launch, reference(rig.report))
         transfers(launch)
         checksums(launch)
 
 
-def same_tokens(launch: CardServing, right: Reference) -> None:
+def same_tokens(launch: CardServing, right: Reference | None) -> None:
     """One at a time, then eight pictures at once; a difference has to be where plain vLLM itself was undecided."""
     rig = launch.rig
+    if right is None:
+        rig.check(False, "greedy tokens are plain vLLM's", "part plain has left none to compare with")
+        return
     for name, body in ONE_AT_A_TIME.items():
         ours, theirs = answered(launch, body)[0], right.alone[name]
         why, near = difference(ours, theirs), is_near_tie(ours, theirs, right.near_tie)
