@@ -28,10 +28,10 @@ from bench.clients.flags import (
 )
 from bench.clients.measure import Rules
 from bench.clients.sender import Bounds
-from bench.example_proxies import add_peer_flags, given_peers
 from bench.record import add_arguments as add_record_arguments
 from bench.record import busy, environment, write
 from bench.served import scratch
+from bench.started import add_peer_flags, given_peers
 from bench.sweep.experiment import LATE_MS, PEERS, Experiment, deployments
 from bench.sweep.stages import SentRequests, Stages
 from bench.sweep.store import RESULT, ResultStore, opened, summary
@@ -73,7 +73,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     when.add_argument("--rates-per-device", action="store_true", help="--rates are of each device (EPD-Serve §4.1)")
     kept = parser.add_argument_group("what is kept")
     kept.add_argument("--out", type=Path, required=True, metavar="DIR", help="results; a second call goes on there")
-    kept.add_argument("--fresh", action="store_true", help="begin anew in --out: what it holds is removed")
     quick = f"rates {QUICK_RATES}, {QUICK_S:g} s each: six layouts within 8 minutes on two cores"
     add_record_arguments(parser, quick=quick)
 
@@ -166,7 +165,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         stages.check(experiment)
         if warning := busy(env):
             print(warning, file=sys.stderr)
-        with opened(arguments.out, experiment, fresh=arguments.fresh) as stores:
+        with opened(arguments.out, experiment) as stores:
             ended_by = _measure(experiment, stages, stores)
             figures, env, rows = summary(experiment, stores, env)
             write(arguments.out / RESULT, figures, env, rows, "--out")

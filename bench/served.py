@@ -57,7 +57,7 @@ LOGS_ENV = "EPD_BENCH_LOGS"
 
 START_S = 600.0
 STOP_S = 60.0
-_READY = re.compile(r"^Ready in ([\d.]+) s: .* serves (\S+)$", re.MULTILINE)
+_READY = re.compile(r"^Ready in [\d.]+ s: .* serves (\S+)$", re.MULTILINE)
 _STAGE = re.compile(r"^\s+(\w+)\s+(\w+)\s+[\d,]+ .*\s(\d+)$", re.MULTILINE)
 
 
@@ -76,7 +76,7 @@ class Served:
 
     Attributes:
         name: the layout, or what its caller calls it. url: the proxy.
-        ready_s: from the start of the process to its ready message; own_ready_s: what that says.
+        ready_s: from the start of the process to its ready message;
         cpu_parts: its processes. traces: folder of the phase stamps. run: its run directory, with the stages' sockets.
     """
 
@@ -85,7 +85,6 @@ class Served:
     model: str
     cpu_parts: Parts
     ready_s: float
-    own_ready_s: float
     stages: tuple[Stage, ...]
     traces: Path = field(compare=False)
     run: Path = field(compare=False, default=Path())
@@ -95,13 +94,13 @@ class Served:
         return next((f"http://127.0.0.1:{stage.port}" for stage in self.stages if stage.role == role), None)
 
 
-def parse_ready(text: str) -> tuple[float, str, tuple[Stage, ...]] | None:
-    """(seconds, model, instances) of a ready message, or None while there is none in `text`."""
+def parse_ready(text: str) -> tuple[str, tuple[Stage, ...]] | None:
+    """(model, instances) of a ready message, or None while there is none in `text`."""
     ready = _READY.search(text)
     if ready is None or "Ctrl-C" not in text:
         return None
     stages = tuple(Stage(name, role, int(port)) for name, role, port in _STAGE.findall(text))
-    return float(ready[1]), ready[2], stages
+    return ready[1], stages
 
 
 @contextlib.contextmanager
@@ -123,11 +122,11 @@ def served(layout: str, flags: Sequence[str] = (), *, name: str = "", traced: bo
         begun = time.monotonic()
         launcher = stack.enter_context(started(argv, folder / "launcher.log", name=layout, out=said, stop_s=STOP_S))
         stack.callback(_keep_logs, name or layout, folder)  # before it is stopped, which removes them
-        own_s, model, stages = launcher.ready(lambda: parse_ready(said.read_text(encoding="utf-8")), START_S)
+        model, stages = launcher.ready(lambda: parse_ready(said.read_text(encoding="utf-8")), START_S)
         ready_s = time.monotonic() - begun
         processes = parts(launcher.process.pid, groups(folder / "run"))
         (run,) = (found.parent for found in (folder / "run").glob("*/groups.jsonl"))
-        yield Served(name or layout, f"http://127.0.0.1:{port}", model, processes, ready_s, own_s, stages, traces, run)
+        yield Served(name or layout, f"http://127.0.0.1:{port}", model, processes, ready_s, stages, traces, run)
 
 
 @contextlib.contextmanager

@@ -1,27 +1,32 @@
 """Commands that a measurement starts: run beside it, waited for until they are ready, ended with it.
 
 Owns the process, its log and its end, also after a measurement that was killed. When a command is ready, its caller
-knows.
+knows. Among them the example proxies of vLLM and vllm-ascend, and any other proxy that is run beside ours: an example
+is a script that the user brings (docs/measuring/layouts.md says where they are), and runs as it is.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 
 from bench.record import ROOT
 from deploy.host.parent_death_exec import parent_death_exec
 from deploy.host.processes import Killing, group_members
-from epd_serve.errors import StageError
+from epd_serve.errors import ConfigError, StageError
 
 LOOK_EVERY_S = 0.02
 TRACKER_S = 10.0
@@ -113,3 +118,77 @@ def answers(url: str, says: str = "") -> bool:
     except httpx.HTTPError:
         return False
     return answer.status_code == 200 and says in answer.text
+
+
+START_S = 60.0
+
+
+class Rival(NamedTuple):
+    """Something that answers requests. `pids`: its processes, none where their CPU time is not asked for."""
+
+    name: str
+    url: str
+    pids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An example proxy. `flag`: names the script. `title`: in tables and figures."""
+
+    name: str
+    flag: str
+    title: str
+
+    def argv(self, script: Path, port: int, encoders: Sequence[str], decoders: Sequence[str]) -> list[str]:
+        """Returns its command line, in front of these E and PD (URLs)."""
+        flags = ["--host", "127.0.0.1", "--port", str(port)]
+        if self is VLLM:
+            flags += ["--encode-servers-urls", ",".join(encoders), "--prefill-servers-urls", "disable"]
+            return [sys.executable, str(script), *flags, "--decode-servers-urls", ",".join(decoders)]
+        for name, urls in (("encoder", encoders), ("pd", decoders)):
+            parts = [urlsplit(url) for url in urls]
+            flags += [f"--{name}-hosts", *(str(part.hostname) for part in parts)]
+            flags += [f"--{name}-ports", *(str(part.port) for part in parts)]
+        return [sys.executable, str(script), *flags]
+
+
+VLLM = Peer("vllm_example", "--peer-vllm", "vLLM's example proxy")
+ASCEND = Peer("vllm_ascend_example", "--peer-ascend", "vllm-ascend's example proxy")
+PEERS = (VLLM, ASCEND)
+
+
+def add_peer_flags(parser: argparse._ActionsContainer) -> None:
+    """A flag for each script; there is no other way to have one, since nothing is fetched."""
+    for peer in PEERS:
+        parser.add_argument(peer.flag, type=Path, metavar="FILE", help=f"{peer.title}, which you bring")
+
+
+def given_peers(arguments: argparse.Namespace) -> dict[Peer, Path]:
+    """The scripts that are given. Raises ConfigError where one is not there."""
+    paths = {peer: getattr(arguments, peer.flag.removeprefix("--").replace("-", "_")) for peer in PEERS}
+    given = {peer: path.resolve() for peer, path in paths.items() if path is not None}
+    for peer, path in given.items():
+        if not path.is_file():
+            raise ConfigError(f"{peer.flag} {path}: there is no such file", param=peer.flag)
+    return given
+
+
+@contextlib.contextmanager
+def running(name: str, port: int, argv: Sequence[str]) -> Iterator[Rival]:
+    """Run `argv` until the context ends; its output goes to a file that is shown when it does not start.
+
+    Raises:
+        StageError: it ended, or did not listen on `port` within `START_S`.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="epd-bench-") as folder,
+        started(argv, Path(folder) / "log", name=name) as process,
+    ):
+        process.ready(lambda: _listens(port), START_S)
+        yield Rival(name, f"http://127.0.0.1:{port}", (process.process.pid,))
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
+        return True
+    return False

@@ -19,7 +19,7 @@ from bench.clients.measure import Plan, Rules
 from bench.clients.sender import Bounds
 from bench.clients.slo import PAPER, Slo
 from bench.clients.sweep import label_of
-from bench.example_proxies import PEERS as EXAMPLES
+from bench.started import PEERS as EXAMPLES
 from bench.workloads.requests import Arrivals, arrivals_at
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout
@@ -61,7 +61,6 @@ class Deployment:
         layout: in its canonical form; plain vLLM is the layout that it amounts to.
         devices: how many it occupies.
         flags: of `epd-serve serve`, or of each plain vLLM.
-        slug: the name of its folder.
     """
 
     name: str
@@ -69,7 +68,11 @@ class Deployment:
     devices: Annotated[int, msgspec.Meta(ge=1)]
     served_by: ServedBy = ServedBy.LAYOUT
     flags: tuple[str, ...] = ()
-    slug: str = ""
+
+    @property
+    def slug(self) -> str:
+        """The name of its folder: its own, with _ for what a file name should not have."""
+        return _UNSAFE.sub("_", self.name)
 
     @property
     def baseline(self) -> bool:
@@ -115,23 +118,13 @@ def deployments(
         if not driven:
             raise ConfigError(f"--{peer}: no layout of {layouts} is one for it: {WHY_NO_PEER}", param=f"--{peer}")
         made += [replace(one, name=f"{PEERS[peer].title} over {one.name}", served_by=peer) for one in driven]
-    return _with_slugs(made)
+    return tuple(made)
 
 
 def _servable(name: str) -> Layout:
     layout = parse(name)
     check_servable(layout)
     return layout
-
-
-def _with_slugs(made: Sequence[Deployment]) -> tuple[Deployment, ...]:
-    """Each with a folder of its own: its name, with _ for what a file name should not have."""
-    slugs: list[str] = []
-    for one in made:
-        base = _UNSAFE.sub("_", one.name)
-        same = sum(slug == base or slug.startswith(f"{base}.") for slug in slugs)
-        slugs.append(f"{base}.{same + 1}" if same else base)
-    return tuple(replace(one, slug=slug) for one, slug in zip(made, slugs, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

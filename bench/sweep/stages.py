@@ -28,9 +28,9 @@ from bench.clients.results import RecordsFile
 from bench.clients.sender import Bounds
 from bench.clients.sweep import one_run
 from bench.clients.target import Target
-from bench.example_proxies import running as rival
 from bench.record import environment, flatten
 from bench.served import Served, served
+from bench.started import running as rival
 from bench.sweep.experiment import PEERS, Deployment, Experiment, PlannedRun, ServedBy
 from bench.sweep.running import RunningDeployment, plain_vllm, proxy_status, sampled
 from bench.sweep.store import PHASES, ROWS, ResultStore

@@ -18,7 +18,6 @@ import datetime
 import fcntl
 import json
 import os
-import shutil
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +31,6 @@ from epd_serve.errors import ConfigError
 EXPERIMENT, LOCK = "experiment.json", ".lock"
 RESULT, ROWS, PHASES = "result.json", "rows.jsonl", "phases.jsonl"
 FAILED, ANSWERS = "failed.json", "answers.json"
-DRAWN = ("*.png", "*.csv", "report.html")
 
 
 class ResultStore(Results):
@@ -75,11 +73,8 @@ class ResultStore(Results):
 
 
 @contextlib.contextmanager
-def opened(path: Path, experiment: Experiment, *, fresh: bool) -> Iterator[list[ResultStore]]:
+def opened(path: Path, experiment: Experiment) -> Iterator[list[ResultStore]]:
     """The stores of the folder's deployments, for this process alone until the context ends.
-
-    Args:
-        fresh: an experiment that is there is removed.
 
     Raises:
         ConfigError: it holds something else, another experiment (with the field that differs), or is in use.
@@ -91,11 +86,9 @@ def opened(path: Path, experiment: Experiment, *, fresh: bool) -> Iterator[list[
                     f"{path} holds {others[0]} and no {EXPERIMENT}: name a new folder, or that of an experiment",
                     param="--out",
                 )
-        elif fresh:
-            _clear(path)
         elif differs := difference(*map(_fields, (read_json(path / EXPERIMENT, dict[str, Any]), experiment.to_json()))):
             raise ConfigError(
-                f"{path} holds another experiment: {differs}; name another --out, or begin anew with --fresh",
+                f"{path} holds another experiment: {differs}; name another --out, or remove the folder",
                 param="--out",
             )
         _write_json(path / EXPERIMENT, experiment.to_json())
@@ -151,14 +144,3 @@ def _locked(path: Path) -> Iterator[None]:
         raise ConfigError(f"--out {path}: another epd-bench measures into it now", param="--out") from None
     finally:
         os.close(lock)
-
-
-def _clear(path: Path) -> None:
-    """Remove an experiment, and nothing that is not one's."""
-    for one in read_json(path / EXPERIMENT, dict[str, Any]).get("deployments", ()):
-        slug = str(one.get("slug", ""))
-        if slug and Path(slug).name == slug:
-            shutil.rmtree(path / slug, ignore_errors=True)
-    for pattern in (EXPERIMENT, RESULT, *DRAWN):
-        for found in path.glob(pattern):
-            found.unlink(missing_ok=True)

@@ -96,13 +96,11 @@ def test_a_process_that_was_killed_leaves_what_it_had_finished(layouts, tmp_path
     assert layouts(again) == 0 and again.measured == ALL[1:]
 
 
-def test_another_experiment_is_refused_and_begins_anew_only_when_told_to(layouts, tmp_path, capsys):
+def test_another_experiment_is_refused(layouts, tmp_path, capsys):
     assert layouts(Scripted()) == 0
     backend = Scripted()
     assert layouts(backend, "--seed", "4") == 1
     assert "seed was 0, is 4" in capsys.readouterr().err and backend.measured == []
-
-    assert layouts(backend, "--seed", "4", "--fresh") == 0 and backend.measured == ALL
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.soak.duplicates import encodes, figures
 
 def test_the_second_proxy_reads_what_it_is_told_of_the_stages(tmp_path, monkeypatch):
     stages = tuple(Stage(f"{role}0", role, 8000 + number) for number, role in enumerate("EPD"))
-    launch = Served("E-P-D", "http://proxy", "m", {}, 1.0, 1.0, stages, tmp_path, tmp_path)
+    launch = Served("E-P-D", "http://proxy", "m", {}, 1.0, stages, tmp_path, tmp_path)
     instances = {
         "instances": [{"id": stage.instance, "incarnation": f"incarnation of {stage.role}"} for stage in stages]
     }

@@ -30,7 +30,6 @@ from bench.clients.metrics import throughput
 from bench.clients.process import SenderProcess
 from bench.clients.sender import Flow
 from bench.clients.target import Request
-from bench.example_proxies import PEERS, Peer, Rival, add_peer_flags, given_peers, running
 from bench.micro.measurement import Goal, Measurement, Row, flag
 from bench.micro.proxy.rivals import (
     bare_relay,
@@ -44,6 +43,7 @@ from bench.micro.proxy.rivals import (
 )
 from bench.micro.rows import grouped, median
 from bench.served import simulated
+from bench.started import PEERS, Peer, Rival, add_peer_flags, given_peers, running
 from bench.workloads.requests import Poisson, arrivals_within
 from deploy.host.ports import free_ports
 from epd_serve.errors import ConfigError

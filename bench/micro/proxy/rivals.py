@@ -14,10 +14,10 @@ from bench.clients.metrics import throughput
 from bench.clients.process import SenderProcess
 from bench.clients.sender import Flow
 from bench.clients.target import Request
-from bench.example_proxies import Rival, running
 from bench.micro.measurement import Row, in_turns
 from bench.micro.rows import grouped, median, ratios, table_of
 from bench.served import Served, cpu_seconds
+from bench.started import Rival, running
 from bench.workloads.synthetic import image_body, text_body
 from deploy.host.ports import free_ports
 

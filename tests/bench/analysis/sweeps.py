@@ -34,9 +34,7 @@ ENV = {
 
 def deployment(name: str, devices: int = 2, *, layout: str | None = None, baseline: bool = False) -> Deployment:
     served_by = ServedBy.VLLM if baseline else ServedBy.LAYOUT
-    return Deployment(
-        name, layout or name, devices, served_by, slug="".join(one if one.isalnum() else "_" for one in name)
-    )
+    return Deployment(name, layout or name, devices, served_by)
 
 
 def requests(

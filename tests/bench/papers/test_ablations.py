@@ -176,7 +176,7 @@ def test_what_was_measured_is_kept_when_a_later_part_fails(
         url = next(launches, None)
         if url is None:
             raise StageError("E-P-D did not become ready", stage=layout)
-        yield Launch(name, url, "known", {}, 1.0, 1.0, (), tmp_path)
+        yield Launch(name, url, "known", {}, 1.0, (), tmp_path)
 
     monkeypatch.setattr(ablations, "served", fake)
     monkeypatch.setattr(ablations, "workload_source", lambda *_: Bodies())

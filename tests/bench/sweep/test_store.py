@@ -11,7 +11,7 @@ import pytest
 from bench.clients.measure import Rules
 from bench.clients.slo import Slo
 from bench.sweep.experiment import deployments
-from bench.sweep.store import EXPERIMENT, PHASES, RESULT, ROWS, ResultStore, opened
+from bench.sweep.store import PHASES, RESULT, ROWS, ResultStore, opened
 from epd_serve.errors import ConfigError
 from tests.bench.sweep.experiments import ENV, experiment, run_row
 
@@ -110,41 +110,27 @@ def test_answers_are_kept_for_those_that_come_later(tmp_path):
 )
 def test_another_experiment_is_refused_with_the_field_that_differs(tmp_path, change, said):
     for _ in range(2):
-        with opened(tmp_path / "out", experiment(), fresh=False) as stores:
+        with opened(tmp_path / "out", experiment()) as stores:
             assert [store.deployment.name for store in stores] == ["TP1x2", "(E-P)-D"]
 
     with (
-        pytest.raises(ConfigError, match=f"{said}.*--fresh"),
-        opened(tmp_path / "out", replace(experiment(), **change), fresh=False),
+        pytest.raises(ConfigError, match=f"{said}.*remove the folder"),
+        opened(tmp_path / "out", replace(experiment(), **change)),
     ):
         pass
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("")
-    for fresh in (False, True):
-        with pytest.raises(ConfigError, match=r"holds thesis\.tex"), opened(tmp_path, experiment(), fresh=fresh):
-            pass
+    with pytest.raises(ConfigError, match=r"holds thesis\.tex"), opened(tmp_path, experiment()):
+        pass
     assert (tmp_path / "thesis.tex").exists()
-
-
-def test_anew_removes_the_experiment_and_nothing_else(tmp_path):
-    with opened(tmp_path, experiment(), fresh=False):
-        pass
-    for name in ("TP1x2/result.json", "notes/mine.txt", "attainment.png", "result.json", "notes.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("{}")
-
-    with opened(tmp_path, experiment(seed=3), fresh=True):
-        pass
-
-    assert sorted(one.name for one in tmp_path.iterdir() if one.name[0] != ".") == [EXPERIMENT, "notes", "notes.txt"]
 
 
 def test_two_processes_do_not_measure_into_one_folder(tmp_path):
     with (
-        opened(tmp_path, experiment(), fresh=False),
+        opened(tmp_path, experiment()),
         pytest.raises(ConfigError, match="another epd-bench"),
-        opened(tmp_path, experiment(), fresh=False),
+        opened(tmp_path, experiment()),
     ):
         pass

@@ -75,7 +75,7 @@ class Sent:
 
 def test_a_round_takes_from_its_first_request_to_its_last_answer(monkeypatch):
     monkeypatch.setattr(command, "cpu_seconds", lambda parts: {"engine": 1.0})
-    launch = Served("TP1", "http://proxy", "m", {}, 1.0, 1.0, (), Path())
+    launch = Served("TP1", "http://proxy", "m", {}, 1.0, (), Path())
     sender = Sent(record(0.5, 1.0, 2.0), record(1.0, 2.0, 2.5))
 
     row = command.play(sender, launch, [launch], MIX, seed=0, turn=0)

@@ -30,7 +30,7 @@ class Launch:
         self.mode = folder / "mode"
         self.traces = folder / "traces"
         self.traces.mkdir()
-        self.served = Served("P-D", "http://proxy", "bench", {}, 1.0, 1.0, (), self.traces)
+        self.served = Served("P-D", "http://proxy", "bench", {}, 1.0, (), self.traces)
         self.prompts, self.bodies, self.modes = [], [], []
         self.counted = 0  # tokens too many
         self.follows = True

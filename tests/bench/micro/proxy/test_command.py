@@ -9,9 +9,9 @@ import pytest
 
 from bench import cli
 from bench.clients.process import SenderProcess
-from bench.example_proxies import ASCEND, VLLM, running
 from bench.micro.proxy import rivals
 from bench.micro.proxy.rivals import bare_relay, closed_loop
+from bench.started import ASCEND, VLLM, running
 from epd_serve.errors import StageError
 from epd_serve.roles import Role
 from tests.proxy.fakes import DONE, FakeStage, chunk, served, streams
