@@ -6,7 +6,8 @@ event of our own that a row lacks is a mistake of ours. P's OVER is final: a tra
 Three rules make it safe to give D's blocks back, whatever the channels do:
 
 * P writes in SENDING and STOPPING only, and leaves them when its workers have said their last word (CLOSED) or never
-  heard of the transfer (UNSENT). What P answers from OVER is therefore true for ever.
+  heard of the transfer (UNSENT). What P answers from OVER is therefore true for ever. In AHEAD it knows of no blocks of
+  D's to write to.
 * D holds its blocks in RESERVED, SENT, CANCELLING and FAILED. FAILED is reached by P's word that it does not write
   (REFUSED, ACKED), or by P's silence; what leads out of all four is the report of D's worker.
 * Each side repeats what the other must not miss (READY, CANCEL) until it is answered, and answers are repeatable.
@@ -23,10 +24,11 @@ from typing import Generic, TypeVar
 
 
 class Prefill(enum.Enum):
-    """P's states. Nothing is held for D before OFFERED."""
+    """P's states. Nothing is held for D before OFFERED, but P's own blocks in AHEAD."""
 
     UNKNOWN = "unknown"
     AWAITED = "awaited"  # the request waits here for D's blocks
+    AHEAD = "ahead"  # the request computes, or has computed, before D has blocks; its KV waits here
     OFFERED = "offered"  # D's blocks wait for the request
     SENDING = "sending"  # admitted: P's workers may write to D's blocks
     STOPPING = "stopping"  # as before, but nothing new is handed to them
@@ -40,6 +42,7 @@ class AtPrefill(enum.Enum):
     CANCEL = "CANCEL"  # from D
     ASKED = "request waits for admission"
     ADMITTED = "request admitted"
+    BEGUN = "request admitted before D has blocks"
     UNFIT = "offer does not fit the request"
     LEFT = "request left early"
     LAPSED = "patience over"
@@ -102,8 +105,17 @@ PREFILL = Table(
             AtPrefill.READY: Prefill.OFFERED,
             AtPrefill.CANCEL: Prefill.OVER,
             AtPrefill.ASKED: Prefill.AWAITED,
+            AtPrefill.BEGUN: Prefill.AHEAD,
             AtPrefill.LEFT: Prefill.OVER,
             AtPrefill.LAPSED: Prefill.OVER,
+        },
+        Prefill.AHEAD: {
+            AtPrefill.READY: Prefill.SENDING,
+            AtPrefill.CANCEL: Prefill.OVER,
+            AtPrefill.UNFIT: Prefill.OVER,
+            AtPrefill.LEFT: Prefill.OVER,
+            AtPrefill.LAPSED: Prefill.OVER,
+            AtPrefill.SAMPLED: Prefill.AHEAD,
         },
         Prefill.OFFERED: {
             AtPrefill.READY: Prefill.OFFERED,

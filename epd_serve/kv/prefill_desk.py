@@ -1,9 +1,9 @@
 """P's scheduler side of transfers: who may be admitted, and what D is told. Pure state, no sockets, no vLLM.
 
-States and events: `epd_serve.kv.lifecycle`. P admits only what D reserved for, so P's blocks always drain (design
-§4.5). In SENDING and STOPPING the worker has the last word: its DONE to D's worker follows every write, so it is also
-the acknowledgement of a cancel. What D says of a transfer that is over is answered from its tombstone, as often as D
-says it.
+States and events: `epd_serve.kv.lifecycle`. P admits what D has reserved for, so P's blocks drain; and one request at
+a time ahead of that, whose KV waits in P's blocks until D has some (`docs/waiting.md`). In SENDING and STOPPING the
+worker has the last word: its DONE to D's worker follows every write, so it is also the acknowledgement of a cancel.
+What D says of a transfer that is over is answered from its tombstone, as often as D says it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,45 @@ class Admission(enum.Enum):
     ALONE = "alone"  # run it (vLLM offers no way to fail it here), push nothing
 
 
+@dataclass(frozen=True)
+class PromptShape:
+    """What D's offer for a prompt must fit.
+
+    Attributes:
+        tokens, digest: of the prompt (`epd_serve.kv.params.prompt_hash`).
+        block_size: P's, tokens. kv_heads: of the model (0: MLA).
+    """
+
+    tokens: int
+    digest: str
+    block_size: int
+    kv_heads: int
+
+    def unlike(self, ready: wire.Ready) -> str:
+        """Why this offer cannot be sent to, or "". (The workers' handshake compares more, but later.)"""
+        if (ready.prompt_tokens, ready.prompt_hash) != (self.tokens, self.digest):
+            return "prefill and decode tokenised different prompts"
+        blocks = -(-ready.prompt_tokens // self.block_size)
+        starts = range(0, ready.prompt_tokens, self.block_size)
+        if len(ready.blocks) != blocks or ready.start_token not in starts:
+            return (
+                f"prefill cuts this prompt into {blocks} blocks of {self.block_size} tokens, decode offers "
+                f"{len(ready.blocks)} from token {ready.start_token}"
+            )
+        try:
+            heads_of(len(ready.endpoints), 0, self.kv_heads)
+        except ValueError as error:
+            return f"decode: {error}"
+        return ""
+
+
 @dataclass
 class _Entry:
     state: Prefill
     peer: bytes = b""
     ready: wire.Ready | None = None
     token: int | None = None  # the first one, once it is sampled
+    prompt: PromptShape | None = None  # of a request that went ahead
 
 
 Reply = tuple[bytes, wire.ToDecodeScheduler]  # (ROUTER identity of D's scheduler, message)
@@ -63,7 +96,7 @@ class PrefillDesk:
             self._on_ready(peer, message, now)
         elif isinstance(message, wire.Queued):
             for key in message.keys:
-                if self._state(key) is Prefill.AWAITED:
+                if self._state(key) in (Prefill.AWAITED, Prefill.AHEAD):
                     self._leases.grant(key, now + self._patience_s)
         elif self._on_cancel(peer, message.key):
             return [message.key]
@@ -80,6 +113,8 @@ class PrefillDesk:
             entry.peer = peer
             self._say_token(peer, ready.key, entry.token)
             self.outbox.append((peer, wire.Alive([ready.key])))
+        elif entry is not None and entry.prompt is not None:
+            self._offered_late(entry, entry.prompt, peer, ready)
         elif self._go(ready.key, AtPrefill.READY) is Prefill.OVER:
             reason = self._over.get(ready.key) or ""
             if reason == _CLOSED:
@@ -90,6 +125,17 @@ class PrefillDesk:
             self._entries[ready.key] = _Entry(Prefill.OFFERED, peer, ready)
             self._leases.grant(ready.key, now + self._patience_s)
 
+    def _offered_late(self, entry: _Entry, prompt: PromptShape, peer: bytes, ready: wire.Ready) -> None:
+        """D has blocks for a request that is ahead."""
+        if reason := prompt.unlike(ready):
+            self._go(ready.key, AtPrefill.UNFIT, reason)
+            self._refuse(peer, ready.key, reason)
+        else:
+            entry.peer, entry.ready = peer, ready
+            self._leases.end(ready.key)
+            self._go(ready.key, AtPrefill.READY)
+            self._say_token(peer, ready.key, entry.token)
+
     def _on_cancel(self, peer: bytes, key: TransferKey) -> bool:
         """Whether this is news to the owner."""
         former = self._state(key)
@@ -99,27 +145,37 @@ class PrefillDesk:
 
     # --- from P's scheduler ---------------------------------------------------------------------------------------
 
-    def admit(
-        self, key: TransferKey, prompt_tokens: int, prompt_hash: str, now: float, *, block_size: int, kv_heads: int
-    ) -> Admission:
-        """May this request be scheduled? Asked at every step until it is. `kv_heads`: of the model (0: MLA)."""
+    def admit(self, key: TransferKey, prompt: PromptShape, now: float, *, ahead: bool = False) -> Admission:
+        """May this request be scheduled? Asked at every step until it is. `ahead`: it may before D has blocks, too."""
         state = self._state(key)
         if state in (Prefill.UNKNOWN, Prefill.AWAITED, Prefill.OVER):
             if self._go(key, AtPrefill.ASKED) is Prefill.OVER:
                 return Admission.ALONE
             if state is Prefill.UNKNOWN:
                 self._leases.grant(key, now + self._patience_s)
-            return Admission.WAIT
+            if not ahead:
+                return Admission.WAIT
+            self._go(key, AtPrefill.BEGUN)
+            self._entries[key].prompt = prompt
+            return Admission.SEND
         if state is Prefill.OFFERED:
             entry = self._entries[key]
             assert entry.ready is not None
-            if reason := _unlike(entry.ready, prompt_tokens, prompt_hash, block_size, kv_heads):
+            if reason := prompt.unlike(entry.ready):
                 self._go(key, AtPrefill.UNFIT, reason)
                 self._refuse(entry.peer, key, reason)
                 return Admission.ALONE
             self._leases.end(key)
         self._go(key, AtPrefill.ADMITTED)
         return Admission.SEND  # also for a preempted request that is admitted again
+
+    def someone_ahead(self) -> bool:
+        """Whether a request here holds blocks for which D has none yet."""
+        return any(entry.state is Prefill.AHEAD for entry in self._entries.values())
+
+    def is_wanted(self, key: TransferKey) -> bool:
+        """Whether what this request computes is to be sent, now or once D has blocks."""
+        return self._state(key) in (Prefill.AHEAD, Prefill.SENDING)
 
     def ready(self, key: TransferKey) -> wire.Ready | None:
         """What D offered, while the transfer is being sent."""
@@ -133,9 +189,12 @@ class PrefillDesk:
     def sampled(self, key: TransferKey, token: int) -> None:
         """The request's first token, before the request leaves. D goes on after it."""
         entry = self._entries.get(key)
-        if self._go(key, AtPrefill.SAMPLED) is Prefill.SENDING:
+        state = self._go(key, AtPrefill.SAMPLED)
+        if state in (Prefill.AHEAD, Prefill.SENDING):
             assert entry is not None
             entry.token = token
+        if state is Prefill.SENDING:
+            assert entry is not None
             self._say_token(entry.peer, key, token)
 
     def gone(self, key: TransferKey, reason: str) -> bool:
@@ -171,7 +230,7 @@ class PrefillDesk:
                 self._go(key, AtPrefill.LAPSED, "decode did not reserve blocks in time")
         by_peer: dict[bytes, list[TransferKey]] = {}
         for key, entry in self._entries.items():
-            if entry.state is not Prefill.AWAITED:
+            if entry.ready is not None:
                 by_peer.setdefault(entry.peer, []).append(key)
                 self._say_token(entry.peer, key, entry.token)
         self.outbox += [(peer, wire.Alive(keys)) for peer, keys in by_peer.items()]
@@ -205,21 +264,3 @@ class PrefillDesk:
 
     def _refuse(self, peer: bytes, key: TransferKey, reason: str) -> None:
         self.outbox.append((peer, wire.Refused(key, reason)))
-
-
-def _unlike(ready: wire.Ready, prompt_tokens: int, prompt_hash: str, block_size: int, kv_heads: int) -> str:
-    """Why this offer cannot be sent to, or "". (The workers' handshake compares more, but later.)"""
-    if (ready.prompt_tokens, ready.prompt_hash) != (prompt_tokens, prompt_hash):
-        return "prefill and decode tokenised different prompts"
-    blocks = -(-ready.prompt_tokens // block_size)
-    starts = range(0, ready.prompt_tokens, block_size)
-    if len(ready.blocks) != blocks or ready.start_token not in starts:
-        return (
-            f"prefill cuts this prompt into {blocks} blocks of {block_size} tokens, decode offers {len(ready.blocks)} "
-            f"from token {ready.start_token}"
-        )
-    try:
-        heads_of(len(ready.endpoints), 0, kv_heads)
-    except ValueError as error:
-        return f"decode: {error}"
-    return ""

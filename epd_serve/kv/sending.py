@@ -1,7 +1,8 @@
 """What of one prompt's KV P has handed over for sending: the block table as it grows, and how far it has left. Pure.
 
-Blocks leave from D's first missing token on, not from P's: what P's prefix cache hit travels too. A request that is
-preempted gets a new block table and is sent from the beginning again, each time over the same blocks of D.
+Blocks leave from D's first missing token on, not from P's: what P's prefix cache hit travels too. What was computed
+before D had blocks leaves when it has. A request that is preempted gets a new block table and is sent from the
+beginning again, each time over the same blocks of D.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Sending:
 
     Attributes:
         blocks: its table at P, as far as known.
+        computed: tokens that are there after the last step of this run that has been made.
         sent: blocks handed over in this run, counted from the prompt's first; -1: none yet.
         told: some chunk was handed over, in this run or before, so the worker knows of the transfer.
     """
@@ -42,6 +44,7 @@ class Sending:
     prompt_tokens: int
     block_size: int
     blocks: list[int] = field(default_factory=list)
+    computed: int = 0
     sent: int = -1
     told: bool = False
 
@@ -50,18 +53,27 @@ class Sending:
         """All of the prompt was handed over."""
         return self.sent >= -(-self.prompt_tokens // self.block_size)
 
+    @property
+    def whole(self) -> bool:
+        """All of the prompt is computed, handed over or not."""
+        return self.computed >= self.prompt_tokens
+
+    def lose(self) -> None:
+        """It was preempted: its blocks are others' now."""
+        self.blocks, self.computed, self.sent = [], 0, -1
+
     def grow(self, blocks: Sequence[int], *, restart: bool) -> None:
         """A step gave it `blocks`. `restart`: they are the whole table, of a first run or of one after a preemption."""
         if restart:
-            self.blocks, self.sent = [], -1
+            self.lose()
         self.blocks += blocks
 
-    def chunk(self, ready: wire.Ready, computed: int) -> Chunk | None:
-        """What the step hands over after which tokens [0, computed) are there; None where no block becomes whole."""
+    def chunk(self, ready: wire.Ready) -> Chunk | None:
+        """What there is to hand over after the last step; None where no block has become whole."""
         if self.sent < 0:
             self.sent = ready.start_token // self.block_size
-        end = blocks_ready(computed, self.prompt_tokens, self.block_size)
-        remaining = max(0, self.prompt_tokens - computed)
+        end = blocks_ready(self.computed, self.prompt_tokens, self.block_size)
+        remaining = max(0, self.prompt_tokens - self.computed)
         if end <= self.sent and remaining:
             return None
         leaving = slice(self.sent, end)

@@ -19,7 +19,7 @@ from epd_serve import wire
 from epd_serve.kv.control import PrefillControl
 from epd_serve.kv.faults import faults_of
 from epd_serve.kv.params import send_params
-from epd_serve.kv.prefill_desk import Admission, PrefillDesk
+from epd_serve.kv.prefill_desk import Admission, PrefillDesk, PromptShape
 from epd_serve.peers import Peers
 from epd_serve.sim.link import Link
 from epd_serve.sim.loop_calls import caller
@@ -143,14 +143,8 @@ class Sender:
     def _admit(self, out: Outgoing) -> None:
         assert self._control is not None
         with self._control.lock:
-            admission = self._desk.admit(
-                out.key,
-                out.prompt.tokens,
-                out.prompt.digest,
-                time.monotonic(),
-                block_size=self._block_tokens,
-                kv_heads=_KV_HEADS,
-            )
+            prompt = PromptShape(out.prompt.tokens, out.prompt.digest, self._block_tokens, _KV_HEADS)
+            admission = self._desk.admit(out.key, prompt, time.monotonic())
         self._control.flush()
         if admission is not Admission.WAIT:
             del self._waiting[out.key]

@@ -7,7 +7,8 @@ with none, vLLM 0.32 would let nobody in who waits behind that request.
 
 What begun requests hold must not keep others from running, because an encoder may wait for room that these have pinned
 (`feature_desk.py`). So one request at a time begins like that, and only where its KV and that of any other request fit
-side by side. Complete requests therefore always get in, as before.
+side by side, and that of the one that is ahead of D (`kv/prefill_scheduler.py`). Complete requests therefore always get
+in, as before.
 
 Off, with a line in the log, where it is not known to be right: without chunked prefill; with speculative decoding (a
 drafter looks ahead of the chunk) or state-space layers (chunks end at their blocks); for encoder-decoder models.
@@ -65,17 +66,24 @@ def with_partial_prefill(base: Any) -> Any:
     class PartialPrefill(base):
         _admission: Any = None  # of its EC connector, where it applies
 
-        def allow_partial_prefill(self, wiring: StageWiring) -> None:
-            """To be called once it is made. Nothing changes where it does not apply."""
+        def allow_early_begins(self, wiring: StageWiring) -> None:
+            """To be called once it is made: who may begin before all that it waits for is there holds blocks meanwhile.
+            Nothing changes where neither applies."""
+            sender = getattr(getattr(self, "connector", None), "prefill_scheduler", None)
+            ahead_tokens = sender.allow_ahead(_spare_blocks(self).fit) if sender is not None else 0
+            self._allow_partial_prefill(wiring, ahead_tokens)
+
+        def _allow_partial_prefill(self, wiring: StageWiring, ahead_tokens: int) -> None:
             if not (wiring.partial_prefill and wiring.role.takes_features and wiring.role.prefills):
                 return
             if self.ec_connector is None:  # in a layout without encoders no features travel
                 return
-            if hindrance := next(_hindrances(self), ""):
+            spare = _spare_blocks(self, ahead_tokens)
+            if hindrance := next(_hindrances(self, spare), ""):
                 logger.info("prefill waits for all images of a request: %s", hindrance)
                 return
             self._admission = self.ec_connector.admission
-            self._admission.allow_partial(_spare_blocks(self))
+            self._admission.allow_partial(spare)
 
         def awaits_feature(self, request: Any) -> bool:
             """Whether this request, which runs, may have nothing to compute until a feature is here."""
@@ -92,7 +100,7 @@ def with_partial_prefill(base: Any) -> Any:
     return PartialPrefill
 
 
-def _hindrances(scheduler: Any) -> Iterator[str]:
+def _hindrances(scheduler: Any, spare: SpareBlocks) -> Iterator[str]:
     if not cuts_before_items():
         yield "this vLLM schedules items in another way"
     if not scheduler.scheduler_config.enable_chunked_prefill:
@@ -105,15 +113,17 @@ def _hindrances(scheduler: Any) -> Iterator[str]:
         yield "this is an encoder-decoder model"
     if getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs) < 2:
         yield "one request runs at a time"
-    if _spare_blocks(scheduler).spare <= 0:
+    if spare.spare <= 0:
         yield "the KV cache holds no more than one request of maximal length"
 
 
-def _spare_blocks(scheduler: Any) -> SpareBlocks:
+def _spare_blocks(scheduler: Any, ahead_tokens: int = 0) -> SpareBlocks:
+    """`ahead_tokens`: of another request that may hold blocks while it waits, for D's."""
     cache = scheduler.kv_cache_manager
     kept_free = getattr(cache, "watermark_blocks", 0) + 1  # one block of vLLM's own is never used
+    block_sizes = tuple(group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups)
     return SpareBlocks.beside(
         scheduler.max_model_len,
-        blocks=scheduler.cache_config.num_gpu_blocks - kept_free,
-        block_sizes=tuple(group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups),
+        blocks=scheduler.cache_config.num_gpu_blocks - kept_free - _blocks(ahead_tokens, block_sizes),
+        block_sizes=block_sizes,
     )

@@ -3,7 +3,8 @@
 A request's KV, in the order things happen:
 
     D scheduler   get_num_new_matched_tokens → (prompt tokens missing, True); update_state_after_alloc sends READY
-    P scheduler   get_num_new_matched_tokens → (None, False) until READY came; build_connector_meta names the blocks
+    P scheduler   get_num_new_matched_tokens → (None, False) until READY came, but for one request at a time, which
+                  update_state_after_alloc lets go ahead; build_connector_meta names the blocks
     P worker      handle_preemptions stops what is being sent from blocks that this step hands to others
     P worker      save_kv_layer packs groups of layers; wait_for_save sweeps the rest and closes complete transfers
     D worker      get_finished reports what arrived; get_block_ids_with_load_errors what did not
@@ -75,12 +76,12 @@ class GroupedKVConnector(KVConnectorBase_V1):
             idle_waiter.share(Path(tempfile.gettempdir()) / f"idle-{wiring.incarnation}")
         block_size = vllm_config.cache_config.block_size
         tp = vllm_config.parallel_config.tensor_parallel_size
-        self._prefill_scheduler: PrefillScheduler | None = None
+        self.prefill_scheduler: PrefillScheduler | None = None
         self._decode_scheduler: DecodeScheduler | None = None
         self._prefill_worker: PrefillWorker | None = None
         self._decode_worker: DecodeWorker | None = None
         if role is KVConnectorRole.SCHEDULER and config.is_kv_producer:
-            self._prefill_scheduler = PrefillScheduler(wiring, block_size, compat.total_kv_heads(vllm_config))
+            self.prefill_scheduler = PrefillScheduler(wiring, block_size, compat.total_kv_heads(vllm_config))
         elif role is KVConnectorRole.SCHEDULER:
             self._decode_scheduler = DecodeScheduler(
                 wiring,
@@ -104,31 +105,33 @@ class GroupedKVConnector(KVConnectorBase_V1):
         if self._decode_scheduler is not None:
             tokens = self._decode_scheduler.tokens_to_load(request, num_computed_tokens)
             return tokens, tokens > 0
-        assert self._prefill_scheduler is not None
-        return (0, False) if self._prefill_scheduler.may_run(request) else (None, False)
+        assert self.prefill_scheduler is not None
+        return (0, False) if self.prefill_scheduler.may_run(request) else (None, False)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if self._decode_scheduler is not None:
             self._decode_scheduler.reserve(request, blocks, num_external_tokens)
+        elif self.prefill_scheduler is not None:
+            self.prefill_scheduler.begun(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TransferMetadata:
         if self._decode_scheduler is not None:
             return TransferMetadata(decode=self._decode_scheduler.step(scheduler_output))
-        assert self._prefill_scheduler is not None
-        return TransferMetadata(prefill=self._prefill_scheduler.step(scheduler_output))
+        assert self.prefill_scheduler is not None
+        return TransferMetadata(prefill=self.prefill_scheduler.step(scheduler_output))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._decode_scheduler is not None:
             self._decode_scheduler.received(connector_output.finished_recving or set())
-        elif self._prefill_scheduler is not None:
-            self._prefill_scheduler.sent(connector_output.finished_sending or set())
+        elif self.prefill_scheduler is not None:
+            self.prefill_scheduler.sent(connector_output.finished_sending or set())
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._decode_scheduler is not None:
             self._decode_scheduler.finished(request)
             return False, None
-        assert self._prefill_scheduler is not None
-        return self._prefill_scheduler.finished(request)
+        assert self.prefill_scheduler is not None
+        return self.prefill_scheduler.finished(request)
 
     # --- worker side ----------------------------------------------------------------------------------------------
 
@@ -178,6 +181,6 @@ class GroupedKVConnector(KVConnectorBase_V1):
         return self._decode_worker.take_bad_blocks() if self._decode_worker is not None else set()
 
     def shutdown(self) -> None:
-        for part in (self._prefill_scheduler, self._decode_scheduler, self._prefill_worker, self._decode_worker):
+        for part in (self.prefill_scheduler, self._decode_scheduler, self._prefill_worker, self._decode_worker):
             if part is not None:
                 part.close()

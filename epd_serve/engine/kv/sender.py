@@ -20,7 +20,7 @@ from epd_serve.engine.kv.layer_clock import LayerClock
 from epd_serve.engine.kv.link import Link
 from epd_serve.engine.kv.link_jobs import DoneJob, Outgoing
 from epd_serve.engine.kv.routes import Route, routes_of
-from epd_serve.engine.kv.step_packets import StepPackets
+from epd_serve.engine.kv.step_packets import Convoy, StepPackets
 from epd_serve.kv.grouping import Grouping
 from epd_serve.kv.plan import coalesce
 from epd_serve.trace import DeviceTrace, Trace
@@ -37,6 +37,7 @@ class ChunkJob:
         target: D's instance and incarnation; endpoints: its workers, by rank.
         src, dst: block ids at P and at D, same length.
         remaining: prompt tokens still to compute after this step.
+        computed_at: when the prompt's last step ended, where that was before this one.
     """
 
     key: TransferKey
@@ -46,6 +47,7 @@ class ChunkJob:
     src: tuple[int, ...]
     dst: tuple[int, ...]
     remaining: int
+    computed_at: float = 0.0
 
     @property
     def last(self) -> bool:
@@ -87,6 +89,7 @@ class Sender:
         self._open_link = open_link
         self._trace = DeviceTrace(trace, device)
         self._clock = LayerClock(device, self._layers, self._trace)
+        self._grouping = grouping
         self._packets = StepPackets(grouping, self._layers)
         self._links: dict[str, Link] = {}  # guarded by _lock
         self._on_link: Counter[str] = Counter()  # transfers that are not over on it, by address; guarded by _lock
@@ -146,12 +149,35 @@ class Sender:
             transfer = self._transfers.get(chunk.request) or self._begin(chunk)
             if not transfer.ending:
                 self._step.append((transfer, chunk.last))
-                self._pack(transfer, chunk)
+                self._pack(self._packets, transfer, chunk)
         if self._step:
             layer_s, tail_s = self._clock.layer_s(tokens), self._clock.tail_s(tokens)
             self._clock.begin(tokens)
             self._hasten(time.monotonic() + self._layers * layer_s + tail_s)
             self._packets.plan(layer_s, tail_s)
+
+    def send_late(self, chunks: Iterable[ChunkJob], ended: Iterable[str]) -> None:
+        """After `begin_step`: what earlier steps have computed, for which D had no blocks then. It leaves at once.
+
+        Args:
+            ended: requests that vLLM had finished by then. Those without a chunk are over.
+        """
+        packets, complete = StepPackets(self._grouping, self._layers), []
+        for chunk in chunks:
+            transfer = self._transfers.get(chunk.request) or self._begin(chunk)
+            if not transfer.ending:
+                self._pack(packets, transfer, chunk)
+                if chunk.last:
+                    complete.append((transfer, chunk.computed_at))
+        packets.plan(0.0, 0.0)
+        for layer in range(1, self._layers + 1):
+            self._send(packets.leaving(layer), layer)
+        for transfer, computed_at in complete:
+            self._end(transfer, ok=True, computed_at=computed_at)
+        for request in ended:
+            self._finished.add(request)
+            if request not in self._transfers:
+                self._report_over(request)
 
     def layer_saved(self, name: str) -> None:
         """This layer's KV is (being) written. Only a layer of the cache counts, and only once in a step: a drafter runs
@@ -173,11 +199,7 @@ class Sender:
         if not self._step:
             return
         self._clock.end()
-        unsent = self._packets.unsent()
-        if unsent:
-            fence = self._device.timed_fence()
-            for convoy in unsent:
-                convoy.send(self._layers, fence.wait)
+        self._send(self._packets.unsent(), self._layers)
         for transfer, last in self._step:
             if last:
                 self._trace.stamp(transfer.key.transfer_id, "prefill_end")
@@ -192,7 +214,7 @@ class Sender:
             self._over -= both
         self._finished -= both
         for request in both:
-            del self._transfers[request]
+            self._transfers.pop(request, None)
         return both
 
     def report(self) -> list[wire.KvLink]:
@@ -219,11 +241,18 @@ class Sender:
         transfer = self._transfers[chunk.request] = _Transfer(chunk.key, chunk.request, ways)
         return transfer
 
-    def _pack(self, transfer: _Transfer, chunk: ChunkJob) -> None:
+    def _pack(self, packets: StepPackets, transfer: _Transfer, chunk: ChunkJob) -> None:
         runs = coalesce(chunk.src, chunk.dst)
         if runs:
             for link, route, out in transfer.ways:
-                self._packets.add(link, route.block_bytes, out, runs, ending=chunk.last)
+                packets.add(link, route.block_bytes, out, runs, ending=chunk.last)
+
+    def _send(self, convoys: Sequence[Convoy], upto: int) -> None:
+        """Their layers up to `upto`, all of which were submitted to the device before."""
+        if convoys:
+            fence = self._device.timed_fence()
+            for convoy in convoys:
+                convoy.send(upto, fence.wait)
 
     def _hasten(self, deadline: float) -> None:
         """What was queued in earlier steps of prompts that end in this one is now as urgent as the rest of them."""
@@ -239,11 +268,11 @@ class Sender:
                 link.drop(out.key)
             self._end(transfer, ok=False, reason="cancelled")
 
-    def _end(self, transfer: _Transfer, *, ok: bool, reason: str = "") -> None:
+    def _end(self, transfer: _Transfer, *, ok: bool, reason: str = "", computed_at: float = 0.0) -> None:
         transfer.ending = True
-        now = time.monotonic()
+        ended_at = computed_at or time.monotonic()
         for link, _, out in transfer.ways:
-            link.end(DoneJob(out, out.generation, ok, reason, now))
+            link.end(DoneJob(out, out.generation, ok, reason, ended_at))
         if not transfer.ways:  # heads that every worker holds are sent by some: this one owes nothing
             self._report_over(transfer.request)
 

@@ -151,8 +151,11 @@ class PrefillWorker:
 
     def begin_step(self, step: PrefillStep) -> None:
         if self._witness is not None:
-            self._witness.computing(step.chunks, step.stops)
+            self._witness.computing(step.late, step.stops)
+            self._witness.computed()  # a step without tokens has no end in 0.23
+            self._witness.computing(step.chunks, ())
         self._sending().begin_step(step.chunks, step.stops, step.preempted, step.tokens)
+        self._sending().send_late(step.late, step.ended)
 
     def layer_saved(self, name: str) -> None:
         self._sending().layer_saved(name)

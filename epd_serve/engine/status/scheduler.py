@@ -37,7 +37,7 @@ class ReportingScheduler:
         schedule_as_vllm_does(made)
         wiring = StageWiring.from_json(json.loads(os.environ[WIRING_ENV]))
         made.watch_load(wiring)
-        made.allow_partial_prefill(wiring)
+        made.allow_early_begins(wiring)
         return made
 
 

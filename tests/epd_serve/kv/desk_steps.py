@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from epd_serve.kv.decode_desk import DecodeDesk
-from epd_serve.kv.prefill_desk import Admission, PrefillDesk
+from epd_serve.kv.prefill_desk import Admission, PrefillDesk, PromptShape
 from epd_serve.wire import TransferKey
 from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, key_of
 
@@ -14,9 +12,11 @@ KEYS = [key_of(str(i)) for i in range(2)]
 A = KEYS[0]
 
 
-def admit(desk: PrefillDesk, key: TransferKey, now: float = 0.0, **changes: Any) -> Admission:
-    prompt = {"prompt_tokens": 10, "prompt_hash": "h", "block_size": BLOCK_SIZE, "kv_heads": 2, **changes}
-    return desk.admit(key, now=now, **prompt)
+PROMPT = PromptShape(10, "h", BLOCK_SIZE, 2)
+
+
+def admit(desk: PrefillDesk, key: TransferKey, now: float = 0.0, *, ahead: bool = False) -> Admission:
+    return desk.admit(key, PROMPT, now, ahead=ahead)
 
 
 def pass_time(desk: PrefillDesk | DecodeDesk, begin: float, end: float) -> None:

@@ -13,7 +13,7 @@ from epd_serve.kv import control
 from epd_serve.kv.control import DecodeControl, PrefillControl
 from epd_serve.kv.decode_desk import DecodeDesk
 from epd_serve.kv.faults import Faults, here_of
-from epd_serve.kv.prefill_desk import Admission, PrefillDesk
+from epd_serve.kv.prefill_desk import Admission, PrefillDesk, PromptShape
 from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, key_of, ready
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -50,9 +50,7 @@ class Pair:
 
     def admission(self) -> Admission:
         with self.p.lock:
-            return self.p.desk.admit(
-                A, prompt_tokens=10, prompt_hash="h", now=time.monotonic(), block_size=BLOCK_SIZE, kv_heads=2
-            )
+            return self.p.desk.admit(A, PromptShape(10, "h", BLOCK_SIZE, 2), time.monotonic())
 
     def offered(self) -> bool:
         with self.p.lock:

@@ -1,5 +1,6 @@
 """One transfer between both desks, every run there is: a message once said may arrive at any later time, any number of
-times, or never; either request may leave at any moment, P may die. Not drawn at random: all of it is walked through."""
+times, or never; either request may leave at any moment, P may die, its request may go ahead of D's blocks, and end
+before D has them. Not drawn at random: all of it is walked through."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from typing import Any
 from epd_serve import wire
 from epd_serve.kv.decode_desk import DecodeDesk
 from epd_serve.kv.lifecycle import Decode
-from epd_serve.kv.prefill_desk import Admission, PrefillDesk
+from epd_serve.kv.prefill_desk import Admission, PrefillDesk, PromptShape
 from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, key_of, ready
 
 A = key_of("a")
-PROMPT: dict[str, Any] = {"prompt_tokens": 10, "prompt_hash": "h", "block_size": BLOCK_SIZE, "kv_heads": 2}
+PROMPT = PromptShape(10, "h", BLOCK_SIZE, 2)
 
 
 @dataclass
@@ -25,7 +26,7 @@ class World:
     p: PrefillDesk = field(default_factory=lambda: PrefillDesk("p0", 1000.0))
     d: DecodeDesk = field(default_factory=lambda: DecodeDesk(10.0))
     said: dict[str, Any] = field(default_factory=dict)  # by text; to either side
-    at_p: str = "away"  # P's request: away, waits, runs, left
+    at_p: str = "away"  # P's request: away, waits, runs, kept (it has ended, its KV is here), left
     at_d: str = "away"  # D's request: away, queued, holds, left
     told: bool = False  # P's worker knows
     writing: bool = False
@@ -83,8 +84,15 @@ class World:
             yield "D's worker reports", World.report
         if self.at_p in ("away", "waits"):
             yield "P's request asks", World.ask
+            yield "P's request may go ahead", lambda w: w.ask(ahead=True)
         if self.at_p in ("waits", "runs"):
             yield "P's request leaves", World.leave_p
+        if self.at_p == "runs" and not self.told and self.p.is_wanted(A):
+            yield "P's request ends before anything is sent", World.keep
+        if self.at_p == "kept" and self.p.ready(A):
+            yield "P's worker sends what was kept", World.send_kept
+        if self.at_p == "kept" and self.p.fate(A) is not None:
+            yield "P's blocks are free", lambda w: setattr(w, "at_p", "left")
         if self.at_p == "runs" and self.p.ready(A) and not self.through:
             yield "P's worker writes", lambda w: (setattr(w, "told", True), setattr(w, "writing", True))
         if self.writing and self.at_p == "runs" and self.p.ready(A):
@@ -129,9 +137,18 @@ class World:
         assert failed or not self.d._failures
         self.d.closed(A)
 
-    def ask(self) -> None:
-        admission = self.p.admit(A, now=0.0, **PROMPT)
+    def ask(self, *, ahead: bool = False) -> None:
+        admission = self.p.admit(A, PROMPT, 0.0, ahead=ahead)
         self.at_p = {Admission.WAIT: "waits", Admission.SEND: "runs", Admission.ALONE: "left"}[admission]
+
+    def keep(self) -> None:
+        self.at_p = "kept"
+        self.p.sampled(A, 7)
+
+    def send_kept(self) -> None:
+        """In one step: the worker hears of it, writes, and says its last word."""
+        self.at_p, self.told = "left", True
+        self.send_last()
 
     def leave_p(self) -> None:
         self.at_p = "left"

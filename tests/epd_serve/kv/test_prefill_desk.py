@@ -177,3 +177,35 @@ def test_nobody_is_told_the_first_token_of_what_was_never_sent() -> None:
     desk.closed(A)
     desk.sampled(A, 7)
     assert not [one for one in desk.outbox if isinstance(one[1], wire.FirstToken)]
+
+
+def test_a_request_may_go_ahead_of_decode_and_is_sent_once_there_is_an_offer() -> None:
+    desk = p_desk()
+    assert admit(desk, A, ahead=True) is Admission.SEND
+    assert desk.someone_ahead() and desk.is_wanted(A) and desk.ready(A) is None
+    desk.beat(1.0)
+    assert desk.outbox == []  # nobody to say it to
+    desk.sampled(A, 7)
+    desk.on_message(b"d", ready(A), 2.0)
+    assert desk.outbox == [(b"d", wire.FirstToken(A, 7))]
+    assert desk.ready(A) == ready(A) and not desk.someone_ahead()
+    pass_time(desk, 2, 2 * PATIENCE)
+    assert desk.is_wanted(A)
+
+
+def test_what_is_ahead_is_given_up_when_decode_is_silent_for_too_long() -> None:
+    desk = p_desk()
+    admit(desk, A, ahead=True)
+    pass_time(desk, 0, PATIENCE - 1)
+    desk.on_message(b"d", wire.Queued([A]), PATIENCE - 1)
+    pass_time(desk, PATIENCE - 1, 2 * PATIENCE - 2)
+    assert desk.is_wanted(A)
+    pass_time(desk, 2 * PATIENCE - 2, 2 * PATIENCE)
+    assert not desk.is_wanted(A) and "did not reserve" in (desk.fate(A) or "")
+
+
+def test_an_offer_that_was_made_before_is_taken_at_once() -> None:
+    desk = p_desk()
+    desk.on_message(b"d", ready(A), 0.0)
+    assert admit(desk, A, ahead=True) is Admission.SEND
+    assert not desk.someone_ahead() and desk.ready(A) == ready(A)

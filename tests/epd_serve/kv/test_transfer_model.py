@@ -1,5 +1,6 @@
 """Whole transfers on the real pure parts: chunks, prefix hits, preemption, cancels, a dying P, KV too small on both
-sides, control messages lost, doubled and overtaken. What must hold: `transfer_world`, and the end of this file."""
+sides, a request that goes ahead of D, control messages lost, doubled and overtaken. What must hold: `transfer_world`,
+and the end of this file."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class Transfers(RuleBasedStateMachine):
     """Five requests, each sent to P and to D at moments of its own."""
 
     @initialize(
-        tokens=prompts, hits=prompts, p_blocks=st.integers(5, 6), d_blocks=st.integers(5, 20), group=st.integers(1, 4)
+        tokens=prompts, hits=prompts, p_blocks=st.integers(5, 10), d_blocks=st.integers(5, 20), group=st.integers(1, 4)
     )
     def begin(self, tokens: list[int], hits: list[int], p_blocks: int, d_blocks: int, group: int) -> None:
         def hit(count: int, draw: int) -> int:
@@ -40,7 +41,8 @@ class Transfers(RuleBasedStateMachine):
         self.now = 0.0
         self.sizes = (p_blocks, d_blocks)
         self.group = group
-        self.p, self.d = Prefill("p0", p_blocks, group), Decode(d_blocks)
+        self.spare = p_blocks - max(map(blocks_of, tokens))
+        self.p, self.d = Prefill("p0", p_blocks, group, self.spare), Decode(d_blocks)
         self.lives = 1
         self.to_p: list[Any] = []
         self.to_d: list[Any] = []
@@ -83,7 +85,7 @@ class Transfers(RuleBasedStateMachine):
     def p_dies(self, dice: int) -> None:
         if dice == 0 and self.lives == 1:
             self.lives = 2
-            self.p = Prefill("p1", self.sizes[0], self.group)
+            self.p = Prefill("p1", self.sizes[0], self.group, self.spare)
             self.came_to_p |= set(KEYS)  # an attempt is repeated as another transfer
             self.data.clear()
 

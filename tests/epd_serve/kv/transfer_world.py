@@ -11,7 +11,7 @@ from epd_serve import wire
 from epd_serve.kv.decode_desk import DecodeDesk
 from epd_serve.kv.grouping import FixedGrouping, LinkCost, Step
 from epd_serve.kv.plan import LayerPacket, Run, coalesce
-from epd_serve.kv.prefill_desk import Admission, PrefillDesk
+from epd_serve.kv.prefill_desk import Admission, PrefillDesk, PromptShape
 from epd_serve.kv.sending import Sending
 from epd_serve.kv.slices import cut
 from epd_serve.wire import TransferKey
@@ -72,8 +72,10 @@ Scheduled = tuple[AtP, int, list[int], bool]  # tokens, new blocks, whether a ru
 class Prefill:
     """One life of P: its scheduler, and the link of its worker. Sends by `FixedGrouping(layers_per_packet)`."""
 
-    def __init__(self, life: str, blocks: int, layers_per_packet: int) -> None:
+    def __init__(self, life: str, blocks: int, layers_per_packet: int, spare: int) -> None:
+        """`spare`: blocks of a request that may go ahead of D."""
         self.desk = PrefillDesk(life, PATIENCE_S)
+        self.spare = spare
         self.free = list(range(blocks))
         self.memory: dict[tuple[int, int], Cell] = {}  # (layer, block)
         self.cuts = FixedGrouping(layers_per_packet, "").cuts(Step(LAYERS, 1, 1.0), LinkCost(0.0, 0.0))
@@ -102,14 +104,18 @@ class Prefill:
                 self._preempt(victim)
         for request in [] if preempted else list(self.waiting):
             prompt = request.prompt
-            admission = self.desk.admit(prompt.key, prompt.tokens, "h", now, block_size=BLOCK, kv_heads=1)
-            if admission is Admission.WAIT:
+            shape = PromptShape(prompt.tokens, "h", BLOCK, 1)
+            admission = Admission.SEND if request.sending else self.desk.admit(prompt.key, shape, now)
+            ahead = admission is Admission.WAIT
+            if ahead and (self.desk.someone_ahead() or blocks_of(prompt.tokens) > self.spare):
                 continue
             tokens = min(most, prompt.tokens - prompt.cached_at_p)
             need = blocks_of(prompt.cached_at_p + tokens)
             if need > len(self.free):
                 break
             request.computed = prompt.cached_at_p
+            if ahead:
+                admission = self.desk.admit(prompt.key, shape, now, ahead=True)
             if admission is Admission.SEND and request.sending is None:
                 request.sending = Sending(prompt.key, prompt.tokens, BLOCK)
             self.waiting.remove(request)
@@ -119,28 +125,46 @@ class Prefill:
 
     def _forward(self, scheduled: Sequence[Scheduled]) -> None:
         leaving: list[tuple[AtP, tuple[Run, ...]]] = []
+        computing = [request for request, *_ in scheduled]
+        for request in [one for one in self.requests.values() if one not in computing]:
+            self._late(request, leaving)
         for request, tokens, grown, restart in scheduled:
             request.computed += tokens
             for layer in range(LAYERS):
                 for index in range(blocks_of(request.computed)):
                     self.memory[layer, request.table[index]] = cell(request.prompt.key, layer, index, request.computed)
-            ready = self.desk.ready(request.prompt.key)
             if request.sending is not None:
                 request.sending.grow(grown, restart=restart)
-                chunk = request.sending.chunk(ready, request.computed) if ready is not None else None
-                if chunk is not None:
-                    leaving.append((request, coalesce(chunk.src, chunk.dst)))
+                request.sending.computed = request.computed
+                self._hand_over(request, leaving)
         for first, last in zip((0, *self.cuts), self.cuts, strict=False):
             for request, runs in leaving:
                 packet = LayerPacket(first, last, ((request.prompt.key, runs),))
                 for piece in cut(packet, [1] * LAYERS, 2):  # two blocks of one layer at once
                     ((key, some),) = piece.parts
                     self.queue.append(Job(key, request.run, (piece.first, piece.last), some))
-        for request, *_ in scheduled:
+        for request, _ in leaving:
+            if request.sending is not None and request.sending.complete:
+                self._end(request, ok=True)
+        for request in computing:
             if request.computed == request.prompt.tokens:
                 self._finish(request)
-                if request.sending is not None and request.sending.complete:
-                    self._end(request, ok=True)
+
+    def _hand_over(self, request: AtP, leaving: list[tuple[AtP, tuple[Run, ...]]]) -> None:
+        assert request.sending is not None
+        ready = self.desk.ready(request.prompt.key)
+        chunk = request.sending.chunk(ready) if ready is not None else None
+        if chunk is not None:
+            leaving.append((request, coalesce(chunk.src, chunk.dst)))
+
+    def _late(self, request: AtP, leaving: list[tuple[AtP, tuple[Run, ...]]]) -> None:
+        """What was computed before D had blocks."""
+        if request.sending is None or request.sending.complete:
+            return
+        self._hand_over(request, leaving)
+        if request.finished and self.desk.fate(request.prompt.key) is not None:
+            self._give_back(request)
+            del self.requests[request.prompt.key]
 
     def _take(self, request: AtP, count: int) -> list[int]:
         taken = [self.free.pop() for _ in range(count)]
@@ -151,6 +175,8 @@ class Prefill:
         request.run += 1
         self._give_back(request)
         request.computed = 0
+        if request.sending is not None:
+            request.sending.lose()
         self.running.remove(request)
         self.waiting.insert(0, request)
 
@@ -169,7 +195,7 @@ class Prefill:
         if request is not None and not request.finished:
             if self.desk.gone(key, "aborted"):
                 self.stop(key)
-            self._finish(request)
+            self._finish(request, aborted=True)
 
     def stop(self, key: TransferKey) -> None:
         request = self.requests.get(key)
@@ -183,14 +209,15 @@ class Prefill:
         for key in self.desk.on_message(b"d", message, now):
             self.stop(key)
 
-    def _finish(self, request: AtP) -> None:
+    def _finish(self, request: AtP, *, aborted: bool = False) -> None:
         request.finished = True
         for line in (self.waiting, self.running):
             if request in line:
                 line.remove(request)
         if request.sending is None or not request.sending.told:
-            if request.sending is not None:  # cancelled before its first chunk, or it would be told
-                assert self.desk.ready(request.prompt.key) is None
+            if request.sending is not None and self.desk.is_wanted(request.prompt.key):
+                assert not aborted
+                return  # D has no blocks yet
             self._give_back(request)
             del self.requests[request.prompt.key]
         else:

@@ -67,7 +67,7 @@ class Stage:
             is_ec_producer=False, is_ec_consumer=True, ec_connector_extra_config={"epd": wiring.to_json()}
         )
         self.scheduler.ec_connector = self.connector = FeatureConnector(self.config, ECConnectorRole.SCHEDULER)
-        self.scheduler.allow_partial_prefill(wiring)
+        self.scheduler.allow_early_begins(wiring)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self.arena = arena

@@ -6,9 +6,10 @@ random. A live encoder renews what it has, without end, so that no deadline reso
 go of, and then evicted, has a deadline.
 
 Why it ends: what has begun to run holds pins and blocks, and goes on unless it has begun before its features were
-complete. There is one such request at most, and beside its blocks any other request fits: all others drain. Of those
-that wait, one keeps its pins (`feature_desk.py`), so that the store has room for what it lacks, in time. It has D's
-blocks if anybody who waits has, so then it runs; and so on.
+complete. There is one such request at most, and one that is ahead of D; beside the blocks of both any other request
+fits: all others drain. Of those that wait, one keeps its pins (`feature_desk.py`), so that the store has room for what
+it lacks, in time. It has D's blocks if anybody who waits has, so then it runs; and so on. Whoever is ahead of D runs,
+and keeps its blocks at P until D has some, which those give back that D has blocks for: they can all run.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def blocks_of(tokens: int) -> int:
 
 @dataclass
 class World:
-    """What there is of everything. `parks`, `spares`: whether those parts of the product are there at all."""
+    """What there is of everything. `parks`, `spares`, `one_ahead`: whether those parts of the product are there at all.
+    `ahead_tokens`: of a prompt that may go ahead of D."""
 
     requests: list[Request]
     room: int
@@ -87,16 +89,19 @@ class World:
     d_blocks: int
     seats: int
     longest: int
+    ahead_tokens: int
     chance: random.Random
     alive: bool = True
     early: bool = True  # D reserves when the first image is stored, else when all are
     parks: bool = True
     spares: bool = True
+    one_ahead: bool = True
     now: float = 0.0
     store: dict[str, Stored] = field(default_factory=dict)
     announced: set[str] = field(default_factory=set)
     waiting: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)
+    kept: list[Request] = field(default_factory=list)  # computed, and still ahead of D
     at_d: list[Request] = field(default_factory=list)
     done: list[Request] = field(default_factory=list)
 
@@ -104,7 +109,10 @@ class World:
         table: FeatureTable[Pinned] = FeatureTable(wait_s=WAIT_S, max_prefetched_bytes=0, renew_limit_s=FOREVER_S)
         self.desk: FeatureDesk[Pinned] = FeatureDesk(table, recompute_limit=1)
         beside = SpareBlocks.beside(self.longest, blocks=self.p_blocks, block_sizes=(BLOCK,))
-        self.spare = beside if self.spares else SpareBlocks(self.p_blocks, (BLOCK,))
+        if self.spares and not beside.fit(self.ahead_tokens):
+            self.ahead_tokens = 0
+        left = SpareBlocks(beside.spare - blocks_of(self.ahead_tokens), (BLOCK,))
+        self.spare = left if self.spares else SpareBlocks(self.p_blocks, (BLOCK,))
         queue = [key for request in self.requests for key in request.keys]
         self.queue = deque(sorted(queue, key=lambda _: self.chance.random()))
         self.d_queue = deque(self.requests)
@@ -162,13 +170,26 @@ class World:
 
     def step(self) -> None:
         """One step of P, as vLLM schedules it: first those that run, then those that wait, in order."""
+        for request in [request for request in self.kept if request.has_ready]:
+            self.kept.remove(request)
+            self._send(request)
         for request in list(self.running):
             if request in self.running:
                 self._run(request)
         while self.waiting and len(self.running) < self.seats:
-            request = next((one for one in self.waiting if one.has_ready and self._reach(one) > one.computed), None)
+            can = (one for one in self.waiting if self._may_run(one) and self._reach(one) > one.computed)
+            request = next(can, None)
             if request is None or not self._admit(request):
                 return
+
+    def _drains(self, request: Request) -> bool:
+        """Whether nobody has to give its blocks back first: it leaves P in the next step."""
+        return request in self.kept and request.has_ready
+
+    def _may_run(self, request: Request) -> bool:
+        ahead = [one for one in (*self.running, *self.kept) if not one.has_ready]
+        alone = not ahead or not self.one_ahead
+        return request.has_ready or (alone and request.tokens <= self.ahead_tokens)
 
     def _run(self, request: Request) -> None:
         reach = self._reach(request)
@@ -195,12 +216,18 @@ class World:
         request.computed, request.blocks = reach, blocks_of(reach)
         if reach == request.tokens:
             self.running.remove(request)
-            self.at_d.remove(request)
-            self.done.append(request)
             self.desk.release([request.name])
+            if request.has_ready:
+                self._send(request)
+            else:
+                self.kept.append(request)
+
+    def _send(self, request: Request) -> None:
+        self.at_d.remove(request)
+        self.done.append(request)
 
     def _free(self) -> int:
-        return self.p_blocks - sum(request.blocks for request in self.running)
+        return self.p_blocks - sum(request.blocks for request in (*self.running, *self.kept))
 
     def _reach(self, request: Request) -> int:
         """Up to which token it may be computed now."""
@@ -234,9 +261,10 @@ class World:
 
     def _check(self) -> None:
         assert self._free() >= 0 and len(self.running) <= self.seats
-        begun = [request for request in self.running if request.name == self.desk.partial]
-        if self.spares and begun:
-            assert self.p_blocks - begun[0].blocks >= blocks_of(self.longest)
+        begun = [request for request in self.running if request.name == self.desk.partial or not request.has_ready]
+        if self.spares and self.one_ahead:
+            held = sum(request.blocks for request in (*begun, *self.kept) if not self._drains(request))
+            assert not held or self.p_blocks - held >= blocks_of(self.longest)
 
 
 def world(seed: int, **more: bool) -> World:
@@ -255,10 +283,11 @@ def world(seed: int, **more: bool) -> World:
     return World(
         requests,
         room=images + chance.randint(0, 2),
-        p_blocks=blocks + chance.randint(0, blocks),
+        p_blocks=blocks + chance.randint(0, 2 * blocks),
         d_blocks=blocks + chance.randint(0, blocks),
         seats=chance.randint(1, 3),
         longest=longest,
+        ahead_tokens=chance.randint(0, 2) * (TEXT + IMAGE),
         chance=chance,
         **{"alive": chance.random() < 0.8, "early": chance.random() < 0.7, **more},
     )
@@ -283,3 +312,7 @@ def test_they_would_not_if_pins_were_never_given_up() -> None:
 
 def test_they_would_not_if_what_has_begun_could_take_all_blocks() -> None:
     assert next(hanging(range(400), spares=False, alive=True), None) is not None
+
+
+def test_they_would_not_if_any_number_could_go_ahead_of_decode() -> None:
+    assert next(hanging(range(400), one_ahead=False, alive=True), None) is not None

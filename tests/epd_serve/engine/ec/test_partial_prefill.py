@@ -104,5 +104,5 @@ def test_a_stage_that_no_features_travel_to_starts_without_a_connector_for_them(
         ec_connector = None
 
     made = with_partial_prefill(Scheduler)()
-    made.allow_partial_prefill(StageWiring("P0", Role.P, "1"))
+    made.allow_early_begins(StageWiring("P0", Role.P, "1"))
     assert not made.awaits_feature(object())

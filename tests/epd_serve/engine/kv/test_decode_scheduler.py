@@ -15,7 +15,7 @@ from epd_serve.kv.control import PrefillControl
 from epd_serve.kv.faults import Faults
 from epd_serve.kv.lifecycle import Decode
 from epd_serve.kv.params import prompt_hash, transfer_key
-from epd_serve.kv.prefill_desk import Admission, PrefillDesk
+from epd_serve.kv.prefill_desk import Admission, PrefillDesk, PromptShape
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
 from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, request, scheduled
@@ -181,7 +181,7 @@ def test_a_cancel_while_prefill_sends_waits_for_its_worker(
     reserve(d, wanted, [5, 6, 7])
     ready = offered(p, wanted)
     with p.lock:
-        admission = p.desk.admit(key(wanted), 10, ready.prompt_hash, 0.0, block_size=BLOCK_SIZE, kv_heads=2)
+        admission = p.desk.admit(key(wanted), PromptShape(10, ready.prompt_hash, BLOCK_SIZE, 2), 0.0)
     assert admission is Admission.SEND
     d.finished(wanted)
     assert wait_for(lambda: p.stops) == [key(wanted)]
@@ -223,7 +223,7 @@ def test_a_prefill_instance_that_is_not_there_fails_the_transfer_in_time(tmp_pat
 def test_queued_requests_renew_prefills_patience(d: DecodeScheduler, p: PrefillControl, tmp_path: Path) -> None:
     wanted = asked(tmp_path)
     with p.lock:
-        p.desk.admit(key(wanted), 10, "h", time.monotonic(), block_size=BLOCK_SIZE, kv_heads=2)
+        p.desk.admit(key(wanted), PromptShape(10, "h", BLOCK_SIZE, 2), time.monotonic())
         first = p.desk._leases.until[key(wanted)]
     d.queued(wanted)
     wait_for(lambda: p.desk._leases.until[key(wanted)] > first)
@@ -239,7 +239,7 @@ def test_prefills_first_token_is_in_the_params_before_the_request_can_run(
     assert expected.awaits_token
     offered(p, wanted)
     with p.lock:
-        p.desk.admit(key(wanted), 10, prompt_hash([1] * 10, []), 0.0, block_size=BLOCK_SIZE, kv_heads=2)
+        p.desk.admit(key(wanted), PromptShape(10, prompt_hash([1] * 10, []), BLOCK_SIZE, 2), 0.0)
         p.desk.sampled(key(wanted), 7)
     p.flush()
     wait_for(lambda: d._desk._tokens)

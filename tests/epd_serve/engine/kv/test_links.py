@@ -170,3 +170,47 @@ def test_a_failure_is_not_reported_while_a_packet_of_it_is_being_written(start: 
     go.set()
     reporter.join(PATIENCE_S)
     assert d.failed
+
+
+def test_late_chunks_leave_in_a_step_without_tokens_and_release_a_finished_request(start: Ends) -> None:
+    d = start(DecodeEnd)
+    p = start(PrefillEnd)
+    d.expect(key_of("a"), range(20, 23))
+    p.step(finished=["a"])  # vLLM finishes it before the worker has heard of its transfer
+    p.sender.begin_step((), (), (), 0)
+    p.sender.send_late([chunk(d, "a", [3, 2, 1], [20, 21, 22], last=True)], ["a"])
+    d.wait_ended(1)
+    same(p, d, {3: 20, 2: 21, 1: 22})
+    p.wait_over({"a"})
+
+
+def test_a_late_chunk_of_a_prompt_that_goes_on_is_followed_by_the_rest(start: Ends) -> None:
+    d = start(DecodeEnd)
+    p = start(PrefillEnd)
+    d.expect(key_of("a"), [5, 6])
+    p.sender.begin_step((), (), (), 0)
+    p.sender.send_late([chunk(d, "a", [1], [5], last=False)], ())
+    p.step([chunk(d, "a", [2], [6], last=True)], finished=["a"])
+    d.wait_ended(1)
+    same(p, d, {1: 5, 2: 6})
+    p.wait_over({"a"})
+
+
+def test_a_finished_request_of_which_nothing_will_be_sent_is_over(start: Ends) -> None:
+    p = start(PrefillEnd)
+    p.sender.begin_step((), (), (), 0)
+    p.sender.send_late((), ["a"])
+    assert p.sender.take_over(()) == {"a"}
+
+
+@pytest.mark.parametrize(("group", "packets"), [(1, 5), (5, 1)])
+def test_late_chunks_are_cut_as_all_others(start: Ends, group: int, packets: int) -> None:
+    d = start(DecodeEnd)
+    p = start(PrefillEnd, grouping=group)
+    d.expect(key_of("a"), [5])
+    p.sender.begin_step((), (), (), 0)
+    p.sender.send_late([chunk(d, "a", [1], [5], last=True)], ["a"])
+    d.wait_ended(1)
+    same(p, d, {1: 5})
+    p.wait_over({"a"})
+    assert p.links[d.endpoint].snapshot().packets == packets

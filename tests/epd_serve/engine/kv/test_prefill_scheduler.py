@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from epd_serve import wire
-from epd_serve.engine.kv.prefill_scheduler import PrefillScheduler
+from epd_serve.engine.kv.prefill_scheduler import AHEAD_TOKENS, PrefillScheduler
 from epd_serve.kv.params import prompt_hash, transfer_key
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
@@ -284,3 +284,146 @@ def test_any_other_end_keeps_its_own_reason(p: PrefillScheduler, d: PlayedDecode
     p.step(scheduled([(asked.request_id, [7, 8, 9], 0, 10)]))
     p.finished(ended(asked, status=status))
     assert asked.stop_reason is None
+
+
+# --- ahead of D -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def early(p: PrefillScheduler) -> PrefillScheduler:
+    """P with room for a request that D has no blocks for."""
+    assert p.allow_ahead(lambda tokens: True) == AHEAD_TOKENS
+    return p
+
+
+def begun(p: PrefillScheduler, name: str = "r", prompt: int = 10, params: Any = PARAMS) -> Any:
+    asked = request(name, prompt, params)
+    assert p.may_run(asked)
+    p.begun(asked)
+    return asked
+
+
+def ready_here(p: PrefillScheduler, asked: Any) -> bool:
+    with p._control.lock:
+        return p._desk.ready(transfer_key(PARAMS, asked.request_id)) is not None
+
+
+def test_where_its_blocks_do_not_fit_beside_a_maximal_request_none_goes_ahead(p: PrefillScheduler) -> None:
+    assert p.allow_ahead(lambda tokens: False) == 0
+    assert not p.may_run(request("r", 10, PARAMS))
+
+
+def test_one_request_at_a_time_begins_before_decode_has_blocks(early: PrefillScheduler, d: PlayedDecode) -> None:
+    first = begun(early)
+    assert not early.may_run(request("another", 10, PARAMS))
+    d.offer(first)
+    wait_for(lambda: early.may_run(request("third", 10, PARAMS)))
+
+
+def test_a_request_that_vllm_does_not_let_in_after_all_is_not_ahead(early: PrefillScheduler) -> None:
+    assert early.may_run(request("kept out by its features", 10, PARAMS))
+    begun(early)
+
+
+def test_a_long_prompt_waits_for_decode(early: PrefillScheduler) -> None:
+    assert not early.may_run(request("r", AHEAD_TOKENS + 1, PARAMS))
+
+
+def test_what_was_computed_ahead_leaves_in_the_first_step_after_the_offer(
+    early: PrefillScheduler, d: PlayedDecode
+) -> None:
+    asked = begun(early, prompt=14)
+    name = asked.request_id
+    assert early.step(scheduled([(name, [7, 8], 0, 8)])).chunks == []
+    d.offer(asked, start_token=4)
+    wait_for(lambda: ready_here(early, asked))
+    idle = early.step(scheduled([("another", [1], 0, 3)]))
+    assert [(job.src, job.dst, job.remaining) for job in idle.late] == [((8,), (101,), 6)]
+    step = early.step(scheduled(cached=[(name, [9, 10], 8, 6)]))
+    assert (pairs(step), step.late, step.chunks[0].last) == ([(9, 102), (10, 103)], [], True)
+    assert early.finished(ended(asked)) == (True, {"ok": True, "reason": ""})
+    assert early.step(scheduled()).ended == []
+
+
+def test_an_offer_during_the_step_sends_all_of_it_in_the_next_one(early: PrefillScheduler, d: PlayedDecode) -> None:
+    asked = begun(early, params={**PARAMS, "first_token": True})
+    early.step(scheduled([(asked.request_id, [7, 8, 9], 0, 10)]))
+    d.offer(asked)
+    wait_for(lambda: ready_here(early, asked))
+    assert early.finished(ended(asked)) == (True, {"ok": True, "reason": ""})
+    assert d.hear(wire.FirstToken).token == 7
+    step = early.step(scheduled())
+    assert [(job.src, job.dst, job.last) for job in step.late] == [((7, 8, 9), (100, 101, 102), True)]
+    assert step.late[0].computed_at > 0 and step.ended == [asked.request_id]
+    early.sent({asked.request_id})
+    assert early._desk.fate(step.late[0].key) == "transfer is over"
+
+
+def test_a_request_that_ended_before_decode_had_blocks_keeps_its_own_until_it_has(
+    early: PrefillScheduler, d: PlayedDecode
+) -> None:
+    asked = begun(early, params={**PARAMS, "first_token": True})
+    early.step(scheduled([(asked.request_id, [7, 8, 9], 0, 10)]))
+    assert early.finished(ended(asked)) == (True, {"ok": True, "reason": ""})
+    assert asked.stop_reason == f"{wire.TOKEN_SENT}7"
+    nothing = early.step(scheduled())
+    assert (nothing.late, nothing.ended) == ([], [])
+    d.offer(asked)
+    assert d.hear(wire.FirstToken).token == 7
+    step = early.step(scheduled())
+    assert (len(step.late), step.ended) == (1, [asked.request_id])
+
+
+def test_a_cancel_frees_the_blocks_that_were_kept(early: PrefillScheduler, d: PlayedDecode) -> None:
+    asked = begun(early)
+    early.step(scheduled([(asked.request_id, [7, 8, 9], 0, 10)]))
+    early.finished(ended(asked))
+    d.send(wire.Cancel(transfer_key(PARAMS, asked.request_id)))
+    d.hear(wire.CancelAck)
+    step = early.step(scheduled())
+    assert (step.late, step.ended) == ([], [asked.request_id])
+    early.sent({asked.request_id})
+    assert early.may_run(request("next", 10, PARAMS))
+
+
+def test_a_cancel_between_the_offer_and_the_step_that_would_send(early: PrefillScheduler, d: PlayedDecode) -> None:
+    asked = begun(early)
+    early.step(scheduled([(asked.request_id, [7, 8, 9], 0, 10)]))
+    early.finished(ended(asked))
+    d.offer(asked)
+    d.send(wire.Cancel(transfer_key(PARAMS, asked.request_id)))
+    wait_for(lambda: early._control.stops)
+    step = early.step(scheduled())
+    assert (step.late, step.ended, step.stops) == ([], [asked.request_id], [])
+    d.hear(wire.CancelAck)
+
+
+def test_an_offer_that_does_not_fit_what_went_ahead_is_refused(early: PrefillScheduler, d: PlayedDecode) -> None:
+    asked = begun(early)
+    early.step(scheduled([(asked.request_id, [7, 8, 9], 0, 10)]))
+    early.finished(ended(asked))
+    d.offer(asked, prompt_hash="other")
+    assert "different prompts" in d.hear(wire.Refused).reason
+    assert early.step(scheduled()).ended == [asked.request_id]
+
+
+def test_a_client_that_leaves_a_request_that_is_ahead_frees_it_at_once(
+    early: PrefillScheduler, d: PlayedDecode
+) -> None:
+    asked = begun(early)
+    early.step(scheduled([(asked.request_id, [7, 8, 9], 0, 10)]))
+    keep, answer = early.finished(ended(asked, status="FINISHED_ABORTED"))
+    assert (keep, answer and answer["ok"]) == (False, False)
+    d.offer(asked)
+    assert d.hear(wire.Refused).reason == "prefill request ended early"
+
+
+def test_what_was_computed_ahead_and_then_preempted_does_not_leave(early: PrefillScheduler, d: PlayedDecode) -> None:
+    asked = begun(early)
+    name = asked.request_id
+    early.step(scheduled([(name, [7, 8], 0, 8)]))
+    d.offer(asked)
+    wait_for(lambda: ready_here(early, asked))
+    assert early.step(scheduled(preempted=[name])).late == []
+    assert early.may_run(asked)
+    assert pairs(early.step(scheduled([(name, [17, 18, 19], 0, 10)]))) == [(17, 100), (18, 101), (19, 102)]
