@@ -4,8 +4,8 @@ The eight of HydraInfer (v1 Fig. 13, v2 §5.4) and what surrounds them: client, 
 does with a request before its engine has it. Phases may run beside each other: D prepares while P does, KV travels
 under the prefill. So each has two times: its *duration*, and of that the *exposed* part, in which the request waited
 for nothing else. A moment of several phases belongs to the one that works before the one that carries, and to that
-before the one that waits; of equals to the one that ends last. Exposed parts therefore add up to the request, but for
-moments that no phase accounts for.
+before the one that waits; of equals to the one that ends last, but to D's preparing only while P's has ended: P begins
+without D. Exposed parts therefore add up to the request, but for moments that no phase accounts for.
 """
 
 from __future__ import annotations
@@ -88,8 +88,15 @@ HOPS: Mapping[str, tuple[Phase, ...]] = MappingProxyType({
 _WAITS = {Phase.PROXY_QUEUE, Phase.ENCODE_QUEUE, Phase.PREFILL_QUEUE, Phase.DECODE_QUEUE}
 _CARRIES = {Phase.EP, Phase.PD}
 _COMPUTES = {Phase.ENCODE, Phase.PREFILL, Phase.FIRST_TOKEN, Phase.DECODE}
-_RANK = dict.fromkeys(_WAITS, 0) | dict.fromkeys(_CARRIES, 1) | dict.fromkeys(_COMPUTES, 3)
-"""Whose a moment of several phases is; 2 for what is not in it."""
+_BESIDE = {Phase.HTTP_D, Phase.PREPROCESS_D}
+_PREPARES = 3
+_RANK = (
+    dict.fromkeys(_WAITS, 0)
+    | dict.fromkeys(_CARRIES, 1)
+    | dict.fromkeys(_BESIDE, _PREPARES - 1)
+    | dict.fromkeys(_COMPUTES, _PREPARES + 1)
+)
+"""Whose a moment of several phases is; what is not in it prepares."""
 
 
 @dataclass(frozen=True, order=True)
@@ -120,7 +127,7 @@ def exposed(spans: Iterable[Span]) -> dict[Phase, float]:
     for begin, end in itertools.pairwise(edges):
         here = [span for span in spans if span.begin <= begin and span.end >= end]
         if here:
-            waited_for = max(here, key=lambda span: (_RANK.get(span.phase, 2), span.end))
+            waited_for = max(here, key=lambda span: (_RANK.get(span.phase, _PREPARES), span.end))
             taken[waited_for.phase] += end - begin
     return {phase: taken[phase] for phase in Phase if phase in taken}
 

@@ -214,7 +214,8 @@ def _prefill(seen: _Seen) -> Iterator[Span]:
 def _decode(seen: _Seen) -> Iterator[Span]:
     yield from seen.lasting(Phase.PD, "P", "kv_packet")
     yield from _between(Phase.PD, seen.last("P", "prefill_end"), seen.last("D", "kv_done"))
-    yield from _between(Phase.HTTP_D, seen.last("proxy", "dispatched"), seen.first("D", "received"))
+    called = seen.last("proxy", "decode_sent") or seen.last("proxy", "dispatched")
+    yield from _between(Phase.HTTP_D, called, seen.first("D", "received"))
     yield from _front_end(seen, "D", Phase.PREPROCESS_D, Phase.DECODE_QUEUE)
     yield from seen.calls(Phase.DECODE_QUEUE, "D", ENTERED, "decode_reserved")
     yield from seen.calls(Phase.DECODE_QUEUE, "D", "kv_done", "scheduled")

@@ -70,7 +70,7 @@ class ProxySettings:
         image_tokens: how many tokens the model's encoder makes of an image, by its size.
         send_pixels: `auto` sends P and D an item's metadata instead of the media where that is known, `always` never.
         overlap: P and D are called while encoders work: `always` as soon as the metadata of all items is known, `auto`
-            where the tower shares cores with them only when the first feature is stored, or `never`.
+            too, but D only when the first feature is stored where the tower shares cores with them, or `never`.
         on_missing_feature: `recompute` lets P encode what got lost, `reencode` has an encoder do it again first.
         first_token: `prefill` shows streams the first token of P, after which D goes on, `decode` that of D.
         arena: the arena of this host where all stages of the layout use it, else None.

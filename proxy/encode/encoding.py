@@ -34,23 +34,31 @@ class Encoding:
         self._provisional = provisional
         self._keys = list(dict.fromkeys(item.key for item in job.items))  # in the order of the prompt
 
-    async def metadata_known(self, *, first_stored: bool) -> Job | None:
+    async def metadata_known(self) -> Job | None:
         """The job with the metadata of all its items, once encoders are at work on those that are not there already;
-        None where the encoding has ended before that. `first_stored`: and once the first one is there, which is
-        announced before an encoder's answer comes."""
+        None where the encoding has ended before that."""
+        return self._provisional() if await self._comes_true(self._is_under_way) else None
+
+    async def first_stored(self) -> None:
+        """Until the first item is there, which is announced before an encoder's answer comes, or the encoding has
+        ended."""
+        await self._comes_true(lambda: self._directory.knows(self._keys[0], time.monotonic()))
+
+    async def _comes_true(self, looked_for: Callable[[], bool]) -> bool:
+        """Whether announcements make this true before the encoding ends."""
         news = asyncio.Event()
         ended: Callable[[object], None] = lambda _: news.set()  # noqa: E731 - to be removed again
         self._task.add_done_callback(ended)
         try:
             with self._directory.followed(self._keys, news.set):
                 while not self._task.done():
-                    if self._is_under_way(first_stored=first_stored):
-                        return self._provisional()
+                    if looked_for():
+                        return True
                     news.clear()
                     await news.wait()
         finally:
             self._task.remove_done_callback(ended)
-        return None
+        return False
 
     async def finished(self) -> Job:
         """The job with its features.
@@ -60,10 +68,8 @@ class Encoding:
         """
         return await self._task
 
-    def _is_under_way(self, *, first_stored: bool) -> bool:
+    def _is_under_way(self) -> bool:
         now, directory = time.monotonic(), self._directory
-        if first_stored and not directory.knows(self._keys[0], now):
-            return False
         return all(directory.metadata(key) and directory.is_coming(key, now) for key in self._keys)
 
     @contextmanager

@@ -1,9 +1,9 @@
 """One attempt at prefill and decode: D and P at once under one transfer id.
 
-D is dispatched first, because P's packets go straight into blocks that D has to allot first. A stream begins with P's
-first token where that may be shown (`proxy/generate/first_token.py`), and goes on with D's; one token P answers alone.
-Closing a stage's connection cancels it, so cancellation of the task that runs here cancels every stage, and an attempt
-that fails has left both when it raises.
+P is called first, which the first token waits for; its packets go straight into blocks that D allots meanwhile. A
+stream begins with P's first token where that may be shown (`proxy/generate/first_token.py`), and goes on with D's; one
+token P answers alone. Closing a stage's connection cancels it, so cancellation of the task that runs here cancels every
+stage, and an attempt that fails has left both when it raises.
 """
 
 from __future__ import annotations
@@ -64,8 +64,18 @@ class Attempt:
         self._trace = trace
         self._prefill_shows = first_token == "prefill"
 
-    async def run(self, job: Job, base: Mapping[str, Any], route: Route, sink: ClientSink) -> None:
+    async def run(
+        self,
+        job: Job,
+        base: Mapping[str, Any],
+        route: Route,
+        sink: ClientSink,
+        before_decode: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         """Answer `job` from the body `base` on the instances of `route`.
+
+        Args:
+            before_decode: what D is to wait for, where P need not.
 
         Raises:
             StageError: a stage failed or hung, with another attempt possible or not (`sink.repeatable`). StageRefusal.
@@ -80,7 +90,7 @@ class Attempt:
         self._watchdog.watch(cancel_scope, sink, calls)
         try:
             with cancel_scope:
-                await self._run(job, base, route, sink, decoding, prefilling)
+                await self._run(job, base, route, sink, decoding, prefilling, before_decode)
                 return
             assert cancel_scope.reason is not None, "nothing else swallows an end"
             raise cancel_scope.reason
@@ -99,6 +109,7 @@ class Attempt:
         sink: ClientSink,
         decoding: StageCall,
         prefilling: StageCall | None,
+        before_decode: Callable[[], Awaitable[None]] | None,
     ) -> None:
         if route.prefill is None or prefilling is None:
             await self._answer_alone(job, base, route, route.decode, sink, decoding)
@@ -106,7 +117,7 @@ class Attempt:
             route.decode.release()
             await self._answer_alone(job, base, route, route.prefill, sink, prefilling)
         else:
-            await self._run_both(job, base, route, route.prefill, sink, decoding, prefilling)
+            await self._run_both(job, base, route, route.prefill, sink, decoding, prefilling, before_decode)
 
     async def _answer_alone(
         self, job: Job, base: Mapping[str, Any], route: Route, lease: Lease, sink: ClientSink, call: StageCall
@@ -125,8 +136,10 @@ class Attempt:
         sink: ClientSink,
         decoding: StageCall,
         prefilling: StageCall,
+        before_decode: Callable[[], Awaitable[None]] | None,
     ) -> None:
         transfer_id, sender, opening = secrets.token_hex(16), prefill.instance, asyncio.Lock()
+        answer: asyncio.Task[None]
         shows = sink.shown is None and self._prefill_shows and may_be_shown(job.request, route)
         if shows:
             to_prefill = encoded(first_token_body(base, transfer_id, sender))
@@ -135,19 +148,24 @@ class Attempt:
         goes_on = sink.shown.token if sink.shown is not None else shows
         to_decode = encoded(decode_body(base, transfer_id, sender, goes_on))
         self._trace.stamp(job.id, "dispatched", path=route.path.name, transfer=transfer_id)
+        if shows:
+            sends = partial(self._show, job, sender, to_prefill, sink, prefilling, opening, lambda: answer.cancel())
+        else:
+            sends = partial(self._deliver, job, sender, to_prefill)
+
+        def needed() -> bool:
+            """D cannot answer without it, or does not."""
+            return sink.repeatable or answer.cancelling() > 0
+
+        async def answers() -> None:
+            if before_decode is not None:
+                await before_decode()
+                self._trace.stamp(job.id, "decode_sent")
+            await self._answer(job, route.decode, to_decode, sink, decoding, prefilling, opening)
+
         async with asyncio.TaskGroup() as group:
-            answer = group.create_task(self._answer(job, route.decode, to_decode, sink, decoding, prefilling, opening))
-
-            if shows:
-                sends = partial(self._show, job, sender, to_prefill, sink, prefilling, opening, answer)
-            else:
-                sends = partial(self._deliver, job, sender, to_prefill)
-
-            def needed() -> bool:
-                """D cannot answer without it, or does not."""
-                return sink.repeatable or answer.cancelling() > 0
-
             prefilled = group.create_task(self._prefill(job, prefill, sends, prefilling, needed))
+            answer = group.create_task(answers())
             await asyncio.wait([answer])
             if not (prefilled.done() or answer.cancelled()):  # its answer is of no interest any more, its tidy end is
                 await asyncio.wait([prefilled], timeout=PREFILL_LINGER_S)
@@ -168,16 +186,16 @@ class Attempt:
         sink: ClientSink,
         call: StageCall,
         opening: asyncio.Lock,
-        answer: asyncio.Task[None],
+        leave_decode: Callable[[], object],
     ) -> None:
-        """Have P send its KV, and show its first token. Where that is all, `answer`, D's, is left."""
+        """Have P send its KV, and show its first token. Where that is all, D is left."""
 
         def first() -> None:
             call.succeeded()
             self._first_byte(job, instance)
 
         def whole() -> None:
-            answer.cancel()
+            leave_decode()
             job.trial.survived()
 
         async with aclosing(self._stages.events(instance, job.request.endpoint, body, job.headers)) as events:

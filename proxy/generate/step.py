@@ -150,7 +150,7 @@ class GenerateStep:
         settings, job = self._settings, progress.job
         if settings.overlap == "never" or not goes_as_metadata(job, settings) or job.trial.suspected:
             return False
-        known = await encoding.metadata_known(first_stored=settings.overlap == "auto" and self._tower_shares_cores())
+        known = await encoding.metadata_known()
         if known is None or first_delivery(known, settings) is not Delivery.METADATA or job.trial.suspected:
             return False
         if any(encoder.full for encoder in self._table.live(Role.E)) or not job.passed.goes_ahead():
@@ -160,7 +160,7 @@ class GenerateStep:
 
     def _tower_shares_cores(self) -> bool:
         """Whether encoders compute on cores on which others would prepare a request: their tower, which all wait for,
-        would wait for those."""
+        would wait for those. One who prepares has a core beside it."""
         live = [self._table.instance(one.id) for role in Role for one in self._table.live(role)]
         on_cores = [one for one in live if one.cpu_cores]
         encoders = [one.computes_on for one in on_cores if one.role.sends_features]
@@ -189,7 +189,7 @@ class GenerateStep:
         outcome = "failed"
         try:
             with CancelScope[str]() as scope, progress.encoding.attempted(lambda: _cut(scope, sink)):
-                await self._run_attempt(progress.job, delivery, route, sink)
+                await self._run_attempt(progress.job, delivery, route, sink, progress.encoding)
                 outcome = "answered"
                 return True
             outcome = "cut"
@@ -197,12 +197,18 @@ class GenerateStep:
         finally:
             self._metrics.went_ahead.labels(outcome).inc()
 
-    async def _run_attempt(self, job: Job, delivery: Delivery, route: Route, sink: ClientSink) -> None:
+    async def _run_attempt(
+        self, job: Job, delivery: Delivery, route: Route, sink: ClientSink, encoding: Encoding | None = None
+    ) -> None:
+        """`encoding`: under way. Where its tower shares cores with others, D prepares the request when it is through
+        with the first item: P needs D no sooner, and the tower needs the cores."""
         if job.items and route.path.encode:
             self._metrics.deliveries.labels(delivery.value).inc()
         job.trial.sent()
         base = delivered(job, delivery, self._settings) if route.path.encode else job.base
-        await self._attempt.run(job, base, route, sink)
+        waits = encoding is not None and self._settings.overlap == "auto" and self._tower_shares_cores()
+        before_decode = encoding.first_stored if waits and encoding is not None else None
+        await self._attempt.run(job, base, route, sink, before_decode)
 
     def _note_death(self, job: Job, failure: EpdError, route: Route, sent_at: float) -> None:
         """Where the failure was the end of an instance, hold it against the request."""

@@ -115,7 +115,9 @@ async def test_all_items_have_to_be_known_and_one_that_is_stored_is() -> None:
 
 
 @pytest.mark.parametrize("cores", [{"E0": (0,), "P0": (0,), "D0": (1,)}, {"E0": (0,), "P0": (1,), "D0": (0,)}])
-async def test_on_cores_that_the_tower_shares_nobody_prepares_before_it_has_ended(cores: dict[str, tuple[int]]) -> None:
+async def test_on_cores_that_the_tower_shares_only_prefill_prepares_before_it_has_ended(
+    cores: dict[str, tuple[int]],
+) -> None:
     async with cluster("E0", "P0", "D0") as c:
         for name, own in cores.items():
             c.table.apply(replace(c.instances[name], cpu_cores=own))
@@ -124,11 +126,12 @@ async def test_on_cores_that_the_tower_shares_nobody_prepares_before_it_has_ende
         answered = asyncio.create_task(c.ask())
         await c["E0"].until(lambda stage: stage.active == 1)
         [[key]] = c["E0"].keys
+        await c["P0"].until(lambda stage: len(stage.calls) == 1)
         for _ in range(20):
             await asyncio.sleep(0)
-        assert not c["P0"].calls
+        assert not c["D0"].calls
         c.pipeline.dispatcher.dispatch(FeatureReady(key, 100, "E0-life1", pooled=True, metadata=GRID))
-        await c["P0"].until(lambda stage: len(stage.calls) == 1)
+        await c["D0"].until(lambda stage: len(stage.calls) == 1)
         released.set()
         assert (await answered).status_code == 200 and c.metric(AHEAD, outcome="answered") == 1
 
