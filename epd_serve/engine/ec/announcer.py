@@ -1,14 +1,14 @@
-"""One thread owns the publisher socket of a process and sends everything it has to say to consumers and proxies.
+"""What a process has to say to consumers and proxies, on its publisher socket, of one thread at a time.
 
-Announcements go out at once, in order. `FeaturePending` follows every 200 ms while there are features to renew, and a
+Announcements leave in the thread that makes them: another one would first have to get Python's lock, which a step that
+is under way gives up every 5 ms. `FeaturePending` follows every 200 ms while there are features to renew, and a
 `StoreReport` when something changed, at most every 50 ms, and every 500 ms when nothing did: an idle engine does not
-step, so this cannot be driven by steps.
+step, so a thread does this.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -40,10 +40,11 @@ class Announcer:
     ) -> None:
         self._incarnation = wiring.incarnation
         self._report, self._pending = report, pending
-        self._messages: queue.SimpleQueue[wire.Announcement | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
         self._changed = threading.Event()
         self._closing = threading.Event()
-        self._socket: Socket | None = None
+        self._socket: Socket | None = None  # guarded by _lock
         self._thread: threading.Thread | None = None
         if wiring.publish:
             self._socket = open_socket(zmq.PUB, linger_s=0.2)
@@ -54,33 +55,36 @@ class Announcer:
             self._thread = threading.Thread(target=self._run, name="epd-announcer", daemon=True)
 
     def start(self) -> None:
-        """From now on `report` and `pending` are called; what was announced before goes out first."""
+        """From now on `report` and `pending` are called."""
         if self._thread is not None:
             self._thread.start()
 
     def announce(self, message: wire.Announcement) -> None:
-        """From any thread."""
+        """From any thread; waits for nobody who reads it."""
         if self._thread is not None:
-            self._messages.put(message)
+            self._send(message)
             self.changed()
 
     def changed(self) -> None:
         """Something a report tells has changed."""
         if self._thread is not None and not self._changed.is_set():
             self._changed.set()
-            self._messages.put(None)
+            self._wake.set()
 
     def close(self) -> None:
         """What was announced goes out first."""
         self._closing.set()
         if self._thread is not None:
-            self._messages.put(None)
+            self._wake.set()
             self._thread.join(timeout=5)
+            with self._lock:
+                if self._socket is not None:
+                    self._socket.close()
+                    self._socket = None
 
     def _run(self) -> None:
-        assert self._socket is not None
         reported, renewed = 0.0, 0.0
-        while True:
+        while not self._closing.is_set():
             now = time.monotonic()
             if now >= renewed + RENEW_S:
                 renewed = now
@@ -91,19 +95,14 @@ class Announcer:
                 self._changed.clear()
                 self._send_report()
             next_report = reported + (_REPORT_CHANGE_S if self._changed.is_set() else _REPORT_IDLE_S)
-            try:
-                message = self._messages.get(timeout=max(0.0, min(renewed + RENEW_S, next_report) - now))
-            except queue.Empty:
-                continue
-            if message is not None:
-                self._send(message)
-            elif self._closing.is_set() and self._messages.empty():
-                break
-        self._socket.close()
+            self._wake.wait(max(0.0, min(renewed + RENEW_S, next_report) - now))
+            self._wake.clear()
 
     def _send(self, message: wire.Announcement) -> None:
-        assert self._socket is not None
-        self._socket.send(wire.encode(message))
+        encoded = wire.encode(message)
+        with self._lock:
+            if self._socket is not None:
+                self._socket.send(encoded)
 
     def _send_report(self) -> None:
         try:
