@@ -110,7 +110,7 @@ def server_status(url: str, instance: str, incarnation: str) -> StageStatus:
 
 EVERY_S = 0.25
 STOP_S = 30.0
-"""For a question that is under way to end; it has a deadline of its own."""
+"""For a question that is under way to end, which has a deadline of its own; and for a plain server."""
 
 
 @dataclass
@@ -176,7 +176,6 @@ def sampled(status: Callable[[], Sequence[StageStatus]]) -> Iterator[Samples]:
 
 
 START_S = 600.0
-STOP_S = 30.0
 _SITE = ROOT / "epd_serve" / "engine" / "site"
 
 
