@@ -141,6 +141,7 @@ class Controller:
             "paused_s": round(reconciler.paused_s, 3),
             "change": change_json(reconciler.change) if reconciler.change is not None else None,
             "instances": [self._instance_json(one) for one in reconciler.instances],
+            "parts": dict(self._doors.pids),
             "layouts": list(reconciler.layouts),
             "past": [change_json(one) for one in reconciler.past],
         }

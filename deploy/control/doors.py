@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from deploy.runtime.protocol import Observed
@@ -22,6 +22,10 @@ class Doors(Protocol):
     @property
     def table(self) -> Views:
         """What requests hold of the instances, and what these report."""
+
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """Of the processes, by name."""
 
     def publish(self, instances: Iterable[Observed], wanted: Iterable[Role]) -> None:
         """All instances there are, and the roles of the wanted layout."""

@@ -383,8 +383,9 @@ class Reconciler:
     def _why_failed(self, change: Change, actual: Actual) -> str:
         """Why it will not come to its end, or ""."""
         now, up = time.monotonic(), {one.order.id for one in actual.instances if one.phase is Phase.UP}
-        initial = change.what == "start"
-        if len(change.failed) >= (1 if initial else 2):
+        if change.what == "start":
+            change.failed |= {one.order.id: one.reason for one in actual.instances if given_up(one)}
+        if len(change.failed) >= (1 if change.what == "start" else 2):
             name, why = next(reversed(change.failed.items()))
             return f"{name} did not start: {why}"
         late = [name for name, began in change.started.items() if now > began + self._deadlines.start_s]

@@ -104,6 +104,7 @@ class Deployment(BaseModel):
     paused_s: float = Field(description="For how long new requests still wait.")
     change: Change | None
     instances: list[Instance]
+    parts: dict[str, int] = Field(description="Processes beside the stages, by name: pids.")
     layouts: list[str] = Field(description="That were wanted, the present one last.")
     past: list[Change]
 

@@ -5,6 +5,8 @@
                            groups.jsonl     one line per process group that was ever started: stages, Mooncake's master
                            peers.json       who is there, for the stages, see epd_serve/peers.py
                            pool.json        addresses of the MM Store's second tier, where there is one
+                           wanted.json      layouts that were wanted (deploy/control/journal.py)
+                           admin.sock       where commands are given (deploy/cli/change.py)
                            feed             where front doors hear of the instances (proxy/workers/wire.py)
                            <instance>.log, and its sockets (.events, .load, .kv, .kvw<rank>, .kvnews<rank>,
                            .features<rank>)
@@ -92,6 +94,11 @@ class RunDir:
     def grant_template(self, instance: str) -> str:
         """Where each worker of an instance leaves its `CoreGrant`; holds `{rank}`."""
         return f"{self.path / instance}.cores{{rank}}.json"
+
+    @property
+    def wanted(self) -> Path:
+        """What the controller has to remember (`deploy/control/journal.py`)."""
+        return self.path / "wanted.json"
 
     @property
     def feed(self) -> Path:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import os
 import socket
 import sys
@@ -18,6 +17,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deploy.agent.agent import Agent
 from deploy.agent.pool_master import mooncake_command
@@ -25,6 +25,10 @@ from deploy.agent.second_tier import SecondTier
 from deploy.agent.specs import orders
 from deploy.agent.supervisor import Patience, Supervisor
 from deploy.agent.wiring import STAGE_HOST
+from deploy.control.aim import Aim
+from deploy.control.controller import Controller
+from deploy.control.journal import Journal
+from deploy.control.reconciler import Deadlines, Reconciler
 from deploy.front.doors import FrontDoors
 from deploy.host import event_loop
 from deploy.host.ending import Ending
@@ -33,7 +37,8 @@ from deploy.host.listeners import exposure_warnings
 from deploy.host.ports import listen
 from deploy.host.reaper import reap_dead
 from deploy.host.rundir import RunDir
-from deploy.launch.admin import Admin, open_admin, serve_admin
+from deploy.host.running_launches import ADMIN_SOCKET
+from deploy.launch.admin import Admin, open_admin, private_socket, serve_admin
 from deploy.launch.ready_message import ready_message
 from deploy.launch.screen import Screen
 from deploy.launch.stage_news import StageNews
@@ -45,6 +50,9 @@ from deploy.plan.proxy_settings import build_proxy_settings
 from epd_serve.errors import ConfigError, EpdError, StageError
 from epd_serve.stage_plan import StageCommand, StagePlan
 from store.mooncake.master import MasterSettings
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter
 
 GRACE_S = 2.0
 """How long requests in flight may go on when all is taken down; with the stages' 8 s the end is below 15 s away."""
@@ -106,6 +114,7 @@ class _Session:
         )
         self.tier = SecondTier.of(launch.blueprint, run, STAGE_HOST, launch.master_command_of)
         self.agent = self._agent()
+        self.aim = Aim(self.blueprint)
         self.master: Supervisor | None = None
 
     def _agent(self) -> Agent:
@@ -143,13 +152,13 @@ class _Session:
         async with self.tier.running(self.screen.line) as self.master, self.agent.running():
             doors = self._front_doors()
             self.ending.serves(doors)
-            doors.publish((), self.blueprint.layout.roles)
-            self.news = StageNews(doors, self.blueprint.layout.roles, self.screen, [order.id for order in first])
+            self.news = StageNews(self.screen, [order.id for order in first])
+            reconciler = self._reconciler(doors)
             self.screen.open([order.id for order in first])
             for order in first:
                 await self.agent.start(order)
-            stages = asyncio.create_task(self.news.follow(self.agent), name="stages")
-            front = asyncio.create_task(self._serve(doors), name="proxy")
+            stages = asyncio.create_task(_together(self.news.follow(self.agent), reconciler.run()), name="stages")
+            front = asyncio.create_task(self._serve(doors, reconciler), name="proxy")
             try:
                 await self._until_stopped(_ready(self.news, doors), stages, front)
             except StageError as error:
@@ -172,17 +181,37 @@ class _Session:
             link_grace_s=self.launch.patience.links_s,
         )
 
-    async def _serve(self, doors: FrontDoors) -> None:
-        from proxy.errors import most_telling
+    def _reconciler(self, doors: FrontDoors) -> Reconciler:
+        config, patience = self.blueprint.config, self.launch.patience
+        return Reconciler(
+            self.agent,
+            doors,
+            Journal(self.run.wanted),
+            self.aim.first(),
+            deadlines=Deadlines(config.startup_timeout_s, config.drain_s, patience.stop_grace_s),
+            staging_bytes=self.agent.staging_bytes,
+            arena_bytes=self.agent.arena_bytes,
+            say=self.screen.line,
+        )
 
+    async def _serve(self, doors: FrontDoors, reconciler: Reconciler) -> None:
+        """The front doors, and the listeners of those who run it."""
+        serving = asyncio.create_task(doors.serve())  # the web framework loads while they start
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(doors.serve())
-                if self.admin is not None:
-                    await asyncio.to_thread(importlib.import_module, "proxy.http.admin")  # others in this loop go on
-                    group.create_task(serve_admin(self.admin, doors.table, doors.metrics, grace_s=GRACE_S))
-        except BaseExceptionGroup as failed:
-            raise most_telling(failed) from None
+            routes = await asyncio.to_thread(_control_routes)
+            controller = Controller(self.run.launch_id, reconciler, doors, self.aim)
+            with private_socket(self.run.socket(ADMIN_SOCKET)) as own:
+                admins = [Admin(own, ""), *([self.admin] if self.admin is not None else [])]
+                await _together(
+                    serving,
+                    *(
+                        serve_admin(one, doors.table, doors.metrics, grace_s=GRACE_S, more=[routes(controller)])
+                        for one in admins
+                    ),
+                )
+        finally:
+            serving.cancel()
+            await asyncio.wait([serving])
 
     async def _until_stopped(
         self, all_ready: Coroutine[None, None, None], stages: asyncio.Task[None], front: asyncio.Task[None]
@@ -239,9 +268,32 @@ class _Session:
         os._exit(130)
 
 
+def _control_routes() -> Callable[[Controller], APIRouter]:
+    """Loads the web framework: for a thread."""
+    import proxy.http.admin  # noqa: F401
+    from deploy.control.routes import control_routes
+
+    return control_routes
+
+
+async def _together(*tasks: Coroutine[None, None, None] | asyncio.Task[None]) -> None:
+    """All of them, until one fails: then all end. Raises the most telling of their errors."""
+    from proxy.errors import most_telling
+
+    async def until_over(one: Coroutine[None, None, None] | asyncio.Task[None]) -> None:
+        await one
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for one in tasks:
+                group.create_task(until_over(one))
+    except BaseExceptionGroup as failed:
+        raise most_telling(failed) from None
+
+
 async def _ready(news: StageNews, doors: FrontDoors) -> None:
     """Every stage has answered, none waits for its KV links, and the front doors know."""
     await news.all_up.wait()
-    while any(view.warming for view in doors.table.snapshot()):
+    while not all(view.up for view in doors.table.snapshot()):
         await doors.table.changed(1.0)
     await doors.ready()

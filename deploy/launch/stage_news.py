@@ -1,21 +1,18 @@
-"""Passes on what a runtime sees of the instances: to the front doors and the screen."""
+"""Shows on the screen what a runtime sees of the instances."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
 
-from deploy.front.doors import FrontDoors
 from deploy.launch.screen import Screen
 from deploy.runtime.protocol import Observed, Runtime
 from epd_serve.errors import StageError
 from epd_serve.instances import Instance
-from epd_serve.roles import Role
 
 
 class StageNews:
     """Args:
-        wanted: roles that the deployment is to have.
         first: ids of the instances that the launch begins with.
 
     Attributes:
@@ -23,11 +20,9 @@ class StageNews:
         seen: all instances, by id.
     """
 
-    def __init__(self, doors: FrontDoors, wanted: Iterable[Role], screen: Screen, first: Iterable[str]) -> None:
+    def __init__(self, screen: Screen, first: Iterable[str]) -> None:
         self.all_up = asyncio.Event()
         self.seen: Mapping[str, Observed] = {}
-        self._doors = doors
-        self._wanted = frozenset(wanted)
         self._screen = screen
         self._missing = set(first)
 
@@ -45,7 +40,6 @@ class StageNews:
             was, self.seen = self.seen, {one.order.id: one for one in item}
             for gone in was.keys() - self.seen.keys():
                 self._screen.gone(gone)
-            self._doors.publish(item, self._wanted)
             for name, one in self.seen.items():
                 self._to_screen(one, was.get(name))
             self._missing -= {name for name, one in self.seen.items() if one.ever_up}

@@ -15,11 +15,11 @@ import pytest
 from deploy.change.types import Wanted
 from deploy.cli.command import main
 from deploy.control.controller import Controller
-from deploy.control.listeners import answer
 from deploy.control.routes import control_routes
 from deploy.host.ports import free_ports, listen
 from deploy.host.rundir import RunDir
 from deploy.host.running_launches import ADMIN_SOCKET
+from deploy.launch.admin import Admin, private_socket, serve_admin
 from deploy.runtime.protocol import Spec
 from epd_serve.layout_parser import parse
 from epd_serve.placement import check_servable
@@ -58,14 +58,20 @@ class Commanded(World):
             with listen("127.0.0.1", port) as listening:
                 path = run.socket(ADMIN_SOCKET)
                 routes = [control_routes(controller)]
-                task = asyncio.create_task(answer(path, self.doors.table, metrics, routes, admin=(listening, KEY)))
-                await until(lambda: path.exists() and self.get("/health"))
-                try:
-                    yield
-                finally:
-                    task.cancel()
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await task
+                with private_socket(path) as own:
+                    admins = (Admin(own, ""), Admin(listening, KEY))
+                    tasks = [
+                        asyncio.create_task(serve_admin(one, self.doors.table, metrics, grace_s=1.0, more=routes))
+                        for one in admins
+                    ]
+                    await until(lambda: self.get("/health"))
+                    try:
+                        yield
+                    finally:
+                        for task in tasks:
+                            task.cancel()
+                            with contextlib.suppress(asyncio.CancelledError):
+                                await task
         run.remove()
 
     async def get(self, path: str, key: str = KEY) -> httpx.Response | None:

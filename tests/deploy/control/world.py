@@ -133,6 +133,7 @@ class FakeDoors:
         self.busy: dict[str, int] = {}
         self.open_transfers: dict[str, int] = {}
         self.restarts = 0
+        self.pids = {"front.0": 1}
         self._there: dict[str, Observed] = {}
         self._seq = 0
 

@@ -36,7 +36,7 @@ def test_a_launch_serves_and_ctrl_c_leaves_nothing(launch: Callable[..., FakeLau
 def test_a_launch_whose_kv_links_stay_down_is_ready_after_a_grace_and_names_the_link(
     launch: Callable[..., FakeLaunch],
 ) -> None:
-    one = launch("P-D", "P0=--links=opening", "links_s=3")
+    one = launch("P-D", "P0=--links=opening", "links_s=10")
     last = wait_for(
         lambda: next((row["id"] for row in one.instances().values() if "KV link" in row["reason"]), None),
         "one of the two waits for the link between them",
