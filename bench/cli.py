@@ -49,6 +49,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("transfer pd", "bench.micro.pd.command", "KV from P to D, by mode of grouping"),
         Command("colocation", "bench.micro.colocation.command", "stages on one device against a monolith"),
         Command("interference", "bench.micro.interference.command", "how much operators of the stages slow each other"),
+        Command("change", "bench.change.command", "what clients notice of changes, flips and kills"),
         Command("proxy", "bench.micro.proxy.command", "what the proxy costs, over simulated stages"),
     ),
     PAPERS: (

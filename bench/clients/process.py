@@ -122,17 +122,24 @@ class SenderProcess(Child):
         return self.finish()
 
     def start(
-        self, url: str, *flows: Flow, within_s: float = 0.0, limit_s: float = LIMIT_S, decode: bool = False
+        self,
+        url: str,
+        *flows: Flow,
+        within_s: float = 0.0,
+        limit_s: float = LIMIT_S,
+        decode: bool = False,
+        keep_text: bool = False,
     ) -> None:
         """Begin to send.
 
         Args:
             within_s: how long flows with a `count` alone may take. limit_s: the same of one request.
-            decode: reads every token, of the text nothing is kept; else first byte, end and outcome alone.
+            decode: reads every token; else first byte, end and outcome alone. keep_text: of what is decoded.
         """
         last_s = max(max(flow.dues or (0.0,)) + (flow.duration_s or 0.0) for flow in flows)
         self._ends_s = max(last_s, within_s) + limit_s + MARGIN_S
-        self.tell((url, flows, {"bounds": Bounds(limit_s), "decode": decode, "realtime": False}))
+        options = {"bounds": Bounds(limit_s), "decode": decode, "keep_text": keep_text, "realtime": False}
+        self.tell((url, flows, options))
 
     def finish(self) -> Run:
         """Wait until every request has ended. Raises StageError where that takes too long, or the process failed."""

@@ -1,0 +1,119 @@
+"""`epd-bench change`: what clients notice while a deployment is changed, or while its parts are killed.
+
+In parts (`--only`), each under load all the time:
+
+    walk    real stages, the demo model, answers judged by what is in the picture: EP-D, E-P-D, (E-P)-D, (E-PD)x2,
+            TP1x2 and back, round after round; new requests wait where there is no room for two layouts
+    wide    sixteen simulated stages, from one random layout to the next
+    flips   P and D of simulated stages that become each other without a restart
+    kills   kill -9 of stages and front doors in random order: real stages, the next once all is whole; and simulated
+            stages, two of each role, every ten seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Sequence
+
+from bench.change.flips import flips
+from bench.change.kills import kills_real, kills_simulated
+from bench.change.walk import walk, wide
+from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, positive, several, whole
+from bench.statistic import percentile
+from deploy.memory.placement_table import table
+
+PARTS = ("walk", "wide", "flips", "kills")
+FLAGS = {
+    "--only": flag("parts of it", PARTS, several(one_of(*PARTS))),
+    "--minutes": flag("of the walk, and of its wide twin", Usually(15.0, quick=3.0), positive),
+    "--per-s": flag("requests a second of simulated stages", Usually(200.0, quick=50.0), positive),
+    "--flips": flag("so many", Usually(100, quick=20), whole()),
+    "--kills": flag("of real stages", Usually(30, quick=3), whole()),
+    "--kill-minutes": flag("of simulated stages", Usually(10.0, quick=1.0), positive),
+}
+GOALS = (
+    *(Goal(f"{part}_client_errors", "==", 0, "nobody notices a change") for part in ("walk", "wide")),
+    *(Goal(f"{part}_cut_streams", "==", 0, "what has begun is finished") for part in ("walk", "wide")),
+    Goal("walk_wrong_answers", "==", 0, "answers as they are at rest"),
+    Goal("kills_client_errors", "==", 0, "but for connections of a killed front door and streams of a killed D"),
+    Goal("flip_errors", "==", 0),
+    Goal("flip_p99_s", "<=", 1.0),
+)
+KILL_S = 60.0
+"""That the next kill of real stages takes at most, by experience."""
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Part by part."""
+    seconds = 60.0 * arguments.minutes
+    if "walk" in arguments.only:
+        yield from walk(seconds)
+    if "wide" in arguments.only:
+        yield from wide(seconds, arguments.per_s)
+    if "flips" in arguments.only:
+        yield from flips(arguments.flips, arguments.per_s / 2)
+    if "kills" in arguments.only:
+        yield from kills_simulated(60.0 * arguments.kill_minutes, arguments.per_s / 4)
+        yield from kills_real(KILL_S * arguments.kills, arguments.kills)
+
+
+def figures(rows: Sequence[Row]) -> dict[str, float]:
+    """Of each part that was measured."""
+    named: dict[str, float] = {}
+    for part in ("walk", "wide"):
+        if (total := _total(rows, part)) is None:
+            continue
+        steps = [row for row in rows if row["part"] == part and "state" in row]
+        named |= {
+            f"{part}_requests": total["requests"],
+            f"{part}_client_errors": total["errors"],
+            f"{part}_cut_streams": total["cut"],
+            f"{part}_changes": len(steps),
+            f"{part}_changes_failed": sum(row["state"] != "done" for row in steps),
+            f"{part}_longest_change_s": max((row["seconds"] for row in steps), default=0.0),
+            f"{part}_longest_pause_s": max((row["paused_s"] for row in steps), default=0.0),
+        }
+        if part == "walk":
+            named["walk_wrong_answers"] = total["wrong"]
+    if (total := _total(rows, "flips")) is not None:
+        made = [row for row in rows if row["part"] == "flips" and "flipped" in row]
+        named |= {
+            "flips": sum(row["flipped"] for row in made),
+            "flip_errors": total["errors"] + total["cut"] + sum(not row["flipped"] for row in made),
+        }
+        if made:
+            named |= {f"flip_p{p}_s": percentile([row["client_s"] for row in made], p) for p in (50, 99)}
+    killed = {part: total for part in ("kills", "kills_simulated") if (total := _total(rows, part)) is not None}
+    if killed:
+        named["kills_client_errors"] = sum(one["errors"] + one["cut"] + one["wrong"] for one in killed.values())
+        named["kills"] = sum("kill" in row for row in rows)
+    return named
+
+
+def tables(rows: Sequence[Row]) -> Iterable[str]:
+    """Each change, and the first requests that came to nothing."""
+    steps = [row for row in rows if "state" in row]
+    if steps:
+        shown = [
+            (row["part"], row["to"], row["state"], f"{row['seconds']:.1f}", f"{row['paused_s']:.1f}") for row in steps
+        ]
+        yield table([("part", "layout", "", "took s", "paused s"), *shown])
+    bad = [row for row in rows if "bad" in row]
+    if bad:
+        shown = [(row["part"], row["bad"], row["kind"], f"{row['due']:.1f}", row["error"][:60]) for row in bad[:20]]
+        yield table([("part", "", "kind", "at s", "what was said"), *shown])
+
+
+def _total(rows: Sequence[Row], part: str) -> Row | None:
+    return next((row for row in rows if row["part"] == part and "requests" in row), None)
+
+
+MEASUREMENT = Measurement(
+    quick="shorter walks, fewer flips and kills",
+    measure=measure,
+    figures=figures,
+    tables=tables,
+    flags=FLAGS,
+    goals=GOALS,
+)
+add_arguments = MEASUREMENT.add_arguments

@@ -1,0 +1,74 @@
+"""A running deployment as its operator commands it: over the socket in its run directory."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+from bench.served import Served
+from deploy.host.running_launches import ADMIN_SOCKET
+from epd_serve.errors import StageError
+
+LOOK_S = 0.05
+ANSWER_S = 60.0
+
+
+class Deployment:
+    """Use as `with commanded(launch) as deployment`."""
+
+    def __init__(self, http: httpx.Client) -> None:
+        self._http = http
+
+    def status(self) -> dict[str, Any]:
+        return self._get("/deployment")
+
+    def relayout(self, layout: str, pause_s: float = 0.0) -> dict[str, Any]:
+        """The change, when it is over; with `refused` where it was not begun."""
+        return self._changed("/deployment/layout", {"layout": layout, "pause_s": pause_s})
+
+    def scale(self, counts: dict[str, int]) -> dict[str, Any]:
+        """As `relayout`; with `client_s`, from the command to its end as whoever asked sees it."""
+        return self._changed("/deployment/scale", {"counts": counts}, look_s=0.002)
+
+    def whole(self, within_s: float) -> None:
+        """Wait until every instance is up, and no change under way. Raises StageError."""
+        end = time.monotonic() + within_s
+        while True:
+            status = self.status()
+            up = all(one["phase"] == "up" for one in status["instances"])
+            if up and status["state"] == "steady":
+                return
+            if time.monotonic() > end:
+                down = [f"{one['id']}: {one['phase']}, {one['reason']}" for one in status["instances"]]
+                raise StageError(f"not whole after {within_s:g} s: {'; '.join(down)}", stage="deployment")
+            time.sleep(LOOK_S)
+
+    def _changed(self, path: str, body: dict[str, Any], look_s: float = LOOK_S) -> dict[str, Any]:
+        begun = time.perf_counter()
+        answer = self._http.post(path, json=body)
+        if answer.status_code >= 400:
+            return {"refused": answer.json()["error"]["message"], "seconds": 0.0, "paused_s": 0.0, "steps": []}
+        change: dict[str, Any] = answer.json()["change"]
+        while not change["over"]:
+            time.sleep(look_s)
+            change = self._get(f"/deployment/changes/{change['number']}")
+        return {**change, "client_s": time.perf_counter() - begun}
+
+    def _get(self, path: str) -> dict[str, Any]:
+        answer = self._http.get(path)
+        if answer.status_code != 200:
+            raise StageError(f"{path} answers {answer.status_code}: {answer.text[:200]}", stage="deployment")
+        told: dict[str, Any] = answer.json()
+        return told
+
+
+@contextlib.contextmanager
+def commanded(launch: Served) -> Iterator[Deployment]:
+    """The deployment that was launched."""
+    transport = httpx.HTTPTransport(uds=str(launch.run / ADMIN_SOCKET))
+    with httpx.Client(transport=transport, base_url="http://deployment", timeout=ANSWER_S) as http:
+        yield Deployment(http)

@@ -1,0 +1,104 @@
+"""Layout after layout under load: real stages through a walk of six, simulated ones through layouts at random."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from bench.change.deployment import Deployment, commanded
+from bench.change.loads import PROFILE, Judged, demo_flows, judged, simulated_flows
+from bench.clients.process import SenderProcess
+from bench.clients.results import RequestRecord
+from bench.clients.sender import Flow, ask
+from bench.served import Served, served, simulated
+from epd_serve.errors import EpdError
+
+LAYOUTS = ("EP-D", "E-P-D", "(E-P)-D", "(E-PD)x2", "TP1x2", "EP-D")
+WIDE = 16
+PAUSE_S = 120.0
+LIMIT_S = 180.0
+STEP_S = 5.0
+"""Of load between two changes."""
+
+Row = dict[str, Any]
+
+
+def walk(seconds: float, flags: Sequence[str] = ("--device", "cpu")) -> Iterator[Row]:
+    """Real stages, the demo model; goes round until the time is over. Where the machine has no room for two layouts
+    side by side, new requests wait."""
+    with served(LAYOUTS[0], flags, traced=False) as launch:
+        flows = demo_flows(launch.model, seconds)
+        yield from _walked("walk", launch, flows, iter(LAYOUTS[1:] * 100), seconds, keep_text=True)
+
+
+def wide(seconds: float, per_s: float, seed: int = 1) -> Iterator[Row]:
+    """Sixteen simulated stages, and as many again while they are replaced."""
+    draw = random.Random(seed)
+    with simulated(random_layout(draw), PROFILE) as launch:
+        flows = simulated_flows(launch.model, seconds, per_s)
+        yield from _walked("wide", launch, flows, iter(lambda: random_layout(draw), ""), seconds)
+
+
+def random_layout(draw: random.Random, instances: int = WIDE) -> str:
+    """One that serves, of bare instances."""
+    if draw.random() < 0.2:
+        fused = draw.randint(1, instances)
+        return "-".join(f"{count}{role}" for count, role in ((fused, "EPD"), (instances - fused, "PD")) if count)
+    cuts = sorted(draw.sample(range(1, instances), 2))
+    counts = (cuts[0], cuts[1] - cuts[0], instances - cuts[1])
+    roles = draw.choice((("E", "P", "D"), ("EP", "P", "D"), ("E", "PD", "EPD")))
+    return "-".join(f"{count}{role}" for count, role in zip(counts, roles, strict=True))
+
+
+def _walked(
+    part: str,
+    launch: Served,
+    flows: list[Flow],
+    layouts: Iterator[str],
+    seconds: float,
+    *,
+    keep_text: bool = False,
+) -> Iterator[Row]:
+    with commanded(launch) as deployment, SenderProcess() as sender:
+        begun = time.perf_counter()
+        sender.start(launch.url, *flows, limit_s=LIMIT_S, decode=True, keep_text=keep_text)
+        for row in _steps(deployment, layouts, begun + seconds):
+            print(f"{part}: {row}", flush=True)
+            yield {"part": part, **row}
+        run = sender.finish()
+        asked = {flow.kind: flow for flow in flows}
+
+        def at_rest(record: RequestRecord) -> str:
+            with contextlib.suppress(EpdError):
+                return _ask_again(launch.url, asked[record.kind], record)
+            return ""
+
+        found: Judged = judged(run.rows, at_rest=at_rest)
+        yield from found.rows(part, run.begun_s)
+
+
+def _steps(deployment: Deployment, layouts: Iterator[str], until: float) -> Iterator[Row]:
+    """Change after change, as long as the slowest one until now would have the time."""
+    slowest_s = 0.0
+    time.sleep(STEP_S)
+    while time.perf_counter() + slowest_s + STEP_S < until:
+        layout = next(layouts)
+        change = deployment.relayout(layout)
+        if "refused" in change:
+            change = {"refused": change["refused"], **deployment.relayout(layout, PAUSE_S)}
+        slowest_s = max(slowest_s, change["seconds"])
+        yield _row(change)
+        time.sleep(STEP_S)
+
+
+def _row(change: Row) -> Row:
+    names = ("from", "to", "state", "reason", "seconds", "paused_s", "cut_requests", "refused")
+    return {name: change[name] for name in names if name in change}
+
+
+def _ask_again(url: str, flow: Flow, record: RequestRecord) -> str:
+    return ask(url, json.loads(bytes(flow.request(record.n).body)), LIMIT_S).text
