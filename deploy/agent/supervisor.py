@@ -161,7 +161,8 @@ class Supervisor:
         if one.life is not None:  # it was being cleared away, which our word has interrupted
             await one.life.stop(grace_s)
         self._refuse(one, "it was ended")
-        self._stages.pop(stage_id, None)
+        if self._stages.get(stage_id) is one:  # else somebody was quicker, and the name may be another's by now
+            del self._stages[stage_id]
 
     async def close(self) -> None:
         """End all of them, together."""
