@@ -108,10 +108,16 @@ def _digest(spec: Spec) -> str:
 
 
 def _needs(blueprint: Blueprint, plan: InstancePlan) -> Mapping[str, int]:
-    """Bytes by resource; nothing where the sizes are unknown."""
-    grant = blueprint.memory.grants().get(plan.id) if blueprint.memory is not None else None
-    if grant is None:
+    """Bytes by resource; nothing where the sizes are unknown.
+
+    A layout that was accepted fits on devices where nothing of ours runs: where its estimates say otherwise, because
+    what the engine keeps outside its budget is beyond what is free, each is cut by as much.
+    """
+    if blueprint.memory is None:
         return {}
+    divisions = {grant.need.id: group.division for group in blueprint.memory.groups for grant in group.division.grants}
+    taken, division = blueprint.memory.grants()[plan.id].taken, divisions[plan.id]
     if blueprint.device == "cpu":
-        return {HOST_MEMORY: grant.taken}
-    return {device_memory(device): grant.taken for device in plan.devices}
+        return {HOST_MEMORY: taken}
+    cut = taken * min(division.free, division.taken) // division.taken
+    return {device_memory(device): cut for device in plan.devices}
