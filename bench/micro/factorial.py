@@ -9,8 +9,10 @@ asked through the proxy and past it. Plain vLLM is started with its own defaults
 Every server is a session of its own, as a launcher starts it: where Linux groups processes by session
 (`sched_autogroup_enabled`), one that shares the load generator's would have another share of a busy machine. Few fit
 into memory at once, so they come in groups, each with plain vLLM bound to one core as its base. Within a group all are
-up and take turns, in an order drawn for every round; ratios are to the base in the same round. A round is requests with
-an image of its own each, so many at once, or in open loop at a share of the base's capacity.
+up and take turns, in an order drawn for every round, each after a rest: plain vLLM's worker looks for its next step for
+a second after the last, on a core. A turn is requests with an image of its own each, so many at once, or in open loop
+at a share of the base's capacity. Ratios are to the base in the same round; where enough rounds met cores of one speed
+throughout (`bench/micro/cores.py`), only those count.
 
 `spaced` tells of each start how evenly its tokens came: the share of gaps between tokens that are longer than a tenth
 of the mean. On two cores vLLM's busy loop can keep its own front end from running; whole answers then arrive at once,
@@ -27,6 +29,7 @@ import os
 import random
 import signal
 import statistics
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,12 +37,13 @@ from pathlib import Path
 from bench.clients.results import RequestRecord
 from bench.clients.sender import Bounds, Flow, Run, send
 from bench.clients.target import Request
+from bench.micro.cores import core_us, ratios_at_one_speed
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, several, whole
-from bench.micro.rows import grouped, median, ratios, table_of
+from bench.micro.rows import grouped, median, table_of
 from bench.served import scratch, served
 from bench.started import answers, started
 from bench.sweep.experiment import Deployment
-from bench.sweep.running import command
+from bench.sweep.running import REST_S, command
 from bench.workloads.requests import ClosedLoop, Poisson, arrival_times
 from bench.workloads.synthetic import DemoImage, demo_body, demo_image
 from deploy.agent.specs import orders
@@ -140,14 +144,16 @@ def _turns(targets: Sequence[Target], pictures: Iterator[DemoImage], arguments: 
         _ask(target, pictures, WARM_UP, ClosedLoop(WARM_UP))
     for number, load in itertools.product(range(arguments.rounds), loads):
         for target in chance.sample(targets, len(targets)):
+            time.sleep(REST_S)
             arrivals = ClosedLoop(int(load.split()[0])) if "at once" in load else Poisson(float(load) * capacity_rps)
+            before = core_us()
             run = _ask(target, pictures, max(arguments.requests, WARM_UP), arrivals, seed=number)
-            rate_rps = len(run.rows) / (run.ended_s - run.begun_s)
+            cores, rate_rps = [*before, *core_us()], len(run.rows) / (run.ended_s - run.begun_s)
             if target.name == BASE and isinstance(arrivals, ClosedLoop):
                 capacity_rps = max(capacity_rps, rate_rps)
             row = {"target": target.name, "load": load, "round": number, "rate_rps": rate_rps, **times(run.rows)}
             print({name: round(value, 2) if isinstance(value, float) else value for name, value in row.items()})
-            yield row
+            yield {**row, "core_us": cores}
 
 
 def _ask(
@@ -247,7 +253,7 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
         base = [row for row in rows if row["target"] == BASE and row["load"] == load and row["group"] in groups]
         even = [row for row in own if not bad & {(name, row["group"]), (BASE, row["group"])}]
         for measure_, label in MEASURES.items():
-            spread = ratios(own if measure_ == "e2e_ms_per_token" else even, base, measure_)
+            spread = ratios_at_one_speed(own if measure_ == "e2e_ms_per_token" else even, base, measure_)
             if spread is not None:
                 found[f"{name}/{load}/{label}_over_vllm"] = round(spread.median, 4)
     for measure_, figure in (("ttft", "tp1_ttft_over_vllm"), ("e2e", "tp1_tpot_over_vllm")):

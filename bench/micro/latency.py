@@ -6,7 +6,8 @@ In parts (`--only`), each on the demo model and from outside, as a user's proces
     phases   where the time of one request at a time goes: a new image, the same again, text
     waiting  the share of a core that the processes of an idle stage take
     restart  from a stage's kill -9 until the proxy has it back, each stage in turn: idle, and under load
-    tp1, epd, bench
+    beside   a decode's time per token while its neighbour encodes, over alone, on a core each
+    tp1, core, epd, bench
              ours over plain vLLM on the same cores (`bench/micro/over_vllm.py`)
 """
 
@@ -30,24 +31,28 @@ from bench.clients.sender import Flow, ask
 from bench.clients.sweep import phase_table
 from bench.clients.target import requests
 from bench.micro import over_vllm
+from bench.micro.colocation.mix import storm
+from bench.micro.cores import core_us, ratios_at_one_speed
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, in_turns, one_of, several, whole
-from bench.micro.over_vllm import ANSWER_TOKENS, LAYOUT, NEW, REPEATED, SIDE, TEXT
+from bench.micro.over_vllm import ANSWER_TOKENS, EPD_TOKENS, LAYOUT, NEW, REPEATED, SIDE, TEXT
 from bench.micro.rows import grouped, median, table_of
 from bench.phases import HOPS, breakdown, hops, phase_rows, request_phases
-from bench.real_stages import seconds_to_ready
+from bench.real_stages import closed_loop, seconds_to_ready, tpot_s
 from bench.served import Served, cpu_seconds, groups, served, since
 from bench.stamps import Timeline, read_stamps
+from bench.statistic import Spread
 from bench.sweep.running import proxy_status
 from bench.workloads.synthetic import demo_body, demo_image, image_body, text_body
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import Blueprint, draw
 from epd_serve.errors import StageError
 
-PARTS = ("ready", "phases", "waiting", "restart", *over_vllm.PARTS)
+PARTS = ("ready", "phases", "waiting", "beside", "restart", *over_vllm.PARTS)
 IDLE_S, SETTLE_S, STAMPS_S, LOOK_S = 10.0, 3.0, 1.0, 0.05
 RESTART_S = 300.0
 """After which a killed stage counts as lost."""
 LOADED_AT_ONCE = 4
+BESIDE_TEXTS = 3
 GOALS = (
     Goal("ready_s", "<=", 20),
     Goal("ready_over_slowest", "<=", 1.6),
@@ -58,6 +63,9 @@ GOALS = (
     Goal("hops_exposed_ms", "<=", 12),
     Goal("tp1_ttft_over_vllm", "<=", 1.15),
     Goal("tp1_tpot_over_vllm", "<=", 1.05),
+    Goal("core_ttft_over_vllm", "<=", 1.15),
+    Goal("core_tpot_over_vllm", "<=", 1.05),
+    Goal("decode_beside_encode", "<=", 1.10),
     Goal("epd_ttft_new_over_vllm", "<=", 1.8),
     Goal("epd_ttft_repeat_over_vllm", "<=", 1.5),
     Goal("epd_ttft_text_over_vllm", "<=", 1.5),
@@ -70,6 +78,7 @@ FLAGS = {
     "--only": flag("parts of it", PARTS, several(one_of(*PARTS))),
     "--rounds": flag("of each part", Usually(5, quick=1), whole()),
     "--requests": flag("of each kind in a round", Usually(10, quick=3), whole()),
+    "--turns": flag("of each server or state in a round, where these take turns", Usually(8, quick=2), whole()),
     "--engine": flag("sim: to try the flow", "vllm", choices=("vllm", "sim")),
 }
 
@@ -84,14 +93,15 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     engine = ("--engine", arguments.engine)
     if "ready" in arguments.only:
         yield from _ready(arguments.rounds, arguments.engine)
-    if {"phases", "waiting", "restart"} & set(arguments.only):
+    of_a_launch = {"phases": _phases, "waiting": _waiting, "beside": _beside, "restart": _restart}
+    if of_a_launch.keys() & set(arguments.only):
         with served(LAYOUT, engine) as launch:
-            for name, part in (("phases", _phases), ("waiting", _waiting), ("restart", _restart)):
+            for name, part in of_a_launch.items():
                 if name in arguments.only:
                     yield from part(launch, arguments)
-    for name, compared in over_vllm.PARTS.items():
+    for name in over_vllm.PARTS:
         if name in arguments.only:
-            yield from map(_said, compared(arguments))
+            yield from map(_said, over_vllm.measure(arguments, name))
 
 
 def _blueprint(layout: str, engine: str) -> Blueprint:
@@ -144,6 +154,24 @@ def _waiting(launch: Served, arguments: argparse.Namespace) -> Iterator[Row]:
         for stage in launch.stages:
             own = sum(seconds for part, seconds in spent.items() if part.startswith(f"{stage.instance}/"))
             yield {"part": "waiting", "what": stage.instance, "round": turn, "share": round(own / IDLE_S, 5)}
+
+
+def _beside(launch: Served, arguments: argparse.Namespace) -> Iterator[Row]:
+    """D decodes texts while E encodes nothing, or one image after the other. API servers run where there is room."""
+    encoder, seeds = launch.stage_url("E"), itertools.count()
+    assert encoder is not None, LAYOUT
+
+    def token_ms() -> float:
+        bodies = [over_vllm.text(launch.model, next(seeds)) for _ in range(BESIDE_TEXTS)]
+        return float(np.median([tpot_s(one, EPD_TOKENS) for one in closed_loop(sender, launch.url, bodies, 1)])) * 1e3
+
+    with SenderProcess() as sender:
+        token_ms()
+        for turn, encodes in in_turns((False, True), arguments.rounds * arguments.turns):
+            before = core_us()
+            with storm(encoder, launch.model, side=SIDE, concurrency=1) if encodes else nullcontext():
+                row = {"part": "beside", "round": turn, "encodes": encodes, "token_ms": round(token_ms(), 3)}
+            yield _said({**row, "core_us": [*before, *core_us()]})
 
 
 def _restart(launch: Served, arguments: argparse.Namespace) -> Iterator[Row]:
@@ -204,8 +232,15 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
         found["hops_exposed_ms"] = float(
             np.median([sum(_hops_ms(row).values()) for row in parts["phases"] if row["kind"] == NEW])
         )
+    if (beside := _beside_over_alone(parts.get("beside", ()))) is not None:
+        found["decode_beside_encode"] = beside.median
     found |= over_vllm.figures(parts)
     return {name: round(value, 5) for name, value in found.items()}
+
+
+def _beside_over_alone(rows: Iterable[Row]) -> Spread | None:
+    own = {encodes: those for (encodes,), those in grouped(rows, "encodes").items()}
+    return ratios_at_one_speed(own.get(True, ()), own.get(False, ()), "token_ms")
 
 
 def _hops_ms(row: Row) -> dict[str, float]:
@@ -228,9 +263,15 @@ def tables(rows: Sequence[Row]) -> Iterable[str]:
     columns = {
         "of": "{kind}",
         "TTFT ms": "{ttft_ms:.1f}",
+        "over": "{ttft_ms_over}",
         "ms a token": "{token_ms:.2f}",
-        "starved starts": "{starved}",
+        "over ": "{token_ms_over}",
+        "on cores of one speed": "{even}",
+        "starved": "{starved}",
     }
+    if (beside := _beside_over_alone(parts.get("beside", ()))) is not None:
+        states = [(encodes, median(own, "token_ms")) for (encodes,), own in grouped(parts["beside"], "encodes").items()]
+        yield table_of(states, {"E encodes": "{0[0]}", "D: ms a token": "{0[1]:.2f}"}) + f"\n  {beside:.2f} times"
     for part in over_vllm.PARTS:
         if part in parts:
             yield table_of(over_vllm.table_rows(parts[part]), {part: "{what}", **columns})

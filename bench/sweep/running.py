@@ -176,6 +176,8 @@ def sampled(status: Callable[[], Sequence[StageStatus]]) -> Iterator[Samples]:
 
 
 START_S = 600.0
+REST_S = 1.2
+"""After its last step its worker looks for the next one for a second, on a core that others are measured on."""
 _SITE = ROOT / "epd_serve" / "engine" / "site"
 
 

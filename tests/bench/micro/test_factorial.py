@@ -13,7 +13,15 @@ from bench.micro.measurement import Row
 
 def row(target: str, round_: str, *, load: str = "1 at once", spaced: float = 1.0, **ms: float) -> Row:
     slow = {"ttft_ms": 20.0, "tpot_ms": 4.0, "e2e_ms_per_token": 5.0} | ms
-    return {"target": target, "load": load, "round": round_, "group": round_[:3], "spaced": spaced, **slow}
+    return {
+        "target": target,
+        "load": load,
+        "round": round_,
+        "group": round_[:3],
+        "spaced": spaced,
+        "core_us": [9.0],
+        **slow,
+    }
 
 
 def test_ratios_are_to_the_base_of_the_same_round() -> None:

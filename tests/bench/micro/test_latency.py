@@ -16,7 +16,7 @@ from tests.bench.clients.made import row
 
 def tp1(server: str, at_once: int, turn: int, ttft_ms: float, token_ms: float, *, starved: bool = False) -> Row:
     times: Row = {"ttft_ms": ttft_ms, "token_ms": token_ms, "starved": starved}
-    return {"part": "tp1", "what": server, "round": turn, "at_once": at_once, **times}
+    return {"part": "tp1", "what": server, "round": turn, "kind": f"{at_once} at once", "core_us": [9.0], **times}
 
 
 def every_row() -> list[Row]:
@@ -39,10 +39,14 @@ def every_row() -> list[Row]:
             rows.append(tp1("plain vLLM, one thread", at_once, turn, 32.0 * slow, 10.0 * slow))
             rows.append(tp1("plain vLLM, two threads", at_once, turn, 20.0 * slow, 20.0 * slow))
         for server, slower in ((OURS, 2.0), ("plain vLLM, one thread", 1.0), ("plain vLLM, two threads", 1.5)):
-            one: Row = {"what": server, "round": turn, "starved": False}
+            one: Row = {"what": server, "round": turn, "starved": False, "core_us": [9.0, 9.0]}
             for kind, ttft_ms in (("new image", 20.0), ("repeated image", 15.0 * slower), ("text", 10.0)):
                 rows.append({"part": "epd", "kind": kind, **one, "ttft_ms": ttft_ms * slower, "token_ms": slower})
-            rows.append({"part": "bench", **one, "ttft_ms": 900.0 * slower, "token_ms": 200.0})
+            rows.append({"part": "bench", "kind": "new image", **one, "ttft_ms": 900.0 * slower, "token_ms": 200.0})
+        rows += [{**row, "part": "core", "ttft_ms": 8.0, "token_ms": 4.0} for row in rows if row["part"] == "tp1"]
+        for encodes, token_ms in ((True, 6.0), (False, 5.0)):
+            speed: Row = {"core_us": [9.0, 9.0], "token_ms": token_ms * slow}
+            rows.append({"part": "beside", "round": turn, "encodes": encodes, **speed})
     return rows
 
 
@@ -58,6 +62,9 @@ def test_figures_are_medians_of_the_worst_kind_and_ratios_within_a_round():
             "tp1_ttft_over_vllm": 10.0,  # eight at once are worse
             "tp1_tpot_over_vllm": 1.2,  # of the setting that is best per token
             "hops_exposed_ms": 3.0,
+            "core_ttft_over_vllm": 1.0,
+            "core_tpot_over_vllm": 1.0,
+            "decode_beside_encode": 1.2,
             "epd_ttft_new_over_vllm": 2.0,
             "epd_ttft_repeat_over_vllm": 4.0,
             "epd_ttft_text_over_vllm": 2.0,
@@ -66,7 +73,17 @@ def test_figures_are_medians_of_the_worst_kind_and_ratios_within_a_round():
         }
     )
     assert figures(every_row()).keys() == {goal.figure for goal in GOALS}
-    assert len(list(tables(every_row()))) == 10
+    assert len(list(tables(every_row()))) == 12
+
+
+def test_where_enough_rounds_met_cores_of_one_speed_only_those_count():
+    rows = [tp1(name, 1, turn, 10.0, 2.0) for turn in range(8) for name in (OURS, "one")]
+    for one in rows[-6:]:  # of three rounds
+        one["core_us"] = [9.0, 16.0]
+    rows[-1]["ttft_ms"] = rows[-3]["ttft_ms"] = rows[-5]["ttft_ms"] = 5.0
+    assert figures(rows)["tp1_ttft_over_vllm"] == 1.0
+    rows[0]["ttft_ms"] = 30.0
+    assert figures(rows[:2] + rows[-6:])["tp1_ttft_over_vllm"] == 2.0
 
 
 def test_a_part_that_was_not_asked_for_has_no_figure():

@@ -1,0 +1,69 @@
+"""The cores that a measurement runs on: how fast each is just now, and fewer of them for what it starts.
+
+A core of a virtual machine is often one of two threads of a physical core. While another machine uses the other thread,
+it computes at some 0.55 of its speed, for seconds or minutes, each core apart; /proc shows nothing of that, steal time
+neither. Two servers that are measured minutes apart then differ by more than what is to be shown.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from bench.micro.measurement import Row
+from bench.micro.rows import grouped, ratios
+from bench.statistic import Spread
+
+LOOPS, TRIES = 20_000, 4
+ALIKE = 1.3
+"""By at most so much do readings of cores at one speed differ; full speed and shared differ by 1.8."""
+EVEN_ROUNDS = 5
+"""With fewer rounds on cores of one speed, all rounds count."""
+
+
+def core_us() -> list[float]:
+    """Of each core of this thread: microseconds per thousand rounds of a fixed loop, the best of some tries."""
+    own = os.sched_getaffinity(0)
+    try:
+        return [_loop_us(core) for core in sorted(own)]
+    finally:
+        os.sched_setaffinity(0, own)
+
+
+def alike(readings: Iterable[float]) -> bool:
+    """Whether all cores were at one speed in all of these readings."""
+    known = list(readings)
+    return max(known) <= ALIKE * min(known)
+
+
+def ratios_at_one_speed(of: Sequence[Row], over: Sequence[Row], name: str) -> Spread | None:
+    """`ratios` by round, of rows with what `core_us` was before and after each. Where there are `EVEN_ROUNDS` in which
+    all cores were at one speed throughout both, of those rounds alone."""
+    theirs = {number: own for (number,), own in grouped(over, "round").items()}
+    pairs = [row for row in of if alike(us for one in (row, *theirs.get(row["round"], ())) for us in one["core_us"])]
+    enough = len({row["round"] for row in pairs}) >= EVEN_ROUNDS
+    return ratios(pairs if enough else of, over, name)
+
+
+@contextmanager
+def confined(cores: Iterable[int]) -> Iterator[None]:
+    """What this thread starts meanwhile has these cores alone."""
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
+
+
+def _loop_us(core: int) -> float:
+    os.sched_setaffinity(0, {core})
+    took_s = []
+    for _ in range(TRIES):
+        begun, total = time.perf_counter(), 0
+        for number in range(LOOPS):
+            total += number & 3
+        took_s.append(time.perf_counter() - begun)
+    return round(min(took_s) * 1e9 / LOOPS, 2)
