@@ -42,9 +42,10 @@ def ratios_at_one_speed(of: Sequence[Row], over: Sequence[Row], name: str) -> Sp
     """`ratios` by round, of rows with what `core_us` was before and after each. Where there are `EVEN_ROUNDS` in which
     all cores were at one speed throughout both, of those rounds alone."""
     theirs = {number: own for (number,), own in grouped(over, "round").items()}
-    pairs = [row for row in of if alike(us for one in (row, *theirs.get(row["round"], ())) for us in one["core_us"])]
-    enough = len({row["round"] for row in pairs}) >= EVEN_ROUNDS
-    return ratios(pairs if enough else of, over, name)
+    pairs = [(row, *theirs[row["round"]]) for row in of if row["round"] in theirs]
+    even = [pair[0] for pair in pairs if alike(us for one in pair for us in one["core_us"])]
+    enough = len({row["round"] for row in even}) >= EVEN_ROUNDS
+    return ratios(even if enough else of, over, name)
 
 
 @contextmanager

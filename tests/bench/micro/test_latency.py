@@ -82,6 +82,8 @@ def test_where_enough_rounds_met_cores_of_one_speed_only_those_count():
         one["core_us"] = [9.0, 16.0]
     rows[-1]["ttft_ms"] = rows[-3]["ttft_ms"] = rows[-5]["ttft_ms"] = 5.0
     assert figures(rows)["tp1_ttft_over_vllm"] == 1.0
+    alone = [tp1(OURS, 1, turn, 10.0, 2.0) for turn in range(10, 20)]
+    assert figures([*rows[-6:], *alone])["tp1_ttft_over_vllm"] == 2.0
     rows[0]["ttft_ms"] = 30.0
     assert figures(rows[:2] + rows[-6:])["tp1_ttft_over_vllm"] == 2.0
 
