@@ -4,7 +4,7 @@ One row per process, and only that process writes there, so nothing is locked. A
 
     cell 0      format of the counters       row r, cell 0          how often its tags have changed
     cell 1      rows                         cell 1                 how often something was counted up
-    cell 2      slots of a row               cells 2 to 5           connections, requests, roster, obeyed: see below
+    cell 2      slots of a row               cells 2 to 6           connections, requests, roster … : see below
     cell 3      what is asked of all         then SLOTS cells       tags; 0 is a free slot
                                              then SLOTS × COUNTS    counts of each slot
 
@@ -33,8 +33,8 @@ SLOTS = 1024
 CELL_BYTES = 8
 _SHAPE = 3  # cells that say what this is
 _HEADER = _SHAPE + 1
-_CHANGES, _MOVES, _CONNECTIONS, _REQUESTS, _ROSTER, _OBEYED = range(6)
-_ROW_HEADER = 6
+_CHANGES, _MOVES, _CONNECTIONS, _REQUESTS, _ROSTER, _OBEYED, _COUNTING = range(7)
+_ROW_HEADER = 7
 
 
 class Asked(IntEnum):
@@ -119,6 +119,13 @@ class SharedCounters:
         others = (self.connections(row) for row in range(self.rows) if row != but)
         return min((connections for connections in others if connections is not None), default=None)
 
+    def say_counting(self, row: int, counting: bool) -> None:
+        """Whether counts of the row may change from now on."""
+        self._cells[self._at(row) + _COUNTING] = counting
+
+    def counting(self, row: int) -> bool:
+        return bool(self._cells[self._at(row) + _COUNTING])
+
     def tags(self, row: int) -> list[int]:
         at = self._at(row) + _ROW_HEADER
         return self._cells[at : at + self.slots].tolist()
@@ -128,9 +135,9 @@ class SharedCounters:
         at = self._counts_at(row, slot)
         return self._cells[at : at + self.counts].tolist()
 
-    def add(self, row: int, slot: int, count: int, by: int) -> None:
-        """Counts up. Only the row's own process may."""
-        self._cells[self._counts_at(row, slot) + count] += by
+    def set(self, row: int, slot: int, count: int, value: int) -> None:
+        """Only the row's own process may, and only to a larger one."""
+        self._cells[self._counts_at(row, slot) + count] = value
 
     def write(self, row: int, slot: int, counts: Sequence[int]) -> None:
         at = self._counts_at(row, slot)

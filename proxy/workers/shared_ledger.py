@@ -9,11 +9,12 @@ and the successor goes on counting there.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from operator import add
 
 from epd_serve.instances import IncarnationId
-from proxy.registry.ledger import OwnLedger, Tally, Work
+from proxy.registry.ledger import NOTHING, OwnLedger, Tally, Work
 from proxy.workers.shared_counters import Asked, SharedCounters
 
 # Cells of one kind of work. What was released is read before what was acquired, so that nobody ever seems to hold less
@@ -22,6 +23,8 @@ _RELEASED, _RELEASED_WEIGHT, _ACQUIRED, _ACQUIRED_WEIGHT = range(4)
 _CELLS = 4
 COUNTS = _CELLS * len(Work)
 _LOOKS = 10  # a row whose tags change while it is read is read again; they change when incarnations begin and end
+_NOTHING = (0,) * COUNTS
+_NO_TALLY = NOTHING[Work.ENCODE]
 _AT = {work: _CELLS * number for number, work in enumerate(Work)}
 
 
@@ -38,6 +41,8 @@ class SharedLedger:
         self._slots: dict[IncarnationId, int] = {}
         self._used: set[int] = set()
         self._known: list[tuple[int, dict[int, int]]] = [(-1, {})] * counters.rows
+        self._mine = {} if row is None else _counts(counters, row)  # as the row has them: nobody else writes there
+        self._still: list[tuple[int, dict[int, list[int]]]] = [(0, {})] * counters.rows
         self._beyond = OwnLedger()  # incarnations for which the row has no room: only this process knows of those
 
     def acquire(self, incarnation_id: IncarnationId, work: Work, weight: int) -> None:
@@ -46,7 +51,7 @@ class SharedLedger:
             self._beyond.acquire(incarnation_id, work, weight)
         else:
             assert self._row is not None, "only a process with a row has slots"
-            self._add(slot, _AT[work] + _ACQUIRED, weight)
+            self._add(incarnation_id, slot, _AT[work] + _ACQUIRED, weight)
             self._counters.say_moved(self._row)
 
     def release(self, incarnation_id: IncarnationId, work: Work, weight: int) -> None:
@@ -54,13 +59,14 @@ class SharedLedger:
         if slot is None:
             self._beyond.release(incarnation_id, work, weight)
         else:
-            self._add(slot, _AT[work] + _RELEASED, weight)
+            self._add(incarnation_id, slot, _AT[work] + _RELEASED, weight)
 
     def tallies(self, incarnation_id: IncarnationId) -> Mapping[Work, Tally]:
-        tag, sums = _tag(incarnation_id), [0] * COUNTS
+        tag = _tag(incarnation_id)
+        sums = self._mine.get(tag, _NOTHING)
         for row in range(self._counters.rows):
-            for at, count in enumerate(self._read(row, tag)):
-                sums[at] += count
+            if row != self._row and (counts := self._read(row, tag)):
+                sums = [*map(add, sums, counts)]
         beyond = self._beyond.tallies(incarnation_id)
         return {work: _tally(sums[at : at + _CELLS], beyond[work]) for work, at in _AT.items()}
 
@@ -70,16 +76,24 @@ class SharedLedger:
         if slot is not None:
             assert self._row is not None, "only a process with a row has slots"
             self._used.discard(slot)
-            self._counters.free(self._row, slot)
+            self._free(slot, _tag(incarnation_id))
 
     def moves(self) -> int:
         """Another number after some process has acquired something: a cheap look at whether there is news."""
         return self._counters.moves()
 
-    def _add(self, slot: int, at: int, weight: int) -> None:
+    def _add(self, incarnation_id: IncarnationId, slot: int, at: int, weight: int) -> None:
         assert self._row is not None, "only a process with a row has slots"
-        self._counters.add(self._row, slot, at + 1, weight)
-        self._counters.add(self._row, slot, at, 1)
+        mine = self._mine[_tag(incarnation_id)]
+        mine[at] += 1
+        mine[at + 1] += weight
+        self._counters.set(self._row, slot, at + 1, mine[at + 1])
+        self._counters.set(self._row, slot, at, mine[at])
+
+    def _free(self, slot: int, tag: int) -> None:
+        assert self._row is not None, "only a process with a row has slots"
+        self._counters.free(self._row, slot)
+        del self._mine[tag]
 
     def _own_slot(self, incarnation_id: IncarnationId) -> int | None:
         """The slot of an incarnation in this process's row, taken if need be; None where the row has no room."""
@@ -89,6 +103,7 @@ class SharedLedger:
         assert self._row is not None, "a process without a row acquires nothing"
         if any(tally.held for tally in self._beyond.tallies(incarnation_id).values()):
             return None  # it has to end where it began
+        self._counters.say_counting(self._row, True)
         tag, tags = _tag(incarnation_id), self._counters.tags(self._row)
         if tag in tags:  # of the process that had this row before
             slot = tags.index(tag)
@@ -100,14 +115,20 @@ class SharedLedger:
             if slot < 0:
                 return None
             if tags[slot]:
-                self._counters.free(self._row, slot)
+                self._free(slot, tags[slot])
             self._counters.take(self._row, slot, tag)
+            self._mine[tag] = [0] * COUNTS
         self._slots[incarnation_id] = slot
         self._used.add(slot)
         return slot
 
     def _read(self, row: int, tag: int) -> list[int]:
-        """The counts under a tag in one row; none where it has no slot."""
+        """The counts under a tag in one row of another process; none where it has no slot."""
+        if not self._counters.counting(row):
+            changes = self._counters.changes(row)
+            if self._still[row][0] != changes:
+                self._still[row] = (changes, _counts(self._counters, row))
+            return self._still[row][1].get(tag, [])
         counts: list[int] = []
         for _ in range(_LOOKS):
             changes = self._counters.changes(row)
@@ -126,6 +147,7 @@ def settle(counters: SharedCounters, row: int) -> None:
     counters.say_connections(row, None)
     counters.say_obeyed(row, Asked.SERVE, 0)
     counters.say_roster(row, 0)
+    counters.say_counting(row, False)
     for slot, tag in enumerate(counters.tags(row)):
         if tag:
             counts = counters.read(row, slot)
@@ -136,7 +158,14 @@ def settle(counters: SharedCounters, row: int) -> None:
     counters.say_changed(row)
 
 
-def _tally(cells: list[int], beyond: Tally) -> Tally:
+def _counts(counters: SharedCounters, row: int) -> dict[int, list[int]]:
+    """All that a row holds, by tag."""
+    return {tag: counters.read(row, slot) for slot, tag in enumerate(counters.tags(row)) if tag}
+
+
+def _tally(cells: Sequence[int], beyond: Tally) -> Tally:
+    if beyond is _NO_TALLY:
+        return Tally(cells[_ACQUIRED], cells[_RELEASED], cells[_ACQUIRED_WEIGHT], cells[_RELEASED_WEIGHT])
     return Tally(
         acquired=cells[_ACQUIRED] + beyond.acquired,
         released=cells[_RELEASED] + beyond.released,
