@@ -68,7 +68,7 @@ class Agent:
         self._room = _room(blueprint)
         self._site = Site(run, self.staging_bytes, mooncake_master)
         self._instances = Instances(self._site, say)
-        self._making_arena = asyncio.Lock()
+        self._arena: asyncio.Task[None] | None = None
         config = blueprint.config
         self._supervisor = Supervisor(
             self._instances,
@@ -89,6 +89,8 @@ class Agent:
                 yield
             finally:
                 await self._supervisor.close()
+                if self._arena is not None:  # a thread goes on; what it makes has to be there to be removed
+                    await asyncio.wait([self._arena])
 
     def groups(self) -> dict[str, int]:
         """Process groups that run now, by instance."""
@@ -204,12 +206,14 @@ class Agent:
             Arena.create(unnamed, capacity_bytes=self.arena_bytes).close()
             unnamed.rename(self._run.arena)
 
-        async with self._making_arena:
-            if not self._run.arena.exists():
-                try:
-                    await asyncio.to_thread(make, self._run.arena.with_suffix(".new"))
-                except StoreError as error:
-                    raise ConfigError(str(error)) from error
+        if self._run.arena.exists():
+            return
+        if self._arena is None or self._arena.done():
+            self._arena = asyncio.create_task(asyncio.to_thread(make, self._run.arena.with_suffix(".new")))
+        try:
+            await asyncio.shield(self._arena)
+        except StoreError as error:
+            raise ConfigError(str(error)) from error
 
 
 def _room(blueprint: Blueprint) -> Mapping[str, int]:

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
@@ -28,8 +29,9 @@ from epd_serve.engine.argv import stage_command
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StageCommand, StagePlan
+from store.arena import Arena
 from tests.deploy.fake_runtime import AnswerLostError, FakeRuntime, Fate, Harshness
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 FAKE_STAGE = str(Path(__file__).parents[1] / "fake_stage.py")
 LAYOUT = draw(DeployConfig(layout="(E-P)-D", device="cpu", arena_mib=8, kv_staging_mib=4))
@@ -333,6 +335,25 @@ async def test_the_arena_is_made_when_features_first_travel_and_is_whole_when_it
         assert run.arena.stat().st_ino == inode
         assert [path.name for path in run.shm.glob(f"epd-{run.launch_id}-arena*")] == [run.arena.name]
     assert not run.arena.exists()
+
+
+async def test_an_agent_that_ends_while_its_arena_is_made_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on, create = threading.Event(), threading.Event(), Arena.create
+
+    def slowly(path: Path, capacity_bytes: int) -> Arena:
+        begun.set()
+        assert goes_on.wait(PATIENCE_S)
+        return create(path, capacity_bytes)
+
+    monkeypatch.setattr(Arena, "create", slowly)
+    async with processes_below(tmp_path) as (agent, _, run):
+        await agent.start(E)
+        await until(begun.is_set)
+        asyncio.get_running_loop().call_later(0.1, goes_on.set)
+    await asyncio.get_running_loop().shutdown_default_executor()  # whatever still went on has ended
+    assert list(run.shm.glob(f"epd-{run.launch_id}-*")) == []
 
 
 async def test_an_arena_that_finds_no_room_fails_those_that_need_it(tmp_path: Path) -> None:
