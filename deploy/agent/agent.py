@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from deploy.agent.instances import Instances, Kept
+from deploy.agent.second_tier import SecondTier
 from deploy.agent.specs import orders
 from deploy.agent.stage_life import Spawn
 from deploy.agent.supervisor import Patience, StageSpec, Supervisor
@@ -39,7 +40,7 @@ class Agent:
     Args:
         blueprint: of the launch. Its model, options and devices are those of all instances, its layout is not.
         memory: sizes of the arena and of the staging buffer of each KV link.
-        mooncake_master: `host:port` of the second tier's master, or "".
+        tier: the second tier, which runs; it begins when the first instance with features does.
         command_of: makes a stage's command; tests put a stand-in for vLLM here.
         patience: the supervisor's waits.
         say: takes a line for the operator.
@@ -55,7 +56,7 @@ class Agent:
         memory: SharedMemory,
         *,
         say: Callable[[str], None],
-        mooncake_master: str = "",
+        tier: SecondTier | None = None,
         command_of: Callable[[StagePlan], StageCommand] = command_of,
         patience: Patience | None = None,
     ) -> None:
@@ -66,7 +67,8 @@ class Agent:
         self._command_of = command_of
         self._say = say
         self._room = _room(blueprint)
-        self._site = Site(run, self.staging_bytes, mooncake_master)
+        self._tier = tier or SecondTier(run)
+        self._site = Site(run, self.staging_bytes, self._tier.address)
         self._instances = Instances(self._site, say)
         self._arena: asyncio.Task[None] | None = None
         config = blueprint.config
@@ -168,6 +170,7 @@ class Agent:
         async def prepare() -> None:
             if spec.featured:
                 await self._make_arena()
+                await self._tier.begin()
 
         # Memory is profiled at the start on NPU and CUDA: neighbours on a device must not start together.
         turns = [] if self._blueprint.device == "cpu" else [str(device) for device in spec.devices]

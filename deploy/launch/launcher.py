@@ -137,7 +137,7 @@ class _Session:
             blueprint,
             memory,
             say=self.screen.line,
-            mooncake_master=self.tier.address,
+            tier=self.tier,
             command_of=self.launch.command_of,
             patience=self.launch.patience,
         )

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
+import sys
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from deploy.agent.second_tier import recorded_pool
+from deploy.agent.agent import Agent
+from deploy.agent.second_tier import SecondTier, recorded_pool
+from deploy.agent.specs import orders
+from deploy.agent.supervisor import Patience
 from deploy.host import processes
+from deploy.host.rundir import RunDir
+from deploy.memory.shared_memory import SharedMemory
+from deploy.options import mm_store
+from deploy.options.config import DeployConfig
+from deploy.plan.blueprint import draw
+from epd_serve.engine.argv import stage_command
+from epd_serve.stage_plan import StageCommand, StagePlan
+from store.mooncake.master import MasterSettings
+from tests.deploy.fake_launch import FAKE_MASTER, FAKE_STAGE
 from tests.deploy.launched import DEADLINE_S, FakeLaunch
-from tests.waiting import wait_for
+from tests.waiting import until, wait_for
 
 POOLED = "+mm_store=mooncake"
 
@@ -75,6 +89,41 @@ def test_a_given_master_that_is_away_is_a_warning_and_none_is_started(launch: Ca
     assert "mooncake_master" not in (one.run_path / "groups.jsonl").read_text()
     _, err = one.end()
     assert "no mooncake_master answers at 127.0.0.1:1" in err
+
+
+async def test_the_master_of_a_layout_without_features_begins_with_the_first_instance_that_has_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mm_store, "what_is_missing", lambda device, master: "")
+    options = {"device": "cpu", "mm_store": "mooncake", "arena_mib": 8}
+    before, after = (draw(DeployConfig(layout=layout, **options)) for layout in ("EP-D", "E-P-D"))
+    run = RunDir.create(tmp_path / "run")
+    lines: list[str] = []
+    patience = Patience(poll_s=0.03, stop_grace_s=1.0)
+    try:
+        tier = SecondTier.of(before, run, "127.0.0.1", stand_in)
+        agent = Agent(run, before, SharedMemory(8, 4), say=lines.append, tier=tier, command_of=fake, patience=patience)
+        async with tier.running(lines.append) as master, agent.running():
+            assert master is not None
+            await asyncio.gather(*map(agent.start, orders(before)))
+            await until(lambda: len(agent.groups()) == 2)
+            assert not master.groups() and recorded_pool(run.path) == ("", "")
+            encoder = orders(after)[0]
+            await agent.start(encoder)
+            await until(lambda: encoder.id in agent.groups())
+            assert recorded_pool(run.path)[0] == tier.address and set(master.groups()) == {"mooncake_master"}
+            assert answers(f"{recorded_pool(run.path)[1]}/health")
+        assert not master.groups()
+    finally:
+        run.remove()
+
+
+def fake(plan: StagePlan) -> StageCommand:
+    return StageCommand((sys.executable, FAKE_STAGE, str(plan.port)), stage_command(plan).env)
+
+
+def stand_in(settings: MasterSettings) -> tuple[str, ...]:
+    return (sys.executable, FAKE_MASTER, settings.host, str(settings.rpc_port), str(settings.metrics_port))
 
 
 @pytest.mark.slow
