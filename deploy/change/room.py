@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from deploy.change.match import given_up
 from deploy.change.types import Actual, Shortage
+from deploy.memory.shared_memory import kv_links
 from deploy.runtime.protocol import SHARED_MEMORY, Node, Observed, Spec
 
 
@@ -42,9 +44,14 @@ def _taken(specs: Sequence[Spec], actual: Actual) -> Counter[str]:
 
 
 def _links(specs: Iterable[Spec]) -> int:
-    """Pairs of which one may send KV to the other; links that a flip has left idle are kept."""
-    those = list(specs)
-    sends = [spec.role.sends_kv or spec.both for spec in those]
-    takes = [spec.role.takes_kv or spec.both for spec in those]
-    with_themselves = sum(one and other for one, other in zip(sends, takes, strict=True))
-    return sum(sends) * sum(takes) - with_themselves
+    """KV links between all that may send and all that may take; those that a flip has left idle are kept."""
+    pairs = itertools.permutations(specs, 2)
+    return sum(kv_links(len(one.devices), len(other.devices)) for one, other in pairs if _sends(one) and _takes(other))
+
+
+def _sends(spec: Spec) -> bool:
+    return spec.role.sends_kv or spec.both
+
+
+def _takes(spec: Spec) -> bool:
+    return spec.role.takes_kv or spec.both

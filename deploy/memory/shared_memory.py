@@ -61,7 +61,7 @@ def fit_shared_memory(
 def wanted_mib(memory: SharedMemory, plans: Sequence[InstancePlan], *, features_travel: bool) -> int:
     """MiB that arena and staging of all links take together."""
     links = sum(
-        _links(sender.tp, receiver.tp)
+        kv_links(sender.tp, receiver.tp)
         for sender in plans
         for receiver in plans
         if sender.role.sends_kv and receiver.role.takes_kv
@@ -69,6 +69,6 @@ def wanted_mib(memory: SharedMemory, plans: Sequence[InstancePlan], *, features_
     return (memory.arena_mib if features_travel else 0) + memory.staging_mib * links
 
 
-def _links(senders: int, receivers: int) -> int:
+def kv_links(senders: int, receivers: int) -> int:
     """At most so many pairs of workers share heads when a sender with so many ranks meets such a receiver."""
     return senders + receivers - math.gcd(senders, receivers)

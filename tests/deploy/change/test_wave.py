@@ -15,7 +15,7 @@ from deploy.change.room import shortage
 from deploy.change.serving import required, served
 from deploy.change.types import Actual, Drain, Plan, Shortage, Start, Stop, Wanted
 from deploy.change.wave import reached, wave
-from deploy.runtime.protocol import Observed, Phase
+from deploy.runtime.protocol import SHARED_MEMORY, Observed, Phase
 from epd_serve.roles import Role
 from tests.deploy.change.worlds import World, kinds_of, node, up, wanted
 
@@ -35,7 +35,7 @@ LAYOUTS = (
 )
 
 layouts = st.sampled_from(LAYOUTS)
-seeds = st.randoms(use_true_random=False)
+chances = st.integers(0, 2**32).map(random.Random)
 
 
 def actual(layout: str, *, both: bool = False, gib: int | None = None, kind: str = "cpu", devices: int = 8) -> Actual:
@@ -101,6 +101,17 @@ def test_with_a_pause_it_goes_while_new_requests_wait():
         ["Start P0", "Start D0"],
         ["Resume"],
     ]
+
+
+def test_every_pair_of_workers_that_hand_over_kv_takes_shared_memory():
+    now = actual("P:tp2-D")
+    shm = replace(now.nodes[0], room={SHARED_MEMORY: 300})
+    now = replace(now, nodes=(shm,), staging_bytes=64, arena_bytes=100)
+
+    refused = diff(wanted("P:tp2-D:tp2-D", running=[one.order.spec for one in now.instances]), now)
+
+    assert isinstance(refused, Shortage)
+    assert (refused.what, refused.needed, refused.free) == (SHARED_MEMORY, 64 * 2, 300 - 100 - 64 * 2)
 
 
 def test_a_pause_does_not_help_where_there_is_never_room():
@@ -234,7 +245,7 @@ def test_neighbours_on_a_device_that_measures_memory_start_one_after_the_other()
 
 
 @settings(max_examples=300, deadline=None)
-@given(layouts, layouts, seeds, st.booleans(), st.sampled_from([None, 80, 16, 10]), st.booleans())
+@given(layouts, layouts, chances, st.booleans(), st.sampled_from([None, 80, 16, 10]), st.booleans())
 def test_every_change_that_is_not_refused_ends_at_what_is_wanted(old, new, chance, both, gib, may_pause):
     now = actual(old, both=both, gib=gib)
     goal = next_wanted(new, now, both=both)
@@ -251,7 +262,7 @@ def test_every_change_that_is_not_refused_ends_at_what_is_wanted(old, new, chanc
 
 
 @settings(max_examples=300, deadline=None)
-@given(layouts, layouts, seeds, st.booleans())
+@given(layouts, layouts, chances, st.booleans())
 def test_starts_that_fail_and_instances_that_die_hold_up_a_change_and_cost_no_path(old, new, chance, both):
     now = actual(old, both=both)
     goal = next_wanted(new, now, both=both)
@@ -262,7 +273,7 @@ def test_starts_that_fail_and_instances_that_die_hold_up_a_change_and_cost_no_pa
 
 
 @settings(max_examples=200, deadline=None)
-@given(layouts, layouts, layouts, seeds, st.booleans(), st.integers(0, 30))
+@given(layouts, layouts, layouts, chances, st.booleans(), st.integers(0, 30))
 def test_a_change_that_is_taken_back_midway_leads_back(old, new, other, chance, both, turns):
     """`old`, then towards `new` for some turns, then `other` is wanted, which may be `old`."""
     now = actual(old, both=both)

@@ -124,7 +124,7 @@ class World:
 
 
 def _ended(one: Observed) -> bool:
-    return one.over
+    return one.over and one.phase is Phase.DOWN
 
 
 def kinds_of(actions: Sequence[Action]) -> list[str]:
