@@ -29,6 +29,7 @@ class InstancePlan:
         memory_share: share of each device's memory, or None for the engine's default (`epd_serve.memory_shares`).
         kv_cache_bytes: of each device's memory for its KV cache, or None where the engine finds out itself.
         core_share: share of each device's compute cores, or None for no limit (`epd_serve.core_shares`).
+        both: a P or D that can take the other's part, too (`switchable`).
     """
 
     id: str
@@ -39,6 +40,16 @@ class InstancePlan:
     memory_share: float | None = None
     core_share: float | None = None
     kv_cache_bytes: int | None = None
+    both: bool = False
+
+    @property
+    def sends_kv(self) -> bool:
+        """In the part it has, or in the other one."""
+        return self.role.sends_kv or self.both
+
+    @property
+    def takes_kv(self) -> bool:
+        return self.role.takes_kv or self.both
 
 
 def check_servable(layout: Layout) -> None:
@@ -107,6 +118,11 @@ def lower(layout: Layout, device_ids: Sequence[int], *, shared: bool = False) ->
             devices = tuple(next(free) for _ in range(group.tp))
             plans.extend(_place(group, devices, numbers))
     return tuple(_with_neighbours(plan, plans) for plan in plans) if virtual else tuple(plans)
+
+
+def switchable(plans: Sequence[InstancePlan]) -> tuple[InstancePlan, ...]:
+    """With both halves of the KV connector where one is P or D. Fused roles keep theirs."""
+    return tuple(replace(plan, both=plan.role in (Role.P, Role.D)) for plan in plans)
 
 
 def _with_neighbours(plan: InstancePlan, plans: Sequence[InstancePlan]) -> InstancePlan:

@@ -120,13 +120,14 @@ class IdleWaiter:
 
     vLLM steps about every millisecond while a request waits for a connector: on CPU that takes the core on which the
     other stage computes. Connectors say in a step that they wait (`expect_wake`), whoever makes a difference calls
-    `wake`, and the engine sleeps once between steps (`epd_serve.engine.idle_steps`), however many wait.
+    `wake`, and the engine sleeps once between steps (`epd_serve.engine.idle_steps`), however many wait. It does not
+    where one of them has something that only another step moves (`need_step`).
     """
 
     def __init__(self) -> None:
         self._bell = Bell()
         self._path: Path | None = None
-        self._expected = False
+        self._expected = self._needed = False
 
     def share(self, path: Path) -> None:
         """From now on processes that name the same path wake each other. Before any thread of this one sleeps."""
@@ -141,9 +142,14 @@ class IdleWaiter:
         """This step computes nothing because of one who will call `wake`."""
         self._expected = True
 
+    def need_step(self) -> None:
+        """Whatever others wait for: the next step must come soon."""
+        self._needed = True
+
     def wake_is_expected(self) -> bool:
-        """Whether that was said since the last time this was asked."""
-        expected, self._expected = self._expected, False
+        """Whether that was said since the last time this was asked, and nobody needs a step."""
+        expected = self._expected and not self._needed
+        self._expected = self._needed = False
         return expected
 
     def wait(self, timeout_s: float) -> None:

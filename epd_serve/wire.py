@@ -234,6 +234,8 @@ class KvReport(_Message, frozen=True):
         rank: tensor-parallel rank of the worker.
         grouping: the mode in force, e.g. `adaptive`.
         layer_s: seconds per layer of the last measured step.
+        open: transfers that have not ended, of prompts that are computed or being computed. That there is one, or
+            none any more, is said within 50 ms.
     """
 
     instance: str

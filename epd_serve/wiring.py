@@ -37,6 +37,8 @@ class StageWiring:
 
     Attributes:
         instance, role, incarnation: see `epd_serve.instances.Instance`.
+        both: a P or D that has both halves of the KV connector. Which part it takes is a property of each request; its
+            role is the one in which it started.
         arena: path of the host arena (MM Store tier 1), or "" where no features travel.
         arena_id: names that arena across hosts; features announced from it need no second tier.
         peers: the file that says who else is there (`epd_serve.peers`), or "" for nobody.
@@ -75,6 +77,7 @@ class StageWiring:
     instance: str
     role: Role
     incarnation: str
+    both: bool = False
     arena: str = ""
     arena_id: str = ""
     peers: str = ""
@@ -106,6 +109,19 @@ class StageWiring:
     kv_ready_wait_s: float = 300.0
     kv_peer_timeout_s: float = 10.0
     trace_path: str = ""
+
+    @property
+    def sends_kv(self) -> bool:
+        """May have to: in its part, or in the other one."""
+        return self.role.sends_kv or self.both
+
+    @property
+    def takes_kv(self) -> bool:
+        return self.role.takes_kv or self.both
+
+    @property
+    def prefills(self) -> bool:
+        return self.role.prefills or self.both
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

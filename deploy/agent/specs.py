@@ -18,6 +18,7 @@ from deploy.options.engines import command_of
 from deploy.plan.blueprint import Blueprint
 from deploy.runtime.protocol import HOST_MEMORY, Order, Spec, device_memory
 from epd_serve.placement import InstancePlan
+from epd_serve.roles import Role
 from epd_serve.stage_plan import StagePlan
 from epd_serve.wiring import StageWiring
 
@@ -39,6 +40,7 @@ def _spec(blueprint: Blueprint, plan: InstancePlan) -> Spec:
         role=plan.role,
         devices=plan.devices,
         digest="",
+        both=plan.both,
         needs=_needs(blueprint, plan),
         plan=plan,
         stage=_stage(blueprint, plan),
@@ -90,6 +92,7 @@ def _policies(blueprint: Blueprint, plan: InstancePlan) -> StageWiring:
         kv_grouping=config.kv_grouping,
         kv_packet_floor_bytes=config.kv_packet_floor_kib << 10,
         kv_faults=config.kv_faults,
+        both=plan.both,
         host=STAGE_HOST,
         trace_path=str(Path(config.trace_dir).resolve()) if config.trace_dir else "",
     )
@@ -97,6 +100,8 @@ def _policies(blueprint: Blueprint, plan: InstancePlan) -> StageWiring:
 
 def _digest(spec: Spec) -> str:
     assert spec.stage is not None
+    if spec.both:  # which part it starts in says nothing
+        spec = replace(spec, role=Role.P)
     stage = wire(Order("", spec), _NOWHERE, port=0, incarnation="")
     if (cores := stage.core_order) is not None:  # names of neighbours say nothing, their order does
         numbered = {str(number): share for number, share in enumerate(cores.shares.values())}

@@ -64,7 +64,7 @@ def wanted_mib(memory: SharedMemory, plans: Sequence[InstancePlan], *, features_
         kv_links(sender.tp, receiver.tp)
         for sender in plans
         for receiver in plans
-        if sender.role.sends_kv and receiver.role.takes_kv
+        if sender.sends_kv and receiver.takes_kv and sender is not receiver
     )
     return (memory.arena_mib if features_travel else 0) + memory.staging_mib * links
 

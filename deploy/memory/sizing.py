@@ -73,7 +73,8 @@ class Sizing:
         slab = StageWiring.feature_slab_bytes if self._has_slab(plan.role) else 0
         place = Place(kind, plan.tp, slab, StageWiring.feature_queue_bytes, CPU_KV_BYTES if kind == "cpu" else 0)
         model = Model(weights, sizes, replace(self._configs, overrides=flags.processor_kwargs))
-        return stage_need(plan.id, plan.role, model, flags, place, modalities(self.facts, words, kind))
+        role = Role.D if plan.both else plan.role  # with room for what it may have to decode
+        return stage_need(plan.id, role, model, flags, place, modalities(self.facts, words, kind))
 
     def flags(self, plan: InstancePlan, total: int, more: Sequence[str] = ()) -> StageFlags:
         return read_stage_flags(self._words(plan, more), self.inventory.kind, total, plan.tp)

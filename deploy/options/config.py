@@ -48,6 +48,9 @@ class DeployConfig:
     layout: str = _option("(E-P)-D", "stages and devices, for example (E-P)-D, E-PD, TP1 (see epd-serve layout)")
     engine: str = _option("vllm", "what runs the stages: vLLM, or a simulation of it", choices=ENGINES)
     sim_profile: str = _option("", "latencies and capacity of simulated stages (JSON, docs/guides/simulation.md)")
+    switchable: bool = _option(
+        False, "P and D have both halves of the KV connector: either can become the other without a restart"
+    )
     device: str = _option("auto", "device kind", choices=("auto", "npu", "cuda", "cpu"))
     share_devices: bool = _option(
         False, "where a layout wants more devices than there are, place it on those in turn (to try it, not to be fast)"

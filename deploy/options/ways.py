@@ -101,7 +101,7 @@ def _kv_ways(config: DeployConfig, device: str, plans: Sequence[InstancePlan]) -
         KvWay(sender.id, taker.id, transports_between(config.kv_transport, device, beside=beside), beside)
         for sender in plans
         for taker in plans
-        if sender.role.sends_kv and taker.role.takes_kv
+        if sender.sends_kv and taker.takes_kv and sender is not taker
         for beside in [device != "cpu" and bool(set(sender.devices) & set(taker.devices))]
     ]
 

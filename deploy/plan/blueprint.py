@@ -28,7 +28,7 @@ from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
 from epd_serve.model_facts import ModelFacts, check_model_fits, read_model_facts
 from epd_serve.model_support import check_encoders_fit
-from epd_serve.placement import InstancePlan, check_servable, lower
+from epd_serve.placement import InstancePlan, check_servable, lower, switchable
 from npu_ops.core_grants import CoreOrder
 from npu_ops.core_sets import CoreSets, core_sets
 from npu_ops.discovery import DeviceInventory, DiscoveryError, discover
@@ -125,6 +125,10 @@ def draw(
     if inventory.kind != "cpu" and not inventory.ids:
         raise ConfigError(f"no {inventory.kind} device found: {inventory.note}; use --device cpu", param="--device")
     plans = lower(layout, devices or inventory.allot(layout.device_count), shared=config.share_devices)
+    if config.switchable:
+        plans = switchable(plans)
+        if not any(plan.both for plan in plans):
+            raise ConfigError(f"--switchable: layout {layout} has no P and no D", param="switchable")
     ascend, doubts = preflight(inventory.kind, plans, environment(), refuse=config.start_checks == "refuse")
     virtual = max((*(devices or ()), layout.device_count - 1)) + 1
     cores = core_sets(virtual) if inventory.kind == "cpu" and not simulated else None
@@ -147,6 +151,7 @@ def draw(
     if real < layout.device_count:
         warnings.append(f"{layout.device_count} devices of {layout} are virtual: they share {real} {inventory.kind}")
     stage_args = parse_stage_args(config.stage_args, plans)
+    _check_alike([plan for plan in plans if plan.both], stage_args)
     if config.first_token == "prefill" and not simulated and (doubt := _waits_for_decode(plans, stage_args)):
         warnings.append(doubt)
     ways = draw_ways(config, inventory.kind, plans, pooled=pooled, cann=numbers(ascend.cann))
@@ -183,10 +188,21 @@ def draw(
     )
 
 
+def _check_alike(plans: Sequence[InstancePlan], stage_args: StageArgs) -> None:
+    """Raises ConfigError where instances that take each other's part have flags of their own."""
+    for plan in plans[1:]:
+        if stage_args.of(plan) != stage_args.of(plans[0]):
+            raise ConfigError(
+                f"--switchable: {plans[0].id} and {plan.id} are to take each other's part and have different flags; "
+                "give P and D the same --stage-args",
+                param="stage_args",
+            )
+
+
 def _waits_for_decode(plans: Sequence[InstancePlan], stage_args: StageArgs) -> str:
     """Why no stream can begin with a prefill instance's token, or ""."""
-    senders = [answer_flags(stage_args.of(plan)) for plan in plans if plan.role.sends_kv]
-    takers = [answer_flags(stage_args.of(plan)) for plan in plans if plan.role.takes_kv]
+    senders = [answer_flags(stage_args.of(plan)) for plan in plans if plan.sends_kv]
+    takers = [answer_flags(stage_args.of(plan)) for plan in plans if plan.takes_kv]
     if not senders or any(flags is not None and flags in takers for flags in senders):
         return ""
     return (
@@ -197,7 +213,7 @@ def _waits_for_decode(plans: Sequence[InstancePlan], stage_args: StageArgs) -> s
 
 def _shm(config: DeployConfig, plans: Sequence[InstancePlan]) -> int:
     """MiB of shared memory that a launch wants, at most."""
-    links = sum(one.role.sends_kv for one in plans) * sum(one.role.takes_kv for one in plans)
+    links = sum(one.sends_kv and other.takes_kv and one is not other for one in plans for other in plans)
     arena = config.arena_mib if any(one.role.sends_features for one in plans) else 0
     return arena + links * config.kv_staging_mib
 

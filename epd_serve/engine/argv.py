@@ -15,6 +15,7 @@ from epd_serve.answer_flags import answer_flags
 from epd_serve.cpu_threads import BIND_ENV, COUNT_ENV, CPU_THREADS_ENV, NOT_BY_VLLM, WAIT_ENV, cpu_threads
 from epd_serve.engine.stage_guard import KEY_ENV
 from epd_serve.instances import KEEP_ALIVE_S
+from epd_serve.roles import Role
 from epd_serve.stage_plan import MEMORY_NAMES_ENV, StageCommand, StagePlan
 from epd_serve.stage_work import read_stage_work
 from npu_ops import mps
@@ -97,9 +98,9 @@ def _common(plan: StagePlan) -> list[str]:
 
 
 def _role(plan: StagePlan) -> list[str]:
-    role, extra = plan.role, {"epd": plan.wiring.to_json()}
+    role, wiring, extra = plan.role, plan.wiring, {"epd": plan.wiring.to_json()}
     args: list[str] = []
-    if role.takes_kv and plan.first_token and answer_flags(plan.extra_args) is not None:
+    if wiring.takes_kv and plan.first_token and answer_flags(plan.extra_args) is not None:
         args += ["--logits-processors", FIRST_TOKEN_PROCESSOR]
     if role.sends_features:
         args += ENCODER_ARGS
@@ -112,11 +113,11 @@ def _role(plan: StagePlan) -> list[str]:
             "ec_connector_extra_config": extra,
         }
         args += ["--ec-transfer-config", json.dumps(config)]
-    if role.sends_kv or role.takes_kv:
+    if wiring.sends_kv or wiring.takes_kv:
         config = {
             "kv_connector": "GroupedKVConnector",
             "kv_connector_module_path": "epd_serve.engine.kv.connector",
-            "kv_role": "kv_producer" if role.sends_kv else "kv_consumer",
+            "kv_role": "kv_both" if wiring.both else "kv_producer" if role.sends_kv else "kv_consumer",
             "engine_id": f"{plan.instance}-{plan.wiring.incarnation}",
             # `recompute` would kill a D that has no feature for the request: the proxy retries instead.
             "kv_load_failure_policy": "fail",
@@ -165,7 +166,7 @@ def _environment(plan: StagePlan) -> dict[str, str]:
         env[BIND_ENV] = NOT_BY_VLLM if plan.cores else "auto"
         if plan.cores:
             env[CPU_THREADS_ENV] = cpu_threads(
-                read_stage_work(Path(plan.model)), plan.role, plan.cores, plan.tp
+                read_stage_work(Path(plan.model)), Role.PD if plan.wiring.both else plan.role, plan.cores, plan.tp
             ).to_json()
     else:
         env[_VISIBLE_DEVICES[plan.device]] = ",".join(map(str, plan.device_ids))

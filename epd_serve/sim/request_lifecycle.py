@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from epd_serve.kv.params import receive_params
 from epd_serve.roles import Role
 from epd_serve.sim.answers import Answer
 from epd_serve.sim.consumer import Consumer, Wait
@@ -64,11 +65,11 @@ class RequestLifecycle:
             drops = lambda: faults.hits(faults.state.drop_features)  # noqa: E731 - a closure over the state
             self._encoder = Encoder(wiring, self._store, self._publisher, per_token, drops=drops)
         self._consumer: Consumer | None = None
-        if role.takes_features and role.prefills and self._store is not None:
+        if role.takes_features and wiring.prefills and self._store is not None:
             self._consumer = Consumer(wiring, self._store, self._publisher, per_token)
         block_tokens = profile.capacity.block_tokens
         self._sender: Sender | None = None
-        if role.sends_kv and wiring.kv_endpoint:
+        if wiring.sends_kv and wiring.kv_endpoint:
             self._sender = Sender(
                 wiring,
                 ranks=ranks,
@@ -77,7 +78,7 @@ class RequestLifecycle:
                 seconds=lambda nbytes: profile.kv.seconds(nbytes) * engine.slowness,
             )
         self._receiver: Receiver | None = None
-        if role.takes_kv and wiring.kv_worker_endpoint:
+        if wiring.takes_kv and wiring.kv_worker_endpoint:
             self._receiver = Receiver(wiring, ranks=ranks, block_tokens=block_tokens)
 
     def start(self) -> None:
@@ -138,7 +139,7 @@ class RequestLifecycle:
             answer.token(index, number, last)
 
         sequence.on_token = token
-        role, request = self._wiring.role, _child_id(params, index)
+        role, request = self._part(params), _child_id(params, index)
         if role is Role.E:
             self._to_encode(child, params, prompt, answer)
         elif role.encodes:
@@ -150,6 +151,12 @@ class RequestLifecycle:
         elif role.takes_kv:
             self._take_kv(child, params, prompt, request, fail)
         return child
+
+    def _part(self, params: RequestParams) -> Role:
+        """What a request asks of this stage. With both halves that depends on whether its KV comes from elsewhere."""
+        if not self._wiring.both:
+            return self._wiring.role
+        return Role.D if receive_params(dict(params.kv or {}), params.id) is not None else Role.P
 
     # --- by role --------------------------------------------------------------------------------------------------
 
@@ -292,7 +299,7 @@ class RequestLifecycle:
 
 
 def _open_store(wiring: StageWiring) -> FeatureStore | None:
-    if not wiring.arena or not (wiring.role is Role.E or (wiring.role.takes_features and wiring.role.prefills)):
+    if not wiring.arena or not (wiring.role is Role.E or (wiring.role.takes_features and wiring.prefills)):
         return None
     from store.arena import Arena  # brings numpy, which a stage without features does without
 

@@ -75,9 +75,10 @@ class Sender:
         self._links: dict[str, Link] = {}
         self._transfers: dict[TransferKey, Outgoing] = {}
         self._waiting: dict[TransferKey, Outgoing] = {}
+        self._open = 0
         connect = wiring.publish_by_connecting
         self._publishers = [Publisher(one, connect=connect) for one in worker_endpoints(wiring.kv_publish, ranks)]
-        self._reports = RateLimitedPublisher(self._report, change_s=0.2, idle_s=1.0)
+        self._reports = RateLimitedPublisher(self._report, change_s=0.05, idle_s=1.0)
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -149,6 +150,7 @@ class Sender:
         if admission is not Admission.WAIT:
             del self._waiting[out.key]
             out.sends = admission is Admission.SEND
+            self._opened(out.sends)
             out.admitted()
 
     def _look(self) -> None:
@@ -205,8 +207,15 @@ class Sender:
         self._reports.changed()
         self._end(out)
 
+    def _opened(self, more: int) -> None:
+        """So many transfers have begun, or ended."""
+        self._open += more
+        if more:
+            self._reports.changed()
+
     def _end(self, out: Outgoing) -> None:
         out.over = True
+        self._opened(-out.sends)
         self._transfers.pop(out.key, None)
         self._waiting.pop(out.key, None)
         out.freed()
@@ -233,4 +242,6 @@ class Sender:
         wiring = self._wiring
         links: Sequence[wire.KvLink] = [link.report() for link in self._links.values()]
         for rank, publisher in enumerate(self._publishers):
-            publisher.send(wire.KvReport(wiring.instance, wiring.incarnation, rank, "sim", 0.0, list(links)))
+            publisher.send(
+                wire.KvReport(wiring.instance, wiring.incarnation, rank, "sim", 0.0, list(links), open=self._open)
+            )

@@ -97,6 +97,16 @@ def test_one_wake_is_there_for_all_who_expect_one_in_a_step() -> None:
     assert not waiter.wake_is_expected(), "said of one step"
 
 
+@pytest.mark.parametrize("first", ["expect_wake", "need_step"])
+def test_nobody_sleeps_while_something_moves_with_steps_alone(first: str) -> None:
+    waiter = IdleWaiter()
+    for said in (first, "expect_wake", "need_step"):
+        getattr(waiter, said)()
+    assert not waiter.wake_is_expected()
+    waiter.expect_wake()
+    assert waiter.wake_is_expected(), "said of one step"
+
+
 def test_processes_that_share_a_path_wake_each_other(tmp_path: Path) -> None:
     engine, worker = IdleWaiter(), IdleWaiter()
     for one in (engine, worker, engine):  # a plugin may be loaded twice

@@ -19,6 +19,7 @@ skips no encode, and P recomputes what is lost.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,7 @@ from epd_serve.engine.ec.loading import FeatureReader, load
 from epd_serve.engine.ec.producer import FeatureProducer
 from epd_serve.engine.ec.step import FeatureSlot, FeatureStep
 from epd_serve.engine.ec.store_access import open_local_store, open_reader
+from epd_serve.kv.params import receive_params
 from epd_serve.trace import Trace
 from epd_serve.wake import idle_waiter
 from epd_serve.wiring import StageWiring
@@ -73,8 +75,9 @@ class FeatureConnector(ECConnectorBase):
                 self._consumer = FeatureConsumer(wiring, ranks=vllm_config.parallel_config.tensor_parallel_size)
                 self.admission = FeatureAdmission(
                     self._consumer,
-                    keeps=wiring.role.decodes,  # who only prefills is retried from the start
-                    reserves=wiring.role.takes_kv,
+                    # Who only prefills is retried from the start.
+                    keeps=_is_received if wiring.both else _always(wiring.role.decodes),
+                    reserves=_is_received if wiring.both else _always(wiring.role.takes_kv),
                     can_fail=compat.can_fail_requests(),
                     media_is_absent=compat.media_is_absent(vllm_config),
                 )
@@ -177,3 +180,12 @@ class FeatureConnector(ECConnectorBase):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, FeatureMetadata)
         return metadata.step
+
+
+def _is_received(request: Request) -> bool:
+    """Whether another instance prefills it for this one."""
+    return receive_params(request.kv_transfer_params, request.request_id) is not None
+
+
+def _always(answer: bool) -> Callable[[Request], bool]:
+    return lambda request: answer

@@ -39,7 +39,7 @@ class FeatureConsumer:
         self._source = open_source(wiring, self._pool, ranks, self._announcer.announce)
         capacity = self._source.capacity_bytes
         # Only who prefills is worth prefetching for: D needs features after a preemption alone, and looks them up then.
-        prefetches = wiring.role.prefills and wiring.feature_prefetch == "event"
+        prefetches = wiring.prefills and wiring.feature_prefetch == "event"
         table: FeatureTable[Pin] = FeatureTable(
             wait_s=wiring.feature_wait_s, max_prefetched_bytes=capacity // 4 if prefetches else 0
         )

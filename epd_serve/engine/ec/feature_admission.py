@@ -18,8 +18,9 @@ class FeatureAdmission:
     """Belongs to the scheduler's thread; never blocks.
 
     Args:
-        keeps: this instance needs the features of requests that it has not prefilled, should it preempt them.
-        reserves: another instance prefills for it: it has to hold no blocks for a request before that one can begin.
+        keeps: whether this instance decodes a request: it needs its features, should it preempt it.
+        reserves: whether another instance prefills it for this one, which has to hold no blocks for it before that one
+            can begin.
         can_fail: vLLM can be told to fail a request.
         media_is_absent: whether some of these items came without their media.
     """
@@ -28,8 +29,8 @@ class FeatureAdmission:
         self,
         consumer: FeatureConsumer,
         *,
-        keeps: bool,
-        reserves: bool,
+        keeps: Callable[[Request], bool],
+        reserves: Callable[[Request], bool],
         can_fail: bool,
         media_is_absent: Callable[[list[Any]], bool],
     ) -> None:
@@ -56,10 +57,10 @@ class FeatureAdmission:
         """Whether there is something of it to compute. Asked at every step; what is not here is looked for."""
         items = items_ahead(request, num_computed_tokens)
         if not items:
-            if self._reserves and self._is_early(request):
+            if self._reserves(request) and self._is_early(request):
                 return False
             self._consumer.passed(request.request_id)
-            if self._keeps and self._has_to_fail(request):
+            if self._keeps(request) and self._has_to_fail(request):
                 self._consumer.keep(request.request_id, item_keys(request))
             return True
         settled = self._consumer.settled(
@@ -106,7 +107,7 @@ class FeatureAdmission:
     def _worth(self, request: Request, items: Sequence[MultiModalFeatureSpec], num_computed_tokens: int) -> int | None:
         """With how many of the items ahead the request may begin before the others are here."""
         seeded = request.sampling_params is not None and request.sampling_params.seed is not None
-        if self._spare is None or seeded or not self._spare.fit(request.num_tokens):
+        if self._spare is None or seeded or self._reserves(request) or not self._spare.fit(request.num_tokens):
             return None
         worth_it = num_computed_tokens + self._spare.worth_tokens
         return next((index for index, item in enumerate(items) if item.mm_position.offset >= worth_it), None)

@@ -74,7 +74,7 @@ def with_partial_prefill(base: Any) -> Any:
             self._allow_partial_prefill(wiring, ahead_tokens)
 
         def _allow_partial_prefill(self, wiring: StageWiring, ahead_tokens: int) -> None:
-            if not (wiring.partial_prefill and wiring.role.takes_features and wiring.role.prefills):
+            if not (wiring.partial_prefill and wiring.role.takes_features and wiring.prefills):
                 return
             if self.ec_connector is None:  # in a layout without encoders no features travel
                 return

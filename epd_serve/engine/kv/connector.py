@@ -1,5 +1,8 @@
 """vLLM's KV connector for P→D: the shell that maps vLLM's hooks to our two schedulers and two workers.
 
+An instance has P's half, D's, or both. With both, which one a request concerns follows from its parameters: whoever is
+to get KV is told from where.
+
 A request's KV, in the order things happen:
 
     D scheduler   get_num_new_matched_tokens → (prompt tokens missing, True); update_state_after_alloc sends READY
@@ -27,6 +30,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +45,9 @@ from epd_serve.engine import compat
 from epd_serve.engine.kv.decode_scheduler import DecodeScheduler, DecodeStep
 from epd_serve.engine.kv.prefill_scheduler import PrefillScheduler, PrefillStep
 from epd_serve.engine.kv.transports import quarantine_of_peers
-from epd_serve.engine.kv.worker import DecodeWorker, PrefillWorker
+from epd_serve.engine.kv.worker import DecodeWorker, KVCache, PrefillWorker
 from epd_serve.engine.support import check_kv_groups
+from epd_serve.kv.params import receive_params
 from epd_serve.wake import idle_waiter
 from epd_serve.wiring import StageWiring
 
@@ -58,7 +63,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TransferMetadata(KVConnectorMetadata):
-    """Scheduler → worker, per step: exactly one of the two, by role."""
+    """Scheduler → worker, per step: of each half that the instance has."""
 
     prefill: PrefillStep | None = None
     decode: DecodeStep | None = None
@@ -80,20 +85,23 @@ class GroupedKVConnector(KVConnectorBase_V1):
         self._decode_scheduler: DecodeScheduler | None = None
         self._prefill_worker: PrefillWorker | None = None
         self._decode_worker: DecodeWorker | None = None
-        if role is KVConnectorRole.SCHEDULER and config.is_kv_producer:
-            self.prefill_scheduler = PrefillScheduler(wiring, block_size, compat.total_kv_heads(vllm_config))
-        elif role is KVConnectorRole.SCHEDULER:
-            self._decode_scheduler = DecodeScheduler(
-                wiring,
-                block_size,
-                tp,
-                quarantine_of_peers(wiring, compat.device_kind()),
-                steps_in_flight=compat.steps_in_flight_at_reuse(vllm_config),
-            )
-        elif config.is_kv_producer:
-            self._prefill_worker = PrefillWorker(wiring, vllm_config, kv_cache_config)
-        else:
-            self._decode_worker = DecodeWorker(wiring, vllm_config, kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:
+            if wiring.sends_kv:
+                self.prefill_scheduler = PrefillScheduler(wiring, block_size, compat.total_kv_heads(vllm_config))
+            if wiring.takes_kv:
+                self._decode_scheduler = DecodeScheduler(
+                    wiring,
+                    block_size,
+                    tp,
+                    quarantine_of_peers(wiring, compat.device_kind()),
+                    steps_in_flight=compat.steps_in_flight_at_reuse(vllm_config),
+                )
+            return
+        self._open_cache = partial(KVCache, wiring, vllm_config, kv_cache_config.num_blocks)
+        if wiring.sends_kv:
+            self._prefill_worker = PrefillWorker(wiring)
+        if wiring.takes_kv:
+            self._decode_worker = DecodeWorker(wiring)
 
     # --- scheduler side -------------------------------------------------------------------------------------------
 
@@ -102,43 +110,49 @@ class GroupedKVConnector(KVConnectorBase_V1):
             self._decode_scheduler.queued(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._decode_scheduler is not None:
-            tokens = self._decode_scheduler.tokens_to_load(request, num_computed_tokens)
-            return tokens, tokens > 0
-        assert self.prefill_scheduler is not None
-        return (0, False) if self.prefill_scheduler.may_run(request) else (None, False)
+        if self.prefill_scheduler is not None and not self._is_received(request):
+            return (0, False) if self.prefill_scheduler.may_run(request) else (None, False)
+        assert self._decode_scheduler is not None
+        tokens = self._decode_scheduler.tokens_to_load(request, num_computed_tokens)
+        return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if self._decode_scheduler is not None:
             self._decode_scheduler.reserve(request, blocks, num_external_tokens)
-        elif self.prefill_scheduler is not None:
+        if self.prefill_scheduler is not None and not self._is_received(request):
             self.prefill_scheduler.begun(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TransferMetadata:
-        if self._decode_scheduler is not None:
-            return TransferMetadata(decode=self._decode_scheduler.step(scheduler_output))
-        assert self.prefill_scheduler is not None
-        return TransferMetadata(prefill=self.prefill_scheduler.step(scheduler_output))
+        prefill, decode = self.prefill_scheduler, self._decode_scheduler
+        return TransferMetadata(
+            prefill=prefill.step(scheduler_output) if prefill is not None else None,
+            decode=decode.step(scheduler_output) if decode is not None else None,
+        )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._decode_scheduler is not None:
             self._decode_scheduler.received(connector_output.finished_recving or set())
-        elif self.prefill_scheduler is not None:
+        if self.prefill_scheduler is not None:
             self.prefill_scheduler.sent(connector_output.finished_sending or set())
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        if self._decode_scheduler is not None:
-            self._decode_scheduler.finished(request)
-            return False, None
-        assert self.prefill_scheduler is not None
-        return self.prefill_scheduler.finished(request)
+        if self.prefill_scheduler is not None and not self._is_received(request):
+            return self.prefill_scheduler.finished(request)
+        assert self._decode_scheduler is not None
+        self._decode_scheduler.finished(request)
+        return False, None
+
+    def _is_received(self, request: Request) -> bool:
+        """Whether this instance is to decode it with KV from elsewhere."""
+        return receive_params(request.kv_transfer_params, request.request_id) is not None
 
     # --- worker side ----------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        worker = self._prefill_worker or self._decode_worker
-        assert worker is not None
-        worker.register(kv_caches)
+        cache = self._open_cache(kv_caches)
+        for worker in (self._prefill_worker, self._decode_worker):
+            if worker is not None:
+                worker.register(cache)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """On return nothing that reads blocks of preempted requests counts any more: this step may write to them.
@@ -154,7 +168,7 @@ class GroupedKVConnector(KVConnectorBase_V1):
         assert isinstance(connector_metadata, TransferMetadata)
         if self._prefill_worker is not None and connector_metadata.prefill is not None:
             self._prefill_worker.begin_step(connector_metadata.prefill)
-        elif self._decode_worker is not None and connector_metadata.decode is not None:
+        if self._decode_worker is not None and connector_metadata.decode is not None:
             self._decode_worker.begin_step(connector_metadata.decode)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -172,10 +186,11 @@ class GroupedKVConnector(KVConnectorBase_V1):
             self._prefill_worker.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self._prefill_worker is not None:
-            return self._prefill_worker.take_over(finished_req_ids), None
-        assert self._decode_worker is not None
-        return None, self._decode_worker.take_finished()
+        prefill, decode = self._prefill_worker, self._decode_worker
+        return (
+            prefill.take_over(finished_req_ids) if prefill is not None else None,
+            decode.take_finished() if decode is not None else None,
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._decode_worker.take_bad_blocks() if self._decode_worker is not None else set()

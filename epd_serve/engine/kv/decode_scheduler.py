@@ -132,7 +132,9 @@ class DecodeScheduler:
         step.failed += self._unoffered
         self._unoffered = []
         self._offer_held()
-        if not output.total_num_scheduled_tokens and self._key_of and not self._held:  # held ones leave after a step
+        if self._held:  # they leave after a step
+            idle_waiter.need_step()
+        elif not output.total_num_scheduled_tokens and self._key_of:
             idle_waiter.expect_wake()
         return step
 

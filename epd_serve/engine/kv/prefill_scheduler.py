@@ -43,6 +43,7 @@ class PrefillStep:
         ended: requests that vLLM had finished before anything of them was handed over, with their late chunks or none.
         stops, preempted: request ids, as those of `ended`.
         tokens: of the whole step.
+        kept: how many requests vLLM has finished of which nothing is handed over yet.
     """
 
     chunks: list[ChunkJob] = field(default_factory=list)
@@ -51,6 +52,7 @@ class PrefillStep:
     stops: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     tokens: int = 0
+    kept: int = 0
 
 
 class PrefillScheduler:
@@ -141,6 +143,7 @@ class PrefillScheduler:
                 self._grow(request, list(groups[0]) if groups else [], restart=restart)
                 computed = cached.num_computed_tokens[index]
                 self._chunk(step, request, computed, output.num_scheduled_tokens[request])
+        step.kept = len(self._kept)
         if not step.tokens:
             with self._control.lock:
                 waiting = self._desk.waiting()

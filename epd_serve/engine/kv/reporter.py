@@ -1,6 +1,7 @@
 """Says how the links of one sending worker are: a thread with a PUB socket that sends `KvReport`s.
 
-Owns the pace: on change at most every 200 ms, else every second, because an idle worker does not step. What a report
+Owns the pace: on change at most every 200 ms, else every second, because an idle worker does not step; what somebody
+waits for, within 50 ms. What a report
 tells is the links' business. The proxy subscribes (`proxy/registry/kv_links.py`); a report that is lost costs nothing.
 """
 
@@ -24,7 +25,7 @@ class Reporter:
 
     Args:
         snapshot: the links as they are now; called in the reporter's thread. Must not block.
-        change_s, idle_s: least time between two reports; longest.
+        change_s, idle_s: least time between two reports; longest. urgent_s: least time where there is urgent news.
 
     Raises:
         zmq.ZMQError: its address cannot be bound.
@@ -38,10 +39,11 @@ class Reporter:
         *,
         change_s: float = 0.2,
         idle_s: float = 1.0,
+        urgent_s: float = 0.04,
     ) -> None:
         self._snapshot = snapshot
-        self._change_s, self._idle_s = change_s, idle_s
-        self._changed = threading.Event()
+        self._urgent_s, self._change_s, self._idle_s = min(urgent_s, change_s), change_s, idle_s
+        self._changed, self._urgent = threading.Event(), threading.Event()
         self._closing = threading.Event()
         self._socket: Socket | None = None
         self._thread = threading.Thread(target=self._run, name="epd-kv-reporter", daemon=True)
@@ -62,10 +64,15 @@ class Reporter:
         """Something a report tells has changed. From any thread; costs next to nothing."""
         self._changed.set()
 
+    def changed_urgently(self) -> None:
+        """Somebody waits for what has changed. From any thread."""
+        self._urgent.set()
+        self._changed.set()
+
     def close(self) -> None:
         """No report follows. Any number of calls."""
         self._closing.set()
-        self._changed.set()
+        self.changed_urgently()
         if self._thread.is_alive():
             self._thread.join(timeout=5)
         elif self._socket is not None:  # never started, or ended: closing twice is harmless
@@ -75,8 +82,10 @@ class Reporter:
         assert self._socket is not None
         while not self._closing.is_set():
             self._changed.clear()  # before the snapshot: what changes from here on is in the next one
+            self._urgent.clear()
             self._send(self._socket)
-            self._closing.wait(self._change_s)
+            self._closing.wait(self._urgent_s)
+            self._urgent.wait(self._change_s - self._urgent_s)
             self._changed.wait(self._idle_s - self._change_s)
         self._socket.close()
 

@@ -77,10 +77,18 @@ class Sender:
     Args:
         shape: of this worker's KV cache (`regions.shape_of`); its layers' names are those that hooks will say.
         open_link: called once per worker of D that this one sends to.
+        on_open: called, from any thread, when the first transfer has begun or the last one has ended.
     """
 
     def __init__(
-        self, *, shape: Mapping[str, Any], grouping: Grouping, device: DeviceMemory, open_link: OpenLink, trace: Trace
+        self,
+        *,
+        shape: Mapping[str, Any],
+        grouping: Grouping,
+        device: DeviceMemory,
+        open_link: OpenLink,
+        trace: Trace,
+        on_open: Callable[[], None] = lambda: None,
     ) -> None:
         self._shape = dict(shape)
         self._layers = int(shape["layers"])
@@ -88,6 +96,7 @@ class Sender:
         self._device = device
         self._open_link = open_link
         self._trace = DeviceTrace(trace, device)
+        self._on_open = on_open
         self._clock = LayerClock(device, self._layers, self._trace)
         self._grouping = grouping
         self._packets = StepPackets(grouping, self._layers)
@@ -106,6 +115,11 @@ class Sender:
     def layer_s(self) -> float:
         """Seconds per layer of the last step that was measured; 0.0 before there was one."""
         return self._clock.last_s
+
+    @property
+    def open(self) -> int:
+        """Transfers that have begun and not ended. Any thread."""
+        return len(self._ways_left)
 
     def meet(self, peers: Iterable[Sequence[str]]) -> None:
         """Open links before traffic. Each peer is the addresses of its workers, by rank."""
@@ -238,6 +252,9 @@ class Sender:
             ]
             self._on_link.update(chunk.endpoints[route.rank] for _, route, _ in ways)
             self._ways_left[chunk.request] = len(ways)
+            first = len(self._ways_left) == 1
+        if first:
+            self._on_open()
         transfer = self._transfers[chunk.request] = _Transfer(chunk.key, chunk.request, ways)
         return transfer
 
@@ -299,4 +316,7 @@ class Sender:
         with self._lock:
             self._ways_left.pop(request, None)
             self._over.add(request)
+            last = not self._ways_left
+        if last:
+            self._on_open()
         idle_waiter.wake()

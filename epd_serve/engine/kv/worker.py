@@ -38,10 +38,9 @@ from npu_ops.torch_memory import memory_here
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-class _KVCache:
+class KVCache:
     """This worker's KV cache as transfers see it: regions, shape for the handshake, device, transports.
 
     Made by the model's thread, which has set its device.
@@ -73,7 +72,7 @@ class _KVCache:
         # Now, and not when a link opens: no device has memory to spare once it serves.
         largest_block = max(sum(region.block_bytes for region in layer) for layer in self.layers)
         ways = offered(wiring, kind)
-        stages = SHM in ways and (wiring.role.takes_kv or not self.device.host_visible)  # P's CPU gathers in place
+        stages = SHM in ways and (wiring.takes_kv or not self.device.host_visible)  # P's CPU gathers in place
         self._memory = PacketMemory(self.device, max(SLICE_BYTES, largest_block) if stages else 0)
         scratch = self.device.allocate(LARGEST_PROBE_BYTES if MOONCAKE in ways else 0)
         self._mooncake = OnDemand(
@@ -111,15 +110,15 @@ class PrefillWorker:
     _sender: Sender | None = None
     _witness: Witness | None = None
 
-    def __init__(self, wiring: StageWiring, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        self._wiring, self._config, self._num_blocks = wiring, vllm_config, kv_cache_config.num_blocks
+    def __init__(self, wiring: StageWiring) -> None:
+        self._wiring = wiring
         self._grouping = open_grouping(wiring.kv_grouping, wiring.kv_packet_floor_bytes)
         self._rank = compat.tp_rank()
         self._peers = Peers(wiring)
+        self._kept = 0  # requests that have yet to leave, by the scheduler's word
         self._reporter = Reporter(wiring, self._rank, self._turn)
 
-    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        cache = _KVCache(self._wiring, self._config, self._num_blocks, kv_caches)
+    def register(self, cache: KVCache) -> None:
         board = TrafficBoard(self._wiring.traffic, announcer=1 + cache.rank)
 
         def open_link(endpoint: str, rank: int, on_over: Callable[[Outgoing], None]) -> Link:
@@ -139,7 +138,12 @@ class PrefillWorker:
             )
 
         self._sender = Sender(
-            shape=cache.shape, grouping=self._grouping, device=cache.device, open_link=open_link, trace=cache.trace
+            shape=cache.shape,
+            grouping=self._grouping,
+            device=cache.device,
+            open_link=open_link,
+            trace=cache.trace,
+            on_open=self._reporter.changed_urgently,
         )
         self._witness = cache.witness()
         self._follow_peers()
@@ -156,6 +160,9 @@ class PrefillWorker:
             self._witness.computing(step.chunks, ())
         self._sending().begin_step(step.chunks, step.stops, step.preempted, step.tokens)
         self._sending().send_late(step.late, step.ended)
+        kept, self._kept = self._kept, step.kept
+        if kept != step.kept:
+            self._reporter.changed_urgently()
 
     def layer_saved(self, name: str) -> None:
         self._sending().layer_saved(name)
@@ -191,7 +198,13 @@ class PrefillWorker:
     def _report(self) -> wire.KvReport:
         wiring, sender = self._wiring, self._sending()
         return wire.KvReport(
-            wiring.instance, wiring.incarnation, self._rank, self._grouping.name, sender.layer_s, sender.report()
+            wiring.instance,
+            wiring.incarnation,
+            self._rank,
+            self._grouping.name,
+            sender.layer_s,
+            sender.report(),
+            sender.open + self._kept,
         )
 
 
@@ -201,12 +214,11 @@ class DecodeWorker:
     _receiver: Receiver | None = None
     _witness: Witness | None = None
 
-    def __init__(self, wiring: StageWiring, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        self._wiring, self._config, self._num_blocks = wiring, vllm_config, kv_cache_config.num_blocks
+    def __init__(self, wiring: StageWiring) -> None:
+        self._wiring = wiring
         self._bad_blocks: set[int] = set()
 
-    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        cache = _KVCache(self._wiring, self._config, self._num_blocks, kv_caches)
+    def register(self, cache: KVCache) -> None:
         self._receiver = Receiver(
             worker_endpoint(self._wiring.kv_worker_endpoint, cache.rank),
             cache.name,

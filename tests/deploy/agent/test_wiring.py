@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from deploy.agent.specs import orders
 from deploy.host.rundir import RunDir
 from deploy.launch.ready_message import curl, endpoint_url, ready_message
-from deploy.memory.shared_memory import SharedMemory, fit_shared_memory
+from deploy.memory.shared_memory import SharedMemory, fit_shared_memory, wanted_mib
 from deploy.options.config import DeployConfig
 from deploy.options.proxy_overrides import proxy_overrides
 from deploy.options.ways import Ways, draw_ways
@@ -314,3 +315,33 @@ def test_instances_are_placed_on_the_devices_that_are_named(monkeypatch: pytest.
 
     assert [plan.devices for plan in blueprint.plans] == [(0,), (3,), (1,)]
     assert [blueprint.cores_of(plan) for plan in blueprint.plans] == [(0,), (3,), (1,)]
+
+
+def test_switchable_instances_have_the_addresses_of_both_parts_and_stand_for_each_other() -> None:
+    plan = wired("E-P-D", switchable=True)
+    e, p, d = (plan.instance(name) for name in ("E0", "P0", "D0"))
+    for one in (p, d):
+        assert (one.kv_endpoint, one.kv_workers) == (RUN.ipc(f"{one.id}.kv"), (RUN.ipc(f"{one.id}.kvw0"),))
+        assert one.kv_news and plan.wiring(one.id).both
+    assert not plan.wiring(e.id).both and e.kv_endpoint is None
+    for_p, for_d = (orders(wired(layout, switchable=True).blueprint)[0].spec for layout in ("P-D", "D-P"))
+    assert (for_p.role, for_d.role) == (Role.P, Role.D)
+    assert for_p.both and for_p.stands_for(for_d)
+
+
+def test_shared_memory_counts_a_link_each_way_between_switchable_instances() -> None:
+    counts = [
+        wanted_mib(SharedMemory(0, 1), wired("P-P-D", switchable=both).blueprint.plans, features_travel=False)
+        for both in (False, True)
+    ]
+    assert counts == [2, 6]
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "field"),
+    [("TP1", {}, "switchable"), ("P-D", {"stage_args": ("P:--max-num-seqs 4",)}, "stage_args")],
+)
+def test_what_cannot_switch_is_refused(layout: str, options: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        wired(layout, switchable=True, **options)
+    assert refused.value.param == field

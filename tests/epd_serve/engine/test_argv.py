@@ -224,3 +224,15 @@ def test_who_goes_on_after_another_stages_token_can_be_made_to(role: Role) -> No
 def test_a_stage_that_takes_no_processor_of_ours_gets_none(flags: str) -> None:
     made = command(Role.D, "cuda", first_token=True, extra_args=tuple(flags.split()))
     assert FIRST_TOKEN_PROCESSOR not in made.argv
+
+
+def test_one_that_may_take_either_part_has_both_halves_and_samples_what_prefill_has_sampled() -> None:
+    made = {
+        role: command(role, "cpu", wiring=StageWiring("X0", role, "inc", both=True), first_token=True)
+        for role in (Role.P, Role.D)
+    }
+    for one in made.values():
+        kv = config(one, "--kv-transfer-config")
+        assert kv is not None and kv["kv_role"] == "kv_both"
+        assert FIRST_TOKEN_PROCESSOR in one.argv
+    assert made[Role.P].env[CPU_THREADS_ENV] == made[Role.D].env[CPU_THREADS_ENV]

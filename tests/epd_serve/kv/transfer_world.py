@@ -83,13 +83,18 @@ class Prefill:
         self.waiting: list[AtP] = []
         self.running: list[AtP] = []
         self.queue: deque[Job] = deque()
+        self.came: set[TransferKey] = set()
 
     def arrive(self, prompt: Prompt) -> None:
+        self.came.add(prompt.key)
         request = self.requests[prompt.key] = AtP(prompt)
         self.waiting.append(request)
 
-    def step(self, most: int, now: float) -> None:
-        """Schedule and compute up to `most` tokens of each request, as vLLM does: the youngest gives way."""
+    def step(self, most: int, now: float, *, admits: bool = True) -> bool:
+        """Schedule and compute up to `most` tokens of each request, as vLLM does: the youngest gives way.
+
+        Returns whether all of them have room that may run, but for the deferred ones. `admits`: new ones may begin.
+        """
         scheduled: list[Scheduled] = []
         preempted = False
         for request in list(self.running):
@@ -102,7 +107,8 @@ class Prefill:
                 victim, preempted = self.running[-1], True
                 scheduled = [entry for entry in scheduled if entry[0] is not victim]
                 self._preempt(victim)
-        for request in [] if preempted else list(self.waiting):
+        has_room = not preempted
+        for request in [] if preempted or not admits else list(self.waiting):
             prompt = request.prompt
             shape = PromptShape(prompt.tokens, "h", BLOCK, 1)
             admission = Admission.SEND if request.sending else self.desk.admit(prompt.key, shape, now)
@@ -112,6 +118,7 @@ class Prefill:
             tokens = min(most, prompt.tokens - prompt.cached_at_p)
             need = blocks_of(prompt.cached_at_p + tokens)
             if need > len(self.free):
+                has_room = False
                 break
             request.computed = prompt.cached_at_p
             if ahead:
@@ -122,6 +129,7 @@ class Prefill:
             self.running.append(request)
             scheduled.append((request, tokens, self._take(request, need), True))
         self._forward(scheduled)
+        return has_room
 
     def _forward(self, scheduled: Sequence[Scheduled]) -> None:
         leaving: list[tuple[AtP, tuple[Run, ...]]] = []
@@ -205,8 +213,8 @@ class Prefill:
             request.run += 1
             self._end(request, ok=False)
 
-    def hear(self, message: wire.ToPrefillScheduler, now: float) -> None:
-        for key in self.desk.on_message(b"d", message, now):
+    def hear(self, message: wire.ToPrefillScheduler, now: float, d: bytes = b"d") -> None:
+        for key in self.desk.on_message(d, message, now):
             self.stop(key)
 
     def _finish(self, request: AtP, *, aborted: bool = False) -> None:
@@ -244,6 +252,7 @@ class AtD:
     """A request at D. `writes` counts what was written to each (layer, index) in the run under way."""
 
     prompt: Prompt
+    p: str
     table: list[int] = field(default_factory=list)
     run: int = -1
     writes: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -254,7 +263,8 @@ class AtD:
 class Decode:
     """D: its scheduler, and the worker that takes packets."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, name: str = "D0") -> None:
+        self.name = name
         self.desk = DecodeDesk(SILENCE_S)
         self.free = list(range(blocks))
         self.owner: dict[int, TransferKey] = {}
@@ -263,28 +273,30 @@ class Decode:
         self.waiting: list[AtD] = []
         self.outcomes: dict[TransferKey, str] = {}
 
-    def arrive(self, prompt: Prompt) -> None:
-        request = self.requests[prompt.key] = AtD(prompt)
+    def arrive(self, prompt: Prompt, p: str = "p") -> None:
+        request = self.requests[prompt.key] = AtD(prompt, p)
         self.waiting.append(request)
-        self.desk.queued(prompt.key, "p")
+        self.desk.queued(prompt.key, p)
 
-    def step(self, now: float) -> None:
+    def step(self, now: float, *, admits: bool = True) -> bool:
+        """Report what is over, reserve for who waits. Returns whether all of them have room."""
         for key in self.desk.take_failures():
             if self.requests[key].done is None:
                 self.requests[key].done = False
         for key, request in list(self.requests.items()):
             if request.done is not None:
                 self._report(key, request, now)
-        while self.waiting and blocks_of(self.waiting[0].prompt.tokens) <= len(self.free):
+        while admits and self.waiting and blocks_of(self.waiting[0].prompt.tokens) <= len(self.free):
             request = self.waiting.pop(0)
             prompt = request.prompt
             request.table = [self.free.pop() for _ in range(blocks_of(prompt.tokens))]
             self.owner.update(dict.fromkeys(request.table, prompt.key))
-            source, hashed, ends = "D0:1", "h", ["ipc:///d"]
+            source, hashed, ends = f"{self.name}:1", "h", ["ipc:///d"]
             ready = wire.Ready(
                 prompt.key, "p0", source, list(request.table), prompt.cached_at_d, prompt.tokens, hashed, ends
             )
-            self.desk.reserved("p", ready, now)
+            self.desk.reserved(request.p, ready, now)
+        return not self.waiting
 
     def _report(self, key: TransferKey, request: AtD, now: float) -> None:
         assert key not in self.outcomes, "reported twice"

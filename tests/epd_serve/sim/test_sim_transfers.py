@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from epd_serve.peers import Peer, write_peers
 from epd_serve.roles import Role
 from epd_serve.sim.profile import Capacity, Line, Profile
 from epd_serve.sim.prompts import CHAT, COMPLETIONS
-from tests.epd_serve.sim.served import PEERS, Layout, chat, idle, layout
+from epd_serve.wiring import StageWiring
+from tests.epd_serve.sim.served import PEERS, Layout, chat, idle, layout, served
 from tests.waiting import PATIENCE_S, until
 
 FOR_EVER = 3600.0
@@ -189,3 +191,40 @@ async def test_a_running_p_opens_a_link_to_a_d_that_comes_and_closes_it_when_tha
                 await links_are(("D0", "up"))
                 write_peers(tmp_path / PEERS, [])
                 await links_are()
+
+
+async def test_two_with_both_halves_change_parts_without_a_word_to_them(tmp_path: Path, shm: Path) -> None:
+    async with AsyncExitStack() as stack:
+        wirings = {
+            name: StageWiring(
+                name,
+                role,
+                f"{name}-life",
+                peers=str(tmp_path / PEERS),
+                kv_endpoint=f"ipc://{tmp_path}/{name}.kv",
+                kv_worker_endpoint=f"ipc://{tmp_path}/{name}.kvw{{rank}}",
+                kv_publish=f"ipc://{tmp_path}/{name}.kvnews{{rank}}",
+                both=True,
+            )
+            for name, role in (("P0", Role.P), ("D0", Role.D))
+        }
+        stages = {name: await stack.enter_async_context(served(wiring=one)) for name, one in wirings.items()}
+
+        async def ask(p: str, d: str) -> None:
+            transfer = f"{p}{d}"
+            peer = {"instance": p, "incarnation": wirings[p].incarnation, "endpoint": wirings[p].kv_endpoint}
+            to_p = {"transfer_id": transfer, "incarnation": wirings[p].incarnation}
+            to_d = {"transfer_id": transfer, "peer": peer}
+            headers = {"x-request-id": transfer}
+            answers = await asyncio.gather(
+                stages[p][1].post(CHAT, json={**chat(), "max_tokens": 1, "kv_transfer_params": to_p}, headers=headers),
+                stages[d][1].post(CHAT, json={**chat(), "kv_transfer_params": to_d}, headers=headers),
+            )
+            assert [answer.status_code for answer in answers] == [200, 200]
+            assert answers[0].json()["kv_transfer_params"] == {"ok": True, "reason": ""}
+            assert answers[1].json()["usage"]["completion_tokens"] == 4
+
+        await ask("P0", "D0")
+        await ask("D0", "P0")
+        for engine, _ in stages.values():
+            await idle(engine)

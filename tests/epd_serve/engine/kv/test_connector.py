@@ -139,3 +139,64 @@ def test_kv_of_which_blocks_would_be_left_behind_is_refused(module: Any, groups:
 )
 def test_one_group_of_full_attention_is_taken(only: Any) -> None:
     check_kv_groups(SimpleNamespace(kv_cache_groups=[only]))
+
+
+class PlayedScheduler:
+    """Either half's scheduler: remembers which requests it was asked about."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def queued(self, request: Any) -> None:
+        self.asked.append(f"queued {request.request_id}")
+
+    def may_run(self, request: Any) -> bool:
+        self.asked.append(f"may run {request.request_id}")
+        return False
+
+    def tokens_to_load(self, request: Any, computed: int) -> int:
+        self.asked.append(f"load {request.request_id}")
+        return 7
+
+    def finished(self, request: Any) -> tuple[bool, Any]:
+        self.asked.append(f"finished {request.request_id}")
+        return True, {"ok": True}
+
+    def step(self, output: Any) -> str:
+        return output
+
+    def received(self, requests: set[str]) -> None:
+        self.asked += [f"received {one}" for one in requests]
+
+    def sent(self, requests: set[str]) -> None:
+        self.asked += [f"sent {one}" for one in requests]
+
+
+def test_with_both_halves_each_request_goes_to_the_one_that_its_parameters_name(module: Any) -> None:
+    connector = object.__new__(module.GroupedKVConnector)
+    p, d = connector.prefill_scheduler, connector._decode_scheduler = PlayedScheduler(), PlayedScheduler()
+    peer = {"instance": "P1", "incarnation": "i", "endpoint": "ipc:///P1.kv"}
+    to_send = SimpleNamespace(request_id="s", kv_transfer_params={"transfer_id": "t", "incarnation": "i"})
+    to_take = SimpleNamespace(request_id="t", kv_transfer_params={"transfer_id": "t", "peer": peer})
+    alone = SimpleNamespace(request_id="a", kv_transfer_params=None)
+    assert connector.get_num_new_matched_tokens(to_send, 0) == (None, False)
+    assert connector.get_num_new_matched_tokens(alone, 0) == (None, False)
+    assert connector.get_num_new_matched_tokens(to_take, 0) == (7, True)
+    assert connector.request_finished(to_send, []) == (True, {"ok": True})
+    assert connector.request_finished(to_take, []) == (False, None)
+    connector.update_connector_output(SimpleNamespace(finished_sending={"s"}, finished_recving={"t"}))
+    assert p.asked == ["may run s", "may run a", "finished s", "sent s"]
+    assert d.asked == ["load t", "finished t", "received t"]
+    step = connector.build_connector_meta("step")
+    assert (step.prefill, step.decode) == ("step", "step")
+
+
+def test_with_both_halves_both_workers_share_the_cache_and_report_what_is_theirs(module: Any) -> None:
+    connector = object.__new__(module.GroupedKVConnector)
+    registered: list[Any] = []
+    connector._open_cache = lambda tensors: ("cache", tensors)
+    connector._prefill_worker = SimpleNamespace(register=registered.append, take_over=lambda finished: finished)
+    connector._decode_worker = SimpleNamespace(register=registered.append, take_finished=lambda: {"t"})
+    connector.register_kv_caches("tensors")
+    assert registered == [("cache", "tensors")] * 2 and registered[0] is registered[1]
+    assert connector.get_finished({"s"}) == ({"s"}, {"t"})

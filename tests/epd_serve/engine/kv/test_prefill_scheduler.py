@@ -367,11 +367,11 @@ def test_a_request_that_ended_before_decode_had_blocks_keeps_its_own_until_it_ha
     assert early.finished(ended(asked)) == (True, {"ok": True, "reason": ""})
     assert asked.stop_reason == f"{wire.TOKEN_SENT}7"
     nothing = early.step(scheduled())
-    assert (nothing.late, nothing.ended) == ([], [])
+    assert (nothing.late, nothing.ended, nothing.kept) == ([], [], 1)
     d.offer(asked)
     assert d.hear(wire.FirstToken).token == 7
     step = early.step(scheduled())
-    assert (len(step.late), step.ended) == (1, [asked.request_id])
+    assert (len(step.late), step.ended, step.kept) == (1, [asked.request_id], 0)
 
 
 def test_a_cancel_frees_the_blocks_that_were_kept(early: PrefillScheduler, d: PlayedDecode) -> None:

@@ -157,3 +157,19 @@ def test_closing_is_prompt_and_may_happen_twice_or_before_the_start(tmp_path: Pa
         reporter.close()
         assert time.monotonic() - begun < PATIENCE_S / 2
     Reporter(wiring(f"ipc://{tmp_path}/b"), 0, report).close()
+
+
+def test_what_somebody_waits_for_is_told_long_before_other_news(tmp_path: Path) -> None:
+    times: list[float] = []
+    first, second = threading.Event(), threading.Event()
+
+    def snapshot() -> wire.KvReport:
+        times.append(time.monotonic())
+        (second if first.is_set() else first).set()
+        return report()
+
+    with reporting(f"ipc://{tmp_path}/news", snapshot, change_s=NEVER_S, idle_s=2 * NEVER_S) as reporter:
+        assert first.wait(PATIENCE_S)
+        reporter.changed_urgently()
+        assert second.wait(PATIENCE_S)
+    assert times[1] - times[0] >= 0.04

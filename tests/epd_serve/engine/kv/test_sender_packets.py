@@ -421,3 +421,19 @@ def test_a_link_that_was_closed_opens_again_for_one_that_has_come_back(start: En
     d.wait_ended(1)
     assert [item.request for item in d.received] == ["at-d-a"]
     same(p, d, {1: 5})
+
+
+def test_transfers_count_as_open_from_their_first_chunk_to_their_last_word(start: Ends) -> None:
+    d, p = start(DecodeEnd), start(PrefillEnd)
+    told: list[int] = []
+    p.sender._on_open = lambda: told.append(p.sender.open)
+    gate = hold_move(p, d)
+    for name, block in (("a", 5), ("b", 6)):
+        d.expect(key_of(name), [block])
+    p.step([chunk(d, "a", [1], [5], last=True), chunk(d, "b", [2], [6], last=True)], finished=["a", "b"])
+    assert gate.reached.wait(PATIENCE_S)
+    assert p.sender.open == 2
+    gate.opened.set()
+    d.wait_ended(2)
+    wait_for(lambda: not p.sender.open)
+    assert told == [1, 0], "only whether there are any is urgent"

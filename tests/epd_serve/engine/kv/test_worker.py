@@ -18,7 +18,7 @@ from epd_serve.engine.kv.decode_scheduler import DecodeStep
 from epd_serve.engine.kv.prefill_scheduler import PrefillStep
 from epd_serve.engine.kv.receiver import Expected
 from epd_serve.engine.kv.sender import ChunkJob
-from epd_serve.engine.kv.worker import DecodeWorker, PrefillWorker
+from epd_serve.engine.kv.worker import DecodeWorker, KVCache, PrefillWorker
 from epd_serve.kv.slices import LARGEST_PROBE_BYTES, SLICE_BYTES
 from epd_serve.kv.ways import MOONCAKE, SHM
 from epd_serve.peers import Peer, write_peers
@@ -65,8 +65,8 @@ class Cluster:
             cache_config=SimpleNamespace(block_size=BLOCK_SIZE),
             parallel_config=SimpleNamespace(tensor_parallel_size=tp),
         )
-        worker = kind(wiring, config, SimpleNamespace(num_blocks=BLOCKS))
-        worker.register(self.caches(tp, rank, empty=kind is DecodeWorker))
+        worker = kind(wiring)
+        worker.register(KVCache(wiring, config, BLOCKS, self.caches(tp, rank, empty=kind is DecodeWorker)))
         return worker
 
     def tell(self, *others: Peer) -> None:
@@ -197,6 +197,16 @@ def test_a_running_p_opens_links_to_who_comes_and_closes_those_to_whoever_has_le
 
 
 @sizes((1, 1))
+def test_what_has_yet_to_leave_is_open_although_its_transfer_has_not_begun(cluster: Cluster) -> None:
+    (worker,) = cluster.p
+    told = [worker._report().open]
+    for kept in (1, 0):
+        worker.begin_step(PrefillStep(kept=kept))
+        told.append(worker._report().open)
+    assert told == [0, 1, 0]
+
+
+@sizes((1, 1))
 def test_a_peer_that_takes_the_other_part_now_keeps_its_link(cluster: Cluster) -> None:
     wait_for(lambda: cluster.links() == {"D0": "up"})
     cluster.tell(Peer("D0", Role.P, kv_workers=cluster.endpoints), Peer("D1", Role.D, kv_workers=("ipc:///nobody",)))
@@ -223,11 +233,11 @@ def test_a_workers_memory_is_taken_when_it_registers_the_cache(
         cache_config=SimpleNamespace(block_size=BLOCK_SIZE, cache_dtype="auto"),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
     )
-    worker = kind(wiring, config, SimpleNamespace(num_blocks=BLOCKS))
+    worker = kind(wiring)
     cache = device.allocate(BLOCKS * 64).data.view(BLOCKS, 64)
     before = device.allocated_bytes
     try:
-        worker.register({"layer.0": cache})
+        worker.register(KVCache(wiring, config, BLOCKS, {"layer.0": cache}))
         staging_bytes = 0 if role is Role.P and host_visible else SLICE_BYTES
         assert device.allocated_bytes - before == staging_bytes + LARGEST_PROBE_BYTES
     finally:
