@@ -11,6 +11,7 @@ import os
 import runpy
 import sys
 
+from epd_serve.engine import compat
 from epd_serve.engine.memory_names import name_memory
 from epd_serve.engine.support import check_stage
 from epd_serve.errors import ConfigError
@@ -48,6 +49,7 @@ def _check_what_is_made() -> None:
 
     @functools.wraps(make)
     def create_engine_config(self: EngineArgs, *args: object, **more: object) -> object:
+        compat.finish_requests_at_end(self)
         config = make(self, *args, **more)
         check_stage(config)
         return config

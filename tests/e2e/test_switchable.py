@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -69,3 +71,15 @@ def test_the_proxy_goes_on_with_the_first_token_as_ever(launch: Serving) -> None
     body = bodies()[0]
     with launch.client.stream("POST", launch.url + "/v1/chat/completions", json={**body, "stream": True}) as answer:
         assert answer.status_code == 200 and "[DONE]" in "".join(answer.iter_text())
+
+
+def test_a_stage_that_is_told_to_end_finishes_what_it_has(launch: Serving) -> None:
+    body = {**chat("Hello"), "stream": True, "max_tokens": 400, "ignore_eos": True}
+    stage, life = launch.stage("D0"), launch.instances()["D0"]["incarnation"]
+    with stage.client.stream("POST", stage.url + "/v1/chat/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        assert next(lines)
+        os.killpg(launch.stage_pid("D0"), signal.SIGTERM)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    wait_for(lambda: launch.instances()["D0"]["incarnation"] != life, "another life of D0")
+    wait_for(launch.healthy, "D0 to be back", 120)

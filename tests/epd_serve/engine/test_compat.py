@@ -122,3 +122,14 @@ def test_items_that_keep_their_names_are_not(
 ) -> None:
     renderer(monkeypatch, base)
     compat.check_item_names(caches(processed_gb, prefixes=prefixes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "found"), [({"shutdown_timeout": 0}, compat.FINISH_S), ({"shutdown_timeout": 2}, 2), ({}, None)]
+)
+def test_a_stage_that_ends_finishes_what_it_has_where_vllm_can_and_nobody_says_otherwise(
+    given: dict[str, int], found: int | None
+) -> None:
+    arguments = SimpleNamespace(**given)
+    compat.finish_requests_at_end(arguments)
+    assert getattr(arguments, "shutdown_timeout", None) == found
