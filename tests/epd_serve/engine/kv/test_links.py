@@ -213,4 +213,7 @@ def test_late_chunks_are_cut_as_all_others(start: Ends, group: int, packets: int
     d.wait_ended(1)
     same(p, d, {1: 5})
     p.wait_over({"a"})
-    assert p.links[d.endpoint].snapshot().packets == packets
+    link = p.links[d.endpoint]
+    wait_for(lambda: link.snapshot().transfers == 1 and link.snapshot().packets, "the link's account of it")
+    wait_for(lambda: link.snapshot().packets >= packets, "its last packet")
+    assert link.snapshot().packets == packets
