@@ -148,7 +148,7 @@ class FrontLives:
             if time.monotonic() > until:
                 for life in late:
                     life.worker.trouble = f"it has not taken in the roster within {PROMPT_S:g} s"
-                    life.process.kill()
+                    life.worker.changed.set()
             await asyncio.sleep(POLL_S / 4)
 
     def _is_late(self, life: _Life, number: int) -> bool:

@@ -110,6 +110,7 @@ async def test_one_that_is_killed_leaves_the_others_serving_and_is_followed_by_a
         assert h.doors.leases("PD0")[Work.DECODE] == 8
         victim, other = h.pid(0), h.pid(1)
         os.kill(victim, signal.SIGKILL)
+        await until(lambda: any(one.done() for one in asked))
         await until(lambda: h.doors.leases("PD0")[Work.DECODE] == 8 - sum(one.done() for one in asked))
         await until(lambda: h.doors.pids.get("front.0") not in (victim, None), "another one")
         released.set()

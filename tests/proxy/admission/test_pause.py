@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from epd_serve.roles import Role
+from epd_serve.wire import StoreReport
 from proxy.admission.gate import Gate
 from proxy.admission.ticket import Capacity, Kind
 from proxy.config.limits import AdmissionLimits, Timeouts
@@ -91,18 +92,15 @@ async def test_what_was_let_through_waits_for_instances_on_their_way(
 
 async def test_the_encode_step_waits_for_an_encoder_rather_than_do_without() -> None:
     async with cluster("E0", "P0", "D0", config=HASTY, wanted=EPD) as c:
-        held = asyncio.Event()
-        c["P0"].usual = once(held, answer)
-        c["E0"].script.append(once(held, answer))
+        c.table.report(StoreReport("E0", c.instances["E0"].incarnation, 1, 1, 1, waiting_puts=1))
         requests = asked(c, 1, image_body)
-        await until(lambda: c["E0"].active == 1)
+        await until(lambda: c.metric("epd_proxy_store_waits_total"), "it is let through, and waits for room")
         c.table.pause_for(PATIENCE_S)
         c.table.remove("E0")
-        held.set()
         await asyncio.sleep(2 * WAIT_S)
         c.table.apply(replace(c.instances["E0"], incarnation="another"))
         c.table.pause_for(0)
-        assert await codes(requests) == [200]
+        assert await codes(requests) == [200] and len(c["E0"].calls) == 1
 
 
 async def test_a_pause_that_nobody_ends_is_over_by_itself() -> None:
