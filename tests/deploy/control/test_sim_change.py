@@ -78,6 +78,26 @@ def test_new_requests_wait_in_a_pause_and_none_is_lost(tmp_path: Path, capfd: py
 
 
 @pytest.mark.slow
+def test_prefill_and_decode_become_each_other_without_a_restart(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    commands = Commands(tmp_path, capfd)
+    with launched(tmp_path, "2P-2D", "--switchable") as (client, _), load(str(client.base_url)) as found:
+        before = {one["incarnation"] for one in commands("status")["instances"]}
+        for counts, steps in (
+            ("P=1,D=3", ["leave", "flip"]),
+            ("P=3,D=1", ["flip", "flip"]),
+            ("P=2,D=2", ["leave", "flip"]),
+        ):
+            more(found)
+            change = commands("scale", counts)["change"]
+            assert [step["action"] for step in change["steps"]] == steps and change["state"] == "done", change
+        more(found)
+        assert {one["incarnation"] for one in commands("status")["instances"]} == before
+    assert found.errors == [] and found.broken == []
+
+
+@pytest.mark.slow
 def test_a_killed_front_door_costs_its_connections_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     commands = Commands(tmp_path, capfd)
     with launched(tmp_path, "E-P-D") as (client, launcher):

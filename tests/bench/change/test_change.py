@@ -1,0 +1,94 @@
+"""`epd-bench change`: what is judged an error, what a kill excuses, and which figures follow from rows."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from bench.change.command import figures
+from bench.change.kills import Kill, excused
+from bench.change.loads import judged
+from bench.change.walk import WIDE, random_layout
+from bench.clients.answers import CUT, ERROR_EVENT
+from bench.clients.results import Outcome, RequestRecord
+from epd_serve.layout_parser import parse
+from epd_serve.placement import check_servable
+
+
+def record(outcome: Outcome = Outcome.OK, **more: Any) -> RequestRecord:
+    shared: dict[str, Any] = {"run": "", "n": 0, "id": "r", "spec": "", "due_s": 0.0, "ready_s": 0.0, "ended_s": 10.0}
+    return RequestRecord(**{**shared, "outcome": outcome, **more})
+
+
+def test_an_answer_that_says_something_else_is_wrong_unless_the_model_says_so_at_rest() -> None:
+    rows = [
+        record(spec="a red circle", text="a red circle"),
+        record(spec="a red circle", text="a blue square"),
+        record(text="whatever"),
+    ]
+    assert len(judged(rows).wrong) == 1
+    assert not judged(rows, at_rest=lambda one: "a blue square").wrong
+
+
+def test_a_stream_that_had_begun_is_cut_and_all_else_that_has_no_whole_answer_an_error() -> None:
+    rows = [
+        record(Outcome.TRUNCATED, fault=CUT, first_byte_s=1.0),
+        record(Outcome.ERROR, fault=ERROR_EVENT, first_byte_s=1.0),
+        record(Outcome.ERROR, fault="status 503"),
+        record(Outcome.TIMEOUT, fault="timeout"),
+        record(Outcome.CANCELLED, fault="run ended"),
+    ]
+    found = judged(rows)
+    assert (found.requests, len(found.cut), len(found.errors)) == (5, 2, 3)
+    assert found.rows("walk", 0.0)[0] == {"part": "walk", "requests": 5, "errors": 3, "cut": 2, "wrong": 0}
+
+
+@pytest.mark.parametrize(
+    ("what", "fault", "first_byte_s", "may"),
+    [
+        ("front.0", "broken", None, True),
+        ("front.0", "status 503", None, False),
+        ("D0", ERROR_EVENT, 1.0, True),
+        ("D0", "status 503", None, False),
+        ("P0", ERROR_EVENT, 1.0, False),
+    ],
+)
+def test_a_kill_excuses_connections_of_a_front_door_and_streams_of_a_decode_instance(
+    what: str, fault: str, first_byte_s: float | None, may: bool
+) -> None:
+    one = record(Outcome.ERROR, fault=fault, first_byte_s=first_byte_s, sent_s=1.0)
+    assert excused(one, [Kill(9.5, what)]) is may
+    assert not excused(one, [])
+
+
+def test_a_connection_that_broke_long_after_the_kill_is_not_excused() -> None:
+    assert not excused(record(Outcome.ERROR, fault="broken", sent_s=1.0), [Kill(2.0, "front.0")])
+
+
+def test_layouts_at_random_can_be_served_and_have_as_many_instances() -> None:
+    draw = random.Random(3)
+    for _ in range(200):
+        layout = parse(random_layout(draw))
+        check_servable(layout)
+        assert layout.instance_count == WIDE
+
+
+def test_figures_of_a_walk_and_of_flips() -> None:
+    total = {"requests": 10, "errors": 1, "cut": 2, "wrong": 3}
+    rows: list[dict[str, Any]] = [
+        {"part": "walk", "state": "done", "seconds": 3.0, "paused_s": 1.5},
+        {"part": "walk", "state": "failed", "seconds": 9.0, "paused_s": 0.0},
+        {"part": "walk", **total},
+        {"part": "flips", "flipped": True, "client_s": 0.2},
+        {"part": "flips", "flipped": False, "client_s": 0.4},
+        {"part": "flips", **total},
+        {"part": "kills", "kill": "P0"},
+        {"part": "kills", **total},
+    ]
+    named = figures(rows)
+    assert named["walk_client_errors"] == 1 and named["walk_cut_streams"] == 2 and named["walk_wrong_answers"] == 3
+    assert named["walk_longest_pause_s"] == 1.5 and named["walk_changes_failed"] == 1
+    assert named["flips"] == 1 and named["flip_errors"] == 4 and named["flip_p99_s"] == 0.4
+    assert named["kills_client_errors"] == 6 and named["kills"] == 1
