@@ -58,6 +58,7 @@ def register() -> None:
     """vLLM calls it in every process."""
     import torch
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker import cpu_model_runner
 
     real = CpuPlatform.check_and_update_config
     if hasattr(real, "epd_test"):
@@ -70,7 +71,9 @@ def register() -> None:
 
     check_and_update_config.epd_test = True  # type: ignore[attr-defined]
     CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)  # type: ignore[method-assign, assignment]
-    torch.Event = _Event  # type: ignore[misc, assignment]
+    # The runner is made with stand-ins of its own, of which 0.23's stream cannot wait for another: ours stay instead.
+    cpu_model_runner._torch_cuda_wrapper = contextlib.nullcontext
+    torch.Event = torch.cuda.Event = _Event  # type: ignore[misc, assignment]
     torch.cuda.Stream = _Stream  # type: ignore[misc, assignment]
     torch.cuda.current_stream = _Stream  # type: ignore[assignment]
     torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment, misc]
