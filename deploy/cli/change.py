@@ -125,6 +125,8 @@ def _change(call: Callable[[dict[str, Any]], Call], arguments: dict[str, Any]) -
         if answer.status_code >= 400:
             return _refused(answer, as_json)
         told = answer.json()
+        if arguments.get("instance") == "front":
+            return _front_restarted(http, wait=arguments["wait"], as_json=as_json)
         change = told.get("change")
         if change is None or not arguments["wait"]:
             print(json.dumps(told, indent=2) if as_json else begun_text(told))
@@ -134,6 +136,21 @@ def _change(call: Callable[[dict[str, Any]], Call], arguments: dict[str, Any]) -
         change = _until_over(http, change, (lambda line: None) if as_json else _say)
     print(json.dumps({**told, "change": change}, indent=2) if as_json else change_text(change))
     return DONE if change["state"] == "done" else FAILED
+
+
+def _front_restarted(http: httpx.Client, *, wait: bool, as_json: bool) -> int:
+    status = _answer(http.get("/deployment"))
+    while wait and status["front"]["restarting"]:
+        time.sleep(LOOK_S)
+        status = _answer(http.get("/deployment"))
+    front, parts = status["front"], status["parts"]
+    if as_json:
+        print(json.dumps({"front": front, "parts": parts}, indent=2))
+    elif front["trouble"]:
+        print(f"epd-serve: {front['trouble']}", file=sys.stderr)
+    else:
+        print("begun" if front["restarting"] else f"restarted: {', '.join(sorted(parts))}")
+    return FAILED if front["trouble"] else DONE
 
 
 def _until_over(http: httpx.Client, change: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
@@ -210,9 +227,7 @@ def status_text(status: dict[str, Any]) -> str:
 
 def begun_text(told: dict[str, Any]) -> str:
     """What will be done."""
-    plan = told.get("plan")
-    if plan is None:
-        return "begun"
+    plan = told["plan"]
     lines = [f"→ {told['layout']}" + ("" if plan["waves"] else ": nothing is to be done")]
     if told["change"] is None:
         lines += [f"  {number}. {', '.join(map(_words, wave))}" for number, wave in enumerate(plan["waves"], 1)]

@@ -20,7 +20,7 @@ from deploy.control.progress import Change, action_json, change_json
 from deploy.control.reconciler import Reconciler
 from deploy.control.refusals import RefusedError, change_under_way, pause_too_short, short
 from deploy.runtime.protocol import Observed, Phase, Spec
-from epd_serve.errors import NotFoundError
+from epd_serve.errors import EpdError, NotFoundError
 from epd_serve.roles import Role
 
 
@@ -72,6 +72,7 @@ class Controller:
         self._doors = doors
         self._aim = aim
         self._restarting: asyncio.Task[None] | None = None
+        self._front_trouble = ""
 
     async def relayout(self, layout: str, *, dry_run: bool = False, pause_s: float = 0.0) -> Answer:
         """Raises RefusedError, ConfigError, LayoutError."""
@@ -110,7 +111,14 @@ class Controller:
         """
         if self._restarting is not None and not self._restarting.done():
             raise RefusedError("the front doors are being restarted", "change_under_way")
-        self._restarting = asyncio.create_task(self._doors.restart(), name="restart front doors")
+        self._restarting = asyncio.create_task(self._restart_front(), name="restart front doors")
+
+    async def _restart_front(self) -> None:
+        self._front_trouble = ""
+        try:
+            await self._doors.restart()
+        except EpdError as error:
+            self._front_trouble = error.message
 
     async def undo(self, *, pause_s: float = 0.0) -> Answer:
         """Back to the layout that was wanted before, also from the middle of a change. Raises as `relayout`."""
@@ -142,6 +150,10 @@ class Controller:
             "change": change_json(reconciler.change) if reconciler.change is not None else None,
             "instances": [self._instance_json(one) for one in reconciler.instances],
             "parts": dict(self._doors.pids),
+            "front": {
+                "restarting": self._restarting is not None and not self._restarting.done(),
+                "trouble": self._front_trouble,
+            },
             "layouts": list(reconciler.layouts),
             "past": [change_json(one) for one in reconciler.past],
         }

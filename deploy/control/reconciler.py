@@ -59,7 +59,7 @@ class Reconciler:
     """Runs in one event loop; `begin` and the attributes are for others in that loop.
 
     Args:
-        wanted: what to start with. before: layouts that were wanted earlier, for `undo`.
+        wanted: what to start with. record: what a controller before this one has left.
         staging_bytes, arena_bytes: as of `Actual`.
         say: takes a line for the operator.
 
@@ -195,10 +195,8 @@ class Reconciler:
             self._doors.take_back(name)
         for one in instances:
             name = one.order.id
-            if (
-                one.phase is Phase.DRAINING and name not in self.overlay.emptying
-            ):  # asked for by a controller before this one
-                self._empty(name)
+            if one.phase is Phase.DRAINING and name not in self.overlay.emptying:
+                self._empty(name)  # a controller before this one has asked for it
             if one.phase is Phase.DOWN and name in self.overlay.emptying:  # it has ended by itself
                 self.overlay.emptying[name].cancel()
         if self.change is not None:
@@ -383,11 +381,14 @@ class Reconciler:
     def _why_failed(self, change: Change, actual: Actual) -> str:
         """Why it will not come to its end, or ""."""
         now, up = time.monotonic(), {one.order.id for one in actual.instances if one.phase is Phase.UP}
-        if change.what == "start":
+        first = change.what == "start"
+        if first:
             change.failed |= {one.order.id: one.reason for one in actual.instances if given_up(one)}
-        if len(change.failed) >= (1 if change.what == "start" else 2):
+        if len(change.failed) >= (1 if first else 2):
             name, why = next(reversed(change.failed.items()))
             return f"{name} did not start: {why}"
+        if first:  # each start has its deadline in the agent, from its turn on; there may be many turns
+            return ""
         late = [name for name, began in change.started.items() if now > began + self._deadlines.start_s]
         if late := [name for name in late if name not in up and any(one.order.id == name for one in actual.instances)]:
             return f"{late[0]} is not up after {self._deadlines.start_s:g} s (--startup-timeout-s)"

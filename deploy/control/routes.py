@@ -96,6 +96,11 @@ class Instance(BaseModel):
     in_flight: int
 
 
+class Front(BaseModel):
+    restarting: bool = Field(description="Front doors are being replaced, one after another.")
+    trouble: str = Field(description="Why the last time it came to nothing, or empty.")
+
+
 class Deployment(BaseModel):
     launch: str
     layout: str = Field(description="What is wanted.")
@@ -104,6 +109,7 @@ class Deployment(BaseModel):
     paused_s: float = Field(description="For how long new requests still wait.")
     change: Change | None
     instances: list[Instance]
+    front: Front
     parts: dict[str, int] = Field(description="Processes beside the stages, by name: pids.")
     layouts: list[str] = Field(description="That were wanted, the present one last.")
     past: list[Change]

@@ -294,6 +294,6 @@ async def _together(*tasks: Coroutine[None, None, None] | asyncio.Task[None]) ->
 async def _ready(news: StageNews, doors: FrontDoors) -> None:
     """Every stage has answered, none waits for its KV links, and the front doors know."""
     await news.all_up.wait()
-    while not all(view.up for view in doors.table.snapshot()):
+    while not all(view.up for view in doors.table.snapshot()) or len(doors.table.snapshot()) < len(news.instances()):
         await doors.table.changed(1.0)
     await doors.ready()

@@ -187,6 +187,16 @@ async def test_restart_of_one_and_of_all_in_turn(tmp_path: Path) -> None:
         assert await world.says("restart", "front") == 0 and world.doors.restarts == 1
 
 
+async def test_front_doors_that_cannot_be_replaced_are_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = Commanded(tmp_path, "E-P-D")
+    world.doors.fails = "another one does not start"
+    async with world.serving():
+        assert await world.says("restart", "front") == 1
+        assert "another one does not start" in capsys.readouterr().err
+
+
 async def test_a_change_that_fails_says_so_and_that_it_went_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

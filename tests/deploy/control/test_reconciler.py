@@ -35,6 +35,17 @@ async def test_a_first_start_that_fails_ends_the_launch(tmp_path: Path) -> None:
     assert caught.value.stage == "P0"
 
 
+async def test_the_first_start_has_as_much_time_as_the_runtime_gives_it(tmp_path: Path) -> None:
+    """Stages that start one after another on a device take their time together."""
+    world = World(tmp_path, "E-P-D", Deadlines(start_s=0.02, drain_s=0.02, look_s=0.01))
+    world.runtime.fate = lambda name: "hangs" if name == "D0" else "up"
+    async with world.running():
+        await _stays(lambda: world.reconciler.change is not None)
+        world.runtime.say_up("D0")
+        await world.over()
+        assert world.last() is State.DONE
+
+
 async def test_one_more_encoder_and_one_less(tmp_path: Path) -> None:
     world = World(tmp_path, "E-P-D")
     async with world.running():

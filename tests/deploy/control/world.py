@@ -14,6 +14,7 @@ from deploy.control.journal import Journal
 from deploy.control.progress import State
 from deploy.control.reconciler import Deadlines, Reconciler
 from deploy.runtime.protocol import Node, Observed, Order, Phase, Spec
+from epd_serve.errors import EpdError
 from epd_serve.instances import Instance
 from epd_serve.layout_parser import parse
 from epd_serve.placement import lower
@@ -133,6 +134,7 @@ class FakeDoors:
         self.busy: dict[str, int] = {}
         self.open_transfers: dict[str, int] = {}
         self.restarts = 0
+        self.fails = ""  # why front doors cannot be replaced
         self.pids = {"front.0": 1}
         self._there: dict[str, Observed] = {}
         self._seq = 0
@@ -169,6 +171,8 @@ class FakeDoors:
         await asyncio.sleep(0)
 
     async def restart(self) -> None:
+        if self.fails:
+            raise EpdError(self.fails)
         self.restarts += 1
 
     def report(self) -> None:
