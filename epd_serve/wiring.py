@@ -69,7 +69,7 @@ class StageWiring:
         kv_staging_bytes: size of each.
         host: address to bind Mooncake to.
         feature_wait_s: how long P waits for a feature event before it recomputes.
-        kv_ready_wait_s: how long P keeps a request that no D has reserved for; one at a time holds blocks meanwhile.
+        kv_ready_wait_s: how long P keeps a request that no D has reserved for (one that holds blocks meanwhile 10 s).
         kv_peer_timeout_s: silence of the other side after which a transfer fails (heartbeats renew it).
         trace_path: JSON-lines file for phase stamps, or "" for none.
     """

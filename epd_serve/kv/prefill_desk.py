@@ -18,6 +18,10 @@ from epd_serve.kv.lifecycle import PREFILL, AtPrefill, Prefill
 from epd_serve.kv.tombstones import Tombstones
 from epd_serve.wire import TransferKey
 
+AHEAD_S = 10.0
+"""How long D may say nothing of a request that is ahead. It was called when P was; where the answer has ended with P's
+token it was left again, maybe before its scheduler knew of the request, and then nobody asks for the KV any more."""
+
 _CLOSED = "transfer is over"  # the fate of what workers have sent; all other fates were decided here
 
 
@@ -76,7 +80,8 @@ class PrefillDesk:
 
     Args:
         incarnation: this life of P.
-        patience_s: how long either side of a transfer may wait for the other; nothing is held meanwhile.
+        patience_s: how long either side of a transfer may wait for the other; nothing is held meanwhile, but for one
+            that is ahead (`AHEAD_S`).
     """
 
     def __init__(self, incarnation: str, patience_s: float) -> None:
@@ -97,7 +102,7 @@ class PrefillDesk:
         elif isinstance(message, wire.Queued):
             for key in message.keys:
                 if self._state(key) in (Prefill.AWAITED, Prefill.AHEAD):
-                    self._leases.grant(key, now + self._patience_s)
+                    self._grant(key, now)
         elif self._on_cancel(peer, message.key):
             return [message.key]
         return []
@@ -156,6 +161,7 @@ class PrefillDesk:
             if not ahead:
                 return Admission.WAIT
             self._go(key, AtPrefill.BEGUN)
+            self._grant(key, now)
             self._entries[key].prompt = prompt
             return Admission.SEND
         if state is Prefill.OFFERED:
@@ -257,6 +263,11 @@ class PrefillDesk:
             self._leases.end(key)
             self._over.add(key, reason, entry.token if entry is not None else None)
         return state
+
+    def _grant(self, key: TransferKey, now: float) -> None:
+        """Time for D to say something of it."""
+        ahead = self._state(key) is Prefill.AHEAD
+        self._leases.grant(key, now + (min(AHEAD_S, self._patience_s) if ahead else self._patience_s))
 
     def _say_token(self, peer: bytes, key: TransferKey, token: int | None) -> None:
         if token is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from epd_serve import wire
-from epd_serve.kv.prefill_desk import Admission, PrefillDesk
+from epd_serve.kv.prefill_desk import AHEAD_S, Admission, PrefillDesk
 from tests.epd_serve.engine.kv.fakes import ready
 from tests.epd_serve.kv.desk_steps import BEAT, PATIENCE, A, admit, pass_time
 
@@ -194,13 +194,13 @@ def test_a_request_may_go_ahead_of_decode_and_is_sent_once_there_is_an_offer() -
 
 
 def test_what_is_ahead_is_given_up_when_decode_is_silent_for_too_long() -> None:
-    desk = p_desk()
+    desk = PrefillDesk("p", patience_s=300.0)
     admit(desk, A, ahead=True)
-    pass_time(desk, 0, PATIENCE - 1)
-    desk.on_message(b"d", wire.Queued([A]), PATIENCE - 1)
-    pass_time(desk, PATIENCE - 1, 2 * PATIENCE - 2)
+    pass_time(desk, 0, AHEAD_S - 1)
+    desk.on_message(b"d", wire.Queued([A]), AHEAD_S - 1)
+    pass_time(desk, AHEAD_S - 1, 2 * AHEAD_S - 2)
     assert desk.is_wanted(A)
-    pass_time(desk, 2 * PATIENCE - 2, 2 * PATIENCE)
+    pass_time(desk, 2 * AHEAD_S - 2, 2 * AHEAD_S)
     assert not desk.is_wanted(A) and "did not reserve" in (desk.fate(A) or "")
 
 
