@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,7 +172,9 @@ def _say(line: str) -> None:
     print(f"  {line}", flush=True)
 
 
-def _client(arguments: dict[str, Any]) -> httpx.Client:
+@contextlib.contextmanager
+def _client(arguments: dict[str, Any]) -> Iterator[httpx.Client]:
+    """Asks the launch that is meant. Raises ConfigError where there is none, EpdError when it no longer answers."""
     import httpx
 
     try:
@@ -179,7 +182,11 @@ def _client(arguments: dict[str, Any]) -> httpx.Client:
     except NoLaunchError as error:
         raise ConfigError(str(error)) from None  # refused, like all that names the wrong thing
     transport = httpx.HTTPTransport(uds=str(launch.path / ADMIN_SOCKET))
-    return httpx.Client(transport=transport, base_url="http://deployment", timeout=ANSWER_S)
+    with httpx.Client(transport=transport, base_url="http://deployment", timeout=ANSWER_S) as http:
+        try:
+            yield http
+        except httpx.TransportError as error:
+            raise EpdError(f"launch {launch.id} no longer answers, it may have ended: {error}") from None
 
 
 def _answer(answer: httpx.Response) -> dict[str, Any]:
