@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 from collections import Counter, defaultdict
 
 import pytest
@@ -13,6 +14,9 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("explore"), derandomize=True, database=None)
 settings.load_profile("same")
+
+# A shell that starts tests in the background has them ignore Ctrl-C, and so all that they start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _mooncake_problem() -> str | None:
