@@ -123,7 +123,7 @@ class Controller:
     async def undo(self, *, pause_s: float = 0.0) -> Answer:
         """Back to the layout that was wanted before, also from the middle of a change. Raises as `relayout`."""
         reconciler = self._reconciler
-        if reconciler.change is not None and reconciler.change.before == reconciler.wanted.layout:
+        if reconciler.changes.present is not None and reconciler.changes.present.before == reconciler.wanted.layout:
             wanted = reconciler.wanted  # instances are being replaced: those that are left stay
             return self._answer(Plan(()), wanted, reconciler.begin("undo", wanted))
         if len(reconciler.layouts) < 2:
@@ -132,22 +132,23 @@ class Controller:
 
     def change(self, number: int) -> Change:
         """Raises NotFoundError."""
-        every = (*self._reconciler.past, *([self._reconciler.change] if self._reconciler.change is not None else []))
-        for one in every:
-            if one.number == number:
+        changes = self._reconciler.changes
+        for one in (*changes.past, changes.present):
+            if one is not None and one.number == number:
                 return one
         raise NotFoundError(f"there is no change {number}", code="unknown_change")
 
     def status(self) -> dict[str, Any]:
         """What is wanted, what there is, and what is being done about it."""
         reconciler = self._reconciler
+        changes = reconciler.changes
         return {
             "launch": self._launch,
             "layout": reconciler.wanted.layout,
             "state": self._state(),
-            "trouble": reconciler.trouble,
+            "trouble": reconciler.trouble.reason,
             "paused_s": round(reconciler.paused_s, 3),
-            "change": change_json(reconciler.change) if reconciler.change is not None else None,
+            "change": change_json(changes.present) if changes.present is not None else None,
             "instances": [self._instance_json(one) for one in reconciler.instances],
             "parts": dict(self._doors.pids),
             "front": {
@@ -155,16 +156,16 @@ class Controller:
                 "trouble": self._front_trouble,
             },
             "layouts": list(reconciler.layouts),
-            "past": [change_json(one) for one in reconciler.past],
+            "past": [change_json(one) for one in changes.past],
         }
 
     def _state(self) -> str:
         reconciler = self._reconciler
-        if reconciler.trouble or any(one.phase is Phase.DOWN for one in reconciler.instances):
+        if reconciler.trouble.reason or any(one.phase is Phase.DOWN for one in reconciler.instances):
             return "degraded"
         if reconciler.paused_s:
             return "paused"
-        return "changing" if reconciler.change is not None else "steady"
+        return "changing" if reconciler.changes.present is not None else "steady"
 
     async def _relayout(
         self,
@@ -217,7 +218,7 @@ class Controller:
         return tuple(f"{wanted.layout} does not serve requests of kind {kind}" for kind in sorted(lost))
 
     def _check_idle(self) -> None:
-        change = self._reconciler.change
+        change = self._reconciler.changes.present
         if change is not None:
             raise change_under_way(change.what, change.layout)
 

@@ -13,14 +13,17 @@ from epd_serve.roles import Role
 
 
 class Overlay:
-    """Attributes:
+    """Args:
+    staging_bytes, arena_bytes: as of `Actual`.
+
+    Attributes:
     instances: as the runtime saw them last; None before its first word.
     started: that were started, and not seen yet. flipped: ids that were, and their role has not been seen.
     leaving, emptying: waits for an instance to be quiet, or empty, by id. stopping: that are being stopped.
     unwanted: ids that are to be replaced although their like is wanted, one after another.
     """
 
-    def __init__(self, unwanted: Sequence[str] = ()) -> None:
+    def __init__(self, unwanted: Sequence[str] = (), *, staging_bytes: int = 0, arena_bytes: int = 0) -> None:
         self.nodes: tuple[Node, ...] = ()
         self.instances: tuple[Observed, ...] | None = None
         self.started: dict[str, Observed] = {}
@@ -29,6 +32,7 @@ class Overlay:
         self.emptying: dict[str, asyncio.Task[None]] = {}
         self.stopping: dict[str, asyncio.Task[None]] = {}
         self.unwanted = tuple(unwanted)
+        self._staging_bytes, self._arena_bytes = staging_bytes, arena_bytes
 
     def take_in(self, instances: tuple[Observed, ...]) -> list[str]:
         """What the runtime says now. Returns the ids of those whose flip has been seen by it."""
@@ -47,15 +51,7 @@ class Overlay:
             del self.flipped[name]
         return [name for name in done if name in there]
 
-    def actual(
-        self,
-        unwanted: Sequence[str],
-        *,
-        required: frozenset[Kind],
-        paused: bool,
-        staging_bytes: int,
-        arena_bytes: int,
-    ) -> Actual:
+    def actual(self, unwanted: Sequence[str] = (), *, required: frozenset[Kind], paused: bool) -> Actual:
         """For the rules.
 
         Args:
@@ -74,8 +70,8 @@ class Overlay:
             quiet=frozenset(name for name, task in self.leaving.items() if _over(task)),
             required=required,
             paused=paused,
-            staging_bytes=staging_bytes,
-            arena_bytes=arena_bytes,
+            staging_bytes=self._staging_bytes,
+            arena_bytes=self._arena_bytes,
         )
 
     def cancel(self) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from deploy.change.match import given_up
 from deploy.change.types import Action, Drain, Flip, Kind, Leave, Pause, Resume, Start, Stop
+from deploy.runtime.protocol import Observed, Phase
+
+PAST = 10
+"""Changes that are remembered for `status`."""
 
 
 class State(StrEnum):
@@ -75,17 +82,76 @@ class Change:
         self.steps.append(step := Step(action, self.moved))
         return step
 
-    def close(self, kind: type[Action], name: str, note: str = "") -> None:
+    def close(self, kind: type[Action], name: str = "", note: str = "") -> None:
         """The step of this kind on this instance has ended."""
         for step in self.steps:
             if isinstance(step.action, kind) and step.seconds is None and _target(step.action) == name:
                 step.close(note)
                 self.moved = time.monotonic()
 
+    def follow(self, there: Mapping[str, Observed], flipped: Container[str]) -> None:
+        """Close the steps that have come to something.
+
+        Args:
+            there: instances as they are, by id. flipped: ids whose flip has yet to be seen.
+        """
+        for name in self.started:
+            one = there.get(name)
+            if one is not None and one.phase is Phase.UP:
+                self.close(Start, name)
+            if one is not None and given_up(one) and name not in self.failed:
+                self.failed[name] = one.reason
+                self.close(Start, name, one.reason)
+        for step in self.steps:
+            if isinstance(step.action, Stop | Drain) and step.action.id not in there:
+                step.close()
+            if isinstance(step.action, Flip) and step.action.id not in flipped:
+                step.close()
+
+    def revert(self, why: str) -> None:
+        """Its way goes back now, for this reason."""
+        self.state, self.reason, self.moved = State.REVERTING, why, time.monotonic()
+        self.started.clear()
+        self.failed.clear()
+
     def end(self, state: State) -> None:
         self.state, self.seconds = state, time.monotonic() - self.began
         for step in self.steps:
             step.close("" if state is State.DONE else "not finished")
+
+
+class Changes:
+    """Attributes:
+    present: the one under way, or None. past: those that are over, latest last.
+    """
+
+    def __init__(self, present: Change) -> None:
+        self.present: Change | None = present
+        self.past: deque[Change] = deque(maxlen=PAST)
+        self._over = asyncio.Event()
+
+    def begin(self, change: Change) -> None:
+        assert self.present is None, "another one is under way"
+        self.present = change
+        self._over.clear()
+
+    def close(self, kind: type[Action], name: str = "") -> None:
+        """As of the change under way, if there is one."""
+        if self.present is not None:
+            self.present.close(kind, name)
+
+    def end(self, state: State) -> None:
+        change = self.present
+        assert change is not None, "nothing is under way"
+        change.end(state)
+        self.past.append(change)
+        self.present = None
+        self._over.set()
+
+    async def over(self) -> None:
+        """Wait until none is under way; whoever waits sets the deadline."""
+        while self.present is not None:
+            await self._over.wait()
 
 
 def _target(action: Action) -> str:

@@ -27,8 +27,9 @@ from deploy.agent.supervisor import Patience, Supervisor
 from deploy.agent.wiring import STAGE_HOST
 from deploy.control.aim import Aim
 from deploy.control.controller import Controller
+from deploy.control.failure import Deadlines
 from deploy.control.journal import Journal
-from deploy.control.reconciler import Deadlines, Reconciler
+from deploy.control.reconciler import Reconciler
 from deploy.front.doors import FrontDoors
 from deploy.host import event_loop
 from deploy.host.ending import Ending

@@ -112,7 +112,7 @@ async def test_a_dry_run_begins_nothing(tmp_path: Path, capsys: pytest.CaptureFi
         assert await world.says("relayout", "EP-D", "--dry-run", "--json") == 0
         told = json.loads(capsys.readouterr().out)
         assert told["change"] is None and told["plan"]["waves"][0][0]["action"] == "start"
-        assert world.runtime.calls == [] and world.reconciler.change is None
+        assert world.runtime.calls == [] and world.reconciler.changes.present is None
         assert await world.says("relayout", "EP-D", "--dry-run") == 0
         assert "1. start EP0" in capsys.readouterr().out
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from deploy.control.failure import Deadlines
 from deploy.control.progress import State
-from deploy.control.reconciler import Deadlines, Reconciler
+from deploy.control.reconciler import Reconciler
 from epd_serve.errors import StageError
 from epd_serve.roles import Role
 from proxy.registry.instance_state import Work
@@ -40,7 +41,7 @@ async def test_the_first_start_has_as_much_time_as_the_runtime_gives_it(tmp_path
     world = World(tmp_path, "E-P-D", Deadlines(start_s=0.02, drain_s=0.02, look_s=0.01))
     world.runtime.fate = lambda name: "hangs" if name == "D0" else "up"
     async with world.running():
-        await _stays(lambda: world.reconciler.change is not None)
+        await _stays(lambda: world.reconciler.changes.present is not None)
         world.runtime.say_up("D0")
         await world.over()
         assert world.last() is State.DONE
@@ -84,7 +85,7 @@ async def test_an_instance_is_stopped_when_its_requests_its_leases_and_its_repor
         await _stays(lambda: gone in world.runtime.there)
         world.doors.open_transfers.clear()
         await world.over()
-        assert gone not in world.runtime.there and world.reconciler.past[-1].cut == 0
+        assert gone not in world.runtime.there and world.reconciler.changes.past[-1].cut == 0
 
 
 async def test_a_drain_that_takes_too_long_cuts_what_is_left_and_counts_it(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ async def test_a_drain_that_takes_too_long_cuts_what_is_left_and_counts_it(tmp_p
             for _ in range(3):
                 world.doors.give(name)
         await world.wants("PD")
-        assert world.reconciler.past[-1].cut == 3 and "3 requests are cut off" in world.said[-1]
+        assert world.reconciler.changes.past[-1].cut == 3 and "3 requests are cut off" in world.said[-1]
 
 
 async def test_a_start_that_fails_is_tried_once_more(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ async def test_a_start_that_fails_twice_goes_back_to_what_was_wanted_before(tmp_
         await world.over()
         world.runtime.fate = lambda name: "fails"
         await world.wants("2E-P-2D")
-        assert world.last() is State.FAILED and "did not start: no luck" in world.reconciler.past[-1].reason
+        assert world.last() is State.FAILED and "did not start: no luck" in world.reconciler.changes.past[-1].reason
         assert world.up() == ["D0", "E0", "P0"] and sorted(world.runtime.there) == ["D0", "E0", "P0"]
         assert world.reconciler.layouts == ("E-P-D",)
 
@@ -125,7 +126,7 @@ async def test_a_start_that_hangs_goes_back_when_its_time_is_over(tmp_path: Path
         await world.over()
         world.runtime.fate = lambda name: "hangs"
         await world.wants("2E-P-D")
-        assert world.last() is State.FAILED and "--startup-timeout-s" in world.reconciler.past[-1].reason
+        assert world.last() is State.FAILED and "--startup-timeout-s" in world.reconciler.changes.past[-1].reason
         assert sorted(world.runtime.there) == ["D0", "E0", "P0"]
 
 
@@ -137,10 +138,10 @@ async def test_a_way_back_that_fails_is_said_and_tried_again(tmp_path: Path) -> 
         await world.over()
         world.runtime.fate = lambda name: "fails" if broken else "up"
         await world.wants("EPD", pause_s=60.0)
-        assert world.last() is State.FAILED and world.reconciler.trouble
+        assert world.last() is State.FAILED and world.reconciler.trouble.reason
         broken = False
         await until(lambda: world.up() == ["PD0"])
-        await until(lambda: not world.reconciler.trouble)
+        await until(lambda: not world.reconciler.trouble.reason)
         await until(lambda: world.doors.resumed == 1)
 
 
@@ -154,7 +155,7 @@ async def test_what_does_not_fit_beside_waits_in_a_pause(tmp_path: Path) -> None
         assert world.last() is State.DONE and world.up() == ["EPD0"]
         assert world.runtime.calls == ["drain PD0", "stop PD0", "start EPD0"]
         assert world.doors.paused == [30.0] and world.doors.resumed == 1
-        assert world.reconciler.past[-1].paused_s > 0 and world.reconciler.paused_s == 0
+        assert world.reconciler.changes.past[-1].paused_s > 0 and world.reconciler.paused_s == 0
 
 
 async def test_prefill_becomes_decode_when_it_is_quiet_and_decode_prefill_at_once(tmp_path: Path) -> None:
@@ -185,7 +186,7 @@ async def test_undone_midway_who_drains_is_taken_back(tmp_path: Path) -> None:
         await until(lambda: world.doors.given_nothing)
         await world.wants("2PD")
         assert world.up() == ["PD0", "PD1"] and not world.doors.given_nothing
-        assert [change.state for change in world.reconciler.past] == [State.DONE, State.UNDONE, State.DONE]
+        assert [change.state for change in world.reconciler.changes.past] == [State.DONE, State.UNDONE, State.DONE]
         assert "stop PD0" not in world.runtime.calls and "stop PD1" not in world.runtime.calls
         del leases
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from deploy.change.place import place
 from deploy.change.types import Wanted
+from deploy.control.failure import Deadlines
 from deploy.control.journal import Journal
 from deploy.control.progress import State
-from deploy.control.reconciler import Deadlines, Reconciler
+from deploy.control.reconciler import Reconciler
 from deploy.runtime.protocol import Node, Observed, Order, Phase, Spec
 from epd_serve.errors import EpdError
 from epd_serve.instances import Instance
@@ -237,7 +238,7 @@ class World:
 
     async def over(self) -> None:
         async with asyncio.timeout(60):
-            await self.reconciler.over()
+            await self.reconciler.changes.over()
 
     def begin(self, layout: str, **more: object) -> None:
         running = [one.order.spec for one in self.runtime.there.values()]
@@ -249,4 +250,4 @@ class World:
         await self.over()
 
     def last(self) -> State:
-        return self.reconciler.past[-1].state
+        return self.reconciler.changes.past[-1].state
