@@ -9,6 +9,7 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(expected_parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
@@ -26,6 +27,17 @@ def die_with_parent(expected_parent: int | None = None, by: signal.Signals = sig
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if expected_parent is not None and os.getppid() != expected_parent:
         os.kill(os.getpid(), by)
+
+
+def adopt_orphans() -> None:
+    """Have processes below this one come to it, and not to init, when their parent ends (Linux `prctl(2)`).
+
+    Raises:
+        OSError: the kernel knows no such thing.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 def name_process(name: str) -> None:
