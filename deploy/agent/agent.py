@@ -16,8 +16,9 @@ from deploy.agent.instances import Instances, Kept
 from deploy.agent.second_tier import SecondTier
 from deploy.agent.specs import orders
 from deploy.agent.stage_life import Spawn
-from deploy.agent.supervisor import Patience, StageSpec, Supervisor
+from deploy.agent.supervisor import StageSpec, Supervisor
 from deploy.agent.template import stage_starts
+from deploy.agent.waits import Patience
 from deploy.agent.wiring import STAGE_HOST, Site, wire
 from deploy.host.environment import shm_root, stage_environment
 from deploy.host.ports import free_ports

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deploy.agent.stage_life import Spawn
-from deploy.agent.supervisor import Patience, StageSpec
+from deploy.agent.supervisor import StageSpec
+from deploy.agent.waits import Patience
 from deploy.host.environment import module_command, module_path, stage_environment
 from deploy.host.listeners import listeners
 from deploy.host.parent_death_exec import parent_death_exec

@@ -21,10 +21,16 @@ _LOG_TAIL_BYTES = 512 << 10
 
 @dataclass(frozen=True)
 class Spawn:
-    """What to execute: argv and the complete environment."""
+    """What to start: argv and the complete environment.
+
+    Attributes:
+        name: under which the keeper has it. tag: makes that of its entry, at the moment in which it is made.
+    """
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
+    name: str = ""
+    tag: Callable[[], bytes] = bytes
 
 
 class Process(Protocol):
@@ -53,13 +59,21 @@ async def execute(command: Spawn, log: BinaryIO) -> Process:
 
 
 class StageLife:
-    """A started process with its group. The creator calls `stop` in the end, always."""
+    """A started process with its group. The creator calls `stop` in the end, always.
 
-    def __init__(self, process: Process, log_path: Path, log_start: int) -> None:
+    Args:
+        log_start: where its part of the log begins.
+        started: when, by the monotonic clock; 0: now.
+        born_ticks: when the system has begun its leader, for one that may have ended; 0: it runs.
+    """
+
+    def __init__(
+        self, process: Process, log_path: Path, log_start: int, started: float = 0.0, born_ticks: int = 0
+    ) -> None:
         self.pid = process.pid
-        self.started = time.monotonic()
+        self.started = started or time.monotonic()
+        self.born_ticks = born_ticks or _born_ticks(process.pid)
         self._process = process
-        self._born = processes.stat(process.pid)
         self._log_path = log_path
         self._log_start = log_start
         self._read_to = log_start
@@ -140,4 +154,9 @@ class StageLife:
     def _number_is_reused(self) -> bool:
         """Whether the leader's pid is another process's by now, which it can be once all of the group have gone."""
         leader = processes.stat(self.pid)
-        return leader is not None and (self._born is None or leader.start_ticks != self._born.start_ticks)
+        return leader is not None and leader.start_ticks != self.born_ticks
+
+
+def _born_ticks(pid: int) -> int:
+    found = processes.stat(pid)
+    return found.start_ticks if found is not None else 0

@@ -11,20 +11,22 @@ import asyncio
 import contextlib
 import logging
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from deploy.agent.health import health_status
-from deploy.agent.stage_life import Spawn, StageLife, Start, execute
-from deploy.agent.stage_log import FIRST_PHASE, phase_of
+from deploy.agent.record import Record
+from deploy.agent.stage_life import Process, Spawn, StageLife, Start, execute
+from deploy.agent.waits import Patience, until_ready, until_trouble
+from deploy.runtime.protocol import Phase
 from epd_serve.errors import ConfigError, EpdError, StageError
 
 logger = logging.getLogger(__name__)
 
-ENGINE_DEAD = 503  # what vLLM's /health answers once its engine has died, and for nothing else
+SHORT_GRACE_S = 2.0
+"""For what is left of a life that was in trouble."""
 
 
 async def _nothing() -> None:
@@ -50,35 +52,6 @@ class StageSpec:
     prepare: Callable[[], Awaitable[None]] = _nothing
     turns: Sequence[str] = ()
     what: str = "stage"
-
-
-@dataclass(frozen=True)
-class Patience:
-    """Every wait of a launch for its stages, in seconds.
-
-    Attributes:
-        start_s: deadline from spawn to the first 200.
-        settled_s: a life that was in health for this long is followed by the next one at once.
-        backoff_s: delay after one that was not; it doubles with each up to `backoff_max_s`.
-        health_timeout_s: one health request. `sick_after`: consecutive refusals (not time-outs) that mean sick;
-            one is enough where it says that the engine is dead.
-        hung_s: silence that means hung; long, for a stage under load may answer late.
-        stop_grace_s: from SIGTERM to SIGKILL.
-        links_s: from its first 200 until a stage is used although its KV links are not up
-            (`proxy/registry/warm_links.py`).
-    """
-
-    start_s: float = 900.0
-    poll_s: float = 0.1
-    backoff_s: float = 1.0
-    backoff_max_s: float = 30.0
-    settled_s: float = 10.0
-    health_every_s: float = 1.0
-    health_timeout_s: float = 5.0
-    sick_after: int = 3
-    hung_s: float = 120.0
-    stop_grace_s: float = 8.0
-    links_s: float = 15.0
 
 
 class StageEvents(Protocol):
@@ -107,6 +80,7 @@ class _Supervised:
     """One stage.
 
     Attributes:
+        record: of its lives, kept up to date before anything of them is told.
         answered: set when it has answered once; a StageError where it never will.
         life: that of now.
         retired: it is not started again.
@@ -114,6 +88,7 @@ class _Supervised:
     """
 
     stage: StageSpec
+    record: Record
     answered: asyncio.Future[None]
     life: StageLife | None = None
     retired: bool = False
@@ -140,10 +115,20 @@ class Supervisor:
             asyncio.Semaphore(parallel_starts) if parallel_starts else contextlib.nullcontext()
         )
 
-    def add(self, stage: StageSpec) -> None:
-        """Start it, and keep it running. The id is nobody else's, or of one that is over."""
+    def add(self, stage: StageSpec, record: Record | None = None, process: Process | None = None) -> None:
+        """Start it, and keep it running. The id is nobody else's, or of one that is over.
+
+        Args:
+            record: of its lives so far. The supervisor goes on from there.
+            process: of the life that is recorded, which may have ended since; None where nothing of it can be left.
+        """
         assert stage.id not in self._stages or self._stages[stage.id].task.done()
-        one = self._stages[stage.id] = _Supervised(stage, asyncio.get_running_loop().create_future())
+        record = record or Record()
+        one = self._stages[stage.id] = _Supervised(stage, record, asyncio.get_running_loop().create_future())
+        if record.ever_up:
+            one.answered.set_result(None)
+        if process is not None:
+            one.life = StageLife(process, stage.log_path, record.log_start, record.began_at, record.born_ticks)
         one.task = asyncio.create_task(self._supervise(one), name=f"{stage.what} {stage.id}")
 
     def retire(self, stage_id: str, retired: bool = True) -> None:
@@ -189,30 +174,30 @@ class Supervisor:
                 one.life.kill()
 
     async def _supervise(self, one: _Supervised) -> None:
-        stage, failures, reason = one.stage, 0, ""
-        while not (one.retired and one.answered.done()):
-            incarnation = uuid.uuid4().hex[:12]
-            lived = _Lived()
+        stage, record, reason = one.stage, one.record, ""
+        if one.life is None and record.phase is Phase.DOWN:
+            await asyncio.sleep(record.next_at - time.monotonic())
+        while one.life is not None or not (one.retired and one.answered.done()):
             try:
-                await self._live(one, incarnation, lived)
+                reason = await self._live(one)
             except (OSError, ConfigError) as error:  # ConfigError: its command cannot be made (any more)
-                lived.reason = f"cannot be started: {error}"
+                reason = f"cannot be started: {error}"
             except EpdError as error:  # whoever listens says that it cannot go on
                 self._refuse(one, reason := str(error))
                 break
             except Exception as error:  # a defect of ours costs this life of this stage, and no more
                 logger.exception("supervising %s %s failed", stage.what, stage.id)
-                lived.reason = f"cannot be supervised: {type(error).__name__}: {error}"
-            reason = lived.reason
+                reason = f"cannot be supervised: {type(error).__name__}: {error}"
             if self._refuse(one, f"{stage.what} {stage.id} did not start: {reason}") or one.retired:
                 break
-            failures = 0 if lived.up_s >= self.patience.settled_s else failures + 1
-            delay_s = self._backoff(failures)
+            self._falls(record, reason)
+            record.waits()
             try:
-                self.events.down(stage.id, incarnation, reason, delay_s)
+                self.events.down(stage.id, record.incarnation, reason, record.delay_s)
             except Exception:  # whoever listens fails: the stage is started again all the same
                 logger.exception("the end of %s %s could not be told", stage.what, stage.id)
-            await asyncio.sleep(delay_s)
+            await asyncio.sleep(record.delay_s)
+        record.ends(reason)
         self.events.over(stage.id, reason)
 
     def _refuse(self, one: _Supervised, why: str) -> bool:
@@ -223,33 +208,24 @@ class Supervisor:
         one.answered.exception()  # looked at: whether anybody waits for it is theirs to know
         return True
 
-    def _backoff(self, failures: int) -> float:
-        """`failures`: lives in a row that were not healthy for long."""
-        if failures == 0:
-            return 0.0
-        return min(self.patience.backoff_max_s, self.patience.backoff_s * 2.0 ** min(failures - 1, 16))
+    def _falls(self, record: Record, reason: str) -> None:
+        if record.phase is not Phase.DOWN or record.next_at:  # else its delay is decided
+            record.falls(reason, self.patience.next_delay_s(record.up_s, record.delay_s))
 
-    async def _live(self, one: _Supervised, incarnation: str, lived: _Lived) -> None:
-        """One life, from its turn to start to the end of its process group."""
-        stage, grace_s = one.stage, self.patience.stop_grace_s
+    async def _live(self, one: _Supervised) -> str:
+        """One life, from its turn to start, or from where it was left, to the end of its process group. Returns why."""
+        stage, record, grace_s = one.stage, one.record, min(SHORT_GRACE_S, self.patience.stop_grace_s)
         try:
-            async with self._turn(stage):
-                await stage.prepare()
-                self.events.before_spawn(stage.id, incarnation)
-                life = one.life = await StageLife.begin(stage.command(incarnation), stage.log_path, self.start)
-                self.events.spawned(stage.id, life.pid)
-                trouble = await self._until_ready(stage, life)
-            if trouble is None:
-                self.events.up(stage.id, incarnation, time.monotonic() - life.started)
-                if not one.answered.done():
-                    one.answered.set_result(None)
-                since = time.monotonic()
-                trouble = await self._until_trouble(stage, life)
-                lived.up_s = time.monotonic() - since
+            if one.life is None or record.phase is Phase.STARTING:
+                trouble = await self._start(one)
+                if trouble is not None:
+                    return trouble
+            if record.phase is Phase.UP:
+                assert one.life is not None, "it has started"
+                self._falls(record, await until_trouble(stage.host, stage.port, one.life, self.patience))
                 # At once, before the group is cleared away: the proxy must send nothing more.
-                self.events.down(stage.id, incarnation, trouble, None)
-            lived.reason = trouble
-            grace_s = min(2.0, grace_s)
+                self.events.down(stage.id, record.incarnation, record.reason, None)
+            return record.reason
         except asyncio.CancelledError:
             grace_s = one.grace_s
             raise
@@ -258,6 +234,27 @@ class Supervisor:
                 await one.life.stop(grace_s)
                 one.life = None
 
+    async def _start(self, one: _Supervised) -> str | None:
+        """None once it answers; else why it never will."""
+        stage, record = one.stage, one.record
+        async with self._turn(stage):
+            if one.life is None:
+                await stage.prepare()
+                stage.log_path.touch()
+                record.begins(stage.log_path.stat().st_size)
+                self.events.before_spawn(stage.id, record.incarnation)
+                one.life = await StageLife.begin(stage.command(record.incarnation), stage.log_path, self.start)
+                record.spawned(one.life)
+                self.events.spawned(stage.id, one.life.pid)
+            phase = partial(self.events.phase, stage.id)
+            trouble = await until_ready(stage.host, stage.port, one.life, self.patience, phase)
+        if trouble is None:
+            record.answers()
+            self.events.up(stage.id, record.incarnation, record.start_s)
+            if not one.answered.done():
+                one.answered.set_result(None)
+        return trouble
+
     @contextlib.asynccontextmanager
     async def _turn(self, stage: StageSpec) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
@@ -265,53 +262,3 @@ class Supervisor:
                 await stack.enter_async_context(self._turns.setdefault(turn, asyncio.Lock()))
             await stack.enter_async_context(self._starts)
             yield
-
-    async def _until_ready(self, stage: StageSpec, life: StageLife) -> str | None:
-        """None once it answers 200; else why it never will."""
-        self.events.phase(stage.id, FIRST_PHASE)
-        deadline = life.started + self.patience.start_s
-        while time.monotonic() < deadline:
-            for line in life.new_log_lines():
-                if (phase := phase_of(line)) is not None:
-                    self.events.phase(stage.id, phase)
-            if life.exit_code is not None:
-                return life.failure_reason()
-            with contextlib.suppress(TimeoutError):  # busy: ask again until the deadline
-                if await health_status(stage.host, stage.port, self.patience.health_timeout_s) == 200:
-                    return None
-            await asyncio.sleep(self.patience.poll_s)
-        return f"not ready within {self.patience.start_s:.0f} s (--startup-timeout-s); {life.failure_reason()}"
-
-    async def _until_trouble(self, stage: StageSpec, life: StageLife) -> str:
-        """Why a stage that was up is to be restarted."""
-        exited = asyncio.create_task(life.exited())
-        sick = asyncio.create_task(self._until_sick(stage))
-        try:
-            await asyncio.wait({exited, sick}, return_when=asyncio.FIRST_COMPLETED)
-            return life.failure_reason() if exited.done() else sick.result()
-        finally:
-            for watch in (exited, sick):
-                watch.cancel()
-
-    async def _until_sick(self, stage: StageSpec) -> str:
-        last_answer, refusals = time.monotonic(), 0
-        while True:
-            await asyncio.sleep(self.patience.health_every_s)
-            try:
-                status = await health_status(stage.host, stage.port, self.patience.health_timeout_s)
-            except TimeoutError:
-                if time.monotonic() - last_answer > self.patience.hung_s:
-                    return f"hung: no answer on /health for {self.patience.hung_s:.0f} s"
-                continue
-            last_answer = time.monotonic()
-            refusals = 0 if status == 200 else refusals + 1
-            if status == ENGINE_DEAD or refusals >= self.patience.sick_after:
-                return f"unhealthy: /health answers {status or 'nothing'}"
-
-
-@dataclass
-class _Lived:
-    """How a life went."""
-
-    reason: str = "ended"
-    up_s: float = 0.0

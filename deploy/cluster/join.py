@@ -19,8 +19,9 @@ from pathlib import Path
 
 from deploy.agent.second_tier import record_pool
 from deploy.agent.stage_life import Spawn
-from deploy.agent.supervisor import Patience, StageSpec, Supervisor
+from deploy.agent.supervisor import StageSpec, Supervisor
 from deploy.agent.template import stage_starts
+from deploy.agent.waits import Patience
 from deploy.cluster.alone import device_list
 from deploy.cluster.join_client import HeadClient, check_head_url
 from deploy.cluster.join_member import Member

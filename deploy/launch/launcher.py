@@ -23,7 +23,8 @@ from deploy.agent.agent import Agent
 from deploy.agent.pool_master import mooncake_command
 from deploy.agent.second_tier import SecondTier
 from deploy.agent.specs import orders
-from deploy.agent.supervisor import Patience, Supervisor
+from deploy.agent.supervisor import Supervisor
+from deploy.agent.waits import Patience
 from deploy.agent.wiring import STAGE_HOST
 from deploy.control.aim import Aim
 from deploy.control.controller import Controller

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from deploy.agent.supervisor import Patience
+from deploy.agent.waits import Patience
 from deploy.cluster.join import serve_joined
 from deploy.cluster.join_plan import JoinPlan
 from deploy.options.config import DeployConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.agent.pool_master import mooncake_command
-from deploy.agent.supervisor import Patience
+from deploy.agent.waits import Patience
 from deploy.launch.launcher import Launch
 from deploy.options import mm_store
 from deploy.options.config import DeployConfig

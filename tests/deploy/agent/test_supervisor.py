@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from deploy.agent.stage_life import Spawn
-from deploy.agent.supervisor import Patience, StageSpec, Supervisor
+from deploy.agent.supervisor import StageSpec, Supervisor
+from deploy.agent.waits import Patience
 from deploy.host import processes
 from deploy.host.ports import free_ports
 from epd_serve.errors import ConfigError, StageError

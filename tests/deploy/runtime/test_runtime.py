@@ -18,7 +18,7 @@ import pytest
 
 from deploy.agent.agent import Agent
 from deploy.agent.specs import orders
-from deploy.agent.supervisor import Patience
+from deploy.agent.waits import Patience
 from deploy.host import processes
 from deploy.host.rundir import RunDir
 from deploy.memory.shared_memory import SharedMemory
