@@ -1,7 +1,8 @@
-"""Runs the instances of this machine in the caller's event loop: a `deploy.runtime.protocol.Runtime`.
+"""Runs the instances of this machine: a `deploy.runtime.protocol.Runtime`.
 
-Owns what they share here: arena, template, ports, run directory. What an instance is comes with its order; whether all
-of them together make sense is decided elsewhere.
+Owns what they share here: arena, template, ports, the second tier's master. What an instance is comes with its order;
+whether all of them together make sense is decided elsewhere. Its processes are the keeper's children and what it knows
+of them is noted there, so that it may be killed at any moment: the next agent goes on with all of them.
 """
 
 from __future__ import annotations
@@ -13,134 +14,116 @@ from dataclasses import replace
 from pathlib import Path
 
 from deploy.agent.instances import Instances, Kept
+from deploy.agent.records import Records
 from deploy.agent.second_tier import SecondTier
+from deploy.agent.setup import NODE, AgentSetup
 from deploy.agent.specs import orders
-from deploy.agent.stage_life import Spawn
+from deploy.agent.stage_life import Process, Spawn, executed
 from deploy.agent.supervisor import StageSpec, Supervisor
 from deploy.agent.template import stage_starts
-from deploy.agent.waits import Patience
-from deploy.agent.wiring import STAGE_HOST, Site, wire
-from deploy.host.environment import shm_root, stage_environment
+from deploy.agent.wiring import STAGE_HOST, wire
+from deploy.host.environment import stage_environment
 from deploy.host.ports import free_ports
-from deploy.host.rundir import RunDir
-from deploy.memory.shared_memory import RESERVE_MIB, SharedMemory, free_mib
-from deploy.options.engines import command_of
-from deploy.plan.blueprint import Blueprint
-from deploy.runtime.protocol import HOST_MEMORY, SHARED_MEMORY, Node, Observed, Order, device_memory
+from deploy.keeper.client import Keeper
+from deploy.options.mm_store import MASTER_PROGRAM
+from deploy.runtime.protocol import Node, Observed, Order
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
-from epd_serve.stage_plan import StageCommand, StagePlan
+from epd_serve.stage_plan import StagePlan
 from store.errors import StoreError
 
-NODE = "local"
+TEMPLATE = "template"
+"""The name of its entry."""
 
 
 class Agent:
     """Use as `async with agent.running():`; calls are for inside.
 
     Args:
-        blueprint: of the launch. Its model, options and devices are those of all instances, its layout is not.
-        memory: sizes of the arena and of the staging buffer of each KV link.
-        tier: the second tier, which runs; it begins when the first instance with features does.
-        command_of: makes a stage's command; tests put a stand-in for vLLM here.
-        patience: the supervisor's waits.
+        keeper: has the processes.
         say: takes a line for the operator.
-
-    Attributes:
-        arena_bytes: of the arena, once there is one. staging_bytes: of each KV link.
     """
 
-    def __init__(
-        self,
-        run: RunDir,
-        blueprint: Blueprint,
-        memory: SharedMemory,
-        *,
-        say: Callable[[str], None],
-        tier: SecondTier | None = None,
-        command_of: Callable[[StagePlan], StageCommand] = command_of,
-        patience: Patience | None = None,
-    ) -> None:
-        self.arena_bytes = memory.arena_mib << 20
-        self.staging_bytes = memory.staging_mib << 20
-        self._run = run
-        self._blueprint = blueprint
-        self._command_of = command_of
+    def __init__(self, setup: AgentSetup, keeper: Keeper, *, say: Callable[[str], None]) -> None:
+        self._setup = setup
+        self._keeper = keeper
         self._say = say
-        self._room = _room(blueprint)
-        self._tier = tier or SecondTier(run)
-        self._site = Site(run, self.staging_bytes, self._tier.address)
-        self._instances = Instances(self._site, say)
+        self._records = Records(keeper, self._tags, self._noted)
+        self._tier = SecondTier(setup.run, keeper, setup.master, setup.master_address, self._records.changed)
+        self._instances = Instances(setup.site, say, self._records.changed)
         self._arena: asyncio.Task[None] | None = None
-        config = blueprint.config
-        self._supervisor = Supervisor(
-            self._instances,
-            replace(patience or Patience(), start_s=config.startup_timeout_s),
-            config.parallel_starts if blueprint.device == "cpu" else 0,
-        )
+        self._stops: dict[str, asyncio.Task[None]] = {}
+        parallel = setup.blueprint.config.parallel_starts if setup.blueprint.device == "cpu" else 0
+        self._supervisor = Supervisor(self._instances, setup.patience, parallel, executed(keeper))
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """When it ends, every stage has ended."""
-        blueprint, config = self._blueprint, self._blueprint.config
-        a_stage = self._spawn(wire(orders(blueprint)[0], self._site, 0, ""))
-        log = self._run.log("template")
-        async with stage_starts(
-            config.stage_template, blueprint.device, a_stage, blueprint.model, log, self._say
-        ) as self._supervisor.start:
+        """Goes on with whatever an agent before this one has left. Whoever wants all to end says `close` before."""
+        blueprint, run = self._setup.blueprint, self._setup.run
+        a_stage = self._spawn(wire(orders(blueprint)[0], self._setup.site, 0, ""))
+        setting, device = blueprint.config.stage_template, blueprint.device
+        starts = stage_starts(setting, device, a_stage, blueprint.model, run.log(TEMPLATE), self._say)
+        async with starts as self._supervisor.start:
+            await self._adopt()
+            recording = asyncio.create_task(self._records.run(), name="records")
             try:
                 yield
             finally:
-                await self._supervisor.close()
-                if self._arena is not None:  # a thread goes on; what it makes has to be there to be removed
-                    await asyncio.wait([self._arena])
+                recording.cancel()
+
+    async def close(self) -> None:
+        """End all instances, and all that they share. Any number of calls."""
+        grace_s = self._setup.patience.stop_grace_s
+        async with asyncio.TaskGroup() as group:
+            for name in self._instances.kept:
+                group.create_task(self.stop(name, grace_s))
+        await self._tier.close()
+        if self._arena is not None:  # a thread goes on; what it makes has to be there to be removed
+            await asyncio.wait([self._arena])
+        await self._records.write()
 
     def groups(self) -> dict[str, int]:
-        """Process groups that run now, by instance."""
-        return self._supervisor.groups()
-
-    def kill_now(self) -> None:
-        """SIGKILL every group, without waiting."""
-        self._supervisor.kill_now()
+        """Process groups that run now, by instance, and of the second tier's master by its name."""
+        return {**self._tier.groups(), **self._supervisor.groups()}
 
     # --- Runtime --------------------------------------------------------------------------------------------------
 
     async def nodes(self) -> tuple[Node, ...]:
-        inventory = self._blueprint.inventory
-        return (Node(NODE, inventory.kind, inventory.ids, self._room, self._instances.start_s()),)
+        return (replace(self._setup.node(), start_s=self._instances.start_s()),)
 
     async def start(self, order: Order) -> None:
         kept = self._instances.kept.get(order.id)
         self._check(order, kept)
         if kept is None:
             self._begin(Kept(order, self._free_port()))
-        elif kept.over and kept.ever_up:  # it ended while it drained
+        elif kept.record.over and kept.record.ever_up:  # it ended while it drained
             self._begin(Kept(order, kept.port))
         else:
             self._drains(kept, False)
+        await self._records.write()
 
     async def flip(self, id: str, role: Role) -> None:
         kept = self._instances.kept.get(id)
-        if kept is None or kept.order.spec.role is role:
-            return
-        if not kept.order.spec.both:
-            raise ConfigError(f"{id} has one half of the KV connector and cannot become {role}")
-        kept.order = replace(kept.order, spec=replace(kept.order.spec, role=role))
-        if kept.instance is not None:
-            kept.instance = replace(kept.instance, role=role)
-        self._instances.note()
+        if kept is not None and kept.order.spec.role is not role:
+            if not kept.order.spec.both:
+                raise ConfigError(f"{id} has one half of the KV connector and cannot become {role}")
+            kept.order = replace(kept.order, spec=replace(kept.order.spec, role=role))
+            if kept.instance is not None:
+                kept.instance = replace(kept.instance, role=role)
+            self._instances.note()
+        await self._records.write()
 
     async def drain(self, id: str) -> None:
         if (kept := self._instances.kept.get(id)) is not None:
             self._drains(kept, True)
+        await self._records.write()
 
     async def stop(self, id: str, grace_s: float) -> None:
-        if (kept := self._instances.kept.get(id)) is None:
-            return
-        if kept.stopping is None:
-            kept.stopping = asyncio.create_task(self._end(id, grace_s), name=f"stop {id}")
-            self._instances.note()
-        await asyncio.shield(kept.stopping)
+        if (kept := self._instances.kept.get(id)) is not None:
+            self._stops_with(kept, grace_s)
+        if (stop := self._stops.get(id)) is not None:
+            await asyncio.shield(stop)
+        await self._records.write()
 
     def watch(self) -> AsyncIterator[tuple[Observed, ...]]:
         return self._instances.watch()
@@ -149,49 +132,61 @@ class Agent:
 
     def _check(self, order: Order, kept: Kept | None) -> None:
         """Raises ConfigError."""
-        spec, inventory = order.spec, self._blueprint.inventory
+        spec, inventory = order.spec, self._setup.blueprint.inventory
         if spec.node != NODE:
             raise ConfigError(f"{order.id} is to run on {spec.node}: there is {NODE} alone")
         if inventory.kind != "cpu" and (unknown := set(spec.devices) - set(inventory.ids)):
             raise ConfigError(f"{order.id} is to run on {inventory.kind} {min(unknown)}, which is not there")
-        if kept is not None and kept.stopping is not None:
+        if kept is not None and kept.stopping_s is not None:
             raise ConfigError(f"{order.id} is being stopped: start it under another name, or when it is gone")
         if kept is not None and not kept.order.spec.stands_for(spec):
             raise ConfigError(f"{order.id} is the name of another instance")
 
     def _begin(self, kept: Kept) -> None:
-        name, spec = kept.order.id, kept.order.spec
-        self._instances.kept[name] = kept
+        self._instances.kept[kept.order.id] = kept
         self._instances.note()
+        self._supervise(kept, None)
+
+    def _supervise(self, kept: Kept, process: Process | None) -> None:
+        name, spec = kept.order.id, kept.order.spec
 
         def command(incarnation: str) -> Spawn:
             assert kept.stage is not None, "wired before"
-            return self._spawn(kept.stage)
+            return replace(self._spawn(kept.stage), name=name, tag=kept.tag)
 
         async def prepare() -> None:
             if spec.featured:
                 await self._make_arena()
-                await self._tier.begin()
+                await self._tier.begin(self._say)
 
         # Memory is profiled at the start on NPU and CUDA: neighbours on a device must not start together.
-        turns = [] if self._blueprint.device == "cpu" else [str(device) for device in spec.devices]
-        self._supervisor.add(StageSpec(name, STAGE_HOST, kept.port, self._run.log(name), command, prepare, turns))
+        turns = [] if self._setup.blueprint.device == "cpu" else [str(device) for device in spec.devices]
+        stage = StageSpec(name, STAGE_HOST, kept.port, self._setup.run.log(name), command, prepare, turns)
+        self._supervisor.add(stage, kept.record, process)
 
     def _drains(self, kept: Kept, draining: bool) -> None:
-        if kept.draining is not draining and not kept.over:
+        if kept.draining is not draining and not kept.record.over:
             kept.draining = draining
             self._supervisor.retire(kept.order.id, draining)
             self._instances.note()
 
+    def _stops_with(self, kept: Kept, grace_s: float) -> None:
+        name = kept.order.id
+        if name not in self._stops:
+            kept.stopping_s = grace_s
+            self._instances.note()
+            self._stops[name] = asyncio.create_task(self._end(name, grace_s), name=f"stop {name}")
+
     async def _end(self, name: str, grace_s: float) -> None:
+        await self._records.write()  # whoever comes after us must not take its end for a death
         await self._supervisor.remove(name, grace_s)
-        self._run.clear_instance(name)
-        del self._instances.kept[name]
+        self._setup.run.clear_instance(name)
+        del self._instances.kept[name], self._stops[name]
         self._instances.note()
 
     def _spawn(self, stage: StagePlan) -> Spawn:
-        made = self._command_of(stage)
-        return Spawn(made.argv, stage_environment(made.env, self._run.path, self._blueprint.device))
+        made, device = self._setup.command_of(stage), self._setup.blueprint.device
+        return Spawn(made.argv, stage_environment(made.env, self._setup.run.path, device, self._keeper.pid))
 
     def _free_port(self) -> int:
         taken = {kept.port for kept in self._instances.kept.values()}
@@ -205,33 +200,50 @@ class Agent:
         """
         from store.arena import Arena
 
+        arena = self._setup.run.arena
+
         def make(unnamed: Path) -> None:
             unnamed.unlink(missing_ok=True)
-            Arena.create(unnamed, capacity_bytes=self.arena_bytes).close()
-            unnamed.rename(self._run.arena)
+            Arena.create(unnamed, capacity_bytes=self._setup.arena_bytes).close()
+            unnamed.rename(arena)
 
-        if self._run.arena.exists():
+        if arena.exists():
             return
         if self._arena is None or self._arena.done():
-            self._arena = asyncio.create_task(asyncio.to_thread(make, self._run.arena.with_suffix(".new")))
+            self._arena = asyncio.create_task(asyncio.to_thread(make, arena.with_suffix(".new")))
         try:
             await asyncio.shield(self._arena)
         except StoreError as error:
             raise ConfigError(str(error)) from error
 
+    # --- from one agent to the next -------------------------------------------------------------------------------
 
-def _room(blueprint: Blueprint) -> Mapping[str, int]:
-    """Bytes by resource that instances may take together, from what was there before any of them ran.
+    def _tags(self) -> Mapping[str, bytes]:
+        return {**self._tier.tags(), **self._instances.tags()}
 
-    What nobody tells the size of is left out: the engine will find out. Of a device it is what was free, for others may
-    be on it. Of the host it is all: what is free there changes by the second, and the page cache gives way.
-    """
-    room = {SHARED_MEMORY: (free_mib(shm_root()) - RESERVE_MIB) << 20}
-    for one in blueprint.properties:
-        if one.total_bytes is None:
-            continue
-        if blueprint.device == "cpu":
-            room[HOST_MEMORY] = one.total_bytes
-        else:
-            room[device_memory(one.index)] = one.total_bytes if one.free_bytes is None else one.free_bytes
-    return room
+    def _noted(self) -> None:
+        self._instances.tell()
+
+    async def _adopt(self) -> None:
+        """Go on with what is noted. Nothing is told before all of it is known."""
+        entries = {entry.name: entry for entry in await self._keeper.entries() if entry.name != TEMPLATE}
+        self._records.adopt({name: entry.tag for name, entry in entries.items()})
+        if (master := entries.pop(MASTER_PROGRAM, None)) is not None:
+            self._tier.adopt(master, self._say)
+        adopted = [(Kept.of_tag(entry.tag), entry) for entry in entries.values()]
+        for kept, _ in adopted:
+            self._instances.adopt(kept)
+        # Those that run come first: they have had their turn to start.
+        for kept, entry in sorted(adopted, key=lambda one: one[1].pid is None or one[1].code is not None):
+            if kept.record.over:
+                continue
+            name, process = kept.order.id, kept.record.process_of(entry)
+            if process is not None:
+                self._setup.run.record_group(name, process.pid)
+            self._supervise(kept, process)
+            self._supervisor.retire(name, kept.draining)
+        for kept, _ in adopted:
+            if kept.stopping_s is not None:
+                self._stops_with(kept, kept.stopping_s)
+        self._instances.note()
+        await self._records.write()

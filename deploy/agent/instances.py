@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import msgspec
+
+from deploy.agent.record import Record
 from deploy.agent.wiring import Site, instance_of, wire
 from deploy.runtime.protocol import Observed, Order, Phase
 from epd_serve.instances import Instance
@@ -20,59 +22,60 @@ _RECENT = 8  # starts of a role whose mean is told
 
 @dataclass
 class Kept:
-    """One instance.
+    """One instance: all that the next agent has to know of it.
 
     Attributes:
-        phase: of its life, whatever is wanted of it: STARTING, UP or DOWN.
-        over: it will not be started again.
+        record: of its lives, which its supervisor keeps.
+        stopping_s: it is being ended, with so long from SIGTERM to SIGKILL.
         stage, instance: of this life.
-        up_at: monotonic, when it answered; 0 until then.
     """
 
     order: Order
     port: int
-    phase: Phase = Phase.STARTING
+    record: Record = field(default_factory=Record)
     draining: bool = False
-    over: bool = False
-    stopping: asyncio.Task[None] | None = None
+    stopping_s: float | None = None
     stage: StagePlan | None = None
     instance: Instance | None = None
-    reason: str = ""
-    pid: int | None = None
-    lives: int = 0
-    ever_up: bool = False
-    up_at: float = 0.0
-    start_s: float = 0.0
     progress: str = ""
-    retry_in_s: float | None = None
 
-    def ended(self) -> None:
-        """This life, or none has begun."""
-        self.pid, self.up_at, self.start_s, self.progress, self.retry_in_s = None, 0.0, 0.0, "", None
+    def tag(self) -> bytes:
+        """For the keeper."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def of_tag(cls, tag: bytes) -> Kept:
+        """Raises msgspec.DecodeError: an agent of another version has written it."""
+        return msgspec.msgpack.decode(tag, type=cls)
+
+    def copy(self) -> Kept:
+        """As it is now."""
+        return replace(self, record=replace(self.record))
 
     def peer(self, site: Site) -> Peer:
         """As the others see it, in whichever life."""
         return peer_of(self.instance or instance_of(wire(self.order, site, self.port, "")), self.order.spec.role)
 
     def observed(self) -> Observed:
-        phase = self.phase
-        if self.stopping is not None:
+        record, phase = self.record, self.record.phase
+        down = phase is Phase.DOWN
+        if self.stopping_s is not None:
             phase = Phase.STOPPING
-        elif self.draining and phase is not Phase.DOWN:
+        elif self.draining and not down:
             phase = Phase.DRAINING
         return Observed(
             self.order,
             phase,
             self.instance,
-            reason=self.reason,
-            pid=self.pid,
-            up_s=time.monotonic() - self.up_at if self.up_at else 0.0,
-            restarts=max(0, self.lives - 1),
-            ever_up=self.ever_up,
-            over=self.over,
+            reason=record.reason,
+            pid=None if down else record.pid or None,
+            up_s=record.up_s,
+            restarts=max(0, record.lives - 1),
+            ever_up=record.ever_up,
+            over=record.over,
             progress=self.progress,
-            start_s=self.start_s,
-            retry_in_s=self.retry_in_s,
+            start_s=record.start_s,
+            retry_in_s=record.delay_s if down and record.next_at else None,
         )
 
 
@@ -81,16 +84,25 @@ class Instances:
 
     Args:
         say: takes a line for the operator.
+        changed: called after each change; whoever has noted it calls `tell`.
     """
 
-    def __init__(self, site: Site, say: Callable[[str], None]) -> None:
+    def __init__(self, site: Site, say: Callable[[str], None], changed: Callable[[], None] = lambda: None) -> None:
         self.kept: dict[str, Kept] = {}
         self._site = site
         self._say = say
+        self._record_changed = changed
         self._starts: dict[Role, list[float]] = {}
         self._peers: list[Peer] = []  # as they were written
-        self._changes = 0
+        self._noted: tuple[Kept, ...] = ()
+        self._told: tuple[Kept, ...] | None = None
         self._changed = asyncio.Event()
+
+    def adopt(self, kept: Kept) -> None:
+        """An agent before this one has had it."""
+        self.kept[kept.order.id] = kept
+        if kept.record.start_s:
+            self._note_start(kept)
 
     def start_s(self) -> Mapping[Role, float]:
         """How long the last starts took, on average."""
@@ -99,17 +111,28 @@ class Instances:
     def note(self) -> None:
         """Something has changed."""
         self._tell_stages()
-        self._changes += 1
+        self._record_changed()
+
+    def tags(self) -> Mapping[str, bytes]:
+        """For the keeper. What they say is told to those who watch by the next `tell`."""
+        self._noted = tuple(kept.copy() for kept in self.kept.values())
+        return {kept.order.id: kept.tag() for kept in self._noted}
+
+    def tell(self) -> None:
+        """To those who watch: the tags are noted."""
+        self._told = self._noted
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def watch(self) -> AsyncIterator[tuple[Observed, ...]]:
         """All of them, at once and after each change."""
+        told = None
         while True:
-            told = self._changes
-            yield tuple(kept.observed() for kept in self.kept.values())
-            while self._changes == told:
+            while self._told is told:
                 await self._changed.wait()
+            told = self._told
+            assert told is not None, "what is told is noted first"
+            yield tuple(kept.observed() for kept in told)
 
     def _tell_stages(self) -> None:
         """Who is there, and in which part, where that has changed. What cannot be written is with the next change."""
@@ -130,13 +153,11 @@ class Instances:
         self._site.run.clear_instance(stage)
         kept.stage = wire(kept.order, self._site, kept.port, incarnation)
         kept.instance = instance_of(kept.stage)
-        kept.ended()
-        kept.phase, kept.lives = Phase.STARTING, kept.lives + 1
+        kept.progress = ""
         self.note()
 
     def spawned(self, stage: str, pid: int) -> None:
         self._site.run.record_group(stage, pid)
-        self.kept[stage].pid = pid
         self.note()
 
     def phase(self, stage: str, phase: str) -> None:
@@ -146,11 +167,13 @@ class Instances:
     def up(self, stage: str, incarnation: str, seconds: float) -> None:
         kept = self.kept[stage]
         self._hear_cores(kept)
-        kept.phase, kept.ever_up, kept.reason, kept.progress = Phase.UP, True, "", ""
-        kept.up_at, kept.start_s = time.monotonic(), seconds
-        lately = self._starts.setdefault(kept.order.spec.role, [])
-        lately[:] = [*lately[1 - _RECENT :], seconds]
+        kept.progress = ""
+        self._note_start(kept)
         self.note()
+
+    def _note_start(self, kept: Kept) -> None:
+        lately = self._starts.setdefault(kept.order.spec.role, [])
+        lately[:] = [*lately[1 - _RECENT :], kept.record.start_s]
 
     def _hear_cores(self, kept: Kept) -> None:
         """Whoever has a share has said by now what its workers got."""
@@ -164,13 +187,11 @@ class Instances:
         kept.instance = replace(kept.instance, cores=grants)
 
     def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float | None) -> None:
-        kept = self.kept[stage]
-        kept.ended()
-        kept.phase, kept.reason, kept.retry_in_s = Phase.DOWN, reason, retry_in_s
-        self.note()
+        self._ended(stage)
 
     def over(self, stage: str, reason: str) -> None:
-        kept = self.kept[stage]
-        kept.ended()
-        kept.phase, kept.reason, kept.over = Phase.DOWN, reason or kept.reason, True
+        self._ended(stage)
+
+    def _ended(self, stage: str) -> None:
+        self.kept[stage].progress = ""
         self.note()

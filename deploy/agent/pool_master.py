@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from deploy.agent.record import Record
 from deploy.agent.stage_life import Spawn
 from deploy.agent.supervisor import StageSpec
 from deploy.agent.waits import Patience
@@ -41,7 +42,7 @@ class PoolMaster:
     """The master of one launch.
 
     Attributes:
-        command: its argv without the wrapper that ties it to the launcher; tests put a stand-in here.
+        command: its argv without the wrapper that ties it to the keeper; tests put a stand-in here.
     """
 
     settings: MasterSettings
@@ -57,13 +58,16 @@ class PoolMaster:
         """Base URL of its HTTP port."""
         return f"http://{self.settings.host}:{self.settings.metrics_port}"
 
-    def spec(self) -> StageSpec:
+    def spec(self, keeper_pid: int, record: Record) -> StageSpec:
+        """`keeper_pid`: of the process that it dies with."""
         host, log = self.settings.host, self.run.log(MASTER_PROGRAM)
-        return StageSpec(MASTER_PROGRAM, host, self.settings.metrics_port, log, lambda _: self._spawn(), what="the")
 
-    def _spawn(self) -> Spawn:
-        argv = module_command(*parent_death_exec(self.command(self.settings)))
-        return Spawn(argv, {**stage_environment({}, self.run.path, "cpu"), "PYTHONPATH": module_path()})
+        def command(incarnation: str) -> Spawn:
+            argv = module_command(*parent_death_exec(self.command(self.settings), parent=keeper_pid))
+            env = {**stage_environment({}, self.run.path, "cpu", keeper_pid), "PYTHONPATH": module_path()}
+            return Spawn(argv, env, MASTER_PROGRAM, record.tag)
+
+        return StageSpec(MASTER_PROGRAM, host, self.settings.metrics_port, log, command, what="the")
 
 
 def mooncake_command(settings: MasterSettings) -> tuple[str, ...]:
@@ -98,14 +102,20 @@ def misbound(pid: int, host: str) -> str:
 class MasterNews:
     """Supervisor events of a master: recorded for the reaper, told in one line each.
 
-    A first master that listens on another address than it was given ends the launch: nothing guards its ports.
+    A first master that listens on another address than it was given serves nobody: nothing guards its ports.
+
+    Args:
+        was_up: one has answered before. changed: called when its record has changed.
     """
 
-    def __init__(self, master: PoolMaster, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, master: PoolMaster, tell: Callable[[str], None], was_up: bool, changed: Callable[[], None]
+    ) -> None:
         self._master = master
         self._tell = tell
         self._pid = 0
-        self._was_up = False
+        self._was_up = was_up
+        self._changed = changed
 
     def before_spawn(self, stage: str, incarnation: str) -> None:
         """Nothing of a previous life lies around."""
@@ -113,6 +123,7 @@ class MasterNews:
     def spawned(self, stage: str, pid: int) -> None:
         self._pid = pid
         self._master.run.record_group(stage, pid)
+        self._changed()
 
     def phase(self, stage: str, phase: str) -> None:
         """It has none worth telling."""
@@ -123,11 +134,14 @@ class MasterNews:
         elif wrong := misbound(self._pid, self._master.settings.host):
             raise StageError(f"{stage} listens on {wrong}, not on {self._master.settings.host} alone", stage=stage)
         self._was_up = True
+        self._changed()
 
     def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float | None) -> None:
         if retry_in_s is not None:
             reason = reason.partition("; its log ends with: ")[0]  # its last line tells nothing about a kill
             self._tell(f"{stage} is down: {reason}; features stay on their host; restart in {retry_in_s:g} s")
+        self._changed()
 
     def over(self, stage: str, reason: str) -> None:
         """Whoever waits for its first answer is told."""
+        self._changed()

@@ -6,7 +6,10 @@ import time
 import uuid
 from dataclasses import dataclass
 
+import msgspec
+
 from deploy.agent.stage_life import StageLife
+from deploy.keeper.client import Child, Entry
 from deploy.runtime.protocol import Phase
 
 
@@ -40,6 +43,20 @@ class Record:
     lives: int = 0
     delay_s: float = 0.0
     next_at: float = 0.0
+
+    def tag(self) -> bytes:
+        """For the keeper, where it is all that is to be known."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def of_tag(cls, tag: bytes) -> Record:
+        """Raises msgspec.DecodeError."""
+        return msgspec.msgpack.decode(tag, type=cls)
+
+    def process_of(self, entry: Entry) -> Child | None:
+        """That of the life that is recorded, which may have ended since; None where nothing of it can be left."""
+        runs = entry.pid is not None and entry.code is None
+        return entry.child if runs or (entry.pid is not None and entry.pid == self.pid) else None
 
     def begins(self, log_start: int) -> None:
         """Another life is about to be spawned."""

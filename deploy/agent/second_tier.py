@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 from deploy.agent.pool_master import PATIENCE, MasterNews, PoolMaster, mooncake_command, plan_master
+from deploy.agent.record import Record
+from deploy.agent.stage_life import Process, executed
 from deploy.agent.supervisor import Supervisor
 from deploy.host.rundir import RunDir
+from deploy.keeper.client import Entry, Keeper
 from deploy.options.config import host_and_port
 from deploy.options.mm_store import MASTER_PROGRAM, choose_pool
 from deploy.plan.blueprint import Blueprint
@@ -29,87 +32,125 @@ class SecondTier:
     """What a launch has of it, or would have once features travel. Use as `async with tier.running(tell):`.
 
     Args:
+        keeper: has our master.
         master: to be run by us, or None.
         address: `host:port` of the master, ours or a given one; "" where there is no second tier.
-        at_once: features travel from the start; else it begins when somebody calls `begin`.
+        changed: called when what `tags` says has changed.
     """
 
     def __init__(
-        self, run: RunDir, master: PoolMaster | None = None, address: str = "", *, at_once: bool = True
+        self,
+        run: RunDir,
+        keeper: Keeper,
+        master: PoolMaster | None = None,
+        address: str = "",
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
-        self.run = run
-        self.master = master
         self.address = address
-        self._at_once = at_once
+        self._run = run
+        self._keeper = keeper
+        self._master = master
+        self._changed = changed
         self._begun = False
         self._turn = asyncio.Lock()
         self._tell: Callable[[str], None] = _to_nobody
+        self._record: Record | None = None
         self._supervisor: Supervisor | None = None
 
-    @classmethod
-    def of(
-        cls,
-        blueprint: Blueprint,
-        run: RunDir,
-        host: str,
-        command: Callable[[MasterSettings], tuple[str, ...]] = mooncake_command,
-    ) -> SecondTier:
-        """As the blueprint wants it, or would want it with encoders; a master of ours gets free ports on `host`."""
-        if not (blueprint.pooled or _would_be(blueprint)):
-            return cls(run)
-        if blueprint.config.mooncake_master:
-            return cls(run, address=blueprint.config.mooncake_master, at_once=blueprint.pooled)
-        master = plan_master(run, host, command)
-        return cls(run, master, master.address, at_once=blueprint.pooled)
-
     @contextlib.asynccontextmanager
-    async def running(self, tell: Callable[[str], None]) -> AsyncIterator[Supervisor | None]:
-        """Our master answers inside the `with`, where it is needed at once, and has gone after it. One that is given
-        may still come later.
+    async def running(self, tell: Callable[[str], None]) -> AsyncIterator[None]:
+        """It is there inside the `with`, and our master has gone after it. One that is given may still come later.
 
         Raises:
             StageError: as of `begin`.
         """
         self._tell = tell
-        if self.master is not None:
-            self._supervisor = Supervisor(MasterNews(self.master, tell), PATIENCE)
         try:
-            if self._at_once:
-                await self.begin()
-            yield self._supervisor
+            await self.begin()
+            yield
         finally:
-            if self._supervisor is not None:
-                await self._supervisor.close()
+            await self.close()
 
-    async def begin(self) -> None:
+    async def begin(self, tell: Callable[[str], None] | None = None) -> None:
         """It is there, before the first instance that has to do with features. Any number of calls.
 
         Raises:
             StageError: our master does not start, or listens elsewhere.
         """
+        self._tell = tell or self._tell
         async with self._turn:
             if self._begun:
                 return
-            if self.master is None or self._supervisor is None:
+            if self._master is None:
                 await self._look_for_given(self._tell)
             else:
-                self._supervisor.add(self.master.spec())
-                await self._answered(self._supervisor)
-                record_pool(self.run, self.address, self.master.metrics)
+                if self._supervisor is None:
+                    self._supervise(self._master, Record(), None)
+                await self._answered()
+                record_pool(self._run, self.address, self._master.metrics)
             self._begun = True
 
-    async def _answered(self, supervisor: Supervisor) -> None:
+    def adopt(self, entry: Entry, tell: Callable[[str], None]) -> None:
+        """Go on with the master that somebody before us has begun."""
+        assert self._master is not None, "the plan of a launch does not change"
+        self._tell = tell
+        record = Record.of_tag(entry.tag)
+        if not record.over:
+            self._supervise(self._master, record, record.process_of(entry))
+
+    async def close(self) -> None:
+        """End our master."""
+        if self._supervisor is not None:
+            await self._supervisor.close()
+        self._supervisor = self._record = None
+        self._begun = False
+        self._changed()
+
+    def groups(self) -> dict[str, int]:
+        """Process group of our master, by its name, while it runs."""
+        return self._supervisor.groups() if self._supervisor is not None else {}
+
+    def tags(self) -> Mapping[str, bytes]:
+        """For the keeper."""
+        return {MASTER_PROGRAM: self._record.tag()} if self._record is not None else {}
+
+    def _supervise(self, master: PoolMaster, record: Record, process: Process | None) -> None:
+        news = MasterNews(master, self._tell, record.ever_up, self._changed)
+        self._supervisor = Supervisor(news, PATIENCE, start=executed(self._keeper))
+        self._record = record
+        self._supervisor.add(master.spec(self._keeper.pid, record), record, process)
+        self._changed()
+
+    async def _answered(self) -> None:
+        assert self._supervisor is not None
         try:
-            await supervisor.answered(MASTER_PROGRAM)
+            await self._supervisor.answered(MASTER_PROGRAM)
         except StageError as error:
-            raise StageError(f"{error}; its log: {self.run.keep_log(MASTER_PROGRAM)}", stage=error.stage) from None
+            await self.close()  # the next one who needs it tries again
+            raise StageError(f"{error}; its log: {self._run.keep_log(MASTER_PROGRAM)}", stage=error.stage) from None
 
     async def _look_for_given(self, tell: Callable[[str], None]) -> None:
         if not self.address:
             return
-        record_pool(self.run, self.address, "")
+        record_pool(self._run, self.address, "")
         if not await _connects(*host_and_port(self.address)):
             tell(f"warning: no {MASTER_PROGRAM} answers at {self.address}; until one does, features stay on their host")
+
+
+def planned_tier(
+    blueprint: Blueprint,
+    run: RunDir,
+    host: str,
+    command: Callable[[MasterSettings], tuple[str, ...]] = mooncake_command,
+) -> tuple[PoolMaster | None, str]:
+    """The master to run, where it is ours, and the address of the one there is: as the blueprint wants it, or would
+    want it with encoders; a master of ours gets free ports on `host`."""
+    if not (blueprint.pooled or _would_be(blueprint)):
+        return None, ""
+    if blueprint.config.mooncake_master:
+        return None, blueprint.config.mooncake_master
+    master = plan_master(run, host, command)
+    return master, master.address
 
 
 def record_pool(run: RunDir, master: str, metrics: str) -> None:

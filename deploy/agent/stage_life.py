@@ -13,6 +13,7 @@ from typing import BinaryIO, Protocol
 
 from deploy.agent.stage_log import failure_reason
 from deploy.host import processes
+from deploy.keeper.client import Keeper
 
 EXIT_POLL_S = 0.05
 KILL_TIMEOUT_S = 5.0
@@ -56,6 +57,22 @@ async def execute(command: Spawn, log: BinaryIO) -> Process:
         stderr=subprocess.STDOUT,
         start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only; the group is killed as one
     )
+
+
+def executed(keeper: Keeper) -> Start:
+    """Starts a command as a program of its own, a child of the keeper's."""
+
+    async def start(command: Spawn, log: BinaryIO) -> Process:
+        spawning = asyncio.ensure_future(
+            keeper.spawn(command.name, command.argv, command.env, output=log.fileno(), tag=command.tag())
+        )
+        try:
+            return await asyncio.shield(spawning)
+        except asyncio.CancelledError:  # it may have begun: nobody else would know of it
+            processes.signal_group((await spawning).pid, signal.SIGKILL)
+            raise
+
+    return start
 
 
 class StageLife:

@@ -35,6 +35,7 @@ from deploy.host.environment import is_terminal
 from deploy.host.ports import listen
 from deploy.host.reaper import reap_dead
 from deploy.host.rundir import RunDir
+from deploy.keeper.client import InProcess
 from deploy.launch.admin import Admin, open_admin
 from deploy.launch.screen import Screen
 from deploy.options.config import DeployConfig, check_admin_port, host_and_port
@@ -110,10 +111,10 @@ class Head:
     def second_tier(self, run: RunDir) -> SecondTier:
         """On fixed ports: the stages keep looking for the master where it was."""
         if self.master != AUTO:
-            return SecondTier(run, address=self.settings.mooncake_master)
+            return SecondTier(run, InProcess(), address=self.settings.mooncake_master)
         ports = MasterSettings(host=self.address, rpc_port=self.port + 2, metrics_port=self.port + 3)
         master = PoolMaster(ports, run, mooncake_command)
-        return SecondTier(run, master, master.address)
+        return SecondTier(run, InProcess(), master, master.address)
 
 
 def run_head(

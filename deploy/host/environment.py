@@ -44,14 +44,17 @@ def module_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": module_path()}
 
 
-def stage_environment(added: Mapping[str, str], run_path: Path, device: str) -> dict[str, str]:
+def stage_environment(added: Mapping[str, str], run_path: Path, device: str, parent: int = 0) -> dict[str, str]:
     """Environment of a stage process: ours, what its command adds, and the marks of this launch.
 
     vLLM's sockets and temporary files go into the run directory, which is removed at the end: in /tmp they would stay
     after every start.
+
+    Args:
+        parent: pid of its parent, with which it dies; 0: this process.
     """
-    env = {**os.environ, **not_the_operators(added), LAUNCH_ENV: run_path.name, LAUNCHER_PID_ENV: str(os.getpid())}
-    env |= {"PYTHONUNBUFFERED": "1", "TMPDIR": str(run_path)}
+    env = {**os.environ, **not_the_operators(added), "PYTHONUNBUFFERED": "1", "TMPDIR": str(run_path)}
+    env |= {LAUNCH_ENV: run_path.name, LAUNCHER_PID_ENV: str(parent or os.getpid())}
     inherited = os.environ.get("PYTHONPATH")
     if inherited and "PYTHONPATH" in added:
         env["PYTHONPATH"] = f"{added['PYTHONPATH']}{os.pathsep}{inherited}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import sys
 import time
@@ -21,9 +22,8 @@ from typing import TYPE_CHECKING
 
 from deploy.agent.agent import Agent
 from deploy.agent.pool_master import mooncake_command
-from deploy.agent.second_tier import SecondTier
+from deploy.agent.setup import AgentSetup
 from deploy.agent.specs import orders
-from deploy.agent.supervisor import Supervisor
 from deploy.agent.waits import Patience
 from deploy.agent.wiring import STAGE_HOST
 from deploy.control.aim import Aim
@@ -34,22 +34,23 @@ from deploy.control.reconciler import Reconciler
 from deploy.front.doors import FrontDoors
 from deploy.host import event_loop
 from deploy.host.ending import Ending
-from deploy.host.environment import is_terminal, shm_root
+from deploy.host.environment import is_terminal
 from deploy.host.listeners import exposure_warnings
 from deploy.host.ports import listen
+from deploy.host.processes import signal_group
 from deploy.host.reaper import reap_dead
 from deploy.host.rundir import RunDir
 from deploy.host.running_launches import ADMIN_SOCKET
+from deploy.keeper.client import InProcess
 from deploy.launch.admin import Admin, open_admin, private_socket, serve_admin
 from deploy.launch.ready_message import ready_message
 from deploy.launch.screen import Screen
 from deploy.launch.stage_news import StageNews
-from deploy.memory.shared_memory import SharedMemory, fit_shared_memory, free_mib
 from deploy.memory.table import show_memory
 from deploy.options.engines import command_of
 from deploy.plan.blueprint import Blueprint
 from deploy.plan.proxy_settings import build_proxy_settings
-from epd_serve.errors import ConfigError, EpdError, StageError
+from epd_serve.errors import EpdError, StageError
 from epd_serve.stage_plan import StageCommand, StagePlan
 from store.mooncake.master import MasterSettings
 
@@ -114,35 +115,10 @@ class _Session:
         self.ending = Ending(
             launch.blueprint.config.lame_duck_s, launch.blueprint.config.drain_s, screen.line, self._kill
         )
-        self.tier = SecondTier.of(launch.blueprint, run, STAGE_HOST, launch.master_command_of)
-        self.agent = self._agent()
+        self.keeper = InProcess()
+        self.setup = AgentSetup.of(run, self.blueprint, launch.command_of, launch.master_command_of, launch.patience)
+        self.agent = Agent(self.setup, self.keeper, say=screen.line)
         self.aim = Aim(self.blueprint)
-        self.master: Supervisor | None = None
-
-    def _agent(self) -> Agent:
-        blueprint, config = self.blueprint, self.blueprint.config
-        memory = fit_shared_memory(
-            SharedMemory(config.arena_mib, config.kv_staging_mib),
-            blueprint.plans,
-            features_travel=blueprint.features_travel,
-            free=free_mib(shm_root()),
-        )
-        if config.trace_dir:
-            try:
-                Path(config.trace_dir).mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(
-                    f"--trace-dir {config.trace_dir} cannot be made: {error.strerror}", param="--trace-dir"
-                ) from error
-        return Agent(
-            self.run,
-            blueprint,
-            memory,
-            say=self.screen.line,
-            tier=self.tier,
-            command_of=self.launch.command_of,
-            patience=self.launch.patience,
-        )
 
     async def serve(self) -> int:
         self.ending.listen()
@@ -151,7 +127,7 @@ class _Session:
         for warning in self.blueprint.warnings:
             self.screen.line(f"warning: {warning}")
         first = orders(self.blueprint)
-        async with self.tier.running(self.screen.line) as self.master, self.agent.running():
+        async with self.agent.running():
             doors = self._front_doors()
             self.ending.serves(doors)
             self.news = StageNews(self.screen, [order.id for order in first])
@@ -167,6 +143,7 @@ class _Session:
                 raise StageError(f"{error}; its log: {self.run.keep_log(error.stage)}", stage=error.stage) from None
             finally:
                 await self._take_down(front, stages)
+                await self.agent.close()
         return 0
 
     def _front_doors(self) -> FrontDoors:
@@ -191,8 +168,8 @@ class _Session:
             Journal(self.run.wanted),
             self.aim.first(),
             deadlines=Deadlines(config.startup_timeout_s, config.drain_s, patience.stop_grace_s),
-            staging_bytes=self.agent.staging_bytes,
-            arena_bytes=self.agent.arena_bytes,
+            staging_bytes=self.setup.staging_bytes,
+            arena_bytes=self.setup.arena_bytes,
             say=self.screen.line,
         )
 
@@ -256,16 +233,14 @@ class _Session:
 
     async def _check_ports(self) -> None:
         """Mooncake's ports ask nobody who they are: say which answer beyond the address of the stages."""
-        if self.tier.address or self.blueprint.config.kv_transport == "mooncake":
-            master = self.master.groups() if self.master is not None else {}
-            for line in await exposure_warnings({**master, **self.agent.groups()}, STAGE_HOST):
+        if self.setup.master_address or self.blueprint.config.kv_transport == "mooncake":
+            for line in await exposure_warnings(self.agent.groups(), STAGE_HOST):
                 self.screen.line(line)
 
     def _kill(self) -> None:
         """No more waiting."""
-        self.agent.kill_now()
-        if self.master is not None:
-            self.master.kill_now()
+        for group in self.agent.groups().values():
+            signal_group(group, signal.SIGKILL)
         self.run.remove()
         os._exit(130)
 

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from deploy.agent.agent import Agent
-from deploy.agent.second_tier import SecondTier, recorded_pool
+from deploy.agent.second_tier import recorded_pool
+from deploy.agent.setup import AgentSetup
 from deploy.agent.specs import orders
 from deploy.agent.waits import Patience
 from deploy.host import processes
 from deploy.host.rundir import RunDir
-from deploy.memory.shared_memory import SharedMemory
+from deploy.keeper.client import InProcess
 from deploy.options import mm_store
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
@@ -78,7 +79,7 @@ def test_a_master_that_cannot_start_is_one_line(launch: Callable[..., FakeLaunch
     one = launch("(E-P)-D", POOLED, "master=--no-such-flag")
     _, err = one.process.communicate(timeout=DEADLINE_S)
     assert one.process.returncode == 1
-    assert "epd-serve: the mooncake_master did not start: " in err
+    assert ": the mooncake_master did not start: " in err
     assert "last-failure-mooncake_master.log" in err
 
 
@@ -101,19 +102,20 @@ async def test_the_master_of_a_layout_without_features_begins_with_the_first_ins
     lines: list[str] = []
     patience = Patience(poll_s=0.03, stop_grace_s=1.0)
     try:
-        tier = SecondTier.of(before, run, "127.0.0.1", stand_in)
-        agent = Agent(run, before, SharedMemory(8, 4), say=lines.append, tier=tier, command_of=fake, patience=patience)
-        async with tier.running(lines.append) as master, agent.running():
-            assert master is not None
+        setup = AgentSetup.of(run, before, fake, stand_in, patience)
+        agent = Agent(setup, InProcess(), say=lines.append)
+        async with agent.running():
             await asyncio.gather(*map(agent.start, orders(before)))
             await until(lambda: len(agent.groups()) == 2)
-            assert not master.groups() and recorded_pool(run.path) == ("", "")
+            assert "mooncake_master" not in agent.groups() and recorded_pool(run.path) == ("", "")
             encoder = orders(after)[0]
             await agent.start(encoder)
             await until(lambda: encoder.id in agent.groups())
-            assert recorded_pool(run.path)[0] == tier.address and set(master.groups()) == {"mooncake_master"}
+            assert recorded_pool(run.path)[0] == setup.master_address
+            assert "mooncake_master" in agent.groups()
             assert answers(f"{recorded_pool(run.path)[1]}/health")
-        assert not master.groups()
+            await agent.close()
+        assert not agent.groups()
     finally:
         run.remove()
 

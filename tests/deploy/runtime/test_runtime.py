@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 
 from deploy.agent.agent import Agent
+from deploy.agent.setup import AgentSetup
 from deploy.agent.specs import orders
 from deploy.agent.waits import Patience
 from deploy.host import processes
 from deploy.host.rundir import RunDir
+from deploy.keeper.client import InProcess
 from deploy.memory.shared_memory import SharedMemory
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
@@ -36,6 +38,7 @@ from tests.waiting import PATIENCE_S, until
 FAKE_STAGE = str(Path(__file__).parents[1] / "fake_stage.py")
 LAYOUT = draw(DeployConfig(layout="(E-P)-D", device="cpu", arena_mib=8, kv_staging_mib=4))
 E, P, D = orders(LAYOUT)
+QUICK = Patience(poll_s=0.03, backoff_s=0.1, health_every_s=0.05, stop_grace_s=1.0)
 
 
 class Subject:
@@ -132,12 +135,16 @@ async def subject(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
 @contextlib.asynccontextmanager
 async def processes_below(folder: Path) -> AsyncIterator[tuple[Agent, _Stages, RunDir]]:
     run, stages = RunDir.create(folder / "run"), _Stages(set())
-    patience = Patience(poll_s=0.03, backoff_s=0.1, health_every_s=0.05, stop_grace_s=1.0)
-    agent = Agent(run, LAYOUT, SharedMemory(8, 4), say=print, command_of=stages, patience=patience)
+    keeper = InProcess()
+    agent = Agent(AgentSetup.of(run, LAYOUT, stages, patience=QUICK), keeper, say=print)
     try:
         async with agent.running():
-            yield agent, stages, run
+            try:
+                yield agent, stages, run
+            finally:
+                await agent.close()
     finally:
+        keeper.close()
         run.remove()
 
 
@@ -328,7 +335,7 @@ async def test_the_arena_is_made_when_features_first_travel_and_is_whole_when_it
         await subject.up(Order("D0", replace(D.spec, featured=False)))
         assert not run.arena.exists()
         await subject.up(E, P)
-        assert run.arena.stat().st_size >= agent.arena_bytes == 8 << 20
+        assert run.arena.stat().st_size >= 8 << 20
         inode = run.arena.stat().st_ino
         await subject.kill("E0")
         await subject.comes_back("E0")
@@ -358,13 +365,15 @@ async def test_an_agent_that_ends_while_its_arena_is_made_leaves_none(
 
 async def test_an_arena_that_finds_no_room_fails_those_that_need_it(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run")
-    agent = Agent(run, LAYOUT, SharedMemory(1 << 40, 4), say=print, command_of=_Stages(set()))
+    setup = replace(AgentSetup.of(run, LAYOUT, _Stages(set())), memory=SharedMemory(1 << 40, 4))
+    agent = Agent(setup, InProcess(), say=print)
     try:
         async with agent.running():
             subject = OfProcesses(agent, _Stages(set()))
             await agent.start(E)
             assert "arena" in (await subject.phase("E0", Phase.DOWN)).reason
             await subject.up(Order("D0", replace(D.spec, featured=False)))
+            await agent.close()
     finally:
         run.remove()
 
