@@ -113,11 +113,11 @@ class Suspects:
         try:
             await asyncio.wait([waiter], timeout=self._wait_s + 2 * self._limits.blame_s)
         except BaseException:
+            del self._waiting[waiter]  # first, or it would be its turn again
             self._end(trial)  # it may have been its turn
             raise
-        finally:
-            del self._waiting[waiter]
-            waiter.cancel()
+        del self._waiting[waiter]
+        waiter.cancel()
 
     def _send(self, trial: Trial) -> None:
         if self._on_trial is not trial:

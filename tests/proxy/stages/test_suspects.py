@@ -250,7 +250,8 @@ async def test_whoever_has_waited_for_others_trials_goes_on_untried(monkeypatch:
         court.trial(b"%d" % number).check()
 
 
-async def test_one_that_left_while_it_waited_does_not_hold_up_the_others(court: Court) -> None:
+async def test_one_that_left_while_it_waited_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    court = Court(monkeypatch, wait_s=2 * PATIENCE_S)
     trials = [court.trial(b"%d" % number) for number in range(3)]
     for trial in trials:
         trial.died(P0, sent_at=court.now)
