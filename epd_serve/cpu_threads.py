@@ -4,6 +4,9 @@ A second thread halves the work of an operator and adds a meeting of both to it:
 which waits for a core that API server, EngineCore and other stages want too. So a stage has a thread per `THREAD_FLOP`
 of its smallest step (a token decoded, else a prompt, else a picture), and never more than it has cores.
 
+What a server does for each token falls into the step after it, and where all cores are busy the kernel runs it on the
+one it was woken from: the decoder's. So the server of a stage that only decodes keeps off the cores it computes on.
+
 Workers carry it out (`epd_serve.engine.worker_threads`). Pure.
 """
 
@@ -28,10 +31,15 @@ THREAD_FLOP = 30e6
 
 @dataclass(frozen=True)
 class CpuThreads:
-    """Of one worker: `count` threads on any of `cores`."""
+    """Of one worker: `count` threads on any of `cores`.
+
+    Attributes:
+        apart: the stage's server keeps off them, where it has others.
+    """
 
     cores: tuple[int, ...]
     count: int
+    apart: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -41,7 +49,8 @@ def cpu_threads(work: StageWork | None, role: Role, cores: tuple[int, ...], tp: 
     """For each of the `tp` workers of a stage. Where the model says too little of its work, all cores that it has."""
     most = max(1, len(cores) // tp)
     worth = most if work is None else round(smallest_step_flop(work, role) / THREAD_FLOP)
-    return CpuThreads(cores, min(most, max(1, worth)))
+    count = min(most, max(1, worth))
+    return CpuThreads(cores, count, apart=role is Role.D and count * tp >= len(cores))
 
 
 def smallest_step_flop(work: StageWork, role: Role) -> float:

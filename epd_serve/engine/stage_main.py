@@ -14,6 +14,7 @@ import sys
 from epd_serve.engine import compat
 from epd_serve.engine.memory_names import name_memory
 from epd_serve.engine.support import check_stage
+from epd_serve.engine.worker_threads import leave_cores_to_workers
 from epd_serve.errors import ConfigError
 from epd_serve.lifeline import die_with_parent
 from epd_serve.stage_plan import LAUNCHER_ENV
@@ -32,6 +33,7 @@ def main() -> None:
 def serve() -> int:
     """Be vLLM's OpenAI server with the flags in `sys.argv`, until it ends. Returns the exit code."""
     name_memory()
+    leave_cores_to_workers()
     _check_what_is_made()
     try:
         runpy.run_module(SERVER, run_name="__main__", alter_sys=True)

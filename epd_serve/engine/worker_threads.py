@@ -1,4 +1,4 @@
-"""The threads of a worker on CPU: as many of OpenMP's as `epd_serve.cpu_threads` says, and those of gloo calmed down.
+"""The threads of a stage on CPU: as many of OpenMP's as `epd_serve.cpu_threads` says, and those of gloo calmed down.
 
 Neither by its environment: a process in which OpenMP is loaded already, such as one that was forked, reads no variable,
 and gloo knows none. A worker has some ten of gloo's process groups (torch.distributed), also where it is the only rank;
@@ -20,13 +20,24 @@ _LATE_NS = 100_000_000  # for ranks that meet, two dozen times so long at most
 
 def rule_threads() -> None:
     """Install it in a process that may become a worker. Nothing without an order; an operator's own wins."""
-    order = os.environ.get(CPU_THREADS_ENV)
-    if order is None:
+    if CPU_THREADS_ENV not in os.environ:
         return
     around_init_device("gloo", before=lambda rank: end_waits_late(_LATE_NS), after=lambda rank: end_waits_late(0))
-    if COUNT_ENV not in os.environ:
-        threads = CpuThreads(**json.loads(order))
+    if (threads := _ordered()) is not None:
         around_init_device("threads", before=lambda rank: _bind(threads))
+
+
+def leave_cores_to_workers() -> None:
+    """In a stage's API server, before it has threads: keep off the workers' cores, if that is the order and others are
+    there."""
+    threads = _ordered()
+    if threads is not None and threads.apart and (others := os.sched_getaffinity(0) - set(threads.cores)):
+        os.sched_setaffinity(0, others)
+
+
+def _ordered() -> CpuThreads | None:
+    order = os.environ.get(CPU_THREADS_ENV)
+    return CpuThreads(**json.loads(order)) if order is not None and COUNT_ENV not in os.environ else None
 
 
 def _bind(threads: CpuThreads) -> None:

@@ -21,8 +21,18 @@ def work(*, encode: float = 1e15, prefill: float = 1e15, token: float = 1e15) ->
 
 @pytest.mark.parametrize(("threads_worth", "count"), [(0.01, 1), (1, 1), (3, 3), (8, 8), (1000, 8)])
 def test_a_thread_for_so_much_work_and_none_without_a_core(threads_worth: float, count: int) -> None:
-    made = cpu_threads(work(token=threads_worth * THREAD_FLOP), Role.D, CORES, 1)
+    made = cpu_threads(work(token=threads_worth * THREAD_FLOP), Role.PD, CORES, 1)
     assert made == CpuThreads(CORES, count)
+
+
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize(("threads_worth", "tp", "all_compute"), [(8, 1, True), (3, 1, False), (4, 2, True)])
+def test_the_server_of_a_stage_that_only_decodes_keeps_off_cores_that_all_compute(
+    role: Role, threads_worth: float, tp: int, all_compute: bool
+) -> None:
+    flop = threads_worth * THREAD_FLOP
+    made = cpu_threads(work(encode=flop, prefill=flop, token=flop), role, CORES, tp)
+    assert made.apart is (role is Role.D and all_compute)
 
 
 @pytest.mark.parametrize("role", Role)

@@ -78,7 +78,7 @@ def test_the_whole_command_of_a_monolith_on_cpu() -> None:
         *("--max-num-seqs", "7"),
     )
     assert made.env[STAGE_ENV] == "EPD0"
-    assert json.loads(made.env[CPU_THREADS_ENV]) == {"cores": [0, 1], "count": 2}
+    assert json.loads(made.env[CPU_THREADS_ENV]) == {"cores": [0, 1], "count": 2, "apart": False}
     assert Path(made.env["PYTHONPATH"]).name == "site"
     assert not {"CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"} & set(made.env)
 
@@ -119,7 +119,7 @@ def test_the_operators_flags_come_last(role: Role, device: str) -> None:
 def test_ranks_share_the_cores_of_a_stage(cores: tuple[int, ...], tp: int, count: int) -> None:
     env = command(Role.P, "cpu", cores=cores, tp=tp).env
     assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert json.loads(env[CPU_THREADS_ENV]) == {"cores": list(cores), "count": count}
+    assert json.loads(env[CPU_THREADS_ENV]) == {"cores": list(cores), "count": count, "apart": False}
 
 
 @pytest.mark.parametrize(

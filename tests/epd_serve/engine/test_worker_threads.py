@@ -9,7 +9,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from epd_serve.cpu_threads import CpuThreads
+from epd_serve.engine.worker_threads import leave_cores_to_workers
 
 LATE_NS = 50_000_000  # many of gloo's own 10 ms
 WORKER = """
@@ -75,6 +78,21 @@ def test_a_worker_has_its_threads_on_its_cores_and_no_others() -> None:
 def test_a_worker_leaves_alone_what_the_operator_has_set() -> None:
     order = CpuThreads((max(os.sched_getaffinity(0)),), 1).to_json()
     assert worker(EPD_SERVE_CPU_THREADS=order, OMP_NUM_THREADS="3").cores == sorted(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_server_keeps_off_the_workers_cores_where_it_is_told_to_and_has_others(
+    monkeypatch: pytest.MonkeyPatch, apart: bool
+) -> None:
+    usable = {0, 1, 2, 3}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(usable))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: (usable.clear(), usable.update(cores)))
+    monkeypatch.setenv("EPD_SERVE_CPU_THREADS", CpuThreads((2, 3), 2, apart).to_json())
+    leave_cores_to_workers()
+    assert usable == ({0, 1} if apart else {0, 1, 2, 3})
+    monkeypatch.setenv("EPD_SERVE_CPU_THREADS", CpuThreads((0, 1, 2, 3), 4, apart).to_json())
+    leave_cores_to_workers()
+    assert usable == ({0, 1} if apart else {0, 1, 2, 3}), "there are no others"
 
 
 def test_threads_that_begin_with_the_device_and_only_those_may_oversleep() -> None:
