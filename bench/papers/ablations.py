@@ -38,7 +38,7 @@ from epd_serve.errors import ConfigError, StageError
 from epd_serve.layout_parser import parse
 
 WORKLOAD = "sharegpt4o-like"
-WARM_UP_REQUESTS = 8
+WARM_UP_REQUESTS, WARM_UP_RPS = 8, 4.0
 GOALS = tuple(Goal(f"{name}/whole", ">=", 0.9, "of the requests, or it is no result") for name in VARIANTS)
 FLAGS = {
     "--layout": flag("of both sides", "E-P-D"),
@@ -94,7 +94,8 @@ def warm_up(
     """Send so many requests to each, which count nothing: kernels, connections, first-time imports."""
     number = next(numbers)
     for url in urls:
-        _sent(url, source, replace(plan, count=count, seconds=None, seed=plan.seed + number), number)
+        arrivals = Poisson(WARM_UP_RPS)
+        _sent(url, source, replace(plan, arrivals=arrivals, count=count, seconds=None, seed=plan.seed + number), number)
 
 
 def both(urls: Sequence[str], source: Source, plan: Plan, rate_rps: float, number: int) -> Iterator[Row]:
