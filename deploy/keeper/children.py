@@ -108,11 +108,15 @@ class Children:
             ValueError: the name runs, or the process has one. ProcessLookupError: it is no living child of ours.
         """
         kept = self._free(name)
-        if any(other.running and other.pid == pid for other in self.kept.values()):
+        if self.runs(pid):
             raise ValueError(f"process {pid} has a name already")
         if not _lives(pid):
             raise ProcessLookupError(f"process {pid} is no living child of process {os.getpid()}")
         return self._runs(kept, pid, tag)
+
+    def runs(self, pid: int) -> bool:
+        """Whether it is a running process of an entry."""
+        return any(kept.running and kept.pid == pid for kept in self.kept.values())
 
     def note(self, name: str, tag: bytes, descriptor: int | None = None) -> None:
         """Set the tag of an entry, and a copy of the descriptor in place of an older one. Makes one that is missing."""
