@@ -23,9 +23,6 @@ from deploy.keeper.children import Children, Kept
 from deploy.keeper.messages import Answer, Event, PartRow, Request, decode_told, encode
 from epd_serve.packets import close_all, receive_packet, send_packet
 
-READY = "ready"
-"""Of the entry that a part has from when it was ready."""
-
 POLL_S = 0.05
 ANSWER_S = 10
 """For the kernel to take a request. A keeper that is stopped takes some hundred."""
@@ -238,7 +235,7 @@ class InProcess:
         return ()
 
     async def ready(self) -> None:
-        await self.note(READY, b"")
+        """Nobody starts this process again."""
 
     async def over(self, code: int) -> None:
         self.code = code
@@ -319,7 +316,7 @@ class KeeperClient:
         return self._signals.follow()
 
     async def ready(self) -> None:
-        await self.note(READY, b"")
+        await self._ask(messages.Ready())
 
     async def over(self, code: int) -> None:
         await self._ask(messages.Over(code))

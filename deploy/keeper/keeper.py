@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 from deploy.host import event_loop
 from deploy.keeper import messages
 from deploy.keeper.children import Children
-from deploy.keeper.client import READY, Keeper, KeeperClient
+from deploy.keeper.client import Keeper, KeeperClient
 from deploy.keeper.messages import Answer, Event, Request, decode_request, encode
 from epd_serve.lifeline import die_with_parent, name_process
 from epd_serve.packets import close_all, packet_pair, receive_packet, send_packet
@@ -99,6 +99,7 @@ class _Kept:
     Attributes:
         channel: to the life of now. pid: of that one; None between two lives.
         due: monotonic, when the next one is forked.
+        was_ready: some life of it was.
     """
 
     part: Part
@@ -109,11 +110,7 @@ class _Kept:
     failures: int = 0
     begun: float = 0.0
     due: float = 0.0
-
-    @property
-    def was_ready(self) -> bool:
-        """Some life of it was."""
-        return READY in self.children.kept
+    was_ready: bool = False
 
 
 @dataclass(frozen=True)
@@ -358,6 +355,8 @@ class _Keeping:
                 children.forget(name)
             case messages.List():
                 return self._list(children)
+            case messages.Ready():
+                kept.was_ready = True
             case messages.Over(code):
                 if not kept.part.controls:
                     raise ValueError(f"the {kept.part.name} does not say what is over")

@@ -43,6 +43,10 @@ class List(msgspec.Struct, tag=True, frozen=True):
     pass
 
 
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    pass
+
+
 class Over(msgspec.Struct, tag=True, frozen=True):
     code: int
 
@@ -111,7 +115,7 @@ class Signalled(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
-Request = Spawn | Adopt | Note | Forget | List | Over
+Request = Spawn | Adopt | Note | Forget | List | Ready | Over
 Answer = Listed | Done | Refused
 Event = Exited | Signalled
 
