@@ -26,6 +26,7 @@ from deploy.agent.wiring import STAGE_HOST, Site, wire
 from deploy.host.environment import stage_environment
 from deploy.host.ports import free_ports
 from deploy.host.rundir import RunDir
+from deploy.keeper.client import InProcess
 from deploy.options.engines import command_of
 from deploy.plan.blueprint import Blueprint
 from epd_serve.demo.presets import write_preset
@@ -125,14 +126,15 @@ def seconds_to_ready(blueprint: Blueprint, plan: InstancePlan) -> float:
         site = Site(run, config.kv_staging_mib << 20)
         stage = wire(order, site, port, os.urandom(6).hex())
         command = command_of(stage)
-        spawn = Spawn(command.argv, stage_environment(command.env, run.path, blueprint.device))
+        spawn = Spawn(command.argv, stage_environment(command.env, run.path, blueprint.device), plan.id)
         return asyncio.run(_start(blueprint, spawn, run, plan.id, stage.port))
 
 
 async def _start(blueprint: Blueprint, spawn: Spawn, run: RunDir, instance: str, port: int) -> float:
     begun, config = time.monotonic(), blueprint.config
     log = run.log("template")
-    async with stage_starts(config.stage_template, blueprint.device, spawn, blueprint.model, log, print) as start:
+    setting, device, keeper = config.stage_template, blueprint.device, InProcess()
+    async with stage_starts(setting, device, spawn, blueprint.model, log, print, keeper) as start:
         return await _ready(begun, await StageLife.begin(spawn, run.log(instance), start), run, instance, port)
 
 

@@ -54,7 +54,7 @@ class Agent:
         self._arena: asyncio.Task[None] | None = None
         self._stops: dict[str, asyncio.Task[None]] = {}
         parallel = setup.blueprint.config.parallel_starts if setup.blueprint.device == "cpu" else 0
-        self._supervisor = Supervisor(self._instances, setup.patience, parallel, executed(keeper))
+        self._supervisor = Supervisor(self._instances, setup.patience, parallel, start=executed(keeper))
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -62,7 +62,7 @@ class Agent:
         blueprint, run = self._setup.blueprint, self._setup.run
         a_stage = self._spawn(wire(orders(blueprint)[0], self._setup.site, 0, ""))
         setting, device = blueprint.config.stage_template, blueprint.device
-        starts = stage_starts(setting, device, a_stage, blueprint.model, run.log(TEMPLATE), self._say)
+        starts = stage_starts(setting, device, a_stage, blueprint.model, run.log(TEMPLATE), self._say, self._keeper)
         async with starts as self._supervisor.start:
             await self._adopt()
             recording = asyncio.create_task(self._records.run(), name="records")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -42,35 +41,19 @@ class Process(Protocol):
     def poll(self) -> int | None:
         """Its exit code, minus a signal's number where one ended it; None while it runs."""
 
+    async def exited(self) -> int:
+        """Wait for its end."""
+
 
 Start = Callable[[Spawn, BinaryIO], Awaitable[Process]]
 """Starts a process that writes to the log; OSError when it cannot."""
-
-
-async def execute(command: Spawn, log: BinaryIO) -> Process:
-    """Start the command as a program of its own."""
-    return subprocess.Popen(  # noqa: ASYNC220 - returns at once; from a thread it would die with it
-        command.argv,
-        env=dict(command.env),
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only; the group is killed as one
-    )
 
 
 def executed(keeper: Keeper) -> Start:
     """Starts a command as a program of its own, a child of the keeper's."""
 
     async def start(command: Spawn, log: BinaryIO) -> Process:
-        spawning = asyncio.ensure_future(
-            keeper.spawn(command.name, command.argv, command.env, output=log.fileno(), tag=command.tag())
-        )
-        try:
-            return await asyncio.shield(spawning)
-        except asyncio.CancelledError:  # it may have begun: nobody else would know of it
-            processes.signal_group((await spawning).pid, signal.SIGKILL)
-            raise
+        return await keeper.spawn(command.name, command.argv, command.env, output=log.fileno(), tag=command.tag())
 
     return start
 
@@ -97,7 +80,7 @@ class StageLife:
         self._torn = b""
 
     @classmethod
-    async def begin(cls, command: Spawn, log_path: Path, start: Start = execute) -> StageLife:
+    async def begin(cls, command: Spawn, log_path: Path, start: Start) -> StageLife:
         """Start the process; its output is appended to the log.
 
         Raises:
@@ -113,10 +96,7 @@ class StageLife:
 
     async def exited(self) -> int:
         """Wait for the process to end. The caller bounds the wait."""
-        while True:  # a poll, because pidfds and child watchers are missing in some containers
-            if (code := self._process.poll()) is not None:
-                return code
-            await asyncio.sleep(EXIT_POLL_S)
+        return await self._process.exited()
 
     def new_log_lines(self) -> list[str]:
         """Complete lines written since the last call."""

@@ -12,13 +12,13 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from deploy.agent.record import Record
-from deploy.agent.stage_life import Process, Spawn, StageLife, Start, execute
+from deploy.agent.stage_life import Process, Spawn, StageLife, Start
 from deploy.agent.waits import Patience, until_ready, until_trouble
 from deploy.runtime.protocol import Phase
 from epd_serve.errors import ConfigError, EpdError, StageError
@@ -101,10 +101,11 @@ class Supervisor:
 
     Args:
         parallel_starts: stages that start at once; 0: all.
+        start: starts one.
     """
 
     def __init__(
-        self, events: StageEvents, patience: Patience | None = None, parallel_starts: int = 0, start: Start = execute
+        self, events: StageEvents, patience: Patience | None = None, parallel_starts: int = 0, *, start: Start
     ) -> None:
         self.events = events
         self.patience = patience or Patience()
@@ -243,7 +244,8 @@ class Supervisor:
                 stage.log_path.touch()
                 record.begins(stage.log_path.stat().st_size)
                 self.events.before_spawn(stage.id, record.incarnation)
-                one.life = await StageLife.begin(stage.command(record.incarnation), stage.log_path, self.start)
+                command = replace(stage.command(record.incarnation), name=stage.id)
+                one.life = await StageLife.begin(command, stage.log_path, self.start)
                 record.spawned(one.life)
                 self.events.spawned(stage.id, one.life.pid)
             phase = partial(self.events.phase, stage.id)

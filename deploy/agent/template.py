@@ -1,7 +1,8 @@
-"""The launcher's side of the stage template (`epd_serve.engine.template`): keeps one running, has it fork stages.
+"""An agent's side of the stage template (`epd_serve.engine.template`): keeps one running, has it fork stages.
 
 A template that dies costs no stage that runs; another one is started. One that cannot be (an import that fails, a
-thread that would be lost) says why, and stages are then executed, as is every stage that it cannot do right.
+thread that would be lost) says why, and stages are then executed, as is every stage that it cannot do right. The socket
+on which it is asked is noted with the keeper, so that the next agent goes on with the same template.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import asyncio
 import contextlib
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -18,11 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from deploy.agent.stage_life import Process, Spawn, Start, execute
+from deploy.agent.stage_life import Process, Spawn, Start, executed
 from deploy.agent.stage_log import failure_reason
 from deploy.host import processes
+from deploy.keeper.children import PASSED_FROM
+from deploy.keeper.client import Child, Keeper
 from epd_serve.engine.argv import OF_A_STAGE_ENV, STAGE_ENV, STAGE_MODULE
-from epd_serve.engine.template.messages import API_SERVER_NAME, NUMBER, READY, StageRequest, encode_request
+from epd_serve.engine.template.messages import API_SERVER_NAME, GO, NUMBER, READY, StageRequest, send_request
+from epd_serve.packets import close_all, packet_pair
+
+NAME = "template"
+"""Of its entry with the keeper."""
 
 READY_S = 300.0
 """For importing all of it, on a disk that has not seen it yet."""
@@ -31,6 +37,7 @@ ANSWER_S = 20.0
 """For a fork. A template that is stopped gives no answer."""
 
 _POLL_S = 0.1
+_KILL_TIMEOUT_S = 5.0
 _SHORT_LIVES, _SHORT_S = 3, 60.0  # so many templates in a row that lived no longer than this are enough
 
 
@@ -52,7 +59,7 @@ def common_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 @contextlib.asynccontextmanager
 async def stage_starts(
-    setting: str, device: str, a_stage: Spawn, model: str, log_path: Path, say: Callable[[str], None]
+    setting: str, device: str, a_stage: Spawn, model: str, log_path: Path, say: Callable[[str], None], keeper: Keeper
 ) -> AsyncIterator[Start]:
     """How the stages of a launch are started, as long as this is open: by a template or as programs of their own.
 
@@ -65,33 +72,11 @@ async def stage_starts(
     """
     wanted = setting == "always" or (setting == "auto" and device == "cpu")
     if not (wanted and forkable(a_stage)):
-        yield execute
+        yield executed(keeper)
         return
-    template = Template(model, common_environment(a_stage.env), log_path, say)
+    template = Template(model, common_environment(a_stage.env), log_path, say, keeper)
     async with template.running():
         yield template.start
-
-
-class ForkedRoot:
-    """A stage's root: a `stage_life.Process` whose end is told by its connection, because T is its parent."""
-
-    def __init__(self, pid: int, connection: socket.socket) -> None:
-        self.pid = pid
-        self._connection = connection
-        self._exit_code: int | None = None
-
-    def poll(self) -> int | None:
-        if self._exit_code is None:
-            try:
-                said = self._connection.recv(NUMBER.size)
-            except BlockingIOError:
-                return None
-            except OSError:
-                said = b""
-            # Without a word: it was killed, and all of the stage with it.
-            self._exit_code = NUMBER.unpack(said)[0] if len(said) == NUMBER.size else -signal.SIGKILL
-            self._connection.close()
-        return self._exit_code
 
 
 class Template:
@@ -102,6 +87,7 @@ class Template:
         env: of the template: what all stages have in common.
         log_path: file that gets what the template writes.
         say: takes a line for the operator.
+        keeper: whose children the template and its stages are.
         program: what Python is told to run; tests put a stand-in here.
     """
 
@@ -111,6 +97,7 @@ class Template:
         env: Mapping[str, str],
         log_path: Path,
         say: Callable[[str], None],
+        keeper: Keeper,
         program: tuple[str, ...] = ("-m", "epd_serve.engine.template"),
     ) -> None:
         self._env = env
@@ -118,12 +105,14 @@ class Template:
         self._program = program
         self._log_path = log_path
         self._say = say
+        self._keeper = keeper
+        self._execute = executed(keeper)
         self._settled = asyncio.Event()  # one is ready, or there will be none
         self._ready: _Running | None = None
-        self._turn = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
+        """As long as this is open. It goes on with a template that is there, and ends it in the end."""
         kept = asyncio.create_task(self._keep(), name="template")
         try:
             yield
@@ -135,40 +124,39 @@ class Template:
     async def start(self, command: Spawn, log: BinaryIO) -> Process:
         """Fork the stage, or execute its command where that cannot be: a `deploy.agent.stage_life.Start`."""
         if not forkable(command):
-            return await execute(command, log)
+            return await self._execute(command, log)
         instance = command.env[STAGE_ENV]
         if differing := {name for name, _ in common_environment(command.env).items() ^ self._env.items()}:
             self._say(f"{instance} is not forked, its environment is another: {', '.join(sorted(differing))}")
-            return await execute(command, log)
+            return await self._execute(command, log)
         await self._settled.wait()
         if (template := self._ready) is not None:
-            request = StageRequest(instance, list(command.argv[3:]), dict(command.env))
             try:
-                return await self._fork(template, request, log)
+                return await self._fork(template, command, log)
             except (OSError, EOFError, TimeoutError) as error:
                 self._say(f"{instance} is not forked, the template does not answer: {error or type(error).__name__}")
-                template.process.kill()  # whoever knows what it would make of the next request
-        return await execute(command, log)
+                processes.signal_process(
+                    template.process.pid, signal.SIGKILL
+                )  # whoever knows what it would make of the next request
+        return await self._execute(command, log)
 
-    async def _fork(self, template: _Running, request: StageRequest, log: BinaryIO) -> Process:
+    async def _fork(self, template: _Running, command: Spawn, log: BinaryIO) -> Process:
         """Raises OSError, EOFError or TimeoutError; a root that was forked all the same then ends itself."""
-        loop = asyncio.get_running_loop()
-        ours, roots = socket.socketpair()
+        request = StageRequest(command.env[STAGE_ENV], list(command.argv[3:]), dict(command.env), self._keeper.pid)
+        ours, roots = packet_pair()
         ours.setblocking(False)
-        try:
+        with ours:
+            with roots:
+                send_request(template.connection, request, log.fileno(), roots.fileno())
             async with asyncio.timeout(ANSWER_S):
-                with roots:
-                    async with self._turn:
-                        head, body = encode_request(request)
-                        socket.send_fds(template.connection, [head], [log.fileno(), roots.fileno()])
-                        await loop.sock_sendall(template.connection, body)
-                answer = await loop.sock_recv(ours, NUMBER.size)
-                if len(answer) < NUMBER.size:
-                    raise EOFError("the fork ended at once")
-        except BaseException:
-            ours.close()
-            raise
-        return ForkedRoot(NUMBER.unpack(answer)[0], ours)
+                answer = await asyncio.get_running_loop().sock_recv(ours, NUMBER.size)
+            if len(answer) < NUMBER.size:
+                raise EOFError("the fork ended at once")
+            (pid,) = NUMBER.unpack(answer)
+            root = await self._keeper.adopt(command.name, pid, tag=command.tag())
+            with contextlib.suppress(OSError):  # it has been killed, which its end will tell
+                ours.send(GO)
+            return root
 
     async def _keep(self) -> None:
         """One template after the other, until cancelled or until one cannot be."""
@@ -190,51 +178,68 @@ class Template:
 
     async def _live(self) -> str | None:
         """One template, until it ends. Why it was never ready; None for one that was."""
-        ours, its = socket.socketpair()
+        begun = self._log_path.stat().st_size if self._log_path.exists() else 0
+        template = await self._adopted() or await self._started()
+        try:
+            said = await _first_words(template)
+            if said != READY:
+                written = self._log_path.read_bytes()[begun:].decode(errors="replace")
+                return said.decode(errors="replace") or failure_reason(written, template.process.poll())
+            self._ready = template
+            self._settled.set()
+            await template.process.exited()
+            self._settled.clear()
+            return None
+        finally:
+            self._ready = None
+            template.connection.close()
+            await self._ended(template.process)
+
+    async def _adopted(self) -> _Running | None:
+        """That of an agent before us, if it can be asked."""
+        found: _Running | None = None
+        for entry in await self._keeper.entries():
+            if entry.descriptor is None or entry.name != NAME or entry.child is None or entry.child.poll() is not None:
+                close_all([] if entry.descriptor is None else [entry.descriptor])
+            else:
+                found = _Running(entry.child, socket.socket(fileno=entry.descriptor))
+        return found
+
+    async def _started(self) -> _Running:
+        ours, its = packet_pair()
         ours.setblocking(False)
-        with ours, its, self._log_path.open("ab") as log:
-            begun = log.tell()
-            argv = (sys.executable, *self._program, str(its.fileno()), self._model)
-            process = subprocess.Popen(  # noqa: ASYNC220 - returns at once; from a thread it would die with it
-                argv,
-                env=dict(self._env),
-                pass_fds=[its.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-            its.close()
-            try:
-                said = await _first_words(ours, process)
-                if said != READY:
-                    written = self._log_path.read_bytes()[begun:].decode(errors="replace")
-                    return said.decode(errors="replace") or failure_reason(written, process.poll())
-                self._ready = _Running(process, ours)
-                self._settled.set()
-                while process.poll() is None:  # noqa: ASYNC110 - there is nothing that could set an event
-                    await asyncio.sleep(_POLL_S)
-                self._settled.clear()
-                return None
-            finally:
-                self._ready = None
-                process.kill()
-                process.wait()
+        argv = (sys.executable, *self._program, str(PASSED_FROM), self._model)
+        try:
+            with its, self._log_path.open("ab") as log:
+                await self._keeper.note(NAME, b"", ours.fileno())  # first: nobody could ask one that is not noted
+                child = await self._keeper.spawn(NAME, argv, self._env, output=log.fileno(), passed=[its.fileno()])
+        except BaseException:
+            ours.close()
+            raise
+        return _Running(child, ours)
+
+    async def _ended(self, process: Child) -> None:
+        """It is ended, if it runs, and forgotten."""
+        processes.signal_process(process.pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_KILL_TIMEOUT_S):
+                await process.exited()
+                await self._keeper.forget(NAME)
 
 
 @dataclass(frozen=True)
 class _Running:
-    process: subprocess.Popen[bytes]
+    process: Child
     connection: socket.socket
 
 
-async def _first_words(connection: socket.socket, process: subprocess.Popen[bytes]) -> bytes:
-    """`READY`, or why it cannot be; nothing when it ends without a word."""
+async def _first_words(template: _Running) -> bytes:
+    """`READY`, or why it cannot be; nothing when it ends without a word. They stay to be heard by the next agent."""
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         with contextlib.suppress(BlockingIOError):
-            return connection.recv(4096)
-        if process.poll() is not None:
+            return template.connection.recv(4096, socket.MSG_PEEK)
+        if template.process.poll() is not None:
             return b""
         await asyncio.sleep(_POLL_S)
     return f"it was not ready within {READY_S:.0f} s".encode()

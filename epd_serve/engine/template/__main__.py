@@ -1,6 +1,7 @@
 """`python -m epd_serve.engine.template SOCKET MODEL`: the template of a launch's stages.
 
-SOCKET is the number of an inherited descriptor, one of a pair whose other end is the launcher's (`messages.py`).
+SOCKET is the number of an inherited descriptor, one of a pair whose other end agents have (`messages.py`), each in its
+turn: the keeper of the launch keeps it open.
 """
 
 from __future__ import annotations

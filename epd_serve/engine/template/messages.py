@@ -1,8 +1,9 @@
-"""What the launcher and the template say to each other, over a pair of sockets. No vLLM, no torch.
+"""What an agent and the template say to each other, over a pair of sockets. No vLLM, no torch.
 
-The template says `READY`, or why it cannot be one. The launcher then sends requests, each with two descriptors: the
-file that gets the stage's output, and the socket on which the stage's root answers with two numbers: its pid at once,
-and in the end how the stage's API server ended (an exit code, or minus a signal).
+The template says `READY`, or why it cannot be one. That is all it ever says, and nobody takes it off the socket, so
+that an agent which comes later sees it, too. The agent sends requests, each with two descriptors: the file that gets
+the stage's output, and a socket of the stage's root. There the root says its pid and waits for `GO`: until then it has
+done nothing, and ends when the other end is closed.
 """
 
 from __future__ import annotations
@@ -12,40 +13,43 @@ import socket
 import struct
 from dataclasses import asdict, dataclass
 
+from epd_serve.packets import receive_packet, send_packet
+
 READY = b"ready\n"
+GO = b"go\n"
 NUMBER = struct.Struct("=i")
 API_SERVER_NAME = "API server"  # what the kernel calls the process that the root forks first
-
-_LENGTH = struct.Struct("=I")
 
 
 @dataclass(frozen=True)
 class StageRequest:
-    """A stage to start: what to call it, the flags of vLLM's API server, and its complete environment."""
+    """A stage to start.
+
+    Attributes:
+        flags: of vLLM's API server. env: its complete environment.
+        parent: pid of the process whose child the root is to become, as an orphan does, and with which it dies.
+    """
 
     instance: str
     flags: list[str]
     env: dict[str, str]
+    parent: int
 
 
-def encode_request(request: StageRequest) -> tuple[bytes, bytes]:
-    """Head and body. The head takes the descriptors along: first that of the log, then that of the root's socket."""
-    body = json.dumps(asdict(request)).encode()
-    return _LENGTH.pack(len(body)), body
+def send_request(template: socket.socket, request: StageRequest, log: int, root: int) -> None:
+    """Ask for a stage.
+
+    Raises:
+        OSError: the template has gone, or does not read.
+    """
+    send_packet(template, json.dumps(asdict(request)).encode(), (log, root))
 
 
-def receive_request(launcher: socket.socket) -> tuple[StageRequest, int, int]:
+def receive_request(agent: socket.socket) -> tuple[StageRequest, int, int]:
     """The request, and the two descriptors.
 
     Raises:
-        EOFError: the launcher has gone.
+        EOFError: nobody can ask any more.
     """
-    head, descriptors, _, _ = socket.recv_fds(launcher, _LENGTH.size, 2, socket.MSG_CMSG_CLOEXEC | socket.MSG_WAITALL)
-    if len(head) < _LENGTH.size:
-        raise EOFError
-    (length,) = _LENGTH.unpack(head)
-    body = launcher.recv(length, socket.MSG_WAITALL)
-    if len(body) < length:
-        raise EOFError
-    log, root = descriptors
-    return StageRequest(**json.loads(body)), log, root
+    message, (log, root) = receive_packet(agent)
+    return StageRequest(**json.loads(message)), log, root

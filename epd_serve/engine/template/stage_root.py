@@ -3,7 +3,8 @@
 It forks vLLM's API server first, then whatever the stage's processes ask for (`context.py`): EngineCore, workers. An
 end costs what the kernel's chain of parents costs in an ordinary start: that of the API server ends the stage, that of
 any other process ends those that it had asked for. The root's own end ends all of them, because each has asked the
-kernel for that, and the launcher's end ends the root. Signals to stop are for the group; the root lets them pass.
+kernel for that, and the root's parent, the keeper of the launch, ends the root in the same way. How the API server
+ended is how the root ends. Signals to stop are for the group; the root lets them pass.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from epd_serve.engine.template.messages import NUMBER
-from epd_serve.lifeline import die_with_parent
+from epd_serve.lifeline import die_with_parent, end_by
 
 _ASKER = struct.Struct("=i")  # pid of who asks
 _MAX_DESCRIPTORS = 250  # the kernel takes 253 in a message
@@ -49,11 +50,9 @@ class StageRoot:
     """Serves until the API server ends, and does not come back then; comes back in every process that it forks.
 
     Attributes:
-        launcher: where the root's pid and the end of the API server are said.
         requests: where the stage's processes ask for others.
     """
 
-    launcher: socket.socket
     requests: socket.socket
     forks: dict[int, Fork] = field(default_factory=dict)  # those not waited for yet, by pid
 
@@ -67,18 +66,12 @@ class StageRoot:
         for end in (ended, wake):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        self._own = [self.launcher.fileno(), self.requests.fileno(), ended, wake]
-        try:
-            self.launcher.sendall(NUMBER.pack(os.getpid()))  # first: a launcher that has given up gets no stage
-        except OSError:
-            os._exit(0)
+        self._own = [self.requests.fileno(), ended, wake]
         self._api_server = self._fork(Fork(asked_by=0, status=-1))
         if self._api_server == 0:
             return api_server
         while True:
-            ready, _, _ = select.select(self._own[:3], [], [])
-            if self.launcher.fileno() in ready:  # it never says anything: it has gone
-                self._end()
+            ready, _, _ = select.select(self._own[:2], [], [])
             if ended in ready:
                 os.read(ended, 4096)
                 self._collect()
@@ -128,20 +121,20 @@ class StageRoot:
                 return
             fork, code = self.forks.pop(pid), os.waitstatus_to_exitcode(status)
             if pid == self._api_server:
-                with contextlib.suppress(OSError):  # the launcher has gone
-                    self.launcher.sendall(NUMBER.pack(code))
-                self._end()
+                self._end(code)
             _say(fork.status, code)
             os.close(fork.status)
             for other, of_other in self.forks.items():
                 if of_other.asked_by == pid:
                     os.kill(other, signal.SIGKILL)
 
-    def _end(self) -> None:
+    def _end(self, code: int) -> None:
         """Ends what it has forked. Python's resource trackers see that all have gone, and clean up after them."""
         for pid in self.forks:
             os.kill(pid, signal.SIGKILL)
-        os._exit(0)
+        if code < 0:
+            end_by(signal.Signals(-code))
+        os._exit(code)
 
 
 def _say(descriptor: int, number: int) -> None:

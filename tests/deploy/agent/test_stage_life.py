@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import BinaryIO
 
-from deploy.agent.stage_life import Process, Spawn, StageLife, execute
+from deploy.agent.stage_life import Process, Spawn, StageLife, executed
+from deploy.keeper.client import InProcess
 from tests.waiting import until
 
 
@@ -16,7 +17,7 @@ async def test_what_a_process_writes_before_anybody_looks_is_its_own(tmp_path: P
     log.write_text("of the life before\n")
 
     async def ended_at_once(command: Spawn, log: BinaryIO) -> Process:
-        process = await execute(command, log)
+        process = await executed(InProcess())(command, log)
         await until(lambda: process.poll() is not None)
         return process
 

@@ -14,16 +14,22 @@ from pathlib import Path
 
 import pytest
 
-from deploy.agent.stage_life import Spawn
+from deploy.agent.stage_life import Spawn, Start, executed
 from deploy.agent.supervisor import StageSpec, Supervisor
 from deploy.agent.waits import Patience
 from deploy.host import processes
 from deploy.host.ports import free_ports
+from deploy.keeper.client import InProcess
 from epd_serve.errors import ConfigError, StageError
 from tests.waiting import PATIENCE_S, until
 
 FAKE_STAGE = str(Path(__file__).parents[1] / "fake_stage.py")
 QUICK = Patience(poll_s=0.03, backoff_s=0.1, health_every_s=0.05, stop_grace_s=1.0, health_timeout_s=PATIENCE_S)
+
+
+def started() -> Start:
+    """Each supervisor has children of its own."""
+    return executed(InProcess())
 
 
 @dataclass
@@ -81,7 +87,7 @@ async def all_answered(supervisor: Supervisor, *stages: StageSpec) -> None:
 
 async def test_a_stage_is_up_when_it_answers_and_its_phases_are_told(tmp_path: Path) -> None:
     events = Recorder()
-    async with running(Supervisor(events, QUICK), spec(tmp_path)):
+    async with running(Supervisor(events, QUICK, start=started()), spec(tmp_path)):
         await until(lambda: events.of("up"))
     assert [line[2] for line in events.of("phase")] == ["importing", "starting engine"]
     assert not processes.group_members(events.pids["E0"][0])
@@ -89,7 +95,7 @@ async def test_a_stage_is_up_when_it_answers_and_its_phases_are_told(tmp_path: P
 
 async def test_a_killed_stage_is_reported_and_restarted_with_a_new_incarnation(tmp_path: Path) -> None:
     events = Recorder()
-    async with running(Supervisor(events, QUICK), spec(tmp_path, "E0", "--child")):
+    async with running(Supervisor(events, QUICK, start=started()), spec(tmp_path, "E0", "--child")):
         await until(lambda: events.of("up"))
         first = events.pids["E0"][0]
         os.kill(first, signal.SIGKILL)
@@ -103,7 +109,7 @@ async def test_a_killed_stage_is_reported_and_restarted_with_a_new_incarnation(t
 
 async def test_restarts_back_off_and_go_on(tmp_path: Path) -> None:
     events = Recorder()
-    async with running(Supervisor(events, replace(QUICK, settled_s=3600.0)), spec(tmp_path)):
+    async with running(Supervisor(events, replace(QUICK, settled_s=3600.0), start=started()), spec(tmp_path)):
         for life in range(3):
             await until(lambda life=life: len(events.of("up")) > life)
             os.kill(events.pids["E0"][-1], signal.SIGKILL)
@@ -113,7 +119,7 @@ async def test_restarts_back_off_and_go_on(tmp_path: Path) -> None:
 
 async def test_a_stage_that_was_healthy_for_long_is_restarted_at_once(tmp_path: Path) -> None:
     events = Recorder()
-    async with running(Supervisor(events, replace(QUICK, settled_s=0.0)), spec(tmp_path)):
+    async with running(Supervisor(events, replace(QUICK, settled_s=0.0), start=started()), spec(tmp_path)):
         for life in range(2):
             await until(lambda life=life: len(events.of("up")) > life)
             os.kill(events.pids["E0"][-1], signal.SIGKILL)
@@ -123,7 +129,7 @@ async def test_a_stage_that_was_healthy_for_long_is_restarted_at_once(tmp_path: 
 
 async def test_a_first_start_that_fails_is_over_with_the_reason_and_concerns_no_other(tmp_path: Path) -> None:
     events = Recorder()
-    supervisor = Supervisor(events, QUICK)
+    supervisor = Supervisor(events, QUICK, start=started())
     async with running(supervisor, spec(tmp_path, "E0"), spec(tmp_path, "P0", "--fail", "bad dtype")):
         with pytest.raises(StageError, match="stage P0 did not start: ValueError: bad dtype") as failed:
             await asyncio.wait_for(supervisor.answered("P0"), PATIENCE_S)
@@ -135,7 +141,7 @@ async def test_a_first_start_that_fails_is_over_with_the_reason_and_concerns_no_
 
 
 async def test_a_start_beyond_its_deadline_is_a_failure(tmp_path: Path) -> None:
-    supervisor = Supervisor(Recorder(), replace(QUICK, start_s=0.5))
+    supervisor = Supervisor(Recorder(), replace(QUICK, start_s=0.5), start=started())
     async with running(supervisor, spec(tmp_path, "E0", "--delay", "60")):
         with pytest.raises(StageError, match="not ready within"):
             await asyncio.wait_for(supervisor.answered("E0"), PATIENCE_S)
@@ -143,7 +149,7 @@ async def test_a_start_beyond_its_deadline_is_a_failure(tmp_path: Path) -> None:
 
 async def test_an_executable_that_is_missing_is_a_failure_with_its_name(tmp_path: Path) -> None:
     missing = replace(spec(tmp_path), command=lambda _: Spawn(("/no/such/python",), {}))
-    supervisor = Supervisor(Recorder(), QUICK)
+    supervisor = Supervisor(Recorder(), QUICK, start=started())
     async with running(supervisor, missing):
         with pytest.raises(StageError, match="/no/such/python"):
             await asyncio.wait_for(supervisor.answered("E0"), PATIENCE_S)
@@ -154,7 +160,7 @@ async def test_what_cannot_be_prepared_is_not_started(tmp_path: Path) -> None:
         raise ConfigError("arena: no room")
 
     events, stage = Recorder(), replace(spec(tmp_path), prepare=no_room)
-    supervisor = Supervisor(events, QUICK)
+    supervisor = Supervisor(events, QUICK, start=started())
     async with running(supervisor, stage):
         with pytest.raises(StageError, match="cannot be started: arena: no room"):
             await asyncio.wait_for(supervisor.answered("E0"), PATIENCE_S)
@@ -163,7 +169,11 @@ async def test_what_cannot_be_prepared_is_not_started(tmp_path: Path) -> None:
 
 async def test_a_stage_is_added_and_removed_beside_others(tmp_path: Path) -> None:
     events = Recorder()
-    supervisor, one, other = Supervisor(events, QUICK), spec(tmp_path, "E0"), spec(tmp_path, "E1", "--child")
+    supervisor, one, other = (
+        Supervisor(events, QUICK, start=started()),
+        spec(tmp_path, "E0"),
+        spec(tmp_path, "E1", "--child"),
+    )
     async with running(supervisor, one):
         await all_answered(supervisor, one)
         supervisor.add(other)
@@ -178,7 +188,10 @@ async def test_a_stage_is_added_and_removed_beside_others(tmp_path: Path) -> Non
 
 
 async def test_one_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path) -> None:
-    supervisor, stage = Supervisor(Recorder(), QUICK), spec(tmp_path, "E0", "--ignore-term")
+    supervisor, stage = (
+        Supervisor(Recorder(), QUICK, start=started()),
+        spec(tmp_path, "E0", "--ignore-term"),
+    )
     async with running(supervisor, stage):
         await all_answered(supervisor, stage)
         pid = supervisor.groups()["E0"]
@@ -188,7 +201,7 @@ async def test_one_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path
 
 async def test_a_start_that_is_removed_leaves_nothing(tmp_path: Path) -> None:
     events, stage = Recorder(), spec(tmp_path, "E0", "--delay", "600", "--child")
-    supervisor = Supervisor(events, QUICK)
+    supervisor = Supervisor(events, QUICK, start=started())
     async with running(supervisor, stage):
         await until(lambda: events.of("phase"))
         waiting = asyncio.create_task(supervisor.answered("E0"))
@@ -201,7 +214,7 @@ async def test_a_start_that_is_removed_leaves_nothing(tmp_path: Path) -> None:
 
 async def test_a_retired_stage_is_not_started_again_unless_it_is_taken_back(tmp_path: Path) -> None:
     events, one, other = Recorder(), spec(tmp_path, "P0"), spec(tmp_path, "P1")
-    supervisor = Supervisor(events, QUICK)
+    supervisor = Supervisor(events, QUICK, start=started())
     async with running(supervisor, one, other):
         await all_answered(supervisor, one, other)
         supervisor.retire("P0")
@@ -219,7 +232,7 @@ async def test_a_retired_stage_is_not_started_again_unless_it_is_taken_back(tmp_
 async def test_a_stage_that_turns_sick_is_restarted(tmp_path: Path) -> None:
     sick = tmp_path / "sick"
     events = Recorder()
-    async with running(Supervisor(events, QUICK), spec(tmp_path, "E0", "--unhealthy-file", str(sick))):
+    async with running(Supervisor(events, QUICK, start=started()), spec(tmp_path, "E0", "--unhealthy-file", str(sick))):
         await until(lambda: events.of("up"))
         sick.touch()
         await until(lambda: events.of("down"))
@@ -231,7 +244,7 @@ async def test_a_stage_that_turns_sick_is_restarted(tmp_path: Path) -> None:
 async def test_stages_of_one_turn_start_one_after_the_other(tmp_path: Path) -> None:
     events = Recorder()
     stages = [spec(tmp_path, name, "--delay", "0.3", turns=turns) for name, turns in (("E0", "01"), ("P0", "1"))]
-    supervisor = Supervisor(events, QUICK)
+    supervisor = Supervisor(events, QUICK, start=started())
     async with running(supervisor, *stages):
         await all_answered(supervisor, *stages)
     kinds = [(line[0], line[1]) for line in events.lines if line[0] != "phase"]
@@ -241,7 +254,7 @@ async def test_stages_of_one_turn_start_one_after_the_other(tmp_path: Path) -> N
 async def test_parallel_starts_are_limited(tmp_path: Path) -> None:
     events = Recorder()
     stages = [spec(tmp_path, name, "--delay", "0.3") for name in ("E0", "P0", "D0")]
-    supervisor = Supervisor(events, QUICK, parallel_starts=2)
+    supervisor = Supervisor(events, QUICK, start=started(), parallel_starts=2)
     async with running(supervisor, *stages):
         await all_answered(supervisor, *stages)
     first_up = next(at for at, line in enumerate(events.lines) if line[0] == "up")
@@ -257,7 +270,7 @@ async def test_a_command_that_cannot_be_made_any_more_is_tried_again(tmp_path: P
             raise ConfigError("mooncake_master is not on PATH")
         return one.command(incarnation)
 
-    async with running(Supervisor(events, QUICK), replace(one, command=command)):
+    async with running(Supervisor(events, QUICK, start=started()), replace(one, command=command)):
         await until(lambda: events.of("up"))
         there = False
         os.kill(events.pids["E0"][0], signal.SIGKILL)
@@ -279,7 +292,7 @@ async def test_whoever_listens_and_fails_costs_a_life_and_not_the_launch(
         told(*words)
 
     setattr(events, method, broken)
-    supervisor, stage = Supervisor(events, QUICK), spec(tmp_path)
+    supervisor, stage = Supervisor(events, QUICK, start=started()), spec(tmp_path)
     async with running(supervisor, stage):
         await all_answered(supervisor, stage)
         os.kill(events.pids["E0"][0], signal.SIGKILL)

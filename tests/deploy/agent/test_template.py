@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from deploy.agent.stage_life import Process, Spawn, StageLife
-from deploy.agent.template import ForkedRoot, Template
+from deploy.agent.template import Template
 from deploy.host import processes
 from deploy.host.environment import shm_root
+from deploy.keeper.client import Child, InProcess
 from epd_serve.engine.argv import STAGE_ENV, STAGE_MODULE
 from epd_serve.stage_plan import MEMORY_NAMES_ENV
 from tests.waiting import until
@@ -26,12 +27,25 @@ FAKE_TEMPLATE = str(Path(__file__).parents[2] / "epd_serve" / "engine" / "templa
 EVERYBODY = ("api", "core", "worker")
 
 
+class Adopting(InProcess):
+    """Knows whom it has adopted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adopted: list[int] = []
+
+    async def adopt(self, name: str, pid: int, *, tag: bytes = b"") -> Child:
+        self.adopted.append(pid)
+        return await super().adopt(name, pid, tag=tag)
+
+
 @dataclass
 class Launch:
     """A launch that has nothing but a template and stages of it."""
 
     folder: Path
     template: Template
+    keeper: Adopting
     lines: list[str]
     lives: list[StageLife] = field(default_factory=list)
     memory_names: str = field(default_factory=lambda: f"epd-test-{os.urandom(4).hex()}-")
@@ -39,7 +53,8 @@ class Launch:
     async def stage(self, act: str, *more: str, **env: str) -> StageLife:
         """A life of a stage whose processes do what the flags say."""
         command = (sys.executable, "-m", STAGE_MODULE, act, str(self.folder), *more)
-        spawn = Spawn(command, {**os.environ, STAGE_ENV: "P0", MEMORY_NAMES_ENV: self.memory_names, **env})
+        environment = {**os.environ, STAGE_ENV: "P0", MEMORY_NAMES_ENV: self.memory_names, **env}
+        spawn = Spawn(command, environment, f"P{len(self.lives)}", lambda: b"record")
         life = await StageLife.begin(spawn, self.folder / "P0.log", self.template.start)
         self.lives.append(life)
         return life
@@ -48,6 +63,9 @@ class Launch:
         life = await self.stage("serve", *more, **env)
         await until(lambda: all((self.folder / name).exists() for name in (*EVERYBODY, "heard")))
         return life
+
+    def was_forked(self, life: StageLife) -> bool:
+        return life.pid in self.keeper.adopted
 
     def pid(self, name: str) -> int:
         return int(self.read(name).split()[0])
@@ -74,6 +92,23 @@ class Launch:
         )
 
 
+async def _never(*_: object, **__: object) -> Child:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def _nothing(*_: object) -> None:
+    """Not done."""
+
+
+def _named(name: str) -> list[int]:
+    return [one.pid for one in processes.running() if one.name == name and _parent(one.pid) == os.getpid()]
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def _command(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -86,8 +121,9 @@ async def launching(folder: Path, model: str = "") -> AsyncIterator[Launch]:
     lines: list[str] = []
     env = {name: value for name, value in os.environ.items() if name != STAGE_ENV}
     log = folder / "template.log"
-    template = Template(model or f"{folder}/model", env, log, lines.append, program=(FAKE_TEMPLATE,))
-    launch = Launch(folder, template, lines)
+    keeper = Adopting()
+    template = Template(model or f"{folder}/model", env, log, lines.append, keeper, program=(FAKE_TEMPLATE,))
+    launch = Launch(folder, template, keeper, lines)
     async with template.running():
         try:
             yield launch
@@ -127,7 +163,7 @@ async def test_no_process_holds_a_descriptor_of_the_root_or_of_another(tmp_path:
         for name in EVERYBODY:
             sockets = [one for one in launch.read(f"{name} descriptors").splitlines() if one.startswith("socket:")]
             assert len(set(sockets)) < requests, f"{name} holds what is the root's: {sockets}"
-        assert len([one for one in theirs if one.startswith("socket:")]) == requests + 1
+        assert len([one for one in theirs if one.startswith("socket:")]) == requests
 
 
 @pytest.mark.parametrize("killed", ["api", "core", "worker", "root", "group"])
@@ -159,12 +195,83 @@ async def test_sigterm_to_the_group_is_for_the_processes_and_the_root_tells_of_t
         assert time.monotonic() - begun < 10
 
 
-async def test_a_launcher_that_goes_takes_the_stage_along(tmp_path: Path) -> None:
+async def test_a_root_is_the_child_of_the_keeper_and_leads_its_group(tmp_path: Path) -> None:
     async with launching(tmp_path) as launch:
         life = await launch.serving()
-        assert isinstance(life._process, ForkedRoot)
-        life._process._connection.close()
-        await until(lambda: not processes.group_members(life.pid))
+        assert launch.was_forked(life) and _parent(life.pid) == launch.keeper.pid
+        assert os.getpgid(life.pid) == os.getsid(life.pid) == life.pid
+        (entry,) = [one for one in await launch.keeper.entries() if one.pid == life.pid]
+        assert entry.tag == b"record"
+
+
+async def test_a_root_that_is_not_told_to_go_ends_itself_and_has_done_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.agent.template.GO", b"no\n")
+    async with launching(tmp_path) as launch:
+        life = await launch.stage("serve")
+        assert launch.was_forked(life) and await asyncio.wait_for(life.exited(), 20) == 0
+        assert not (tmp_path / "api").exists()
+
+
+@pytest.mark.parametrize("at", ["the pid", "the keeper's word"])
+async def test_an_agent_that_goes_between_two_steps_of_a_fork_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Whatever it had not come to is not done: its end closes the socket on which the root waits."""
+    async with launching(tmp_path) as launch:
+        await until(lambda: launch.template._ready)
+        if at == "the pid":
+            os.kill(launch.template_pid, signal.SIGSTOP)
+        else:
+            monkeypatch.setattr(launch.keeper, "adopt", _never)
+        starting = asyncio.create_task(launch.stage("serve"))
+        await until(lambda: launch.template_pid if at == "the pid" else _named("stage P0"))
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        os.kill(launch.template_pid, signal.SIGCONT)
+        await until(lambda: not _named("stage P0"))
+        monkeypatch.undo()
+        assert await launch.ended(await launch.stage("exit", "0")) == 0
+        assert not (tmp_path / "core").exists()
+
+
+async def test_a_root_whose_parent_is_not_that_keeper_ends_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with launching(tmp_path) as launch:
+        launch.keeper.pid = 1
+        with (tmp_path / "P0.log").open("ab") as log:
+            await until(lambda: launch.template._ready)
+            spawn = Spawn((sys.executable, "-m", STAGE_MODULE, "serve", str(tmp_path)), {STAGE_ENV: "P0"}, "P0")
+            assert launch.template._ready is not None
+            with pytest.raises(EOFError):
+                await launch.template._fork(launch.template._ready, spawn, log)
+
+
+async def test_another_agent_goes_on_with_the_template_and_its_stages(tmp_path: Path) -> None:
+    """The first one is killed, as far as anybody can tell: it says and closes nothing any more."""
+    async with launching(tmp_path) as launch:
+        life, first = await launch.serving(), launch.template_pid
+        launch.template._ended = _nothing  # type: ignore[assignment,method-assign]
+        for task in asyncio.all_tasks():
+            if task.get_name() == "template":
+                task.cancel()
+        other = Template(
+            launch.template._model,
+            launch.template._env,
+            tmp_path / "template.log",
+            launch.lines.append,
+            launch.keeper,
+            program=(FAKE_TEMPLATE,),
+        )
+        async with other.running():
+            launch.template = other
+            again = await launch.stage("exit", "0")
+            assert launch.was_forked(again) and await asyncio.wait_for(again.exited(), 20) == 0
+            assert launch.template_pid == first and life.exit_code is None
+            assert launch.lines == []
 
 
 async def test_a_template_that_dies_costs_no_stage_and_another_is_started(tmp_path: Path) -> None:
@@ -177,7 +284,7 @@ async def test_a_template_that_dies_costs_no_stage_and_another_is_started(tmp_pa
         life.kill()
         assert await launch.ended(life) == -signal.SIGKILL
         again = await launch.stage("exit", "0")
-        assert isinstance(again._process, ForkedRoot) and launch.template_pid != first
+        assert launch.was_forked(again) and launch.template_pid != first
 
 
 async def test_a_template_that_does_not_answer_costs_one_life_the_fork(
@@ -189,26 +296,26 @@ async def test_a_template_that_does_not_answer_costs_one_life_the_fork(
         template = launch.template_pid
         os.kill(template, signal.SIGSTOP)
         life = await launch.stage("exit", "0")
-        assert not isinstance(life._process, ForkedRoot)
+        assert not launch.was_forked(life)
         await until(lambda: len(launch.lines) == 2)
-        assert isinstance((await launch.stage("exit", "0"))._process, ForkedRoot)
+        assert launch.was_forked(await launch.stage("exit", "0"))
         assert launch.template_pid != template
 
 
 async def test_a_template_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
     async with launching(tmp_path) as launch:
         for death in range(1, 4):
-            assert isinstance((await launch.stage("exit", "0"))._process, ForkedRoot)
+            assert launch.was_forked(await launch.stage("exit", "0"))
             os.kill(launch.template_pid, signal.SIGKILL)
             await until(lambda death=death: len(launch.lines) >= death)
-        assert not isinstance((await launch.stage("exit", "0"))._process, ForkedRoot)
+        assert not launch.was_forked(await launch.stage("exit", "0"))
         assert len(launch.lines) == 4
 
 
 async def test_a_template_that_cannot_be_says_why_and_stages_are_executed(tmp_path: Path) -> None:
     async with launching(tmp_path, model="broken") as launch:
         life = await launch.stage("exit", "0")
-        assert not isinstance(life._process, ForkedRoot)
+        assert not launch.was_forked(life)
         assert len(launch.lines) == 1 and "ImportError: no such model" in launch.lines[0]
 
 
@@ -216,7 +323,7 @@ async def test_a_stage_whose_environment_is_another_is_executed(tmp_path: Path) 
     async with launching(tmp_path) as launch:
         launch.template._env = {**launch.template._env, "OMP_WAIT_POLICY": "PASSIVE"}
         life = await launch.stage("exit", "0")
-        assert not isinstance(life._process, ForkedRoot)
+        assert not launch.was_forked(life)
         assert "OMP_WAIT_POLICY" in launch.lines[0]
 
 

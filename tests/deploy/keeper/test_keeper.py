@@ -151,6 +151,19 @@ async def test_what_a_dead_part_had_asked_for_and_nobody_had_read_is_not_done(tm
         assert await (await kept.life("agent")).do("await keeper.entries()") == []
 
 
+async def test_parts_that_are_killed_in_the_middle_of_a_question_end_nothing_else(tmp_path: Path) -> None:
+    async with keeping(tmp_path, "BACKOFF_MAX_S=0.02") as kept:
+        controller = await kept.life("controller")
+        for life in range(10):
+            agent = await kept.life("agent")
+            if life == 0:
+                await agent.do("await keeper.ready()")
+            agent.ask(f"[{ASKED.format('keeper.entries()')} for _ in range(1000)]")
+            os.kill(agent.pid, signal.SIGKILL)
+        await kept.life("agent")
+        assert await controller.do("[one.restarts for one in await keeper.parts()]") == [0, 10]
+
+
 async def test_parts_are_told_each_of_its_own(tmp_path: Path) -> None:
     async with keeping(tmp_path) as kept:
         agent, controller = await kept.life("agent"), await kept.life("controller")
@@ -257,7 +270,7 @@ async def test_a_part_that_was_never_ready_is_tried_three_times(tmp_path: Path) 
 
 
 async def test_a_part_that_was_ready_once_is_started_for_ever(tmp_path: Path) -> None:
-    async with keeping(tmp_path) as kept:
+    async with keeping(tmp_path, "BACKOFF_MAX_S=0.02") as kept:
         for life in range(6):
             agent = await kept.life("agent")
             if life == 0:
