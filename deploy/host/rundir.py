@@ -47,12 +47,17 @@ LONGEST_SOCKET_NAME = "00000000-0000-0000-0000-000000000000"
 
 @dataclass(frozen=True)
 class RunDir:
-    """One launch's directory and names. Made by `create`, removed by `remove`."""
+    """One launch's directory and names. Made by `create`, removed by `remove`.
+
+    Attributes:
+        maker: pid of the process that made this. Its forks name files by it, and remove none.
+    """
 
     launch_id: str
     path: Path
     shm: Path
     held: tuple[BinaryIO, ...] = field(default=(), compare=False, repr=False)
+    maker: int = field(default_factory=os.getpid, compare=False, repr=False)
 
     @classmethod
     def create(cls, root: Path | None = None) -> RunDir:
@@ -135,7 +140,9 @@ class RunDir:
         self._unlink(f"epd-{self.launch_id}-kv-{instance}-", self.memory_names(instance))
 
     def remove(self) -> None:
-        """Remove directory and shared memory. Any number of calls."""
+        """Remove directory and shared memory. Any number of calls; those of a fork do nothing."""
+        if os.getpid() != self.maker:
+            return
         self._unlink(f"epd-{self.launch_id}-")
         shutil.rmtree(self.path, ignore_errors=True)
         for file in self.held:

@@ -201,3 +201,16 @@ def test_a_process_group_whose_number_was_reused_is_left_alone(tmp_path: Path) -
     finally:
         stranger.kill()
         stranger.wait()
+
+
+def test_a_fork_of_who_made_it_removes_nothing(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "root")
+    run.arena.touch()
+    child = os.fork()
+    if child == 0:
+        run.remove()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert run.path.exists() and run.arena.exists()
+    run.remove()
+    assert not run.path.exists() and not run.arena.exists()
