@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from deploy.agent.setup import NODE, AgentSetup
 from deploy.agent.specs import orders
 from deploy.agent.stage_life import Process, Spawn, executed
 from deploy.agent.supervisor import StageSpec, Supervisor
+from deploy.agent.template import NAME as TEMPLATE
 from deploy.agent.template import stage_starts
 from deploy.agent.wiring import STAGE_HOST, wire
 from deploy.host.environment import stage_environment
@@ -31,9 +33,6 @@ from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StagePlan
 from store.errors import StoreError
-
-TEMPLATE = "template"
-"""The name of its entry."""
 
 
 class Agent:
@@ -125,7 +124,7 @@ class Agent:
             await asyncio.shield(stop)
         await self._records.write()
 
-    def watch(self) -> AsyncIterator[tuple[Observed, ...]]:
+    def watch(self) -> AsyncGenerator[tuple[Observed, ...]]:
         return self._instances.watch()
 
     # --- carrying it out ------------------------------------------------------------------------------------------
@@ -226,7 +225,9 @@ class Agent:
 
     async def _adopt(self) -> None:
         """Go on with what is noted. Nothing is told before all of it is known."""
-        entries = {entry.name: entry for entry in await self._keeper.entries() if entry.name != TEMPLATE}
+        entries = {entry.name: entry for entry in await self._keeper.entries()}
+        if (template := entries.pop(TEMPLATE, None)) is not None and template.descriptor is not None:
+            os.close(template.descriptor)  # it is another's to take up
         self._records.adopt({name: entry.tag for name, entry in entries.items()})
         if (master := entries.pop(MASTER_PROGRAM, None)) is not None:
             self._tier.adopt(master, self._say)

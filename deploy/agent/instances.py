@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -124,7 +124,7 @@ class Instances:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def watch(self) -> AsyncIterator[tuple[Observed, ...]]:
+    async def watch(self) -> AsyncGenerator[tuple[Observed, ...]]:
         """All of them, at once and after each change."""
         told = None
         while True:

@@ -130,6 +130,7 @@ class Supervisor:
             one.answered.set_result(None)
         if process is not None:
             one.life = StageLife(process, stage.log_path, record.log_start, record.began_at, record.born_ticks)
+            record.spawned(one.life)  # whoever had it started may not have come to say so
         one.task = asyncio.create_task(self._supervise(one), name=f"{stage.what} {stage.id}")
 
     def retire(self, stage_id: str, retired: bool = True) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 from collections import deque
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from deploy.agent.agent import Agent
+from deploy.agent.process import serve_agent
 from deploy.agent.setup import AgentSetup
 from deploy.agent.specs import orders
 from deploy.agent.waits import Patience
@@ -26,12 +28,15 @@ from deploy.keeper.client import InProcess
 from deploy.memory.shared_memory import SharedMemory
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
+from deploy.runtime.local import LocalRuntime
+from deploy.runtime.messages import AGENT_SOCKET
 from deploy.runtime.protocol import SHARED_MEMORY, Observed, Order, Phase, Runtime
 from epd_serve.engine.argv import stage_command
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StageCommand, StagePlan
 from store.arena import Arena
+from tests.deploy.agent_world import World, world_below
 from tests.deploy.fake_runtime import AnswerLostError, FakeRuntime, Fate, Harshness
 from tests.waiting import PATIENCE_S, until
 
@@ -121,15 +126,60 @@ class OfProcesses(Subject):
         os.kill(one.pid, signal.SIGKILL)
 
 
-@pytest.fixture(params=["in memory", "harsh watch", "agent"])
+class Mortal(Subject):
+    """An agent that is killed again and again."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.runtime)
+        self._world = world
+
+    def fails(self, name: str) -> None:
+        self._world.next_life(name, "--fail 'no such dtype'")
+
+    def forgives(self, name: str) -> None:
+        self._world.next_life(name, "")
+
+    async def kill(self, name: str) -> None:
+        one = (await self.seen(lambda all_: all_[name].pid))[name]
+        assert one.pid is not None
+        os.kill(one.pid, signal.SIGKILL)
+
+    async def dies(self) -> None:
+        """Until cancelled."""
+        chance = random.Random(0)
+        while True:
+            await asyncio.sleep(chance.uniform(0.0, 0.6))
+            await self._world.kill()
+
+
+@pytest.fixture(
+    params=[
+        "in memory",
+        "harsh watch",
+        "agent",
+        "agent over its socket",
+        pytest.param("agent that is killed again and again", marks=pytest.mark.slow),
+    ]
+)
 async def subject(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Subject]:
-    if request.param != "agent":
-        harshness = Harshness(skips_s=0.02, first_item_s=0.02) if request.param == "harsh watch" else None
-        async with FakeRuntime(harshness=harshness) as runtime:
-            yield InMemory(runtime)
-        return
-    async with processes_below(tmp_path) as (agent, stages, _):
-        yield OfProcesses(agent, stages)
+    match request.param:
+        case "agent":
+            async with processes_below(tmp_path) as (agent, stages, _):
+                yield OfProcesses(agent, stages)
+        case "agent over its socket":
+            async with served_below(tmp_path) as (runtime, stages):
+                yield OfProcesses(runtime, stages)
+        case "agent that is killed again and again":
+            async with world_below(tmp_path) as world:
+                mortal = Mortal(world)
+                dying = asyncio.create_task(mortal.dies())
+                yield mortal
+                assert not dying.done()
+                dying.cancel()
+        case _:
+            harshness = Harshness(skips_s=0.02, first_item_s=0.02) if request.param == "harsh watch" else None
+            async with FakeRuntime(harshness=harshness) as fake:
+                yield InMemory(fake)
 
 
 @contextlib.asynccontextmanager
@@ -146,6 +196,27 @@ async def processes_below(folder: Path) -> AsyncIterator[tuple[Agent, _Stages, R
     finally:
         keeper.close()
         run.remove()
+
+
+@contextlib.asynccontextmanager
+async def served_below(folder: Path) -> AsyncIterator[tuple[LocalRuntime, _Stages]]:
+    run, stages, keeper = RunDir.create(folder / "run"), _Stages(set()), InProcess()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(run.socket(AGENT_SOCKET)))
+        listening.listen()
+        serving = asyncio.create_task(
+            serve_agent(AgentSetup.of(run, LAYOUT, stages, patience=QUICK), keeper, listening)
+        )
+        runtime = LocalRuntime(run.socket(AGENT_SOCKET), print)
+        try:
+            yield runtime, stages
+        finally:
+            await runtime.close()
+            await runtime.disconnect()
+            serving.cancel()
+            await asyncio.wait([serving])
+            keeper.close()
+            run.remove()
 
 
 async def test_who_watches_sees_everything_at_once_however_late(subject: Subject) -> None:
