@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.front.doors import FrontDoors
+from deploy.front.shared import Shared
 from deploy.host.ending import Draining
-from deploy.launch.admin import Admin, serve_admin
+from deploy.keeper.client import InProcess
+from deploy.launch.admin import Admin, private_socket, serve_admin
 from proxy.registry.warm_links import GRACE_S
 
 if TYPE_CHECKING:
@@ -71,11 +73,13 @@ class Front:
         self._stack = ExitStack()
         if workers > 1:
             folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="epd-")))
+            feed = self._stack.enter_context(private_socket(folder / "feed"))
+            shared = Shared.of(listening, feed, workers)
+            self._stack.callback(shared.close)
             self._doors = FrontDoors(
                 self.settings,
-                listening,
-                folder / "feed",
-                workers=workers,
+                shared,
+                InProcess(),
                 grace_s=grace_s,
                 drain_s=drain_s,
                 say=say,
@@ -140,7 +144,7 @@ class Front:
 
     def _by_processes(self, doors: FrontDoors) -> _Answers:
         self._serves(doors)
-        return _Answers(doors.serve(), doors.metrics)
+        return _Answers(_until_ended(doors), doors.metrics)
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,17 @@ class _Answers:
     serving: Coroutine[None, None, None]
     metrics: Callable[[], Awaitable[bytes]]
     circuits: Circuits | None = None
+
+
+async def _until_ended(doors: FrontDoors) -> None:
+    """Until cancelled; then they end, and are told of the instances until they have."""
+    serving = asyncio.create_task(doors.serve())
+    try:
+        await asyncio.shield(serving)
+    finally:
+        await doors.end()
+        serving.cancel()
+        await asyncio.wait([serving])
 
 
 def _alone(link_grace_s: float) -> tuple[Background, InstanceTable]:

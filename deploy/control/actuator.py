@@ -51,10 +51,8 @@ class Actuator:
         self._wake = wake
         self._write = write
         self._say = say
-        self._paused_at: float | None = None
-        self.paused_until = 0.0
-        if paused_until > time.time():
-            self._paused_at, self.paused_until = time.monotonic(), paused_until
+        self.paused_until = paused_until
+        self._paused_at: float | None = time.monotonic() if paused_until else None
 
     async def do(self, action: Action) -> None:
         """Returns when it is accepted; may be asked for again.

@@ -6,7 +6,7 @@ What is begun goes on without whoever asked (`reconciler.py`); how far it is, `s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,15 +62,22 @@ class Controller:
         launch: the deployment's id.
         aim: makes what is wanted of a layout's text and the specs of those that may stay; raises ConfigError. Called
             in a thread.
+        parts: the processes that are no stages, by name.
     """
 
     def __init__(
-        self, launch: str, reconciler: Reconciler, doors: Doors, aim: Callable[[str, Sequence[Spec]], Wanted]
+        self,
+        launch: str,
+        reconciler: Reconciler,
+        doors: Doors,
+        aim: Callable[[str, Sequence[Spec]], Wanted],
+        parts: Callable[[], Awaitable[Mapping[str, int]]],
     ) -> None:
         self._launch = launch
         self._reconciler = reconciler
         self._doors = doors
         self._aim = aim
+        self._parts = parts
         self._restarting: asyncio.Task[None] | None = None
         self._front_trouble = ""
 
@@ -109,9 +116,14 @@ class Controller:
         Raises:
             RefusedError: it is being done.
         """
-        if self._restarting is not None and not self._restarting.done():
+        if self._front_restarts:
             raise RefusedError("the front doors are being restarted", "change_under_way")
         self._restarting = asyncio.create_task(self._restart_front(), name="restart front doors")
+
+    @property
+    def _front_restarts(self) -> bool:
+        """Also where a controller before this one has begun it."""
+        return self._doors.replacing or (self._restarting is not None and not self._restarting.done())
 
     async def _restart_front(self) -> None:
         self._front_trouble = ""
@@ -138,7 +150,7 @@ class Controller:
                 return one
         raise NotFoundError(f"there is no change {number}", code="unknown_change")
 
-    def status(self) -> dict[str, Any]:
+    async def status(self) -> dict[str, Any]:
         """What is wanted, what there is, and what is being done about it."""
         reconciler = self._reconciler
         changes = reconciler.changes
@@ -150,9 +162,9 @@ class Controller:
             "paused_s": round(reconciler.paused_s, 3),
             "change": change_json(changes.present) if changes.present is not None else None,
             "instances": [self._instance_json(one) for one in reconciler.instances],
-            "parts": dict(self._doors.pids),
+            "parts": dict(await self._parts()),
             "front": {
-                "restarting": self._restarting is not None and not self._restarting.done(),
+                "restarting": self._front_restarts,
                 "trouble": self._front_trouble,
             },
             "layouts": list(reconciler.layouts),

@@ -27,6 +27,10 @@ class Doors(Protocol):
     def pids(self) -> Mapping[str, int]:
         """Of the processes, by name."""
 
+    @property
+    def replacing(self) -> bool:
+        """They are being replaced one by one."""
+
     def publish(self, instances: Iterable[Observed], wanted: Iterable[Role]) -> None:
         """All instances there are, and the roles of the wanted layout."""
 

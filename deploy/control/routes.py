@@ -136,7 +136,7 @@ def control_routes(controller: Controller) -> APIRouter:
 
     @router.get("/deployment", operation_id="status", response_model=Deployment)
     async def status() -> Response:
-        return JSONResponse(controller.status())
+        return JSONResponse(await controller.status())
 
     @router.get(
         "/deployment/changes/{number}", operation_id="change", response_model=Change, responses={404: _REFUSALS[404]}

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import mmap
-import os
-import socket
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.front.lives import POLL_S, FrontLives
+from deploy.front.door import POLL_S, House
+from deploy.front.lives import FrontLives
+from deploy.front.shared import Shared
 from deploy.host.environment import LAUNCH_ENV, LAUNCHER_PID_ENV, module_environment
-from deploy.host.ports import BACKLOG
+from deploy.keeper.client import Keeper
 from deploy.runtime.protocol import Observed, Phase
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
@@ -34,9 +32,8 @@ class FrontDoors:
     """In the event loop that runs `serve`, a `deploy.host.ending.Draining`.
 
     Args:
-        listening: bound to host and port; closed at the end.
-        feed: where the socket is to be that they connect to.
-        workers: how many there are.
+        shared: what they have in common.
+        keeper: of their processes. Those that it has already go on as they are.
         grace_s: how long requests in flight may go on at the end. drain_s: at the end of one of them.
         say: takes a line for the operator.
         launch_id: marks the processes as those of a launch, or "".
@@ -45,18 +42,14 @@ class FrontDoors:
     Attributes:
         table: what is known of the instances. Told by `publish`, or directly by whoever watches them.
         background: tasks that feed it; what of them is down is part of being ready.
-
-    Raises:
-        ConfigError: no room for what they share.
     """
 
     def __init__(
         self,
         settings: ProxySettings,
-        listening: socket.socket,
-        feed: Path,
+        shared: Shared,
+        keeper: Keeper,
         *,
-        workers: int,
         grace_s: float,
         drain_s: float,
         say: Callable[[str], None],
@@ -66,19 +59,13 @@ class FrontDoors:
         from proxy.background import Background
         from proxy.workers.limit_shares import share_of
         from proxy.workers.roster import ParentTable
-        from proxy.workers.shared_counters import SharedCounters, shared_memory
-        from proxy.workers.shared_ledger import COUNTS, SharedLedger
+        from proxy.workers.shared_ledger import SharedLedger
         from proxy.workers.wire import Setup
 
-        listening.listen(BACKLOG)  # connections wait there while nobody is ready
-        rows = workers + 1  # who follows another one begins before that ends
-        size_bytes = SharedCounters.size_bytes(rows, COUNTS)
-        self._memory = shared_memory(size_bytes)
-        self._counters = SharedCounters(mmap.mmap(self._memory, size_bytes), rows, COUNTS)
-        self._listening = listening
-        self._feed = feed
-        self._workers = workers
-        self._setup = Setup(share_of(settings, workers), rows, grace_s, drain_s, link_grace_s)
+        self._shared = shared
+        self._keeper = keeper
+        self._counters = counters = shared.counters()
+        self._setup = Setup(share_of(settings, shared.workers), counters.rows, grace_s, drain_s, link_grace_s)
         self._say = say
         self._launch_id = launch_id
         self._leaving: set[str] = set()
@@ -87,12 +74,13 @@ class FrontDoors:
         self._lives: FrontLives | None = None
         self._hub: WorkerHub | None = None
         self._started = asyncio.Event()
-        self._replacing = asyncio.Lock()
         self.background = Background()
-        self.table = ParentTable(ledger=SharedLedger(self._counters, None), link_grace_s=link_grace_s)
+        seen = max(counters.roster(row) for row in range(counters.rows))
+        self._goes_on = seen > 0
+        self.table = ParentTable(ledger=SharedLedger(counters, None), link_grace_s=link_grace_s, after=seen)
 
     async def serve(self) -> None:
-        """Until cancelled.
+        """Until cancelled, which leaves the processes as they are: `end` comes before that, or another life.
 
         Raises:
             EpdError: a front door does not start.
@@ -100,18 +88,12 @@ class FrontDoors:
         await asyncio.to_thread(importlib.import_module, "proxy.workers.hub")  # others in this loop go on
         from proxy.workers.hub import WorkerHub
 
-        hub = self._hub = WorkerHub(self.table, self._feed, self.background)
-        lives = self._lives = FrontLives(
-            hub,
-            self._setup,
-            self._counters,
-            self._memory,
-            self._listening,
-            self._feed,
-            self._environment(),
-            grace_s=self._setup.grace_s,
-            say=self._say,
-        )
+        environment = {**module_environment(), LAUNCHER_PID_ENV: str(self._keeper.pid)}
+        if self._launch_id:
+            environment[LAUNCH_ENV] = self._launch_id
+        hub = self._hub = WorkerHub(self.table, self._shared.feed, self.background)
+        house = House(self._keeper, hub, self._shared, self._counters, environment, self._setup.grace_s)
+        lives = self._lives = FrontLives(house, self._setup, say=self._say)
         try:
             await hub.start()
             self._started.set()
@@ -119,8 +101,12 @@ class FrontDoors:
         finally:
             await hub.stop()
             await self.background.stop()
-            self._listening.close()
-            os.close(self._memory)
+
+    async def end(self) -> None:
+        """All of them, gracefully. After that connections are refused, whoever else holds the socket."""
+        if self._lives is not None:
+            await self._lives.end()
+        self._shared.refuse()
 
     async def ready(self) -> None:
         """Wait until all of them serve, and know what has been said."""
@@ -143,12 +129,13 @@ class FrontDoors:
         for instance, one in present:
             name = instance.id
             if instance != before.get(name):
-                self.table.apply(instance, up=False)
+                self.table.apply(instance, up=self._goes_on and one.serves)  # its links are in use already
             self._drain(name)
             if one.serves:
                 self.table.mark_up(name)
             else:
                 self.table.mark_down(name, one.reason or one.phase.value)
+        self._goes_on = False
 
     def drain(self, id: str) -> None:
         """Give an instance nothing new, until it is taken back or gone; what it has goes on."""
@@ -192,6 +179,11 @@ class FrontDoors:
         """Of the processes, by name: `front.0`."""
         return self._lives.pids if self._lives is not None else {}
 
+    @property
+    def replacing(self) -> bool:
+        """Whether they are being replaced one by one."""
+        return self._lives is not None and self._lives.replacing
+
     async def metrics(self) -> bytes:
         """Prometheus text of all of them together, and of the table."""
         await self._started.wait()
@@ -211,10 +203,9 @@ class FrontDoors:
 
         await self._started.wait()
         assert self._lives is not None
-        async with self._replacing:
-            if settings is not None:
-                self._lives.setup = replace(self._setup, settings=share_of(settings, self._workers))
-            await self._lives.replace()
+        if settings is not None:
+            self._lives.setup = replace(self._setup, settings=share_of(settings, self._shared.workers))
+        await self._lives.replace()
 
     # The end: `deploy.host.ending.Draining`.
 
@@ -240,11 +231,6 @@ class FrontDoors:
         counters = self._counters
         while self._lives is not None and not all(  # noqa: ASYNC110 - other processes write there
             counters.obeyed(worker.row) is Asked.DRAIN and not counters.requests(worker.row)
-            for worker in (life.worker for life in self._lives.living)
-            if worker.serving
+            for worker in self._lives.serving
         ):
             await asyncio.sleep(POLL_S)
-
-    def _environment(self) -> dict[str, str]:
-        environment = {**module_environment(), LAUNCHER_PID_ENV: str(os.getpid())}
-        return environment | ({LAUNCH_ENV: self._launch_id} if self._launch_id else {})

@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAX_DRAIN_S = 24 * 3600.0
 
 
@@ -62,9 +63,20 @@ class Ending:
     def listen(self) -> None:
         """Take the signals. In the event loop."""
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self.on_term)
-        for number in (signal.SIGINT, signal.SIGHUP):
-            loop.add_signal_handler(number, self.on_quick)
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self.take, number)
+
+    async def heed(self, signals: AsyncIterator[int]) -> None:
+        """Take those that somebody else has got, until cancelled."""
+        async for number in signals:
+            self.take(number)
+
+    def take(self, number: int) -> None:
+        """A signal has come."""
+        if number == signal.SIGTERM:
+            self.on_term()
+        else:
+            self.on_quick()
 
     def serves(self, front: Draining) -> None:
         """`front` takes requests from now on: it is what drains."""

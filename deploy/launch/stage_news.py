@@ -13,10 +13,11 @@ from epd_serve.instances import Instance
 
 class StageNews:
     """Args:
-        first: ids of the instances that the launch begins with.
+        first: ids of the instances that the launch begins with; none where it began before this process did, and
+            nothing is news that is so from the start.
 
     Attributes:
-        all_up: set when each of them has answered once.
+        all_up: set when each of them has answered once, or what there is is known.
         seen: all instances, by id.
     """
 
@@ -25,6 +26,7 @@ class StageNews:
         self.seen: Mapping[str, Observed] = {}
         self._screen = screen
         self._missing = set(first)
+        self._silent = not self._missing
 
     def instances(self) -> dict[str, Instance]:
         """What is told of their present lives."""
@@ -41,7 +43,9 @@ class StageNews:
             for gone in was.keys() - self.seen.keys():
                 self._screen.gone(gone)
             for name, one in self.seen.items():
-                self._to_screen(one, was.get(name))
+                if not self._silent:
+                    self._to_screen(one, was.get(name))
+            self._silent = False
             self._missing -= {name for name, one in self.seen.items() if one.ever_up}
             if not self._missing:
                 self.all_up.set()

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from pathlib import Path
+import socket
 
 from prometheus_client import CollectorRegistry
 
@@ -103,13 +103,13 @@ class WorkerHub:
     """Feeds of one set of workers. In the event loop of `table`, between `start` and `stop`.
 
     Args:
-        path: of the socket that workers connect to.
+        feed: bound to the path that workers connect to; closed at the end.
         background: of this process; what is down in it the workers are told.
     """
 
-    def __init__(self, table: ParentTable, path: Path, background: Background) -> None:
+    def __init__(self, table: ParentTable, feed: socket.socket, background: Background) -> None:
         self._table = table
-        self._path = path
+        self._feed = feed
         self._background = background
         self._workers: dict[int, Worker] = {}
         self._attending: set[asyncio.Task[None]] = set()
@@ -122,14 +122,12 @@ class WorkerHub:
         table.on_change = background.changed = self._roster_changed
 
     async def start(self) -> None:
-        self._path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._met, self._path)
+        self._server = await asyncio.start_unix_server(self._met, sock=self._feed)
         self._announcements.start()
 
     async def stop(self) -> None:
         if self._server is not None:
             self._server.close()
-            self._path.unlink(missing_ok=True)
         for task in self._attending:
             task.cancel()
         if self._attending:

@@ -19,14 +19,16 @@ class ParentTable(InstanceTable):
     """An instance table that calls `on_change` when its roster is another one than before.
 
     Args:
+        after: the largest number of a roster that another table before this one has given.
         options: those of `InstanceTable`.
 
     Attributes:
         number: of the present roster; 0 while nobody has said anything, and there is none.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, after: int = 0, **options: Any) -> None:
         super().__init__(**options)
+        self._after = after
         self._published: dict[str, tuple[Instance, bool, str]] = {}
         self.number = 0
         self.on_change: Callable[[], None] = lambda: None
@@ -84,7 +86,7 @@ class ParentTable(InstanceTable):
             self._changed()
 
     def _changed(self) -> None:
-        self.number += 1
+        self.number = max(self.number, self._after) + 1
         self.on_change()
 
 
@@ -102,23 +104,23 @@ class WorkerRoster:
         for gone in self._rows.keys() - now.keys():
             self._table.remove(gone)
             del self._rows[gone]
-        for instance_id, row in now.items():
-            before = self._rows.get(instance_id)
-            if before is None or _content(before) != _content(row):
-                self._take_in(row)
-                self._rows[instance_id] = row
+        changed = [row for row in now.values() if self._is_news(row)]
+        for row in changed:
+            self._table.apply(row.instance, up=row.healthy and row.served)
+            self._table.drain(row.instance.id, row.draining)
+            self._rows[row.instance.id] = row
+        for row in changed:  # once all are known: who is up may have to wait for its links to others
+            if row.healthy:
+                self._table.mark_up(row.instance.id)
+            else:
+                self._table.mark_down(row.instance.id, row.reason)
         self._table.want(roster.wanted)
         if roster.paused_s or self._table.pause.left_s:
             self._table.pause_for(roster.paused_s)
 
-    def _take_in(self, row: Row) -> None:
-        instance_id = row.instance.id
-        self._table.apply(row.instance, up=row.healthy and row.served)
-        self._table.drain(instance_id, row.draining)
-        if row.healthy:
-            self._table.mark_up(instance_id)
-        else:
-            self._table.mark_down(instance_id, row.reason)
+    def _is_news(self, row: Row) -> bool:
+        before = self._rows.get(row.instance.id)
+        return before is None or _content(before) != _content(row)
 
 
 def _content(row: Row) -> tuple[Instance, bool, str, bool]:

@@ -72,7 +72,8 @@ class SharedCounters:
         return CELL_BYTES * (_HEADER + rows * (_ROW_HEADER + slots * (1 + counts)))
 
     def ask(self, asked: Asked) -> None:
-        self._cells[_SHAPE] = asked
+        """There is no way back: who asks for less than what was asked for asks for nothing."""
+        self._cells[_SHAPE] = max(asked, self._cells[_SHAPE])
 
     @property
     def asked(self) -> Asked:

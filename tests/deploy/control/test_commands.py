@@ -48,7 +48,11 @@ class Commanded(World):
         run = RunDir.create(self.folder)
         (port,) = free_ports(1)
         self.base = f"http://127.0.0.1:{port}"
-        controller = Controller(run.launch_id, self.reconciler, self.doors, self.aim)
+
+        async def parts() -> dict[str, int]:
+            return self.doors.pids
+
+        controller = Controller(run.launch_id, self.reconciler, self.doors, self.aim, parts)
 
         async def metrics() -> bytes:
             return b"up 1\n"

@@ -137,6 +137,7 @@ class FakeDoors:
         self.restarts = 0
         self.fails = ""  # why front doors cannot be replaced
         self.pids = {"front.0": 1}
+        self.replacing = False
         self._there: dict[str, Observed] = {}
         self._seq = 0
 

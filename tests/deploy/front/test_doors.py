@@ -17,7 +17,10 @@ import pytest
 
 from deploy.front import doors as front_doors
 from deploy.front.doors import FrontDoors
+from deploy.front.shared import Shared
 from deploy.host import processes
+from deploy.keeper.client import InProcess
+from deploy.launch.admin import private_socket
 from deploy.runtime.protocol import Observed, Order, Phase, Spec
 from epd_serve.errors import EpdError
 from epd_serve.instances import Instance
@@ -42,6 +45,19 @@ class House:
     observed: dict[str, Observed]
     serving: asyncio.Task[None]
     lines: list[str]
+    shared: Shared
+    keeper: InProcess
+    config: ProxySettings
+
+    async def die(self) -> None:
+        """Whoever looks after them does."""
+        self.serving.cancel()
+        await asyncio.wait([self.serving])
+
+    def follow(self) -> None:
+        """Another one goes on, and knows nothing but what the keeper does."""
+        self.doors = made(self.config, life_of(self.shared), self.keeper, self.lines)
+        self.serving = asyncio.create_task(self.doors.serve())
 
     def publish(self) -> None:
         self.doors.publish(self.observed.values(), {Role.PD})
@@ -74,6 +90,15 @@ class House:
         return self.doors.pids[f"front.{number}"]
 
 
+def life_of(shared: Shared) -> Shared:
+    """As one that looks after them has it."""
+    return replace(shared, feed=shared.feed.dup())
+
+
+def made(config: ProxySettings, shared: Shared, keeper: InProcess, lines: list[str]) -> FrontDoors:
+    return FrontDoors(config, shared, keeper, grace_s=1.0, drain_s=PATIENCE_S, say=lines.append)
+
+
 @asynccontextmanager
 async def house(*names: str, workers: int = 1, config: ProxySettings = PATIENT) -> AsyncIterator[House]:
     async with AsyncExitStack() as stack:
@@ -86,19 +111,22 @@ async def house(*names: str, workers: int = 1, config: ProxySettings = PATIENT) 
             instance = Instance(name, Role.PD, await stack.enter_async_context(served(stages[name])), "one")
             observed[name] = Observed(Order(name, Spec(Role.PD, (0,), "d")), Phase.UP, instance, ever_up=True, up_s=1.0)
         lines: list[str] = []
-        doors = FrontDoors(
-            config, listening, Path(folder) / "feed", workers=workers, grace_s=1.0, drain_s=PATIENCE_S, say=lines.append
-        )
+        shared = Shared.of(listening, stack.enter_context(private_socket(Path(folder) / "feed")), workers)
+        stack.callback(shared.close)
+        keeper = InProcess()
+        stack.callback(keeper.close)
+        doors = made(config, life_of(shared), keeper, lines)
         serving = asyncio.create_task(doors.serve())
-        one = House(doors, url, stages, observed, serving, lines)
+        one = House(doors, url, stages, observed, serving, lines, shared, keeper, config)
         one.publish()
         try:
             await doors.ready()
             yield one
         finally:
-            serving.cancel()
-            await asyncio.wait([serving])
-        assert not doors.pids and not (Path(folder) / "feed").is_socket()
+            await one.doors.end()
+            one.serving.cancel()
+            await asyncio.wait([one.serving])
+        assert not one.doors.pids
 
 
 async def test_one_that_is_killed_leaves_the_others_serving_and_is_followed_by_another() -> None:
@@ -225,10 +253,74 @@ async def test_those_there_are_stay_where_another_one_does_not_start(monkeypatch
     async with house("PD0") as h:
         before = dict(h.doors.pids)
         assert h.doors._lives is not None
-        monkeypatch.setattr(h.doors._lives, "_environment", {**os.environ, "PYTHONHOME": "/nonexistent"})
+        broken = {**os.environ, "PYTHONHOME": "/nonexistent"}
+        monkeypatch.setattr(h.doors._lives, "_house", replace(h.doors._lives._house, environment=broken))
         with pytest.raises(EpdError, match="did not start: exit code 1"):
             await h.doors.restart()
         assert h.doors.pids == before and (await h.ask()).status_code == 200
+
+
+async def test_another_one_that_looks_after_them_finds_them_as_they_are() -> None:
+    released = asyncio.Event()
+    async with house("PD0", "PD1", workers=2) as h:
+        h.stages["PD0"].usual = h.stages["PD1"].usual = once(released, answer)
+        held = [asyncio.create_task(h.ask()) for _ in range(8)]
+        await until(lambda: h.stages["PD0"].active + h.stages["PD1"].active == 8)
+        before, number = dict(h.doors.pids), h.doors.table.number
+        await h.die()
+        assert (await h.ask("/health")).json() == {"status": "ok"}
+        h.follow()
+        await until(lambda: h.doors.pids == before)
+        assert not h.doors.table.number and (await h.ask("/health")).json() == {"status": "ok"}
+        h.phase("PD1", Phase.DRAINING)
+        await h.doors.ready()
+        assert h.doors.table.number > number and h.doors.pids == before
+        assert sum(h.doors.leases(name)[Work.DECODE] for name in h.observed) == 8
+        released.set()
+        assert {(await one).status_code for one in held} == {200}
+        calls = len(h.stages["PD1"].calls)
+        assert {(await h.ask()).status_code for _ in range(4)} == {200} and len(h.stages["PD1"].calls) == calls
+        assert not any("ended" in line for line in h.lines)
+
+
+async def test_who_dies_while_nobody_looks_is_settled_and_followed_later() -> None:
+    async with house("PD0", workers=2) as h:
+        h.stages["PD0"].usual = once(asyncio.Event(), answer)
+        held = [asyncio.create_task(h.is_answered()) for _ in range(8)]
+        await until(lambda: h.stages["PD0"].active == 8)
+        victims = set(h.doors.pids.values())
+        await h.die()
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        assert set(await asyncio.gather(*held)) == {False}
+        h.stages["PD0"].usual = answer
+        waiting = asyncio.create_task(h.ask())
+        h.follow()
+        h.publish()
+        await h.doors.ready()
+        assert (await waiting).status_code == 200 and not victims & set(h.doors.pids.values())
+        await until(lambda: not h.doors.leases("PD0")[Work.DECODE])
+
+
+async def test_they_go_on_being_replaced_by_who_follows() -> None:
+    released = asyncio.Event()
+    async with house("PD0", workers=2) as h:
+        before = dict(h.doors.pids)
+        h.stages["PD0"].usual = once(released, answer)
+        held = [asyncio.create_task(h.ask()) for _ in range(6)]
+        await until(lambda: h.stages["PD0"].active == 6)
+        replacing = asyncio.create_task(h.doors.restart())
+        await until(lambda: len(h.doors.pids) == 3, "a follower beside the first")
+        replacing.cancel()
+        await h.die()
+        h.follow()
+        h.publish()
+        await until(lambda: h.doors.replacing)
+        released.set()
+        assert {(await one).status_code for one in held} == {200}
+        await until(lambda: not h.doors.replacing)
+        assert not set(h.doors.pids.values()) & set(before.values()) and len(h.doors.pids) == 2
+        assert {(await h.ask()).status_code for _ in range(4)} == {200}
 
 
 async def test_the_end_waits_for_what_is_under_way_in_all_of_them() -> None:
@@ -255,10 +347,8 @@ async def test_the_end_waits_for_what_is_under_way_in_all_of_them() -> None:
 async def test_one_that_does_not_start_ends_the_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = {"PYTHONHOME": "/nonexistent"}  # installed or not, Python itself does not start
     monkeypatch.setattr(front_doors, "module_environment", lambda: {**os.environ, **broken})
-    with bind("127.0.0.1", 0) as listening:
-        doors = FrontDoors(
-            PATIENT, listening, tmp_path / "feed", workers=1, grace_s=1.0, drain_s=1.0, say=lambda line: None
-        )
-        with pytest.raises(EpdError, match="proxy worker 0 did not start: exit code 1"):
+    with bind("127.0.0.1", 0) as listening, private_socket(tmp_path / "feed") as feed:
+        doors = made(PATIENT, Shared.of(listening, feed, 1), InProcess(), [])
+        with pytest.raises(EpdError, match=r"front\.0 did not start: exit code 1"):
             async with asyncio.timeout(PATIENCE_S):
                 await doors.serve()

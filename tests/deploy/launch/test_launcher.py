@@ -73,7 +73,7 @@ def test_ctrl_c_while_stages_start_leaves_nothing(launch: Callable[..., FakeLaun
     one = launch("E-PD", "--delay=60", "--child")
     wait_for(lambda: one.get("/health")[0] == 503, "the proxy answers while stages start")
     launch_id = one.run_path.name
-    wait_for(lambda: len(one.members(launch_id)) == 4, "stages and their children run")
+    wait_for(lambda: len(one.members(launch_id)) == 5, "two stages, a child of each, a front door")
     out, err = one.end(signal.SIGINT)
     assert one.process.returncode == 0
     assert "Ready" not in out

@@ -69,6 +69,17 @@ async def test_a_worker_that_starts_late_waits_for_no_links_that_are_in_use(work
     assert worker_of(parent, up=True) == {"P0": True, "D0": True}
 
 
+async def test_who_is_up_waits_for_links_to_those_that_come_with_it(worker: InstanceTable) -> None:
+    parent = ParentTable()
+    taker = Instance("D0", Role.D, "http://h:2", "one", kv_workers=("ipc:///w",))
+    for one in (Instance("P0", Role.P, "http://h:1", "one", kv_news=("ipc:///n",)), taker):
+        parent.apply(one, up=False)
+    parent.mark_up("D0")
+    parent.mark_up("P0")
+    WorkerRoster(worker).take_in(parent.roster({}))
+    assert [view.up for view in parent.snapshot()] == [view.up for view in worker.snapshot()] == [False, True]
+
+
 def worker_of(parent: ParentTable, *, up: bool) -> dict[str, bool]:
     """Who serves in a worker's table at once, if the parent's instances served or not."""
     table = InstanceTable()

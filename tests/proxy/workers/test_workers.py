@@ -49,6 +49,7 @@ class Crew:
     stage: FakeStage
     path: Path
     listening: socket.socket
+    feed: socket.socket
     memory: int
     signals: list[WorkerSignals] = field(default_factory=list)
     works: list[asyncio.Task[None]] = field(default_factory=list)
@@ -80,6 +81,14 @@ class Crew:
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
+def feed_at(path: Path) -> socket.socket:
+    """Bound there, and listening."""
+    feed = socket.socket(socket.AF_UNIX)
+    feed.bind(str(path))
+    feed.listen()
+    return feed
+
+
 @asynccontextmanager
 async def crew(count: int) -> AsyncIterator[Crew]:
     stage = FakeStage("PD0", Role.PD)
@@ -91,14 +100,15 @@ async def crew(count: int) -> AsyncIterator[Crew]:
     async with AsyncExitStack() as stack:
         stack.callback(os.close, memory)
         path = Path(stack.enter_context(TemporaryDirectory())) / "feed"
-        hub = WorkerHub(table, path, background)
+        feed = stack.enter_context(feed_at(path))
+        hub = WorkerHub(table, feed.dup(), background)
         table.apply(Instance("PD0", Role.PD, await stack.enter_async_context(served(stage)), "one"))
         listening = stack.enter_context(bind("127.0.0.1", 0))
         listening.listen(100)
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        crew = Crew(table, hub, background, counters, url, stage, path, listening, memory)
+        crew = Crew(table, hub, background, counters, url, stage, path, listening, feed, memory)
         await hub.start()
-        stack.push_async_callback(hub.stop)
+        stack.push_async_callback(lambda: crew.hub.stop())
         for row in range(count):
             await crew.begin(row)
         yield crew
@@ -193,25 +203,34 @@ async def test_who_starts_late_knows_of_what_was_asked_before() -> None:
         assert c.counters.obeyed(1) is Asked.LEAVE, "before it took a connection"
 
 
-async def test_a_worker_whose_feed_has_ended_serves_on_and_is_told_again_when_it_is_back() -> None:
+async def test_a_worker_whose_feed_has_ended_serves_on_and_goes_on_with_who_is_there_next() -> None:
     async with crew(1) as c:
         (worker,) = c.workers
+        await until(lambda: c.counters.roster(0) == c.table.number)
         await c.hub.stop()
         await until(lambda: worker.parted)
         assert (await c.ask()).status_code == 200, "by the last roster"
         assert (await c.ask("/metrics")).status_code == 504
-        c.table.mark_down("PD0", "killed")
-        assert (await c.ask("/health")).status_code == 200
+        table = ParentTable(ledger=SharedLedger(c.counters, None), after=c.counters.roster(0))
+        c.hub = WorkerHub(table, c.feed.dup(), c.background)
+        found = c.hub.expect(0, worker.setup)
         await c.hub.start()
-        await until(lambda: c.counters.roster(0) == c.table.number)
+        await until(lambda: found.serving)
+        assert (await c.ask()).status_code == 200 and not found.told, "who knows of no instances takes none away"
+        table.want((Role.PD,))
+        table.apply(c.table.instance("PD0"))
+        await until(lambda: c.counters.roster(0) == table.number)
+        assert table.number > c.table.number and (await c.ask()).status_code == 200
+        table.mark_down("PD0", "killed")
+        await until(lambda: c.counters.roster(0) == table.number)
         assert (await c.ask("/health")).status_code == 503
-        assert not worker.parted
         await until(lambda: c.metric("epd_proxy_workers "))
 
 
 async def test_a_worker_whose_parent_has_gone_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     async with crew(1) as c:
         await c.hub.stop()
+        c.feed.close()
         monkeypatch.setattr(os, "getppid", lambda: 1)
         with pytest.raises(FeedError):
             async with asyncio.timeout(DEADLINE_S):
@@ -321,7 +340,7 @@ async def expecting(*frames: bytes) -> AsyncIterator[Worker]:
     """What becomes of a worker that says this."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "feed"
-        hub = WorkerHub(ParentTable(), path, Background())
+        hub = WorkerHub(ParentTable(), feed_at(path), Background())
         await hub.start()
         worker = hub.expect(0, Setup(settings(), 1, 1.0, 1.0, 1.0))
         _, writer = await asyncio.open_unix_connection(path)

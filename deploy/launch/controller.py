@@ -1,0 +1,289 @@
+"""The controller of one launch: what an operator wants of it, its front doors, its listeners, its screen, its end.
+
+A process of its own, which may die: stages and front doors go on meanwhile, and the next life takes in what there is
+(the keeper's entries, the first word of the runtime, the journal) before it says anything to anybody. It decides when
+the launch is over, and ends front doors and stages gracefully before it says so; a defect of its own ends nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from deploy.agent.specs import orders
+from deploy.agent.waits import Patience
+from deploy.agent.wiring import STAGE_HOST
+from deploy.control.aim import Aim
+from deploy.control.controller import Controller
+from deploy.control.failure import Deadlines
+from deploy.control.journal import Journal
+from deploy.control.reconciler import Reconciler
+from deploy.front.doors import FrontDoors
+from deploy.front.shared import Shared
+from deploy.host.ending import Ending
+from deploy.host.listeners import exposure_warnings
+from deploy.host.rundir import RunDir
+from deploy.keeper.client import Keeper
+from deploy.launch.admin import Admin, serve_admin
+from deploy.launch.ready_message import ready_message
+from deploy.launch.screen import Screen
+from deploy.launch.stage_news import StageNews
+from deploy.memory.shared_memory import SharedMemory
+from deploy.memory.table import show_memory
+from deploy.plan.blueprint import Blueprint
+from deploy.plan.proxy_settings import build_proxy_settings
+from deploy.runtime.protocol import Runtime
+from epd_serve.errors import EpdError, StageError
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+
+GRACE_S = 2.0
+"""How long requests in flight may go on when all is taken down; with the stages' 8 s the end is below 15 s away."""
+
+READY = "ready"
+"""The keeper's entry that says that the launch has been ready."""
+
+KILLED = 130
+"""The exit code after a second Ctrl-C."""
+
+
+class Host(Runtime, Protocol):
+    """The runtime of this host."""
+
+    async def groups(self) -> Mapping[str, int]:
+        """Process groups that run now, by name."""
+
+    async def close(self) -> None:
+        """End everything."""
+
+
+@dataclass(frozen=True)
+class ControlSetup:
+    """What every life of the controller is told. Made before the first.
+
+    Attributes:
+        shared: of the front doors. admin: the listener by the flags, if any.
+        commands: where `epd-serve status` and the like ask, bound.
+        memory: sizes of arena and staging buffers. mooncake: whether it runs in a second tier, or between stages.
+        started: of `time.monotonic`.
+    """
+
+    blueprint: Blueprint
+    run: RunDir
+    shared: Shared
+    admin: Admin | None
+    commands: socket.socket
+    memory: SharedMemory
+    mooncake: bool
+    patience: Patience
+    screen: Screen
+    started: float
+
+
+async def run_controller(setup: ControlSetup, keeper: Keeper, host: Host) -> int:
+    """Until the launch is over.
+
+    Returns:
+        Its exit code, which the keeper has been told, too.
+    """
+    was_ready = any(entry.name == READY for entry in await keeper.entries())
+    return await _Life(setup, keeper, host, was_ready=was_ready).run()
+
+
+class _Life:
+    """One life of the controller.
+
+    Attributes:
+        ready: the launch has been ready, in this life or before it.
+    """
+
+    def __init__(self, setup: ControlSetup, keeper: Keeper, host: Host, *, was_ready: bool) -> None:
+        self.setup = setup
+        self.blueprint = setup.blueprint
+        self.screen = setup.screen
+        self.keeper = keeper
+        self.host = host
+        self.ready = was_ready
+        config = setup.blueprint.config
+        self.aim = Aim(self.blueprint)
+        self.doors = FrontDoors(
+            replace(build_proxy_settings(self.blueprint, setup.run.arena), observed=setup.admin is None),
+            setup.shared,
+            keeper,
+            grace_s=GRACE_S,
+            drain_s=config.drain_s,
+            say=self.screen.line,
+            launch_id=setup.run.launch_id,
+            link_grace_s=setup.patience.links_s,
+        )
+        self.first = () if was_ready else orders(self.blueprint)
+        self.news = StageNews(self.screen, [order.id for order in self.first])
+        self.ending = Ending(config.lame_duck_s, config.drain_s, self.screen.line, self._kill)
+        self.ending.serves(self.doors)
+
+    async def run(self) -> int:
+        heeding = asyncio.create_task(self.ending.heed(self.keeper.signals()))
+        fronts = asyncio.create_task(self.doors.serve(), name="front doors")
+        code = 0
+        try:
+            if not self.ready:
+                self._introduce()
+            control = asyncio.create_task(self._control(), name="control")
+            try:
+                await self._until_stopped(control, fronts)
+            except EpdError as error:
+                if self.ready:
+                    raise
+                code = 1
+                self.screen.close()
+                self.screen.line(f"epd-serve: {self._with_log(error)}")
+            await self._take_down(control)
+            await self.keeper.over(code)
+        finally:
+            for task in (fronts, heeding):
+                task.cancel()
+            await asyncio.wait([fronts, heeding])
+        return code
+
+    def _introduce(self) -> None:
+        if self.blueprint.memory is not None:
+            show_memory(self.blueprint.memory, self.setup.run.path, self.screen.line)
+        for warning in self.blueprint.warnings:
+            self.screen.line(f"warning: {warning}")
+        self.screen.open([order.id for order in self.first])
+
+    async def _control(self) -> None:
+        """Have the stages be what is wanted, and answer those who run the launch."""
+        reconciler = await self._reconciler()
+        for order in self.first:
+            await self.host.start(order)
+        await _together(self.news.follow(self.host), reconciler.run(), self._answer(reconciler), self._say_ready())
+
+    async def _reconciler(self) -> Reconciler:
+        """After a life before this one: with what it wanted, beside what runs."""
+        config, patience = self.blueprint.config, self.setup.patience
+        journal = Journal(self.setup.run.wanted)
+        record = journal.read() if self.ready else None
+        wanted = self.aim.first()
+        if record is not None:
+            running = [one.order.spec for one in await anext(self.host.watch())]
+            wanted = await asyncio.to_thread(self.aim, record.layouts[-1], running)
+        return Reconciler(
+            self.host,
+            self.doors,
+            journal,
+            wanted,
+            deadlines=Deadlines(config.startup_timeout_s, config.drain_s, patience.stop_grace_s),
+            staging_bytes=self.setup.memory.staging_mib << 20,
+            arena_bytes=self.setup.memory.arena_mib << 20,
+            say=self.screen.line,
+            record=record,
+        )
+
+    async def _answer(self, reconciler: Reconciler) -> None:
+        routes = await asyncio.to_thread(_control_routes)  # the web framework loads while others go on
+        controller = Controller(self.setup.run.launch_id, reconciler, self.doors, self.aim, self._parts)
+        admins = [Admin(self.setup.commands, ""), *([self.setup.admin] if self.setup.admin is not None else [])]
+        await _together(
+            *(
+                serve_admin(one, self.doors.table, self.doors.metrics, grace_s=GRACE_S, more=[routes(controller)])
+                for one in admins
+            )
+        )
+
+    async def _parts(self) -> dict[str, int]:
+        """Processes that are no stages, by name."""
+        groups: Mapping[str, int] = {}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                groups = await self.host.groups()
+        others = {name: pid for name, pid in groups.items() if name not in self.news.seen}
+        return {"controller": os.getpid(), **others, **self.doors.pids}
+
+    async def _say_ready(self) -> None:
+        """Once every stage has answered, none waits for its KV links, and the front doors know."""
+        await self.news.all_up.wait()
+        table = self.doors.table
+        while not self.ready and (
+            len(table.snapshot()) < len(self.first) or not all(view.up for view in table.snapshot())
+        ):
+            await table.changed(1.0)
+        await self.doors.ready()
+        if not self.ready:
+            self.ready = True
+            await self.keeper.note(READY, b"")
+            self.screen.close()
+            seconds = time.monotonic() - self.setup.started
+            print(ready_message(self.blueprint, self.setup.run.path, self.news.instances(), seconds), flush=True)
+            await self._check_ports()
+        await self.keeper.ready()
+
+    async def _check_ports(self) -> None:
+        """Mooncake's ports ask nobody who they are: say which answer beyond the address of the stages."""
+        if self.setup.mooncake:
+            for line in await exposure_warnings(dict(await self.host.groups()), STAGE_HOST):
+                self.screen.line(line)
+
+    async def _until_stopped(self, *parts: asyncio.Task[None]) -> None:
+        """Show progress, and wait. Returns on a signal, raises what ended a part."""
+        stopped = asyncio.create_task(self.ending.wait())
+        try:
+            while not (stopped.done() or any(part.done() for part in parts)):
+                await asyncio.wait(
+                    (stopped, *parts), return_when=asyncio.FIRST_COMPLETED, timeout=None if self.ready else 1.0
+                )
+                if not self.ready:
+                    self.screen.tick()
+        finally:
+            stopped.cancel()
+        for part in parts:
+            if part.done() and not self.ending.stopping.is_set():
+                part.result()  # raises what ended it
+                raise EpdError(f"the {part.get_name()} ended unexpectedly")
+
+    async def _take_down(self, control: asyncio.Task[None]) -> None:
+        """First nobody changes anything any more, then no new requests, then the stages."""
+        self.screen.close()
+        if self.ending.stopping.is_set():
+            self.screen.line("stopping")
+        control.cancel()
+        await asyncio.wait([control])
+        await self.doors.end()
+        await self.host.close()
+
+    def _with_log(self, error: EpdError) -> str:
+        """With the log of the stage that is to blame, which is kept."""
+        if isinstance(error, StageError):
+            return f"{error}; its log: {self.setup.run.keep_log(error.stage)}"
+        return str(error)
+
+    def _kill(self) -> None:
+        """No more waiting."""
+        self._killing = asyncio.create_task(self.keeper.over(KILLED))
+
+
+def _control_routes() -> Callable[[Controller], APIRouter]:
+    """Loads the web framework: for a thread."""
+    import proxy.http.admin  # noqa: F401
+    from deploy.control.routes import control_routes
+
+    return control_routes
+
+
+async def _together(*tasks: Coroutine[None, None, None]) -> None:
+    """All of them, until one fails: then all end. Raises the most telling of their errors."""
+    from proxy.errors import most_telling
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for one in tasks:
+                group.create_task(one)
+    except BaseExceptionGroup as failed:
+        raise most_telling(failed) from None
