@@ -28,7 +28,8 @@ from deploy.host.reaper import kill_leftovers, reap_dead
 from deploy.host.rundir import RunDir
 from deploy.host.running_launches import ADMIN_SOCKET
 from deploy.keeper.client import Keeper
-from deploy.keeper.keeper import Part, keep
+from deploy.keeper.keeper import keep
+from deploy.keeper.part import Part
 from deploy.launch.admin import open_admin, private_socket
 from deploy.launch.controller import ControlSetup, run_controller
 from deploy.launch.screen import Screen

@@ -24,7 +24,8 @@ from deploy.host.processes import signal_group
 from deploy.host.rundir import RunDir, read_groups
 from deploy.keeper import keeper as keeping
 from deploy.keeper.client import Keeper
-from deploy.keeper.keeper import Part, keep
+from deploy.keeper.keeper import keep
+from deploy.keeper.part import Part
 from deploy.options import mm_store
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from deploy.keeper import keeper as loop
+from deploy.keeper import part
 from deploy.keeper.client import Keeper
-from deploy.keeper.keeper import Part, keep
+from deploy.keeper.keeper import keep
+from deploy.keeper.part import Part
 
 FOLDER = Path(sys.argv[1])
 
@@ -59,7 +61,7 @@ def say(line: str) -> None:
 if __name__ == "__main__":
     for setting in sys.argv[2:]:
         name, _, value = setting.partition("=")
-        setattr(loop, name, float(value))
+        setattr(part if hasattr(part, name) else loop, name, float(value))
     owned = (FOLDER / "held").open("wb")
     with contextlib.ExitStack() as stack:
         stack.callback((FOLDER / "undone").touch)
