@@ -22,7 +22,7 @@ from deploy.agent.setup import AgentSetup
 from deploy.agent.waits import Patience
 from deploy.host.processes import signal_group
 from deploy.host.rundir import RunDir, read_groups
-from deploy.keeper import keeper as keeping
+from deploy.keeper import part
 from deploy.keeper.client import Keeper
 from deploy.keeper.keeper import keep
 from deploy.keeper.part import Part
@@ -69,7 +69,7 @@ def main() -> int:
     folder = Path(sys.argv[1])
     options: dict[str, Any] = dict(flag[1:].split("=", 1) for flag in sys.argv[2:])
     options |= {name: float(value) for name, value in options.items() if name.endswith("_s")}
-    keeping.BACKOFF_S = 0.0  # the next agent comes at once, however short the life of the last one
+    part.BACKOFF_S = 0.0  # the next agent comes at once, however short the life of the last one
     mm_store.what_is_missing = lambda device, master: ""  # type: ignore[assignment]
     config = DeployConfig(layout="(E-P)-D", device="cpu", arena_mib=8, kv_staging_mib=4, **options)
     run = RunDir.create(folder / "run")
