@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-PATIENCE_S = 10.0
+PATIENCE_S = 120.0
 _SHORTEST_S, _LONGEST_S = 2e-4, 5e-3  # between two looks: short waits are many, long ones must not keep others waiting
 _LONGEST_AFTER_COSTLY_S = 0.1  # looks that ask a server take a fifth of the time at most
 

@@ -64,8 +64,10 @@ async def serve_agent(setup: AgentSetup, keeper: Keeper, listening: socket.socke
         served.agent = agent
         server = await asyncio.start_unix_server(served.attend, sock=listening, limit=MAX_LINE_BYTES)
         await keeper.ready()
-        async with server:
+        try:
             await server.serve_forever()
+        finally:
+            served.close()
 
 
 class _Served:
@@ -74,18 +76,21 @@ class _Served:
     agent: Agent
 
     def __init__(self) -> None:
+        self._connected: set[asyncio.StreamWriter] = set()
         self._watching: list[asyncio.StreamWriter] = []
 
     def say(self, line: str) -> None:
         """To the operator."""
-        for writer in set(self._watching):
+        listening = {writer for writer in self._watching if not writer.is_closing()}
+        for writer in listening:
             writer.write(line_of(Line(line)))
-        if not self._watching:
+        if not listening:
             print(line, file=sys.stderr, flush=True)
 
     async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One of them, until it goes."""
         asked: dict[int, asyncio.Task[None]] = {}
+        self._connected.add(writer)
         try:
             while (line := await reader.readline()).endswith(b"\n"):
                 request = to_agent.decode(line)
@@ -102,6 +107,12 @@ class _Served:
             for task in asked.values():
                 task.cancel()
             writer.close()
+            self._connected.remove(writer)
+
+    def close(self) -> None:
+        """Of all of them."""
+        for writer in self._connected:
+            writer.close()
 
     async def _answer(self, number: int, call: Call, writer: asyncio.StreamWriter) -> None:
         answer: Answer
@@ -114,7 +125,8 @@ class _Served:
         except Exception as error:
             logger.exception("%s failed", type(call).__name__)
             answer = Refused(number, f"{type(error).__name__}: {error}", config=False)
-        writer.write(line_of(answer))
+        if not writer.is_closing():
+            writer.write(line_of(answer))
 
     async def _carry_out(self, number: int, call: Call, writer: asyncio.StreamWriter) -> Done:
         agent = self.agent
@@ -142,6 +154,8 @@ class _Served:
         try:
             async with contextlib.aclosing(self.agent.watch()) as items:
                 async for item in items:
+                    if writer.is_closing():
+                        return
                     writer.write(line_of(Seen(number, item)))
                     await writer.drain()  # whoever is slow is told less often
         finally:

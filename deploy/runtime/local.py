@@ -129,7 +129,7 @@ class _Connection:
 
     @property
     def gone(self) -> bool:
-        return self._hearing.done()
+        return self._writer.is_closing()
 
     async def ask(self, call: Call) -> Done:
         """Raises ConfigError or AgentError, as the agent says."""
@@ -147,7 +147,8 @@ class _Connection:
                     assert isinstance(answer, Seen), "a watch's answer"
                     yield answer.instances
             finally:
-                self._writer.write(line_of(Request(number, GiveUp())))  # into nothing where it has gone
+                with contextlib.suppress(ConnectionError):
+                    self._send(Request(number, GiveUp()))
 
     async def close(self) -> None:
         self._hearing.cancel()
@@ -155,15 +156,18 @@ class _Connection:
 
     @contextlib.contextmanager
     def _asking(self, call: Call) -> Iterator[tuple[int, _Answers]]:
-        if self.gone:
-            raise ConnectionResetError("the agent has gone")
         number = next(self._numbers)
         answers = self._asked[number] = _Answers()
-        self._writer.write(line_of(Request(number, call)))
         try:
+            self._send(Request(number, call))
             yield number, answers
         finally:
             del self._asked[number]
+
+    def _send(self, request: Request) -> None:
+        if self._writer.is_closing():
+            raise ConnectionResetError("the agent has gone")
+        self._writer.write(line_of(request))
 
     async def _hear(self) -> None:
         try:

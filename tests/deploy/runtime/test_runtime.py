@@ -12,7 +12,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +60,9 @@ class Subject:
         """It does not, after all."""
         raise NotImplementedError
 
+    def lingers(self, name: str) -> None:
+        """Its next life takes all the time it is given to end."""
+
     async def kill(self, name: str) -> None:
         raise NotImplementedError
 
@@ -101,12 +104,16 @@ class InMemory(Subject):
 class _Stages:
     """Makes commands of stand-ins for vLLM."""
 
-    failing: set[str]
+    failing: set[str] = field(default_factory=set)
+    lingering: set[str] = field(default_factory=set)
 
     def __call__(self, plan: StagePlan) -> StageCommand:
-        fails = ("--fail", "no such dtype") if plan.instance in self.failing else ()
+        flags = ("--fail", "no such dtype") if plan.instance in self.failing else ()
         self.failing.discard(plan.instance)
-        return StageCommand((sys.executable, FAKE_STAGE, str(plan.port), *fails), stage_command(plan).env)
+        if plan.instance in self.lingering:
+            flags = (*flags, "--ignore-term")
+        self.lingering.discard(plan.instance)
+        return StageCommand((sys.executable, FAKE_STAGE, str(plan.port), *flags), stage_command(plan).env)
 
 
 class OfProcesses(Subject):
@@ -119,6 +126,9 @@ class OfProcesses(Subject):
 
     def forgives(self, name: str) -> None:
         self._stages.failing.discard(name)
+
+    def lingers(self, name: str) -> None:
+        self._stages.lingering.add(name)
 
     async def kill(self, name: str) -> None:
         one = (await self.seen(lambda all_: all_[name].pid))[name]
@@ -138,6 +148,9 @@ class Mortal(Subject):
 
     def forgives(self, name: str) -> None:
         self._world.next_life(name, "")
+
+    def lingers(self, name: str) -> None:
+        self._world.next_life(name, "--ignore-term")
 
     async def kill(self, name: str) -> None:
         one = (await self.seen(lambda all_: all_[name].pid))[name]
@@ -184,7 +197,7 @@ async def subject(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
 
 @contextlib.asynccontextmanager
 async def processes_below(folder: Path) -> AsyncIterator[tuple[Agent, _Stages, RunDir]]:
-    run, stages = RunDir.create(folder / "run"), _Stages(set())
+    run, stages = RunDir.create(folder / "run"), _Stages()
     keeper = InProcess()
     agent = Agent(AgentSetup.of(run, LAYOUT, stages, patience=QUICK), keeper, say=print)
     try:
@@ -200,7 +213,7 @@ async def processes_below(folder: Path) -> AsyncIterator[tuple[Agent, _Stages, R
 
 @contextlib.asynccontextmanager
 async def served_below(folder: Path) -> AsyncIterator[tuple[LocalRuntime, _Stages]]:
-    run, stages, keeper = RunDir.create(folder / "run"), _Stages(set()), InProcess()
+    run, stages, keeper = RunDir.create(folder / "run"), _Stages(), InProcess()
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(run.socket(AGENT_SOCKET)))
         listening.listen()
@@ -304,6 +317,7 @@ def _stops_or_has_stopped(all_: dict[str, Observed]) -> bool:
 
 
 async def test_one_that_is_stopped_is_gone(subject: Subject) -> None:
+    subject.lingers("P0")
     await subject.up(E, P)
     stops = [asyncio.create_task(subject.runtime.stop("P0", 1.0)) for _ in range(2)]
     if (await subject.seen(_stops_or_has_stopped)).keys() != {"E0"}:
@@ -436,11 +450,11 @@ async def test_an_agent_that_ends_while_its_arena_is_made_leaves_none(
 
 async def test_an_arena_that_finds_no_room_fails_those_that_need_it(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run")
-    setup = replace(AgentSetup.of(run, LAYOUT, _Stages(set())), memory=SharedMemory(1 << 40, 4))
+    setup = replace(AgentSetup.of(run, LAYOUT, _Stages()), memory=SharedMemory(1 << 40, 4))
     agent = Agent(setup, InProcess(), say=print)
     try:
         async with agent.running():
-            subject = OfProcesses(agent, _Stages(set()))
+            subject = OfProcesses(agent, _Stages())
             await agent.start(E)
             assert "arena" in (await subject.phase("E0", Phase.DOWN)).reason
             await subject.up(Order("D0", replace(D.spec, featured=False)))
