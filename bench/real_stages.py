@@ -26,7 +26,7 @@ from deploy.agent.wiring import STAGE_HOST, Site, wire
 from deploy.host.environment import stage_environment
 from deploy.host.ports import free_ports
 from deploy.host.rundir import RunDir
-from deploy.keeper.client import InProcess
+from deploy.keeper.in_process import InProcess
 from deploy.options.engines import command_of
 from deploy.plan.blueprint import Blueprint
 from epd_serve.demo.presets import write_preset

@@ -26,7 +26,7 @@ from deploy.agent.template import stage_starts
 from deploy.agent.wiring import STAGE_HOST, wire
 from deploy.host.environment import stage_environment
 from deploy.host.ports import free_ports
-from deploy.keeper.client import Keeper
+from deploy.keeper.interface import Keeper
 from deploy.options.mm_store import MASTER_PROGRAM
 from deploy.runtime.protocol import Node, Observed, Order
 from epd_serve.errors import ConfigError

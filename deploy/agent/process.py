@@ -15,7 +15,7 @@ import sys
 
 from deploy.agent.agent import Agent
 from deploy.agent.setup import AgentSetup
-from deploy.keeper.client import Keeper
+from deploy.keeper.interface import Keeper
 from deploy.runtime.messages import (
     MAX_LINE_BYTES,
     Answer,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from deploy.agent.stage_life import StageLife
-from deploy.keeper.client import Child, Entry
+from deploy.keeper.interface import Child, Entry
 from deploy.runtime.protocol import Phase
 
 

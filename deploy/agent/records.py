@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
-from deploy.keeper.client import Keeper
+from deploy.keeper.interface import Keeper
 
 logger = logging.getLogger(__name__)
 

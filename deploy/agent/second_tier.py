@@ -16,7 +16,7 @@ from deploy.agent.record import Record
 from deploy.agent.stage_life import Process, executed
 from deploy.agent.supervisor import Supervisor
 from deploy.host.rundir import RunDir
-from deploy.keeper.client import Entry, Keeper
+from deploy.keeper.interface import Entry, Keeper
 from deploy.options.config import host_and_port
 from deploy.options.mm_store import MASTER_PROGRAM, choose_pool
 from deploy.plan.blueprint import Blueprint

@@ -12,7 +12,7 @@ from typing import BinaryIO, Protocol
 
 from deploy.agent.stage_log import failure_reason
 from deploy.host import processes
-from deploy.keeper.client import Keeper
+from deploy.keeper.interface import Keeper
 
 EXIT_POLL_S = 0.05
 KILL_TIMEOUT_S = 5.0

@@ -22,7 +22,7 @@ from deploy.agent.stage_life import Process, Spawn, Start, executed
 from deploy.agent.stage_log import failure_reason
 from deploy.host import processes
 from deploy.keeper.children import PASSED_FROM
-from deploy.keeper.client import Child, Keeper
+from deploy.keeper.interface import Child, Keeper
 from epd_serve.engine.argv import OF_A_STAGE_ENV, STAGE_ENV, STAGE_MODULE
 from epd_serve.engine.template.messages import API_SERVER_NAME, GO, NUMBER, READY, StageRequest, send_request
 from epd_serve.packets import close_all, packet_pair

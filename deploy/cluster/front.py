@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from deploy.front.doors import FrontDoors
 from deploy.front.shared import Shared
 from deploy.host.ending import Draining
-from deploy.keeper.client import InProcess
+from deploy.keeper.in_process import InProcess
 from deploy.launch.admin import Admin, private_socket, serve_admin
 from proxy.registry.warm_links import GRACE_S
 

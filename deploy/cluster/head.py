@@ -35,7 +35,7 @@ from deploy.host.environment import is_terminal
 from deploy.host.ports import listen
 from deploy.host.reaper import reap_dead
 from deploy.host.rundir import RunDir
-from deploy.keeper.client import InProcess
+from deploy.keeper.in_process import InProcess
 from deploy.launch.admin import Admin, open_admin
 from deploy.launch.screen import Screen
 from deploy.options.config import DeployConfig, check_admin_port, host_and_port

@@ -30,7 +30,7 @@ from deploy.host.environment import is_terminal, shm_root, stage_environment
 from deploy.host.ports import listen
 from deploy.host.reaper import reap_dead
 from deploy.host.rundir import RunDir
-from deploy.keeper.client import InProcess
+from deploy.keeper.in_process import InProcess
 from deploy.launch.screen import Screen
 from deploy.memory.check import OneStage
 from deploy.memory.shared_memory import RESERVE_MIB, free_mib

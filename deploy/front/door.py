@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from deploy.front.shared import Shared
 from deploy.host.environment import module_command
 from deploy.keeper.children import PASSED_FROM
-from deploy.keeper.client import Child, Keeper
+from deploy.keeper.interface import Child, Keeper
 
 if TYPE_CHECKING:
     from proxy.workers.hub import Worker, WorkerHub

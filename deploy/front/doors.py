@@ -16,7 +16,7 @@ from deploy.front.door import POLL_S, House
 from deploy.front.lives import FrontLives
 from deploy.front.shared import Shared
 from deploy.host.environment import LAUNCH_ENV, LAUNCHER_PID_ENV, module_environment
-from deploy.keeper.client import Keeper
+from deploy.keeper.interface import Keeper
 from deploy.runtime.protocol import Observed, Phase
 from epd_serve.instances import Instance
 from epd_serve.roles import Role

@@ -16,7 +16,8 @@ from typing import Any
 from deploy.host import event_loop
 from deploy.host.processes import signal_process
 from deploy.keeper.children import Children
-from deploy.keeper.client import Keeper, KeeperClient
+from deploy.keeper.client import KeeperClient
+from deploy.keeper.interface import Keeper
 from deploy.keeper.messages import Answer, Event, encode
 from epd_serve.lifeline import die_with_parent, name_process
 from epd_serve.packets import packet_pair, send_packet

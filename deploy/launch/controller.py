@@ -29,7 +29,7 @@ from deploy.front.shared import Shared
 from deploy.host.ending import Ending
 from deploy.host.listeners import exposure_warnings
 from deploy.host.rundir import RunDir
-from deploy.keeper.client import Keeper
+from deploy.keeper.interface import Keeper
 from deploy.launch.admin import Admin, serve_admin
 from deploy.launch.ready_message import ready_message
 from deploy.launch.screen import Screen

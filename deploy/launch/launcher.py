@@ -27,7 +27,7 @@ from deploy.host.ports import BACKLOG, listen
 from deploy.host.reaper import kill_leftovers, reap_dead
 from deploy.host.rundir import RunDir
 from deploy.host.running_launches import ADMIN_SOCKET
-from deploy.keeper.client import Keeper
+from deploy.keeper.interface import Keeper
 from deploy.keeper.keeper import keep
 from deploy.keeper.part import Part
 from deploy.launch.admin import open_admin, private_socket

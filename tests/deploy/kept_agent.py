@@ -23,7 +23,7 @@ from deploy.agent.waits import Patience
 from deploy.host.processes import signal_group
 from deploy.host.rundir import RunDir, read_groups
 from deploy.keeper import part
-from deploy.keeper.client import Keeper
+from deploy.keeper.interface import Keeper
 from deploy.keeper.keeper import keep
 from deploy.keeper.part import Part
 from deploy.options import mm_store

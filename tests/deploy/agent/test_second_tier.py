@@ -20,7 +20,7 @@ from deploy.agent.specs import orders
 from deploy.agent.waits import Patience
 from deploy.host import processes
 from deploy.host.rundir import RunDir
-from deploy.keeper.client import InProcess
+from deploy.keeper.in_process import InProcess
 from deploy.options import mm_store
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw

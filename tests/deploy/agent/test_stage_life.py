@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from deploy.agent.stage_life import Process, Spawn, StageLife, executed
-from deploy.keeper.client import InProcess
+from deploy.keeper.in_process import InProcess
 from tests.waiting import until
 
 

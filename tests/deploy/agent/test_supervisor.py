@@ -19,7 +19,7 @@ from deploy.agent.supervisor import StageSpec, Supervisor
 from deploy.agent.waits import Patience
 from deploy.host import processes
 from deploy.host.ports import free_ports
-from deploy.keeper.client import InProcess
+from deploy.keeper.in_process import InProcess
 from epd_serve.errors import ConfigError, StageError
 from tests.waiting import PATIENCE_S, until
 

@@ -18,7 +18,8 @@ from deploy.agent.stage_life import Process, Spawn, StageLife
 from deploy.agent.template import Template
 from deploy.host import processes
 from deploy.host.environment import shm_root
-from deploy.keeper.client import Child, InProcess
+from deploy.keeper.in_process import InProcess
+from deploy.keeper.interface import Child
 from epd_serve.engine.argv import STAGE_ENV, STAGE_MODULE
 from epd_serve.stage_plan import MEMORY_NAMES_ENV
 from tests.waiting import until

@@ -19,7 +19,7 @@ from deploy.front import doors as front_doors
 from deploy.front.doors import FrontDoors
 from deploy.front.shared import Shared
 from deploy.host import processes
-from deploy.keeper.client import InProcess
+from deploy.keeper.in_process import InProcess
 from deploy.launch.admin import private_socket
 from deploy.runtime.protocol import Observed, Order, Phase, Spec
 from epd_serve.errors import EpdError

@@ -21,7 +21,7 @@ from typing import Any
 
 from deploy.keeper import keeper as loop
 from deploy.keeper import part
-from deploy.keeper.client import Keeper
+from deploy.keeper.interface import Keeper
 from deploy.keeper.keeper import keep
 from deploy.keeper.part import Part
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.keeper.client import Child, InProcess
+from deploy.keeper.in_process import InProcess
+from deploy.keeper.interface import Child
 from tests.waiting import until
 
 ENV = dict(os.environ)
