@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
+from deploy.agent.host_arena import HostArena
 from deploy.agent.instances import Instances, Kept
 from deploy.agent.records import Records
 from deploy.agent.second_tier import SecondTier
@@ -26,13 +25,13 @@ from deploy.agent.template import stage_starts
 from deploy.agent.wiring import STAGE_HOST, wire
 from deploy.host.environment import stage_environment
 from deploy.host.ports import free_ports
-from deploy.keeper.interface import Keeper
+from deploy.keeper.interface import Entry, Keeper
 from deploy.options.mm_store import MASTER_PROGRAM
 from deploy.runtime.protocol import Node, Observed, Order
 from epd_serve.errors import ConfigError
+from epd_serve.packets import close_all
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StagePlan
-from store.errors import StoreError
 
 
 class Agent:
@@ -50,7 +49,7 @@ class Agent:
         self._records = Records(keeper, self._tags, self._noted)
         self._tier = SecondTier(setup.run, keeper, setup.master, setup.master_address, self._records.changed)
         self._instances = Instances(setup.site, say, self._records.changed)
-        self._arena: asyncio.Task[None] | None = None
+        self._arena = HostArena(setup.run.arena, setup.arena_bytes)
         self._stops: dict[str, asyncio.Task[None]] = {}
         parallel = setup.blueprint.config.parallel_starts if setup.blueprint.device == "cpu" else 0
         self._supervisor = Supervisor(self._instances, setup.patience, parallel, start=executed(keeper))
@@ -77,13 +76,13 @@ class Agent:
             for name in self._instances.kept:
                 group.create_task(self.stop(name, grace_s))
         await self._tier.close()
-        if self._arena is not None:  # a thread goes on; what it makes has to be there to be removed
-            await asyncio.wait([self._arena])
+        await self._arena.settled()
         await self._records.write()
 
-    def groups(self) -> dict[str, int]:
-        """Process groups that run now, by instance, and of the second tier's master by its name."""
-        return {**self._tier.groups(), **self._supervisor.groups()}
+    async def groups(self) -> dict[str, int]:
+        """Process groups that run now: of the instances, and of what they share, by name."""
+        running = (entry for entry in await self._entries() if entry.code is None)
+        return {entry.name: entry.pid for entry in running if entry.pid is not None}
 
     # --- Runtime --------------------------------------------------------------------------------------------------
 
@@ -155,7 +154,7 @@ class Agent:
 
         async def prepare() -> None:
             if spec.featured:
-                await self._make_arena()
+                await self._arena.make()
                 await self._tier.begin(self._say)
 
         # Memory is profiled at the start on NPU and CUDA: neighbours on a device must not start together.
@@ -191,29 +190,10 @@ class Agent:
         taken = {kept.port for kept in self._instances.kept.values()}
         return next(port for port in free_ports(len(taken) + 1) if port not in taken)
 
-    async def _make_arena(self) -> None:
-        """The host arena is there, pre-faulted, before any stage attaches to it; it goes with the run directory.
-
-        Raises:
-            ConfigError: there is no room for it.
-        """
-        from store.arena import Arena
-
-        arena = self._setup.run.arena
-
-        def make(unnamed: Path) -> None:
-            unnamed.unlink(missing_ok=True)
-            Arena.create(unnamed, capacity_bytes=self._setup.arena_bytes).close()
-            unnamed.rename(arena)
-
-        if arena.exists():
-            return
-        if self._arena is None or self._arena.done():
-            self._arena = asyncio.create_task(asyncio.to_thread(make, arena.with_suffix(".new")))
-        try:
-            await asyncio.shield(self._arena)
-        except StoreError as error:
-            raise ConfigError(str(error)) from error
+    async def _entries(self) -> tuple[Entry, ...]:
+        entries = await self._keeper.entries()
+        close_all([entry.descriptor for entry in entries if entry.descriptor is not None])  # for others to take up
+        return entries
 
     # --- from one agent to the next -------------------------------------------------------------------------------
 
@@ -225,9 +205,7 @@ class Agent:
 
     async def _adopt(self) -> None:
         """Go on with what is noted. Nothing is told before all of it is known."""
-        entries = {entry.name: entry for entry in await self._keeper.entries()}
-        if (template := entries.pop(TEMPLATE, None)) is not None and template.descriptor is not None:
-            os.close(template.descriptor)  # it is another's to take up
+        entries = {entry.name: entry for entry in await self._entries() if entry.name != TEMPLATE}
         self._records.adopt({name: entry.tag for name, entry in entries.items()})
         if (master := entries.pop(MASTER_PROGRAM, None)) is not None:
             self._tier.adopt(master, self._say)

@@ -142,7 +142,7 @@ class _Served:
             case Nodes():
                 return Done(number, nodes=await agent.nodes())
             case Groups():
-                return Done(number, groups=agent.groups())
+                return Done(number, groups=await agent.groups())
             case Close():
                 await agent.close()
             case Watch():

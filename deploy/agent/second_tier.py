@@ -106,10 +106,6 @@ class SecondTier:
         self._begun = False
         self._changed()
 
-    def groups(self) -> dict[str, int]:
-        """Process group of our master, by its name, while it runs."""
-        return self._supervisor.groups() if self._supervisor is not None else {}
-
     def tags(self) -> Mapping[str, bytes]:
         """For the keeper."""
         return {MASTER_PROGRAM: self._record.tag()} if self._record is not None else {}

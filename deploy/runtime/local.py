@@ -84,7 +84,7 @@ class LocalRuntime:
                 await asyncio.sleep(RETRY_S)
 
     async def groups(self) -> dict[str, int]:
-        """Process groups that run now, by instance, and of the second tier's master by its name."""
+        """Process groups that run now: of the instances, of the template, of Mooncake's master, by name."""
         return (await self._ask(Groups())).groups
 
     async def close(self) -> None:

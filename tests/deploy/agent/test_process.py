@@ -16,7 +16,7 @@ from deploy.agent.process import serve_agent
 from deploy.agent.setup import AgentSetup
 from deploy.agent.specs import orders
 from deploy.host.rundir import RunDir
-from deploy.keeper.client import InProcess
+from deploy.keeper.in_process import InProcess
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from deploy.runtime.local import AgentError, LocalRuntime

@@ -105,17 +105,20 @@ async def test_the_master_of_a_layout_without_features_begins_with_the_first_ins
         setup = AgentSetup.of(run, before, fake, stand_in, patience)
         agent = Agent(setup, InProcess(), say=lines.append)
         async with agent.running():
-            await asyncio.gather(*map(agent.start, orders(before)))
-            await until(lambda: len(agent.groups()) == 2)
-            assert "mooncake_master" not in agent.groups() and recorded_pool(run.path) == ("", "")
-            encoder = orders(after)[0]
+            first, (encoder, *_) = orders(before), orders(after)
+
+            async def run_all(*names: str) -> bool:
+                return (await agent.groups()).keys() == set(names)
+
+            await asyncio.gather(*map(agent.start, first))
+            await until(lambda: run_all(*(one.id for one in first)))
+            assert recorded_pool(run.path) == ("", "")
             await agent.start(encoder)
-            await until(lambda: encoder.id in agent.groups())
+            await until(lambda: run_all("mooncake_master", encoder.id, *(one.id for one in first)))
             assert recorded_pool(run.path)[0] == setup.master_address
-            assert "mooncake_master" in agent.groups()
             assert answers(f"{recorded_pool(run.path)[1]}/health")
             await agent.close()
-        assert not agent.groups()
+            assert not await agent.groups()
     finally:
         run.remove()
 

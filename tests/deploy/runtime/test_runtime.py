@@ -467,7 +467,7 @@ async def test_nothing_is_left_of_one_that_was_stopped_nor_of_all_when_the_agent
     async with processes_below(tmp_path) as (agent, stages, run):
         subject = OfProcesses(agent, stages)
         await subject.up(E, P)
-        groups = agent.groups()
+        groups = await agent.groups()
         run.socket("P0.load").touch()
         await agent.stop("P0", 1.0)
         assert not processes.group_members(groups["P0"]) and not run.socket("P0.load").exists()
