@@ -170,7 +170,7 @@ class Agent:
 
     def _stops_with(self, kept: Kept, grace_s: float) -> None:
         name = kept.order.id
-        if name not in self._stops:
+        if (stop := self._stops.get(name)) is None or stop.done():  # done: it has failed
             kept.stopping_s = grace_s
             self._instances.note()
             self._stops[name] = asyncio.create_task(self._end(name, grace_s), name=f"stop {name}")

@@ -7,6 +7,7 @@
                            pool.json        addresses of the MM Store's second tier, where there is one
                            wanted.json      layouts that were wanted (deploy/control/journal.py)
                            admin.sock       where commands are given (deploy/cli/change.py)
+                           agent.sock       where the agent is asked (deploy/runtime/messages.py)
                            feed             where front doors hear of the instances (proxy/workers/wire.py)
                            <instance>.log, and its sockets (.events, .load, .kv, .kvw<rank>, .kvnews<rank>,
                            .features<rank>)
