@@ -83,8 +83,9 @@ class Hosts:
         return [path for path in self._root(name).iterdir() if path.is_dir()]
 
     def wirings(self, name: str) -> list[str]:
-        """What the lives of its server were wired with, oldest first."""
-        written = sorted(self._root(name).glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+        """What the lives of its server were wired with, oldest first; a command that is not of a life has no
+        incarnation in its file's name."""
+        written = sorted(self._root(name).glob("*-?*.json"), key=lambda path: path.stat().st_mtime_ns)
         return [path.read_text() for path in written]
 
     def end_all(self) -> None:
