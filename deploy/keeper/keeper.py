@@ -39,22 +39,29 @@ _TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _HEARD = (*_TO_END, signal.SIGCHLD)
 
 
-def keep(parts: Sequence[Part], *, drain_s: float, say: Callable[[str], None], owned: Sequence[BinaryIO] = ()) -> int:
+def keep(
+    parts: Sequence[Part],
+    *,
+    drain_s: float,
+    say: Callable[[str], None],
+    take_down: Callable[[], None] = lambda: None,
+    owned: Sequence[BinaryIO] = (),
+) -> int:
     """Keep the parts alive until all is over, and collect every child of this process meanwhile.
 
-    When it returns no part runs any more; what they had started may. This process's handlers of signals are its own
-    again.
+    When it returns no part runs any more, and this process's handlers of signals are its own again.
 
     Args:
         drain_s: how long requests may go on after SIGTERM: from then on the controller has `BEYOND_DRAIN_S` more.
         say: takes a line for the operator; what it raises of OSError is ignored.
+        take_down: ends what the parts had started, when no part runs any more. No signal interrupts it.
         owned: files that no part is to have.
 
     Returns:
         The exit code that the controller has said, or ours where it has not.
     """
     keeping = _Keeping(parts, drain_s, say, owned)
-    forked = keeping.serve()
+    forked = keeping.serve(take_down)
     if forked is not None:
         forked.be()
     return keeping.code
@@ -80,7 +87,7 @@ class _Keeping:
         self._deadline = float("inf")
         self._selector = selectors.PollSelector()  # no descriptor of its own, which a fork would share
 
-    def serve(self) -> Forked | None:
+    def serve(self, take_down: Callable[[], None]) -> Forked | None:
         """Until it is over: None. In a process that was forked for a part it returns that."""
         woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         before = {number: signal.signal(number, _heard) for number in _HEARD}
@@ -93,6 +100,7 @@ class _Keeping:
                         return forked
                 self._serve_once(woken)
             self._end_parts()
+            take_down()
             signal.set_wakeup_fd(-1)
             for number, handler in before.items():
                 signal.signal(number, handler)

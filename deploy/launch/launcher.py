@@ -104,15 +104,18 @@ class Launch:
             async def agent(keeper: Keeper) -> int:
                 return await run_agent(setup, keeper, asked)
 
-            code = keep(
+            def take_down() -> None:
+                control.shared.refuse()
+                kill_leftovers(run.path)
+                run.remove()
+
+            return keep(
                 [Part("controller", controller, controls=True), Part("agent", agent)],
                 drain_s=config.lame_duck_s + config.drain_s,
                 say=_say,
+                take_down=take_down,
                 owned=run.held,
             )
-            control.shared.refuse()
-            kill_leftovers(run.path)
-            return code
 
 
 def _say(line: str) -> None:

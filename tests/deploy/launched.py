@@ -93,3 +93,16 @@ def neighbours(count: int) -> int:
                 listen("127.0.0.1", port).close()
             return first
     raise AssertionError(f"no {count} free ports in a row")
+
+
+def children(parent: int) -> dict[int, str]:
+    """Names of the running children of a process, by pid."""
+    return {one.pid: one.name for one in processes.running() if _parent(one.pid) == parent}
+
+
+def _parent(pid: int) -> int:
+    """0 where it has gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0

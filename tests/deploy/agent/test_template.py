@@ -303,6 +303,18 @@ async def test_a_template_that_does_not_answer_costs_one_life_the_fork(
         assert launch.template_pid != template
 
 
+async def test_a_template_that_dies_with_a_request_costs_that_life_the_fork(tmp_path: Path) -> None:
+    async with launching(tmp_path) as launch:
+        assert await launch.ended(await launch.stage("exit", "0")) == 0
+        template = launch.template_pid
+        os.kill(template, signal.SIGSTOP)
+        starting = asyncio.create_task(launch.stage("exit", "0"))
+        await asyncio.sleep(0)  # the request is in its socket
+        os.kill(template, signal.SIGKILL)
+        assert not launch.was_forked(await starting)
+        assert launch.was_forked(await launch.stage("exit", "0")) and launch.template_pid != template
+
+
 async def test_a_template_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
     async with launching(tmp_path) as launch:
         for death in range(1, 4):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deploy.host.reaper import reap_dead
-from tests.deploy.launched import DEADLINE_S, FakeLaunch
+from tests.deploy.launched import DEADLINE_S, FakeLaunch, children
 from tests.waiting import wait_for
 
 
@@ -65,6 +65,20 @@ def test_a_second_ctrl_c_does_not_wait(launch: Callable[..., FakeLaunch]) -> Non
     one.process.send_signal(signal.SIGINT)
     time.sleep(0.1)
     one.end(signal.SIGINT)
+    one.assert_nothing_remains(launch_id)
+
+
+@pytest.mark.parametrize("hung", ["epd controller", "epd agent"])
+def test_nobody_who_hangs_keeps_a_third_ctrl_c_waiting(launch: Callable[..., FakeLaunch], hung: str) -> None:
+    one = launch("TP1", "--child", "--ignore-term")
+    one.wait_ready()
+    launch_id = one.run_path.name
+    os.kill(next(pid for pid, name in children(one.pid).items() if name == hung), signal.SIGSTOP)
+    for _ in range(2):
+        one.process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    one.end(signal.SIGINT)
+    assert one.process.returncode == 130
     one.assert_nothing_remains(launch_id)
 
 

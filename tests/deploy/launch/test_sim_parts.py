@@ -8,22 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from deploy.host import processes
 from tests.deploy.launch.test_sim_launch import launched
+from tests.deploy.launched import children
 from tests.deploy.sim_load import load
 from tests.waiting import wait_for
 
 PARTS = ("epd controller", "epd agent")
-
-
-def children(parent: int) -> dict[int, str]:
-    """Names of the running children of a process, by pid."""
-    found = {}
-    for one in processes.running():
-        with open(f"/proc/{one.pid}/stat") as file:
-            if int(file.read().rpartition(")")[2].split()[1]) == parent:
-                found[one.pid] = one.name
-    return found
 
 
 def part(keeper: int, name: str) -> int:
