@@ -6,8 +6,8 @@ In parts (`--only`), each under load all the time:
             TP1x2 and back, round after round; new requests wait where there is no room for two layouts
     wide    sixteen simulated stages, from one random layout to the next
     flips   P and D of simulated stages that become each other without a restart
-    kills   kill -9 of stages and front doors in random order: real stages, the next once all is whole; and simulated
-            stages, two of each role, every ten seconds
+    kills   kill -9 of stages, front doors, controller and agent in random order: real stages, the next once all is
+            whole; and simulated stages, two of each role, every ten seconds
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ GOALS = (
     *(Goal(f"{part}_cut_streams", "==", 0, "what has begun is finished") for part in ("walk", "wide")),
     Goal("walk_wrong_answers", "==", 0, "answers as they are at rest"),
     Goal("kills_client_errors", "==", 0, "but for connections of a killed front door and streams of a killed D"),
+    Goal("kills_held", "==", 0, "nothing is counted any more of what has ended"),
     Goal("flip_errors", "==", 0),
     Goal("flip_p99_s", "<=", 1.0),
 )
@@ -87,6 +88,7 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     if killed:
         named["kills_client_errors"] = sum(one["errors"] + one["cut"] + one["wrong"] for one in killed.values())
         named["kills"] = sum("kill" in row for row in rows)
+        named["kills_held"] = sum(row.get("held", 0) for row in rows)
     return named
 
 

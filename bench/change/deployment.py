@@ -47,6 +47,16 @@ class Deployment:
                 raise StageError(f"not whole after {within_s:g} s: {'; '.join(down)}", stage="deployment")
             time.sleep(LOOK_S)
 
+    def emptied(self, within_s: float) -> int:
+        """Wait until no request holds an instance. Returns how many do then."""
+        end = time.monotonic() + within_s
+        while (held := self._held()) and time.monotonic() < end:
+            time.sleep(LOOK_S)
+        return held
+
+    def _held(self) -> int:
+        return sum(int(one["in_flight"]) for one in self.status()["instances"])
+
     def _changed(self, path: str, body: dict[str, Any], look_s: float = LOOK_S) -> dict[str, Any]:
         begun = time.perf_counter()
         answer = self._http.post(path, json=body)
@@ -59,7 +69,13 @@ class Deployment:
         return {**change, "client_s": time.perf_counter() - begun}
 
     def _get(self, path: str) -> dict[str, Any]:
-        answer = self._http.get(path)
+        """Asks again where the controller has died meanwhile: the next one answers the same."""
+        while True:
+            try:
+                answer = self._http.get(path)
+                break
+            except (httpx.ReadError, httpx.RemoteProtocolError):
+                time.sleep(LOOK_S)
         if answer.status_code != 200:
             raise StageError(f"{path} answers {answer.status_code}: {answer.text[:200]}", stage="deployment")
         told: dict[str, Any] = answer.json()

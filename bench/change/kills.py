@@ -1,4 +1,4 @@
-"""Parts of a deployment killed (SIGKILL) under load, in random order: stages and front doors."""
+"""Parts of a deployment killed (SIGKILL) under load, in random order: stages, front doors, controller, agent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from bench.clients.answers import CUT, ERROR_EVENT
 from bench.clients.process import SenderProcess
 from bench.clients.results import RequestRecord
 from bench.served import Served, groups, served, simulated
-from epd_serve.errors import StageError
 
 REAL, SIMULATED = "E-P-2D", "2E-2P-2D"
 EVERY_S = 10.0
@@ -25,10 +24,13 @@ LIMIT_S = 180.0
 GONE_S = 2.0
 """A connection of a process that was killed breaks within this."""
 
+EMPTY_S = 20.0
+KINDS = ("stage", "front", "controller", "agent")
+
 
 @dataclass(frozen=True)
 class Kill:
-    """`at_s`: of `time.perf_counter`. `what`: an instance's id, or `front.0`."""
+    """`at_s`: of `time.perf_counter`. `what`: an instance's id, `front.0`, `controller` or `agent`."""
 
     at_s: float
     what: str
@@ -71,28 +73,36 @@ def _killed(
             yield {"part": part, "kill": kills[-1].what, "at": round(kills[-1].at_s - begun, 3)}
         deployment.whole(WHOLE_S)
         run = sender.finish()
+        yield {"part": part, "held": deployment.emptied(EMPTY_S)}
     found = judged(run.rows, excused=lambda record: excused(record, kills))
     yield from found.rows(part, run.begun_s)
 
 
 def kill(deployment: Deployment, launch: Served, draw: random.Random) -> Kill:
-    """Kills one of all there are. Raises StageError where it is not there."""
-    status = deployment.status()
-    name = draw.choice(sorted([one["id"] for one in status["instances"]] + list(status["parts"])))
-    pid = pids(launch, status).get(name)
-    if pid is None:
-        raise StageError(f"{name} has no process", stage=name)
+    """Kills one of a kind that is drawn."""
+    found = pids(launch, deployment.status())
+    kind = draw.choice(KINDS)
+    name = draw.choice(sorted(one for one in found if kind_of(one) == kind))
     at_s = time.perf_counter()
-    if name in status["parts"]:
-        os.kill(pid, signal.SIGKILL)
+    if kind == "stage":
+        os.killpg(found[name], signal.SIGKILL)
     else:
-        os.killpg(pid, signal.SIGKILL)
+        os.kill(found[name], signal.SIGKILL)
     return Kill(at_s, name)
 
 
+def kind_of(name: str) -> str:
+    """Of what can be killed; "" of what is left alone."""
+    if name in ("controller", "agent"):
+        return name
+    return "front" if name.startswith("front.") else "stage" if name[0].isupper() else ""
+
+
 def pids(launch: Served, status: Mapping[str, Any]) -> dict[str, int]:
-    """Of front doors, and the process groups of stages."""
-    return {**groups(launch.run.parent), **status["parts"]}
+    """Of all that has a process: stages (their process groups), front doors and the other parts."""
+    parts = {name: one["pid"] for name, one in status["parts"].items() if one["pid"] is not None}
+    stages = {one["id"] for one in status["instances"]}
+    return {**{name: pid for name, pid in groups(launch.run.parent).items() if name in stages}, **parts}
 
 
 def excused(record: RequestRecord, kills: Sequence[Kill]) -> bool:
