@@ -113,7 +113,7 @@ def parse_counts(words: list[str]) -> dict[str, int]:
 
 def _status_command(arguments: dict[str, Any]) -> int:
     with _client(arguments) as http:
-        status = _answer(http.get("/deployment"))
+        status = _get(http, "/deployment")
     print(json.dumps(status, indent=2) if arguments["as_json"] else status_text(status))
     return DONE
 
@@ -140,11 +140,11 @@ def _change(call: Callable[[dict[str, Any]], Call], arguments: dict[str, Any]) -
 
 
 def _front_restarted(http: httpx.Client, *, wait: bool, as_json: bool) -> int:
-    status = _answer(http.get("/deployment"))
+    status = _get(http, "/deployment")
     while wait and status["front"]["restarting"]:
         time.sleep(LOOK_S)
-        status = _answer(http.get("/deployment"))
-    front, parts = status["front"], status["parts"]
+        status = _get(http, "/deployment")
+    front, parts = status["front"], {name: one for name, one in status["parts"].items() if name.startswith("front.")}
     if as_json:
         print(json.dumps({"front": front, "parts": parts}, indent=2))
     elif front["trouble"]:
@@ -165,7 +165,7 @@ def _until_over(http: httpx.Client, change: dict[str, Any], say: Callable[[str],
         if change["over"]:
             return change
         time.sleep(LOOK_S)
-        change = _answer(http.get(f"/deployment/changes/{change['number']}"))
+        change = _get(http, f"/deployment/changes/{change['number']}")
 
 
 def _say(line: str) -> None:
@@ -189,7 +189,16 @@ def _client(arguments: dict[str, Any]) -> Iterator[httpx.Client]:
             raise EpdError(f"launch {launch.id} no longer answers, it may have ended: {error}") from None
 
 
-def _answer(answer: httpx.Response) -> dict[str, Any]:
+def _get(http: httpx.Client, path: str) -> dict[str, Any]:
+    """Of whoever answers: where the controller dies meanwhile another one follows, as long as there is a launch."""
+    import httpx
+
+    while True:
+        try:
+            answer = http.get(path)
+            break
+        except (httpx.ReadError, httpx.RemoteProtocolError):
+            time.sleep(LOOK_S)
     if answer.status_code >= 400:
         raise EpdError(_message(answer))
     told: dict[str, Any] = answer.json()
@@ -224,7 +233,8 @@ def status_text(status: dict[str, Any]) -> str:
         lines.append(f"not reached: {status['trouble']}")
     if status["paused_s"]:
         lines.append(f"new requests wait, for {status['paused_s']:.0f} s more")
-    lines += ["", table(rows)]
+    parts = [(name, str(part["pid"] or "-"), str(part["restarts"] or 0)) for name, part in status["parts"].items()]
+    lines += ["", table(rows), "", table([("process", "pid", "restarts"), *parts])]
     if status["change"] is not None:
         change = status["change"]
         lines += ["", f"{change['what']}: {change['from']} → {change['to']}, {change['state']}"]

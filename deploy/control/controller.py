@@ -23,6 +23,9 @@ from deploy.runtime.protocol import Observed, Phase, Spec
 from epd_serve.errors import EpdError, NotFoundError
 from epd_serve.roles import Role
 
+PartJson = dict[str, int | None]
+"""A process that is no stage: its `pid`, and `restarts` where they are counted."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -71,7 +74,7 @@ class Controller:
         reconciler: Reconciler,
         doors: Doors,
         aim: Callable[[str, Sequence[Spec]], Wanted],
-        parts: Callable[[], Awaitable[Mapping[str, int]]],
+        parts: Callable[[], Awaitable[Mapping[str, PartJson]]],
     ) -> None:
         self._launch = launch
         self._reconciler = reconciler

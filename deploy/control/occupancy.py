@@ -42,7 +42,8 @@ async def until_quiet(doors: Doors, name: str) -> None:
         view = _view(doors, name)
         if view is None:
             return
-        if view.in_flight[Work.PREFILL] or any(report.open for report in view.kv):
+        unheard = len(view.kv) < len(view.instance.kv_news)  # whoever asks may have begun a moment ago
+        if unheard or view.in_flight[Work.PREFILL] or any(report.open for report in view.kv):
             since = time.monotonic()
         await asyncio.sleep(LOOK_S)
 

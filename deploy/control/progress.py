@@ -121,14 +121,22 @@ class Change:
 
 
 class Changes:
-    """Attributes:
+    """Args:
+    latest: under way, or over.
+
+    Attributes:
     present: the one under way, or None. past: those that are over, latest last.
     """
 
-    def __init__(self, present: Change) -> None:
-        self.present: Change | None = present
-        self.past: deque[Change] = deque(maxlen=PAST)
+    def __init__(self, latest: Change) -> None:
+        over = latest.state.over
+        self.present: Change | None = None if over else latest
+        self.past: deque[Change] = deque([latest] if over else [], maxlen=PAST)
         self._over = asyncio.Event()
+
+    @property
+    def latest(self) -> Change:
+        return self.present if self.present is not None else self.past[-1]
 
     def begin(self, change: Change) -> None:
         assert self.present is None, "another one is under way"

@@ -17,7 +17,7 @@ from deploy.change.wave import reached, wave
 from deploy.control.actuator import Actuator
 from deploy.control.doors import Doors
 from deploy.control.failure import Deadlines, Trouble, start_failed, why_failed
-from deploy.control.journal import DEPTH, Journal, Record
+from deploy.control.journal import DEPTH, Journal, Latest, Record
 from deploy.control.overlay import Overlay
 from deploy.control.progress import Change, Changes, State
 from deploy.control.refusals import shortage_text
@@ -32,7 +32,8 @@ class Reconciler:
     """Runs in one event loop; `begin` and the attributes are for others in that loop.
 
     Args:
-        wanted: what to start with. record: what a controller before this one has left.
+        wanted: what to start with.
+        record: what a controller before this one has left. previous: what was wanted before the change in it.
         staging_bytes, arena_bytes: as of `Actual`.
         say: takes a line for the operator.
 
@@ -53,8 +54,10 @@ class Reconciler:
         arena_bytes: int = 0,
         say: Callable[[str], None] = lambda line: None,
         record: Record | None = None,
+        previous: Wanted | None = None,
     ) -> None:
-        record, what = (record, "adopt") if record is not None else (Record((wanted.layout,)), "start")
+        record = record or Record((wanted.layout,))
+        latest = record.change.change() if record.change is not None else Change(0, "start", "", wanted.layout)
         self._runtime = runtime
         self._journal = journal
         self._deadlines = deadlines or Deadlines()
@@ -62,10 +65,10 @@ class Reconciler:
         self.wanted = wanted
         self.layouts = record.layouts
         self.overlay = Overlay(record.unwanted, staging_bytes=staging_bytes, arena_bytes=arena_bytes)
-        self.changes = Changes(Change(0, what, "", wanted.layout, required=frozenset(record.required)))
+        self.changes = Changes(latest)
         self.trouble = Trouble(self._deadlines, say)
-        self._previous: Wanted | None = None
-        self._number = 0
+        self._previous = previous
+        self._number = latest.number
         self._woken = asyncio.Event()
         self._actuator = Actuator(
             runtime,
@@ -245,6 +248,5 @@ class Reconciler:
         self._actuator.stay_all()
 
     def _write(self) -> None:
-        change = self.changes.present
-        kinds = tuple(sorted(change.required)) if change is not None else ()
-        self._journal.write(Record(self.layouts, kinds, self.overlay.unwanted, self._actuator.paused_until))
+        latest = Latest.of(self.changes.latest)
+        self._journal.write(Record(self.layouts, latest, self.overlay.unwanted, self._actuator.paused_until))

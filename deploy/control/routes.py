@@ -101,6 +101,11 @@ class Front(BaseModel):
     trouble: str = Field(description="Why the last time it came to nothing, or empty.")
 
 
+class Part(BaseModel):
+    pid: int | None = Field(description="Null between two lives.")
+    restarts: int | None = Field(description="Lives before this one; null where nobody counts them.")
+
+
 class Deployment(BaseModel):
     launch: str
     layout: str = Field(description="What is wanted.")
@@ -110,7 +115,7 @@ class Deployment(BaseModel):
     change: Change | None
     instances: list[Instance]
     front: Front
-    parts: dict[str, int] = Field(description="Processes beside the stages, by name: pids.")
+    parts: dict[str, Part] = Field(description="Processes beside the stages, by name.")
     layouts: list[str] = Field(description="That were wanted, the present one last.")
     past: list[Change]
 

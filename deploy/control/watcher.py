@@ -57,8 +57,11 @@ class Watcher:
 
     def take_in(self, instances: tuple[Observed, ...]) -> None:
         """All there are."""
+        first = self._overlay.instances is None
         flipped = self._overlay.take_in(instances)
         self.publish()
+        if first and self._actuator.paused_s:  # in the same roster, or they would go on meanwhile
+            self._doors.pause(self._actuator.paused_s)
         for name in flipped:
             self._doors.take_back(name)
         for one in instances:

@@ -95,7 +95,6 @@ class FrontDoors:
         house = House(self._keeper, hub, self._shared, self._counters, environment, self._setup.grace_s)
         lives = self._lives = FrontLives(house, self._setup, say=self._say)
         try:
-            await hub.start()
             self._started.set()
             await lives.run()
         finally:

@@ -54,6 +54,7 @@ class FrontLives:
         try:
             async with self._group:
                 await self._find()
+                await self._house.hub.start()  # not before: who is found says hello
                 while len(self._staying) < self._house.shared.workers:
                     self._open()
                 self._found.set()

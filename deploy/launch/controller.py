@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -20,7 +19,7 @@ from deploy.agent.specs import orders
 from deploy.agent.waits import Patience
 from deploy.agent.wiring import STAGE_HOST
 from deploy.control.aim import Aim
-from deploy.control.controller import Controller
+from deploy.control.controller import Controller, PartJson
 from deploy.control.failure import Deadlines
 from deploy.control.journal import Journal
 from deploy.control.reconciler import Reconciler
@@ -49,6 +48,9 @@ GRACE_S = 2.0
 
 READY = "ready"
 """The keeper's entry that says that the launch has been ready."""
+
+PARTS_S = 1.0
+"""So long the agent may take to say what runs, before it is left out of `status`."""
 
 KILLED = 130
 """The exit code after a second Ctrl-C."""
@@ -164,17 +166,21 @@ class _Life:
         reconciler = await self._reconciler()
         for order in self.first:
             await self.host.start(order)
-        await _together(self.news.follow(self.host), reconciler.run(), self._answer(reconciler), self._say_ready())
+        await _together(
+            self.news.follow(self.host), reconciler.run(), self._answer(reconciler), self._say_ready(reconciler)
+        )
 
     async def _reconciler(self) -> Reconciler:
         """After a life before this one: with what it wanted, beside what runs."""
         config, patience = self.blueprint.config, self.setup.patience
         journal = Journal(self.setup.run.wanted)
         record = journal.read() if self.ready else None
-        wanted = self.aim.first()
+        wanted, previous = self.aim.first(), None
         if record is not None:
             running = [one.order.spec for one in await anext(self.host.watch())]
             wanted = await asyncio.to_thread(self.aim, record.layouts[-1], running)
+            if record.change is not None and not record.change.state.over:
+                previous = await asyncio.to_thread(self.aim, record.change.before, running)
         return Reconciler(
             self.host,
             self.doors,
@@ -185,6 +191,7 @@ class _Life:
             arena_bytes=self.setup.memory.arena_mib << 20,
             say=self.screen.line,
             record=record,
+            previous=previous,
         )
 
     async def _answer(self, reconciler: Reconciler) -> None:
@@ -198,18 +205,22 @@ class _Life:
             )
         )
 
-    async def _parts(self) -> dict[str, int]:
-        """Processes that are no stages, by name."""
+    async def _parts(self) -> dict[str, PartJson]:
         groups: Mapping[str, int] = {}
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(PARTS_S):
                 groups = await self.host.groups()
         others = {name: pid for name, pid in groups.items() if name not in self.news.seen}
-        return {"controller": os.getpid(), **others, **self.doors.pids}
+        return {
+            **{row.name: {"pid": row.pid, "restarts": row.restarts} for row in await self.keeper.parts()},
+            **{name: {"pid": pid, "restarts": None} for name, pid in {**others, **self.doors.pids}.items()},
+        }
 
-    async def _say_ready(self) -> None:
+    async def _say_ready(self, reconciler: Reconciler) -> None:
         """Once every stage has answered, none waits for its KV links, and the front doors know."""
         await self.news.all_up.wait()
+        if not self.ready:
+            await reconciler.changes.over()
         table = self.doors.table
         while not self.ready and (
             len(table.snapshot()) < len(self.first) or not all(view.up for view in table.snapshot())

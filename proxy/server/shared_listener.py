@@ -8,6 +8,7 @@ it takes the next. Nobody is relied on: after that it takes it.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 from collections.abc import Callable, Collection
@@ -87,6 +88,9 @@ class SharedListener:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return  # somebody else has it, or it has gone
         except OSError as error:
+            if error.errno == errno.EINVAL:  # whoever has opened it has shut it down: nobody comes any more
+                self.stop()
+                return
             logger.error("no connection can be taken: %s", error)
             self._pause(OUT_OF_FILES_S)
             return

@@ -10,11 +10,10 @@ import pytest
 
 from deploy.control.failure import Deadlines
 from deploy.control.progress import State
-from deploy.control.reconciler import Reconciler
 from epd_serve.errors import StageError
 from epd_serve.roles import Role
 from proxy.registry.instance_state import Work
-from tests.deploy.control.world import MIB, QUICK, World, wanted
+from tests.deploy.control.world import MIB, World
 from tests.waiting import until
 
 
@@ -233,14 +232,15 @@ async def test_another_controller_goes_on_with_what_is_written(tmp_path: Path) -
         world.begin("PD")
         await until(lambda: world.doors.given_nothing)
     record = world.journal.read()
-    assert record is not None and record.layouts == ("2PD", "PD") and "text" in record.required
-    second = Reconciler(world.runtime, world.doors, world.journal, wanted("PD"), deadlines=QUICK, record=record)
-    world.reconciler = second
+    assert record is not None and record.layouts == ("2PD", "PD")
+    assert record.change is not None and "text" in record.change.required
+    world.follow()
     async with world.running():
         for lease in leases:
             lease.release()  # type: ignore[attr-defined]
         await world.over()
-        assert len(world.up()) == 1 and second.layouts == ("2PD", "PD")
+        assert len(world.up()) == 1 and world.reconciler.layouts == ("2PD", "PD")
+        assert world.last() is State.DONE and world.reconciler.changes.latest.number == 1
 
 
 async def _stays(condition: Callable[[], bool]) -> None:

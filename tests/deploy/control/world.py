@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from deploy.change.place import place
 from deploy.change.types import Wanted
@@ -208,14 +209,27 @@ class World:
         self.journal = Journal(folder / "wanted.json")
         self.said: list[str] = []
         self.options = options
-        self.reconciler = Reconciler(
-            self.runtime,
-            self.doors,
-            self.journal,
-            wanted(layout, **options),  # type: ignore[arg-type]
-            deadlines=deadlines,
-            say=self.said.append,
+        self.deadlines = deadlines
+        self.reconciler = self._made(self._wanted(layout))
+
+    def follow(self) -> None:
+        """Another controller in place of one that has died: it knows what is written, and what runs."""
+        record = self.journal.read()
+        if record is None:
+            self.reconciler = self._made(self.reconciler.wanted)
+        else:
+            before = record.change.before if record.change is not None and not record.change.state.over else ""
+            previous = self._wanted(before) if before else None
+            self.reconciler = self._made(self._wanted(record.layouts[-1]), record=record, previous=previous)
+
+    def _made(self, target: Wanted, **more: Any) -> Reconciler:
+        return Reconciler(
+            self.runtime, self.doors, self.journal, target, deadlines=self.deadlines, say=self.said.append, **more
         )
+
+    def _wanted(self, layout: str) -> Wanted:
+        running = [one.order.spec for one in self.runtime.there.values()]
+        return wanted(layout, running=running, **self.options)  # type: ignore[arg-type]
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -242,9 +256,7 @@ class World:
             await self.reconciler.changes.over()
 
     def begin(self, layout: str, **more: object) -> None:
-        running = [one.order.spec for one in self.runtime.there.values()]
-        target = wanted(layout, running=running, **self.options)  # type: ignore[arg-type]
-        self.reconciler.begin("relayout", target, **more)  # type: ignore[arg-type]
+        self.reconciler.begin("relayout", self._wanted(layout), **more)  # type: ignore[arg-type]
 
     async def wants(self, layout: str, **more: object) -> None:
         self.begin(layout, **more)
