@@ -135,9 +135,10 @@ class Template:
                 return await self._fork(template, command, log)
             except (OSError, EOFError, TimeoutError) as error:
                 self._say(f"{instance} is not forked, the template does not answer: {error or type(error).__name__}")
-                processes.signal_process(
-                    template.process.pid, signal.SIGKILL
-                )  # whoever knows what it would make of the next request
+                if self._ready is template:  # the next request waits for the next template
+                    self._ready = None
+                    self._settled.clear()
+                processes.signal_process(template.process.pid, signal.SIGKILL)  # whoever knows what it would make of it
         return await self._execute(command, log)
 
     async def _fork(self, template: _Running, command: Spawn, log: BinaryIO) -> Process:

@@ -312,7 +312,8 @@ async def test_a_template_that_dies_with_a_request_costs_that_life_the_fork(tmp_
         await asyncio.sleep(0)  # the request is in its socket
         os.kill(template, signal.SIGKILL)
         assert not launch.was_forked(await starting)
-        assert launch.was_forked(await launch.stage("exit", "0")) and launch.template_pid != template
+        second = await launch.stage("exit", "0")
+        assert launch.was_forked(second) and launch.template_pid != template, launch.lines
 
 
 async def test_a_template_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
