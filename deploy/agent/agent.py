@@ -47,7 +47,7 @@ class Agent:
         self._keeper = keeper
         self._say = say
         self._records = Records(keeper, self._tags, self._noted)
-        self._tier = SecondTier(setup.run, keeper, setup.master, setup.master_address, self._records.changed)
+        self._tier = SecondTier(setup.run, keeper, say, setup.master, setup.master_address, self._records.changed)
         self._instances = Instances(setup.site, say, self._records.changed)
         self._arena = HostArena(setup.run.arena, setup.arena_bytes)
         self._stops: dict[str, asyncio.Task[None]] = {}
@@ -155,7 +155,7 @@ class Agent:
         async def prepare() -> None:
             if spec.featured:
                 await self._arena.make()
-                await self._tier.begin(self._say)
+                await self._tier.begin()
 
         # Memory is profiled at the start on NPU and CUDA: neighbours on a device must not start together.
         turns = [] if self._setup.blueprint.device == "cpu" else [str(device) for device in spec.devices]
@@ -208,7 +208,7 @@ class Agent:
         entries = {entry.name: entry for entry in await self._entries() if entry.name != TEMPLATE}
         self._records.adopt({name: entry.tag for name, entry in entries.items()})
         if (master := entries.pop(MASTER_PROGRAM, None)) is not None:
-            self._tier.adopt(master, self._say)
+            self._tier.adopt(master)
         adopted = [(Kept.of_tag(entry.tag), entry) for entry in entries.values()]
         for kept, _ in adopted:
             self._instances.adopt(kept)

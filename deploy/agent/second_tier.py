@@ -29,10 +29,11 @@ POOL_FILE = "pool.json"
 
 
 class SecondTier:
-    """What a launch has of it, or would have once features travel. Use as `async with tier.running(tell):`.
+    """What a launch has of it, or would have once features travel. Use as `async with tier.running():`.
 
     Args:
         keeper: has our master.
+        tell: takes a line for the operator.
         master: to be run by us, or None.
         address: `host:port` of the master, ours or a given one; "" where there is no second tier.
         changed: called when what `tags` says has changed.
@@ -42,6 +43,7 @@ class SecondTier:
         self,
         run: RunDir,
         keeper: Keeper,
+        tell: Callable[[str], None],
         master: PoolMaster | None = None,
         address: str = "",
         changed: Callable[[], None] = lambda: None,
@@ -49,40 +51,38 @@ class SecondTier:
         self.address = address
         self._run = run
         self._keeper = keeper
+        self._tell = tell
         self._master = master
         self._changed = changed
         self._begun = False
         self._turn = asyncio.Lock()
-        self._tell: Callable[[str], None] = _to_nobody
         self._record: Record | None = None
         self._supervisor: Supervisor | None = None
 
     @contextlib.asynccontextmanager
-    async def running(self, tell: Callable[[str], None]) -> AsyncIterator[None]:
+    async def running(self) -> AsyncIterator[None]:
         """It is there inside the `with`, and our master has gone after it. One that is given may still come later.
 
         Raises:
             StageError: as of `begin`.
         """
-        self._tell = tell
         try:
             await self.begin()
             yield
         finally:
             await self.close()
 
-    async def begin(self, tell: Callable[[str], None] | None = None) -> None:
+    async def begin(self) -> None:
         """It is there, before the first instance that has to do with features. Any number of calls.
 
         Raises:
             StageError: our master does not start, or listens elsewhere.
         """
-        self._tell = tell or self._tell
         async with self._turn:
             if self._begun:
                 return
             if self._master is None:
-                await self._look_for_given(self._tell)
+                await self._look_for_given()
             else:
                 if self._supervisor is None:
                     self._supervise(self._master, Record(), None)
@@ -90,10 +90,9 @@ class SecondTier:
                 record_pool(self._run, self.address, self._master.metrics)
             self._begun = True
 
-    def adopt(self, entry: Entry, tell: Callable[[str], None]) -> None:
+    def adopt(self, entry: Entry) -> None:
         """Go on with the master that somebody before us has begun."""
         assert self._master is not None, "the plan of a launch does not change"
-        self._tell = tell
         record = Record.of_tag(entry.tag)
         if not record.over:
             self._supervise(self._master, record, record.process_of(entry))
@@ -125,12 +124,14 @@ class SecondTier:
             await self.close()  # the next one who needs it tries again
             raise StageError(f"{error}; its log: {self._run.keep_log(MASTER_PROGRAM)}", stage=error.stage) from None
 
-    async def _look_for_given(self, tell: Callable[[str], None]) -> None:
+    async def _look_for_given(self) -> None:
         if not self.address:
             return
         record_pool(self._run, self.address, "")
         if not await _connects(*host_and_port(self.address)):
-            tell(f"warning: no {MASTER_PROGRAM} answers at {self.address}; until one does, features stay on their host")
+            self._tell(
+                f"warning: no {MASTER_PROGRAM} answers at {self.address}; until one does, features stay on their host"
+            )
 
 
 def planned_tier(
@@ -172,10 +173,6 @@ def _would_be(blueprint: Blueprint) -> bool:
         return choose_pool(blueprint.config, blueprint.device, features_travel=True)[0]
     except ConfigError:
         return False
-
-
-def _to_nobody(line: str) -> None:
-    """Before it runs there is nothing to tell."""
 
 
 async def _connects(host: str, port: int) -> bool:

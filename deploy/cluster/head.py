@@ -18,7 +18,7 @@ import contextlib
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -108,13 +108,13 @@ class Head:
             stage_key=stage_key(self.key),
         )
 
-    def second_tier(self, run: RunDir) -> SecondTier:
+    def second_tier(self, run: RunDir, tell: Callable[[str], None]) -> SecondTier:
         """On fixed ports: the stages keep looking for the master where it was."""
         if self.master != AUTO:
-            return SecondTier(run, InProcess(), address=self.settings.mooncake_master)
+            return SecondTier(run, InProcess(), tell, address=self.settings.mooncake_master)
         ports = MasterSettings(host=self.address, rpc_port=self.port + 2, metrics_port=self.port + 3)
         master = PoolMaster(ports, run, mooncake_command)
-        return SecondTier(run, InProcess(), master, master.address)
+        return SecondTier(run, InProcess(), tell, master, master.address)
 
 
 def run_head(
@@ -244,7 +244,7 @@ async def _serve(
         admin=admin,
     )
     members = Membership(front.table, identity, head.settings)
-    async with head.second_tier(run).running(screen.line):
+    async with head.second_tier(run, screen.line).running():
         try:
             async with asyncio.TaskGroup() as group:
                 front.background.start("silence of members", partial(_notice_silence, members))
