@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import replace
 
@@ -135,7 +136,7 @@ class Agent:
             raise ConfigError(f"{order.id} is to run on {spec.node}: there is {NODE} alone")
         if inventory.kind != "cpu" and (unknown := set(spec.devices) - set(inventory.ids)):
             raise ConfigError(f"{order.id} is to run on {inventory.kind} {min(unknown)}, which is not there")
-        if kept is not None and kept.stopping_s is not None:
+        if kept is not None and kept.stop_by is not None:
             raise ConfigError(f"{order.id} is being stopped: start it under another name, or when it is gone")
         if kept is not None and not kept.order.spec.stands_for(spec):
             raise ConfigError(f"{order.id} is the name of another instance")
@@ -171,13 +172,14 @@ class Agent:
     def _stops_with(self, kept: Kept, grace_s: float) -> None:
         name = kept.order.id
         if (stop := self._stops.get(name)) is None or stop.done():  # done: it has failed
-            kept.stopping_s = grace_s
+            if kept.stop_by is None:
+                kept.stop_by = time.monotonic() + grace_s
             self._instances.note()
-            self._stops[name] = asyncio.create_task(self._end(name, grace_s), name=f"stop {name}")
+            self._stops[name] = asyncio.create_task(self._end(name, kept.stop_by), name=f"stop {name}")
 
-    async def _end(self, name: str, grace_s: float) -> None:
+    async def _end(self, name: str, by: float) -> None:
         await self._records.write()  # whoever comes after us must not take its end for a death
-        await self._supervisor.remove(name, grace_s)
+        await self._supervisor.remove(name, max(0.0, by - time.monotonic()))
         self._setup.run.clear_instance(name)
         del self._instances.kept[name], self._stops[name]
         self._instances.note()
@@ -222,7 +224,7 @@ class Agent:
             self._supervise(kept, process)
             self._supervisor.retire(name, kept.draining)
         for kept, _ in adopted:
-            if kept.stopping_s is not None:
-                self._stops_with(kept, kept.stopping_s)
+            if kept.stop_by is not None:
+                self._stops_with(kept, 0.0)
         self._instances.note()
         await self._records.write()

@@ -26,7 +26,7 @@ class Kept:
 
     Attributes:
         record: of its lives, which its supervisor keeps.
-        stopping_s: it is being ended, with so long from SIGTERM to SIGKILL.
+        stop_by: it is being ended, from then on by SIGKILL; seconds of the machine's monotonic clock.
         stage, instance: of this life.
     """
 
@@ -34,7 +34,7 @@ class Kept:
     port: int
     record: Record = field(default_factory=Record)
     draining: bool = False
-    stopping_s: float | None = None
+    stop_by: float | None = None
     stage: StagePlan | None = None
     instance: Instance | None = None
     progress: str = ""
@@ -59,7 +59,7 @@ class Kept:
     def observed(self) -> Observed:
         record, phase = self.record, self.record.phase
         down = phase is Phase.DOWN
-        if self.stopping_s is not None:
+        if self.stop_by is not None:
             phase = Phase.STOPPING
         elif self.draining and not down:
             phase = Phase.DRAINING

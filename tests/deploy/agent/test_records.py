@@ -35,7 +35,7 @@ def kept(layout: str) -> list[Kept]:
         grants = (CoreGrant(0, 0.5, {"cpu": 2}, {"cpu": 4}, (0, 1)),)
         one.instance = replace(instance_of(one.stage), cores=grants)
         one.record = Record(Phase.UP, "life", 7, 8, 9, 1.5, 2.5, 1.0, ever_up=True, reason="ended: ∅", lives=3)
-        one.draining, one.stopping_s, one.progress = True, 2.0, "warming up"
+        one.draining, one.stop_by, one.progress = True, 2.0, "warming up"
     return all_
 
 

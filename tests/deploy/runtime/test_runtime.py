@@ -319,7 +319,7 @@ def _stops_or_has_stopped(all_: dict[str, Observed]) -> bool:
 async def test_one_that_is_stopped_is_gone(subject: Subject) -> None:
     subject.lingers("P0")
     await subject.up(E, P)
-    stops = [asyncio.create_task(subject.runtime.stop("P0", 1.0)) for _ in range(2)]
+    stops = [asyncio.create_task(subject.runtime.stop("P0", 3.0)) for _ in range(2)]
     if (await subject.seen(_stops_or_has_stopped)).keys() != {"E0"}:
         with pytest.raises(ConfigError):
             await subject.runtime.start(P)
