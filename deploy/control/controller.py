@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from deploy.change.plan import diff
@@ -16,46 +16,15 @@ from deploy.change.serving import kinds, required
 from deploy.change.types import Plan, Shortage, Wanted
 from deploy.control.doors import Doors
 from deploy.control.occupancy import under_way
-from deploy.control.progress import Change, action_json, change_json
+from deploy.control.progress import Answer, Change, change_json
 from deploy.control.reconciler import Reconciler
-from deploy.control.refusals import RefusedError, change_under_way, pause_too_short, short
+from deploy.control.refusals import RefusedError, change_under_way, pause_too_long, pause_too_short, short
 from deploy.runtime.protocol import Observed, Phase, Spec
 from epd_serve.errors import EpdError, NotFoundError
 from epd_serve.roles import Role
 
 PartJson = dict[str, int | None]
 """A process that is no stage: its `pid`, and `restarts` where they are counted."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What will be done.
-
-    Attributes:
-        change: None where it was only asked for.
-        notes: what whoever asked should know.
-        expected_s, expected_pause_s: by experience; None without any.
-    """
-
-    plan: Plan
-    layout: str
-    change: Change | None = None
-    notes: tuple[str, ...] = ()
-    expected_s: float | None = None
-    expected_pause_s: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "layout": self.layout,
-            "plan": {
-                "waves": [[action_json(action) for action in wave] for wave in self.plan.waves],
-                "pauses": self.plan.pauses,
-                "expected_s": self.expected_s,
-                "expected_pause_s": self.expected_pause_s,
-            },
-            "notes": list(self.notes),
-            "change": change_json(self.change) if self.change is not None else None,
-        }
 
 
 class Controller:
@@ -110,6 +79,8 @@ class Controller:
         wanted = self._reconciler.wanted
         plans = [self._plan(wanted, (one,), pause_s) for one in names]
         plan = Plan(tuple(wave for one in plans for wave in one.waves))
+        await self._check_room(plan, pause_s)
+        self._check_idle()
         change = self._reconciler.begin("restart", wanted, pause_s=pause_s, unwanted=names)
         return self._answer(plan, wanted, change)
 
@@ -198,6 +169,7 @@ class Controller:
         stay = [one.order.spec for one in self._reconciler.instances if one.order.id not in unwanted]
         wanted = await asyncio.to_thread(self._aim, layout, stay)
         plan = self._plan(wanted, unwanted, pause_s)
+        await self._check_room(plan, pause_s)
         notes = self._notes(wanted)
         if dry_run:
             return self._answer(plan, wanted, None, notes)
@@ -217,6 +189,11 @@ class Controller:
         if needed_s is not None and needed_s > pause_s:
             raise pause_too_short(needed_s, pause_s)
         return plan
+
+    async def _check_room(self, plan: Plan, pause_s: float) -> None:
+        """Raises RefusedError where requests that wait in the pause would be too many."""
+        if plan.pauses and (most_s := await self._doors.pausable_s()) < pause_s:
+            raise pause_too_long(pause_s, most_s)
 
     def _answer(self, plan: Plan, wanted: Wanted, change: Change | None, notes: tuple[str, ...] = ()) -> Answer:
         start_s = self._start_s()

@@ -44,6 +44,9 @@ class Doors(Protocol):
 
     def resume(self) -> None: ...
 
+    async def pausable_s(self) -> float:
+        """For how long new requests may wait, if they come as they do now, before any is refused."""
+
     async def seen(self) -> None:
         """Returns when every living front door acts on all that was said before the call."""
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from deploy.change.match import given_up
-from deploy.change.types import Action, Drain, Flip, Kind, Leave, Pause, Resume, Start, Stop
+from deploy.change.types import Action, Drain, Flip, Kind, Leave, Pause, Plan, Resume, Start, Stop
 from deploy.runtime.protocol import Observed, Phase
 
 PAST = 10
@@ -211,3 +211,34 @@ def action_json(action: Action) -> dict[str, object]:
     if isinstance(action, Flip):
         told["role"] = action.role.value
     return told
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What will be done.
+
+    Attributes:
+        change: None where it was only asked for.
+        notes: what whoever asked should know.
+        expected_s, expected_pause_s: by experience; None without any.
+    """
+
+    plan: Plan
+    layout: str
+    change: Change | None = None
+    notes: tuple[str, ...] = ()
+    expected_s: float | None = None
+    expected_pause_s: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "layout": self.layout,
+            "plan": {
+                "waves": [[action_json(action) for action in wave] for wave in self.plan.waves],
+                "pauses": self.plan.pauses,
+                "expected_s": self.expected_s,
+                "expected_pause_s": self.expected_pause_s,
+            },
+            "notes": list(self.notes),
+            "change": change_json(self.change) if self.change is not None else None,
+        }

@@ -54,6 +54,15 @@ def pause_too_short(needed_s: float, given_s: float) -> RefusedError:
     )
 
 
+def pause_too_long(given_s: float, most_s: float) -> RefusedError:
+    return RefusedError(
+        f"as many requests as come now fill the queues in {most_s:.0f} s, less than the {given_s:g} s of --pause: ask "
+        "for less, or give admission.text_queue, admission.media_queue and max_in_flight room by --proxy",
+        "pause_too_long",
+        most_s=round(most_s, 1),
+    )
+
+
 def shortage_text(short: Shortage) -> str:
     """What is short, in one sentence without its end."""
     if short.what == "last path":

@@ -10,8 +10,8 @@ from fastapi import Path as InPath
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from deploy.control.controller import Answer, Controller
-from deploy.control.progress import change_json
+from deploy.control.controller import Controller
+from deploy.control.progress import Answer, change_json
 from deploy.control.refusals import RefusedError
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
@@ -125,7 +125,8 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     404: {"description": "There is no such instance or change."},
     409: {
         "description": "Refused: `shortage` (`what`, `where`, `needed_bytes`, `free_bytes`, `blocks`, `pause_helps`), "
-        "`pause_too_short` (`needed_s`), `change_under_way` or `nothing_to_undo`. Nothing was begun."
+        "`pause_too_short` (`needed_s`), `pause_too_long` (`most_s`), `change_under_way` or `nothing_to_undo`. Nothing "
+        "was begun."
     },
 }
 _BEGUN: dict[int | str, dict[str, Any]] = {

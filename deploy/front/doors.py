@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from deploy.front.door import POLL_S, House
 from deploy.front.lives import FrontLives
-from deploy.front.shared import Shared
+from deploy.front.shared import Shared, pausable_s
 from deploy.host.environment import LAUNCH_ENV, LAUNCHER_PID_ENV, module_environment
 from deploy.keeper.interface import Keeper
 from deploy.runtime.protocol import Observed, Phase
@@ -62,6 +62,7 @@ class FrontDoors:
         from proxy.workers.shared_ledger import SharedLedger
         from proxy.workers.wire import Setup
 
+        self._settings = settings
         self._shared = shared
         self._keeper = keeper
         self._counters = counters = shared.counters()
@@ -161,6 +162,10 @@ class FrontDoors:
         """For how long they wait yet."""
         return self.table.pause.left_s
 
+    async def pausable_s(self) -> float:
+        """For how long requests may wait, if they come as they do now, before one is refused."""
+        return await pausable_s(self._settings, self._counters)
+
     async def seen(self) -> None:
         """Wait until all go by what has been said until now. Who does not soon is killed, and followed by another."""
         if self._lives is not None:
@@ -211,7 +216,7 @@ class FrontDoors:
     @property
     def running(self) -> int:
         """Requests in flight, as of a moment ago."""
-        return sum(self._counters.requests(row) for row in range(self._counters.rows))
+        return self._counters.running
 
     def announce(self) -> None:
         from proxy.workers.shared_counters import Asked

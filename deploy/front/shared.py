@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 import mmap
 import os
 import socket
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deploy.host.ports import BACKLOG
 
 if TYPE_CHECKING:
+    from proxy.config.settings import ProxySettings
     from proxy.workers.shared_counters import SharedCounters
+
+RATE_S = 1.0
+"""For so long is counted how many requests come."""
 
 
 @dataclass(frozen=True)
@@ -59,3 +66,25 @@ class Shared:
         from proxy.workers.shared_ledger import COUNTS
 
         return SharedCounters(mmap.mmap(self.memory, 0), self.workers + 1, COUNTS)
+
+
+async def pausable_s(settings: ProxySettings, counters: SharedCounters) -> float:
+    """For how long requests may wait, if they come as they do now, before a queue is full and one is refused.
+
+    Args:
+        settings: of all front doors together.
+    """
+    begun, before = time.monotonic(), counters.all_arrived()
+    await asyncio.sleep(RATE_S)
+    seconds = time.monotonic() - begun
+    text_per_s, media_per_s = (
+        max(0, now - then) / seconds for then, now in zip(before, counters.all_arrived(), strict=True)
+    )
+    limits = settings.admission
+    free = max(0, settings.max_in_flight - counters.running)
+    rooms = (
+        (limits.text_queue, text_per_s),
+        (limits.media_queue, media_per_s),
+        (free, text_per_s + media_per_s),
+    )
+    return min(room / per_s if per_s else math.inf for room, per_s in rooms)

@@ -30,13 +30,18 @@ RECENT_S = 30.0
 
 
 class AdmissionQueue:
-    """The queues, and what is with the stages. Call `grants` after everything that may have made room."""
+    """The queues, and what is with the stages. Call `grants` after everything that may have made room.
+
+    Attributes:
+        arrived: how many requests of each kind have been let in.
+    """
 
     def __init__(self, settings: AdmissionLimits) -> None:
         self._settings = settings
         self._numbers = itertools.count()
         self._to_encode = TicketQueue()
         self._to_serve = {kind: TicketQueue() for kind in Kind}
+        self.arrived = dict.fromkeys(Kind, 0)
         self._waiting = dict.fromkeys(Kind, 0)  # with no place at any stage yet
         self._active_at = dict.fromkeys(Kind, float("-inf"))
         self._encoding = 0
@@ -100,6 +105,7 @@ class AdmissionQueue:
         if self._waiting[kind] >= limit:
             raise QueueFull(kind, self._waiting[kind], self.predicted_wait_s(kind, due, now))
         self._waiting[kind] += 1
+        self.arrived[kind] += 1
         self._active_at[kind] = now
         return Ticket(kind, now, due, next(self._numbers), max(1, sequences))
 

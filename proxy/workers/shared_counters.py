@@ -4,7 +4,7 @@ One row per process, and only that process writes there, so nothing is locked. A
 
     cell 0      format of the counters       row r, cell 0          how often its tags have changed
     cell 1      rows                         cell 1                 how often something was counted up
-    cell 2      slots of a row               cells 2 to 6           connections, requests, roster … : see below
+    cell 2      slots of a row               cells 2 to 8           connections, requests, roster … : see below
     cell 3      what is asked of all         then SLOTS cells       tags; 0 is a free slot
                                              then SLOTS × COUNTS    counts of each slot
 
@@ -26,15 +26,16 @@ from enum import IntEnum
 
 from epd_serve.errors import ConfigError
 
-FORMAT = 0x45504402
+FORMAT = 0x45504403
 SLOTS = 1024
 """Tags that one process can count under at a time: incarnations of instances, of which a deployment has dozens."""
 
 CELL_BYTES = 8
 _SHAPE = 3  # cells that say what this is
 _HEADER = _SHAPE + 1
-_CHANGES, _MOVES, _CONNECTIONS, _REQUESTS, _ROSTER, _OBEYED, _COUNTING = range(7)
-_ROW_HEADER = 7
+_CHANGES, _MOVES, _CONNECTIONS, _REQUESTS, _ROSTER, _OBEYED, _COUNTING, _ARRIVED = range(8)
+_ARRIVALS = 2  # kinds of requests
+_ROW_HEADER = _ARRIVED + _ARRIVALS
 
 
 class Asked(IntEnum):
@@ -105,8 +106,23 @@ class SharedCounters:
     def requests(self, row: int) -> int:
         return self._cells[self._at(row) + _REQUESTS]
 
+    @property
+    def running(self) -> int:
+        """Requests that all processes have."""
+        return sum(self.requests(row) for row in range(self.rows))
+
     def obeyed(self, row: int) -> Asked:
         return Asked(self._cells[self._at(row) + _OBEYED])
+
+    def say_arrived(self, row: int, arrived: Sequence[int]) -> None:
+        """So many requests of each kind have come to the row's process since it began."""
+        for at, count in enumerate(arrived):
+            self._cells[self._at(row) + _ARRIVED + at] = count
+
+    def all_arrived(self) -> list[int]:
+        """Requests of each kind that have come to all processes there are."""
+        starts = [self._at(row) + _ARRIVED for row in range(self.rows)]
+        return [sum(self._cells[start + kind] for start in starts) for kind in range(_ARRIVALS)]
 
     def say_roster(self, row: int, number: int) -> None:
         """The row's process goes by this roster (`proxy/workers/roster.py`); 0: by none yet."""

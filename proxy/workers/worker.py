@@ -200,6 +200,7 @@ class OwnRow:
         if asked >= Asked.DRAIN:
             drain.begin()
         counters.say_obeyed(self._row, asked, drain.running)
+        counters.say_arrived(self._row, list(self._pipeline.gate.queue.arrived.values()))
         alone = counters.least_connections(self._row) is None
         if not alone and self._moves != (moves := self._ledger.moves()):
             # What an instance reports is held against what had been acquired by then: by all workers.

@@ -150,6 +150,12 @@ async def test_what_is_short_is_named_and_a_pause_offered(tmp_path: Path, capsys
         assert error["code"] == "shortage" and error["pause_helps"] and error["blocks"] == ["PD0"]
         assert error["needed_bytes"] == 8 * MIB and error["free_bytes"] == 2 * MIB
         assert world.up() == ["PD0"]
+        world.doors.room_s = 29.0
+        assert await world.says("relayout", "EPD", "--pause", "30") == 2
+        long = await world.post("/deployment/layout", layout="EPD", pause_s=30)
+        assert long.status_code == 409 and long.json()["error"]["code"] == "pause_too_long"
+        assert long.json()["error"]["most_s"] == 29.0 and world.reconciler.changes.present is None
+        world.doors.room_s = 30.0
         assert await world.says("relayout", "EPD", "--pause", "30") == 0
         assert world.up() == ["EPD0"]
 

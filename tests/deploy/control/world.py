@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -139,6 +140,7 @@ class FakeDoors:
         self.fails = ""  # why front doors cannot be replaced
         self.pids = {"front.0": 1}
         self.replacing = False
+        self.room_s = math.inf  # until the queues are full in a pause
         self._there: dict[str, Observed] = {}
         self._seq = 0
 
@@ -166,6 +168,9 @@ class FakeDoors:
 
     def pause(self, seconds: float) -> None:
         self.paused.append(seconds)
+
+    async def pausable_s(self) -> float:
+        return self.room_s
 
     def resume(self) -> None:
         self.resumed += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -16,6 +17,7 @@ import httpx
 import pytest
 
 from deploy.front import doors as front_doors
+from deploy.front import shared as front_shared
 from deploy.front.doors import FrontDoors
 from deploy.front.shared import Shared
 from deploy.host import processes
@@ -25,7 +27,7 @@ from deploy.runtime.protocol import Observed, Order, Phase, Spec
 from epd_serve.errors import EpdError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
-from proxy.config.limits import Timeouts
+from proxy.config.limits import AdmissionLimits, Timeouts
 from proxy.config.settings import ProxySettings
 from proxy.registry.instance_state import Work
 from proxy.server.uvicorn_server import bind
@@ -228,6 +230,17 @@ async def test_requests_wait_in_a_pause_through_a_change_and_are_answered_after_
         h.phase("PD0", Phase.UP, instance=replace(instance, incarnation="two"))
         h.doors.resume()
         assert {(await one).status_code for one in asked} == {200} and h.doors.paused_s == 0
+
+
+async def test_a_pause_may_last_until_a_queue_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = AdmissionLimits(text_queue=10_000, media_queue=1)
+    async with house("PD0", workers=2, config=replace(PATIENT, admission=limits, max_in_flight=10_000)) as h:
+        assert await h.doors.pausable_s() == math.inf
+        asking = asyncio.create_task(h.doors.pausable_s())
+        for _ in range(20):
+            await h.ask()
+        room_s = await asking
+        assert 10_000 * front_shared.RATE_S / 25 < room_s < math.inf, "twenty in a second, or fewer"
 
 
 async def test_they_are_replaced_one_by_one_and_nobody_notices() -> None:
