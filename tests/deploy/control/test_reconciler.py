@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from deploy.control.progress import State
 from epd_serve.errors import StageError
 from epd_serve.roles import Role
 from proxy.registry.instance_state import Work
-from tests.deploy.control.world import MIB, World
+from tests.deploy.control.world import MIB, World, wanted
 from tests.waiting import until
 
 
@@ -241,6 +242,86 @@ async def test_another_controller_goes_on_with_what_is_written(tmp_path: Path) -
         await world.over()
         assert len(world.up()) == 1 and world.reconciler.layouts == ("2PD", "PD")
         assert world.last() is State.DONE and world.reconciler.changes.latest.number == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "pause_s", "options"),
+    [
+        ("E-P-D", "2E-P-D", 0.0, {}),
+        ("2E-P-D", "E-P-D", 0.0, {}),
+        ("EP-D", "E-P-D", 0.0, {}),
+        ("2P-2D", "3P-D", 0.0, {"both": True}),
+        ("2P-2D", "P-3D", 0.0, {"both": True}),
+        ("PD", "EPD", 60.0, {"host_bytes": 8 * MIB}),
+    ],
+)
+async def test_a_controller_killed_at_any_call_is_followed_by_one_that_finishes(
+    tmp_path: Path, first: str, then: str, pause_s: float, options: dict[str, Any]
+) -> None:
+    calls = 1
+    at = 0
+    while at < calls:
+        world = World(tmp_path, first, **options)
+        world.runtime.room_bytes = 10 * MIB if pause_s else None
+        async with world.running():
+            await world.over()
+            world.runtime.calls.clear()
+            died = asyncio.Event()
+
+            def die(world: World = world, died: asyncio.Event = died, at: int = at) -> None:
+                if len(world.runtime.calls) == at + 1 and not died.is_set():
+                    died.set()
+                    raise asyncio.CancelledError
+
+            world.runtime.after_call = die
+            world.begin(then, pause_s=pause_s)
+            async with asyncio.timeout(60):
+                await died.wait()
+        world.follow()
+        async with world.running():
+            await world.over()
+            assert world.last() is State.DONE, (at, world.runtime.calls)
+            assert world.reconciler.changes.latest.number == 1 and not world.doors.given_nothing
+            roles = sorted(one.order.spec.role.value for one in world.runtime.there.values())
+            assert roles == sorted(spec.role.value for spec in wanted(then).specs)
+            assert not world.reconciler.paused_s
+        at, calls = at + 1, max(calls, len(world.runtime.calls))
+        (tmp_path / "wanted.json").unlink()
+
+
+async def test_a_pause_is_told_again_by_who_follows(tmp_path: Path) -> None:
+    world = World(tmp_path, "PD", host_bytes=8 * MIB)
+    world.runtime.room_bytes = 10 * MIB
+    async with world.running():
+        await world.over()
+        world.runtime.fate = lambda name: "hangs"
+        world.begin("EPD", pause_s=60.0)
+        await until(lambda: "EPD0" in world.runtime.there)
+    world.doors.paused.clear()
+    world.follow()
+    async with world.running():
+        await until(lambda: world.doors.paused)
+        assert 50.0 < world.doors.paused[0] <= 60.0
+        world.runtime.say_up("EPD0")
+        await world.over()
+        assert world.last() is State.DONE and world.doors.resumed == 1
+
+
+async def test_a_change_that_cannot_be_finished_by_who_follows_goes_back(tmp_path: Path) -> None:
+    world = World(tmp_path, "E-P-D")
+    async with world.running():
+        await world.over()
+        world.runtime.fate = lambda name: "hangs"
+        world.begin("3E-P-D")
+        await until(lambda: {"E1", "E2"} <= world.runtime.there.keys())
+    for name in ("E1", "E2"):
+        world.runtime.fails(name)
+    world.runtime.fate = lambda name: "fails"
+    world.follow()
+    async with world.running():
+        await world.over()
+        assert world.last() is State.FAILED and world.up() == ["D0", "E0", "P0"]
+        assert world.reconciler.layouts == ("E-P-D",)
 
 
 async def _stays(condition: Callable[[], bool]) -> None:

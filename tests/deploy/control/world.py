@@ -49,12 +49,14 @@ class FakeRuntime:
     """Instances are up as soon as they are started, unless `fate` says otherwise of one: `fails`, `hangs` or `up`.
 
     Attributes:
-        calls: what was asked for, in order. refuse: raised by the next call that begins so, after it took effect.
+        calls: what was asked for, in order. after_call: called when one has taken effect, before it is answered.
+        lost: calls whose next answer is lost.
     """
 
     room_bytes: int | None = None
     fate: Callable[[str], str] = lambda name: "up"
     calls: list[str] = field(default_factory=list)
+    after_call: Callable[[], None] = lambda: None
     lost: set[str] = field(default_factory=set)
     there: dict[str, Observed] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -75,7 +77,7 @@ class FakeRuntime:
             if fate == "up":
                 asyncio.get_running_loop().call_soon(self.say_up, order.id)
             elif fate == "fails":
-                self._set(replace(self.there[order.id], phase=Phase.DOWN, reason="no luck", over=True))
+                self.fails(order.id)
         self._lose(f"start {order.id}")
 
     async def flip(self, id: str, role: Role) -> None:
@@ -107,6 +109,10 @@ class FakeRuntime:
         if name in self.there:
             self._set(replace(self.there[name], phase=Phase.UP, ever_up=True))
 
+    def fails(self, name: str) -> None:
+        """Its first start does."""
+        self._set(replace(self.there[name], phase=Phase.DOWN, reason="no luck", over=True))
+
     def say_down(self, name: str, reason: str = "killed") -> None:
         self._set(replace(self.there[name], phase=Phase.DOWN, reason=reason))
 
@@ -120,6 +126,7 @@ class FakeRuntime:
         return Instance(order.id, order.spec.role, "http://127.0.0.1:1", f"life{self.lives}", kv_news=sends)
 
     def _lose(self, call: str) -> None:
+        self.after_call()
         if call in self.lost:
             self.lost.discard(call)
             raise ConnectionError(f"{call}: the answer was lost")
@@ -219,6 +226,7 @@ class World:
 
     def follow(self) -> None:
         """Another controller in place of one that has died: it knows what is written, and what runs."""
+        self.doors.given_nothing.clear()  # told by it, and not yet by the next one
         record = self.journal.read()
         if record is None:
             self.reconciler = self._made(self.reconciler.wanted)
