@@ -24,7 +24,7 @@ from typing import Any
 from bench.started import started
 from deploy.agent.template import api_server_of
 from deploy.host.ports import free_ports
-from deploy.host.processes import group_members
+from deploy.host.processes import group_members, running
 
 ROOT = Path("/tmp")
 SETTLED_S = 120.0
@@ -169,13 +169,14 @@ Parts = Mapping[str, tuple[int, ...]]
 
 
 def parts(launcher: int, groups: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """The parts of a launch that runs: launcher with proxy, and per stage its API server (with the process that
-    both are forked from) and what that spawned.
+    """The parts of a launch that runs: per stage its API server (with the process that both are forked from) and what
+    that spawned, and all else as `proxy`: front doors, controller, agent and the process whose children they are.
 
     Args:
         groups: process group of each instance.
     """
-    found: dict[str, tuple[int, ...]] = {"proxy": (launcher,)}
+    others = (one.pid for one in running() if one.parent == launcher and one.pid not in groups.values())
+    found: dict[str, tuple[int, ...]] = {"proxy": (launcher, *others)}
     for instance, group in groups.items():
         api = {group, api_server_of(group)}
         found[f"{instance}/api"] = tuple(sorted(api))

@@ -22,6 +22,7 @@ class ProcessStat:
     pid: int
     name: str
     state: str
+    parent: int
     group: int
     start_ticks: int
 
@@ -39,9 +40,8 @@ def stat(pid: int) -> ProcessStat | None:
         return None
     end = text.rindex(")")  # the name in parentheses may hold anything
     rest = text[end + 2 :].split()
-    return ProcessStat(
-        pid, text[text.index("(") + 1 : end], state=rest[0], group=int(rest[2]), start_ticks=int(rest[19])
-    )
+    name = text[text.index("(") + 1 : end]
+    return ProcessStat(pid, name, rest[0], parent=int(rest[1]), group=int(rest[2]), start_ticks=int(rest[19]))
 
 
 def running() -> Iterator[ProcessStat]:

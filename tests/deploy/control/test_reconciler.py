@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deploy.control.failure import Deadlines
+from deploy.control.occupancy import until_quiet
 from deploy.control.progress import State
 from epd_serve.errors import StageError
 from epd_serve.roles import Role
@@ -287,6 +289,19 @@ async def test_a_controller_killed_at_any_call_is_followed_by_one_that_finishes(
             assert not world.reconciler.paused_s
         at, calls = at + 1, max(calls, len(world.runtime.calls))
         (tmp_path / "wanted.json").unlink()
+
+
+async def test_a_prefill_of_which_nothing_was_heard_yet_is_not_quiet(tmp_path: Path) -> None:
+    world = World(tmp_path, "P-D")
+    async with world.running():
+        await world.over()
+        instance = world.doors.table.instance("P0")
+        world.doors.table.apply(replace(instance, incarnation="another"))
+        quiet = asyncio.create_task(until_quiet(world.doors, "P0"))
+        world.doors.report = lambda: None  # type: ignore[method-assign]
+        await _stays(lambda: not quiet.done())
+        del world.doors.report  # type: ignore[method-assign]
+        await until(quiet.done)
 
 
 async def test_a_pause_is_told_again_by_who_follows(tmp_path: Path) -> None:
