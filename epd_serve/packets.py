@@ -7,6 +7,7 @@ memory.
 
 from __future__ import annotations
 
+import array
 import errno
 import os
 import socket
@@ -43,22 +44,19 @@ def send_packet(connection: socket.socket, message: bytes, descriptors: Sequence
         os.close(file)
 
 
-def receive_packet(connection: socket.socket, flags: int = 0) -> tuple[bytes, list[int]]:
+def receive_packet(connection: socket.socket) -> tuple[bytes, list[int]]:
     """The next message, and its descriptors, which no program inherits. They are the caller's to close.
-
-    Args:
-        flags: of `recvmsg`, such as MSG_DONTWAIT.
 
     Raises:
         EOFError: the other end has gone. BlockingIOError: nothing is there yet, and the socket does not wait.
         OSError: there is no room for the descriptors.
     """
-    try:
-        head, descriptors, how, _ = socket.recv_fds(
-            connection, 1 + INLINE_BYTES, 1 + MAX_DESCRIPTORS, flags | socket.MSG_CMSG_CLOEXEC
-        )
+    space = socket.CMSG_LEN((1 + MAX_DESCRIPTORS) * array.array("i").itemsize)
+    try:  # `socket.recv_fds` takes flags, and does not pass them on
+        head, ancillary, how, _ = connection.recvmsg(1 + INLINE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:  # it has gone without reading all
         raise EOFError from None
+    descriptors = _descriptors(ancillary)
     if not head:
         raise EOFError
     if how & socket.MSG_CTRUNC:
@@ -70,6 +68,14 @@ def receive_packet(connection: socket.socket, flags: int = 0) -> tuple[bytes, li
     with open(file, "rb") as reading:
         reading.seek(0)
         return reading.read(), rest
+
+
+def _descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return found.tolist()
 
 
 def close_all(descriptors: Sequence[int]) -> None:

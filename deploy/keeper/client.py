@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import signal
 import socket
-import struct
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,19 +18,21 @@ from deploy.keeper.interface import Child, Entry, Signals
 from deploy.keeper.messages import Answer, Event, PartRow, Request, decode_told, encode
 from epd_serve.packets import close_all, receive_packet, send_packet
 
+MOST_ASKED = 64
+"""So many requests wait for their answers at a time: a keeper ends a part to which it can say nothing more."""
+
 ANSWER_S = 10
-"""For the kernel to take a request. A keeper that is stopped takes some hundred."""
+"""For the keeper to take or answer one in a burst of more."""
 
 
 class KeeperClient:
     """A `Keeper` that is another process, our parent. A context manager, in the event loop's thread.
 
-    It asks by a call that waits until the kernel has taken the request, which it does at once: the keeper never waits.
+    A request is sent before the call first waits, so that they are carried out in the order of the calls.
     """
 
     def __init__(self, channel: socket.socket, keeper_pid: int) -> None:
-        channel.setblocking(True)
-        channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", ANSWER_S, 0))
+        channel.setblocking(False)
         self.pid = keeper_pid
         self._channel = channel
         self._children: dict[str, Child] = {}
@@ -92,10 +94,23 @@ class KeeperClient:
     # --- questions and answers ------------------------------------------------------------------------------------
 
     def _send(self, request: Request, *descriptors: int) -> asyncio.Future[_Answered]:
-        send_packet(self._channel, encode(request), descriptors)
+        message = encode(request)
+        while len(self._asked) >= MOST_ASKED:
+            self._wait([self._channel], [])
+            self._hear()
+        try:
+            send_packet(self._channel, message, descriptors)
+        except BlockingIOError:
+            self._wait([], [self._channel])
+            send_packet(self._channel, message, descriptors)
         asked = _Asked(request, asyncio.get_running_loop().create_future())
         self._asked.append(asked)
         return asked.answered
+
+    def _wait(self, to_hear: Sequence[socket.socket], to_ask: Sequence[socket.socket]) -> None:
+        """In a burst of requests. Raises TimeoutError: the keeper is stopped."""
+        if not any(select.select(to_hear, to_ask, [], ANSWER_S)):
+            raise TimeoutError(f"the keeper takes no request for {ANSWER_S} s")
 
     async def _ask(self, request: Request, *descriptors: int) -> _Answered:
         """Asks before it waits. Raises what the keeper has against it, or OSError: the keeper has gone."""
@@ -118,7 +133,7 @@ class KeeperClient:
         """What the keeper has said."""
         while True:
             try:
-                message, descriptors = receive_packet(self._channel, socket.MSG_DONTWAIT)
+                message, descriptors = receive_packet(self._channel)
             except BlockingIOError:
                 return
             except (EOFError, OSError) as error:

@@ -131,6 +131,21 @@ async def test_an_end_that_no_part_was_there_for_is_told_to_the_next(tmp_path: P
         assert await second.do(entries) == [[stage, -signal.SIGTERM, -signal.SIGTERM]]
 
 
+async def test_a_child_has_no_descriptor_but_those_that_it_was_given(tmp_path: Path) -> None:
+    async with keeping(tmp_path) as kept:
+        agent = await kept.life("agent")
+        for name in ("E0", "E1"):
+            pid = await agent.sleeper(name)
+            assert sorted(os.listdir(f"/proc/{pid}/fd")) == ["0", "1", "2"]
+
+
+async def test_requests_in_a_burst_are_all_answered(tmp_path: Path) -> None:
+    async with keeping(tmp_path) as kept:
+        agent = await kept.life("agent")
+        burst = "len(await asyncio.gather(*(keeper.note(str(n), bytes(10_000)) for n in range(500))))"
+        assert await agent.do(burst) == 500
+
+
 async def test_a_hundred_children_have_a_hundred_ends(tmp_path: Path) -> None:
     async with keeping(tmp_path) as kept:
         agent = await kept.life("agent")
