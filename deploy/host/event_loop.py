@@ -26,6 +26,18 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
+async def together(*tasks: Coroutine[None, None, None]) -> None:
+    """All of them, until one fails: then all end. Raises the most telling of their errors."""
+    from proxy.errors import most_telling
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for one in tasks:
+                group.create_task(one)
+    except BaseExceptionGroup as failed:
+        raise most_telling(failed) from None
+
+
 def _return_large_blocks() -> None:
     """Have the memory of bodies and media go back to the system when it is freed. Once it has seen one of them freed,
     glibc keeps blocks of up to 32 MiB otherwise, whose room is lost to the next that is larger (mallopt(3))."""

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from deploy.agent.specs import orders
-from deploy.agent.waits import Patience
 from deploy.agent.wiring import STAGE_HOST
 from deploy.control.aim import Aim
 from deploy.control.controller import Controller, PartJson
@@ -24,20 +22,16 @@ from deploy.control.failure import Deadlines
 from deploy.control.journal import Journal
 from deploy.control.reconciler import Reconciler
 from deploy.front.doors import FrontDoors
-from deploy.front.shared import Shared
 from deploy.host.ending import Ending
+from deploy.host.event_loop import together
 from deploy.host.listeners import exposure_warnings
-from deploy.host.rundir import RunDir
 from deploy.keeper.interface import Keeper
 from deploy.launch.admin import Admin, serve_admin
+from deploy.launch.control_setup import ControlSetup, Host
 from deploy.launch.ready_message import ready_message
-from deploy.launch.screen import Screen
 from deploy.launch.stage_news import StageNews
-from deploy.memory.shared_memory import SharedMemory
 from deploy.memory.table import show_memory
-from deploy.plan.blueprint import Blueprint
 from deploy.plan.proxy_settings import build_proxy_settings
-from deploy.runtime.protocol import Runtime
 from epd_serve.errors import EpdError, StageError
 
 if TYPE_CHECKING:
@@ -54,39 +48,6 @@ PARTS_S = 1.0
 
 KILLED = 130
 """The exit code after a second Ctrl-C."""
-
-
-class Host(Runtime, Protocol):
-    """The runtime of this host."""
-
-    async def groups(self) -> Mapping[str, int]:
-        """Process groups that run now, by name."""
-
-    async def close(self) -> None:
-        """End everything."""
-
-
-@dataclass(frozen=True)
-class ControlSetup:
-    """What every life of the controller is told. Made before the first.
-
-    Attributes:
-        shared: of the front doors. admin: the listener by the flags, if any.
-        commands: where `epd-serve status` and the like ask, bound.
-        memory: sizes of arena and staging buffers. mooncake: whether it runs in a second tier, or between stages.
-        started: of `time.monotonic`.
-    """
-
-    blueprint: Blueprint
-    run: RunDir
-    shared: Shared
-    admin: Admin | None
-    commands: socket.socket
-    memory: SharedMemory
-    mooncake: bool
-    patience: Patience
-    screen: Screen
-    started: float
 
 
 async def run_controller(setup: ControlSetup, keeper: Keeper, host: Host) -> int:
@@ -166,7 +127,7 @@ class _Life:
         reconciler = await self._reconciler()
         for order in self.first:
             await self.host.start(order)
-        await _together(
+        await together(
             self.news.follow(self.host), reconciler.run(), self._answer(reconciler), self._say_ready(reconciler)
         )
 
@@ -198,7 +159,7 @@ class _Life:
         routes = await asyncio.to_thread(_control_routes)  # the web framework loads while others go on
         controller = Controller(self.setup.run.launch_id, reconciler, self.doors, self.aim, self._parts)
         admins = [Admin(self.setup.commands, ""), *([self.setup.admin] if self.setup.admin is not None else [])]
-        await _together(
+        await together(
             *(
                 serve_admin(one, self.doors.table, self.doors.metrics, grace_s=GRACE_S, more=[routes(controller)])
                 for one in admins
@@ -286,15 +247,3 @@ def _control_routes() -> Callable[[Controller], APIRouter]:
     from deploy.control.routes import control_routes
 
     return control_routes
-
-
-async def _together(*tasks: Coroutine[None, None, None]) -> None:
-    """All of them, until one fails: then all end. Raises the most telling of their errors."""
-    from proxy.errors import most_telling
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            for one in tasks:
-                group.create_task(one)
-    except BaseExceptionGroup as failed:
-        raise most_telling(failed) from None
