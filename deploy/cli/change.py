@@ -40,6 +40,13 @@ def add_change(commands: Any) -> dict[str, Parser]:
     made["scale"].add_argument("counts", nargs="+", metavar="ROLE=NUMBER", help="for example E=3, or P=1,D=3")
     made["drain"].add_argument("instance", metavar="INSTANCE", help="for example E1")
     made["restart"].add_argument("instance", metavar="INSTANCE|all|front", help="for example P0")
+    made["restart"].add_argument(
+        "--proxy",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="with front: an option of the front doors from now on, as of serve",
+    )
     for name in ("relayout", "scale", "drain"):
         made[name].add_argument("--dry-run", action="store_true", help="only say what would be done, or what is short")
     for name in ("relayout", "scale", "restart", "undo"):
@@ -87,7 +94,9 @@ def _drain(arguments: dict[str, Any]) -> Call:
 
 def _restart(arguments: dict[str, Any]) -> Call:
     if arguments["instance"] == "front":
-        return "/deployment/front/restart", {}
+        return "/deployment/front/restart", {"proxy": arguments["proxy"]}
+    if arguments["proxy"]:
+        raise ConfigError("--proxy is for front doors: epd-serve restart front --proxy KEY=VALUE", param="--proxy")
     where = "" if arguments["instance"] == "all" else f"/instances/{arguments['instance']}"
     return f"/deployment{where}/restart", {"pause_s": arguments["pause"]}
 

@@ -35,6 +35,7 @@ class Controller:
         aim: makes what is wanted of a layout's text and the specs of those that may stay; raises ConfigError. Called
             in a thread.
         parts: the processes that are no stages, by name.
+        configure: has front doors that start from now on go by these `--proxy` options, too; raises ConfigError.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class Controller:
         doors: Doors,
         aim: Callable[[str, Sequence[Spec]], Wanted],
         parts: Callable[[], Awaitable[Mapping[str, PartJson]]],
+        configure: Callable[[Sequence[str]], Awaitable[None]],
     ) -> None:
         self._launch = launch
         self._reconciler = reconciler
         self._doors = doors
         self._aim = aim
         self._parts = parts
+        self._configure = configure
         self._restarting: asyncio.Task[None] | None = None
         self._front_trouble = ""
 
@@ -84,14 +87,19 @@ class Controller:
         change = self._reconciler.begin("restart", wanted, pause_s=pause_s, unwanted=names)
         return self._answer(plan, wanted, change)
 
-    async def restart_front(self) -> None:
+    async def restart_front(self, options: Sequence[str] = ()) -> None:
         """Have every front door followed by another; returns when that has begun.
 
+        Args:
+            options: `KEY=VALUE` of `--proxy`, beside those that they go by now.
+
         Raises:
-            RefusedError: it is being done.
+            RefusedError: it is being done. ConfigError: no such option, or not such a value.
         """
         if self._front_restarts:
             raise RefusedError("the front doors are being restarted", "change_under_way")
+        if options:
+            await self._configure(options)
         self._restarting = asyncio.create_task(self._restart_front(), name="restart front doors")
 
     @property

@@ -43,6 +43,10 @@ class DrainInstance(_Body):
     dry_run: bool = Field(False, description="Only say what would be done.")
 
 
+class RestartFront(_Body):
+    proxy: list[str] = Field([], description="Options of the front doors, `KEY=VALUE`; others stay as they are.")
+
+
 class Step(BaseModel):
     action: str = Field(description="`start`, `drain`, `stop`, `leave`, `flip`, `pause` or `resume`.")
     instance: str | None = None
@@ -167,8 +171,11 @@ def control_routes(controller: Controller) -> APIRouter:
         return await _begun(controller.restart(pause_s=body.pause_s))
 
     @router.post("/deployment/front/restart", operation_id="restartFront", status_code=202, responses=_REFUSALS)
-    async def restart_front() -> Response:
-        await controller.restart_front()
+    async def restart_front(body: RestartFront) -> Response:
+        try:
+            await controller.restart_front(body.proxy)
+        except (RefusedError, ConfigError) as error:
+            return _refused(error)
         return JSONResponse({"status": "restarting"}, 202)
 
     @router.post("/deployment/instances/{name}/drain", operation_id="drain", responses=_BEGUN)
@@ -185,9 +192,13 @@ def control_routes(controller: Controller) -> APIRouter:
 async def _begun(asked: Awaitable[Answer]) -> Response:
     try:
         answer = await asked
-    except RefusedError as error:
-        body = error_body(error)
-        return JSONResponse({"error": {**body["error"], **error.details}}, error.status)
-    except ConfigError as error:
-        return JSONResponse(error_body(error), 400)
+    except (RefusedError, ConfigError) as error:
+        return _refused(error)
     return JSONResponse(answer.to_json(), 200 if answer.change is None else 202)
+
+
+def _refused(error: RefusedError | ConfigError) -> Response:
+    body = error_body(error)
+    if isinstance(error, RefusedError):
+        return JSONResponse({"error": {**body["error"], **error.details}}, error.status)
+    return JSONResponse(body, 400)

@@ -194,21 +194,24 @@ class FrontDoors:
         assert self._hub is not None
         return await self._hub.metrics()
 
-    async def restart(self, settings: ProxySettings | None = None) -> None:
-        """Replace them one by one, each by one that serves before it leaves. `settings`: of those that start from now
-        on.
-
-        Raises:
-            EpdError: another one does not start; those that are left serve on.
-        """
+    async def configure(self, settings: ProxySettings) -> None:
+        """Of those that start from now on."""
         from msgspec.structs import replace
 
         from proxy.workers.limit_shares import share_of
 
         await self._started.wait()
         assert self._lives is not None
-        if settings is not None:
-            self._lives.setup = replace(self._setup, settings=share_of(settings, self._shared.workers))
+        self._lives.setup = replace(self._setup, settings=share_of(settings, self._shared.workers))
+
+    async def restart(self) -> None:
+        """Replace them one by one, each by one that serves before it leaves.
+
+        Raises:
+            EpdError: another one does not start; those that are left serve on.
+        """
+        await self._started.wait()
+        assert self._lives is not None
         await self._lives.replace()
 
     # The end: `deploy.host.ending.Draining`.

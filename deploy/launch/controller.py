@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from deploy.agent.specs import orders
 from deploy.agent.wiring import STAGE_HOST
@@ -37,11 +39,13 @@ from epd_serve.errors import EpdError, StageError
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
+    from proxy.config.settings import ProxySettings
+
 GRACE_S = 2.0
 """How long requests in flight may go on when all is taken down; with the stages' 8 s the end is below 15 s away."""
 
-READY = "ready"
-"""The keeper's entry that says that the launch has been ready."""
+READY, OPTIONS = "ready", "front options"
+"""The keeper's entries that say that the launch has been ready, and what front doors go by beside its `--proxy`."""
 
 PARTS_S = 1.0
 """So long the agent may take to say what runs, before it is left out of `status`."""
@@ -56,8 +60,9 @@ async def run_controller(setup: ControlSetup, keeper: Keeper, host: Host) -> int
     Returns:
         Its exit code, which the keeper has been told, too.
     """
-    was_ready = any(entry.name == READY for entry in await keeper.entries())
-    return await _Life(setup, keeper, host, was_ready=was_ready).run()
+    noted = {entry.name: entry.tag for entry in await keeper.entries()}
+    options = msgspec.json.decode(noted.get(OPTIONS, b"[]"), type=tuple[str, ...])
+    return await _Life(setup, keeper, host, was_ready=READY in noted, options=options).run()
 
 
 class _Life:
@@ -65,19 +70,23 @@ class _Life:
 
     Attributes:
         ready: the launch has been ready, in this life or before it.
+        options: of front doors, beside those of the launch.
     """
 
-    def __init__(self, setup: ControlSetup, keeper: Keeper, host: Host, *, was_ready: bool) -> None:
+    def __init__(
+        self, setup: ControlSetup, keeper: Keeper, host: Host, *, was_ready: bool, options: tuple[str, ...]
+    ) -> None:
         self.setup = setup
         self.blueprint = setup.blueprint
         self.screen = setup.screen
         self.keeper = keeper
         self.host = host
         self.ready = was_ready
+        self.options = options
         config = setup.blueprint.config
         self.aim = Aim(self.blueprint)
         self.doors = FrontDoors(
-            replace(build_proxy_settings(self.blueprint, setup.run.arena), observed=setup.admin is None),
+            self._settings(options),
             setup.shared,
             keeper,
             grace_s=GRACE_S,
@@ -157,7 +166,9 @@ class _Life:
 
     async def _answer(self, reconciler: Reconciler) -> None:
         routes = await asyncio.to_thread(_control_routes)  # the web framework loads while others go on
-        controller = Controller(self.setup.run.launch_id, reconciler, self.doors, self.aim, self._parts)
+        controller = Controller(
+            self.setup.run.launch_id, reconciler, self.doors, self.aim, self._parts, self._configure
+        )
         admins = [Admin(self.setup.commands, ""), *([self.setup.admin] if self.setup.admin is not None else [])]
         await together(
             *(
@@ -165,6 +176,20 @@ class _Life:
                 for one in admins
             )
         )
+
+    def _settings(self, options: Sequence[str]) -> ProxySettings:
+        blueprint = self.blueprint
+        config = replace(blueprint.config, proxy=(*blueprint.config.proxy, *options))
+        settings = build_proxy_settings(replace(blueprint, config=config), self.setup.run.arena)
+        return replace(settings, observed=self.setup.admin is None)
+
+    async def _configure(self, options: Sequence[str]) -> None:
+        """Noted before anybody goes by it, so that the next life does."""
+        every = (*self.options, *options)
+        settings = self._settings(every)
+        await self.keeper.note(OPTIONS, msgspec.json.encode(every))
+        self.options = every
+        await self.doors.configure(settings)
 
     async def _parts(self) -> dict[str, PartJson]:
         groups: Mapping[str, int] = {}

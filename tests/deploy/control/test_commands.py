@@ -21,6 +21,7 @@ from deploy.host.rundir import RunDir
 from deploy.host.running_launches import ADMIN_SOCKET
 from deploy.launch.admin import Admin, private_socket, serve_admin
 from deploy.runtime.protocol import Spec
+from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
 from epd_serve.placement import check_servable
 from proxy.registry.instance_state import Work
@@ -37,6 +38,7 @@ class Commanded(World):
         super().__init__(folder, layout, **options)
         self.folder = folder
         self.base = ""
+        self.front_options: list[str] = []
 
     def aim(self, layout: str, running: Sequence[Spec]) -> Wanted:
         check_servable(parse(layout))
@@ -52,7 +54,12 @@ class Commanded(World):
         async def parts() -> dict[str, int]:
             return self.doors.pids
 
-        controller = Controller(run.launch_id, self.reconciler, self.doors, self.aim, parts)
+        async def configure(options: Sequence[str]) -> None:
+            if "known=1" not in options:
+                raise ConfigError("there is no such proxy setting", param="--proxy")
+            self.front_options += options
+
+        controller = Controller(run.launch_id, self.reconciler, self.doors, self.aim, parts, configure)
 
         async def metrics() -> bytes:
             return b"up 1\n"
@@ -195,6 +202,19 @@ async def test_restart_of_one_and_of_all_in_turn(tmp_path: Path) -> None:
         assert [call.split()[0] for call in world.runtime.calls] == ["start", "drain", "stop"] * 3
         assert not before & {view.instance.incarnation for view in world.doors.table.snapshot()}
         assert await world.says("restart", "front") == 0 and world.doors.restarts == 1
+
+
+async def test_front_doors_are_replaced_by_others_with_other_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = Commanded(tmp_path, "E-P-D")
+    async with world.serving():
+        assert await world.says("restart", "front", "--proxy", "known=1", "--proxy", "other=2") == 0
+        assert world.front_options == ["known=1", "other=2"] and world.doors.restarts == 1
+        assert await world.says("restart", "front", "--proxy", "unknown=1") == 2
+        assert "there is no such proxy setting" in capsys.readouterr().err
+        assert await world.says("restart", "D0", "--proxy", "known=1") == 2
+        assert world.front_options == ["known=1", "other=2"] and world.doors.restarts == 1
 
 
 async def test_front_doors_that_cannot_be_replaced_are_an_error(

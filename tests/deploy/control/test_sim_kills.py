@@ -146,6 +146,30 @@ def test_front_doors_and_controller_killed_together_leave_the_stages(tmp_path: P
     assert held == [0, 0, 0]
 
 
+def test_options_given_to_front_doors_outlive_them_and_the_controller(tmp_path: Path) -> None:
+    body = {"model": "m", "prompt": "x" * 600, "max_tokens": 1}
+    with launched(tmp_path, "E-P-D") as (client, _), commanded(tmp_path) as operator:
+
+        def status() -> int:
+            try:
+                return client.post("/v1/completions", json=body).status_code
+            except httpx.TransportError:
+                return 0
+
+        assert status() != 413
+        refused = operator.http.post("/deployment/front/restart", json={"proxy": ["max_body_bites=500"]})
+        assert refused.status_code == 400 and "max_body_bytes" in refused.text
+        front = operator.pid("front.0")
+        operator.begin("front/restart", {"proxy": ["max_body_bytes=500"]})
+        wait_for(lambda: not operator.status()["front"]["restarting"], "new front doors")
+        assert status() == 413
+        operator.kill("controller")
+        fronts = [name for name in operator.status()["parts"] if name.startswith("front")]
+        operator.kill(*fronts)
+        wait_for(lambda: status() == 413, "the next front door")
+        assert front not in [one["pid"] for one in operator.status()["parts"].values()]
+
+
 def test_an_end_that_is_under_way_goes_on(tmp_path: Path) -> None:
     """SIGTERM is told again: nobody is cut off, and the launch ends well."""
     with launched(tmp_path, "E-P-D", "--lame-duck-s", "2", "--drain-s", "20") as (client, launcher):

@@ -250,7 +250,8 @@ async def test_they_are_replaced_one_by_one_and_nobody_notices() -> None:
         h.stages["PD0"].usual = once(released, answer)
         held = [asyncio.create_task(h.ask()) for _ in range(6)]
         await until(lambda: h.stages["PD0"].active == 6)
-        replacing = asyncio.create_task(h.doors.restart(replace(PATIENT, served_models=("demo", "another"))))
+        await h.doors.configure(replace(PATIENT, served_models=("demo", "another")))
+        replacing = asyncio.create_task(h.doors.restart())
         await until(lambda: len(set(h.doors.pids.values()) - set(before.values())) == 1)
         assert {(await h.ask("/health")).status_code for _ in range(8)} == {200}
         released.set()
