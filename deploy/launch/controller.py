@@ -44,22 +44,18 @@ if TYPE_CHECKING:
 GRACE_S = 2.0
 """How long requests in flight may go on when all is taken down; with the stages' 8 s the end is below 15 s away."""
 
+CLOSE_S, PARTS_S = 12.0, 1.0
+"""How long the agent may take to end the stages, and to say what runs."""
+
 READY, OPTIONS = "ready", "front options"
 """The keeper's entries that say that the launch has been ready, and what front doors go by beside its `--proxy`."""
-
-PARTS_S = 1.0
-"""So long the agent may take to say what runs, before it is left out of `status`."""
 
 KILLED = 130
 """The exit code after a second Ctrl-C."""
 
 
 async def run_controller(setup: ControlSetup, keeper: Keeper, host: Host) -> int:
-    """Until the launch is over.
-
-    Returns:
-        Its exit code, which the keeper has been told, too.
-    """
+    """Until the launch is over. Returns its exit code, which the keeper has been told, too."""
     noted = {entry.name: entry.tag for entry in await keeper.entries()}
     options = msgspec.json.decode(noted.get(OPTIONS, b"[]"), type=tuple[str, ...])
     return await _Life(setup, keeper, host, was_ready=READY in noted, options=options).run()
@@ -219,14 +215,14 @@ class _Life:
             self.screen.close()
             seconds = time.monotonic() - self.setup.started
             print(ready_message(self.blueprint, self.setup.run.path, self.news.instances(), seconds), flush=True)
-            await self._check_ports()
+            if self.setup.mooncake:
+                await self._check_ports()
         await self.keeper.ready()
 
     async def _check_ports(self) -> None:
         """Mooncake's ports ask nobody who they are: say which answer beyond the address of the stages."""
-        if self.setup.mooncake:
-            for line in await exposure_warnings(dict(await self.host.groups()), STAGE_HOST):
-                self.screen.line(line)
+        for line in await exposure_warnings(dict(await self.host.groups()), STAGE_HOST):
+            self.screen.line(line)
 
     async def _until_stopped(self, *parts: asyncio.Task[None]) -> None:
         """Show progress, and wait. Returns on a signal, raises what ended a part."""
@@ -253,7 +249,9 @@ class _Life:
         control.cancel()
         await asyncio.wait([control])
         await self.doors.end()
-        await self.host.close()
+        with contextlib.suppress(TimeoutError):  # what is left then is killed by the keeper
+            async with asyncio.timeout(CLOSE_S):
+                await self.host.close()
 
     def _with_log(self, error: EpdError) -> str:
         """With the log of the stage that is to blame, which is kept."""
