@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import sys
+from functools import partial
 
 from deploy.agent.agent import Agent
 from deploy.agent.setup import AgentSetup
@@ -70,6 +71,10 @@ async def serve_agent(setup: AgentSetup, keeper: Keeper, listening: socket.socke
             served.close()
 
 
+def _forget(asked: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]) -> None:
+    del asked[number]
+
+
 class _Served:
     """Those who ask."""
 
@@ -100,7 +105,7 @@ class _Served:
                 else:
                     answering = asyncio.create_task(self._answer(request.number, request.call, writer))
                     asked[request.number] = answering
-                    answering.add_done_callback(lambda _, number=request.number: asked.pop(number))  # type: ignore[misc]
+                    answering.add_done_callback(partial(_forget, asked, request.number))
         except ConnectionError:
             pass
         finally:

@@ -1,10 +1,10 @@
 """An agent as a process under a keeper, with stand-ins for vLLM.
 
-argv: FOLDER [+OPTION=VALUE…]
+argv: FOLDER [+OPTION=VALUE…]. It ends with its parent, and everything with it.
 
 FOLDER gets `run`, the root of the run directory; `run_path`; `agent`, the pid of its life of now. What is put there is
 heeded: `fatal` (`NUMBER before` or `NUMBER after`) kills the agent at the request of that number that one of its lives
-makes of the keeper, once; `flags-<instance>` holds flags for the next life of a stand-in, `flags` for all of them.
+makes of the keeper, once; `flags-<instance>` holds flags for the next life of a stand-in.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Any
 from deploy.agent.process import run_agent
 from deploy.agent.setup import AgentSetup
 from deploy.agent.waits import Patience
+from deploy.host.environment import module_command
+from deploy.host.parent_death_exec import parent_death_exec
 from deploy.host.processes import signal_group
 from deploy.host.rundir import RunDir, read_groups
 from deploy.keeper import part
@@ -31,6 +33,7 @@ from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from deploy.runtime.messages import AGENT_SOCKET
 from epd_serve.engine.argv import stage_command
+from epd_serve.lifeline import die_with_parent
 from epd_serve.stage_plan import StageCommand, StagePlan
 from store.mooncake.master import MasterSettings
 from tests.deploy.fake_launch import FAKE_MASTER, FAKE_STAGE
@@ -66,7 +69,8 @@ class MortalKeeper:
 
 
 def main() -> int:
-    folder = Path(sys.argv[1])
+    die_with_parent(os.getppid(), signal.SIGTERM)
+    folder, keeper_pid = Path(sys.argv[1]), os.getpid()
     options: dict[str, Any] = dict(flag[1:].split("=", 1) for flag in sys.argv[2:])
     options |= {name: float(value) for name, value in options.items() if name.endswith("_s")}
     part.BACKOFF_S = 0.0  # the next agent comes at once, however short the life of the last one
@@ -75,10 +79,9 @@ def main() -> int:
     run = RunDir.create(folder / "run")
 
     def command(plan: StagePlan) -> StageCommand:
-        own, shared = folder / f"flags-{plan.instance}", folder / "flags"
-        flags = [*_flags(own), *_flags(shared)]
-        own.unlink(missing_ok=True)
-        return StageCommand((sys.executable, FAKE_STAGE, str(plan.port), *flags), stage_command(plan).env)
+        flags = _taken(folder / f"flags-{plan.instance}")
+        argv = parent_death_exec((sys.executable, FAKE_STAGE, str(plan.port), *flags), parent=keeper_pid)
+        return StageCommand(module_command(*argv), stage_command(plan).env)
 
     setup = AgentSetup.of(run, draw(config), command, _master, PATIENCE)
     with socket.socket(socket.AF_UNIX) as listening:
@@ -114,8 +117,11 @@ def _master(settings: MasterSettings) -> tuple[str, ...]:
     return (sys.executable, FAKE_MASTER, settings.host, str(settings.rpc_port), str(settings.metrics_port))
 
 
-def _flags(path: Path) -> list[str]:
-    return shlex.split(path.read_text()) if path.exists() else []
+def _taken(path: Path) -> list[str]:
+    """The flags in a file, which then is gone."""
+    flags = shlex.split(path.read_text()) if path.exists() else []
+    path.unlink(missing_ok=True)
+    return flags
 
 
 def _write(path: Path, text: str) -> None:

@@ -168,6 +168,19 @@ async def test_an_end_goes_on(world: World) -> None:
     assert await world.seen() == {} and not processes.group_members(pid)
 
 
+async def test_an_end_has_no_more_time_than_it_was_given(world: World) -> None:
+    world.next_life("P0", "--ignore-term")
+    await world.up(BARE_P)
+    begun = asyncio.get_running_loop().time()
+    stopping = asyncio.create_task(world.runtime.stop("P0", 3.0))
+    await world.is_in(Phase.STOPPING, "P0")
+    for _ in range(2):
+        await asyncio.sleep(1.0)
+        await world.kill()
+    await asyncio.wait_for(stopping, PATIENCE_S)
+    assert 3.0 <= asyncio.get_running_loop().time() - begun < 4.5
+
+
 async def test_a_flip_is_remembered(world: World) -> None:
     both = Order("P0", replace(BARE_P.spec, both=True))
     before = (await world.up(both))["P0"]
