@@ -22,7 +22,10 @@ from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_o
 from bench.statistic import percentile
 from deploy.memory.placement_table import table
 
-PARTS = ("walk", "wide", "flips", "kills")
+STAGES = {"walk": "real", "wide": "simulated", "flips": "simulated", "kills": "simulated, then real"}
+"""Stages of each part."""
+
+PARTS = tuple(STAGES)
 FLAGS = {
     "--only": flag("parts of it", PARTS, several(one_of(*PARTS))),
     "--minutes": flag("of the walk, and of its wide twin", Usually(15.0, quick=3.0), positive),
@@ -56,6 +59,10 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     if "kills" in arguments.only:
         yield from kills_simulated(60.0 * arguments.kill_minutes, arguments.per_s / 4)
         yield from kills_real(KILL_S * arguments.kills, arguments.kills)
+
+
+def about(arguments: argparse.Namespace) -> dict[str, str]:
+    return {"kind": ", ".join(f"{part}: {STAGES[part]} stages" for part in arguments.only)}
 
 
 def figures(rows: Sequence[Row]) -> dict[str, float]:
@@ -117,5 +124,6 @@ MEASUREMENT = Measurement(
     tables=tables,
     flags=FLAGS,
     goals=GOALS,
+    about=about,
 )
 add_arguments = MEASUREMENT.add_arguments
