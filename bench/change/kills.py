@@ -72,6 +72,7 @@ def _killed(
             kills.append(kill(deployment, launch, draw))
             yield {"part": part, "kill": kills[-1].what, "at": round(kills[-1].at_s - begun, 3)}
         deployment.whole(WHOLE_S)
+        sender.enough()
         run = sender.finish()
         yield {"part": part, "held": deployment.emptied(EMPTY_S)}
     found = judged(run.rows, excused=lambda record: excused(record, kills))

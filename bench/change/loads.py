@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.clients.answers import CUT, ERROR_EVENT
-from bench.clients.results import RequestRecord
+from bench.clients.results import Outcome, RequestRecord
 from bench.clients.sender import Flow
 from bench.clients.target import Request
 from bench.workloads.requests import Gamma, arrivals_within
@@ -127,8 +127,9 @@ def judged(
         excused: whether a request that came to nothing may have.
         at_rest: asks again, and returns the answer: the model makes mistakes of its own.
     """
-    found = Judged(len(records))
-    for one in records:
+    sent = [one for one in records if one.outcome is not Outcome.CANCELLED]
+    found = Judged(len(sent))
+    for one in sent:
         if one.ok:
             if one.spec and one.text != one.spec and one.text != at_rest(one):
                 found.wrong.append(one)

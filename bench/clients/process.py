@@ -7,19 +7,21 @@ measures. A run may go on while the measurement does other things: `start`, then
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 from bench.clients.results import LIMIT_S
-from bench.clients.sender import Bounds, Flow, Run, send
+from bench.clients.sender import Bounds, Flow, Run, Sender
+from deploy.host import event_loop
 from epd_serve.errors import StageError
 
 STOP_S = 10.0
@@ -99,6 +101,7 @@ def _run(module: str, pipe: Connection, env: Mapping[str, str], given: tuple[Any
             pipe.send(_Failure(f"failed:\n{traceback.format_exc()}"))
 
 
+ENOUGH = "enough"
 MARGIN_S = 60.0
 """Over the time that the slowest request may take."""
 
@@ -141,6 +144,10 @@ class SenderProcess(Child):
         options = {"bounds": Bounds(limit_s), "decode": decode, "keep_text": keep_text, "realtime": False}
         self.tell((url, flows, options))
 
+    def enough(self) -> None:
+        """Send no more; what is under way is answered. Before `finish`, which then returns sooner."""
+        self.tell(ENOUGH)
+
     def finish(self) -> Run:
         """Wait until every request has ended. Raises StageError where that takes too long, or the process failed."""
         found = self.hear(self._ends_s)
@@ -151,10 +158,34 @@ class SenderProcess(Child):
 
 def main(pipe: Connection) -> None:
     """In the process: send what comes, until nobody is there who asks."""
-    for url, flows, options in iter(pipe.recv, None):
+    for order in iter(pipe.recv, None):
+        if order == ENOUGH:  # it had all been sent
+            continue
+        url, flows, options = order
         try:
-            pipe.send(send(url, *flows, **options))
+            pipe.send(event_loop.run(_sent(pipe, Sender(url, **options), flows)))
         except BaseExceptionGroup as group:
             pipe.send("; ".join(sorted({repr(error) for error in group.exceptions})))
         except Exception as error:  # noqa: BLE001  (whoever asked raises it)
             pipe.send(repr(error))
+
+
+async def _sent(pipe: Connection, sender: Sender, flows: Sequence[Flow]) -> Run:
+    """All of them, or what is sent until somebody says something: that it is enough, or by leaving."""
+    loop = asyncio.get_running_loop()
+
+    def deaf() -> None:
+        loop.remove_reader(pipe.fileno())
+        os.set_blocking(pipe.fileno(), True)  # uvloop has changed that
+
+    def heard() -> None:
+        deaf()
+        with contextlib.suppress(EOFError, OSError):
+            pipe.recv()
+        sender.result.stopped = ENOUGH
+
+    loop.add_reader(pipe.fileno(), heard)
+    try:
+        return await sender.run(*flows)
+    finally:
+        deaf()

@@ -306,3 +306,24 @@ async def test_a_sender_in_a_process_of_its_own_keeps_every_request() -> None:
             assert run.begun_s <= run.rows[0].due_s < run.ended_s
             with pytest.raises(StageError, match="ConfigError"):
                 await asyncio.to_thread(process.run, "no address", flow)
+
+
+async def test_a_sender_process_that_is_told_enough_answers_what_is_under_way_and_takes_other_orders() -> None:
+    fake = FakeStage("PD0", Role.PD)
+    fake.usual = streams(chunk("a"), DONE)
+    async with served(fake) as url:
+        with SenderProcess() as process:
+            looped = Flow(requests([text_body(stream=True)]), "looped", concurrency=2, duration_s=10 * PATIENCE_S)
+            due = Flow(requests([text_body(stream=True)]), "due", dues=[0.0, 0.1, 10 * PATIENCE_S])
+            process.start(url, looped, due)
+            while len(fake.calls) < 10:
+                await asyncio.sleep(0.01)
+            process.enough()
+            run = await asyncio.to_thread(process.finish)
+            assert len(run.rows) >= 10 and all(one.ok or one.outcome is Outcome.CANCELLED for one in run.rows)
+            assert run.ended_s - run.begun_s < PATIENCE_S
+            process.enough()  # too late, and no matter
+            run = await asyncio.to_thread(
+                process.run, url, Flow(requests([text_body(stream=True)]), concurrency=1, count=1)
+            )
+            assert [one.ok for one in run.rows] == [True]
