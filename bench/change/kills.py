@@ -16,6 +16,7 @@ from bench.clients.answers import CUT, ERROR_EVENT
 from bench.clients.process import SenderProcess
 from bench.clients.results import RequestRecord
 from bench.served import Served, groups, served, simulated
+from deploy.host.processes import stat
 
 REAL, SIMULATED = "E-P-2D", "2E-2P-2D"
 EVERY_S = 10.0
@@ -25,14 +26,17 @@ GONE_S = 2.0
 """A connection of a process that was killed breaks within this."""
 
 EMPTY_S = 20.0
+LOOK_S = 0.002
 KINDS = ("stage", "front", "controller", "agent")
 
 
 @dataclass(frozen=True)
 class Kill:
-    """`at_s`: of `time.perf_counter`. `what`: an instance's id, `front.0`, `controller` or `agent`."""
+    """`at_s`, `gone_s`: of `time.perf_counter`; a process that is killed has its connections until it has gone. `what`:
+    an instance's id, `front.0`, `controller` or `agent`."""
 
     at_s: float
+    gone_s: float
     what: str
 
     @property
@@ -89,7 +93,10 @@ def kill(deployment: Deployment, launch: Served, draw: random.Random) -> Kill:
         os.killpg(found[name], signal.SIGKILL)
     else:
         os.kill(found[name], signal.SIGKILL)
-    return Kill(at_s, name)
+    until_s = at_s + GONE_S
+    while stat(found[name]) is not None and time.perf_counter() < until_s:
+        time.sleep(LOOK_S)
+    return Kill(at_s, time.perf_counter(), name)
 
 
 def kind_of(name: str) -> str:
@@ -112,7 +119,7 @@ def excused(record: RequestRecord, kills: Sequence[Kill]) -> bool:
         return False
     for one in kills:
         ends = one.at_s <= record.ended_s <= one.at_s + GONE_S
-        if one.front and record.sent_s <= one.at_s and ends and record.fault in ("broken", CUT):
+        if one.front and record.sent_s <= one.gone_s and ends and record.fault in ("broken", CUT):
             return True
         begun = record.first_byte_s is not None and record.first_byte_s <= one.at_s + GONE_S
         if one.decodes and begun and record.fault in (CUT, ERROR_EVENT):

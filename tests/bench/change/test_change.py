@@ -41,8 +41,8 @@ def test_a_stream_that_had_begun_is_cut_and_all_else_that_has_no_whole_answer_an
         record(Outcome.CANCELLED, fault="run ended"),
     ]
     found = judged(rows)
-    assert (found.requests, len(found.cut), len(found.errors)) == (5, 2, 3)
-    assert found.rows("walk", 0.0)[0] == {"part": "walk", "requests": 5, "errors": 3, "cut": 2, "wrong": 0}
+    assert (found.requests, len(found.cut), len(found.errors)) == (4, 2, 2)
+    assert found.rows("walk", 0.0)[0] == {"part": "walk", "requests": 4, "errors": 2, "cut": 2, "wrong": 0}
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,18 @@ def test_a_kill_excuses_connections_of_a_front_door_and_streams_of_a_decode_inst
     what: str, fault: str, first_byte_s: float | None, may: bool
 ) -> None:
     one = record(Outcome.ERROR, fault=fault, first_byte_s=first_byte_s, sent_s=1.0)
-    assert excused(one, [Kill(9.5, what)]) is may
+    assert excused(one, [Kill(9.5, 9.6, what)]) is may
     assert not excused(one, [])
 
 
+@pytest.mark.parametrize(("sent_s", "may"), [(9.55, True), (9.65, False)])
+def test_what_was_sent_to_a_front_door_that_had_gone_already_is_not_excused(sent_s: float, may: bool) -> None:
+    one = record(Outcome.ERROR, fault="broken", sent_s=sent_s)
+    assert excused(one, [Kill(9.5, 9.6, "front.0")]) is may
+
+
 def test_a_connection_that_broke_long_after_the_kill_is_not_excused() -> None:
-    assert not excused(record(Outcome.ERROR, fault="broken", sent_s=1.0), [Kill(2.0, "front.0")])
+    assert not excused(record(Outcome.ERROR, fault="broken", sent_s=1.0), [Kill(2.0, 2.1, "front.0")])
 
 
 def test_layouts_at_random_can_be_served_and_have_as_many_instances() -> None:
