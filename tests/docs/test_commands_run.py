@@ -33,6 +33,7 @@ RESULTS = ROOT / "bench" / "results"
 LIMIT_S = 900
 SMALL: Mapping[str, str] = {
     "ablations": "--engine sim --rates 4 --seconds 2 --rounds 1 --only both,pixels",
+    "change": "--quick --only wide,flips --minutes 0.3 --flips 3",
     "compare": "",
     "latency": "--engine sim --quick",
     "layouts": "--engine sim --layouts TP1,E-P-D --rates 2 --duration 2 --min-samples 1",
