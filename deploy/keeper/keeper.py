@@ -49,7 +49,8 @@ def keep(
 ) -> int:
     """Keep the parts alive until all is over, and collect every child of this process meanwhile.
 
-    When it returns no part runs any more, and this process's handlers of signals are its own again.
+    When it returns no part runs any more, and the signals that have been heard until then are ignored: one that comes
+    late, or again, must not end this process by another code than the one that is returned.
 
     Args:
         drain_s: how long requests may go on after SIGTERM: from then on the controller has `BEYOND_DRAIN_S` more.
@@ -90,7 +91,8 @@ class _Keeping:
     def serve(self, take_down: Callable[[], None]) -> Forked | None:
         """Until it is over: None. In a process that was forked for a part it returns that."""
         woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        before = {number: signal.signal(number, _heard) for number in _HEARD}
+        for number in _HEARD:
+            signal.signal(number, _heard)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         self._selector.register(woken, selectors.EVENT_READ)
         try:
@@ -102,8 +104,9 @@ class _Keeping:
             self._end_parts()
             take_down()
             signal.set_wakeup_fd(-1)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number in _TO_END:  # Python's exit gives a function's signal back to the kernel, which would kill us
+                signal.signal(number, signal.SIG_IGN)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             return None
         finally:  # in either process
             close_all((woken, wake))

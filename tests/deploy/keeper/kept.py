@@ -72,4 +72,6 @@ if __name__ == "__main__":
             owned=[owned],
         )
     assert threading.active_count() == 1
+    for late in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(os.getpid(), late)
     sys.exit(code)
