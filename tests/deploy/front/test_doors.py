@@ -31,6 +31,7 @@ from proxy.config.limits import AdmissionLimits, Timeouts
 from proxy.config.settings import ProxySettings
 from proxy.registry.instance_state import Work
 from proxy.server.uvicorn_server import bind
+from proxy.workers.shared_counters import Asked
 from tests.proxy.fakes import FakeStage, answer, once, served, settings, text_body
 from tests.waiting import PATIENCE_S, until
 
@@ -347,8 +348,9 @@ async def test_the_end_waits_for_what_is_under_way_in_all_of_them() -> None:
         await h.in_all("/ready", status="draining")
         h.doors.begin()
         idle = asyncio.create_task(h.doors.idle())
-        await until(lambda: h.doors.running == 4)
-        os.kill(h.pid(0), signal.SIGKILL)
+        counters = h.shared.counters()
+        await until(lambda: all(counters.obeyed(row) is Asked.DRAIN for row in range(2)), "both take on nothing more")
+        os.kill(h.pid(min(range(2), key=counters.requests)), signal.SIGKILL)
         await until(lambda: h.doors.running == 4 - sum(one.done() for one in held))
         assert not idle.done()
         assert (await h.ask()).status_code == 503, "the one that follows knows of it, too"

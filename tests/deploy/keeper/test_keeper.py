@@ -136,7 +136,7 @@ async def test_a_child_has_no_descriptor_but_those_that_it_was_given(tmp_path: P
         agent = await kept.life("agent")
         for name in ("E0", "E1"):
             pid = await agent.sleeper(name)
-            assert sorted(os.listdir(f"/proc/{pid}/fd")) == ["0", "1", "2"]
+            await until(lambda pid=pid: sorted(os.listdir(f"/proc/{pid}/fd")) == ["0", "1", "2"])  # once it is loaded
 
 
 async def test_requests_in_a_burst_are_all_answered(tmp_path: Path) -> None:

@@ -162,9 +162,9 @@ class Pair:
         wait_for(self.is_writing)
 
     def take_up(self) -> None:
-        """Until the link has taken all that is queued, or asks for the end of the write that hangs."""
+        """Until the link asks for the end of the write that hangs, or D has reported all without it."""
         queries = self._engine_of_p().status_queries
-        wait_for(lambda: not self.link().queued_bytes or self._engine_of_p().status_queries > queries)
+        wait_for(lambda: self._engine_of_p().status_queries > queries or self._asked <= self.reports.keys())
 
     def is_writing(self) -> bool:
         return self._engine_of_p().pending > 0
