@@ -11,8 +11,6 @@ The head decides names and addresses, the stage decides where it listens.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import re
 
 import msgspec
@@ -136,9 +134,3 @@ class NotAMemberError(EpdError):
     status = 404
     type = "not_found_error"
     code = "not_a_member"
-
-
-def stage_key(cluster_key: str) -> str:
-    """The bearer token of the stages' own servers. Derived, so that a stage's environment does not hold the cluster
-    key, with which one may join."""
-    return hmac.new(cluster_key.encode(), b"epd-serve/stage-key/1", hashlib.sha256).hexdigest()

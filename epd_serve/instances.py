@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from epd_serve.roles import Role
 from npu_ops.core_grants import CoreGrant
@@ -22,12 +21,13 @@ class Instance:
     Attributes:
         id: name within the launch, e.g. `P0`; stable across restarts.
         role: stages it runs.
-        url: base URL of its OpenAI server, e.g. `http://127.0.0.1:41001` (loopback; the proxy is its only client).
+        url: base URL of its OpenAI server, e.g. `http://127.0.0.1:41001`; the proxy is its only client.
         incarnation: hex id of this run of the process; changes at every restart and tags transfers, so that late
             messages of the previous run are recognised.
         kv_endpoint: ZMQ address where this instance takes READY (only roles that send KV), else None.
         events: ZMQ address on which it announces (`epd_serve.wire.Announcement`), else None.
-        devices: device ids it occupies, in order; co-located instances name the same one.
+        node: where it is.
+        devices: ids, of that node, which it occupies, in order; co-located instances name the same one.
         cpu_cores: on CPU the cores that its devices are; virtual devices may share them.
         kv_news: ZMQ addresses on which its workers report their KV links, by rank (only roles that send KV). Workers on
             a bus have one address several times.
@@ -52,6 +52,7 @@ class Instance:
     cores: tuple[CoreGrant, ...] = ()
     cpu_cores: tuple[int, ...] = ()
     answer_flags: tuple[str, ...] | None = None
+    node: str = "local"
 
     @property
     def incarnation_id(self) -> IncarnationId:
@@ -69,6 +70,5 @@ class Instance:
         share of cores to itself."""
         if self.core_share is not None:
             return frozenset()
-        host = urlsplit(self.url).hostname or ""
         kind, numbers = ("core", self.cpu_cores) if self.cpu_cores else ("device", self.devices)
-        return frozenset((host, kind, number) for number in numbers)
+        return frozenset((self.node, kind, number) for number in numbers)

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -25,13 +24,13 @@ logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 
 
-class Peer(msgspec.Struct, frozen=True, omit_defaults=True):
+class Peer(msgspec.Struct, frozen=True):
     """One instance as the others see it.
 
     Attributes:
         role: the part it takes now. None: a bus, behind which there may be instances of any.
-        host: where its devices are.
-        devices: their ids.
+        node: where its devices are.
+        devices: their ids there.
         events: ZMQ address on which it announces, or "".
         kv_endpoint: where its scheduler takes READY, or "".
         kv_workers: where its workers take KV, by rank.
@@ -39,7 +38,7 @@ class Peer(msgspec.Struct, frozen=True, omit_defaults=True):
 
     instance: str
     role: Role | None = None
-    host: str = ""
+    node: str = "local"
     devices: tuple[int, ...] = ()
     events: str = ""
     kv_endpoint: str = ""
@@ -55,7 +54,7 @@ def peer_of(instance: Instance, role: Role | None = None) -> Peer:
     return Peer(
         instance.id,
         role or instance.role,
-        urlsplit(instance.url).hostname or "",
+        instance.node,
         instance.devices,
         instance.events or "",
         instance.kv_endpoint or "",
@@ -80,7 +79,8 @@ class Peers:
 
     def __init__(self, wiring: StageWiring, *, every_s: float = LOOK_S) -> None:
         self._path = Path(wiring.peers) if wiring.peers else None
-        self._me, self._every_s = Peer(wiring.instance, wiring.role), every_s
+        self._me, self._every_s = Peer(wiring.instance, wiring.role, wiring.node), every_s
+        self._spans_nodes = wiring.spans_nodes
         self._others: tuple[Peer, ...] = ()
         self._read: bytes | None = None
         self._next_look = 0.0
@@ -130,8 +130,18 @@ class Peers:
 
     def beside(self, address: str) -> bool:
         """Whether the instance with this KV address shares a device with the asking one."""
-        owner = next((peer for peer in self._others if address in peer.addresses), None)
-        return owner is not None and owner.host == self._me.host and bool(set(owner.devices) & set(self._me.devices))
+        owner = self._owner(address)
+        return owner is not None and owner.node == self._me.node and bool(set(owner.devices) & set(self._me.devices))
+
+    def together(self, address: str) -> bool | None:
+        """Whether the instance with this KV address is on the node of the asking one. None: nobody has it (yet)."""
+        if not self._spans_nodes:
+            return True
+        owner = self._owner(address)
+        return None if owner is None else owner.node == self._me.node
+
+    def _owner(self, address: str) -> Peer | None:
+        return next((peer for peer in self._others if address in peer.addresses), None)
 
     def _look(self, path: Path) -> bool:
         try:

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-VERSION = 5
+VERSION = 6
 
 MISSING_XARG = "epd_missing"
 """Proxy → P, in `vllm_xargs`: comma-separated keys of items that no encoder produced; P need not wait for them."""
@@ -196,7 +196,8 @@ class KvLink(msgspec.Struct, frozen=True):
 
     Attributes:
         peer: `D0`, the receiving instance; rank: of its worker.
-        state: `opening` (never up so far), `up`, `down`; reason: why not up, else "".
+        state: `opening` (never up so far), `up`, `down`; reason: why it is not up, or why its transport is not the
+            first choice.
         transport: `shm`, `mooncake/tcp`, …; "" while it is not up.
         setup_s, s_per_byte: the line t = a + b·bytes fitted to its packets (`epd_serve.kv.grouping.LinkCost`).
         queued_bytes: packets not yet sent.
@@ -322,7 +323,11 @@ class FirstToken(_Message, frozen=True):
 
 
 class Hello(_Message, frozen=True):
-    """First message on a link: what must agree for KV bytes to mean the same on both ends."""
+    """First message on a link: what must agree for KV bytes to mean the same on both ends.
+
+    Attributes:
+        node: of the worker that sends it. Shared memory joins workers of one node only.
+    """
 
     version: int
     source: str
@@ -330,6 +335,7 @@ class Hello(_Message, frozen=True):
     shape: dict[str, Any]
     staging: str = ""
     staging_bytes: int = 0
+    node: str = "local"
 
 
 class Packet(_Message, frozen=True):
@@ -383,6 +389,7 @@ class HelloAck(_Message, frozen=True):
         session, bases: of one-sided transports; bases are region addresses.
         scratch: address and bytes of memory that probes may write at any time.
         shape: D's, from which P sees which of its heads travel on this link.
+        node: of D.
     """
 
     target: str
@@ -390,6 +397,7 @@ class HelloAck(_Message, frozen=True):
     bases: list[int] = []
     scratch: tuple[int, int] = (0, 0)
     shape: dict[str, Any] = {}
+    node: str = "local"
 
 
 class HelloRefused(_Message, frozen=True):

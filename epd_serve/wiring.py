@@ -15,7 +15,7 @@ from epd_serve.roles import Role
 
 
 def worker_endpoint(template: str, rank: int) -> str:
-    """ZMQ address of one worker: `ipc:///run/D0.kvw{rank}`, or `tcp://10.0.0.4:8002+{rank}`, where the port is summed.
+    """ZMQ address of one worker: `ipc:///run/D0.kvw{rank}`, or `tcp://[fd00::4]:8002+{rank}`, where the port is summed.
 
     The sum stands in the template because TCP ports of ranks are neighbours: one string still names all workers.
     """
@@ -39,8 +39,12 @@ class StageWiring:
         instance, role, incarnation: see `epd_serve.instances.Instance`.
         both: a P or D that has both halves of the KV connector. Which part it takes is a property of each request; its
             role is the one in which it started.
+        node: where it is. Shared memory, of KV links and of the arena, joins instances of one node only, whatever
+            address they have.
+        key_file: of the deployment's key, where its instances may be on several nodes: their addresses are TCP ports
+            then (`epd_serve.sockets`), else sockets in the run directory.
         arena: path of the host arena (MM Store tier 1), or "" where no features travel.
-        arena_id: names that arena across hosts; features announced from it need no second tier.
+        arena_id: names that arena across nodes; features announced from it need no second tier.
         peers: the file that says who else is there (`epd_serve.peers`), or "" for nobody.
         publish: ZMQ address on which this instance announces, or "" where it has nothing to do with features.
         load_publish: ZMQ address on which its scheduler announces `StageReport`, or "" to keep its load to itself.
@@ -67,7 +71,7 @@ class StageWiring:
         traffic: the board on which this instance's fetches and pushes make room for each other (roles that send KV).
         kv_staging: path prefix of the shared-memory staging files this instance makes, one per link.
         kv_staging_bytes: size of each.
-        host: address to bind Mooncake to.
+        host: numeric address of this node, which Mooncake binds.
         feature_wait_s: how long P waits for a feature event before it recomputes.
         kv_ready_wait_s: how long P keeps a request that no D has reserved for (one that holds blocks meanwhile 10 s).
         kv_peer_timeout_s: silence of the other side after which a transfer fails (heartbeats renew it).
@@ -78,6 +82,8 @@ class StageWiring:
     role: Role
     incarnation: str
     both: bool = False
+    node: str = "local"
+    key_file: str = ""
     arena: str = ""
     arena_id: str = ""
     peers: str = ""
@@ -122,6 +128,11 @@ class StageWiring:
     @property
     def prefills(self) -> bool:
         return self.role.prefills or self.both
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Others may be on other nodes."""
+        return bool(self.key_file)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

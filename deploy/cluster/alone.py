@@ -21,10 +21,10 @@ from deploy.host import event_loop
 from deploy.host.ending import Ending
 from deploy.host.environment import not_the_operators
 from deploy.launch.admin import LOOPBACK, open_admin
-from deploy.options.key_files import client_keys
 from deploy.options.suggestions import unknown
 from epd_serve.errors import ConfigError
 from epd_serve.instances import Instance
+from epd_serve.key_files import client_keys
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
 
@@ -207,7 +207,7 @@ def _instance(path: str, entry: Any) -> Instance:
         addresses = entry.get(name, [])
         if not isinstance(addresses, list) or not all(isinstance(one, str) for one in addresses):
             raise ConfigError(f"stages file {path}: {name} {addresses!r} is not a list of addresses", param="--stages")
-    for name in ("kv_endpoint", "events", "load_news"):
+    for name in ("kv_endpoint", "events", "load_news", "node"):
         if not isinstance(entry.get(name, ""), str):
             raise ConfigError(f"stages file {path}: {name} {entry[name]!r} is not an address", param="--stages")
     devices = entry.get("devices", [])
@@ -224,6 +224,7 @@ def _instance(path: str, entry: Any) -> Instance:
         kv_news=tuple(entry.get("kv_news", ())),
         kv_workers=tuple(entry.get("kv_workers", ())),
         load_news=entry.get("load_news"),
+        node=str(entry.get("node") or urlsplit(str(entry["url"])).hostname),
     )
 
 

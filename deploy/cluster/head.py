@@ -39,13 +39,14 @@ from deploy.keeper.in_process import InProcess
 from deploy.launch.admin import Admin, open_admin
 from deploy.launch.screen import Screen
 from deploy.options.config import DeployConfig, check_admin_port, host_and_port
-from deploy.options.key_files import admin_key, admin_key_command, read_cluster_key
 from deploy.options.mm_store import what_is_missing
 from deploy.plan.blueprint import Blueprint, draw
 from deploy.plan.proxy_settings import build_proxy_settings
 from epd_serve import __version__
-from epd_serve.cluster import ClusterSettings, stage_key
+from epd_serve.cluster import ClusterSettings
 from epd_serve.errors import ConfigError
+from epd_serve.key_files import admin_key, admin_key_command, read_cluster_key, stage_key
+from epd_serve.sockets import PLAIN
 from store.mooncake.master import MasterSettings
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class Head:
             vllm_version="",
             modalities=facts.towers if facts else None,
             stage_key=stage_key(self.key),
+            key_file=PLAIN,
         )
 
     def second_tier(self, run: RunDir, tell: Callable[[str], None]) -> SecondTier:

@@ -36,13 +36,13 @@ from deploy.memory.check import OneStage
 from deploy.memory.shared_memory import RESERVE_MIB, free_mib
 from deploy.options.config import DeployConfig, check_segment
 from deploy.options.engines import command_of
-from deploy.options.key_files import read_cluster_key
 from deploy.options.mm_store import what_is_missing
 from deploy.plan.blueprint import draw
 from deploy.plan.core_plan import joined_order
-from epd_serve.cluster import MAX_DRAIN_S, NAME, JoinAnswer, stage_key
+from epd_serve.cluster import MAX_DRAIN_S, NAME, JoinAnswer
 from epd_serve.engine.stage_guard import KEY_ENV
 from epd_serve.errors import ConfigError, StageError
+from epd_serve.key_files import read_cluster_key, stage_key
 from epd_serve.peers import write_peers
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StageCommand, StagePlan

@@ -23,6 +23,7 @@ from epd_serve.cluster import JoinAnswer, JoinRequest
 from epd_serve.errors import ConfigError
 from epd_serve.peers import Peer
 from epd_serve.roles import Role
+from epd_serve.sockets import PLAIN
 from epd_serve.stage_plan import StagePlan
 from epd_serve.wiring import StageWiring
 from npu_ops.core_grants import CoreOrder
@@ -147,6 +148,7 @@ class JoinPlan:
             kv_endpoint=self._kv_endpoint,
             kv_worker_endpoint=self._kv_workers,
             kv_transport="mooncake",
+            key_file=PLAIN,
             mooncake_protocol="ascend" if self.blueprint.device == "npu" else settings.mooncake_protocol,
             kv_grouping=settings.kv_grouping,
             kv_packet_floor_bytes=settings.kv_packet_floor_kib << 10,

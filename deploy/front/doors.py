@@ -92,7 +92,7 @@ class FrontDoors:
         environment = {**module_environment(), LAUNCHER_PID_ENV: str(self._keeper.pid)}
         if self._launch_id:
             environment[LAUNCH_ENV] = self._launch_id
-        hub = self._hub = WorkerHub(self.table, self._shared.feed, self.background)
+        hub = self._hub = WorkerHub(self.table, self._shared.feed, self.background, self._settings.key_file)
         house = House(self._keeper, hub, self._shared, self._counters, environment, self._setup.grace_s)
         lives = self._lives = FrontLives(house, self._setup, say=self._say)
         try:

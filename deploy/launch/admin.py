@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploy.host.ports import listen
-from deploy.options.key_files import read_key
 from epd_serve.errors import ConfigError
+from epd_serve.key_files import read_key
 
 if TYPE_CHECKING:
     from proxy.registry.table import InstanceTable

@@ -25,6 +25,7 @@ _DECIDED = (
     "roles",
     "api_keys",
     "stage_key",
+    "key_file",
     "modalities",
     "image_tokens",
     "arena",

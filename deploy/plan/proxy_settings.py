@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.memory.sizing import processor_configs
-from deploy.options.key_files import client_keys
 from deploy.options.proxy_overrides import apply_overrides, proxy_overrides
 from deploy.options.stage_args import flag_of
 from deploy.plan.identity import model_identity
 from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import ByArea, ImageTokens, image_tokens
+from epd_serve.key_files import client_keys
 from epd_serve.model_facts import modalities
 from epd_serve.model_support import left_out, undecodable
 from epd_serve.stage_flags import read_stage_flags

@@ -23,7 +23,7 @@ from epd_serve import wire
 from epd_serve.kv.decode_desk import DecodeDesk
 from epd_serve.kv.faults import Faults
 from epd_serve.kv.prefill_desk import PrefillDesk
-from epd_serve.sockets import Socket, milliseconds, open_socket, readable
+from epd_serve.sockets import Socket, bind, connect, milliseconds, open_socket, readable
 from epd_serve.wake import WakeLine, idle_waiter
 from epd_serve.wire import TransferKey
 
@@ -113,17 +113,27 @@ class _Control(ABC, Generic[Peer, Message]):
 
 
 class PrefillControl(_Control[bytes, wire.ToDecodeScheduler]):
-    """P's end. `stops` collects transfers whose sending must stop; the connector takes them with the lock held."""
+    """P's end. `stops` collects transfers whose sending must stop; the connector takes them with the lock held.
+
+    Args:
+        key_file: of the deployment's key, where the endpoint is a TCP port.
+    """
 
     def __init__(
-        self, desk: PrefillDesk, endpoint: str, faults: Faults, changed: Callable[[], None] = idle_waiter.wake
+        self,
+        desk: PrefillDesk,
+        endpoint: str,
+        faults: Faults,
+        changed: Callable[[], None] = idle_waiter.wake,
+        *,
+        key_file: str = "",
     ) -> None:
         super().__init__("epd-kv-prefill-control", desk, faults, changed)
         self.desk = desk
         self.stops: list[TransferKey] = []
         self._router = open_socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a D that had to connect again keeps its name
-        self._router.bind(endpoint)
+        bind(self._router, endpoint, key_file)
         self._poller.register(self._router, zmq.POLLIN)
         self._thread.start()
 
@@ -148,11 +158,19 @@ class PrefillControl(_Control[bytes, wire.ToDecodeScheduler]):
 
 
 class DecodeControl(_Control[str, wire.ToPrefillScheduler | wire.FirstToken]):
-    """D's end: one DEALER per P and per worker of D's own, made when first needed."""
+    """D's end: one DEALER per P and per worker of D's own, made when first needed. `key_file`: as P's."""
 
-    def __init__(self, desk: DecodeDesk, faults: Faults, changed: Callable[[], None] = idle_waiter.wake) -> None:
+    def __init__(
+        self,
+        desk: DecodeDesk,
+        faults: Faults,
+        changed: Callable[[], None] = idle_waiter.wake,
+        *,
+        key_file: str = "",
+    ) -> None:
         super().__init__("epd-kv-decode-control", desk, faults, changed)
         self.desk = desk
+        self._key_file = key_file
         self._identity = uuid.uuid4().hex.encode()
         self._dealers: dict[str, Socket] = {}
         self._thread.start()
@@ -182,7 +200,7 @@ class DecodeControl(_Control[str, wire.ToPrefillScheduler | wire.FirstToken]):
         if endpoint not in self._dealers:
             dealer = open_socket(zmq.DEALER, linger_s=0.2)
             dealer.setsockopt(zmq.ROUTING_ID, self._identity)
-            dealer.connect(endpoint)
+            connect(dealer, endpoint, self._key_file)
             self._poller.register(dealer, zmq.POLLIN)
             self._dealers[endpoint] = dealer
         return self._dealers[endpoint]

@@ -70,7 +70,7 @@ class Consumer:
         self._ear.setsockopt(zmq.LINGER, 0)
         self._ear.setsockopt(zmq.RECONNECT_IVL, 50)
         self._ear.setsockopt(zmq.SUBSCRIBE, b"")
-        self._following = Following(self._ear)
+        self._following = Following(self._ear, wiring.key_file)
         self._reports = RateLimitedPublisher(self._report, change_s=0.05, idle_s=0.5)
         self._task: asyncio.Task[None] | None = None
         self._looking: asyncio.TimerHandle | None = None
@@ -221,12 +221,16 @@ class Consumer:
     def _on_announcement(self, message: wire.Announcement) -> None:
         now = asyncio.get_running_loop().time()
         if isinstance(message, wire.FeatureReady):
-            if message.host != self._wiring.arena_id and message.pooled:
+            away = message.host not in ("", self._wiring.arena_id)
+            if away and message.pooled:
                 self._elsewhere[message.key] = message.nbytes
                 if len(self._elsewhere) > _REMEMBERED:
                     self._elsewhere.popitem(last=False)
             for wait in [wait for wait in self._waits if message.key in wait.until]:
-                self._look(wait, {message.key})
+                if away and not message.pooled:
+                    self._lose(wait, message.key, "not_pooled")
+                else:
+                    self._look(wait, {message.key})
         elif isinstance(message, wire.FeatureFailed):
             for wait in [wait for wait in self._waits if message.key in wait.until]:
                 self._lose(wait, message.key, "encoder_failed")

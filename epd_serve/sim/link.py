@@ -1,7 +1,7 @@
 """One data link of a simulated P: to one worker of D, with no bytes on it. Says hello, sends DONE, knows who is there.
 
-Transports do not matter here, so both ends offer `sim`; a real stage refuses it by name. A link that is not up tries
-again every half second, for D may start later, or again.
+Transports are chosen as between real stages on CPU, and called `sim/shm` and `sim/mooncake`: a real stage refuses them.
+A link that is not up tries again every half second, for D may start later, or again.
 """
 
 from __future__ import annotations
@@ -14,10 +14,18 @@ import zmq
 import zmq.asyncio
 
 from epd_serve import wire
+from epd_serve.errors import ConfigError
+from epd_serve.kv.ways import between, transports_between
+from epd_serve.peers import Peers
+from epd_serve.sockets import connect
+from epd_serve.wiring import StageWiring
 
 logger = logging.getLogger(__name__)
 
-TRANSPORT = "sim"
+SIMULATED = "sim/"
+"""Stands before the name of a transport."""
+
+DEVICE = "cpu"
 RETRY_S = 0.5
 HELLO_S = 1.0  # D answers at once or is not there
 
@@ -26,7 +34,7 @@ class Link:
     """Runs from `start` until `close`.
 
     Args:
-        source: instance and incarnation of P. changed: called when `report` says something else.
+        wiring: of P. peers: who is there, as it knows. changed: called when `report` says something else.
 
     Attributes:
         target: instance and incarnation of D that answers; "" while the link is not up.
@@ -34,13 +42,17 @@ class Link:
         transfers, failed, cancelled, bytes, busy_s: counters of `wire.KvLink`. Whoever sends counts.
     """
 
-    def __init__(self, endpoint: str, rank: int, source: str, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, endpoint: str, rank: int, wiring: StageWiring, peers: Peers, changed: Callable[[], None]
+    ) -> None:
         self.target = ""
         self.carrying = 0
         self.transfers = self.failed = self.cancelled = self.bytes = self.retries = 0
         self.busy_s = 0.0
-        self._endpoint, self._rank, self._source = endpoint, rank, source
-        self._changed = changed
+        self._endpoint, self._rank, self._wiring = endpoint, rank, wiring
+        self._peers, self._changed = peers, changed
+        self._source = f"{wiring.instance}:{wiring.incarnation}"
+        self._transport = ""
         self._state, self._reason, self._name = "opening", "", endpoint
         self._socket: zmq.asyncio.Socket | None = None
         self._task: asyncio.Task[None] | None = None
@@ -72,7 +84,7 @@ class Link:
             rank=self._rank,
             state=self._state,
             reason=self._reason,
-            transport=TRANSPORT if self._state == "up" else "",
+            transport=self._transport if self._state == "up" else "",
             packets=self.transfers,
             layers=self.transfers,
             bytes=self.bytes,
@@ -89,7 +101,7 @@ class Link:
         while True:
             try:
                 reason = await self._live(context)
-            except zmq.ZMQError as error:
+            except (zmq.ZMQError, ConfigError) as error:
                 reason = f"no connection: {error}"
             self.target, self._socket = "", None
             self._up.clear()
@@ -103,8 +115,10 @@ class Link:
             monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             hung_up: asyncio.Future[list[bytes]] | None = None
             try:
-                socket.connect(self._endpoint)
-                await socket.send(wire.encode(wire.Hello(wire.VERSION, self._source, TRANSPORT, {})))
+                connect(socket, self._endpoint, self._wiring.key_file)
+                self._transport = self._first_choice()
+                hello = wire.Hello(wire.VERSION, self._source, self._transport, {}, node=self._wiring.node)
+                await socket.send(wire.encode(hello))
                 if not await socket.poll(int(HELLO_S * 1000)):
                     return "no answer"
                 answer = wire.to_prefill_worker.decode(await socket.recv())
@@ -113,7 +127,7 @@ class Link:
                 self._socket, self.target = socket, answer.target
                 self._name = answer.target.rpartition(":")[0]
                 self.retries += self._state == "down"
-                self._turn("up", "")
+                self._turn("up", between(self._wiring.node, answer.node))
                 self._up.set()
                 hung_up = asyncio.ensure_future(monitor.recv_multipart())
                 await hung_up
@@ -125,6 +139,12 @@ class Link:
                     hung_up.cancel()
                 socket.disable_monitor()
                 monitor.close(linger=0)
+
+    def _first_choice(self) -> str:
+        """What a real pair would try first."""
+        together = self._peers.together(self._endpoint)
+        ways = transports_between(self._wiring.kv_transport, DEVICE, beside=False, together=together)
+        return f"{SIMULATED}{ways[0]}"
 
     def _turn(self, state: str, reason: str) -> None:
         if (state, reason) != (self._state, self._reason):

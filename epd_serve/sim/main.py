@@ -24,6 +24,7 @@ from epd_serve.sim.request_lifecycle import RequestLifecycle
 from epd_serve.sim.stage import Stage
 from epd_serve.stage_plan import LAUNCHER_ENV
 from epd_serve.wiring import StageWiring
+from store.addresses import authority
 
 DRAIN_S = 5.0
 DRAIN_LOOK_S = 0.02
@@ -105,7 +106,8 @@ def _wiring(arguments: argparse.Namespace) -> StageWiring:
 
 def _bind(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server((host, port), backlog=BACKLOG)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"--host {host} --port {port}: cannot listen there ({error})", param="--port") from error
 
@@ -166,4 +168,4 @@ async def _drained(connections: set[Connection]) -> None:
 
 def _address(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
-    return f"http://{host}:{port}"
+    return f"http://{authority(host, port)}"

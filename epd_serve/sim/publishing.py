@@ -12,7 +12,8 @@ from collections.abc import Callable
 import zmq
 
 from epd_serve import wire
-from epd_serve.sockets import Socket, open_socket
+from epd_serve.sockets import Socket, bind, open_socket
+from epd_serve.wiring import StageWiring
 
 logger = logging.getLogger(__name__)
 
@@ -20,21 +21,18 @@ logger = logging.getLogger(__name__)
 class Publisher:
     """Sends announcements. Silent without an address.
 
-    Args:
-        connect: the address is a bus that is bound already.
-
     Raises:
         zmq.ZMQError: the address cannot be bound.
     """
 
-    def __init__(self, address: str, *, connect: bool) -> None:
+    def __init__(self, address: str, wiring: StageWiring) -> None:
         self._socket: Socket | None = None
         if address:
             self._socket = open_socket(zmq.PUB, linger_s=0.2)
-            if connect:
+            if wiring.publish_by_connecting:
                 self._socket.connect(address)
             else:
-                self._socket.bind(address)
+                bind(self._socket, address, wiring.key_file)
 
     def send(self, message: wire.Announcement) -> None:
         if self._socket is not None:

@@ -21,9 +21,11 @@ from epd_serve.kv.control import DecodeControl
 from epd_serve.kv.decode_desk import DecodeDesk
 from epd_serve.kv.faults import faults_of
 from epd_serve.kv.params import ReceiveParams, receive_params
-from epd_serve.sim.link import TRANSPORT
+from epd_serve.kv.ways import why_not
+from epd_serve.sim.link import DEVICE, SIMULATED
 from epd_serve.sim.loop_calls import caller
 from epd_serve.sim.prompts import Prompt
+from epd_serve.sockets import bind
 from epd_serve.wire import TransferKey
 from epd_serve.wiring import StageWiring, worker_endpoints
 
@@ -65,11 +67,14 @@ class Receiver:
     def start(self) -> None:
         """Raises zmq.ZMQError where the data channel cannot be bound."""
         loop = asyncio.get_running_loop()
-        self._control = DecodeControl(self._desk, faults_of(self._wiring.kv_faults), caller(loop, self._look))
+        wiring = self._wiring
+        self._control = DecodeControl(
+            self._desk, faults_of(wiring.kv_faults), caller(loop, self._look), key_file=wiring.key_file
+        )
         for rank, endpoint in enumerate(self._endpoints):
             router = self._context.socket(zmq.ROUTER)
             router.setsockopt(zmq.LINGER, 0)
-            router.bind(endpoint)
+            bind(router, endpoint, wiring.key_file)
             self._tasks.append(asyncio.create_task(self._listen(router, rank), name=f"KV of rank {rank}"))
 
     def close(self) -> None:
@@ -173,9 +178,13 @@ class Receiver:
         if isinstance(message, wire.Hello):
             if message.version != wire.VERSION:
                 return wire.HelloRefused(f"version: {wire.VERSION} here, {message.version} there")
-            if message.transport != TRANSPORT:
-                return wire.HelloRefused(f"transport: {TRANSPORT} here, {message.transport} there")
-            return wire.HelloAck(f"{self._wiring.instance}:{self._wiring.incarnation}")
+            wiring = self._wiring
+            if not message.transport.startswith(SIMULATED):
+                return wire.HelloRefused(f"transport: simulated here, {message.transport} there")
+            transport = message.transport.removeprefix(SIMULATED)
+            if why := why_not(transport, wiring.kv_transport, DEVICE, here=wiring.node, there=message.node):
+                return wire.HelloRefused(why)
+            return wire.HelloAck(f"{wiring.instance}:{wiring.incarnation}", node=wiring.node)
         if isinstance(message, wire.Done):
             one = self._transfers.get(message.key)
             if one is not None and not message.ok:

@@ -55,9 +55,9 @@ class RequestLifecycle:
         self._wiring, self._engine, self._faults = wiring, engine, faults
         profile, role = engine.profile, wiring.role
         self._seq = 0
-        self._load_publisher = Publisher(wiring.load_publish, connect=wiring.publish_by_connecting)
+        self._load_publisher = Publisher(wiring.load_publish, wiring)
         self._load = RateLimitedPublisher(self._report_load, change_s=0.05, idle_s=0.5)
-        self._publisher = Publisher(wiring.publish, connect=wiring.publish_by_connecting)
+        self._publisher = Publisher(wiring.publish, wiring)
         self._store: FeatureStore | None = _open_store(wiring)
         per_token = profile.feature_bytes_per_token
         self._encoder: Encoder | None = None

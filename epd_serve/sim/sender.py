@@ -76,14 +76,19 @@ class Sender:
         self._transfers: dict[TransferKey, Outgoing] = {}
         self._waiting: dict[TransferKey, Outgoing] = {}
         self._open = 0
-        connect = wiring.publish_by_connecting
-        self._publishers = [Publisher(one, connect=connect) for one in worker_endpoints(wiring.kv_publish, ranks)]
+        self._publishers = [Publisher(one, wiring) for one in worker_endpoints(wiring.kv_publish, ranks)]
         self._reports = RateLimitedPublisher(self._report, change_s=0.05, idle_s=1.0)
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
         faults = faults_of(self._wiring.kv_faults)
-        self._control = PrefillControl(self._desk, self._wiring.kv_endpoint, faults, caller(loop, self._look))
+        self._control = PrefillControl(
+            self._desk,
+            self._wiring.kv_endpoint,
+            faults,
+            caller(loop, self._look),
+            key_file=self._wiring.key_file,
+        )
         self._reports.start()
 
     def close(self) -> None:
@@ -222,8 +227,7 @@ class Sender:
 
     def _link(self, endpoint: str, rank: int) -> Link:
         if endpoint not in self._links:
-            source = f"{self._wiring.instance}:{self._wiring.incarnation}"
-            link = self._links[endpoint] = Link(endpoint, rank, source, self._reports.changed)
+            link = self._links[endpoint] = Link(endpoint, rank, self._wiring, self._peers, self._reports.changed)
             link.start(self._context)
         return self._links[endpoint]
 

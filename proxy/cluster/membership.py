@@ -203,6 +203,7 @@ class Membership:
             kv_endpoint=request.kv_endpoint or None,
             events=bus if concerned else None,
             devices=tuple(request.devices),
+            node=request.host,
             cpu_cores=tuple(request.cpu_cores),
             kv_news=(bus,) * request.tp if role.sends_kv else (),
             kv_workers=worker_endpoints(request.kv_workers, request.tp),

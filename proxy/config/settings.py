@@ -86,7 +86,8 @@ class ProxySettings:
         vllm_version: of the stages, which decides what fields there are; empty where it is not known or not one.
         explain: answer `x-epd-explain: 1` with headers that name path, instances and moments.
         observed: `/metrics` and `/instances` are on the clients' port, for want of an admin listener.
-        stage_key: bearer token that the stages want (stages of several hosts), or "".
+        stage_key: bearer token that the stages want which somebody else runs, or "".
+        key_file: of the key of a deployment on several machines, on this one: what its stages want is made from it.
     """
 
     served_models: tuple[str, ...]
@@ -127,6 +128,7 @@ class ProxySettings:
     vllm_version: str = ""
     observed: bool = True
     stage_key: str = field(default="", repr=False)
+    key_file: str = ""
 
     def __post_init__(self) -> None:
         if not self.served_models:

@@ -29,16 +29,21 @@ MISSING_WAIT_S = 0.05
 
 
 class AnnouncementDispatcher:
-    """Everything that reaches this proxy without having been asked for."""
+    """Everything that reaches this proxy without having been asked for. `key_file`: as of `Announcements`."""
 
     def __init__(
-        self, table: InstanceTable, directory: FeatureDirectory, metrics: Metrics, background: Background
+        self,
+        table: InstanceTable,
+        directory: FeatureDirectory,
+        metrics: Metrics,
+        background: Background,
+        key_file: str = "",
     ) -> None:
         self.directory = directory
         self._table = table
         self._metrics = metrics
         self._missing = MissingFeatures()
-        self._announcements = Announcements(table, self.dispatch, background)
+        self._announcements = Announcements(table, self.dispatch, background, key_file)
 
     def start(self) -> None:
         """Begin to listen, in the running event loop."""

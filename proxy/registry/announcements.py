@@ -14,6 +14,8 @@ import zmq
 import zmq.asyncio
 
 from epd_serve import wire
+from epd_serve.errors import ConfigError
+from epd_serve.sockets import connect
 from proxy.background import Background
 from proxy.registry.table import InstanceTable
 
@@ -33,14 +35,20 @@ class Announcements:
     Args:
         handler: called with every message, in order. One that it fails on, or that does not decode, is skipped.
         background: what runs it.
+        key_file: of the deployment's key, where instances announce over TCP.
     """
 
     def __init__(
-        self, table: InstanceTable, handler: Callable[[wire.Announcement], None], background: Background
+        self,
+        table: InstanceTable,
+        handler: Callable[[wire.Announcement], None],
+        background: Background,
+        key_file: str = "",
     ) -> None:
         self._table = table
         self._handler = handler
         self._background = background
+        self._key_file = key_file
         self._connected: set[str] = set()
         self._refused: set[str] = set()
 
@@ -89,8 +97,8 @@ class Announcements:
 
     def _connect(self, socket: zmq.asyncio.Socket, address: str) -> None:
         try:
-            socket.connect(address)
-        except zmq.ZMQError as error:
+            connect(socket, address, self._key_file)
+        except (zmq.ZMQError, ConfigError) as error:
             if address not in self._refused:
                 logger.error("announcements at %s cannot be subscribed to: %s", address, error)
             self._refused.add(address)

@@ -105,9 +105,10 @@ class WorkerHub:
     Args:
         feed: bound to the path that workers connect to; closed at the end.
         background: of this process; what is down in it the workers are told.
+        key_file: of the deployment's key, where instances announce over TCP.
     """
 
-    def __init__(self, table: ParentTable, feed: socket.socket, background: Background) -> None:
+    def __init__(self, table: ParentTable, feed: socket.socket, background: Background, key_file: str = "") -> None:
         self._table = table
         self._feed = feed
         self._background = background
@@ -118,7 +119,7 @@ class WorkerHub:
         self._ended = 0
         self._registry = CollectorRegistry()
         register_stage_metrics(self._registry, table)
-        self._announcements = Announcements(table, self._on_announcement, background)
+        self._announcements = Announcements(table, self._on_announcement, background, key_file)
         table.on_change = background.changed = self._roster_changed
 
     async def start(self) -> None:

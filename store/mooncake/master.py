@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from store.addresses import authority
+
 
 @dataclass(frozen=True, kw_only=True)
 class MasterSettings:
@@ -51,9 +53,9 @@ def master_command(settings: MasterSettings, executable: str = "mooncake_master"
 def health_url(settings: MasterSettings) -> str:
     """Answers `service_ready` once it serves, 0.1 to 0.5 s after the start. Clients' `health_check` is not to be
     trusted: it says 0 with the master gone."""
-    return f"http://{settings.host}:{settings.metrics_port}/health"
+    return f"http://{authority(settings.host, settings.metrics_port)}/health"
 
 
 def rpc_address(settings: MasterSettings) -> str:
     """What clients are given as `MooncakeConfig.master`."""
-    return f"{settings.host}:{settings.rpc_port}"
+    return authority(settings.host, settings.rpc_port)

@@ -13,10 +13,10 @@ from deploy.agent.waits import Patience
 from deploy.cluster.join import serve_joined
 from deploy.cluster.join_plan import JoinPlan
 from deploy.options.config import DeployConfig
-from deploy.options.key_files import read_cluster_key
 from deploy.plan.blueprint import draw
 from epd_serve.engine.argv import stage_command
 from epd_serve.errors import EpdError
+from epd_serve.key_files import read_cluster_key
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StageCommand, StagePlan
 

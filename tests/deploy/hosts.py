@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.host.ports import free_ports
-from deploy.options.key_files import admin_key
+from epd_serve.key_files import admin_key
 from tests.deploy.launched import neighbours
 from tests.waiting import PATIENCE_S
 

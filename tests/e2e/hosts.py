@@ -21,8 +21,8 @@ import httpx
 
 from deploy.host import processes
 from deploy.host.ports import free_ports, listen
-from deploy.options.key_files import admin_key, read_cluster_key
 from epd_serve.errors import ConfigError
+from epd_serve.key_files import admin_key, read_cluster_key
 from tests.e2e.serving import ROOT, START_S, Endpoint
 from tests.waiting import wait_for
 

@@ -23,8 +23,8 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "peers.json"
 
 
-def seen_by(file: Path, instance: str, role: Role) -> Peers:
-    return Peers(StageWiring(instance, role, "life", peers=str(file)), every_s=0.0)
+def seen_by(file: Path, instance: str, role: Role, key_file: str = "") -> Peers:
+    return Peers(StageWiring(instance, role, "life", peers=str(file), node="h", key_file=key_file), every_s=0.0)
 
 
 def seen(file: Path, instance: str, *peers: Peer) -> Peers:
@@ -65,8 +65,20 @@ def test_a_bus_is_heard_by_all_who_listen(file: Path) -> None:
 
 
 @pytest.mark.parametrize(("address", "beside"), [(D0.kv_workers[1], True), (D1.kv_workers[0], False), ("?", False)])
-def test_two_are_beside_each_other_where_host_and_a_device_are_the_same(file: Path, address: str, beside: bool) -> None:
+def test_two_are_beside_each_other_where_node_and_a_device_are_the_same(file: Path, address: str, beside: bool) -> None:
     assert seen(file, "P0", P0, D0, D1).beside(address) is beside
+
+
+@pytest.mark.parametrize(
+    ("address", "together"), [(D0.kv_workers[0], True), (D1.kv_workers[0], False), ("tcp://?:1", None)]
+)
+def test_who_is_together_is_judged_by_node_and_of_a_stranger_nobody_knows(
+    file: Path, address: str, together: bool | None
+) -> None:
+    write_peers(file, [P0, D0, D1])
+    several = seen_by(file, "P0", Role.P, key_file="/run/key")
+    assert several.changed() and several.together(address) is together
+    assert seen(file, "P0", P0, D0, D1).together(address) is True, "there is one node"
 
 
 def test_the_other_end_of_a_pair_says_the_same(file: Path) -> None:
@@ -124,7 +136,8 @@ def test_the_line_of_an_instance_is_what_the_proxy_knows_of_it_and_the_part_it_t
         events="ipc:///P1.events",
         devices=(2, 3),
         kv_workers=("ipc:///P1.kvw0",),
+        node="a",
     )
-    line = Peer("P1", Role.P, "10.0.0.9", (2, 3), "ipc:///P1.events", "ipc:///P1.kv", ("ipc:///P1.kvw0",))
+    line = Peer("P1", Role.P, "a", (2, 3), "ipc:///P1.events", "ipc:///P1.kv", ("ipc:///P1.kvw0",))
     assert peer_of(instance) == line
     assert peer_of(instance, Role.D).role is Role.D

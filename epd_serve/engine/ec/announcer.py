@@ -16,7 +16,7 @@ from collections.abc import Callable
 import zmq
 
 from epd_serve import wire
-from epd_serve.sockets import Socket, open_socket
+from epd_serve.sockets import Socket, bind, open_socket
 from epd_serve.wiring import StageWiring
 from store.errors import StoreError
 
@@ -51,7 +51,8 @@ class Announcer:
             if wiring.publish_by_connecting:
                 self._socket.connect(wiring.publish)
             else:
-                self._socket.bind(wiring.publish)  # here, not in the thread: an encoder nobody hears must not start
+                # Here, not in the thread: an encoder nobody hears must not start.
+                bind(self._socket, wiring.publish, wiring.key_file)
             self._thread = threading.Thread(target=self._run, name="epd-announcer", daemon=True)
 
     def start(self) -> None:

@@ -87,7 +87,7 @@ class DeviceExit:
 
     def _run(self) -> None:
         self._memory.enter_thread()
-        ear, peers = Subscription(), Peers(self._wiring)
+        ear, peers = Subscription(self._wiring.key_file), Peers(self._wiring)
         while not self._closing.is_set():
             if peers.changed():  # at first before the probe is there to be answered
                 takers = peers.takers_of_features()

@@ -21,7 +21,7 @@ from epd_serve.engine.ec.device_ledger import DevicePin, Failed, FetchLedger, Pi
 from epd_serve.engine.ec.device_probe import PairProbe, Path, Verdict
 from epd_serve.engine.ec.device_slab import SlabBook
 from epd_serve.engine.ec.device_tier import PROBE_BYTES, probe_key
-from epd_serve.sockets import Socket, milliseconds, open_socket, readable
+from epd_serve.sockets import Socket, connect, milliseconds, open_socket, readable
 from epd_serve.wake import WakeLine
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class DeviceFeatures:
         poller = zmq.Poller()
         poller.register(self._wake.listener, zmq.POLLIN)
         for agent, endpoint in zip(agents, endpoints, strict=True):
-            agent.connect(endpoint)
+            connect(agent, endpoint)
             poller.register(agent, zmq.POLLIN)
         next_hello = 0.0
         while not self._closing:

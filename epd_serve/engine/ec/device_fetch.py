@@ -22,7 +22,7 @@ from epd_serve import wire
 from epd_serve.engine.ec.device_slab import DeviceSlab
 from epd_serve.engine.ec.device_tier import DeviceTier, object_name
 from epd_serve.engine.ec.device_trailer import TRAILER_BYTES, FeatureShape, Integrity
-from epd_serve.sockets import Socket, milliseconds, open_socket
+from epd_serve.sockets import Socket, bind, milliseconds, open_socket
 from epd_serve.wake import WakeLine
 from npu_ops.memory import DeviceMemory, DeviceMemoryError
 from store.errors import CorruptFeatureError, StoreError
@@ -94,7 +94,7 @@ class FeatureAgent:
         self._refusal = ""
         self._opened = threading.Event()
         socket = open_socket(zmq.ROUTER)
-        socket.bind(endpoint)  # here: an agent that nobody can reach must not start
+        bind(socket, endpoint)  # here: an agent that nobody can reach must not start
         self._threads = [threading.Thread(target=self._serve, args=(socket,), name="epd-feature-agent", daemon=True)]
         self._threads += [
             threading.Thread(target=self._fetch_all, name=f"epd-feature-fetch-{index}", daemon=True)

@@ -104,7 +104,7 @@ class FeatureListener:
         self._pins.give_back()
 
     def _listen(self) -> None:
-        events, peers = Subscription(), Peers(self._wiring)
+        events, peers = Subscription(self._wiring.key_file), Peers(self._wiring)
         poller = zmq.Poller()
         poller.register(events.socket, zmq.POLLIN)
         poller.register(self._wake.listener, zmq.POLLIN)

@@ -14,12 +14,16 @@ logger = logging.getLogger(__name__)
 
 
 class Subscription:
-    """Deaf until told whom to follow; several instances may share an address (a bus)."""
+    """Deaf until told whom to follow; several instances may share an address (a bus).
 
-    def __init__(self) -> None:
+    Args:
+        key_file: of the deployment's key, where addresses may be TCP ports.
+    """
+
+    def __init__(self, key_file: str = "") -> None:
         self.socket = open_socket(zmq.SUB)
         self.socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._following = Following(self.socket)
+        self._following = Following(self.socket, key_file)
 
     def follow(self, endpoints: Iterable[str]) -> None:
         """From now on hear these, and nobody else."""

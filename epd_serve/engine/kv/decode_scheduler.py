@@ -73,7 +73,7 @@ class DecodeScheduler:
         self._endpoints = [worker_endpoint(wiring.kv_worker_endpoint, rank) for rank in range(tp)]
         self._trace = Trace(wiring.trace_path, wiring.instance)
         self._desk = DecodeDesk(wiring.kv_peer_timeout_s, quarantine_s)
-        self._control = DecodeControl(self._desk, faults_of(wiring.kv_faults))
+        self._control = DecodeControl(self._desk, faults_of(wiring.kv_faults), key_file=wiring.key_file)
         self._asked: set[str] = set()  # requests whose transfer was asked for: a preempted one computes alone
         self._key_of: dict[str, TransferKey] = {}
         self._awaiting_token: dict[TransferKey, Request] = {}

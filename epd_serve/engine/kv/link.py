@@ -50,13 +50,14 @@ class Link:
 
     Args:
         endpoint: D worker's data address; rank: its tensor-parallel rank.
-        source: instance and incarnation of P; shape: of its KV cache (`regions.shape_of`).
+        source: instance and incarnation of P; node: where it is; shape: of its KV cache (`regions.shape_of`).
         sides: P's ends of the transports, in order of preference.
         timeout_s: silence of D after which the connection fails; a transfer waits for one whole attempt to open it.
         on_over: called once per transfer, from this thread, when DONE was sent or cannot be.
         quiet_until: until when packets that can wait should leave the network to others (`TrafficBoard`).
         slice_bytes: what is moved at once at most.
         on_change: called from this thread when `snapshot` has news.
+        key_file: of the deployment's key, where the endpoint is a TCP port.
     """
 
     def __init__(
@@ -75,6 +76,8 @@ class Link:
         quiet_until: Callable[[float], float] = lambda now: 0.0,
         slice_bytes: int = SLICE_BYTES,
         on_change: Callable[[], None] = lambda: None,
+        node: str = "local",
+        key_file: str = "",
     ) -> None:
         self._endpoint, self._rank = endpoint, rank
         self._sides = tuple(sides)
@@ -95,6 +98,8 @@ class Link:
             faults=self._faults,
             probe=self._cost.probe,
             on_credit=self._record.credited,
+            node=node,
+            key_file=key_file,
         )
         self._peer = Peer(endpoint, self._connection, self._fates, self._record.lost, self._changed)
         slice_bytes = min(slice_bytes, *(side.largest_move for side in sides))

@@ -17,8 +17,10 @@ import zmq
 from epd_serve import wire
 from epd_serve.engine.kv.regions import LinkPieces, ShapesDifferError, pieces_of
 from epd_serve.engine.kv.transport import AwaitMessage, LinkError, SendMessage, SendSide
+from epd_serve.errors import ConfigError
 from epd_serve.kv.faults import Faults
-from epd_serve.sockets import Socket, milliseconds, open_socket
+from epd_serve.kv.ways import between
+from epd_serve.sockets import Socket, connect, milliseconds, open_socket
 from epd_serve.wake import WakeLine
 
 logger = logging.getLogger(__name__)
@@ -37,10 +39,12 @@ class Connection:
         timeout_s: silence of D after which it counts as gone.
         probe: tries an open transport; raises LinkError where it does not carry bytes.
         on_credit: called when a staged packet has arrived, after its side knows.
+        node: of P. key_file: of the deployment's key, where the endpoint is a TCP port.
 
     Attributes:
         target: instance and incarnation of D that answers; "" while closed.
         side: the transport in use.
+        reason: why it is not the first choice, or "".
         staged_seq: number of the last staged packet that was sent, 0 before there was one.
     """
 
@@ -55,9 +59,12 @@ class Connection:
         faults: Faults,
         probe: Probe,
         on_credit: Callable[[int], None],
+        node: str = "local",
+        key_file: str = "",
     ) -> None:
         self.target = ""
         self.side = sides[0]
+        self.reason = ""
         self.staged_seq = 0
         self.wake = WakeLine()
         self.closing = threading.Event()
@@ -69,6 +76,8 @@ class Connection:
         self._faults = faults
         self._probe = probe
         self._on_credit = on_credit
+        self._node = node
+        self._key_file = key_file
         self._socket: Socket | None = None
         self._hangup: Socket | None = None  # readable once D's end has closed
         self._poller = zmq.Poller()
@@ -97,13 +106,14 @@ class Connection:
             self.send(hello)
             answer = self.receive()  # silence ends the attempt: another transport would meet the same
             try:
-                target = self._accepted(side, answer)
+                ack = self._accepted(side, answer)
             except LinkError as error:
                 reasons.append(f"{side.label}: {error}")
                 continue
-            self.target, self.side = target, side
-            tried = f" ({'; '.join(reasons)})" if reasons else ""
-            logger.info("KV link to %s uses %s%s", self._endpoint, side.label, tried)
+            self.target, self.side = ack.target, side
+            self.reason = "; ".join(filter(None, (*reasons, between(self._node, ack.node))))
+            why = f" ({self.reason})" if self.reason else ""
+            logger.info("KV link to %s uses %s%s", self._endpoint, side.label, why)
             return
         self.close()
         raise LinkError("; ".join(reasons))
@@ -172,14 +182,14 @@ class Connection:
             # ZMQ would connect again by itself and say nothing: an idle link has to notice that its D has died, and
             # packets on their way may be lost.
             self._hangup = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            self._socket.connect(self._endpoint)
-        except zmq.ZMQError as error:
+            connect(self._socket, self._endpoint, self._key_file)
+        except (zmq.ZMQError, ConfigError) as error:
             raise LinkError(f"no connection: {error}") from error
         for socket in (self._socket, self._hangup):
             self._poller.register(socket, zmq.POLLIN)
 
     def _hello(self, side: SendSide) -> wire.Hello:
-        return wire.Hello(wire.VERSION, self._source, side.name, self._shape, *side.hello())
+        return wire.Hello(wire.VERSION, self._source, side.name, self._shape, *side.hello(), self._node)
 
     def _heed(self, answer: wire.ToPrefillWorker) -> None:
         if isinstance(answer, wire.Credit):
@@ -187,14 +197,14 @@ class Connection:
         elif isinstance(answer, wire.HelloRefused):
             raise LinkError(f"refused: {answer.reason}")
 
-    def _accepted(self, side: SendSide, answer: wire.ToPrefillWorker) -> str:
+    def _accepted(self, side: SendSide, answer: wire.ToPrefillWorker) -> wire.HelloAck:
         if isinstance(answer, wire.HelloRefused):
             raise LinkError(f"refused: {answer.reason}")
         if not isinstance(answer, wire.HelloAck):
             raise LinkError(f"expected an answer to hello, got {type(answer).__name__}")
         side.opened(answer, self._pieces(answer))
         self._probe(side, self.send, self.receive)
-        return answer.target
+        return answer
 
     def _pieces(self, ack: wire.HelloAck) -> LinkPieces | None:
         try:

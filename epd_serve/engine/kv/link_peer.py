@@ -29,7 +29,7 @@ class Peer:
 
     Attributes:
         name: instance of D that answered last, e.g. `D0`; "" before.
-        state: `opening` (never up so far), `up`, `down`; reason: why not up, else "".
+        state: `opening` (never up so far), `up`, `down`; reason: why not up, or why not by the first choice.
         retries: connections made again.
     """
 
@@ -111,7 +111,7 @@ class Peer:
         self._answers(wanted)
         self.retries += bool(self.name)
         self.name = self._connection.target.rpartition(":")[0]
-        self._turn("up", "")
+        self._turn("up", self._connection.reason)
 
     def _answers(self, wanted: str) -> None:
         target = self._connection.target

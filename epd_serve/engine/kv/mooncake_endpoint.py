@@ -14,6 +14,7 @@ from epd_serve.engine.kv.regions import Layers
 from epd_serve.engine.kv.spans import SpanError, extents_of, spans_of
 from epd_serve.engine.kv.transport import LinkError
 from npu_ops.memory import MAX_REGIONS, DeviceBlock, DeviceMemory
+from store.addresses import authority
 from store.port_filter import reachable_only_at
 
 _ENVIRONMENT = {
@@ -64,7 +65,7 @@ class MooncakeEndpoint:
             started = self.engine.initialize(host, "P2PHANDSHAKE", protocol, "")
         if started != 0:
             raise LinkError(f"Mooncake's Transfer Engine does not start on {host} with protocol {protocol}")
-        self.session = f"{host}:{self.engine.get_rpc_port()}"
+        self.session = authority(host, self.engine.get_rpc_port())
         self.bases = [region.data.data_ptr() for layer in layers for region in layer]
         self._scratch = scratch  # kept: peers write to it
         self.scratch = (scratch.address, scratch.nbytes)

@@ -63,7 +63,7 @@ class PrefillScheduler:
         self._kv_heads = kv_heads
         self._trace = Trace(wiring.trace_path, wiring.instance)
         desk = PrefillDesk(wiring.incarnation, wiring.kv_ready_wait_s)
-        self._control = PrefillControl(desk, wiring.kv_endpoint, faults_of(wiring.kv_faults))
+        self._control = PrefillControl(desk, wiring.kv_endpoint, faults_of(wiring.kv_faults), key_file=wiring.key_file)
         self._desk = desk
         self._sending: dict[str, Sending] = {}
         self._request_of: dict[TransferKey, str] = {}

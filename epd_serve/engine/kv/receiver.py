@@ -24,7 +24,7 @@ from epd_serve.engine.kv.regions import ShapesDifferError, pieces_of
 from epd_serve.engine.kv.transport import LinkError, ReceiveSide
 from epd_serve.kv.arrivals import Arrivals, Worker
 from epd_serve.kv.faults import Faults
-from epd_serve.sockets import milliseconds, open_socket
+from epd_serve.sockets import bind, milliseconds, open_socket
 from epd_serve.trace import Trace
 from epd_serve.wake import WakeLine, idle_waiter
 from epd_serve.wire import TransferKey
@@ -71,6 +71,8 @@ class Receiver:
         shape: of this worker's KV cache (`regions.shape_of`).
         sides: D's ends of the transports; P chooses one per link.
         device: that the listener thread enters.
+        node: where it is. why_not: why it takes no KV by a transport from a worker of a node, or "".
+        key_file: of the deployment's key, where the endpoint is a TCP port.
     """
 
     def __init__(
@@ -83,8 +85,13 @@ class Receiver:
         *,
         device: DeviceMemory,
         faults: Faults,
+        node: str = "local",
+        why_not: Callable[[str, str], str] = lambda transport, node: "",
+        key_file: str = "",
     ) -> None:
         self._target = target
+        self._node = node
+        self._why_not = why_not
         self._shape = dict(shape)
         self._sides = {side.name: side for side in sides}
         self._trace = trace
@@ -100,7 +107,7 @@ class Receiver:
         self._closing = threading.Event()
         self._wake = WakeLine()
         self._router = open_socket(zmq.ROUTER)
-        self._router.bind(endpoint)
+        bind(self._router, endpoint, key_file)
         self._poller = zmq.Poller()
         self._poller.register(self._wake.listener, zmq.POLLIN)
         self._poller.register(self._router, zmq.POLLIN)
@@ -195,11 +202,13 @@ class Receiver:
             logger.error("refusing KV from %s: %s", hello.source, reason)
             return wire.HelloRefused(reason)
         side = self._peers[peer].side
-        return wire.HelloAck(self._target, *side.session(), side.scratch(), self._shape)
+        return wire.HelloAck(self._target, *side.session(), side.scratch(), self._shape, self._node)
 
     def _attach(self, peer: bytes, hello: wire.Hello) -> None:
         if hello.version != wire.VERSION:
             raise LinkError(f"version: {wire.VERSION} here, {hello.version} there")
+        if why := self._why_not(hello.transport, hello.node):
+            raise LinkError(why)
         side = self._sides.get(hello.transport)
         if side is None:
             raise LinkError(f"transport: {' or '.join(self._sides)} here, {hello.transport} there")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import zmq
 
 from epd_serve import wire
-from epd_serve.sockets import Socket, open_socket
+from epd_serve.sockets import Socket, bind, open_socket
 from epd_serve.wiring import StageWiring, worker_endpoint
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,8 @@ class Reporter:
             if wiring.publish_by_connecting:
                 self._socket.connect(address)
             else:
-                self._socket.bind(address)  # here, not in the thread: a worker that nobody hears must not start
+                # Here, not in the thread: a worker that nobody hears must not start.
+                bind(self._socket, address, wiring.key_file)
 
     def start(self) -> None:
         """From now on `snapshot` is called."""

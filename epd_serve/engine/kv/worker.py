@@ -30,7 +30,7 @@ from epd_serve.engine.kv.witness import Witness, asked_for
 from epd_serve.engine.traffic import TrafficBoard
 from epd_serve.kv.faults import faults_of
 from epd_serve.kv.slices import LARGEST_PROBE_BYTES, SLICE_BYTES
-from epd_serve.kv.ways import MOONCAKE, SHM
+from epd_serve.kv.ways import MOONCAKE, SHM, why_not
 from epd_serve.peers import Peers
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring, worker_endpoint
@@ -69,9 +69,10 @@ class KVCache:
         kind = self.layers[0][0].data.device.type
         self.device = memory_here(kind)
         self._kind = kind
+        self._together = None if wiring.spans_nodes else True  # with those whom nobody has met yet
         # Now, and not when a link opens: no device has memory to spare once it serves.
         largest_block = max(sum(region.block_bytes for region in layer) for layer in self.layers)
-        ways = offered(wiring, kind)
+        ways = offered(wiring, kind, together=self._together)
         stages = SHM in ways and (wiring.takes_kv or not self.device.host_visible)  # P's CPU gathers in place
         self._memory = PacketMemory(self.device, max(SLICE_BYTES, largest_block) if stages else 0)
         scratch = self.device.allocate(LARGEST_PROBE_BYTES if MOONCAKE in ways else 0)
@@ -79,9 +80,10 @@ class KVCache:
             lambda: MooncakeEndpoint(self.layers, wiring.host, wiring.mooncake_protocol, self.device, scratch)
         )
 
-    def send_sides(self, endpoint: str, *, beside: bool) -> list[SendSide]:
-        """P's ends of one link, in order of preference. `beside`: it leads to an instance on the same device."""
-        return [self._send_side(name, endpoint) for name in offered(self.wiring, self._kind, beside=beside)]
+    def send_sides(self, endpoint: str, peers: Peers) -> list[SendSide]:
+        """P's ends of one link, in order of preference. `peers`: who is there."""
+        ways = offered(self.wiring, self._kind, beside=peers.beside(endpoint), together=peers.together(endpoint))
+        return [self._send_side(name, endpoint) for name in ways]
 
     def receive_sides(self) -> list[ReceiveSide]:
         """D's ends of all its links."""
@@ -89,8 +91,12 @@ class KVCache:
             MooncakeReceiveSide(self._mooncake)
             if name == MOONCAKE
             else ShmReceiveSide(self.layers, self.device, self._memory)
-            for name in offered(self.wiring, self._kind)
+            for name in offered(self.wiring, self._kind, together=self._together)
         ]
+
+    def why_not(self, transport: str, node: str) -> str:
+        """Why D takes no KV by this transport from a worker of that node, or ""."""
+        return why_not(transport, self.wiring.kv_transport, self._kind, here=self.wiring.node, there=node)
 
     def witness(self) -> Witness | None:
         return Witness(self.layers, self.device, self.trace) if asked_for() else None
@@ -127,7 +133,7 @@ class PrefillWorker:
                 rank=rank,
                 source=cache.name,
                 shape=cache.shape,
-                sides=cache.send_sides(endpoint, beside=self._peers.beside(endpoint)),
+                sides=cache.send_sides(endpoint, self._peers),
                 device=cache.device,
                 timeout_s=self._wiring.kv_peer_timeout_s,
                 on_over=on_over,
@@ -135,6 +141,8 @@ class PrefillWorker:
                 faults=cache.faults,
                 quiet_until=board.quiet_until,
                 on_change=self._reporter.changed,
+                node=self._wiring.node,
+                key_file=self._wiring.key_file,
             )
 
         self._sender = Sender(
@@ -227,6 +235,9 @@ class DecodeWorker:
             cache.trace,
             device=cache.device,
             faults=cache.faults,
+            node=self._wiring.node,
+            why_not=cache.why_not,
+            key_file=self._wiring.key_file,
         )
         self._witness = cache.witness()
 

@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from epd_serve import wire
-from epd_serve.sockets import Socket, open_socket
+from epd_serve.sockets import Socket, bind, open_socket
 from epd_serve.wiring import StageWiring
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,8 @@ class LoadPublisher:
         if wiring.publish_by_connecting:
             self._socket.connect(wiring.load_publish)
         else:
-            self._socket.bind(wiring.load_publish)  # here, not in the thread: an engine nobody hears must not start
+            # Here, not in the thread: an engine nobody hears must not start.
+            bind(self._socket, wiring.load_publish, wiring.key_file)
         self._thread = threading.Thread(target=self._run, name="epd-load", daemon=True)
         self._thread.start()
 

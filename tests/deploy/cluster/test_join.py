@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_serve.cluster import stage_key
+from epd_serve.key_files import stage_key
 from tests.deploy.hosts import KEY, Hosts, fetch
 from tests.waiting import PATIENCE_S, wait_for
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from deploy.host.processes import stat
-from deploy.options.key_files import admin_key
+from epd_serve.key_files import admin_key
 from tests.deploy.hosts import KEY, Hosts, fetch
 from tests.deploy.sim_load import TEXT, in_flight, load, more, picture
 from tests.waiting import PATIENCE_S, wait_for

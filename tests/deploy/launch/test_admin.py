@@ -12,8 +12,8 @@ from deploy.cli.command import BAD_INPUT, main
 from deploy.host.ports import free_ports, listen
 from deploy.launch.admin import open_admin
 from deploy.options.config import DeployConfig
-from deploy.options.key_files import admin_key
 from epd_serve.errors import ConfigError
+from epd_serve.key_files import admin_key
 from tests.deploy.hosts import KEY, Hosts
 from tests.deploy.launch.test_sim_launch import launched
 from tests.waiting import PATIENCE_S, wait_for

@@ -156,7 +156,7 @@ async def test_links_report_themselves_and_who_is_there(tmp_path: Path, shm: Pat
                     (link,) = report.links
                     if link.transfers:
                         break
-    assert (link.peer, link.state, link.transport) == ("D0", "up", "sim") and link.bytes > 0
+    assert (link.peer, link.state, link.transport) == ("D0", "up", "sim/shm") and link.bytes > 0
 
 
 async def test_a_link_refuses_a_real_stage_by_the_name_of_its_transport(tmp_path: Path, shm: Path) -> None:
@@ -167,7 +167,7 @@ async def test_a_link_refuses_a_real_stage_by_the_name_of_its_transport(tmp_path
             dealer.connect(stages.wirings["D0"].kv_worker_endpoint.format(rank=0))
             await dealer.send(wire.encode(wire.Hello(wire.VERSION, "P9:x", "shm", {})))
             answer = wire.to_prefill_worker.decode(await dealer.recv())
-    assert isinstance(answer, wire.HelloRefused) and "sim here, shm there" in answer.reason
+    assert isinstance(answer, wire.HelloRefused) and "simulated here, shm there" in answer.reason
 
 
 async def test_a_running_p_opens_a_link_to_a_d_that_comes_and_closes_it_when_that_has_left(

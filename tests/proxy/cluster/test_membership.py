@@ -17,7 +17,6 @@ from epd_serve.cluster import (
     JoinRequest,
     Leave,
     NotAMemberError,
-    stage_key,
 )
 from epd_serve.roles import Role
 from epd_serve.wire import KvLink, KvReport
@@ -399,11 +398,6 @@ async def test_health_wants_a_whole_path_of_the_roles_that_came() -> None:
             if role is Role.P:
                 cluster.table.report_kv(KvReport(name, "one", 0, "adaptive", 0.0, []))
             assert (await client.get("/health")).status_code == status, role
-
-
-def test_the_stages_key_does_not_tell_the_cluster_key_and_is_the_same_everywhere() -> None:
-    assert stage_key(KEY) == stage_key(KEY) != stage_key(KEY + "x")
-    assert KEY not in stage_key(KEY)
 
 
 async def test_stages_hear_their_own_key_and_never_the_clients() -> None:

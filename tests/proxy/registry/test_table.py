@@ -239,7 +239,7 @@ def test_neighbours_come_and_go() -> None:
         ({}, True),
         ({"devices": (1, 0)}, True),
         ({"devices": (1,)}, False),
-        ({"url": "http://10.0.0.2:1"}, False),  # device 0 of another host
+        ({"node": "b"}, False),  # device 0 of another node
         ({"core_share": 0.5}, False),  # cores of its own
         ({"cpu_cores": (4, 5)}, False),
     ],

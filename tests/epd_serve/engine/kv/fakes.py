@@ -55,7 +55,7 @@ def shape(layers: Layers, **changes: Any) -> dict[str, Any]:
 
 
 class DecodeEnd:
-    """A D worker: a Receiver into zeroed KV caches."""
+    """A D worker: a Receiver into zeroed KV caches. `receiver_options` go to it."""
 
     def __init__(
         self,
@@ -67,9 +67,11 @@ class DecodeEnd:
         life: str = "1",
         kv: dict[str, torch.Tensor] | None = None,
         sides: Iterable[ReceiveSide] | None = None,
+        endpoint: str = "",
+        receiver_options: dict[str, Any] | None = None,
         **shape_changes: Any,
     ) -> None:
-        self.endpoint = f"ipc://{folder}/{name}.kvw{shape_changes.get('rank', 0)}"
+        self.endpoint = endpoint or f"ipc://{folder}/{name}.kvw{shape_changes.get('rank', 0)}"
         self.target = f"{name}:{life}"
         self.caches = caches(layers, blocks, filled=False) if kv is None else kv
         self.layers = layers_of(self.caches, blocks)
@@ -82,6 +84,7 @@ class DecodeEnd:
             NO_TRACE,
             device=HOST,
             faults=Faults(),
+            **(receiver_options or {}),
         )
         self.received: list[Expected] = []
         self.failed: list[Expected] = []

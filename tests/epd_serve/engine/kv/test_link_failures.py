@@ -266,6 +266,8 @@ def test_an_address_that_is_none_fails_its_transfers_and_no_other(start: Ends) -
 class DiedUnnoticed:
     """A connection whose D has died; nobody has looked since. Another life of it answers at the address."""
 
+    reason = ""
+
     def __init__(self) -> None:
         self.target, self.is_open = "D0:1", True
 

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
+from deploy.host.ports import free_ports
 from epd_serve.engine.kv.link_cost import MeasuredCost
 from epd_serve.engine.kv.packet_memory import PacketMemory
-from epd_serve.engine.kv.regions import Layers
+from epd_serve.engine.kv.regions import Layers, layers_of
+from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from epd_serve.engine.kv.shm_send import ShmSendSide
 from epd_serve.engine.kv.transport import LinkError, SendSide
 from epd_serve.kv.slices import SLICE_BYTES
-from tests.epd_serve.engine.kv.fakes import HOST, DecodeEnd, Ends, PrefillEnd, chunk, key_of, same
+from epd_serve.kv.ways import why_not
+from tests.epd_serve.engine.kv.fakes import HOST, DecodeEnd, Ends, PrefillEnd, caches, chunk, key_of, same
 from tests.waiting import wait_for
 
 
@@ -148,3 +151,47 @@ def test_a_link_that_waits_for_its_peer_closes_at_once(start: Ends, tmp_path: Pa
     (link,) = p.links.values()
     link.close()
     assert not link._thread.is_alive()
+
+
+def test_between_nodes_shared_memory_gives_way_whatever_the_address_and_the_report_says_why(
+    start: Ends, tmp_path: Path
+) -> None:
+    key = tmp_path / "key"
+    key.touch(mode=0o600)
+    key.write_text("0123456789abcdef")
+    (port,) = free_ports(1)
+    kv = caches(5, 32, filled=False)
+    ends = [ShmReceiveSide(layers_of(kv, 32), HOST, PacketMemory(HOST, SLICE_BYTES)) for _ in range(2)]
+    ends[1].name = "mooncake"
+    d = start(
+        DecodeEnd,
+        kv=kv,
+        sides=ends,
+        endpoint=f"tcp://127.0.0.1:{port}",
+        receiver_options={
+            "node": "b",
+            "why_not": lambda transport, node: why_not(transport, "auto", "cpu", here="b", there=node),
+            "key_file": str(key),
+        },
+    )
+    p = start(
+        PrefillEnd,
+        sides=lambda layers, path: [shm(layers, path), Other(layers, path, label="far", name="mooncake")],
+        link_options={"node": "a", "key_file": str(key)},
+    )
+    found = p.wait_up(d).snapshot()
+    assert found.transport == "far"
+    assert "shm: refused: shared memory joins workers of one node: b here, a there" in found.reason
+    assert "from node a to node b" in found.reason
+    d.expect(key_of("a"), [5])
+    p.step([chunk(d, "a", [1], [5], last=True)])
+    d.wait_ended(1)
+    same(p, d, {1: 5})
+
+
+def test_a_link_without_the_key_says_so(start: Ends) -> None:
+    p = start(PrefillEnd, timeout_s=0.25)
+    p.sender.meet([["tcp://127.0.0.1:9"]])
+    (link,) = p.links.values()
+    wait_for(lambda: "key" in link.snapshot().reason)
+    assert link.snapshot().state == "opening"

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.options.key_files import admin_key, admin_key_command, client_keys, read_cluster_key
-from epd_serve.cluster import stage_key
 from epd_serve.errors import ConfigError
+from epd_serve.key_files import admin_key, admin_key_command, client_keys, read_cluster_key, stage_key
 
 
 def key_file(folder: Path, content: bytes, mode: int = 0o600) -> str:
@@ -66,3 +65,9 @@ def test_a_file_without_clients_keys_is_refused(tmp_path: Path, content: bytes, 
     with pytest.raises(ConfigError) as refused:
         client_keys((), key_file(tmp_path, content, mode))
     assert refused.value.param == "--api-key-file"
+
+
+def test_what_stages_are_shown_is_the_same_everywhere_and_does_not_tell_the_key() -> None:
+    key = "0123456789abcdef"
+    assert stage_key(key) == stage_key(key) != stage_key(f"{key}x")
+    assert key not in stage_key(key)

@@ -1,8 +1,14 @@
-"""Reads keys from files that are not everybody's: the cluster's, the admin listener's and those of clients."""
+"""Keys in files that are not everybody's: a deployment's, the admin listener's and those of clients.
+
+Whoever has the key of a deployment on several machines is a member. Members derive from it what they show each other:
+a bearer token for the stages' HTTP servers, and the key pair of their ZMQ sockets (`epd_serve.sockets`). None of these
+tells the key, or another one of them; but who sees one may try keys, so it has to be one that nobody guesses.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import shlex
 import stat
 from collections.abc import Sequence
@@ -12,6 +18,16 @@ from epd_serve.errors import ConfigError
 
 SHORTEST = 16
 _ADMIN = "epd-serve/admin-key/1/"
+
+
+def derived_key(key: str, purpose: str) -> bytes:
+    """32 bytes for one purpose."""
+    return hmac.new(key.encode(), purpose.encode(), hashlib.sha256).digest()
+
+
+def stage_key(key: str) -> str:
+    """The bearer token of the stages' own servers: their environment holds it instead of the deployment's key."""
+    return derived_key(key, "epd-serve/stage-key/1").hex()
 
 
 def read_cluster_key(path: str) -> str:
@@ -83,7 +99,7 @@ def _is_word(key: str) -> bool:
 
 
 def _named(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", " ")
+    return flag.removeprefix("--").replace("-", " ").replace("_", " ")
 
 
 def _make(path: str) -> str:
