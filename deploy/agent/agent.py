@@ -14,23 +14,26 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import replace
 
 from deploy.agent.host_arena import HostArena
-from deploy.agent.instances import Instances, Kept
+from deploy.agent.instances import KNOWN, Instances, Kept
 from deploy.agent.records import Records
 from deploy.agent.second_tier import SecondTier
-from deploy.agent.setup import NODE, AgentSetup
+from deploy.agent.setup import AgentSetup
 from deploy.agent.specs import orders
 from deploy.agent.stage_life import Process, Spawn, executed
 from deploy.agent.supervisor import StageSpec, Supervisor
 from deploy.agent.template import NAME as TEMPLATE
 from deploy.agent.template import stage_starts
-from deploy.agent.wiring import STAGE_HOST, wire
+from deploy.agent.wiring import wire
 from deploy.host.environment import stage_environment
-from deploy.host.ports import free_ports
+from deploy.host.ports import PortBlocks
 from deploy.keeper.interface import Entry, Keeper
 from deploy.options.mm_store import MASTER_PROGRAM
 from deploy.runtime.protocol import Node, Observed, Order
+from epd_serve.engine.stage_guard import KEY_ENV
 from epd_serve.errors import ConfigError
+from epd_serve.key_files import read_key, stage_key
 from epd_serve.packets import close_all
+from epd_serve.peers import Peer
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StagePlan
 
@@ -50,6 +53,7 @@ class Agent:
         self._records = Records(keeper, self._tags, self._noted)
         self._tier = SecondTier(setup.run, keeper, say, setup.master, setup.master_address, self._records.changed)
         self._instances = Instances(setup.site, say, self._records.changed)
+        self._ports = PortBlocks(setup.net.host, setup.net.ports)
         self._arena = HostArena(setup.run.arena, setup.arena_bytes)
         self._stops: dict[str, asyncio.Task[None]] = {}
         parallel = setup.blueprint.config.parallel_starts if setup.blueprint.device == "cpu" else 0
@@ -94,7 +98,7 @@ class Agent:
         kept = self._instances.kept.get(order.id)
         self._check(order, kept)
         if kept is None:
-            self._begin(Kept(order, self._free_port()))
+            self._begin(Kept(order, self._ports.take(self._setup.site.ports_of(order))))
         elif kept.record.over and kept.record.ever_up:  # it ended while it drained
             self._begin(Kept(order, kept.port))
         else:
@@ -124,6 +128,11 @@ class Agent:
             await asyncio.shield(stop)
         await self._records.write()
 
+    async def know(self, peers: tuple[Peer, ...]) -> None:
+        """These, and nobody else, are there on other nodes."""
+        if self._instances.know(peers):
+            await self._records.write()
+
     def watch(self) -> AsyncGenerator[tuple[Observed, ...]]:
         return self._instances.watch()
 
@@ -131,9 +140,9 @@ class Agent:
 
     def _check(self, order: Order, kept: Kept | None) -> None:
         """Raises ConfigError."""
-        spec, inventory = order.spec, self._setup.blueprint.inventory
-        if spec.node != NODE:
-            raise ConfigError(f"{order.id} is to run on {spec.node}: there is {NODE} alone")
+        spec, inventory, node = order.spec, self._setup.blueprint.inventory, self._setup.net.node
+        if spec.node != node:
+            raise ConfigError(f"{order.id} is to run on {spec.node}: this is {node}")
         if inventory.kind != "cpu" and (unknown := set(spec.devices) - set(inventory.ids)):
             raise ConfigError(f"{order.id} is to run on {inventory.kind} {min(unknown)}, which is not there")
         if kept is not None and kept.stop_by is not None:
@@ -148,6 +157,7 @@ class Agent:
 
     def _supervise(self, kept: Kept, process: Process | None) -> None:
         name, spec = kept.order.id, kept.order.spec
+        ports = self._setup.site.ports_of(kept.order)
 
         def command(incarnation: str) -> Spawn:
             assert kept.stage is not None, "wired before"
@@ -157,10 +167,11 @@ class Agent:
             if spec.featured:
                 await self._arena.make()
                 await self._tier.begin()
+            kept.port = stage.port = self._ports.take_again(kept.port, ports)
 
         # Memory is profiled at the start on NPU and CUDA: neighbours on a device must not start together.
         turns = [] if self._setup.blueprint.device == "cpu" else [str(device) for device in spec.devices]
-        stage = StageSpec(name, STAGE_HOST, kept.port, self._setup.run.log(name), command, prepare, turns)
+        stage = StageSpec(name, self._setup.net.host, kept.port, self._setup.run.log(name), command, prepare, turns)
         self._supervisor.add(stage, kept.record, process)
 
     def _drains(self, kept: Kept, draining: bool) -> None:
@@ -181,16 +192,17 @@ class Agent:
         await self._records.write()  # whoever comes after us must not take its end for a death
         await self._supervisor.remove(name, max(0.0, by - time.monotonic()))
         self._setup.run.clear_instance(name)
-        del self._instances.kept[name], self._stops[name]
+        kept = self._instances.kept.pop(name)
+        self._ports.give_back(kept.port, self._setup.site.ports_of(kept.order))
+        del self._stops[name]
         self._instances.note()
 
     def _spawn(self, stage: StagePlan) -> Spawn:
         made, device = self._setup.command_of(stage), self._setup.blueprint.device
-        return Spawn(made.argv, stage_environment(made.env, self._setup.run.path, device, self._keeper.pid))
-
-    def _free_port(self) -> int:
-        taken = {kept.port for kept in self._instances.kept.values()}
-        return next(port for port in free_ports(len(taken) + 1) if port not in taken)
+        env = stage_environment(made.env, self._setup.run.path, device, self._keeper.pid)
+        if stage.guarded:
+            env[KEY_ENV] = stage_key(read_key(self._setup.net.key_file, "key_file"))
+        return Spawn(made.argv, env)
 
     async def _entries(self) -> tuple[Entry, ...]:
         entries = await self._keeper.entries()
@@ -211,9 +223,12 @@ class Agent:
         self._records.adopt({name: entry.tag for name, entry in entries.items()})
         if (master := entries.pop(MASTER_PROGRAM, None)) is not None:
             self._tier.adopt(master)
+        if (known := entries.pop(KNOWN, None)) is not None:
+            self._instances.adopt_known(known.tag)
         adopted = [(Kept.of_tag(entry.tag), entry) for entry in entries.values()]
         for kept, _ in adopted:
             self._instances.adopt(kept)
+            self._ports.adopt(kept.port, self._setup.site.ports_of(kept.order))
         # Those that run come first: they have had their turn to start.
         for kept, entry in sorted(adopted, key=lambda one: one[1].pid is None or one[1].code is not None):
             if kept.record.over:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from store.addresses import authority
+
 
 async def health_status(host: str, port: int, timeout_s: float) -> int | None:
     """HTTP status of `GET /health`, or None when nothing answers HTTP there.
@@ -17,7 +19,7 @@ async def health_status(host: str, port: int, timeout_s: float) -> int | None:
         except OSError:
             return None
         try:
-            writer.write(f"GET /health HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
+            writer.write(f"GET /health HTTP/1.1\r\nHost: {authority(host, port)}\r\nConnection: close\r\n\r\n".encode())
             await writer.drain()
             words = (await reader.readline()).split()
         except (OSError, ValueError):  # ValueError: a first line that is longer than any of HTTP

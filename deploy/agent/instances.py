@@ -17,6 +17,9 @@ from epd_serve.roles import Role
 from epd_serve.stage_plan import StagePlan
 from npu_ops.core_grants import read_grants
 
+KNOWN = "known peers"
+"""The keeper's entry of those who are on other nodes."""
+
 _RECENT = 8  # starts of a role whose mean is told
 
 
@@ -93,6 +96,7 @@ class Instances:
         self._say = say
         self._record_changed = changed
         self._starts: dict[Role, list[float]] = {}
+        self._known: tuple[Peer, ...] = ()  # on other nodes
         self._peers: list[Peer] = []  # as they were written
         self._noted: tuple[Kept, ...] = ()
         self._told: tuple[Kept, ...] | None = None
@@ -103,6 +107,18 @@ class Instances:
         self.kept[kept.order.id] = kept
         if kept.record.start_s:
             self._note_start(kept)
+
+    def know(self, peers: tuple[Peer, ...]) -> bool:
+        """These are on other nodes, and nobody else. Returns whether that is new."""
+        new = peers != self._known
+        if new:
+            self._known = peers
+            self.note()
+        return new
+
+    def adopt_known(self, tag: bytes) -> None:
+        """As an agent before this one has known it."""
+        self._known = msgspec.msgpack.decode(tag, type=tuple[Peer, ...])
 
     def start_s(self) -> Mapping[Role, float]:
         """How long the last starts took, on average."""
@@ -116,7 +132,8 @@ class Instances:
     def tags(self) -> Mapping[str, bytes]:
         """For the keeper. What they say is told to those who watch by the next `tell`."""
         self._noted = tuple(kept.copy() for kept in self.kept.values())
-        return {kept.order.id: kept.tag() for kept in self._noted}
+        known = {KNOWN: msgspec.msgpack.encode(self._known)} if self._known else {}
+        return {**known, **{kept.order.id: kept.tag() for kept in self._noted}}
 
     def tell(self) -> None:
         """To those who watch: the tags are noted."""
@@ -136,7 +153,7 @@ class Instances:
 
     def _tell_stages(self) -> None:
         """Who is there, and in which part, where that has changed. What cannot be written is with the next change."""
-        peers = [kept.peer(self._site) for kept in self.kept.values()]
+        peers = [*(kept.peer(self._site) for kept in self.kept.values()), *self._known]
         if peers == self._peers:
             return
         try:

@@ -14,6 +14,7 @@ from deploy.agent.record import Record
 from deploy.agent.stage_life import Spawn
 from deploy.agent.supervisor import StageSpec
 from deploy.agent.waits import Patience
+from deploy.agent.wiring import Net
 from deploy.host.environment import module_command, module_path, stage_environment
 from deploy.host.listeners import listeners
 from deploy.host.parent_death_exec import parent_death_exec
@@ -22,6 +23,7 @@ from deploy.host.processes import group_members
 from deploy.host.rundir import RunDir
 from deploy.options.mm_store import MASTER_PROGRAM, master_program
 from epd_serve.errors import ConfigError, StageError
+from store.addresses import authority
 from store.mooncake.master import MasterSettings, master_command, rpc_address
 
 PATIENCE = Patience(
@@ -56,7 +58,7 @@ class PoolMaster:
     @property
     def metrics(self) -> str:
         """Base URL of its HTTP port."""
-        return f"http://{self.settings.host}:{self.settings.metrics_port}"
+        return f"http://{authority(self.settings.host, self.settings.metrics_port)}"
 
     def spec(self, keeper_pid: int, record: Record) -> StageSpec:
         """`keeper_pid`: of the process that it dies with."""
@@ -84,11 +86,11 @@ def mooncake_command(settings: MasterSettings) -> tuple[str, ...]:
 
 
 def plan_master(
-    run: RunDir, host: str, command: Callable[[MasterSettings], tuple[str, ...]] = mooncake_command
+    run: RunDir, net: Net, command: Callable[[MasterSettings], tuple[str, ...]] = mooncake_command
 ) -> PoolMaster:
     """A master with free ports of its own."""
-    rpc_port, metrics_port = free_ports(2, host)
-    return PoolMaster(MasterSettings(host=host, rpc_port=rpc_port, metrics_port=metrics_port), run, command)
+    rpc_port, metrics_port = free_ports(2, net.host, net.ports)
+    return PoolMaster(MasterSettings(host=net.host, rpc_port=rpc_port, metrics_port=metrics_port), run, command)
 
 
 def misbound(pid: int, host: str) -> str:

@@ -27,6 +27,7 @@ from deploy.runtime.messages import (
     Flip,
     GiveUp,
     Groups,
+    Know,
     Line,
     Nodes,
     Refused,
@@ -144,6 +145,8 @@ class _Served:
                 await agent.drain(name)
             case Stop(name, grace_s):
                 await agent.stop(name, grace_s)
+            case Know(peers):
+                await agent.know(peers)
             case Nodes():
                 return Done(number, nodes=await agent.nodes())
             case Groups():

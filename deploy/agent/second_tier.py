@@ -15,6 +15,7 @@ from deploy.agent.pool_master import PATIENCE, MasterNews, PoolMaster, mooncake_
 from deploy.agent.record import Record
 from deploy.agent.stage_life import Process, executed
 from deploy.agent.supervisor import Supervisor
+from deploy.agent.wiring import Net
 from deploy.host.rundir import RunDir
 from deploy.keeper.interface import Entry, Keeper
 from deploy.options.config import host_and_port
@@ -137,16 +138,16 @@ class SecondTier:
 def planned_tier(
     blueprint: Blueprint,
     run: RunDir,
-    host: str,
+    net: Net,
     command: Callable[[MasterSettings], tuple[str, ...]] = mooncake_command,
 ) -> tuple[PoolMaster | None, str]:
     """The master to run, where it is ours, and the address of the one there is: as the blueprint wants it, or would
-    want it with encoders; a master of ours gets free ports on `host`."""
+    want it with encoders; a master of ours gets free ports of `net`."""
     if not (blueprint.pooled or _would_be(blueprint)):
         return None, ""
     if blueprint.config.mooncake_master:
         return None, blueprint.config.mooncake_master
-    master = plan_master(run, host, command)
+    master = plan_master(run, net, command)
     return master, master.address
 
 

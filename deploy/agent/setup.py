@@ -12,7 +12,7 @@ from pathlib import Path
 from deploy.agent.pool_master import PoolMaster, mooncake_command
 from deploy.agent.second_tier import planned_tier
 from deploy.agent.waits import Patience
-from deploy.agent.wiring import STAGE_HOST, Site
+from deploy.agent.wiring import Net, Site
 from deploy.host.environment import shm_root
 from deploy.host.rundir import RunDir
 from deploy.memory.shared_memory import RESERVE_MIB, SharedMemory, fit_shared_memory, free_mib
@@ -22,8 +22,6 @@ from deploy.runtime.protocol import HOST_MEMORY, SHARED_MEMORY, Node, device_mem
 from epd_serve.errors import ConfigError
 from epd_serve.stage_plan import StageCommand, StagePlan
 from store.mooncake.master import MasterSettings
-
-NODE = "local"
 
 
 @dataclass(frozen=True)
@@ -37,6 +35,7 @@ class AgentSetup:
         master: of the second tier, where it is ours. master_address: of the one there is, or "".
         command_of: makes a stage's command; tests put a stand-in for vLLM here.
         patience: the supervisor's waits.
+        net: where this node is, for those of others.
     """
 
     run: RunDir
@@ -47,6 +46,7 @@ class AgentSetup:
     master_address: str = ""
     command_of: Callable[[StagePlan], StageCommand] = command_of
     patience: Patience = field(default_factory=Patience)
+    net: Net = field(default_factory=Net)
 
     @classmethod
     def of(
@@ -56,18 +56,24 @@ class AgentSetup:
         command_of: Callable[[StagePlan], StageCommand] = command_of,
         master_command_of: Callable[[MasterSettings], tuple[str, ...]] = mooncake_command,
         patience: Patience | None = None,
+        net: Net = Net(),
+        shm_mib: int | None = None,
     ) -> AgentSetup:
         """Before anything of it runs.
+
+        Args:
+            shm_mib: how much of /dev/shm it may take, where that is not all that is free.
 
         Raises:
             ConfigError: no room in /dev/shm, no free ports, or a folder for traces that cannot be made.
         """
         config = blueprint.config
+        shm_mib = free_mib(shm_root()) if shm_mib is None else shm_mib
         memory = fit_shared_memory(
             SharedMemory(config.arena_mib, config.kv_staging_mib),
             blueprint.plans,
             features_travel=blueprint.features_travel,
-            free=free_mib(shm_root()),
+            free=shm_mib,
         )
         if config.trace_dir:
             try:
@@ -76,9 +82,9 @@ class AgentSetup:
                 raise ConfigError(
                     f"--trace-dir {config.trace_dir} cannot be made: {error.strerror}", param="--trace-dir"
                 ) from error
-        master, address = planned_tier(blueprint, run, STAGE_HOST, master_command_of)
+        master, address = planned_tier(blueprint, run, net, master_command_of)
         waits = replace(patience or Patience(), start_s=config.startup_timeout_s)
-        return cls(run, blueprint, memory, _room(blueprint), master, address, command_of, waits)
+        return cls(run, blueprint, memory, _room(blueprint, shm_mib), master, address, command_of, waits, net)
 
     @property
     def arena_bytes(self) -> int:
@@ -93,21 +99,21 @@ class AgentSetup:
     @property
     def site(self) -> Site:
         """What is wired the same in all instances."""
-        return Site(self.run, self.staging_bytes, self.master_address)
+        return Site(self.run, self.staging_bytes, self.master_address, self.net)
 
     def node(self) -> Node:
         """This machine."""
         inventory = self.blueprint.inventory
-        return Node(NODE, inventory.kind, inventory.ids, self.room)
+        return Node(self.net.node, inventory.kind, inventory.ids, self.room)
 
 
-def _room(blueprint: Blueprint) -> Mapping[str, int]:
+def _room(blueprint: Blueprint, shm_mib: int) -> Mapping[str, int]:
     """Bytes by resource that instances may take together, from what is there before any of them runs.
 
     What nobody tells the size of is left out: the engine will find out. Of a device it is what was free, for others may
     be on it. Of the host it is all: what is free there changes by the second, and the page cache gives way.
     """
-    room = {SHARED_MEMORY: (free_mib(shm_root()) - RESERVE_MIB) << 20}
+    room = {SHARED_MEMORY: (shm_mib - RESERVE_MIB) << 20}
     for one in blueprint.properties:
         if one.total_bytes is None:
             continue

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from deploy.agent.wiring import STAGE_HOST, Site, wire
+from deploy.agent.wiring import Site, wire
 from deploy.host.rundir import RunDir
 from deploy.options.engines import command_of
 from deploy.plan.blueprint import Blueprint
@@ -63,7 +63,7 @@ def _stage(blueprint: Blueprint, plan: InstancePlan) -> StagePlan:
         model=blueprint.model,
         served_model_name=blueprint.served_model_name,
         port=0,
-        host=STAGE_HOST,
+        host="",
         wiring=_policies(blueprint, plan),
         extra_args=blueprint.stage_args.of(plan),
         colocated=1 + len(plan.colocated_with),
@@ -93,7 +93,6 @@ def _policies(blueprint: Blueprint, plan: InstancePlan) -> StageWiring:
         kv_packet_floor_bytes=config.kv_packet_floor_kib << 10,
         kv_faults=config.kv_faults,
         both=plan.both,
-        host=STAGE_HOST,
         trace_path=str(Path(config.trace_dir).resolve()) if config.trace_dir else "",
     )
 

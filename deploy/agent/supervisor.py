@@ -1,8 +1,8 @@
 """Keeps stages running: starts them, watches them, restarts the dead with back-off, ends them.
 
-One task per stage, from `add` to `remove`. A stage that was ready once is restarted for ever, under a new incarnation
-and on the same port, until it is retired. One that fails its first start is over: what that means for the others is
-the caller's decision. Owns no file or port: what belongs to a life is cleared by the `before_spawn` callback.
+One task per stage, from `add` to `remove`. A stage that was ready once is restarted for ever, under a new incarnation,
+until it is retired. One that fails its first start is over: what that means for the others is the caller's decision.
+Owns no file or port: what belongs to a life is cleared by the `before_spawn` callback.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ async def _nothing() -> None:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass
 class StageSpec:
     """One stage to keep alive.
 
     Attributes:
+        port: where it answers; `prepare` may change it.
         command: makes the command of a life from its incarnation.
         prepare: awaited before each life; raises OSError or ConfigError where there can be none.
         turns: stages that have one in common start one after the other (their memory is profiled).

@@ -1,6 +1,11 @@
-"""Connects one instance to the rest of its node: its port, its sockets, the arena. Pure; the one place that does it.
+"""Connects one instance to the rest of its deployment: its ports, its sockets, the arena. Pure.
 
-What an instance is, its spec says (`deploy/agent/specs.py`); here it gets a name and addresses, for one life.
+What an instance is, its spec says (`deploy/agent/specs.py`); here it gets a name and addresses, for one life. Where all
+instances are on one node they meet in its run directory; else in a block of neighbouring TCP ports for each:
+
+    first       its HTTP server
+    + 1, 2, 3   takes READY; announces about features; reports its load
+    + 4 …       its workers take KV, then they report their KV links; a port for each rank
 """
 
 from __future__ import annotations
@@ -14,9 +19,29 @@ from epd_serve.instances import Instance
 from epd_serve.stage_plan import StagePlan
 from epd_serve.wiring import StageWiring, worker_endpoints
 from npu_ops.core_grants import CoreOrder
+from store.addresses import authority
 
 STAGE_HOST = "127.0.0.1"
-"""Stages bind loopback: the proxy is their only client."""
+"""What stages bind where all are on one node: the proxy is their only client."""
+
+_KV, _EVENTS, _LOAD, _FIRST_WORKER = 1, 2, 3, 4
+
+
+@dataclass(frozen=True)
+class Net:
+    """Where a node is, for instances of others.
+
+    Attributes:
+        node: its id.
+        host: numeric address that its stages bind.
+        key_file: of the deployment's key, on this machine; "" where there is no other node.
+        ports: from which its instances have theirs; an empty one: any.
+    """
+
+    node: str = "local"
+    host: str = STAGE_HOST
+    key_file: str = ""
+    ports: range = range(0)
 
 
 @dataclass(frozen=True)
@@ -31,17 +56,24 @@ class Site:
     run: RunDir
     staging_bytes: int
     mooncake_master: str = ""
+    net: Net = Net()
+
+    def ports_of(self, order: Order) -> int:
+        """How many neighbouring ports an instance needs."""
+        return _FIRST_WORKER + 2 * _stage(order).tp if self.net.key_file else 1
 
 
 def wire(order: Order, site: Site, port: int, incarnation: str) -> StagePlan:
-    """What the command of one life is made from. `port`: of its HTTP server, the same in every life."""
+    """What the command of one life is made from. `port`: the first of its ports, by default the same in every life."""
     stage, run = _stage(order), site.run
     return replace(
         stage,
         instance=order.id,
         role=order.spec.role,
+        host=site.net.host,
         port=port,
-        wiring=_wiring(order, site, incarnation),
+        guarded=bool(site.net.key_file),
+        wiring=_wiring(order, site, port, incarnation),
         core_order=_named(stage.core_order, order.id, run.grant_template(order.id)),
         memory_names=run.memory_names(order.id),
     )
@@ -53,7 +85,7 @@ def instance_of(stage: StagePlan) -> Instance:
     return Instance(
         id=stage.instance,
         role=stage.role,
-        url=f"http://{stage.host}:{stage.port}",
+        url=f"http://{authority(stage.host, stage.port)}",
         incarnation=wiring.incarnation,
         kv_endpoint=wiring.kv_endpoint or None,
         events=wiring.publish or None,
@@ -64,6 +96,7 @@ def instance_of(stage: StagePlan) -> Instance:
         core_share=stage.core_order.share if stage.core_order is not None else None,
         cpu_cores=stage.cores,
         answer_flags=answer_flags(stage.extra_args) if stage.first_token else None,
+        node=wiring.node,
     )
 
 
@@ -72,49 +105,49 @@ def _stage(order: Order) -> StagePlan:
     return order.spec.stage
 
 
-def _wiring(order: Order, site: Site, incarnation: str) -> StageWiring:
+def _wiring(order: Order, site: Site, port: int, incarnation: str) -> StageWiring:
     """Addresses of one life. Features concern encoders and every instance that takes them."""
-    spec, run, name = order.spec, site.run, order.id
-    policies, featured = _stage(order).wiring, spec.featured
+    spec, run, net, name = order.spec, site.run, site.net, order.id
+    policies, featured, tp = _stage(order).wiring, spec.featured, _stage(order).tp
     pooled = featured and bool(site.mooncake_master)
     feature_path = policies.feature_path if pooled else "host"
-    sends_kv = bool(_kv_endpoint(order, run))
+    sends_kv = spec.role.sends_kv or spec.both
+    takes_kv = spec.role.takes_kv or spec.both
+
+    def address(suffix: str, offset: int) -> str:
+        return f"tcp://{authority(net.host, port + offset)}" if net.key_file else run.ipc(f"{name}.{suffix}")
+
+    def addresses(suffix: str, offset: int) -> str:
+        """Of all workers: a template."""
+        return f"{address(suffix, offset)}+{{rank}}" if net.key_file else run.ipc(f"{name}.{suffix}{{rank}}")
+
     return replace(
         policies,
         instance=name,
         role=spec.role,
         incarnation=incarnation,
+        node=net.node,
+        key_file=net.key_file,
+        host=net.host,
         arena=str(run.arena) if featured else "",
         arena_id=run.launch_id if featured else "",
         peers=str(run.peers),
-        publish=_announces(order, run),
-        load_publish=run.ipc(f"{name}.load"),
+        publish=address("events", _EVENTS) if featured else "",
+        load_publish=address("load", _LOAD),
         mooncake_master=site.mooncake_master if featured else "",
         mooncake_segment_bytes=policies.mooncake_segment_bytes if pooled else 0,
         feature_path=feature_path,
         feature_worker_endpoint=run.ipc(f"{name}.features{{rank}}")
         if feature_path == "device" and spec.role.takes_features
         else "",
-        kv_endpoint=_kv_endpoint(order, run),
-        kv_worker_endpoint=_kv_workers(order, run),
-        kv_publish=run.ipc(f"{name}.kvnews{{rank}}") if sends_kv else "",
+        kv_endpoint=address("kv", _KV) if sends_kv else "",
+        kv_worker_endpoint=addresses("kvw", _FIRST_WORKER) if takes_kv else "",
+        kv_publish=addresses("kvnews", _FIRST_WORKER + tp) if sends_kv else "",
         traffic=str(run.socket(f"{name}.traffic")) if sends_kv else "",
         kv_staging=str(run.shm / f"epd-{run.launch_id}-kv") if sends_kv else "",
         kv_staging_bytes=site.staging_bytes,
         trace_path=f"{policies.trace_path}/{name}.jsonl" if policies.trace_path else "",
     )
-
-
-def _announces(order: Order, run: RunDir) -> str:
-    return run.ipc(f"{order.id}.events") if order.spec.featured else ""
-
-
-def _kv_endpoint(order: Order, run: RunDir) -> str:
-    return run.ipc(f"{order.id}.kv") if order.spec.role.sends_kv or order.spec.both else ""
-
-
-def _kv_workers(order: Order, run: RunDir) -> str:
-    return run.ipc(f"{order.id}.kvw{{rank}}") if order.spec.role.takes_kv or order.spec.both else ""
 
 
 def _named(order: CoreOrder | None, name: str, report: str) -> CoreOrder | None:

@@ -21,6 +21,7 @@ from deploy.runtime.messages import (
     Flip,
     GiveUp,
     Groups,
+    Know,
     Line,
     Nodes,
     Refused,
@@ -34,6 +35,7 @@ from deploy.runtime.messages import (
 )
 from deploy.runtime.protocol import Node, Observed, Order
 from epd_serve.errors import ConfigError, EpdError
+from epd_serve.peers import Peer
 from epd_serve.roles import Role
 
 RETRY_S = 0.05
@@ -73,6 +75,10 @@ class LocalRuntime:
 
     async def stop(self, id: str, grace_s: float) -> None:
         await self._ask(Stop(id, grace_s))
+
+    async def know(self, peers: tuple[Peer, ...]) -> None:
+        """These instances, and no others, are there on other nodes. Agents that follow know it, too."""
+        await self._ask(Know(peers))
 
     async def watch(self) -> AsyncIterator[tuple[Observed, ...]]:
         while True:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from deploy.runtime.protocol import Node, Observed, Order
+from epd_serve.peers import Peer
 from epd_serve.roles import Role
 
 AGENT_SOCKET = "agent.sock"
@@ -39,6 +40,12 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
     grace_s: float
 
 
+class Know(msgspec.Struct, tag=True, frozen=True):
+    """These instances, and no others, are there on other nodes."""
+
+    peers: tuple[Peer, ...]
+
+
 class Nodes(msgspec.Struct, tag=True, frozen=True):
     pass
 
@@ -59,7 +66,7 @@ class GiveUp(msgspec.Struct, tag=True, frozen=True):
     """Nobody looks at that watch any more."""
 
 
-Call = Start | Flip | Drain | Stop | Nodes | Watch | Groups | Close | GiveUp
+Call = Start | Flip | Drain | Stop | Know | Nodes | Watch | Groups | Close | GiveUp
 
 
 class Request(msgspec.Struct, frozen=True):

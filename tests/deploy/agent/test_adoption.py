@@ -18,6 +18,7 @@ from deploy.host.rundir import read_groups
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from deploy.runtime.protocol import Observed, Order, Phase
+from epd_serve.peers import Peer
 from epd_serve.roles import Role
 from tests.deploy.agent_world import World, world_below
 from tests.waiting import PATIENCE_S, until
@@ -257,3 +258,18 @@ async def _a_round(world: World) -> None:
         await runtime.stop(name, 0.5)
     assert await world.seen() == {} and await runtime.groups() == {}
     assert not any(processes.group_members(group) for group in read_groups(world.run_path))
+
+
+async def test_who_is_on_other_nodes_is_known_to_the_next_agent(world: World) -> None:
+    before = await world.up(BARE_P)
+    taker = Peer("D0", Role.D, "b", kv_workers=("tcp://10.0.0.9:21004",))
+    await world.runtime.know((taker,))
+    told = (world.run_path / "peers.json").read_bytes()
+    assert b"tcp://10.0.0.9:21004" in told
+    (world.run_path / "peers.json").unlink()
+    await world.kill()
+    await until(lambda: (world.run_path / "peers.json").exists())
+    assert (world.run_path / "peers.json").read_bytes() == told
+    assert same_life((await world.seen())["P0"], before["P0"]) and "known peers" not in await world.runtime.groups()
+    await world.runtime.know(())
+    assert b"D0" not in (world.run_path / "peers.json").read_bytes()

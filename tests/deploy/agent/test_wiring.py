@@ -10,6 +10,7 @@ import pytest
 from msgspec import structs
 
 from deploy.agent.specs import orders
+from deploy.agent.wiring import Net
 from deploy.host.rundir import RunDir
 from deploy.launch.ready_message import curl, endpoint_url, ready_message
 from deploy.memory.shared_memory import SharedMemory, fit_shared_memory, wanted_mib
@@ -23,7 +24,7 @@ from epd_serve.engine.kv.transports import quarantine_of_peers
 from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import Resized
 from epd_serve.layout_parser import parse
-from epd_serve.peers import Peers, write_peers
+from epd_serve.peers import Peers, peer_of, write_peers
 from epd_serve.placement import lower
 from epd_serve.roles import Role
 from tests.deploy.wired import RUN, Wired, wired
@@ -345,3 +346,30 @@ def test_what_cannot_switch_is_refused(layout: str, options: dict[str, Any], fie
     with pytest.raises(ConfigError) as refused:
         wired(layout, switchable=True, **options)
     assert refused.value.param == field
+
+
+def of_several_nodes(layout: str, host: str = "10.0.0.4", **options: Any) -> Wired:
+    plan = wired(layout, **options)
+    return replace(plan, site=replace(plan.site, net=Net("a", host, "/run/x/key", range(21000, 22000))))
+
+
+@pytest.mark.parametrize(("host", "written"), [("10.0.0.4", "10.0.0.4"), ("fd00::4", "[fd00::4]")])
+def test_on_a_node_of_several_every_socket_is_a_port_of_the_instances_own_block(host: str, written: str) -> None:
+    plan = of_several_nodes("E-P:tp2-D:tp2", host)
+    stages = [plan.stage(name) for name in ("E0", "P0", "D0")]
+    assert {(one.host, one.guarded, one.wiring.host, one.wiring.node) for one in stages} == {(host, True, host, "a")}
+    assert {one.wiring.key_file for one in stages} == {"/run/x/key"}
+    p, d = plan.instance("P0"), plan.instance("D0")  # their blocks begin at 21001 and 21002
+    assert (p.url, p.node) == (f"http://{written}:21001", "a")
+    told = (p.kv_endpoint, p.events, p.load_news, *p.kv_news)
+    assert told == tuple(f"tcp://{written}:{port}" for port in (21002, 21003, 21004, 21007, 21008))
+    assert d.kv_workers == tuple(f"tcp://{written}:{port}" for port in (21006, 21007))
+    assert plan.site.ports_of(orders(plan.blueprint)[1]) == 8 == 21008 - 21001 + 1
+    assert [peer_of(one).node for one in (p, d)] == ["a", "a"]
+
+
+def test_what_workers_of_one_instance_say_to_each_other_stays_in_the_run_directory() -> None:
+    plan = of_several_nodes("E-P-D")
+    direct = Ways(dict.fromkeys(("E0", "P0", "D0"), "device"))
+    plan = replace(plan, blueprint=replace(plan.blueprint, ways=direct)).with_master("10.0.0.4:5")
+    assert plan.wiring("P0").feature_worker_endpoint == RUN.ipc("P0.features{rank}")
