@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from deploy.front.doors import FrontDoors
 from deploy.front.shared import Shared
 from deploy.host.ending import Draining
+from deploy.host.ports import private_socket
 from deploy.keeper.in_process import InProcess
-from deploy.launch.admin import Admin, private_socket, serve_admin
+from deploy.launch.admin import Admin, serve_admin
 from proxy.registry.warm_links import GRACE_S
 
 if TYPE_CHECKING:

@@ -6,11 +6,12 @@ all of the launcher, and the stages should be loading theirs meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from epd_serve.errors import ConfigError
@@ -152,6 +153,18 @@ def listen(host: str, port: int, *, flags: str = "-") -> socket.socket:
             raise ConfigError(f"port {port} needs privileges; {fix}", param=f"{flags}-port") from None
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", param=f"{flags}-host") from error
     return taken
+
+
+@contextlib.contextmanager
+def private_socket(path: Path) -> Iterator[socket.socket]:
+    """Bound there while the context lasts. Who may use it is the folder's business."""
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
+        bound.setblocking(False)
+        try:
+            yield bound
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _hold(host: str, port: int, *, again: bool = False) -> socket.socket | None:

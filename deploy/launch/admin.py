@@ -8,7 +8,6 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploy.host.ports import listen
@@ -52,18 +51,6 @@ def open_admin(host: str, port: int, key_file: str, *, usual_key: str = "") -> I
         )
     with listen(host, port, flags="--admin") as listening:
         yield Admin(listening, key)
-
-
-@contextmanager
-def private_socket(path: Path) -> Iterator[socket.socket]:
-    """Bound there while the context lasts. Who may use it is the folder's business."""
-    with socket.socket(socket.AF_UNIX) as bound:
-        bound.bind(str(path))
-        bound.setblocking(False)
-        try:
-            yield bound
-        finally:
-            path.unlink(missing_ok=True)
 
 
 async def serve_admin(

@@ -23,22 +23,23 @@ from deploy.agent.setup import AgentSetup
 from deploy.agent.waits import Patience
 from deploy.front.shared import Shared
 from deploy.host.environment import is_terminal
-from deploy.host.ports import BACKLOG, listen
+from deploy.host.ports import BACKLOG, listen, private_socket
 from deploy.host.reaper import kill_leftovers, reap_dead
 from deploy.host.rundir import RunDir
 from deploy.host.running_launches import ADMIN_SOCKET
 from deploy.keeper.interface import Keeper
 from deploy.keeper.keeper import keep
 from deploy.keeper.part import Part
-from deploy.launch.admin import open_admin, private_socket
+from deploy.launch.admin import open_admin
 from deploy.launch.control_setup import ControlSetup
 from deploy.launch.controller import run_controller
 from deploy.launch.screen import Screen
 from deploy.options.engines import command_of
 from deploy.plan.blueprint import Blueprint
 from deploy.plan.proxy_settings import build_proxy_settings
-from deploy.runtime.local import LocalRuntime
+from deploy.runtime.client import AgentClient
 from deploy.runtime.messages import AGENT_SOCKET
+from deploy.runtime.stream import unix_socket
 from epd_serve.stage_plan import StageCommand, StagePlan
 from store.mooncake.master import MasterSettings
 
@@ -100,7 +101,8 @@ class Launch:
             )
 
             async def controller(keeper: Keeper) -> int:
-                return await run_controller(control, keeper, LocalRuntime(run.socket(AGENT_SOCKET), screen.line))
+                agent = AgentClient(unix_socket(run.socket(AGENT_SOCKET)), screen.line)
+                return await run_controller(control, keeper, agent)
 
             async def agent(keeper: Keeper) -> int:
                 return await run_agent(setup, keeper, asked)

@@ -1,20 +1,16 @@
-"""What an agent is asked over its socket, and what it answers: one JSON object on a line.
-
-Both ends come from one start of one program, so there are no versions here.
-"""
+"""What an agent is asked over its socket, and what it answers (`stream.py` says how that travels)."""
 
 from __future__ import annotations
 
 import msgspec
 
 from deploy.runtime.protocol import Node, Observed, Order
+from deploy.runtime.stream import EveryAnswer, EveryCall, Request
 from epd_serve.peers import Peer
 from epd_serve.roles import Role
 
 AGENT_SOCKET = "agent.sock"
 """In the run directory."""
-
-MAX_LINE_BYTES = 16 << 20
 
 
 # What the agent is asked.
@@ -40,18 +36,18 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
     grace_s: float
 
 
-class Know(msgspec.Struct, tag=True, frozen=True):
-    """These instances, and no others, are there on other nodes."""
-
-    peers: tuple[Peer, ...]
-
-
 class Nodes(msgspec.Struct, tag=True, frozen=True):
     pass
 
 
 class Watch(msgspec.Struct, tag=True, frozen=True):
     """Answered again and again. Whoever watches is told the lines for the operator, too."""
+
+
+class Know(msgspec.Struct, tag=True, frozen=True):
+    """These are there on other nodes; replaces what was said before."""
+
+    peers: tuple[Peer, ...]
 
 
 class Groups(msgspec.Struct, tag=True, frozen=True):
@@ -62,18 +58,7 @@ class Close(msgspec.Struct, tag=True, frozen=True):
     """End everything."""
 
 
-class GiveUp(msgspec.Struct, tag=True, frozen=True):
-    """Nobody looks at that watch any more."""
-
-
-Call = Start | Flip | Drain | Stop | Know | Nodes | Watch | Groups | Close | GiveUp
-
-
-class Request(msgspec.Struct, frozen=True):
-    """`number`: of its answers; of the watch that is given up."""
-
-    number: int
-    call: Call
+Call = Start | Flip | Drain | Stop | Nodes | Watch | Know | Groups | Close | EveryCall
 
 
 # What it answers.
@@ -94,27 +79,7 @@ class Seen(msgspec.Struct, tag=True, frozen=True):
     instances: tuple[Observed, ...]
 
 
-class Refused(msgspec.Struct, tag=True, frozen=True):
-    """A ConfigError, or where `config` is false a failure of the agent's."""
+Answer = Done | Seen
 
-    number: int
-    message: str
-    param: str | None = None
-    config: bool = True
-
-
-class Line(msgspec.Struct, tag=True, frozen=True):
-    """For the operator."""
-
-    text: str
-
-
-Answer = Done | Seen | Refused | Line
-
-to_agent: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
-from_agent: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
-
-
-def line_of(message: Request | Answer) -> bytes:
-    """As it travels."""
-    return msgspec.json.encode(message) + b"\n"
+to_agent: msgspec.json.Decoder[Request[Call]] = msgspec.json.Decoder(Request[Call])
+from_agent: msgspec.json.Decoder[Answer | EveryAnswer] = msgspec.json.Decoder(Answer | EveryAnswer)

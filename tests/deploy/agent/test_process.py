@@ -19,9 +19,10 @@ from deploy.host.rundir import RunDir
 from deploy.keeper.in_process import InProcess
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
-from deploy.runtime.local import AgentError, LocalRuntime
+from deploy.runtime.client import AgentClient, AgentError
 from deploy.runtime.messages import AGENT_SOCKET
 from deploy.runtime.protocol import Order
+from deploy.runtime.stream import unix_socket
 from tests.waiting import PATIENCE_S, until
 
 LAYOUT = draw(DeployConfig(layout="PD", device="cpu", arena_mib=8, kv_staging_mib=4))
@@ -69,7 +70,7 @@ async def test_lines_go_to_those_who_watch_once_each_and_else_to_stderr(
     async with served(tmp_path) as begin:
         begin()
         lines: list[str] = []
-        runtime = LocalRuntime(tmp_path / AGENT_SOCKET, lines.append)
+        runtime = AgentClient(unix_socket(tmp_path / AGENT_SOCKET), lines.append)
         await runtime.nodes()
         says[0]("nobody watches")
         async with contextlib.aclosing(runtime.watch()) as one, contextlib.aclosing(runtime.watch()) as other:
@@ -93,7 +94,7 @@ async def test_a_failure_of_the_agents_is_told_and_costs_nothing_else(
     monkeypatch.setattr(Agent, "start", fails)
     async with served(tmp_path) as begin:
         begin()
-        runtime = LocalRuntime(tmp_path / AGENT_SOCKET, print)
+        runtime = AgentClient(unix_socket(tmp_path / AGENT_SOCKET), print)
         with pytest.raises(AgentError, match="KeyError: 'oops'"):
             await runtime.start(orders(LAYOUT)[0])
         assert (await runtime.nodes())[0].id == "local"
@@ -102,7 +103,7 @@ async def test_a_failure_of_the_agents_is_told_and_costs_nothing_else(
 
 async def test_a_call_waits_for_an_agent_and_the_caller_says_for_how_long(tmp_path: Path) -> None:
     async with served(tmp_path) as begin:
-        runtime = LocalRuntime(tmp_path / AGENT_SOCKET, print)
+        runtime = AgentClient(unix_socket(tmp_path / AGENT_SOCKET), print)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(runtime.nodes(), 0.1)
         asked = asyncio.create_task(runtime.nodes())
@@ -114,7 +115,7 @@ async def test_a_call_waits_for_an_agent_and_the_caller_says_for_how_long(tmp_pa
 
 async def _a_watch_outlives_agents(folder: Path) -> None:
     async with served(folder) as begin:
-        runtime = LocalRuntime(folder / AGENT_SOCKET, print)
+        runtime = AgentClient(unix_socket(folder / AGENT_SOCKET), print)
         async with contextlib.aclosing(runtime.watch()) as watch:
             for _ in range(3):
                 agent = begin()

@@ -15,8 +15,9 @@ from deploy.agent.records import Records
 from deploy.agent.specs import orders
 from deploy.agent.wiring import instance_of, wire
 from deploy.keeper.in_process import InProcess
-from deploy.runtime.messages import Answer, Done, Seen, from_agent, line_of
+from deploy.runtime.messages import Answer, Done, Seen, from_agent
 from deploy.runtime.protocol import Node, Phase
+from deploy.runtime.stream import line_of
 from epd_serve.roles import Role
 from npu_ops.core_grants import CoreGrant, CoreOrder
 from tests.deploy.wired import wired

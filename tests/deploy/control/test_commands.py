@@ -16,10 +16,10 @@ from deploy.change.types import Wanted
 from deploy.cli.command import main
 from deploy.control.controller import Controller
 from deploy.control.routes import control_routes
-from deploy.host.ports import free_ports, listen
+from deploy.host.ports import free_ports, listen, private_socket
 from deploy.host.rundir import RunDir
 from deploy.host.running_launches import ADMIN_SOCKET
-from deploy.launch.admin import Admin, private_socket, serve_admin
+from deploy.launch.admin import Admin, serve_admin
 from deploy.runtime.protocol import Spec
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse

@@ -21,8 +21,8 @@ from deploy.front import shared as front_shared
 from deploy.front.doors import FrontDoors
 from deploy.front.shared import Shared
 from deploy.host import processes
+from deploy.host.ports import private_socket
 from deploy.keeper.in_process import InProcess
-from deploy.launch.admin import private_socket
 from deploy.runtime.protocol import Observed, Order, Phase, Spec
 from epd_serve.errors import EpdError
 from epd_serve.instances import Instance

@@ -28,9 +28,10 @@ from deploy.keeper.in_process import InProcess
 from deploy.memory.shared_memory import SharedMemory
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
-from deploy.runtime.local import LocalRuntime
+from deploy.runtime.client import AgentClient
 from deploy.runtime.messages import AGENT_SOCKET
 from deploy.runtime.protocol import SHARED_MEMORY, Observed, Order, Phase, Runtime
+from deploy.runtime.stream import unix_socket
 from epd_serve.engine.argv import stage_command
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
@@ -212,7 +213,7 @@ async def processes_below(folder: Path) -> AsyncIterator[tuple[Agent, _Stages, R
 
 
 @contextlib.asynccontextmanager
-async def served_below(folder: Path) -> AsyncIterator[tuple[LocalRuntime, _Stages]]:
+async def served_below(folder: Path) -> AsyncIterator[tuple[AgentClient, _Stages]]:
     run, stages, keeper = RunDir.create(folder / "run"), _Stages(), InProcess()
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(run.socket(AGENT_SOCKET)))
@@ -220,7 +221,7 @@ async def served_below(folder: Path) -> AsyncIterator[tuple[LocalRuntime, _Stage
         serving = asyncio.create_task(
             serve_agent(AgentSetup.of(run, LAYOUT, stages, patience=QUICK), keeper, listening)
         )
-        runtime = LocalRuntime(run.socket(AGENT_SOCKET), print)
+        runtime = AgentClient(unix_socket(run.socket(AGENT_SOCKET)), print)
         try:
             yield runtime, stages
         finally:

@@ -1,0 +1,111 @@
+"""Of several who decide the one of the latest epoch counts, whoever connects or says something last."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.runtime.answering import EPOCH, Answering, Asker
+from deploy.runtime.asking import SupersededError
+from deploy.runtime.client import AgentClient
+from deploy.runtime.messages import Call, Done, Know, Seen, Watch, to_agent
+from deploy.runtime.stream import unix_socket
+from epd_serve.peers import Peer
+from tests.waiting import PATIENCE_S, until
+
+
+class Answers:
+    """Stands in for an agent on `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.asked: list[Call] = []
+
+    async def carry_out(self, number: int, call: Call, asker: Asker) -> Done:
+        self.asked.append(call)
+        if isinstance(call, Watch):
+            with asker.watches():
+                await asker.tell(Seen(number, ()))
+                await asyncio.get_running_loop().create_future()
+        return Done(number)
+
+    @contextlib.asynccontextmanager
+    async def served(self) -> AsyncIterator[Answering]:
+        """One life of it."""
+        path = self.folder / "agent.sock"
+        path.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(path))
+            listening.listen()
+            answering = Answering(to_agent, self.folder, self.carry_out)
+            async with answering.served(listening):
+                yield answering
+
+    def client(self, epoch: int = 0) -> AgentClient:
+        return AgentClient(unix_socket(self.folder / "agent.sock"), print, epoch)
+
+
+async def within(what: Any) -> Any:
+    return await asyncio.wait_for(what, PATIENCE_S)
+
+
+async def test_whoever_decided_before_is_told_that_it_is_over(tmp_path: Path) -> None:
+    answers = Answers(tmp_path)
+    async with answers.served():
+        first, second = answers.client(1), answers.client(2)
+        async with contextlib.aclosing(first.watch()) as watch:  # type: ignore[type-var]
+            assert await within(anext(watch)) == ()
+            await within(second.nodes())
+            with pytest.raises(SupersededError):
+                await within(anext(watch))
+        with pytest.raises(SupersededError):
+            await within(first.stop("P0", 1.0))
+        await within(second.nodes())
+        assert len(answers.asked) == 3, "what the first one asked was not done"
+        await first.disconnect()
+        await second.disconnect()
+
+
+async def test_who_comes_late_with_an_earlier_epoch_is_refused_by_the_next_life_too(tmp_path: Path) -> None:
+    answers = Answers(tmp_path)
+    async with answers.served():
+        latest = answers.client(7)
+        await within(latest.nodes())
+        await latest.disconnect()
+    assert (tmp_path / EPOCH).read_text() == "7"
+    async with answers.served():
+        for epoch in (0, 6):
+            with pytest.raises(SupersededError):
+                await within(answers.client(epoch).nodes())
+        same = answers.client(7)
+        await within(same.nodes())
+        await same.disconnect()
+
+
+async def test_each_life_is_told_first_who_is_there_elsewhere(tmp_path: Path) -> None:
+    answers = Answers(tmp_path)
+    client, peers = answers.client(1), (Peer("D0"),)
+    async with answers.served():
+        await within(client.know(peers))
+    answers.asked.clear()
+    async with answers.served():
+        await within(client.nodes())
+        assert answers.asked[0] == Know(peers)
+        await client.disconnect()
+
+
+async def test_lines_for_the_operator_reach_who_watches(tmp_path: Path) -> None:
+    answers, lines = Answers(tmp_path), list[str]()
+    async with answers.served() as answering:
+        client = AgentClient(unix_socket(tmp_path / "agent.sock"), lines.append)
+        async with contextlib.aclosing(client.watch()) as watch:  # type: ignore[type-var]
+            await within(anext(watch))
+            answering.say("a line")
+            await until(lambda: lines == ["a line"])
+        await client.disconnect()
