@@ -29,6 +29,7 @@ from deploy.memory.shared_memory import SharedMemory
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from deploy.runtime.client import AgentClient
+from deploy.runtime.many import ManyNodes, NodeAgent
 from deploy.runtime.messages import AGENT_SOCKET
 from deploy.runtime.protocol import SHARED_MEMORY, Observed, Order, Phase, Runtime
 from deploy.runtime.stream import unix_socket
@@ -38,6 +39,7 @@ from epd_serve.roles import Role
 from epd_serve.stage_plan import StageCommand, StagePlan
 from store.arena import Arena
 from tests.deploy.agent_world import World, world_below
+from tests.deploy.fake_node import FakeNode
 from tests.deploy.fake_runtime import AnswerLostError, FakeRuntime, Fate, Harshness
 from tests.waiting import PATIENCE_S, until
 
@@ -89,16 +91,18 @@ class Subject:
 
 
 class InMemory(Subject):
-    runtime: FakeRuntime
+    def __init__(self, runtime: Runtime, fake: FakeRuntime) -> None:
+        super().__init__(runtime)
+        self._fake = fake
 
     def fails(self, name: str) -> None:
-        self.runtime.fates[name] = deque([Fate.FAILS])
+        self._fake.fates[name] = deque([Fate.FAILS])
 
     def forgives(self, name: str) -> None:
-        self.runtime.fates.pop(name, None)
+        self._fake.fates.pop(name, None)
 
     async def kill(self, name: str) -> None:
-        self.runtime.kill(name)
+        self._fake.kill(name)
 
 
 @dataclass
@@ -172,6 +176,8 @@ class Mortal(Subject):
         "harsh watch",
         "agent",
         "agent over its socket",
+        "nodes in memory",
+        "nodes, one of them with an agent",
         pytest.param("agent that is killed again and again", marks=pytest.mark.slow),
     ]
 )
@@ -183,6 +189,13 @@ async def subject(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
         case "agent over its socket":
             async with served_below(tmp_path) as (runtime, stages):
                 yield OfProcesses(runtime, stages)
+        case "nodes in memory":
+            local = FakeNode("local")
+            async with local.runtime as fake, several_with(local) as nodes:
+                yield InMemory(nodes, fake)
+        case "nodes, one of them with an agent":
+            async with served_below(tmp_path) as (runtime, stages), several_with(runtime) as nodes:
+                yield OfProcesses(nodes, stages)
         case "agent that is killed again and again":
             async with world_below(tmp_path) as world:
                 mortal = Mortal(world)
@@ -193,7 +206,19 @@ async def subject(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
         case _:
             harshness = Harshness(skips_s=0.02, first_item_s=0.02) if request.param == "harsh watch" else None
             async with FakeRuntime(harshness=harshness) as fake:
-                yield InMemory(fake)
+                yield InMemory(fake, fake)
+
+
+@contextlib.asynccontextmanager
+async def several_with(agent: NodeAgent) -> AsyncIterator[ManyNodes]:
+    """Of nodes one of which has this agent."""
+    nodes = ManyNodes(print)
+    nodes.join("local", agent)
+    nodes.join("other", FakeNode("other"))
+    try:
+        yield nodes
+    finally:
+        await nodes.disconnect()
 
 
 @contextlib.asynccontextmanager
@@ -508,7 +533,7 @@ async def test_a_node_tells_its_room_and_how_long_starts_take(tmp_path: Path) ->
 
 async def test_in_memory_an_answer_may_be_lost_and_asking_again_helps() -> None:
     async with FakeRuntime(harshness=Harshness(lost_answers=1.0)) as runtime:
-        subject = InMemory(runtime)
+        subject = InMemory(runtime, runtime)
         for _ in range(2):
             with pytest.raises(AnswerLostError):
                 await runtime.start(P)
@@ -523,7 +548,7 @@ async def test_in_memory_too_little_room_costs_a_neighbour_its_life() -> None:
     memory = {"host memory": 3}
     node = replace((await FakeRuntime().nodes())[0], room={"host memory": 5})
     async with FakeRuntime(node) as runtime:
-        subject = InMemory(runtime)
+        subject = InMemory(runtime, runtime)
         await subject.up(Order("P0", replace(P.spec, needs=memory)))
         await runtime.start(Order("D0", replace(D.spec, needs=memory)))
         await subject.seen(lambda all_: all_["P0"].restarts)
@@ -533,7 +558,7 @@ async def test_in_memory_too_little_room_costs_a_neighbour_its_life() -> None:
 @pytest.mark.parametrize(("fate", "ever_up"), [(Fate.HANGS, False), (Fate.LATE, True), (Fate.DIES, True)])
 async def test_in_memory_lives_have_their_fates(fate: Fate, ever_up: bool) -> None:
     async with FakeRuntime() as runtime:
-        subject = InMemory(runtime)
+        subject = InMemory(runtime, runtime)
         runtime.fates["P0"] = deque([fate])
         await runtime.start(P)
         found = await subject.seen(lambda all_: all_["P0"].ever_up or all_["P0"].over)

@@ -1,0 +1,376 @@
+"""The runtime of a deployment on several machines: their agents as one. Nodes come and go by the word of somebody else.
+
+What runs is what the agents say. Of a node that does not answer, what it said last is shown as down: whether it has
+gone is not for here to say. Each agent is told who is there on the other nodes, whenever that changes.
+
+    joined --first word--> there --no answer for `silent_s`--> silent --an answer--> there    any --lose--> gone
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from deploy.runtime.asking import SupersededError
+from deploy.runtime.lost import LostError, SilentError, until_lost
+from deploy.runtime.protocol import Node, Observed, Order, Phase, Runtime
+from epd_serve.errors import EpdError
+from epd_serve.peers import Peer, peer_of
+from epd_serve.roles import Role
+
+SILENT_S = 10.0
+"""The way to an agent may be interrupted for a few seconds while its stages serve on."""
+
+FIRST_WORD_S = 10.0
+PULSE_S = 1.0
+ASK_S = 1.0
+"""How long whoever asks all nodes waits for each."""
+
+LEFTOVER_GRACE_S = 8.0
+
+
+class NodeAgent(Runtime, Protocol):
+    """That of one node (`client.py`)."""
+
+    async def know(self, peers: tuple[Peer, ...]) -> None: ...
+
+    async def groups(self) -> dict[str, int]: ...
+
+    async def close(self) -> None: ...
+
+    async def disconnect(self) -> None: ...
+
+
+@dataclass(eq=False)
+class _Member:
+    """A node.
+
+    Attributes:
+        agent: None while it is only remembered.
+        instances: its last word, or what is remembered of it.
+        asked, heard: numbers of the watch of it that was begun last, and of that whose word was the last.
+        away: set while it does not answer, and when it is lost.
+        nodes: what it said of itself.
+        leftovers: instances that are being stopped because others have their names.
+    """
+
+    id: str
+    agent: NodeAgent | None = None
+    instances: tuple[Observed, ...] = ()
+    asked: int = 0
+    heard: int = 0
+    nodes: tuple[Node, ...] = ()
+    away: asyncio.Event = field(default_factory=asyncio.Event)
+    spoken: asyncio.Event = field(default_factory=asyncio.Event)
+    lost: bool = False
+    following: asyncio.Task[None] | None = None
+    keeping: list[asyncio.Task[None]] = field(default_factory=list)
+    leftovers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    def shown(self) -> tuple[Observed, ...]:
+        """Its instances as those who watch are to see them."""
+        if self.spoken.is_set() and not self.away.is_set():
+            return self.instances
+        why = f"node {self.id} is silent"
+        return tuple(replace(one, phase=Phase.DOWN, reason=why, retry_in_s=None, up_s=0.0) for one in self.instances)
+
+    def end_tasks(self) -> None:
+        for task in (*self.keeping, *self.leftovers.values(), *([self.following] if self.following else [])):
+            task.cancel()
+        self.keeping, self.leftovers, self.following = [], {}, None
+
+
+class ManyNodes:
+    """A `Runtime`, in one event loop. Whoever begins to watch it has told of all nodes there are by `join`. Calls about
+    a node that is silent, or falls silent meanwhile, raise SilentError; all but `start` do nothing where it is lost.
+
+    Args:
+        say: takes a line for the operator.
+        remembered: what ran when somebody before us watched last. Its nodes are silent until they join or are lost.
+
+    Attributes:
+        superseded: set when an agent has heard of somebody who has followed us.
+    """
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        remembered: Iterable[Observed] = (),
+        *,
+        silent_s: float = SILENT_S,
+        first_word_s: float = FIRST_WORD_S,
+    ) -> None:
+        self.superseded = asyncio.Event()
+        self._say = say
+        self._silent_s = silent_s
+        self._first_word_s = first_word_s
+        self._members: dict[str, _Member] = {}
+        self._homes: dict[str, str] = {}  # the node of each id
+        self._changed = asyncio.Event()
+        self._parting: set[asyncio.Task[None]] = set()
+        for one in remembered:
+            member = self._members.setdefault(one.order.spec.node, _Member(one.order.spec.node))
+            member.instances = (*member.instances, one)
+            member.away.set()
+            self._homes[one.order.id] = member.id
+
+    def join(self, node: str, agent: NodeAgent) -> None:
+        """It is a part of the deployment, from its first word on. One that is already has another agent now."""
+        member = self._members.setdefault(node, _Member(node))
+        self._part_from(member)
+        member.agent = agent
+        member.away.clear()
+        self._begin_watch(member, agent)
+        member.keeping = [
+            asyncio.create_task(self._feel_pulse(member, agent), name=f"pulse of {node}"),
+            asyncio.create_task(self._inform(member, agent), name=f"peers of {node}"),
+        ]
+        self._tell()
+
+    def lose(self, node: str) -> None:
+        """It has gone, and all that ran there. What is under way with it ends."""
+        member = self._members.pop(node, None)
+        if member is not None:
+            self._part_from(member)
+            member.lost = True
+            member.away.set()
+            self._homes = {id: home for id, home in self._homes.items() if home != node}
+            self._tell()
+
+    # --- Runtime --------------------------------------------------------------------------------------------------
+
+    async def nodes(self) -> tuple[Node, ...]:
+        """Within a second; of those that do not answer, what they said last."""
+
+        async def of(member: _Member, agent: NodeAgent) -> tuple[Node, ...]:
+            if not member.away.is_set():
+                with contextlib.suppress(TimeoutError, EpdError):
+                    async with asyncio.timeout(ASK_S):
+                        member.nodes = await agent.nodes()
+            return member.nodes
+
+        told = await asyncio.gather(*(of(member, agent) for member, agent in self._joined()))
+        return tuple(node for nodes in told for node in nodes)
+
+    async def start(self, order: Order) -> None:
+        node = order.spec.node
+        if (member := self._members.get(node)) is None:
+            raise LostError(f"{order.id} is to run on {node}, which is not there")
+
+        async def begin(agent: NodeAgent) -> None:
+            await agent.start(order)
+            self._homes[order.id] = node
+
+        await self._carry_out(member, begin)
+
+    async def flip(self, id: str, role: Role) -> None:
+        await self._at_home(id, lambda agent: agent.flip(id, role))
+
+    async def drain(self, id: str) -> None:
+        await self._at_home(id, lambda agent: agent.drain(id))
+
+    async def stop(self, id: str, grace_s: float) -> None:
+        await self._at_home(id, lambda agent: agent.stop(id, grace_s))
+
+    async def watch(self) -> AsyncIterator[tuple[Observed, ...]]:
+        """Not before each node that is joined now has spoken, or has had its time to."""
+        await self._first_words()
+        while True:
+            changed = self._changed
+            yield tuple(one for member in self._in_order() for one in member.shown() if self._is_home(member, one))
+            await changed.wait()
+
+    # --- beyond it ------------------------------------------------------------------------------------------------
+
+    async def groups(self) -> dict[str, int]:
+        """Process groups that run now, as `node/name`, of the nodes that answer within a second."""
+
+        async def of(member: _Member, agent: NodeAgent) -> dict[str, int]:
+            with contextlib.suppress(TimeoutError, EpdError):
+                async with asyncio.timeout(ASK_S):
+                    return {f"{member.id}/{name}": pid for name, pid in (await agent.groups()).items()}
+            return {}
+
+        told = await asyncio.gather(*(of(*one) for one in self._joined() if not one[0].away.is_set()))
+        return {name: pid for groups in told for name, pid in groups.items()}
+
+    async def close(self) -> None:
+        """End all instances and what they share, on all nodes that answer; returns when nothing of it is left."""
+
+        async def of(member: _Member) -> None:
+            with contextlib.suppress(SilentError):
+                await self._unless_lost(self._carry_out(member, lambda agent: agent.close()))
+
+        await asyncio.gather(*(of(member) for member, _ in self._joined()))
+
+    async def disconnect(self) -> None:
+        """Nothing more is asked. What runs goes on."""
+        for node in tuple(self._members):
+            self.lose(node)
+        if self._parting:
+            await asyncio.wait(self._parting)
+
+    # --- calls ----------------------------------------------------------------------------------------------------
+
+    async def _at_home(self, id: str, call: Callable[[NodeAgent], Awaitable[None]]) -> None:
+        """Where it is; where that is unknown, at all that have not said yet what they have."""
+        home = self._homes.get(id)
+        members = [one for one in self._members.values() if one.id == home or not (home or one.spoken.is_set())]
+        await asyncio.gather(*(self._unless_lost(self._carry_out(one, call)) for one in members))
+
+    async def _carry_out(self, member: _Member, call: Callable[[NodeAgent], Awaitable[None]]) -> None:
+        """Returns when its effect is seen by all who watch. Raises LostError, SilentError."""
+
+        async def called() -> None:
+            assert member.agent is not None, "it is not away"
+            await call(member.agent)
+            number = self._begin_watch(member, member.agent)
+            while member.heard < number:
+                await self._changed.wait()
+
+        try:
+            if member.away.is_set():
+                raise LostError("it is away")
+            await until_lost(called(), member.away)
+        except LostError:
+            if member.lost:
+                raise LostError(f"node {member.id} is not there any more") from None
+            raise SilentError(f"node {member.id} is silent") from None
+
+    async def _unless_lost(self, doing: Awaitable[None]) -> None:
+        """With its node all is gone that it was about."""
+        with contextlib.suppress(LostError):
+            await doing
+
+    # --- what the nodes say ---------------------------------------------------------------------------------------
+
+    def _begin_watch(self, member: _Member, agent: NodeAgent) -> int:
+        """Anew: its first item says what is so now. Returns its number."""
+        if member.following is not None:
+            member.following.cancel()
+        member.asked += 1
+        member.following = asyncio.create_task(self._follow(member, agent, member.asked), name=f"watch {member.id}")
+        return member.asked
+
+    async def _follow(self, member: _Member, agent: NodeAgent, number: int) -> None:
+        while True:
+            try:
+                async for instances in agent.watch():
+                    self._take_in(member, agent, instances, number)
+            except SupersededError:
+                self.superseded.set()
+                return
+            except EpdError as error:
+                self._say(f"node {member.id} cannot be watched: {error}")
+            await asyncio.sleep(PULSE_S)
+
+    def _take_in(self, member: _Member, agent: NodeAgent, instances: tuple[Observed, ...], number: int) -> None:
+        had = {one.order.id for one in member.instances}
+        member.instances, member.heard = instances, number
+        for gone in had - {one.order.id for one in instances}:
+            if self._homes.get(gone) == member.id:
+                del self._homes[gone]
+        for one in instances:
+            if self._homes.setdefault(one.order.id, member.id) != member.id and one.order.id not in member.leftovers:
+                self._say(f"{one.order.id} on {member.id} is ended: {self._homes[one.order.id]} has it")
+                stop = asyncio.create_task(self._end_leftover(member, agent, one.order.id))
+                member.leftovers[one.order.id] = stop
+        member.spoken.set()
+        self._tell()
+
+    async def _end_leftover(self, member: _Member, agent: NodeAgent, id: str) -> None:
+        try:
+            await agent.stop(id, LEFTOVER_GRACE_S)
+        except EpdError as error:
+            self._say(f"{id} on {member.id} cannot be ended: {error}")
+        finally:
+            member.leftovers.pop(id, None)
+
+    async def _feel_pulse(self, member: _Member, agent: NodeAgent) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._silent_s):
+                    member.nodes = await agent.nodes()
+            except TimeoutError:
+                if not member.away.is_set():
+                    member.away.set()
+                    self._say(f"node {member.id} does not answer for {self._silent_s:g} s")
+                    self._tell()
+            except SupersededError:
+                self.superseded.set()
+                return
+            except EpdError as error:
+                self._say(f"node {member.id} does not say what it is: {error}")
+            else:
+                if member.away.is_set():
+                    member.away.clear()
+                    self._say(f"node {member.id} answers again")
+                    self._tell()
+            await asyncio.sleep(PULSE_S)
+
+    async def _inform(self, member: _Member, agent: NodeAgent) -> None:
+        """Of the instances of other nodes. Not before these have spoken: it would part its own from them."""
+        await self._first_words()
+        told: tuple[Peer, ...] | None = None
+        while True:
+            changed, peers = self._changed, self._beyond(member)
+            if peers == told:
+                await changed.wait()
+                continue
+            try:
+                await agent.know(peers)
+            except SupersededError:
+                self.superseded.set()
+                return
+            except EpdError as error:
+                self._say(f"node {member.id} is not told who is there: {error}")
+                await asyncio.sleep(PULSE_S)
+            else:
+                told = peers
+
+    def _beyond(self, member: _Member) -> tuple[Peer, ...]:
+        return tuple(
+            peer_of(one.instance, one.order.spec.role)
+            for other in self._in_order()
+            for one in other.instances
+            if other is not member and one.instance is not None and self._is_home(other, one)
+        )
+
+    async def _first_words(self) -> None:
+        waiting = [asyncio.create_task(self._first_word(member)) for member, _ in self._joined()]
+        try:
+            if waiting:
+                await asyncio.wait(waiting, timeout=self._first_word_s)
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    async def _first_word(self, member: _Member) -> None:
+        while not (member.spoken.is_set() or member.lost):
+            await self._changed.wait()
+
+    # --- the table ------------------------------------------------------------------------------------------------
+
+    def _joined(self) -> list[tuple[_Member, NodeAgent]]:
+        return [(one, one.agent) for one in self._in_order() if one.agent is not None]
+
+    def _in_order(self) -> list[_Member]:
+        return [self._members[node] for node in sorted(self._members)]
+
+    def _is_home(self, member: _Member, one: Observed) -> bool:
+        return self._homes.get(one.order.id) == member.id
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _part_from(self, member: _Member) -> None:
+        """Ask its agent of now nothing more."""
+        member.end_tasks()
+        if member.agent is not None:
+            parting = asyncio.create_task(member.agent.disconnect())
+            self._parting.add(parting)
+            parting.add_done_callback(self._parting.discard)
