@@ -6,7 +6,7 @@ then on, so there is nothing that could break in it, nor be in the wrong state w
 (`messages.py`) is done on a table of theirs, which outlives them.
 
     serving --the controller says that it is over--> everything that is left is killed
-    serving --a signal, and no such word in time; a part that never gets ready--> the same
+    serving --a signal, and no such word in time; a part that never gets ready; the owner has gone--> the same
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ def keep(
     say: Callable[[str], None],
     take_down: Callable[[], None] = lambda: None,
     owned: Sequence[BinaryIO] = (),
+    owner: int | None = None,
+    begun: Callable[[Sequence[str]], None] = lambda given_up: None,
+    begin_s: float = float("inf"),
 ) -> int:
     """Keep the parts alive until all is over, and collect every child of this process meanwhile.
 
@@ -57,11 +60,15 @@ def keep(
         say: takes a line for the operator; what it raises of OSError is ignored.
         take_down: ends what the parts had started, when no part runs any more. No signal interrupts it.
         owned: files that no part is to have.
+        owner: descriptor of a process, of `os.pidfd_open`: with its end all ends at once. No part has it.
+        begun: called once, when every part is ready or has been given up, with the names of the latter. What it raises
+            of OSError ends all.
+        begin_s: how long that may take.
 
     Returns:
         The exit code that the controller has said, or ours where it has not.
     """
-    keeping = _Keeping(parts, drain_s, say, owned)
+    keeping = _Keeping(parts, drain_s, say, owned, owner, begun, begin_s)
     forked = keeping.serve(take_down)
     if forked is not None:
         forked.be()
@@ -76,13 +83,23 @@ class _Keeping:
     """
 
     def __init__(
-        self, parts: Sequence[Part], drain_s: float, say: Callable[[str], None], owned: Sequence[BinaryIO]
+        self,
+        parts: Sequence[Part],
+        drain_s: float,
+        say: Callable[[str], None],
+        owned: Sequence[BinaryIO],
+        owner: int | None,
+        begun: Callable[[Sequence[str]], None],
+        begin_s: float,
     ) -> None:
         self.code = 1
         self._parts = [PartLives(part) for part in parts]
         self._drain_s = drain_s
         self._say_line = say
         self._owned = owned
+        self._owner = owner
+        self._begun = begun
+        self._begin_by: float | None = time.monotonic() + begin_s  # None: it has begun
         self._over = False
         self._told: list[int] = []
         self._deadline = float("inf")
@@ -95,6 +112,8 @@ class _Keeping:
             signal.signal(number, _heard)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         self._selector.register(woken, selectors.EVENT_READ)
+        if self._owner is not None:
+            self._selector.register(self._owner, selectors.EVENT_READ)
         try:
             while not self._over:
                 for lives in self._due():
@@ -124,11 +143,24 @@ class _Keeping:
             lives = key.data
             if isinstance(lives, PartLives) and lives.channel is not None and not self._over:
                 self._on_request(lives, lives.channel)
+        if any(key.fd == self._owner for key, _ in ready):
+            self._end(KILLED, "whom it belongs to has gone: everything is killed")
         if time.monotonic() >= self._deadline:
-            self._end(KILLED, "the controller has not ended in time: everything is killed")
-        for lives in self._parts:
-            if lives.hopeless:
-                self._end(1, f"the {lives.part.name} ends again and again and was never ready")
+            self._end(KILLED, "nobody has ended it in time: everything is killed")
+        if self._begin_by is not None and not self._over:
+            self._look_whether_begun(self._begin_by)
+
+    def _look_whether_begun(self, by: float) -> None:
+        late = [one.part.name for one in self._parts if not (one.was_ready or one.hopeless)]
+        if late and time.monotonic() >= by:
+            self._end(1, f"the {late[0]} is not ready in time")
+        if late:
+            return
+        self._begin_by = None
+        try:
+            self._begun([one.part.name for one in self._parts if one.hopeless])
+        except OSError as error:
+            self._end(1, f"nobody hears that it has begun: {error}")
 
     def _end(self, code: int, why: str = "") -> None:
         """The first word counts."""
@@ -156,13 +188,14 @@ class _Keeping:
 
     def _wait_s(self) -> float | None:
         """How long nothing is to be done, if nobody says anything."""
-        soonest = min([self._deadline, *(lives.due for lives in self._parts if lives.pid is None)])
+        dues = (lives.due for lives in self._parts if lives.awaited)
+        soonest = min([self._deadline, *dues, *([] if self._begin_by is None else [self._begin_by])])
         return None if soonest == float("inf") else max(0.0, soonest - time.monotonic())
 
     # --- parts ----------------------------------------------------------------------------------------------------
 
     def _due(self) -> list[PartLives]:
-        return [lives for lives in self._parts if lives.pid is None and time.monotonic() >= lives.due]
+        return [lives for lives in self._parts if lives.awaited and time.monotonic() >= lives.due]
 
     def _fork(self, lives: PartLives) -> Forked | None:
         """In the new process: what it is, with nothing of the keeper's but the other end of its channel."""
@@ -174,6 +207,8 @@ class _Keeping:
         if forked is not None:
             for file in self._owned:
                 file.close()
+            if self._owner is not None:
+                os.close(self._owner)
             return forked
         assert lives.channel is not None, "it has just begun"
         self._selector.register(lives.channel, selectors.EVENT_READ, lives)
@@ -184,9 +219,13 @@ class _Keeping:
     def _part_ended(self, lives: PartLives, how: str) -> None:
         if lives.channel is not None:
             self._selector.unregister(lives.channel)
-        delay_s = lives.ended()
+        delay_s, name = lives.ended(), lives.part.name
         if not lives.hopeless:
-            self._say(f"the {lives.part.name} {how}; another one starts in {delay_s:.1f} s")
+            self._say(f"the {name} {how}; another one starts in {delay_s:.1f} s")
+        elif lives.part.vital:
+            self._end(1, f"the {name} ends again and again and was never ready")
+        else:
+            self._say(f"the {name} {how}, again and again, and was never ready: it is given up")
 
     def _collect(self) -> None:
         """Wait for those that have ended, orphans that nobody has adopted among them."""

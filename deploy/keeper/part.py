@@ -37,11 +37,13 @@ class Part:
     Attributes:
         main: what it does, in the event loop of a process of its own; returns an exit code.
         controls: it hears the signals, and says when all is over.
+        vital: all ends where it never gets ready; else it is given up.
     """
 
     name: str
     main: Callable[[Keeper], Coroutine[Any, Any, int]]
     controls: bool = False
+    vital: bool = True
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,11 @@ class PartLives:
     @property
     def hopeless(self) -> bool:
         return not self.was_ready and self._failures >= NEVER_READY
+
+    @property
+    def awaited(self) -> bool:
+        """Between two lives."""
+        return self.pid is None and not self.hopeless
 
     def fork(self) -> Forked | None:
         """Begin a life. In the new process: what it is. There signals have no handlers, and nobody's terminal is its

@@ -1,7 +1,8 @@
 """A keeper of two parts that do as they are told: `python kept.py FOLDER`.
 
 Each part connects to `<folder>/<part>.sock` and answers each line of Python, which may await, with its result as JSON.
-What the keeper returns is its exit code; what it says, its stderr.
+What the keeper returns is its exit code; what it says, its stderr. `<folder>/begun` names the parts that were given up,
+once the others are ready. Settings: `owner=PID`, `vital=no` (the agent), and constants of the keeper.
 """
 
 from __future__ import annotations
@@ -59,17 +60,21 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    for setting in sys.argv[2:]:
-        name, _, value = setting.partition("=")
+    options = dict(setting.split("=") for setting in sys.argv[2:])
+    owner = os.pidfd_open(int(options.pop("owner"))) if "owner" in options else None
+    vital = options.pop("vital", "yes") == "yes"
+    for name, value in options.items():
         setattr(part if hasattr(part, name) else loop, name, float(value))
     owned = (FOLDER / "held").open("wb")
     with contextlib.ExitStack() as stack:
         stack.callback((FOLDER / "undone").touch)
         code = keep(
-            [Part("controller", told("controller"), controls=True), Part("agent", told("agent"))],
+            [Part("controller", told("controller"), controls=True), Part("agent", told("agent"), vital=vital)],
             drain_s=0.5,
             say=say,
             owned=[owned],
+            owner=owner,
+            begun=lambda given_up: (FOLDER / "begun").write_text(" ".join(given_up)),
         )
     assert threading.active_count() == 1
     for late in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -333,3 +333,49 @@ async def test_a_part_that_does_not_listen_is_killed(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
         second = await kept.life("agent")
         assert await second.do("sum(one.code is not None for one in await keeper.entries())") == 400
+
+
+async def test_with_its_owner_everything_ends_at_once(tmp_path: Path) -> None:
+    owner = subprocess.Popen(["/bin/sleep", "600"])
+    try:
+        async with keeping(tmp_path, f"owner={owner.pid}") as kept:
+            parts = [await kept.life(name) for name in ("controller", "agent")]
+            os.kill(parts[0].pid, signal.SIGSTOP)  # nobody is asked
+            for part in parts[1:]:
+                links = await part.do(
+                    "[os.readlink(f'/proc/self/fd/{n}') for n in range(3, 64) if os.path.lexists(f'/proc/self/fd/{n}')]"
+                )
+                assert not [link for link in links if "pidfd" in link]
+            owner.kill()
+            assert await kept.ended() == 130
+            assert not any(runs(part.pid) for part in parts)
+    finally:
+        owner.kill()
+        owner.wait()
+    assert (tmp_path / "undone").exists()
+
+
+async def test_it_is_said_once_when_all_parts_are_ready(tmp_path: Path) -> None:
+    async with keeping(tmp_path, "BACKOFF_MAX_S=0.02") as kept:
+        controller, agent = await kept.life("controller"), await kept.life("agent")
+        await controller.do("await keeper.ready()")
+        assert not (tmp_path / "begun").exists()
+        await agent.do("await keeper.ready()")
+        await until((tmp_path / "begun").exists)
+        assert (tmp_path / "begun").read_text() == ""
+        (tmp_path / "begun").unlink()
+        os.kill(agent.pid, signal.SIGKILL)
+        await (await kept.life("agent")).do("await keeper.ready()")
+        assert not (tmp_path / "begun").exists()
+
+
+async def test_a_part_that_others_can_do_without_is_given_up(tmp_path: Path) -> None:
+    async with keeping(tmp_path, "vital=no") as kept:
+        controller = await kept.life("controller")
+        await controller.do("await keeper.ready()")
+        for _ in range(3):
+            os.kill((await kept.life("agent")).pid, signal.SIGKILL)
+        await until((tmp_path / "begun").exists)
+        assert (tmp_path / "begun").read_text() == "agent"
+        assert await controller.do("[one.pid for one in await keeper.parts()]") == [controller.pid, None]
+        assert kept.process.poll() is None and kept.lives["agent"].empty()
