@@ -11,9 +11,9 @@ from typing import Any
 from deploy.change.types import Action, Drain, Flip, Leave, Pause, Resume, Start, Stop
 from deploy.control.doors import Doors
 from deploy.control.failure import Deadlines
-from deploy.control.occupancy import under_way, until_empty, until_quiet
 from deploy.control.overlay import Overlay
 from deploy.control.progress import Changes
+from deploy.front.occupancy import under_way
 from deploy.runtime.protocol import Observed, Order, Phase, Runtime
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Actuator:
                         self._overlay.stopping[name] = asyncio.create_task(self._stop(name), name=f"stop {name}")
                 case Leave(name):
                     self._doors.drain(name)
-                    self._overlay.leaving[name] = self._awaited(until_quiet(self._doors, name))
+                    self._overlay.leaving[name] = self._awaited(self._doors.until_quiet(name))
                 case Flip(name, role):
                     await self._runtime.flip(name, role)
                     self._changes.close(Leave, name)
@@ -124,7 +124,7 @@ class Actuator:
     async def _until_empty(self, name: str) -> None:
         try:
             async with asyncio.timeout(self._deadlines.drain_s):
-                await until_empty(self._doors, name)
+                await self._doors.until_empty(name)
         except TimeoutError:
             cut = under_way(self._doors, name)
             self._say(f"{name} had {self._deadlines.drain_s:g} s to drain (--drain-s): {cut} requests are cut off")

@@ -15,10 +15,10 @@ from deploy.change.scaling import scaled
 from deploy.change.serving import kinds, required
 from deploy.change.types import Plan, Shortage, Wanted
 from deploy.control.doors import Doors
-from deploy.control.occupancy import under_way
 from deploy.control.progress import Answer, Change, change_json
 from deploy.control.reconciler import Reconciler
 from deploy.control.refusals import RefusedError, change_under_way, pause_too_long, pause_too_short, short
+from deploy.front.occupancy import under_way
 from deploy.runtime.protocol import Observed, Phase, Spec
 from epd_serve.errors import EpdError, NotFoundError
 from epd_serve.roles import Role

@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+from deploy.front.occupancy import Views
 from deploy.runtime.protocol import Observed
 from epd_serve.roles import Role
-from proxy.registry.instance_state import InstanceView
-
-
-class Views(Protocol):
-    """The status table, read only."""
-
-    def snapshot(self) -> tuple[InstanceView, ...]: ...
 
 
 class Doors(Protocol):
@@ -49,6 +43,12 @@ class Doors(Protocol):
 
     async def seen(self) -> None:
         """Returns when every living front door acts on all that was said before the call."""
+
+    async def until_empty(self, id: str) -> None:
+        """Returns when nothing is under way on an instance that is given nothing new, or it has gone."""
+
+    async def until_quiet(self, id: str) -> None:
+        """Returns when no prefill is under way on it and no KV has yet to leave, or it has gone."""
 
     async def restart(self) -> None:
         """One after another: the next one serves before the old one leaves."""

@@ -14,18 +14,21 @@ from typing import TYPE_CHECKING
 
 from deploy.front.door import POLL_S, House
 from deploy.front.lives import FrontLives
+from deploy.front.occupancy import until_empty, until_quiet
 from deploy.front.shared import Shared, pausable_s
+from deploy.front.told import Told
 from deploy.host.environment import LAUNCH_ENV, LAUNCHER_PID_ENV, module_environment
 from deploy.keeper.interface import Keeper
-from deploy.runtime.protocol import Observed, Phase
-from epd_serve.instances import Instance
+from deploy.runtime.protocol import Observed
+from epd_serve.instances import IncarnationId
 from epd_serve.roles import Role
 from proxy.registry.warm_links import GRACE_S
 
 if TYPE_CHECKING:
     from proxy.config.settings import ProxySettings
-    from proxy.registry.instance_state import Work
+    from proxy.registry.ledger import Tally, Work
     from proxy.workers.hub import WorkerHub
+    from proxy.workers.wire import Family
 
 
 class FrontDoors:
@@ -69,16 +72,14 @@ class FrontDoors:
         self._setup = Setup(share_of(settings, shared.workers), counters.rows, grace_s, drain_s, link_grace_s)
         self._say = say
         self._launch_id = launch_id
-        self._leaving: set[str] = set()
-        self._draining: set[str] = set()
-        self._known: dict[str, Instance] = {}
         self._lives: FrontLives | None = None
         self._hub: WorkerHub | None = None
         self._started = asyncio.Event()
         self.background = Background()
         seen = max(counters.roster(row) for row in range(counters.rows))
-        self._goes_on = seen > 0
-        self.table = ParentTable(ledger=SharedLedger(counters, None), link_grace_s=link_grace_s, after=seen)
+        self._ledger = SharedLedger(counters, None)
+        self.table = ParentTable(ledger=self._ledger, link_grace_s=link_grace_s, after=seen)
+        self._told = Told(self.table, goes_on=seen > 0)
 
     async def serve(self) -> None:
         """Until cancelled, which leaves the processes as they are: `end` comes before that, or another life.
@@ -119,36 +120,19 @@ class FrontDoors:
 
     def publish(self, instances: Iterable[Observed], wanted: Iterable[Role]) -> None:
         """Everything that there is, and the roles that there are to be."""
-        self.table.want(wanted)
-        present = [(one.instance, one) for one in instances if one.instance is not None]
-        before, self._known = self._known, {instance.id: instance for instance, _ in present}
-        for gone in before.keys() - self._known.keys():
-            self.table.remove(gone)
-            self._leaving.discard(gone)
-        self._draining = {instance.id for instance, one in present if one.phase is Phase.DRAINING}
-        for instance, one in present:
-            name = instance.id
-            if instance != before.get(name):
-                self.table.apply(instance, up=self._goes_on and one.serves)  # its links are in use already
-            self._drain(name)
-            if one.serves:
-                self.table.mark_up(name)
-            else:
-                self.table.mark_down(name, one.reason or one.phase.value)
-        self._goes_on = False
+        self._told.publish(instances, wanted)
 
     def drain(self, id: str) -> None:
         """Give an instance nothing new, until it is taken back or gone; what it has goes on."""
-        self._leaving.add(id)
-        self._drain(id)
+        self._told.drain(id)
 
     def take_back(self, id: str) -> None:
-        self._leaving.discard(id)
-        self._drain(id)
+        self._told.take_back(id)
 
-    def _drain(self, id: str) -> None:
-        if id in self._known:
-            self.table.drain(id, id in self._leaving or id in self._draining)
+    @property
+    def leaving(self) -> frozenset[str]:
+        """Those that are given nothing new by `drain`."""
+        return self._told.leaving
 
     def pause(self, seconds: float) -> None:
         """Have new requests wait for so long at most."""
@@ -171,12 +155,25 @@ class FrontDoors:
         if self._lives is not None:
             await self._lives.prompt(self.table.number)
 
+    async def until_empty(self, id: str) -> None:
+        """Returns when nothing is under way on an instance that is given nothing new, or it has gone."""
+        await until_empty(self, id)
+
+    async def until_quiet(self, id: str) -> None:
+        """Returns when no prefill is under way on it and no KV has yet to leave, or it has gone."""
+        await until_quiet(self, id)
+
     # What is known of them.
 
     def leases(self, id: str) -> Mapping[Work, int]:
         """What all of them have under way on the present life of an instance; nothing of one that is not known."""
         views = (view for view in self.table.snapshot() if view.instance.id == id)
         return next((view.in_flight for view in views), {})
+
+    def tallies(self) -> Mapping[IncarnationId, Mapping[Work, Tally]]:
+        """The same of the present lives of all instances, counted since they are known."""
+        names = [view.instance.incarnation_id for view in self.table.snapshot()]
+        return {name: self._ledger.tallies(name) for name in names}
 
     @property
     def pids(self) -> Mapping[str, int]:
@@ -193,6 +190,12 @@ class FrontDoors:
         await self._started.wait()
         assert self._hub is not None
         return await self._hub.metrics()
+
+    async def counted(self) -> list[Family]:
+        """What all of them together have counted, without the table."""
+        await self._started.wait()
+        assert self._hub is not None
+        return await self._hub.counted()
 
     async def configure(self, settings: ProxySettings) -> None:
         """Of those that start from now on."""

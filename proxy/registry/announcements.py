@@ -115,3 +115,16 @@ class Announcements:
             if message is not None:
                 with self._background.handling(type(message).__name__):
                     self._handler(message)
+
+
+def take_in(table: InstanceTable, message: wire.Announcement) -> None:
+    """Note in the table what an instance says of itself: for those who route nothing, but say what is ready."""
+    match message:
+        case wire.StoreReport():
+            table.report(message)
+        case wire.KvReport():
+            table.report_kv(message)
+        case wire.StageReport():
+            table.report_stage(message)
+        case _:
+            pass

@@ -16,10 +16,10 @@ import socket
 from prometheus_client import CollectorRegistry
 
 from epd_serve.errors import EpdError
-from epd_serve.wire import Announcement, KvReport, StageReport, StoreReport
+from epd_serve.wire import Announcement
 from proxy.background import Background
 from proxy.errors import most_telling
-from proxy.registry.announcements import Announcements
+from proxy.registry.announcements import Announcements, take_in
 from proxy.registry.stage_metrics import register_stage_metrics
 from proxy.workers.metrics_aggregation import exposition, lasting, own_counts, summed
 from proxy.workers.roster import ParentTable
@@ -231,7 +231,11 @@ class WorkerHub:
 
     async def metrics(self) -> bytes:
         """Prometheus text of all workers together, and of the table."""
-        return exposition(self._registry, await self._all_counted(None))
+        return exposition(self._registry, await self.counted())
+
+    async def counted(self) -> list[Family]:
+        """What all workers have counted together."""
+        return await self._all_counted(None)
 
     async def _answer(self, worker: Worker, question: TotalQuery) -> None:
         with self._background.handling(TotalQuery.__name__):  # who asked waits for its deadline, and nobody else
@@ -251,15 +255,7 @@ class WorkerHub:
 
     def _on_announcement(self, message: Announcement) -> None:
         """The parent routes nothing, but says when all is ready, and knows which links are in use."""
-        match message:
-            case StoreReport():
-                self._table.report(message)
-            case KvReport():
-                self._table.report_kv(message)
-            case StageReport():
-                self._table.report_stage(message)
-            case _:
-                pass
+        take_in(self._table, message)
 
 
 def worker_metrics(serving: int, ended: int) -> list[Family]:

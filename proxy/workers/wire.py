@@ -147,6 +147,7 @@ def _restored(kind: type, value: Any) -> Any:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 from_parent: msgspec.msgpack.Decoder[FromParent] = msgspec.msgpack.Decoder(FromParent, dec_hook=_restored)
 from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+_settings: msgspec.msgpack.Decoder[ProxySettings] = msgspec.msgpack.Decoder(ProxySettings, dec_hook=_restored)
 
 
 def frame(message: FromParent | FromWorker) -> bytes:
@@ -174,3 +175,13 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
         return await reader.readexactly(length)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
+
+
+def packed_settings(settings: ProxySettings) -> bytes:
+    """For a process of the same version of this program."""
+    return _encoder.encode(settings)
+
+
+def unpacked_settings(packed: bytes) -> ProxySettings:
+    """Raises FeedError."""
+    return decoded(packed, _settings)

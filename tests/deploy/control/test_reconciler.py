@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from deploy.control.failure import Deadlines
-from deploy.control.occupancy import until_quiet
 from deploy.control.progress import State
+from deploy.front.occupancy import until_quiet
 from epd_serve.errors import StageError
 from epd_serve.roles import Role
 from proxy.registry.instance_state import Work

@@ -16,6 +16,7 @@ from deploy.control.failure import Deadlines
 from deploy.control.journal import Journal
 from deploy.control.progress import State
 from deploy.control.reconciler import Reconciler
+from deploy.front.occupancy import until_empty, until_quiet
 from deploy.runtime.protocol import Node, Observed, Order, Phase, Spec
 from epd_serve.errors import EpdError
 from epd_serve.instances import Instance
@@ -184,6 +185,12 @@ class FakeDoors:
 
     async def seen(self) -> None:
         await asyncio.sleep(0)
+
+    async def until_empty(self, id: str) -> None:
+        await until_empty(self, id)
+
+    async def until_quiet(self, id: str) -> None:
+        await until_quiet(self, id)
 
     async def restart(self) -> None:
         if self.fails:

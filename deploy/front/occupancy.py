@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Protocol
 
-from deploy.control.doors import Doors
 from proxy.registry.instance_state import REPORT_TRUST_S, InstanceView, Work
 
 LOOK_S = 0.02
@@ -14,7 +14,24 @@ CALM_S = 0.15
 """A change of what a report says is sent within 50 ms: what has been 0 for so long is."""
 
 
-async def until_empty(doors: Doors, name: str) -> None:
+class Views(Protocol):
+    """The status table, read only."""
+
+    def snapshot(self) -> tuple[InstanceView, ...]: ...
+
+
+class Counting(Protocol):
+    """Front doors, as far as is asked here."""
+
+    @property
+    def table(self) -> Views:
+        """What requests hold of the instances, and what these report."""
+
+    async def seen(self) -> None:
+        """Returns when every living front door acts on all that was said before the call."""
+
+
+async def until_empty(doors: Counting, name: str) -> None:
     """Returns when nothing is under way on it, or it has gone.
 
     A request's lease ends with its answer; the KV of its prompt and an encoder's writes go on after that. So what
@@ -34,7 +51,7 @@ async def until_empty(doors: Doors, name: str) -> None:
         await asyncio.sleep(LOOK_S)
 
 
-async def until_quiet(doors: Doors, name: str) -> None:
+async def until_quiet(doors: Counting, name: str) -> None:
     """Returns when no prefill is under way on it and no KV has yet to leave, or it has gone."""
     await doors.seen()
     since = time.monotonic()
@@ -48,7 +65,7 @@ async def until_quiet(doors: Doors, name: str) -> None:
         await asyncio.sleep(LOOK_S)
 
 
-def under_way(doors: Doors, name: str) -> int:
+def under_way(doors: Counting, name: str) -> int:
     """Requests that hold it."""
     view = _view(doors, name)
     return sum(view.in_flight.values()) if view is not None else 0
@@ -70,5 +87,5 @@ def _says_empty(now: InstanceView, before: InstanceView) -> bool:
     return True
 
 
-def _view(doors: Doors, name: str) -> InstanceView | None:
+def _view(doors: Counting, name: str) -> InstanceView | None:
     return next((view for view in doors.table.snapshot() if view.instance.id == name), None)

@@ -1,0 +1,341 @@
+"""The front doors of a deployment on several machines as one. Nodes with some come and go by the word of somebody else.
+
+Each is told the same, whole, whenever it changes and whenever it comes again. What the stages report is heard here as
+it is there, for those who look; whether an instance has nothing left is for each node's own front part to say, beside
+its front doors (`occupancy.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry
+
+from deploy.front.messages import State
+from deploy.front.remote import RemoteDoors
+from deploy.front.told import Told
+from deploy.runtime.asking import SupersededError
+from deploy.runtime.lost import LostError, until_lost
+from deploy.runtime.protocol import Observed, Order
+from epd_serve.errors import EpdError
+from epd_serve.instances import IncarnationId
+from epd_serve.roles import Role
+from proxy.background import Background
+from proxy.config.settings import ProxySettings
+from proxy.registry.announcements import Announcements, take_in
+from proxy.registry.ledger import NOTHING, Tally, Work
+from proxy.registry.stage_metrics import register_stage_metrics
+from proxy.registry.table import InstanceTable
+from proxy.registry.warm_links import GRACE_S
+from proxy.workers.metrics_aggregation import exposition, lasting, own_counts, summed
+from proxy.workers.shared_counters import Asked
+from proxy.workers.wire import Family, packed_settings
+
+COUNTS_S = 1.5
+PAUSABLE_S = 5.0
+RETRY_S = 1.0
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class _Front:
+    """Of one node. `stale`: it may know something older than what is so."""
+
+    node: str
+    doors: RemoteDoors
+    stale: asyncio.Event = field(default_factory=asyncio.Event)
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+
+class AllDoors:
+    """A `deploy.control.doors.Doors` and `deploy.host.ending.Draining`, in one event loop, while `serve` runs.
+
+    A call is about the nodes that are there; one that is lost meanwhile is left out, one that does not answer is waited
+    for: the caller bounds the wait.
+
+    Args:
+        say: takes a line for the operator.
+        key_file: of the deployment's key, on this machine, where instances announce over TCP.
+        link_grace_s: as of `InstanceTable`.
+        goes_on: front doors serve already by what a controller before this one has told.
+
+    Attributes:
+        table: what is known of the instances, and held of them by all front doors.
+        superseded: set when a front part has heard of a later controller.
+    """
+
+    def __init__(
+        self,
+        *,
+        say: Callable[[str], None],
+        key_file: str = "",
+        link_grace_s: float = GRACE_S,
+        goes_on: bool = False,
+    ) -> None:
+        self.superseded = asyncio.Event()
+        self.background = Background()
+        self.table = InstanceTable(ledger=_Total(self), link_grace_s=link_grace_s)
+        self.fronts: dict[str, _Front] = {}
+        self._say = say
+        self._told = Told(self.table, goes_on=goes_on)
+        self._announcements = Announcements(self.table, partial(take_in, self.table), self.background)
+        self._registry = CollectorRegistry()
+        register_stage_metrics(self._registry, self.table)
+        self._instances: tuple[Observed, ...] | None = None
+        self._wanted: tuple[Role, ...] = ()
+        self._paused_until = 0.0
+        self._asked = Asked.SERVE
+        self._settings = b""
+        self._past: list[Family] = []
+        self._parting: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        """Until cancelled, which leaves the front doors as they are."""
+        self._announcements.start()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await self._announcements.stop()
+            await self.background.stop()
+            for node in tuple(self.fronts):
+                self.lose(node)
+            if self._parting:
+                await asyncio.wait(self._parting)
+
+    def join(self, node: str, doors: RemoteDoors) -> None:
+        """There are front doors on this node, too; those that it was said to have are asked by `doors` from now on."""
+        self.lose(node)
+        front = self.fronts[node] = _Front(node, doors)
+        doors.state = self._state
+        front.stale.set()
+        front.tasks = [
+            asyncio.create_task(self._keep_telling(front), name=f"tell {node}"),
+            asyncio.create_task(self._follow(front), name=f"watch {node}"),
+        ]
+
+    def lose(self, node: str) -> None:
+        """They have gone. What they did is still counted."""
+        front = self.fronts.pop(node, None)
+        if front is not None:
+            self._past = summed([self._past, lasting(front.doors.counts)])
+            for task in front.tasks:
+                task.cancel()
+            front.lost.set()
+            parting = asyncio.create_task(front.doors.disconnect())
+            self._parting.add(parting)
+            parting.add_done_callback(self._parting.discard)
+
+    # What they are told.
+
+    def publish(self, instances: Iterable[Observed], wanted: Iterable[Role]) -> None:
+        """Everything that there is, and the roles that there are to be."""
+        self._instances, self._wanted = tuple(instances), tuple(sorted(wanted))
+        self._told.publish(self._instances, self._wanted)
+        self._changed()
+
+    def drain(self, id: str) -> None:
+        self._told.drain(id)
+        self._changed()
+
+    def take_back(self, id: str) -> None:
+        self._told.take_back(id)
+        self._changed()
+
+    def pause(self, seconds: float) -> None:
+        self.table.pause_for(seconds)
+        self._paused_until = time.monotonic() + seconds
+        self._changed()
+
+    def resume(self) -> None:
+        self.pause(0.0)
+
+    @property
+    def paused_s(self) -> float:
+        return max(0.0, self._paused_until - time.monotonic())
+
+    async def configure(self, settings: ProxySettings) -> None:
+        """Of those that start from now on."""
+        self._settings = packed_settings(settings)
+        self._changed()
+        await self._of_all(lambda doors: doors.tell())
+
+    async def seen(self) -> None:
+        await self._of_all(lambda doors: doors.seen())
+
+    async def until_empty(self, id: str) -> None:
+        await self._of_all(lambda doors: doors.until_empty(id))
+
+    async def until_quiet(self, id: str) -> None:
+        await self._of_all(lambda doors: doors.until_quiet(id))
+
+    # What is known of them.
+
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """By node and name: `n1/front.0`."""
+        return {f"{node}/{name}": pid for node, one in self._in_order() for name, pid in one.doors.word.pids.items()}
+
+    @property
+    def replacing(self) -> bool:
+        return any(one.doors.word.replacing for one in self.fronts.values())
+
+    async def ready(self) -> None:
+        """Wait until all of them serve, and know what has been said. Raises EpdError: one does not start."""
+        await self._of_all(lambda doors: doors.ready())
+
+    async def pausable_s(self) -> float:
+        """Of the node that has the least room: who sends it what is nobody's decision here."""
+
+        async def of(doors: RemoteDoors) -> float:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PAUSABLE_S):
+                    return await doors.pausable_s()
+            return math.inf
+
+        return min(await self._of_all(of), default=math.inf)
+
+    async def metrics(self) -> bytes:
+        """Prometheus text of all of them together, and of the table. Who does not answer in time counts as it did."""
+
+        async def of(doors: RemoteDoors) -> list[Family]:
+            with contextlib.suppress(TimeoutError, EpdError):
+                async with asyncio.timeout(COUNTS_S):
+                    return await doors.counted()
+            return doors.counts
+
+        counts = await self._of_all(of)
+        return exposition(self._registry, summed([self._past, *counts, own_counts(self.background.registry)]))
+
+    async def restart(self) -> None:
+        """Those of one node after the other: where new ones do not serve, those of the next nodes are left."""
+        for front in [one for _, one in self._in_order()]:
+            with contextlib.suppress(LostError):
+                await until_lost(front.doors.restart(), front.lost)
+
+    def tallies(self, incarnation: IncarnationId) -> list[Mapping[Work, Tally]]:
+        """What the front doors of each node have given a life of an instance."""
+        return [
+            leases.tallies
+            for one in self.fronts.values()
+            for leases in one.doors.word.leases
+            if (leases.id, leases.incarnation) == incarnation
+        ]
+
+    # The end: `deploy.host.ending.Draining`.
+
+    @property
+    def running(self) -> int:
+        return sum(one.doors.word.running for one in self.fronts.values())
+
+    def announce(self) -> None:
+        self._ask(Asked.LEAVE)
+
+    def begin(self) -> None:
+        self._ask(Asked.DRAIN)
+
+    async def idle(self) -> None:
+        await self._of_all(lambda doors: doors.idle())
+
+    async def end(self) -> None:
+        """All of them, gracefully."""
+        await self._of_all(lambda doors: doors.end())
+
+    def _ask(self, asked: Asked) -> None:
+        self._asked = max(self._asked, asked)
+        self._changed()
+
+    # How.
+
+    def _state(self) -> State | None:
+        if self._instances is None:
+            return None
+        leaving = tuple(sorted(self._told.leaving))
+        return State(
+            tuple(map(_for_fronts, self._instances)),
+            self._wanted,
+            leaving,
+            self.paused_s,
+            self._asked,
+            self._settings,
+        )
+
+    def _changed(self) -> None:
+        for front in self.fronts.values():
+            front.stale.set()
+
+    async def _keep_telling(self, front: _Front) -> None:
+        while True:
+            await front.stale.wait()
+            front.stale.clear()
+            try:
+                await front.doors.tell()
+            except SupersededError:
+                self.superseded.set()
+                return
+            except EpdError as error:
+                self._say(f"the front doors of {front.node} are not told: {error}")
+                await asyncio.sleep(RETRY_S)
+                front.stale.set()
+
+    async def _follow(self, front: _Front) -> None:
+        while True:
+            try:
+                await front.doors.follow(lambda: None)
+            except SupersededError:
+                self.superseded.set()
+                return
+            except EpdError as error:
+                self._say(f"the front doors of {front.node} cannot be watched: {error}")
+            await asyncio.sleep(RETRY_S)
+
+    async def _of_all(self, call: Callable[[RemoteDoors], Awaitable[T]]) -> list[T]:
+        """Those that are lost meanwhile are left out."""
+
+        async def of(front: _Front) -> list[T]:
+            with contextlib.suppress(LostError):
+                return [await until_lost(call(front.doors), front.lost)]
+            return []
+
+        told = await asyncio.gather(*(of(front) for _, front in self._in_order()))
+        return [one for some in told for one in some]
+
+    def _in_order(self) -> list[tuple[str, _Front]]:
+        return sorted(self.fronts.items())
+
+
+class _Total:
+    """A `proxy.registry.ledger.Ledger` that only reads: the sum of what all nodes say."""
+
+    def __init__(self, doors: AllDoors) -> None:
+        self._doors = doors
+
+    def acquire(self, incarnation_id: IncarnationId, work: Work, weight: int) -> None:
+        raise AssertionError("nothing is given here")
+
+    def release(self, incarnation_id: IncarnationId, work: Work, weight: int) -> None:
+        raise AssertionError("nothing is given here")
+
+    def tallies(self, incarnation_id: IncarnationId) -> Mapping[Work, Tally]:
+        told = self._doors.tallies(incarnation_id)
+        return {
+            work: Tally(*map(sum, zip(*(one.get(work, nothing) for one in told), strict=True))) if told else nothing
+            for work, nothing in NOTHING.items()
+        }
+
+    def forget(self, incarnation_id: IncarnationId) -> None:
+        """Each node forgets for itself."""
+
+
+def _for_fronts(one: Observed) -> Observed:
+    """Without what only its agent needs."""
+    spec = replace(one.order.spec, needs={}, plan=None, stage=None, cores=())
+    return replace(one, order=Order(one.order.id, spec), up_s=0.0, progress="")

@@ -1,0 +1,287 @@
+"""Front doors of several nodes as one: two front parts with real front doors, over sockets that can be cut."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import pytest
+
+from deploy.front import doors as front_doors
+from deploy.front.all_doors import AllDoors
+from deploy.front.messages import FRONT_SOCKET
+from deploy.front.part import FAILED, FrontSetup, run_front
+from deploy.front.remote import FrontError, RemoteDoors
+from deploy.front.shared import Shared
+from deploy.host.ports import private_socket
+from deploy.host.rundir import RunDir
+from deploy.keeper.in_process import InProcess
+from deploy.runtime.protocol import Observed, Order, Phase, Spec
+from deploy.runtime.stream import Writer, unix_socket
+from epd_serve.instances import Instance
+from epd_serve.roles import Role
+from proxy.config.limits import Timeouts
+from proxy.config.settings import ProxySettings
+from proxy.registry.instance_state import Work
+from proxy.server.uvicorn_server import bind
+from tests.proxy.fakes import FakeStage, answer, once, served, settings, text_body
+from tests.waiting import PATIENCE_S, until
+
+PATIENT = settings(timeouts=Timeouts())
+
+
+@dataclass
+class Node:
+    """One node's front part, which this process plays as well as its keeper."""
+
+    name: str
+    run: RunDir
+    shared: Shared
+    keeper: InProcess
+    url: str
+    asked: socket.socket
+    config: ProxySettings = PATIENT
+    cut: bool = False
+    writers: list[Writer] = field(default_factory=list)
+    living: asyncio.Task[int] | None = None
+
+    def live(self) -> None:
+        """Another life of it."""
+        shared = replace(self.shared, feed=self.shared.feed.dup())
+        setup = FrontSetup(self.config, grace_s=1.0, drain_s=PATIENCE_S)
+        self.living = asyncio.create_task(
+            run_front(setup, self.run, shared, "", self.keeper, self.asked.dup())  # type: ignore[arg-type]
+        )
+
+    async def die(self) -> None:
+        assert self.living is not None
+        self.living.cancel()
+        await asyncio.wait([self.living])
+
+    async def open(self) -> tuple[asyncio.StreamReader, Writer]:
+        if self.cut:
+            raise ConnectionRefusedError("the way there is cut")
+        reader, writer = await unix_socket(self.run.socket(FRONT_SOCKET))()
+        self.writers.append(writer)
+        return reader, writer
+
+    def cut_off(self) -> None:
+        self.cut = True
+        for writer in self.writers:
+            writer.close()
+
+    async def pids(self) -> set[int]:
+        return {entry.pid for entry in await self.keeper.entries() if entry.name.startswith("front.") and entry.pid}
+
+    async def ask(self) -> httpx.Response:
+        async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S, trust_env=False) as client:
+            return await client.post("/v1/chat/completions", json=text_body())
+
+    async def health(self) -> int:
+        async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S, trust_env=False) as client:
+            return (await client.get("/health")).status_code
+
+
+@dataclass
+class House:
+    doors: AllDoors
+    nodes: list[Node]
+    stage: FakeStage
+    observed: Observed
+    lines: list[str]
+
+    def publish(self, **changes: Any) -> None:
+        self.observed = replace(self.observed, **changes)
+        self.doors.publish([self.observed], {Role.PD})
+
+    def join(self, node: Node) -> None:
+        self.doors.join(node.name, RemoteDoors(node.open, self.lines.append, 1))
+
+    @property
+    def held(self) -> int:
+        (view,) = self.doors.table.snapshot()
+        return view.in_flight[Work.DECODE]
+
+
+@contextlib.asynccontextmanager
+async def house(count: int = 2) -> AsyncIterator[House]:
+    """All of it serves."""
+    async with made(count) as one:
+        async with asyncio.timeout(PATIENCE_S):
+            await one.doors.ready()
+        yield one
+
+
+@contextlib.asynccontextmanager
+async def made(count: int) -> AsyncIterator[House]:
+    async with contextlib.AsyncExitStack() as stack:
+        root = Path(stack.enter_context(TemporaryDirectory()))
+        stage = FakeStage("PD0", Role.PD)
+        instance = Instance("PD0", Role.PD, await stack.enter_async_context(served(stage)), "one")
+        observed = Observed(Order("PD0", Spec(Role.PD, (0,), "d")), Phase.UP, instance, ever_up=True, start_s=1.0)
+        nodes, lines = [], list[str]()
+        for number in range(count):
+            run = RunDir.create(root)
+            stack.callback(run.remove)
+            listening = stack.enter_context(bind("127.0.0.1", 0))
+            shared = Shared.of(listening, stack.enter_context(private_socket(run.feed)), 1)
+            stack.callback(shared.close)
+            asked = stack.enter_context(private_socket(run.socket(FRONT_SOCKET)))
+            asked.listen()
+            keeper = InProcess()
+            stack.callback(keeper.close)
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            nodes.append(Node(f"n{number}", run, shared, keeper, url, asked))
+            nodes[-1].live()
+        doors = AllDoors(say=lines.append)
+        serving = asyncio.create_task(doors.serve())
+        one = House(doors, nodes, stage, observed, lines)
+        for node in nodes:
+            one.join(node)
+        one.publish()
+        try:
+            yield one
+        finally:
+            for node in nodes:
+                node.cut = False
+                one.join(node)
+                if node.living is None or node.living.done():
+                    doors.lose(node.name)
+            async with asyncio.timeout(PATIENCE_S):
+                await doors.end()
+            for node in nodes:
+                await node.die()
+                assert not await node.pids()
+            serving.cancel()
+            await asyncio.wait([serving])
+
+
+async def test_all_nodes_answer_and_what_they_hold_is_summed() -> None:
+    async with house() as h:
+        released = asyncio.Event()
+        h.stage.usual = once(released, answer)
+        asked = [asyncio.create_task(node.ask()) for node in h.nodes for _ in range(2)]
+        await until(lambda: h.held == 4)
+        await until(lambda: h.doors.running == 4)
+        assert sorted(h.doors.pids) == ["n0/front.0", "n1/front.0"]
+        released.set()
+        assert {one.status_code for one in await asyncio.gather(*asked)} == {200}
+        await until(lambda: h.held == 0)
+
+        async def counted() -> bool:
+            text = (await h.doors.metrics()).decode()
+            ended = [line for line in text.splitlines() if line.startswith("epd_proxy_requests_total{")]
+            return sum(float(line.rpartition(" ")[2]) for line in ended) == 4
+
+        await until(counted)
+
+
+async def test_a_front_part_that_dies_costs_no_front_door_and_knows_again_what_it_was_told() -> None:
+    async with house(1) as h:
+        node, before = h.nodes[0], await h.nodes[0].pids()
+        node.cut_off()  # nobody tells it anything more
+        await node.die()
+        assert (await node.ask()).status_code == 200
+        node.live()
+        (victim,) = before
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: _is_another(node, victim))
+        assert (await node.ask()).status_code == 200, "a front door that starts now knows of the instances"
+        node.cut = False
+        h.publish(phase=Phase.DOWN, reason="gone", start_s=0.0)
+        async with asyncio.timeout(PATIENCE_S):
+            await h.doors.seen()
+        assert await node.health() == 503
+
+
+async def _is_another(node: Node, victim: int) -> bool:
+    pids = await node.pids()
+    return bool(pids) and victim not in pids
+
+
+async def test_who_comes_late_or_again_is_told_everything() -> None:
+    async with house() as h:
+        late = h.nodes[1]
+        late.cut_off()
+        h.doors.pause(PATIENCE_S)
+        waiting = asyncio.create_task(h.nodes[0].ask())
+        h.doors.drain("PD0")
+        late.cut = False
+        async with asyncio.timeout(PATIENCE_S):
+            await h.doors.seen()
+        also_waiting = asyncio.create_task(late.ask())
+        await asyncio.sleep(0.2)
+        assert not waiting.done() and not also_waiting.done()
+        h.doors.take_back("PD0")
+        h.doors.resume()
+        assert {(await one).status_code for one in (waiting, also_waiting)} == {200}
+
+
+async def test_an_instance_is_empty_when_every_node_has_nothing_left_on_it() -> None:
+    async with house() as h:
+        released = asyncio.Event()
+        h.stage.usual = once(released, answer)
+        asked = asyncio.create_task(h.nodes[1].ask())
+        await until(lambda: h.held == 1)
+        h.doors.drain("PD0")
+        empty = asyncio.create_task(h.doors.until_empty("PD0"))
+        await asyncio.sleep(0.3)
+        assert not empty.done()
+        h.nodes[1].cut_off()
+        released.set()
+        await asked
+        await asyncio.sleep(0.3)
+        assert not empty.done(), "who is silent may have something left"
+        h.nodes[1].cut = False
+        async with asyncio.timeout(PATIENCE_S):
+            await empty
+
+
+async def test_a_node_that_is_lost_is_left_out() -> None:
+    async with house() as h:
+        for _ in range(3):
+            assert (await h.nodes[1].ask()).status_code == 200
+        await h.doors.metrics()
+        h.nodes[1].cut_off()
+        seen = asyncio.create_task(h.doors.seen())
+        await asyncio.sleep(0.2)
+        assert not seen.done()
+        h.doors.lose("n1")
+        async with asyncio.timeout(PATIENCE_S):
+            await seen
+        assert sorted(h.doors.pids) == ["n0/front.0"]
+        text = (await h.doors.metrics()).decode()
+        ended = [line for line in text.splitlines() if line.startswith("epd_proxy_requests_total{")]
+        assert sum(float(line.rpartition(" ")[2]) for line in ended) == 3, "what it did is still counted"
+
+
+async def test_front_doors_are_replaced_node_by_node_with_other_options() -> None:
+    async with house() as h:
+        before = dict(h.doors.pids)
+        async with asyncio.timeout(PATIENCE_S):
+            await h.doors.configure(replace(PATIENT, served_models=("another",)))
+            await h.doors.restart()
+        await until(lambda: len(h.doors.pids) == 2)
+        assert not set(before.values()) & set(h.doors.pids.values())
+        for node in h.nodes:
+            async with httpx.AsyncClient(base_url=node.url, trust_env=False) as client:
+                assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == ["another"]
+
+
+async def test_front_doors_that_do_not_start_are_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = {"PYTHONHOME": "/nonexistent"}  # Python itself does not start
+    monkeypatch.setattr(front_doors, "module_environment", lambda: {**os.environ, **broken})
+    async with made(1) as h:
+        with pytest.raises(FrontError, match="did not start"):
+            async with asyncio.timeout(PATIENCE_S):
+                await h.doors.ready()
+        assert await asyncio.wait_for(h.nodes[0].living, PATIENCE_S) == FAILED
