@@ -87,7 +87,7 @@ class AllDoors:
         self.fronts: dict[str, _Front] = {}
         self._say = say
         self._told = Told(self.table, goes_on=goes_on)
-        self._announcements = Announcements(self.table, partial(take_in, self.table), self.background)
+        self._announcements = Announcements(self.table, partial(take_in, self.table), self.background, key_file)
         self._registry = CollectorRegistry()
         register_stage_metrics(self._registry, self.table)
         self._instances: tuple[Observed, ...] | None = None

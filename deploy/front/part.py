@@ -208,7 +208,7 @@ class _FrontPart:
 
     def _own(self, settings: ProxySettings) -> ProxySettings:
         """No arena of this machine is all that there is."""
-        return replace(settings, arena=None)
+        return replace(settings, arena=None, key_file=self._key_file)
 
     async def _watch(self, number: int, asker: Asker) -> None:
         told: Word | None = None

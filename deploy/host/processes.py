@@ -125,3 +125,14 @@ def _is_resource_tracker(pid: int) -> bool:
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
+
+
+def environment_of(pid: int, without: Sequence[str] = ()) -> dict[str, str]:
+    """What a process of this user was started with, but for names that begin with one of `without`.
+
+    Raises:
+        OSError: it has gone, or is somebody else's.
+    """
+    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    named = (os.fsdecode(entry).partition("=") for entry in entries if b"=" in entry)
+    return {name: value for name, _, value in named if not name.startswith(tuple(without))}

@@ -8,6 +8,10 @@
                            wanted.json      layouts that were wanted (deploy/control/journal.py)
                            admin.sock       where commands are given (deploy/cli/change.py)
                            agent.sock       where the agent is asked (deploy/runtime/messages.py)
+                           front.sock       where the front part of a node is asked (deploy/front/messages.py)
+                           epoch            the latest of those who ask them, if they may have rivals
+                           node.json        which node of which deployment this is (deploy/node/start.py)
+                           node.log, key    of a node process: its log, the key of its deployment
                            feed             where front doors hear of the instances (proxy/workers/wire.py)
                            <instance>.log, and its sockets (.events, .load, .kv, .kvw<rank>, .kvnews<rank>,
                            .features<rank>)

@@ -1,0 +1,171 @@
+"""The node processes of this machine as others see them: found by deployment and node, started, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from deploy.host.environment import module_command, module_environment, module_path, run_root, shm_root
+from deploy.host.held import is_held
+from deploy.host.reaper import kill_leftovers
+from deploy.host.rundir import HELD, RunDir
+from deploy.node.setup import NodeSetup
+from epd_serve.errors import ConfigError, EpdError
+
+NODE_FILE = "node.json"
+"""In the run directory of a node process: a `NodeRun`."""
+
+START_S = 60.0
+END_S = 40.0
+"""For stages to end by themselves, and what is left to be killed."""
+
+LOOK_S = 0.05
+
+
+class NodeError(EpdError):
+    """A node process does not start, or does not end."""
+
+
+@dataclass(frozen=True)
+class NodeRun:
+    """A node process.
+
+    Attributes:
+        path: its run directory.
+        owner_pid: of the process with whose end it ends.
+        ready: its parts do their work.
+        failed: parts that were given up.
+        warnings: for the operator, a line each.
+        master: `host:port` of the second tier's master that is to run here, or that it was told of, or "".
+    """
+
+    deployment: str
+    node: str
+    path: Path
+    pid: int
+    owner_pid: int = 0
+    ready: bool = False
+    failed: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    master: str = ""
+
+    @property
+    def lives(self) -> bool:
+        return is_held(self.path / HELD) is True
+
+    def write(self) -> None:
+        """For whoever looks for it."""
+        unnamed = self.path / f".{NODE_FILE}"
+        unnamed.write_bytes(self.packed())
+        unnamed.rename(self.path / NODE_FILE)
+
+    def packed(self) -> bytes:
+        return msgspec.json.encode(self, enc_hook=str)
+
+    @classmethod
+    def unpacked(cls, raw: bytes) -> NodeRun:
+        """Raises msgspec.DecodeError."""
+        return msgspec.json.decode(raw, type=cls, dec_hook=lambda kind, value: kind(value))
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """What a node process answers that does not begin. `config`: it is a ConfigError."""
+
+    error: str
+    param: str | None = None
+    config: bool = False
+
+    def raised(self) -> EpdError:
+        return ConfigError(self.error, param=self.param) if self.config else NodeError(self.error)
+
+
+def find_node(deployment: str, node: str, root: Path | None = None) -> NodeRun | None:
+    """The one that lives, be it about to begin or to end."""
+    root = root or run_root()
+    for path in sorted(root.glob(f"*/{NODE_FILE}")):
+        with contextlib.suppress(OSError, msgspec.DecodeError):  # it has gone meanwhile
+            run = NodeRun.unpacked(path.read_bytes())
+            if (run.deployment, run.node) == (deployment, node) and run.lives:
+                return run
+    return None
+
+
+def start_node(
+    setup: NodeSetup,
+    *,
+    owner: int | None = None,
+    listening: socket.socket | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = START_S,
+) -> NodeRun:
+    """Start a node process, or wait for the one of this name that has been started. For a thread: it blocks.
+
+    Args:
+        owner: descriptor of the process with whose end it ends, of `os.pidfd_open`; with `setup.owner_pid`.
+        listening: bound, for its front doors. The caller's to close.
+        env: of the node process and all that it starts; by default this process's.
+
+    Raises:
+        ConfigError, NodeError: as the node process says, or it says nothing.
+    """
+    flags: list[str] = []
+    for name, descriptor in (("owner", owner), ("listening", listening.fileno() if listening else None)):
+        flags += [f"--{name}", str(descriptor)] if descriptor is not None else []
+    process = subprocess.Popen(
+        module_command("deploy.node", *flags),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=module_environment() if env is None else {**env, "PYTHONPATH": module_path()},
+        pass_fds=[int(number) for number in flags[1::2]],
+        cwd="/",
+    )
+    with process:
+        try:
+            answer, _ = process.communicate(setup.packed(), timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()  # the one that has come out of it finds nobody to answer, and ends
+            raise NodeError(f"node {setup.node} has not begun within {timeout_s:g} s") from None
+    line = answer.strip().rpartition(b"\n")[2]
+    if not line:
+        raise NodeError(f"node {setup.node} ended before it began; what it said is on the stderr of who started it")
+    with contextlib.suppress(msgspec.DecodeError):
+        raise msgspec.json.decode(line, type=Failed).raised()
+    return NodeRun.unpacked(line)
+
+
+def end_node(run: NodeRun, timeout_s: float = END_S) -> None:
+    """Have it end: its stages by themselves, then everything. Returns when nothing of it is left. Blocks.
+
+    Raises:
+        NodeError: something is left.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        process = os.pidfd_open(run.pid)
+        try:
+            if run.lives:  # or the pid may be another's
+                with contextlib.suppress(OSError):  # it has gone meanwhile
+                    replace(run, ready=False).write()  # nobody takes it for the one to go on with
+                signal.pidfd_send_signal(process, signal.SIGTERM)
+                if not select.select([process], [], [], timeout_s)[0]:
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+                    select.select([process], [], [], timeout_s)
+        finally:
+            os.close(process)
+    until = time.monotonic() + LOOK_S
+    while run.lives and time.monotonic() < until:  # the kernel lets go of its locks a moment later
+        time.sleep(LOOK_S / 10)
+    if run.lives:
+        raise NodeError(f"node {run.node} does not end: process {run.pid}")
+    if run.path.exists():
+        kill_leftovers(run.path)
+        RunDir(run.path.name, run.path, shm_root()).remove()
