@@ -18,7 +18,7 @@ from deploy.agent.supervisor import Supervisor
 from deploy.agent.wiring import Net
 from deploy.host.rundir import RunDir
 from deploy.keeper.interface import Entry, Keeper
-from deploy.options.config import host_and_port
+from deploy.options.addresses import host_and_port
 from deploy.options.mm_store import MASTER_PROGRAM, choose_pool
 from deploy.plan.blueprint import Blueprint
 from epd_serve.errors import ConfigError, StageError

@@ -38,7 +38,8 @@ from deploy.host.rundir import RunDir
 from deploy.keeper.in_process import InProcess
 from deploy.launch.admin import Admin, open_admin
 from deploy.launch.screen import Screen
-from deploy.options.config import DeployConfig, check_admin_port, host_and_port
+from deploy.options.addresses import host_and_port
+from deploy.options.config import DeployConfig, check_admin_port
 from deploy.options.mm_store import what_is_missing
 from deploy.plan.blueprint import Blueprint, draw
 from deploy.plan.proxy_settings import build_proxy_settings

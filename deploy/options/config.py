@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.host.ending import MAX_DRAIN_S
+from deploy.options.addresses import check_name, host_and_port, port_range
 from deploy.options.engines import ENGINES
 from deploy.options.suggestions import unknown
 from epd_serve.core_shares import parse_core_shares
@@ -32,7 +33,6 @@ MAX_WORKERS = 64
 LAME_DUCK_S = 5.0
 """Load balancers ask every few seconds whether a server is ready."""
 
-_HOST = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?|\[[0-9A-Fa-f:.]+\]")
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, field-name
 
 
@@ -52,6 +52,25 @@ class DeployConfig:
         False, "P and D have both halves of the KV connector: either can become the other without a restart"
     )
     device: str = _option("auto", "device kind", choices=("auto", "npu", "cuda", "cpu"))
+    runtime: str = _option(
+        "local", "what runs the stages: this machine, or the nodes of a Ray cluster", choices=("local", "ray")
+    )
+    name: str = _option("epd", "of the deployment on its Ray cluster, which may have several")
+    ray_address: str = _option(
+        "auto", "HOST:PORT of the Ray cluster's head (auto: RAY_ADDRESS, or the cluster of this machine)"
+    )
+    placement: str = _option(
+        "pack",
+        "nodes that groups of a layout get: as few as can be, several where there is room, or one each",
+        choices=("pack", "spread", "strict_spread"),
+    )
+    fronts: str = _option(
+        "auto",
+        "nodes with front doors: the one where serve was called, every one, or auto: every one where there are several",
+        choices=("auto", "here", "every"),
+    )
+    node_host: str = _option("", "address that stages of a node bind (default: the one by which Ray knows it)")
+    node_ports: str = _option("20000-24999", "ports that stages of a node may take, FIRST-LAST")
     share_devices: bool = _option(
         False, "where a layout wants more devices than there are, place it on those in turn (to try it, not to be fast)"
     )
@@ -82,7 +101,7 @@ class DeployConfig:
     mm_store: str = _option(
         "auto",
         "where features lie: arena (this host's shared memory), mooncake (arena and Mooncake Store), "
-        "auto (arena; with Mooncake on NPUs or when --mooncake-master is given)",
+        "auto (arena; with Mooncake on NPUs, on several nodes or when --mooncake-master is given)",
         choices=("auto", "arena", "mooncake"),
     )
     mooncake_master: str = _option("", "HOST:PORT of a running mooncake_master (default: start one if it is needed)")
@@ -153,6 +172,7 @@ class DeployConfig:
         for name in (*positive, "recompute_limit"):
             if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it has to be positive", param=name)
+        self._check_cluster()
         parse_core_shares(self.core_share)
         _check_grouping(self.kv_grouping, self.kv_packet_floor_kib)
         Faults(self.kv_faults)
@@ -171,6 +191,24 @@ class DeployConfig:
                 )
         if self.tenant_header and not _HEADER.fullmatch(self.tenant_header):
             raise ConfigError(f"tenant_header {self.tenant_header!r} is no header name", param="tenant_header")
+
+    def _check_cluster(self) -> None:
+        check_name(self.name)
+        if "//" in self.ray_address:
+            raise ConfigError(
+                f"ray_address {self.ray_address}: Ray Client is not taken; give HOST:PORT of the head, and call this "
+                "on a node of the cluster",
+                param="ray_address",
+            )
+        if self.ray_address != "auto":
+            host_and_port(self.ray_address, "ray_address")
+        port_range(self.node_ports)
+        default = {option.name: option.default for option in fields(self)}
+        for name in ("placement", "fronts", "node_host"):
+            if self.runtime == "local" and getattr(self, name) != default[name]:
+                raise ConfigError(f"{name} {getattr(self, name)} is for --runtime ray", param=name)
+        if self.runtime == "ray" and self.share_devices:
+            raise ConfigError("share_devices is for one machine: Ray lends whole devices", param="share_devices")
 
 
 def check_admin_port(admin_port: int, port: int) -> None:
@@ -208,19 +246,6 @@ def check_segment(mib: int) -> None:
             f"mooncake_segment_mib is {mib}; Mooncake takes no segment below {LEAST_SEGMENT_MIB}",
             param="mooncake_segment_mib",
         )
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    """`10.0.0.1:50051` or `[fd00::1]:50051` as host and port.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    host, colon, port = address.rpartition(":")
-    right = colon and _HOST.fullmatch(host) and re.fullmatch("[0-9]{1,5}", port)
-    if not (right and 1 <= int(port) <= 65535):
-        raise ConfigError(f"mooncake_master {address!r} is not HOST:PORT", param="mooncake_master")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def build_config(flags: Mapping[str, Any], config_file: str | None = None) -> DeployConfig:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from deploy.options.addresses import port_range
 from deploy.options.config import DeployConfig, build_config
 from epd_serve.errors import ConfigError
 
@@ -69,3 +71,35 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: st
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         build_config({}, "/no/such.yaml")
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"runtime": "kubernetes"}, "runtime"),
+        ({"name": "Two Words"}, "name"),
+        ({"name": "-"}, "name"),
+        ({"name": "a" * 41}, "name"),
+        ({"ray_address": "ray://head:10001"}, "ray_address"),
+        ({"ray_address": "head"}, "ray_address"),
+        ({"node_ports": "20000"}, "node_ports"),
+        ({"node_ports": "20000-20010"}, "node_ports"),
+        ({"node_ports": "80-9000"}, "node_ports"),
+        ({"node_ports": "60000-70000"}, "node_ports"),
+        ({"fronts": "every"}, "fronts"),
+        ({"placement": "spread"}, "placement"),
+        ({"node_host": "10.0.0.1"}, "node_host"),
+        ({"runtime": "ray", "placement": "random"}, "placement"),
+        ({"runtime": "ray", "share_devices": True}, "share_devices"),
+    ],
+)
+def test_options_of_several_nodes_that_cannot_be_name_the_option(options: dict[str, Any], param: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        DeployConfig(**options)
+    assert refused.value.param == param
+
+
+def test_options_of_several_nodes() -> None:
+    options = {"placement": "strict_spread", "fronts": "every", "node_ports": "30000-30999", "name": "qwen-eu-2"}
+    config = DeployConfig(runtime="ray", ray_address="[fd00::1]:6379", node_host="10.0.0.4", **options)  # type: ignore[arg-type]
+    assert len(port_range(config.node_ports)) == 1000
