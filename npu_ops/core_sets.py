@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 _ROUNDING = 1e-9  # 0.7 of 10 cores is 7, whatever 0.7 is in binary
@@ -20,9 +20,9 @@ class TooFewCoresError(ValueError):
 
 @dataclass(frozen=True)
 class CoreSets:
-    """Core ids per virtual device; `oversubscribed` when devices have to share cores."""
+    """Core ids by virtual device; `oversubscribed` when devices have to share cores."""
 
-    sets: tuple[tuple[int, ...], ...]
+    sets: Mapping[int, tuple[int, ...]]
     oversubscribed: bool
 
     def of(self, devices: Iterable[int]) -> tuple[int, ...]:
@@ -50,9 +50,11 @@ def core_sets(devices: int, cores: Iterable[int] | None = None) -> CoreSets:
     usable = sorted(os.sched_getaffinity(0) if cores is None else cores)
     assert usable
     if len(usable) < devices:
-        return CoreSets(tuple((usable[device % len(usable)],) for device in range(devices)), oversubscribed=True)
+        alone = {device: (usable[device % len(usable)],) for device in range(devices)}
+        return CoreSets(alone, oversubscribed=True)
     bounds = [len(usable) * device // devices for device in range(devices + 1)]
-    return CoreSets(tuple(tuple(usable[start:end]) for start, end in itertools.pairwise(bounds)), oversubscribed=False)
+    runs = {device: tuple(usable[start:end]) for device, (start, end) in enumerate(itertools.pairwise(bounds))}
+    return CoreSets(runs, oversubscribed=False)
 
 
 def apportion(total: int, shares: Sequence[float]) -> list[int]:

@@ -104,7 +104,14 @@ class AgentSetup:
     def node(self) -> Node:
         """This machine."""
         inventory = self.blueprint.inventory
-        return Node(self.net.node, inventory.kind, inventory.ids, self.room)
+        return Node(
+            self.net.node,
+            inventory.kind,
+            inventory.ids,
+            self.room,
+            arena_bytes=self.arena_bytes,
+            staging_bytes=self.staging_bytes,
+        )
 
 
 def _room(blueprint: Blueprint, shm_mib: int) -> Mapping[str, int]:

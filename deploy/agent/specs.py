@@ -36,28 +36,30 @@ def orders(blueprint: Blueprint) -> tuple[Order, ...]:
 
 
 def _spec(blueprint: Blueprint, plan: InstancePlan) -> Spec:
+    node, devices = blueprint.machines.local(plan.devices)
     spec = Spec(
         role=plan.role,
-        devices=plan.devices,
+        devices=devices,
         digest="",
+        node=node,
         both=plan.both,
-        needs=_needs(blueprint, plan),
-        plan=plan,
-        stage=_stage(blueprint, plan),
+        needs=_needs(blueprint, plan, devices),
+        plan=replace(plan, devices=devices),
+        stage=_stage(blueprint, plan, devices),
         cores=blueprint.cores_of(plan),
         featured=blueprint.features_travel and (plan.role.sends_features or plan.role.takes_features),
     )
     return replace(spec, digest=_digest(spec))
 
 
-def _stage(blueprint: Blueprint, plan: InstancePlan) -> StagePlan:
+def _stage(blueprint: Blueprint, plan: InstancePlan, devices: tuple[int, ...]) -> StagePlan:
     """Without what names a life."""
     config = blueprint.config
     return StagePlan(
         instance="",
         role=plan.role,
         device=blueprint.device,
-        device_ids=plan.devices,
+        device_ids=devices,
         cores=blueprint.cores_of(plan),
         tp=plan.tp,
         model=blueprint.model,
@@ -111,7 +113,7 @@ def _digest(spec: Spec) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _needs(blueprint: Blueprint, plan: InstancePlan) -> Mapping[str, int]:
+def _needs(blueprint: Blueprint, plan: InstancePlan, devices: tuple[int, ...]) -> Mapping[str, int]:
     """Bytes by resource; nothing where the sizes are unknown.
 
     A layout that was accepted fits on devices where nothing of ours runs: where its estimates say otherwise, because
@@ -124,4 +126,4 @@ def _needs(blueprint: Blueprint, plan: InstancePlan) -> Mapping[str, int]:
     if blueprint.device == "cpu":
         return {HOST_MEMORY: taken}
     cut = taken * min(division.free, division.taken) // division.taken
-    return {device_memory(device): cut for device in plan.devices}
+    return {device_memory(device): cut for device in devices}

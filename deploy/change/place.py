@@ -5,41 +5,39 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from deploy.plan.allot import Devices, allot, copies
 from deploy.runtime.protocol import Spec
-from epd_serve.errors import ConfigError
 from epd_serve.layout import Group, Layout
 from epd_serve.roles import Role
 
 
-def place(layout: Layout, pool: Sequence[int], running: Iterable[Spec]) -> tuple[int, ...]:
-    """Devices in the layout's order, for `epd_serve.placement.lower`.
+def place(
+    layout: Layout, pool: Sequence[int], running: Iterable[Spec], *, beside_leaving: bool = True
+) -> tuple[Devices, ...]:
+    """Devices of each copy of the layout's groups, in its order; () for one that finds no room.
 
     Args:
-        pool: ids that may be used.
-        running: what runs now. P and D with both halves count as each other.
-
-    Raises:
-        ConfigError: the pool has too few.
+        pool: global ids that may be used. Where nobody is, nobody has to go first: those are taken before others.
+        running: what runs now, its devices by global id. P and D with both halves count as each other.
+        beside_leaving: devices of those that do not stay may be given to others.
     """
-    if layout.device_count > len(pool):
-        raise ConfigError(f"layout {layout} needs {layout.device_count} devices, there are {len(pool)}", param="layout")
-    there: dict[tuple[int, ...], list[Spec]] = {}
+    there: dict[Devices, list[Spec]] = {}
     for spec in running:
         if set(spec.devices) <= set(pool):
             there.setdefault(spec.devices, []).append(spec)
-    copies = [group for group in layout.groups for _ in range(group.repeat)]
-    kept = [(_in_common(group, some), index, at) for index, group in enumerate(copies) for at, some in there.items()]
-    chosen: dict[int, tuple[int, ...]] = {}
+    groups = copies(layout)
+    kept = [(_in_common(group, some), index, at) for index, group in enumerate(groups) for at, some in there.items()]
+    chosen: dict[int, Devices] = {}
     taken: set[int] = set()
     for (stay, _), index, at in sorted(kept, key=lambda one: (-one[0][0], -one[0][1], one[1:])):
-        if stay and index not in chosen and len(at) == copies[index].tp and not taken & set(at):
+        if stay and index not in chosen and len(at) == groups[index].tp and not taken & set(at):
             chosen[index] = at
             taken |= set(at)
-    unused = [device for device in pool if device not in taken]
-    unused.sort(key=lambda device: any(device in at for at in there))  # where nobody is, nobody has to go first
-    free = iter(unused)
-    devices = (chosen.get(index) or tuple(next(free) for _ in range(group.tp)) for index, group in enumerate(copies))
-    return tuple(device for some in devices for device in some)
+    occupied = {device for at in there for device in at}
+    left = [device for device in pool if device not in taken]
+    free = [device for device in left if device not in occupied]
+    in_use = [device for device in left if device in occupied] if beside_leaving else []
+    return allot(groups, free, in_use, chosen)
 
 
 def _in_common(group: Group, there: Sequence[Spec]) -> tuple[int, int]:

@@ -18,12 +18,12 @@ def shortage(spec: Spec, beside: Sequence[Observed], actual: Actual) -> Shortage
     if node is None:
         return Shortage("node", spec.node)
     there = [one for one in beside if one.order.spec.node == spec.node and not given_up(one)]
-    taken = _taken([spec, *(one.order.spec for one in there)], actual)
+    taken = _taken([spec, *(one.order.spec for one in there)], node)
     lacking = [(amount - node.room[what], what) for what, amount in taken.items() if amount > _room(node, what)]
     if not lacking:
         return None
     over, what = max(lacking)
-    free = max(0, node.room[what] - _taken([one.order.spec for one in there], actual)[what])
+    free = max(0, node.room[what] - _taken([one.order.spec for one in there], node)[what])
     blocks = tuple(one.order.id for one in there if what == SHARED_MEMORY or one.order.spec.needs.get(what))
     return Shortage(what, spec.node, needed=free + over, free=free, blocks=blocks)
 
@@ -32,12 +32,12 @@ def _room(node: Node, what: str) -> float:
     return node.room.get(what, float("inf"))
 
 
-def _taken(specs: Sequence[Spec], actual: Actual) -> Counter[str]:
+def _taken(specs: Sequence[Spec], node: Node) -> Counter[str]:
     """Bytes by resource: what each takes, the arena where features travel, and a staging area per KV link."""
     taken: Counter[str] = Counter()
     for spec in specs:
         taken.update(spec.needs)
-    shared = _links(specs) * actual.staging_bytes + any(spec.featured for spec in specs) * actual.arena_bytes
+    shared = _links(specs) * node.staging_bytes + any(spec.featured for spec in specs) * node.arena_bytes
     if shared:
         taken[SHARED_MEMORY] += shared
     return taken

@@ -24,10 +24,11 @@ def served(instances: Iterable[Observed], leaving: frozenset[str] = frozenset())
     return kinds(one.order.spec.role for one in instances if one.phase is Phase.UP and one.order.id not in leaving)
 
 
-def required(wanted: Wanted, actual: Actual) -> frozenset[Kind]:
-    """What a change that begins now must go on serving all the time: all of today's that the wanted layout serves, too.
+def coming(instances: Iterable[Observed]) -> Iterable[Observed]:
+    """Those that are up, and those that are coming back, whose path is not lost by that."""
+    return (one for one in instances if one.phase is Phase.UP or (one.phase is Phase.DOWN and not one.over))
 
-    Whoever has been up counts: one that is between two lives is coming back, and its path is not lost by that.
-    """
-    coming = (one for one in actual.instances if one.phase is Phase.UP or (one.phase is Phase.DOWN and not one.over))
-    return kinds(one.order.spec.role for one in coming) & kinds(spec.role for spec in wanted.specs)
+
+def required(wanted: Wanted, actual: Actual) -> frozenset[Kind]:
+    """What a change that begins now must go on serving all the time: what is served today, and by the wanted layout."""
+    return kinds(one.order.spec.role for one in coming(actual.instances)) & kinds(wanted.roles)

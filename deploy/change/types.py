@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from deploy.runtime.protocol import Node, Observed, Spec
@@ -14,10 +14,24 @@ Kind = str
 
 @dataclass(frozen=True)
 class Wanted:
-    """A layout as text, and its instances."""
+    """A layout as text, and its instances.
+
+    Attributes:
+        specs: of those that have a place. waiting: of those that have none now. waits: what these wait for.
+    """
 
     layout: str
     specs: tuple[Spec, ...]
+    waiting: tuple[Spec, ...] = ()
+    waits: str = ""
+
+    @property
+    def every(self) -> tuple[Spec, ...]:
+        return (*self.specs, *self.waiting)
+
+    @property
+    def roles(self) -> frozenset[Role]:
+        return frozenset(spec.role for spec in self.every)
 
 
 @dataclass(frozen=True)
@@ -30,7 +44,6 @@ class Actual:
         quiet: those of them on which no prefill is under way and no KV has yet to leave.
         required: kinds of requests that must not lose their last path: those served when the change began.
         paused: new requests wait.
-        staging_bytes: shared memory of each KV link. arena_bytes: of the arena, where there are features.
     """
 
     nodes: tuple[Node, ...]
@@ -40,8 +53,6 @@ class Actual:
     quiet: frozenset[str] = frozenset()
     required: frozenset[Kind] = frozenset()
     paused: bool = False
-    staging_bytes: int = 0
-    arena_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,17 +128,19 @@ class Plan:
     def pauses(self) -> bool:
         return any(isinstance(one, Pause) for wave in self.waves for one in wave)
 
-    def seconds(self, start_s: Mapping[Role, float], drain_s: float = 0.0, *, paused: bool = False) -> float | None:
+    def seconds(
+        self, start_s: Callable[[Spec], float | None], drain_s: float = 0.0, *, paused: bool = False
+    ) -> float | None:
         """How long it takes by experience, or how long of it new requests wait; None where a start has no precedent.
 
         Args:
-            start_s: of an instance by role. drain_s: of a drain.
+            start_s: tells it of an instance. drain_s: of a drain.
         """
         total, counts = 0.0, not paused
         for wave in self.waves:
             begins = any(isinstance(one, Pause) for one in wave)
             counts = counts or begins
-            starts = [start_s.get(one.spec.role) for one in wave if isinstance(one, Start)]
+            starts = [start_s(one.spec) for one in wave if isinstance(one, Start)]
             if counts and any(one is None for one in starts):
                 return None
             drains = drain_s if any(isinstance(one, Drain) for one in wave) else 0.0

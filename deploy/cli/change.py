@@ -231,11 +231,12 @@ def _message(answer: httpx.Response) -> str:
 
 def status_text(status: dict[str, Any]) -> str:
     """For people."""
+    several = len(status["nodes"]) > 1
     rows = [("instance", "role", "devices", "state", "in flight", "restarts")]
     for one in status["instances"]:
         state = f"{one['phase']}: {one['reason']}" if one["reason"] else str(one["phase"])
         role = f"{one['role']} (P|D)" if one["both"] else str(one["role"])
-        devices = ",".join(map(str, one["devices"]))
+        devices = f"{one['node']}:" * several + ",".join(map(str, one["devices"]))
         rows.append((str(one["id"]), role, devices, state, str(one["in_flight"]), str(one["restarts"])))
     lines = [f"launch {status['launch']}: {status['layout']}, {status['state']}"]
     if status["trouble"]:

@@ -113,7 +113,7 @@ class Actuator:
         if self._changes.present is not None:
             self._changes.present.started.setdefault(name, time.monotonic())
         if all(other.order.id != name for other in self._overlay.instances or ()):
-            self._overlay.started[name] = one
+            self._overlay.started[name] = one, time.monotonic()
 
     def _stay(self, name: str) -> None:
         """One that drains is taken back."""

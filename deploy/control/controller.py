@@ -14,12 +14,15 @@ from deploy.change.plan import diff
 from deploy.change.scaling import scaled
 from deploy.change.serving import kinds, required
 from deploy.change.types import Plan, Shortage, Wanted
+from deploy.control.aim import Aim
 from deploy.control.doors import Doors
-from deploy.control.progress import Answer, Change, change_json
+from deploy.control.places import Places
+from deploy.control.progress import REPLACE, Answer, Change
 from deploy.control.reconciler import Reconciler
-from deploy.control.refusals import RefusedError, change_under_way, pause_too_long, pause_too_short, short
-from deploy.front.occupancy import under_way
-from deploy.runtime.protocol import Observed, Phase, Spec
+from deploy.control.refusals import RefusedError, change_under_way, no_devices, pause_too_long, pause_too_short, short
+from deploy.control.status import status_json
+from deploy.runtime.leases import LeaseError
+from deploy.runtime.protocol import Observed, Spec
 from epd_serve.errors import EpdError, NotFoundError
 from epd_serve.roles import Role
 
@@ -32,8 +35,7 @@ class Controller:
 
     Args:
         launch: the deployment's id.
-        aim: makes what is wanted of a layout's text and the specs of those that may stay; raises ConfigError. Called
-            in a thread.
+        aim: makes what is wanted of a layout's text and the specs of those that may stay.
         parts: the processes that are no stages, by name.
         configure: has front doors that start from now on go by these `--proxy` options, too; raises ConfigError.
     """
@@ -43,7 +45,7 @@ class Controller:
         launch: str,
         reconciler: Reconciler,
         doors: Doors,
-        aim: Callable[[str, Sequence[Spec]], Wanted],
+        aim: Aim,
         parts: Callable[[], Awaitable[Mapping[str, PartJson]]],
         configure: Callable[[Sequence[str]], Awaitable[None]],
     ) -> None:
@@ -51,6 +53,7 @@ class Controller:
         self._reconciler = reconciler
         self._doors = doors
         self._aim = aim
+        self._places = Places(aim, reconciler, look_s=reconciler.deadlines.again_s)
         self._parts = parts
         self._configure = configure
         self._restarting: asyncio.Task[None] | None = None
@@ -62,14 +65,14 @@ class Controller:
 
     async def scale(self, counts: Mapping[Role, int], *, dry_run: bool = False, pause_s: float = 0.0) -> Answer:
         """Raises as `relayout`."""
-        switchable = any(spec.both for spec in self._reconciler.wanted.specs)
+        switchable = any(spec.both for spec in self._reconciler.wanted.every)
         layout = scaled(self._reconciler.wanted.layout, counts, switchable=switchable)
         return await self._relayout("scale", layout, dry_run=dry_run, pause_s=pause_s)
 
     async def drain(self, name: str, *, dry_run: bool = False) -> Answer:
         """The layout without this instance. Raises as `relayout`, and NotFoundError."""
         role = self._instance(name).order.spec.role
-        count = sum(spec.role is role for spec in self._reconciler.wanted.specs)
+        count = sum(spec.role is role for spec in self._reconciler.wanted.every)
         layout = scaled(self._reconciler.wanted.layout, {role: count - 1})
         return await self._relayout("drain", layout, dry_run=dry_run, unwanted=(name,))
 
@@ -78,13 +81,14 @@ class Controller:
         every = tuple(one.order.id for one in self._reconciler.instances)
         names = (self._instance(name).order.id,) if name else every
         self._check_idle()
-        await self._reconciler.look()
-        wanted = self._reconciler.wanted
-        plans = [self._plan(wanted, (one,), pause_s) for one in names]
-        plan = Plan(tuple(wave for one in plans for wave in one.waves))
-        await self._check_room(plan, pause_s)
-        self._check_idle()
-        change = self._reconciler.begin("restart", wanted, pause_s=pause_s, unwanted=names)
+        async with self._places.turn:
+            await self._reconciler.look()
+            wanted = self._reconciler.wanted
+            plans = [self._plan(wanted, (one,), pause_s) for one in names]
+            plan = Plan(tuple(wave for one in plans for wave in one.waves))
+            await self._check_room(plan, pause_s)
+            self._check_idle()
+            change = self._reconciler.begin("restart", wanted, pause_s=pause_s, unwanted=names)
         return self._answer(plan, wanted, change)
 
     async def restart_front(self, options: Sequence[str] = ()) -> None:
@@ -116,9 +120,9 @@ class Controller:
 
     async def undo(self, *, pause_s: float = 0.0) -> Answer:
         """Back to the layout that was wanted before, also from the middle of a change. Raises as `relayout`."""
-        reconciler = self._reconciler
-        if reconciler.changes.present is not None and reconciler.changes.present.before == reconciler.wanted.layout:
-            wanted = reconciler.wanted  # instances are being replaced: those that are left stay
+        reconciler, change = self._reconciler, self._reconciler.changes.present
+        if change is not None and change.what != REPLACE and change.before == reconciler.wanted.layout:
+            wanted = reconciler.wanted  # instances are being restarted: those that are left stay
             return self._answer(Plan(()), wanted, reconciler.begin("undo", wanted))
         if len(reconciler.layouts) < 2:
             raise RefusedError("there was no other layout before this one", "nothing_to_undo")
@@ -134,32 +138,20 @@ class Controller:
 
     async def status(self) -> dict[str, Any]:
         """What is wanted, what there is, and what is being done about it."""
-        reconciler = self._reconciler
-        changes = reconciler.changes
+        leased = self._places.leased if self._aim.leases is not None else None
         return {
             "launch": self._launch,
-            "layout": reconciler.wanted.layout,
-            "state": self._state(),
-            "trouble": reconciler.trouble.reason,
-            "paused_s": round(reconciler.paused_s, 3),
-            "change": change_json(changes.present) if changes.present is not None else None,
-            "instances": [self._instance_json(one) for one in reconciler.instances],
+            **status_json(self._reconciler, self._doors, leased),
             "parts": dict(await self._parts()),
             "front": {
                 "restarting": self._front_restarts,
                 "trouble": self._front_trouble,
             },
-            "layouts": list(reconciler.layouts),
-            "past": [change_json(one) for one in changes.past],
         }
 
-    def _state(self) -> str:
-        reconciler = self._reconciler
-        if reconciler.trouble.reason or any(one.phase is Phase.DOWN for one in reconciler.instances):
-            return "degraded"
-        if reconciler.paused_s:
-            return "paused"
-        return "changing" if reconciler.changes.present is not None else "steady"
+    async def keep_places(self) -> None:
+        """For ever, beside the reconciler: what is leased and what is wanted stay in step (`places.py`)."""
+        await self._places.keep()
 
     async def _relayout(
         self,
@@ -173,18 +165,24 @@ class Controller:
     ) -> Answer:
         if not (dry_run or anyway):
             self._check_idle()
-        await self._reconciler.look()
-        stay = [one.order.spec for one in self._reconciler.instances if one.order.id not in unwanted]
-        wanted = await asyncio.to_thread(self._aim, layout, stay)
-        plan = self._plan(wanted, unwanted, pause_s)
-        await self._check_room(plan, pause_s)
-        notes = self._notes(wanted)
-        if dry_run:
-            return self._answer(plan, wanted, None, notes)
-        if not anyway:
-            self._check_idle()
-        change = self._reconciler.begin(what, wanted, pause_s=pause_s, unwanted=unwanted)
-        return self._answer(plan, wanted, change, notes)
+        try:
+            async with self._places.turn:
+                await self._reconciler.look()
+                stay = [one.order.spec for one in self._reconciler.instances if one.order.id not in unwanted]
+                wanted = await self._aim(layout, stay, dry_run=dry_run)
+                plan = self._plan(wanted, unwanted, pause_s)
+                await self._check_room(plan, pause_s)
+                notes = self._notes(wanted)
+                if dry_run:
+                    return self._answer(plan, wanted, None, notes)
+                if not anyway:
+                    self._check_idle()
+                change = self._reconciler.begin(what, wanted, pause_s=pause_s, unwanted=unwanted)
+                return self._answer(plan, wanted, change, notes)
+        except LeaseError as error:
+            raise no_devices(error, layout) from error
+        finally:
+            self._places.look_soon()  # where it was refused, what was leased for it is given back
 
     def _plan(self, wanted: Wanted, unwanted: Sequence[str], pause_s: float) -> Plan:
         """All of the change in advance. Raises RefusedError where it would get stuck."""
@@ -193,7 +191,7 @@ class Controller:
         plan = diff(wanted, actual, may_pause=pause_s > 0)
         if isinstance(plan, Shortage):
             raise short(plan, wanted.layout)
-        needed_s = plan.seconds(self._start_s(), paused=True) if plan.pauses else None
+        needed_s = plan.seconds(self._start_s, paused=True) if plan.pauses else None
         if needed_s is not None and needed_s > pause_s:
             raise pause_too_short(needed_s, pause_s)
         return plan
@@ -204,17 +202,19 @@ class Controller:
             raise pause_too_long(pause_s, most_s)
 
     def _answer(self, plan: Plan, wanted: Wanted, change: Change | None, notes: tuple[str, ...] = ()) -> Answer:
-        start_s = self._start_s()
-        pause_s = plan.seconds(start_s, paused=True) if plan.pauses else 0.0
-        return Answer(plan, wanted.layout, change, notes, plan.seconds(start_s), pause_s)
+        pause_s = plan.seconds(self._start_s, paused=True) if plan.pauses else 0.0
+        return Answer(plan, wanted.layout, change, notes, plan.seconds(self._start_s), pause_s)
 
-    def _start_s(self) -> Mapping[Role, float]:
-        return {role: seconds for node in self._reconciler.overlay.nodes for role, seconds in node.start_s.items()}
+    def _start_s(self, spec: Spec) -> float | None:
+        """How long such starts have taken on its node lately, or else on the slowest other one."""
+        known = {
+            node.id: node.start_s[spec.role] for node in self._reconciler.overlay.nodes if spec.role in node.start_s
+        }
+        return known.get(spec.node, max(known.values(), default=None))
 
     def _notes(self, wanted: Wanted) -> tuple[str, ...]:
         """What is served now and will not be."""
-        now = kinds(spec.role for spec in self._reconciler.wanted.specs)
-        lost = now - kinds(spec.role for spec in wanted.specs)
+        lost = kinds(self._reconciler.wanted.roles) - kinds(wanted.roles)
         return tuple(f"{wanted.layout} does not serve requests of kind {kind}" for kind in sorted(lost))
 
     def _check_idle(self) -> None:
@@ -228,20 +228,3 @@ class Controller:
                 return one
         there = ", ".join(one.order.id for one in self._reconciler.instances)
         raise NotFoundError(f"there is no instance {name!r}; there are {there}", code="unknown_instance")
-
-    def _instance_json(self, one: Observed) -> dict[str, Any]:
-        spec = one.order.spec
-        return {
-            "id": one.order.id,
-            "role": spec.role.value,
-            "both": spec.both,
-            "node": spec.node,
-            "devices": list(spec.devices),
-            "phase": one.phase.value,
-            "reason": one.reason,
-            "incarnation": one.instance.incarnation if one.instance is not None else "",
-            "pid": one.pid,
-            "restarts": one.restarts,
-            "up_s": round(one.up_s, 1),
-            "in_flight": under_way(self._doors, one.order.id),
-        }

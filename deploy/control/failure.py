@@ -24,6 +24,7 @@ class Deadlines:
         retry_s: from a call that was lost to its repetition. again_s: from a layout that cannot be reached to the next
             try; it doubles up to `again_max_s`.
         look_s: between looks for deadlines; everything else that happens is told.
+        place_s: for a node that is gone to come back, or its devices to be found elsewhere, in a change.
     """
 
     start_s: float = 900.0
@@ -34,6 +35,7 @@ class Deadlines:
     again_s: float = 5.0
     again_max_s: float = 60.0
     look_s: float = 0.5
+    place_s: float = 60.0
 
 
 def why_failed(change: Change, actual: Actual, overlay: Overlay, deadlines: Deadlines) -> str:

@@ -4,6 +4,7 @@ for twice."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,28 +12,27 @@ from deploy.change.types import Actual, Kind
 from deploy.runtime.protocol import Node, Observed, Order, Phase
 from epd_serve.roles import Role
 
+UNSEEN_S = 20.0
+"""One that was started and has not been seen for so long has gone with its node."""
+
 
 class Overlay:
-    """Args:
-    staging_bytes, arena_bytes: as of `Actual`.
-
-    Attributes:
+    """Attributes:
     instances: as the runtime saw them last; None before its first word.
-    started: that were started, and not seen yet. flipped: ids that were, and their role has not been seen.
+    started: that were started and not seen yet, and when. flipped: ids that were, and their role has not been seen.
     leaving, emptying: waits for an instance to be quiet, or empty, by id. stopping: that are being stopped.
     unwanted: ids that are to be replaced although their like is wanted, one after another.
     """
 
-    def __init__(self, unwanted: Sequence[str] = (), *, staging_bytes: int = 0, arena_bytes: int = 0) -> None:
+    def __init__(self, unwanted: Sequence[str] = ()) -> None:
         self.nodes: tuple[Node, ...] = ()
         self.instances: tuple[Observed, ...] | None = None
-        self.started: dict[str, Observed] = {}
+        self.started: dict[str, tuple[Observed, float]] = {}
         self.flipped: dict[str, Role] = {}
         self.leaving: dict[str, asyncio.Task[None]] = {}
         self.emptying: dict[str, asyncio.Task[None]] = {}
         self.stopping: dict[str, asyncio.Task[None]] = {}
         self.unwanted = tuple(unwanted)
-        self._staging_bytes, self._arena_bytes = staging_bytes, arena_bytes
 
     def take_in(self, instances: tuple[Observed, ...]) -> list[str]:
         """What the runtime says now. Returns the ids of those whose flip has been seen by it."""
@@ -57,7 +57,9 @@ class Overlay:
         Args:
             unwanted: ids beside the one that is being replaced that are taken for something nobody wants.
         """
-        there = {**self.started, **{one.order.id: self._as_asked(one) for one in self.instances or ()}}
+        now = time.monotonic()
+        started = {name: one for name, (one, since) in self.started.items() if now < since + UNSEEN_S}
+        there = {**started, **{one.order.id: self._as_asked(one) for one in self.instances or ()}}
         for name in {*self.unwanted[:1], *unwanted} & there.keys():
             spec = there[name].order.spec
             order = Order(name, replace(spec, digest=f"{spec.digest}, unwanted"))
@@ -70,9 +72,13 @@ class Overlay:
             quiet=frozenset(name for name, task in self.leaving.items() if _over(task)),
             required=required,
             paused=paused,
-            staging_bytes=self._staging_bytes,
-            arena_bytes=self._arena_bytes,
         )
+
+    def take_in_nodes(self, nodes: tuple[Node, ...]) -> None:
+        """All there are. What was started on another is gone."""
+        self.nodes = nodes
+        there = {node.id for node in nodes}
+        self.started = {name: one for name, one in self.started.items() if one[0].order.spec.node in there}
 
     def cancel(self) -> None:
         for task in (*self.leaving.values(), *self.emptying.values(), *self.stopping.values()):

@@ -17,6 +17,9 @@ from deploy.runtime.protocol import Observed, Phase
 PAST = 10
 """Changes that are remembered for `status`."""
 
+REPLACE = "replace"
+"""The word of a change that nobody has asked for: what was lost with its node comes again elsewhere."""
+
 
 class State(StrEnum):
     UNDER_WAY = "under way"
@@ -107,6 +110,11 @@ class Change:
                 step.close()
             if isinstance(step.action, Flip) and step.action.id not in flipped:
                 step.close()
+
+    @property
+    def idle_s(self) -> float:
+        """Since something has moved."""
+        return time.monotonic() - self.moved
 
     def revert(self, why: str) -> None:
         """Its way goes back now, for this reason."""
@@ -207,7 +215,8 @@ def action_json(action: Action) -> dict[str, object]:
     if not isinstance(action, Pause | Resume):
         told["instance"] = action.id
     if isinstance(action, Start):
-        told |= {"role": action.spec.role.value, "devices": list(action.spec.devices)}
+        spec = action.spec
+        told |= {"role": spec.role.value, "node": spec.node, "devices": list(spec.devices)}
     if isinstance(action, Flip):
         told["role"] = action.role.value
     return told

@@ -9,20 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from deploy.change.serving import required
-from deploy.change.types import Action, Actual, Flip, Shortage, Wanted
+from deploy.change.types import Action, Actual, Flip, Shortage, Start, Wanted
 from deploy.change.wave import reached, wave
 from deploy.control.actuator import Actuator
 from deploy.control.doors import Doors
 from deploy.control.failure import Deadlines, Trouble, start_failed, why_failed
 from deploy.control.journal import DEPTH, Journal, Latest, Record
 from deploy.control.overlay import Overlay
-from deploy.control.progress import Change, Changes, State
+from deploy.control.progress import REPLACE, Change, Changes, State
 from deploy.control.refusals import shortage_text
 from deploy.control.watcher import Watcher
-from deploy.runtime.protocol import Observed, Runtime
+from deploy.runtime.protocol import Observed, Runtime, Spec
 from epd_serve.errors import ConfigError, EpdError
 
 logger = logging.getLogger(__name__)
@@ -34,12 +36,11 @@ class Reconciler:
     Args:
         wanted: what to start with.
         record: what a controller before this one has left. previous: what was wanted before the change in it.
-        staging_bytes, arena_bytes: as of `Actual`.
         say: takes a line for the operator.
 
     Attributes:
         overlay: all instances there are. layouts: that were wanted, the present one last. changes: to get there.
-        trouble: why what is wanted is not there and nothing is under way.
+        trouble: why what is wanted is not there and nothing is under way. deadlines: as given.
     """
 
     def __init__(
@@ -50,8 +51,6 @@ class Reconciler:
         wanted: Wanted,
         *,
         deadlines: Deadlines | None = None,
-        staging_bytes: int = 0,
-        arena_bytes: int = 0,
         say: Callable[[str], None] = lambda line: None,
         record: Record | None = None,
         previous: Wanted | None = None,
@@ -60,13 +59,13 @@ class Reconciler:
         latest = record.change.change() if record.change is not None else Change(0, "start", "", wanted.layout)
         self._runtime = runtime
         self._journal = journal
-        self._deadlines = deadlines or Deadlines()
+        self.deadlines = deadlines or Deadlines()
         self._say = say
         self.wanted = wanted
         self.layouts = record.layouts
-        self.overlay = Overlay(record.unwanted, staging_bytes=staging_bytes, arena_bytes=arena_bytes)
+        self.overlay = Overlay(record.unwanted)
         self.changes = Changes(latest)
-        self.trouble = Trouble(self._deadlines, say)
+        self.trouble = Trouble(self.deadlines, say)
         self._previous = previous
         self._number = latest.number
         self._woken = asyncio.Event()
@@ -75,7 +74,7 @@ class Reconciler:
             doors,
             self.overlay,
             self.changes,
-            self._deadlines,
+            self.deadlines,
             wake=self._woken.set,
             write=self._write,
             say=say,
@@ -89,7 +88,7 @@ class Reconciler:
             self._actuator,
             wanted=lambda: self.wanted,
             wake=self._woken.set,
-            retry_s=self._deadlines.retry_s,
+            retry_s=self.deadlines.retry_s,
         )
 
     async def run(self) -> None:
@@ -111,7 +110,7 @@ class Reconciler:
 
     async def look(self) -> None:
         """Ask the runtime for its nodes again: room and times of starts are what they are now."""
-        self.overlay.nodes = await self._runtime.nodes()
+        self.overlay.take_in_nodes(await self._runtime.nodes())
 
     @property
     def instances(self) -> tuple[Observed, ...]:
@@ -141,6 +140,29 @@ class Reconciler:
         self._woken.set()
         return change
 
+    def aim_anew(self, wanted: Wanted) -> None:
+        """The same layout on the places that there are now: a change of its own, from which there is no way back, or
+        the rest of the one under way."""
+        before, self.wanted = self.wanted, wanted
+        if wanted.waits and wanted.waits != before.waits:
+            self._say(f"{wanted.layout} is not whole: it waits for {wanted.waits}")
+        comes, goes = (Counter(one.specs) - Counter(other.specs) for one, other in ((wanted, before), (before, wanted)))
+        if comes and self.changes.present is None:
+            self.begin(REPLACE, wanted)
+            self._previous = None
+        elif comes or goes:
+            self._fresh()
+            if self.changes.present is not None:
+                self.changes.present.moved = time.monotonic()
+            self._watcher.publish()
+            self._woken.set()
+
+    @property
+    def used(self) -> list[Spec]:
+        """Of the instances there are, and of those to which the change under way may go back."""
+        back = self._previous.specs if self._previous is not None and self.changes.present is not None else ()
+        return [*(one.order.spec for one in self.actual().instances), *back]
+
     @property
     def paused_s(self) -> float:
         """For how long new requests still wait; 0 while they do not."""
@@ -163,18 +185,20 @@ class Reconciler:
                 raise
             except Exception:  # a defect of ours: what runs goes on running, and the next look may do better
                 logger.exception("what is to be done cannot be found out")
-                wait_s = self._deadlines.retry_s
+                wait_s = self.deadlines.retry_s
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._woken.wait()
 
     async def _turn(self) -> float | None:
         """One look. Returns for how long there is nothing to look at unless somebody says so."""
-        change, wanted = self.changes.present, self.wanted
         if (wait_s := self.trouble.wait_s) > 0:
             return wait_s
+        if not self._has_nodes_of(self.wanted):
+            await self._look_again()
+        change, wanted = self.changes.present, self.wanted
         actual = self.actual()
-        if change is not None and (why := why_failed(change, actual, self.overlay, self._deadlines)):
+        if change is not None and (why := why_failed(change, actual, self.overlay, self.deadlines)):
             self._fail(change, why)
             return 0.0
         if change is None and reached(wanted, actual) and not actual.paused:
@@ -182,26 +206,35 @@ class Reconciler:
             return None
         decided = wave(wanted, actual, may_pause=change is not None and change.pause_s > 0)
         if isinstance(decided, Shortage):
+            if decided.what == "node" and change is not None and change.idle_s < self.deadlines.place_s:
+                return self.deadlines.look_s  # it is aimed anew, or the node comes
             self._fail(change, shortage_text(decided))
             return 0.0
+        accepted = True
         for action in decided:
             if self.wanted is not wanted:  # somebody wants something else by now
                 return 0.0
-            if not await self._carry_out(action):
-                return self._deadlines.retry_s
+            if not await self._carry_out(action, wanted):
+                accepted = False
+                if not self._is_new(action):  # what follows may count on it
+                    break
+        if not accepted:
+            return self.deadlines.retry_s
         if not decided and reached(wanted, self.actual()) and not self._actuator.paused:
             self._reach()
             return None
-        return self._deadlines.look_s
+        return self.deadlines.look_s
 
-    async def _carry_out(self, action: Action) -> bool:
+    async def _carry_out(self, action: Action, wanted: Wanted) -> bool:
         """False when the runtime could not be told; the next look decides again."""
         change = self.changes.present
         step = change.begin(action) if change is not None else None
         try:
             await self._actuator.do(action)
         except ConfigError as error:
-            self._fail(change, error.message)
+            await self._look_again()
+            if self.wanted is wanted and self._has_nodes_of(wanted):
+                self._fail(change, error.message)
             return False
         except Exception as error:  # noqa: BLE001 - a call that was lost may have taken effect: all of them can be repeated
             logger.warning("%s was not accepted: %s", action, error or type(error).__name__)
@@ -211,6 +244,17 @@ class Reconciler:
         if isinstance(action, Flip):
             self._watcher.take_in(self.instances)  # it may have been seen
         return True
+
+    def _is_new(self, action: Action) -> bool:
+        return isinstance(action, Start) and all(one.order.id != action.id for one in self.instances)
+
+    def _has_nodes_of(self, wanted: Wanted) -> bool:
+        return {spec.node for spec in wanted.specs} <= {node.id for node in self.overlay.nodes}
+
+    async def _look_again(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.deadlines.call_s):
+                await self.look()
 
     # How a change ends.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deploy.change.types import Shortage
+from deploy.runtime.leases import LeaseError
 from epd_serve.errors import EpdError
 
 
@@ -46,6 +47,10 @@ def short(shortage: Shortage, layout: str) -> RefusedError:
     )
 
 
+def no_devices(error: LeaseError, layout: str) -> RefusedError:
+    return RefusedError(f"{layout}: {error.message}", "no_devices", missing=list(error.missing), free=error.free)
+
+
 def pause_too_short(needed_s: float, given_s: float) -> RefusedError:
     return RefusedError(
         f"new requests would wait for about {needed_s:.0f} s, more than the {given_s:g} s of --pause",
@@ -68,7 +73,7 @@ def shortage_text(short: Shortage) -> str:
     if short.what == "last path":
         return f"{', '.join(short.blocks)} would have to go first, and nothing else serves {short.where}"
     if short.what == "node":
-        return f"there is no node {short.where}"
+        return f"node {short.where} is not there"
     needed, free = (f"{amount / (1 << 20):,.0f} MiB" for amount in (short.needed, short.free))
     first = f" before {', '.join(short.blocks)} has gone" if short.blocks else ""
     return f"{short.what} of {short.where}: {needed} needed, {free} free{first}"

@@ -51,6 +51,7 @@ class Step(BaseModel):
     action: str = Field(description="`start`, `drain`, `stop`, `leave`, `flip`, `pause` or `resume`.")
     instance: str | None = None
     role: Role | None = None
+    node: str | None = None
     devices: list[int] | None = None
     began_s: float | None = Field(None, description="Since the change began.")
     seconds: float | None = Field(None, description="How long it took; null while it is under way.")
@@ -59,7 +60,7 @@ class Step(BaseModel):
 
 class Change(BaseModel):
     number: int
-    what: str = Field(description="The command.")
+    what: str = Field(description="The command, or `replace`: of what was lost with its node.")
     from_: str = Field(alias="from", description="The layout before.")
     to: str = Field(description="The layout that is wanted.")
     state: str = Field(description="`under way`, `reverting`, `done`, `failed` (and reverted) or `undone`.")
@@ -100,6 +101,15 @@ class Instance(BaseModel):
     in_flight: int
 
 
+class Node(BaseModel):
+    id: str
+    kind: str = Field(description="Of its devices: `npu`, `cuda` or `cpu`.")
+    devices: list[int] = Field(
+        description="That it has; on CPU, where they are virtual, empty for as many as it takes."
+    )
+    ours: list[int] = Field(description="That are this deployment's: all of them, or those that are leased.")
+
+
 class Front(BaseModel):
     restarting: bool = Field(description="Front doors are being replaced, one after another.")
     trouble: str = Field(description="Why the last time it came to nothing, or empty.")
@@ -114,9 +124,10 @@ class Deployment(BaseModel):
     launch: str
     layout: str = Field(description="What is wanted.")
     state: str = Field(description="`steady`, `changing`, `paused` or `degraded`.")
-    trouble: str
+    trouble: str = Field(description="Why what is wanted is not there, or what it waits for.")
     paused_s: float = Field(description="For how long new requests still wait.")
     change: Change | None
+    nodes: list[Node]
     instances: list[Instance]
     front: Front
     parts: dict[str, Part] = Field(description="Processes beside the stages, by name.")
@@ -129,6 +140,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     404: {"description": "There is no such instance or change."},
     409: {
         "description": "Refused: `shortage` (`what`, `where`, `needed_bytes`, `free_bytes`, `blocks`, `pause_helps`), "
+        "`no_devices` (`missing`, `free`), "
         "`pause_too_short` (`needed_s`), `pause_too_long` (`most_s`), `change_under_way` or `nothing_to_undo`. Nothing "
         "was begun."
     },

@@ -77,4 +77,4 @@ class Watcher:
     def publish(self) -> None:
         """Once there is a word of the runtime; before it nobody knows what there is."""
         if self._overlay.instances is not None:
-            self._doors.publish(self._overlay.instances, {spec.role for spec in self._wanted().specs})
+            self._doors.publish(self._overlay.instances, self._wanted().roles)

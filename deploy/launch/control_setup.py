@@ -12,7 +12,6 @@ from deploy.front.shared import Shared
 from deploy.host.rundir import RunDir
 from deploy.launch.admin import Admin
 from deploy.launch.screen import Screen
-from deploy.memory.shared_memory import SharedMemory
 from deploy.plan.blueprint import Blueprint
 from deploy.runtime.protocol import Runtime
 
@@ -34,7 +33,7 @@ class ControlSetup:
     Attributes:
         shared: of the front doors. admin: the listener by the flags, if any.
         commands: where `epd-serve status` and the like ask, bound.
-        memory: sizes of arena and staging buffers. mooncake: whether it runs in a second tier, or between stages.
+        mooncake: whether it runs in a second tier, or between stages.
         started: of `time.monotonic`.
     """
 
@@ -43,7 +42,6 @@ class ControlSetup:
     shared: Shared
     admin: Admin | None
     commands: socket.socket
-    memory: SharedMemory
     mooncake: bool
     patience: Patience
     screen: Screen

@@ -144,17 +144,15 @@ class _Life:
         wanted, previous = self.aim.first(), None
         if record is not None:
             running = [one.order.spec for one in await anext(self.host.watch())]
-            wanted = await asyncio.to_thread(self.aim, record.layouts[-1], running)
+            wanted = await self.aim.again(record.layouts[-1], running)
             if record.change is not None and not record.change.state.over:
-                previous = await asyncio.to_thread(self.aim, record.change.before, running)
+                previous = await self.aim.again(record.change.before, running)
         return Reconciler(
             self.host,
             self.doors,
             journal,
             wanted,
             deadlines=Deadlines(config.startup_timeout_s, config.drain_s, patience.stop_grace_s),
-            staging_bytes=self.setup.memory.staging_mib << 20,
-            arena_bytes=self.setup.memory.arena_mib << 20,
             say=self.screen.line,
             record=record,
             previous=previous,

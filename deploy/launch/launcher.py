@@ -93,7 +93,6 @@ class Launch:
                 Shared.of(listening, feed, config.workers),
                 admin,
                 commands,
-                setup.memory,
                 bool(setup.master_address) or config.kv_transport == "mooncake",
                 self.patience,
                 screen,

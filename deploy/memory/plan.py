@@ -21,11 +21,17 @@ class Neighbours:
 
     Attributes:
         division: of each of the devices. shared: bytes beside the instances' own (arena, staging; CPU only).
+        node: whose devices they are, where there are several nodes.
     """
 
     plans: tuple[InstancePlan, ...]
     division: Division
     shared: int = 0
+    node: str = ""
+
+    def devices(self, one: InstancePlan) -> str:
+        """Of one of the instances, for people."""
+        return ":".join(filter(None, (self.node, ",".join(map(str, one.devices)))))
 
 
 @dataclass(frozen=True)

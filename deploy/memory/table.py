@@ -26,7 +26,7 @@ def memory_table(plan: MemoryPlan) -> str:
             need = grant.need
             sizes = (gib(need.weights), gib(need.activations + grant.longest), gib(need.runtime))
             cache = (gib(grant.kv), str(grant.tokens)) if need.kv_token else ("-", "-")
-            rows.append((one.id, ",".join(map(str, one.devices)), *sizes, *cache, _share(grant, plan.kind)))
+            rows.append((one.id, group.devices(one), *sizes, *cache, _share(grant, plan.kind)))
     return "\n".join((table(rows), *(f"  {_summary(group, plan.kind)}" for group in plan.groups)))
 
 
@@ -67,6 +67,6 @@ def _summary(group: Neighbours, kind: str) -> str:
     division = group.division
     free = f", {gib(division.free)} free now" if division.free < division.total else ""
     if kind == "cpu":
-        return f"host: {gib(division.taken + group.shared)} of {gib(division.total)}{free}, shared memory included"
-    ids = ",".join(map(str, group.plans[0].devices))
-    return f"{kind} {ids}: {gib(division.taken)} of {gib(division.total)}{free}"
+        host = f"host {group.node}".rstrip()
+        return f"{host}: {gib(division.taken + group.shared)} of {gib(division.total)}{free}, shared memory included"
+    return f"{kind} {group.devices(group.plans[0])}: {gib(division.taken)} of {gib(division.total)}{free}"

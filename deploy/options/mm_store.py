@@ -15,11 +15,16 @@ from epd_serve.errors import ConfigError
 MASTER_PROGRAM = "mooncake_master"
 
 
-def choose_pool(config: DeployConfig, device: str, *, features_travel: bool) -> tuple[bool, tuple[str, ...]]:
+def choose_pool(
+    config: DeployConfig, device: str, *, features_travel: bool, several: bool = False
+) -> tuple[bool, tuple[str, ...]]:
     """Does the launch use Mooncake as second tier? And the warnings to show.
 
-    `auto` means the arena alone on one CPU or CUDA host, and Mooncake beside it on NPU machines or where a master is
-    given; without a Mooncake that can do it `auto` stays with the arena and says so.
+    `auto` means the arena alone on one CPU or CUDA host, and Mooncake beside it on NPU machines, on several nodes or
+    where a master is given; without a Mooncake that can do it `auto` stays with the arena and says so.
+
+    Args:
+        several: features may have to go from one node to another.
 
     Raises:
         ConfigError: Mooncake is asked for and is not installed, or too old for a master of ours; says what to install.
@@ -27,14 +32,15 @@ def choose_pool(config: DeployConfig, device: str, *, features_travel: bool) -> 
     asked = config.mm_store == "mooncake" or bool(config.mooncake_master)
     if not features_travel:
         return False, (("the layout has no encode-only instance: no features travel, Mooncake is not used",) * asked)
-    if not asked and (config.mm_store == "arena" or device != "npu"):
+    if not asked and (config.mm_store == "arena" or not (several or device == "npu")):
         return False, ()
     missing = what_is_missing(device, master=not config.mooncake_master)
     if not missing:
         return True, client_warnings(pooled=True, kv_over_tcp=False)
     if asked:
         raise ConfigError(f"--mm-store mooncake: {missing}", param="--mm-store")
-    return False, (f"features go through host memory alone: {missing}",)
+    where = "a node alone, and are computed again on others" if several else "host memory alone"
+    return False, (f"features go through {where}: {missing}",)
 
 
 def what_is_missing(device: str, *, master: bool) -> str:

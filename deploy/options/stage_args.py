@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from deploy.options.ascend_schedulers import schedulers_in
 from deploy.options.suggestions import unknown
+from epd_serve.answer_flags import answer_flags
 from epd_serve.errors import ConfigError
 from epd_serve.placement import InstancePlan
 
@@ -56,6 +57,29 @@ def parse_stage_args(raw: Iterable[str], plans: Iterable[InstancePlan]) -> Stage
     plans = tuple(plans)
     targets = {"all", *(plan.role.value for plan in plans), *(plan.id for plan in plans)}
     return StageArgs(tuple(_entry(text, targets) for text in raw))
+
+
+def check_alike(plans: Sequence[InstancePlan], stage_args: StageArgs) -> None:
+    """Raises ConfigError where instances that take each other's part have flags of their own."""
+    for plan in plans[1:]:
+        if stage_args.of(plan) != stage_args.of(plans[0]):
+            raise ConfigError(
+                f"--switchable: {plans[0].id} and {plan.id} are to take each other's part and have different flags; "
+                "give P and D the same --stage-args",
+                param="stage_args",
+            )
+
+
+def waits_for_decode(plans: Sequence[InstancePlan], stage_args: StageArgs) -> str:
+    """Why no stream can begin with a prefill instance's token, or ""."""
+    senders = [answer_flags(stage_args.of(plan)) for plan in plans if plan.sends_kv]
+    takers = [answer_flags(stage_args.of(plan)) for plan in plans if plan.takes_kv]
+    if not senders or any(flags is not None and flags in takers for flags in senders):
+        return ""
+    return (
+        "streams wait for decode's first token: prefill and decode instances differ in flags that may shape an answer, "
+        "or have --speculative-config or --logits-processors"
+    )
 
 
 def _entry(text: str, targets: set[str]) -> tuple[str, tuple[str, ...]]:

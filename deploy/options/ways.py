@@ -7,7 +7,7 @@ shared memory. What is decided here is probed when the stages start (`link_conne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deploy.options.config import DeployConfig
@@ -24,12 +24,13 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class KvWay:
-    """One pair. `transports`: in order of preference. `beside`: it shares a device."""
+    """One pair. `transports`: in order of preference. `beside`: it shares a device. `apart`: it is on two nodes."""
 
     sender: str
     taker: str
     transports: tuple[str, ...]
     beside: bool
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,18 @@ class Ways:
         """`device` where any instance keeps device memory for features."""
         return "device" if "device" in self.features.values() else "host"
 
+    @property
+    def apart(self) -> list[str]:
+        """Pairs that exchange KV between two nodes."""
+        return [f"{one.sender}→{one.taker}" for one in self.kv if one.apart]
+
     def lines(self) -> list[str]:
         """For people: one line per way, with the pairs that go it."""
         lines = []
-        for way in dict.fromkeys((one.transports, one.beside) for one in self.kv):
-            pairs = [f"{one.sender}→{one.taker}" for one in self.kv if (one.transports, one.beside) == way]
-            lines.append(f"KV {_few(pairs)}: {_NAMES[way[0]]}{' (one device)' if way[1] else ''}")
+        for way in dict.fromkeys((one.transports, one.beside, one.apart) for one in self.kv):
+            pairs = [f"{one.sender}→{one.taker}" for one in self.kv if (one.transports, one.beside, one.apart) == way]
+            where = " (one device)" if way[1] else " (two nodes)" if way[2] else ""
+            lines.append(f"KV {_few(pairs)}: {_NAMES[way[0]]}{where}")
         direct = [name for name, path in self.features.items() if path == "device" and name not in self.encoders]
         if direct:
             lines.append(f"features to {_few(direct)}: straight into device memory, once a probe came through")
@@ -79,31 +86,48 @@ _NAMES = {
 
 
 def draw_ways(
-    config: DeployConfig, device: str, plans: Sequence[InstancePlan], *, pooled: bool, cann: tuple[int, ...] = ()
+    config: DeployConfig,
+    device: str,
+    plans: Sequence[InstancePlan],
+    *,
+    pooled: bool,
+    cann: tuple[int, ...] = (),
+    node_of: Callable[[InstancePlan], str] = lambda plan: "",
 ) -> Ways:
     """Decide all of it.
 
     Args:
         cann: numbers of the installed CANN's version; empty: none, or unknown.
+        node_of: tells the node of an instance, "" while that is not known; all are on one if it is not given.
 
     Raises:
         ConfigError: a way is asked for that cannot be.
     """
-    kv = tuple(_kv_ways(config, device, plans))
+    kv = tuple(_kv_ways(config, device, plans, node_of))
+    if config.kv_transport == SHM and (pairs := [f"{way.sender}→{way.taker}" for way in kv if way.apart]):
+        raise ConfigError(
+            f"--kv-transport shm: {_few(pairs)} are on two nodes, where KV takes Mooncake; use --kv-transport auto",
+            param="kv_transport",
+        )
     if device == "npu" and config.kv_transport == MOONCAKE:
         _check_same_npu([way for way in kv if way.beside], cann)
     features, reasons = _feature_ways(config, device, plans, pooled=pooled)
     return Ways(features, reasons, kv, frozenset(plan.id for plan in plans if plan.role.sends_features))
 
 
-def _kv_ways(config: DeployConfig, device: str, plans: Sequence[InstancePlan]) -> list[KvWay]:
-    return [
-        KvWay(sender.id, taker.id, transports_between(config.kv_transport, device, beside=beside), beside)
-        for sender in plans
-        for taker in plans
-        if sender.sends_kv and taker.takes_kv and sender is not taker
-        for beside in [device != "cpu" and bool(set(sender.devices) & set(taker.devices))]
-    ]
+def _kv_ways(
+    config: DeployConfig, device: str, plans: Sequence[InstancePlan], node_of: Callable[[InstancePlan], str]
+) -> list[KvWay]:
+    ways = []
+    for sender in plans:
+        for taker in plans:
+            if sender.sends_kv and taker.takes_kv and sender is not taker:
+                nodes = {node_of(sender), node_of(taker)}
+                apart = len(nodes) > 1 and "" not in nodes
+                beside = device != "cpu" and bool(set(sender.devices) & set(taker.devices))
+                names = (MOONCAKE,) if apart else transports_between(config.kv_transport, device, beside=beside)
+                ways.append(KvWay(sender.id, taker.id, names, beside, apart))
+    return ways
 
 
 def _check_same_npu(beside: Sequence[KvWay], cann: tuple[int, ...]) -> None:

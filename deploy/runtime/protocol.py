@@ -33,6 +33,7 @@ class Node:
         devices: their ids.
         room: bytes of each resource that all instances together may take. A resource that is not named is not short.
         start_s: how long starts have taken lately, by role, seconds.
+        arena_bytes: shared memory of the arena, where there are features. staging_bytes: of each KV link.
     """
 
     id: str
@@ -40,6 +41,8 @@ class Node:
     devices: tuple[int, ...]
     room: Mapping[str, int] = field(default_factory=dict)
     start_s: Mapping[Role, float] = field(default_factory=dict)
+    arena_bytes: int = 0
+    staging_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -14,23 +14,21 @@ from deploy.options.config import DeployConfig
 from deploy.options.ways import draw_ways
 from deploy.plan.blueprint import Blueprint, draw
 from deploy.plan.core_plan import plan_cores
+from deploy.plan.machines import Machine, Machines
 from deploy.runtime.protocol import HOST_MEMORY, Spec, device_memory
 from epd_serve.layout_parser import parse
 from epd_serve.placement import lower
-from npu_ops.core_sets import core_sets
 from npu_ops.discovery import DeviceInventory
 from npu_ops.properties import DeviceProperties
 
 CARD_BYTES = 64 << 30
 
 
-@pytest.fixture(autouse=True)
-def _cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.plan.blueprint.core_sets", lambda devices: core_sets(devices, range(8)))
+EIGHT_CORES = Machines((Machine("local", DeviceInventory("cpu"), cores=tuple(range(8))),))
 
 
 def on_cpu(layout: str, devices: tuple[int, ...] | None = None, **options: Any) -> dict[str, Spec]:
-    blueprint = draw(DeployConfig(layout=layout, device="cpu", **options), devices=devices)
+    blueprint = draw(DeployConfig(layout=layout, device="cpu", **options), machines=EIGHT_CORES, devices=devices)
     return dict(zip((plan.id for plan in blueprint.plans), specs(blueprint), strict=True))
 
 
@@ -41,7 +39,7 @@ def on_npus(layout: str, core_share: str = "", free_bytes: int = CARD_BYTES, **o
 
 
 def _blueprint(layout: str, core_share: str, free_bytes: int, **options: Any) -> Blueprint:
-    made = draw(DeployConfig(layout=layout, device="cpu", **options))
+    made = draw(DeployConfig(layout=layout, device="cpu", **options), machines=EIGHT_CORES)
     inventory = DeviceInventory("npu", tuple(range(8)), ("Ascend910B3",) * 8)
     divided = plan_cores(core_share, lower(parse(layout), inventory.ids), "npu", None, made.facts)
     cards = [DeviceProperties(index, "910B3", total_bytes=CARD_BYTES, free_bytes=free_bytes) for index in range(8)]
@@ -50,13 +48,12 @@ def _blueprint(layout: str, core_share: str, free_bytes: int, **options: Any) ->
     ways = draw_ways(made.config, "npu", plans, pooled=True)
     return replace(
         made,
-        inventory=inventory,
+        machines=Machines((Machine("local", inventory, tuple(cards)),)),
         plans=plans,
         ways=ways,
         cores=None,
         core_orders=divided.orders,
         memory=memory.plan,
-        properties=tuple(cards),
     )
 
 

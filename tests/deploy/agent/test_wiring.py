@@ -18,6 +18,7 @@ from deploy.options.config import DeployConfig
 from deploy.options.proxy_overrides import proxy_overrides
 from deploy.options.ways import Ways, draw_ways
 from deploy.plan.blueprint import draw
+from deploy.plan.machines import Machine, Machines
 from deploy.plan.proxy_settings import build_proxy_settings
 from epd_serve.engine.argv import FIRST_TOKEN_PROCESSOR, stage_command
 from epd_serve.engine.kv.transports import quarantine_of_peers
@@ -206,8 +207,8 @@ def on_npus(layout: str, **options: Any) -> Wired:
     """As if the plans' devices were NPUs, with a second tier."""
     plan = wired(layout, **options)
     ways = draw_ways(plan.blueprint.config, "npu", plan.blueprint.plans, pooled=True)
-    inventory = replace(plan.blueprint.inventory, kind="npu")
-    return replace(plan, blueprint=replace(plan.blueprint, ways=ways, inventory=inventory)).with_master("127.0.0.1:5")
+    machines = Machines((Machine("local", replace(plan.blueprint.inventory, kind="npu"), ()),))
+    return replace(plan, blueprint=replace(plan.blueprint, ways=ways, machines=machines)).with_master("127.0.0.1:5")
 
 
 def test_pairs_on_one_npu_know_it_and_take_shared_memory_while_others_do_not(tmp_path: Path) -> None:

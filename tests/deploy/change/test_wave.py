@@ -105,8 +105,8 @@ def test_with_a_pause_it_goes_while_new_requests_wait():
 
 def test_every_pair_of_workers_that_hand_over_kv_takes_shared_memory():
     now = actual("P:tp2-D")
-    shm = replace(now.nodes[0], room={SHARED_MEMORY: 300})
-    now = replace(now, nodes=(shm,), staging_bytes=64, arena_bytes=100)
+    shm = replace(now.nodes[0], room={SHARED_MEMORY: 300}, staging_bytes=64, arena_bytes=100)
+    now = replace(now, nodes=(shm,))
 
     refused = diff(wanted("P:tp2-D:tp2-D", running=[one.order.spec for one in now.instances]), now)
 

@@ -12,10 +12,12 @@ from deploy.change.room import shortage
 from deploy.change.serving import required, served
 from deploy.change.types import Action, Actual, Drain, Flip, Leave, Pause, Resume, Start, Stop, Wanted
 from deploy.change.wave import reached, wave
+from deploy.plan.machines import Machine, Machines
 from deploy.runtime.protocol import Node, Observed, Order, Phase, Spec, device_memory
 from epd_serve.layout_parser import parse
 from epd_serve.placement import lower
 from epd_serve.roles import Role
+from npu_ops.discovery import DeviceInventory
 
 GIB = 1 << 30
 NEEDS_GIB = {"E": 2, "P": 6, "D": 6, "EP": 7, "PD": 7, "EPD": 8}
@@ -24,7 +26,7 @@ NEEDS_GIB = {"E": 2, "P": 6, "D": 6, "EP": 7, "PD": 7, "EPD": 8}
 def wanted(layout: str, *, pool: int = 8, running: Iterable[Spec] = (), both: bool = False, **needs_gib: int) -> Wanted:
     """`needs_gib`: by role, where it is not the usual."""
     parsed = parse(layout)
-    devices = place(parsed, range(pool), list(running))
+    devices = [device for group in place(parsed, range(pool), list(running)) for device in group]
     sizes = {**NEEDS_GIB, **needs_gib}
     specs = tuple(
         Spec(
@@ -90,6 +92,25 @@ class World:
             lost = (before & self.actual.required) - self.served()
             assert not lost, f"{action} takes the last path of {lost}"
 
+    def loses(self, node: str) -> None:
+        """The node dies, and all on it."""
+        there = tuple(one for one in self.actual.instances if one.order.spec.node != node)
+        ids = frozenset(one.order.id for one in there)
+        self.actual = replace(
+            self.actual,
+            instances=there,
+            nodes=tuple(one for one in self.actual.nodes if one.id != node),
+            empty=self.actual.empty & ids,
+            leaving=self.actual.leaving & ids,
+            quiet=self.actual.quiet & ids,
+        )
+
+    def falls_silent(self, node: str) -> None:
+        """Nobody knows how its instances are. They are there again when it speaks, one after another."""
+        for one in self.actual.instances:
+            if one.order.spec.node == node and one.phase is Phase.UP:
+                self._put(one, Phase.DOWN)
+
     def served(self) -> frozenset[str]:
         return served(self.actual.instances, self.actual.leaving)
 
@@ -133,3 +154,36 @@ def kinds_of(actions: Sequence[Action]) -> list[str]:
         type(action).__name__ if isinstance(action, Pause | Resume) else f"{type(action).__name__} {action.id}"
         for action in actions
     ]
+
+
+class Nodes:
+    """Several nodes with so many devices each, of which some have died."""
+
+    def __init__(self, *sizes: int) -> None:
+        self._machines = Machines(
+            tuple(Machine(f"n{at}", DeviceInventory("cpu", tuple(range(size)))) for at, size in enumerate((*sizes, 64)))
+        )
+        self.ids = [machine.id for machine in self._machines.nodes[:-1]]  # the last one is not there
+        self.dead: set[str] = set()
+
+    def alive(self) -> tuple[Node, ...]:
+        nodes = (self._machines.at(name) for name in self.ids if name not in self.dead)
+        return tuple(Node(machine.id, "cpu", machine.inventory.ids) for machine in nodes)
+
+    def wanted(self, layout: str, running: Iterable[Spec] = ()) -> Wanted:
+        """On those that live, beside those that run there; who finds no room waits."""
+        parsed = parse(layout)
+        pool = [device for node in self.alive() for device in self._machines.numbered(node.id, node.devices)]
+        stay = [replace(one, devices=self._machines.numbered(one.node, one.devices)) for one in running]
+        nowhere = iter(self._machines.numbered(self._machines.nodes[-1].id, range(64)))
+        widths = [group.tp for group in parsed.groups for _ in range(group.repeat)]
+        found = zip(place(parsed, pool, stay), widths, strict=True)
+        devices = [one for some, tp in found for one in some or [next(nowhere) for _ in range(tp)]]
+        specs = [self._spec(plan.role, plan.devices) for plan in lower(parsed, devices)]
+        there = {node.id for node in self.alive()}
+        placed, waiting = (tuple(one for one in specs if (one.node in there) is is_there) for is_there in (True, False))
+        return Wanted(layout, placed, waiting)
+
+    def _spec(self, role: Role, devices: tuple[int, ...]) -> Spec:
+        node, numbers = self._machines.local(devices)
+        return Spec(role=role, devices=numbers, digest=role.value, node=node)

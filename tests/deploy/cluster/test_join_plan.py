@@ -11,6 +11,7 @@ from deploy.cluster.join_plan import JoinPlan, address_of, check_passed, process
 from deploy.host.rundir import RunDir
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
+from deploy.plan.machines import Machine, Machines
 from epd_serve.cluster import ClusterSettings, JoinAnswer
 from epd_serve.engine.argv import stage_command
 from epd_serve.errors import ConfigError
@@ -80,8 +81,8 @@ def test_those_who_send_kv_report_their_links_on_the_bus(role: Role) -> None:
 
 def test_npus_use_their_own_protocol_and_features_go_into_device_memory_unless_the_head_says_host() -> None:
     made = plan(Role.P)
-    inventory = replace(made.blueprint.inventory, kind="npu")
-    npu = replace(made, blueprint=replace(made.blueprint, inventory=inventory))
+    machines = Machines((Machine("local", replace(made.blueprint.inventory, kind="npu"), ()),))
+    npu = replace(made, blueprint=replace(made.blueprint, machines=machines))
     wired = npu.wiring(JoinAnswer("P0", TOLD), RUN, "life")
     assert (wired.mooncake_protocol, wired.feature_path) == ("ascend", "device")
     assert wired.feature_worker_endpoint == "ipc:///run/abcd/P0.features{rank}"

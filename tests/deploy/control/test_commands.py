@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 from deploy.change.types import Wanted
 from deploy.cli.command import main
+from deploy.control.aim import Aim
 from deploy.control.controller import Controller
 from deploy.control.routes import control_routes
 from deploy.host.ports import free_ports, listen, private_socket
@@ -31,6 +32,19 @@ from tests.waiting import until
 KEY = "an-admin-key-of-some-length"
 
 
+class Aimed(Aim):
+    """At layouts that nobody draws."""
+
+    def __init__(self, options: dict[str, object]) -> None:
+        self.leases = None
+        self._options = options
+
+    async def __call__(self, layout: str, running: Iterable[Spec], *, dry_run: bool = False) -> Wanted:
+        check_servable(parse(layout))
+        made = wanted(layout, running=list(running), **self._options)  # type: ignore[arg-type]
+        return Wanted(str(parse(layout)), made.specs)
+
+
 class Commanded(World):
     """A deployment that takes commands. `base`: of its admin listener."""
 
@@ -39,11 +53,6 @@ class Commanded(World):
         self.folder = folder
         self.base = ""
         self.front_options: list[str] = []
-
-    def aim(self, layout: str, running: Sequence[Spec]) -> Wanted:
-        check_servable(parse(layout))
-        made = wanted(layout, running=running, **self.options)  # type: ignore[arg-type]
-        return Wanted(str(parse(layout)), made.specs)
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -59,7 +68,7 @@ class Commanded(World):
                 raise ConfigError("there is no such proxy setting", param="--proxy")
             self.front_options += options
 
-        controller = Controller(run.launch_id, self.reconciler, self.doors, self.aim, parts, configure)
+        controller = Controller(run.launch_id, self.reconciler, self.doors, Aimed(self.options), parts, configure)
 
         async def metrics() -> bytes:
             return b"up 1\n"

@@ -35,7 +35,7 @@ def wanted(layout: str, *, running: Sequence[Spec] = (), host_bytes: int = 0, bo
     memory. With `both`, P and D have both halves of the connector."""
     parsed = parse(layout)
     pool = range(parsed.device_count + sum(len(spec.devices) for spec in running))
-    plans = lower(parsed, place(parsed, pool, running))
+    plans = lower(parsed, [device for group in place(parsed, pool, running) for device in group])
     return Wanted(layout, tuple(_spec(plan.role, plan.devices, host_bytes, both) for plan in plans))
 
 

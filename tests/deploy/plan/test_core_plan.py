@@ -13,6 +13,7 @@ from deploy.options.config import DeployConfig, build_config
 from deploy.plan import core_plan
 from deploy.plan.blueprint import Blueprint, draw
 from deploy.plan.core_plan import CorePlan, joined_order, named_order, order_for, plan_cores
+from deploy.plan.machines import Machine, Machines
 from epd_serve.cpu_threads import CPU_THREADS_ENV
 from epd_serve.engine.argv import stage_command
 from epd_serve.errors import ConfigError
@@ -21,6 +22,7 @@ from epd_serve.placement import lower
 from npu_ops.core_grants import CoreGrant, CoreOrder
 from npu_ops.core_limits import whole_cores
 from npu_ops.core_sets import core_sets
+from npu_ops.discovery import DeviceInventory
 from tests.deploy.wired import RUN, Wired
 
 
@@ -30,19 +32,19 @@ def planned(layout: str, text: str, device: str, cores: int = 0) -> CorePlan:
     return plan_cores(text, lower(parsed, range(parsed.device_count)), device, sets, None)
 
 
-def on_cores(count: int, monkeypatch: pytest.MonkeyPatch, layout: str, text: str) -> Blueprint:
-    monkeypatch.setattr("deploy.plan.blueprint.core_sets", lambda devices: core_sets(devices, range(count)))
-    return draw(DeployConfig(layout=layout, device="cpu", core_share=text))
+def on_cores(count: int, layout: str, text: str) -> Blueprint:
+    here = Machines((Machine("local", DeviceInventory("cpu"), cores=tuple(range(count))),))
+    return draw(DeployConfig(layout=layout, device="cpu", core_share=text), machines=here)
 
 
-def test_without_the_option_neighbours_share_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    blueprint = on_cores(4, monkeypatch, "(E-P)-D", "")
+def test_without_the_option_neighbours_share_all_cores() -> None:
+    blueprint = on_cores(4, "(E-P)-D", "")
     assert [blueprint.cores_of(plan) for plan in blueprint.plans] == [(0, 1), (0, 1), (2, 3)]
     assert not blueprint.core_orders and {plan.core_share for plan in blueprint.plans} == {None}
 
 
-def test_on_cpu_neighbours_get_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    blueprint = on_cores(16, monkeypatch, "(E-P)-D", "E=0.3,P=0.7")
+def test_on_cpu_neighbours_get_cores_of_their_own() -> None:
+    blueprint = on_cores(16, "(E-P)-D", "E=0.3,P=0.7")
     assert {plan.id: blueprint.cores_of(plan) for plan in blueprint.plans} == {
         "E0": (0, 1),
         "P0": (2, 3, 4, 5, 6, 7),
@@ -56,13 +58,11 @@ def test_on_cpu_neighbours_get_cores_of_their_own(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("layout", "cores"), [("(E-P)-D", 2), ("(E-P-D)", 2), ("(E-P)-D-E", 2)])
-def test_too_few_cpu_cores_for_cores_of_their_own_are_refused(
-    layout: str, cores: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_few_cpu_cores_for_cores_of_their_own_are_refused(layout: str, cores: int) -> None:
     with pytest.raises(
         ConfigError, match=r"share [12] CPU core\(s\), and each needs one of its own .*drop --core-share"
     ):
-        on_cores(cores, monkeypatch, layout, "auto")
+        on_cores(cores, layout, "auto")
 
 
 def test_simulated_stages_have_no_cores() -> None:
@@ -111,14 +111,14 @@ def test_a_share_is_checked_when_the_configuration_is_read(tmp_path: Path) -> No
         build_config({}, str(file))
 
 
-def test_the_ready_message_shows_what_the_workers_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    blueprint = on_cores(8, monkeypatch, "(E-P)-D", "E=0.3,P=0.7")
+def test_the_ready_message_shows_what_the_workers_read_back() -> None:
+    blueprint = on_cores(8, "(E-P)-D", "E=0.3,P=0.7")
     run, instances = RUN.path, Wired(blueprint).instances()
     grant = CoreGrant(0, 0.3, {"cube": 7, "vector": 14}, {"cube": 24, "vector": 48})
     granted = {**instances, "E0": replace(instances["E0"], cores=(grant, grant))}
     message = ready_message(blueprint, run, granted, 1.0)
     assert "  cores     E0: 7 of 24 cube, 14 of 48 vector   P0: unknown\n" in message
-    shared = on_cores(8, monkeypatch, "(E-P)-D", "")
+    shared = on_cores(8, "(E-P)-D", "")
     assert "  cores     " not in ready_message(shared, run, Wired(shared).instances(), 1.0)
 
 
