@@ -77,7 +77,8 @@ class Served:
     Attributes:
         name: the layout, or what its caller calls it. url: the proxy.
         ready_s: from the start of the process to its ready message;
-        cpu_parts: its processes. traces: folder of the phase stamps. run: its run directory, with the stages' sockets.
+        cpu_parts: its processes. traces: folder of the phase stamps. run: its run directory, with the stages' sockets;
+        where it runs on several nodes, the folder in which each has one.
     """
 
     name: str
@@ -104,12 +105,19 @@ def parse_ready(text: str) -> tuple[str, tuple[Stage, ...]] | None:
 
 
 @contextlib.contextmanager
-def served(layout: str, flags: Sequence[str] = (), *, name: str = "", traced: bool = True) -> Iterator[Served]:
+def served(
+    layout: str,
+    flags: Sequence[str] = (),
+    *,
+    name: str = "",
+    traced: bool = True,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Served]:
     """Serve `layout` until the context ends.
 
     Args:
         flags: what follows in `epd-serve serve`, the model's folder too. name: instead of the layout.
-        traced: phase stamps are written, which costs the proxy a write per stamp.
+        traced: phase stamps are written, which costs the proxy a write per stamp. env: of the process.
 
     Raises:
         StageError: it ended before it was ready, or took longer than `START_S`; with the end of its log.
@@ -120,22 +128,29 @@ def served(layout: str, flags: Sequence[str] = (), *, name: str = "", traced: bo
         argv = [sys.executable, "-m", "deploy.cli", "serve", "--layout", layout, "--port", str(port)]
         argv += ["--run-root", f"{folder}/run", *(["--trace-dir", str(traces)] if traced else []), *flags]
         begun = time.monotonic()
-        launcher = stack.enter_context(started(argv, folder / "launcher.log", name=layout, out=said, stop_s=STOP_S))
+        log = folder / "launcher.log"
+        launcher = stack.enter_context(started(argv, log, name=layout, out=said, env=env, stop_s=STOP_S))
         stack.callback(_keep_logs, name or layout, folder)  # before it is stopped, which removes them
         model, stages = launcher.ready(lambda: parse_ready(said.read_text(encoding="utf-8")), START_S)
         ready_s = time.monotonic() - begun
-        processes = parts(launcher.process.pid, groups(folder / "run"))
-        (run,) = (found.parent for found in (folder / "run").glob("*/groups.jsonl"))
+        root = folder / "run"
+        runs = [found.parent for found in root.glob("*/groups.jsonl")]
+        processes, run = parts(launcher.process.pid, groups(root)), runs[0] if len(runs) == 1 else root
         yield Served(name or layout, f"http://127.0.0.1:{port}", model, processes, ready_s, stages, traces, run)
 
 
 @contextlib.contextmanager
-def simulated(layout: str, profile: Mapping[str, Any] | None = None, flags: Sequence[str] = ()) -> Iterator[Served]:
+def simulated(
+    layout: str,
+    profile: Mapping[str, Any] | None = None,
+    flags: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Served]:
     """Serve `layout` until the context ends.
 
     Args:
         profile: of the stages (docs/guides/simulation.md); without one they take no time for anything.
-        flags: more of `epd-serve serve`.
+        flags: more of `epd-serve serve`. env: of its process.
 
     Raises:
         StageError: it did not become ready.
@@ -143,7 +158,7 @@ def simulated(layout: str, profile: Mapping[str, Any] | None = None, flags: Sequ
     with scratch() as folder:
         path = folder / "profile.json"
         path.write_text(json.dumps(profile or {}), encoding="utf-8")
-        with served(layout, ["--engine", "sim", "--sim-profile", str(path), *flags], traced=False) as launch:
+        with served(layout, ["--engine", "sim", "--sim-profile", str(path), *flags], traced=False, env=env) as launch:
             yield launch
 
 

@@ -1,4 +1,4 @@
-"""A running deployment as its operator commands it: over the socket in its run directory."""
+"""A running deployment as its operator commands it, over HTTP. Locally by the socket in its run directory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import httpx
 from bench.served import Served
 from deploy.host.running_launches import ADMIN_SOCKET
 from epd_serve.errors import StageError
+from epd_serve.layout_parser import parse
 
 LOOK_S = 0.05
 ANSWER_S = 60.0
@@ -35,16 +36,17 @@ class Deployment:
         return self._changed("/deployment/scale", {"counts": counts}, look_s=0.002)
 
     def whole(self, within_s: float) -> None:
-        """Wait until every instance is up, and no change under way. Raises StageError."""
+        """Wait until every instance is there and up, and no change under way. Raises StageError."""
         end = time.monotonic() + within_s
         while True:
             status = self.status()
-            up = all(one["phase"] == "up" for one in status["instances"])
-            if up and status["state"] == "steady":
+            up = [one["id"] for one in status["instances"] if one["phase"] == "up"]
+            if len(up) == parse(status["layout"]).instance_count and status["state"] == "steady":
                 return
             if time.monotonic() > end:
-                down = [f"{one['id']}: {one['phase']}, {one['reason']}" for one in status["instances"]]
-                raise StageError(f"not whole after {within_s:g} s: {'; '.join(down)}", stage="deployment")
+                seen = [f"{one['id']}: {one['phase']}, {one['reason']}" for one in status["instances"]]
+                state = f"{status['layout']} is {status['state']} {status['trouble']}"
+                raise StageError(f"not whole after {within_s:g} s: {state}; {'; '.join(seen)}", stage="deployment")
             time.sleep(LOOK_S)
 
     def emptied(self, within_s: float) -> int:
@@ -70,11 +72,16 @@ class Deployment:
 
     def _get(self, path: str) -> dict[str, Any]:
         """Asks again where the controller has died meanwhile: the next one answers the same."""
+        end = time.monotonic() + ANSWER_S
         while True:
             try:
                 answer = self._http.get(path)
                 break
-            except (httpx.ReadError, httpx.RemoteProtocolError):
+            except httpx.TransportError as error:
+                if time.monotonic() > end:
+                    raise StageError(
+                        f"{path} has no answer for {ANSWER_S:g} s: {error!r}", stage="deployment"
+                    ) from error
                 time.sleep(LOOK_S)
         if answer.status_code != 200:
             raise StageError(f"{path} answers {answer.status_code}: {answer.text[:200]}", stage="deployment")
@@ -84,7 +91,7 @@ class Deployment:
 
 @contextlib.contextmanager
 def commanded(launch: Served) -> Iterator[Deployment]:
-    """The deployment that was launched."""
+    """The deployment that was launched on this machine."""
     transport = httpx.HTTPTransport(uds=str(launch.run / ADMIN_SOCKET))
     with httpx.Client(transport=transport, base_url="http://deployment", timeout=ANSWER_S) as http:
         yield Deployment(http)

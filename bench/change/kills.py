@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ from bench.change.loads import PROFILE, demo_flows, judged, simulated_flows
 from bench.clients.answers import CUT, ERROR_EVENT
 from bench.clients.process import SenderProcess
 from bench.clients.results import RequestRecord
-from bench.served import Served, groups, served, simulated
-from deploy.host.processes import stat
+from bench.clients.sender import Flow
+from bench.served import served, simulated
+from deploy.host.processes import signal_group, signal_process, stat
 
 REAL, SIMULATED = "E-P-2D", "2E-2P-2D"
 EVERY_S = 10.0
@@ -27,54 +28,89 @@ GONE_S = 2.0
 
 EMPTY_S = 20.0
 LOOK_S = 0.002
-KINDS = ("stage", "front", "controller", "agent")
+
+
+@dataclass(frozen=True)
+class Victim:
+    """What may be killed.
+
+    Attributes:
+        kind: of those that are drawn from alike. name: an instance's id, `front.0`, `controller`, …
+        pid: its process; with `group` that of its whole group.
+        front: connections of clients end with it. decodes: so do streams that it writes.
+    """
+
+    kind: str
+    name: str
+    pid: int
+    group: bool = False
+    front: bool = False
+    decodes: bool = False
 
 
 @dataclass(frozen=True)
 class Kill:
-    """`at_s`, `gone_s`: of `time.perf_counter`; a process that is killed has its connections until it has gone. `what`:
-    an instance's id, `front.0`, `controller` or `agent`."""
+    """`at_s`, `gone_s`: of `time.perf_counter`; a process that is killed has its connections until it has gone."""
 
     at_s: float
     gone_s: float
-    what: str
-
-    @property
-    def front(self) -> bool:
-        return self.what.startswith("front")
-
-    @property
-    def decodes(self) -> bool:
-        return self.what.startswith("D")
+    victim: Victim
 
 
 def kills_real(seconds: float, count: int, seed: int = 1) -> Iterator[dict[str, Any]]:
     """Real stages, the demo model; the next one once all is whole."""
-    with served(REAL, ["--device", "cpu", "--workers", "2"], traced=False) as launch:
-        yield from _killed("kills", launch, demo_flows(launch.model, seconds), seconds, count, seed, decode=True)
+    with served(REAL, ["--device", "cpu", "--workers", "2"], traced=False) as launch, commanded(launch) as deployment:
+        flows = demo_flows(launch.model, seconds)
+        plan = Plan("kills", seconds, count, seed, decode=True)
+        yield from killed(plan, launch.url, deployment, flows, local_victims)
 
 
 def kills_simulated(seconds: float, per_s: float, seed: int = 1) -> Iterator[dict[str, Any]]:
     """Simulated stages, two of each role, one every ten seconds."""
-    with simulated(SIMULATED, PROFILE, ["--workers", "2"]) as launch:
+    with simulated(SIMULATED, PROFILE, ["--workers", "2"]) as launch, commanded(launch) as deployment:
         flows = simulated_flows(launch.model, seconds, per_s)
-        yield from _killed("kills_simulated", launch, flows, seconds, int(seconds / EVERY_S) - 1, seed)
+        plan = Plan("kills_simulated", seconds, int(seconds / EVERY_S) - 1, seed)
+        yield from killed(plan, launch.url, deployment, flows, local_victims)
 
 
-def _killed(
-    part: str, launch: Served, flows: Sequence[Any], seconds: float, count: int, seed: int, *, decode: bool = False
+@dataclass(frozen=True)
+class Plan:
+    """So many kills within so many seconds of load. `part`: of the rows. `decode`: answers are judged, too."""
+
+    part: str
+    seconds: float
+    count: int
+    seed: int = 1
+    decode: bool = False
+
+
+def killed(
+    plan: Plan,
+    url: str,
+    deployment: Deployment,
+    flows: Sequence[Flow],
+    victims: Callable[[Mapping[str, Any]], Sequence[Victim]],
+    mend: Callable[[Victim], None] = lambda victim: None,
 ) -> Iterator[dict[str, Any]]:
-    draw = random.Random(seed)
-    with commanded(launch) as deployment, SenderProcess() as sender:
+    """Kill after kill under load, each once all is whole again.
+
+    Args:
+        victims: from a status to what may be killed.
+        mend: brings back what nobody else would.
+    """
+    draw, part = random.Random(plan.seed), plan.part
+    with SenderProcess() as sender:
         begun, kills = time.perf_counter(), list[Kill]()
-        sender.start(launch.url, *flows, limit_s=LIMIT_S, decode=True, keep_text=decode)
-        while len(kills) < count:
+        sender.start(url, *flows, limit_s=LIMIT_S, decode=True, keep_text=plan.decode)
+        while len(kills) < plan.count:
             time.sleep(max(0.0, (kills[-1].at_s if kills else begun) + EVERY_S - time.perf_counter()))
             deployment.whole(WHOLE_S)
-            if time.perf_counter() > begun + seconds - EVERY_S:  # the load ends, and notices nothing any more
+            if time.perf_counter() > begun + plan.seconds - EVERY_S:  # the load ends, and notices nothing any more
                 break
-            kills.append(kill(deployment, launch, draw))
-            yield {"part": part, "kill": kills[-1].what, "at": round(kills[-1].at_s - begun, 3)}
+            kills.append(kill(victims(deployment.status()), kills, draw))
+            victim, at_s = kills[-1].victim, round(kills[-1].at_s - begun, 3)
+            yield {"part": part, "kill": victim.name, "kind": victim.kind, "at": at_s}
+            mend(victim)
         deployment.whole(WHOLE_S)
         sender.enough()
         run = sender.finish()
@@ -83,34 +119,39 @@ def _killed(
     yield from found.rows(part, run.begun_s)
 
 
-def kill(deployment: Deployment, launch: Served, draw: random.Random) -> Kill:
-    """Kills one of a kind that is drawn."""
-    found = pids(launch, deployment.status())
-    kind = draw.choice(KINDS)
-    name = draw.choice(sorted(one for one in found if kind_of(one) == kind))
+def kill(victims: Sequence[Victim], before: Sequence[Kill], draw: random.Random) -> Kill:
+    """Kills one of those kinds that have had the fewest kills before, drawn."""
+    had = Counter(one.victim.kind for one in before)
+    fewest = min(had[one.kind] for one in victims)
+    kind = draw.choice(sorted({one.kind for one in victims if had[one.kind] == fewest}))
+    victim = draw.choice(sorted((one for one in victims if one.kind == kind), key=lambda one: one.name))
     at_s = time.perf_counter()
-    if kind == "stage":
-        os.killpg(found[name], signal.SIGKILL)
-    else:
-        os.kill(found[name], signal.SIGKILL)
+    (signal_group if victim.group else signal_process)(victim.pid, signal.SIGKILL)
     until_s = at_s + GONE_S
-    while stat(found[name]) is not None and time.perf_counter() < until_s:
+    while stat(victim.pid) is not None and time.perf_counter() < until_s:
         time.sleep(LOOK_S)
-    return Kill(at_s, time.perf_counter(), name)
+    return Kill(at_s, time.perf_counter(), victim)
 
 
-def kind_of(name: str) -> str:
-    """Of what can be killed; "" of what is left alone."""
-    if name in ("controller", "agent"):
-        return name
-    return "front" if name.startswith("front.") else "stage" if name[0].isupper() else ""
+def local_victims(status: Mapping[str, Any]) -> list[Victim]:
+    """Stages (their process groups), front doors, controller and agent of one machine."""
+    parts = (process(name, one["pid"]) for name, one in status["parts"].items() if one["pid"] is not None)
+    return [*stages(status), *(one for one in parts if one.kind in ("controller", "agent", "front"))]
 
 
-def pids(launch: Served, status: Mapping[str, Any]) -> dict[str, int]:
-    """Of all that has a process: stages (their process groups), front doors and the other parts."""
-    parts = {name: one["pid"] for name, one in status["parts"].items() if one["pid"] is not None}
-    stages = {one["id"] for one in status["instances"]}
-    return {**{name: pid for name, pid in groups(launch.run.parent).items() if name in stages}, **parts}
+def stages(status: Mapping[str, Any]) -> list[Victim]:
+    """Those that run, by the leaders of their process groups."""
+    return [
+        Victim("stage", one["id"], one["pid"], group=True, decodes=one["role"].endswith("D"))
+        for one in status["instances"]
+        if one["pid"] is not None
+    ]
+
+
+def process(name: str, pid: int) -> Victim:
+    """A process of a status that is no stage: `front.0` is of the kind `front`."""
+    kind = name.partition(".")[0]
+    return Victim(kind, name, pid, front=kind == "front")
 
 
 def excused(record: RequestRecord, kills: Sequence[Kill]) -> bool:
@@ -119,9 +160,9 @@ def excused(record: RequestRecord, kills: Sequence[Kill]) -> bool:
         return False
     for one in kills:
         ends = one.at_s <= record.ended_s <= one.at_s + GONE_S
-        if one.front and record.sent_s <= one.gone_s and ends and record.fault in ("broken", CUT):
+        if one.victim.front and record.sent_s <= one.gone_s and ends and record.fault in ("broken", CUT):
             return True
         begun = record.first_byte_s is not None and record.first_byte_s <= one.at_s + GONE_S
-        if one.decodes and begun and record.fault in (CUT, ERROR_EVENT):
+        if one.victim.decodes and begun and record.fault in (CUT, ERROR_EVENT):
             return True
     return False

@@ -63,17 +63,18 @@ def _images(model: str, seeds: Sequence[int], *, stream: bool) -> list[Request]:
     return [Request.of({**demo_body(model, image), "stream": stream}, spec=image.answer) for image in images]
 
 
-def simulated_flows(model: str, seconds: float, per_s: float, answer: int = 12) -> list[Flow]:
-    """Open loops: three requests of text for one with a new image, every other one a stream."""
+def simulated_flows(model: str, seconds: float, per_s: float, answer: int = 12, *, streams: int = 2) -> list[Flow]:
+    """Open loops: three requests of text for one with a new image. One in so many `streams` is one."""
     shares = {"text": 0.75 * per_s, "image": 0.25 * per_s}
     dues = {
         kind: arrivals_within(Gamma(rate, cv=1.0), seconds, seed)
         for seed, (kind, rate) in enumerate(shares.items(), start=1)
-        for seed, (kind, rate) in enumerate(shares.items(), start=1)
     }
-    texts = [text_body(model, tokens=64, answer=answer, stream=bool(turn % 2), seed=turn) for turn in range(32)]
+    texts = [
+        text_body(model, tokens=64, answer=answer, stream=(turn + 1) % streams == 0, seed=turn) for turn in range(32)
+    ]
     images = [
-        image_body(model, side=56, answer=answer, stream=bool(turn % 2), seed=turn)
+        image_body(model, side=56, answer=answer, stream=(turn + 1) % streams == 0, seed=turn)
         for turn in range(len(dues["image"]))
     ]
     return [

@@ -14,7 +14,7 @@ from bench.change.loads import PROFILE, Judged, demo_flows, judged, simulated_fl
 from bench.clients.process import SenderProcess
 from bench.clients.results import RequestRecord
 from bench.clients.sender import Flow, ask
-from bench.served import Served, served, simulated
+from bench.served import served, simulated
 from epd_serve.errors import EpdError
 
 LAYOUTS = ("EP-D", "E-P-D", "(E-P)-D", "(E-PD)x2", "TP1x2", "EP-D")
@@ -30,17 +30,17 @@ Row = dict[str, Any]
 def walk(seconds: float, flags: Sequence[str] = ("--device", "cpu")) -> Iterator[Row]:
     """Real stages, the demo model; goes round until the time is over. Where the machine has no room for two layouts
     side by side, new requests wait."""
-    with served(LAYOUTS[0], flags, traced=False) as launch:
-        flows = demo_flows(launch.model, seconds)
-        yield from _walked("walk", launch, flows, iter(LAYOUTS[1:] * 100), seconds, keep_text=True)
+    with served(LAYOUTS[0], flags, traced=False) as launch, commanded(launch) as deployment:
+        flows, layouts = demo_flows(launch.model, seconds), iter(LAYOUTS[1:] * 100)
+        yield from walked("walk", launch.url, deployment, flows, layouts, seconds, keep_text=True)
 
 
 def wide(seconds: float, per_s: float, seed: int = 1) -> Iterator[Row]:
     """Sixteen simulated stages, and as many again while they are replaced."""
     draw = random.Random(seed)
-    with simulated(random_layout(draw), PROFILE) as launch:
-        flows = simulated_flows(launch.model, seconds, per_s)
-        yield from _walked("wide", launch, flows, iter(lambda: random_layout(draw), ""), seconds)
+    with simulated(random_layout(draw), PROFILE) as launch, commanded(launch) as deployment:
+        flows, layouts = simulated_flows(launch.model, seconds, per_s), iter(lambda: random_layout(draw), "")
+        yield from walked("wide", launch.url, deployment, flows, layouts, seconds)
 
 
 def random_layout(draw: random.Random, instances: int = WIDE) -> str:
@@ -54,18 +54,20 @@ def random_layout(draw: random.Random, instances: int = WIDE) -> str:
     return "-".join(f"{count}{role}" for count, role in zip(counts, roles, strict=True))
 
 
-def _walked(
+def walked(
     part: str,
-    launch: Served,
+    url: str,
+    deployment: Deployment,
     flows: list[Flow],
     layouts: Iterator[str],
     seconds: float,
     *,
     keep_text: bool = False,
 ) -> Iterator[Row]:
-    with commanded(launch) as deployment, SenderProcess() as sender:
+    """Layout after layout under load. A row per change, then what became of the requests."""
+    with SenderProcess() as sender:
         begun = time.perf_counter()
-        sender.start(launch.url, *flows, limit_s=LIMIT_S, decode=True, keep_text=keep_text)
+        sender.start(url, *flows, limit_s=LIMIT_S, decode=True, keep_text=keep_text)
         for row in _steps(deployment, layouts, begun + seconds):
             print(f"{part}: {row}", flush=True)
             yield {"part": part, **row}
@@ -74,7 +76,7 @@ def _walked(
 
         def at_rest(record: RequestRecord) -> str:
             with contextlib.suppress(EpdError):
-                return _ask_again(launch.url, asked[record.kind], record)
+                return _ask_again(url, asked[record.kind], record)
             return ""
 
         found: Judged = judged(run.rows, at_rest=at_rest)

@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 
 from bench.change.command import figures
-from bench.change.kills import Kill, excused
+from bench.change.kills import Kill, Victim, excused
 from bench.change.loads import judged
 from bench.change.walk import WIDE, random_layout
 from bench.clients.answers import CUT, ERROR_EVENT
 from bench.clients.results import Outcome, RequestRecord
 from epd_serve.layout_parser import parse
 from epd_serve.placement import check_servable
+
+FRONT = Victim("front", "front.0", 1, front=True)
+DECODES = Victim("stage", "D0", 2, group=True, decodes=True)
+NEITHER = Victim("stage", "P0", 3, group=True)
 
 
 def record(outcome: Outcome = Outcome.OK, **more: Any) -> RequestRecord:
@@ -46,31 +50,31 @@ def test_a_stream_that_had_begun_is_cut_and_all_else_that_has_no_whole_answer_an
 
 
 @pytest.mark.parametrize(
-    ("what", "fault", "first_byte_s", "may"),
+    ("victim", "fault", "first_byte_s", "may"),
     [
-        ("front.0", "broken", None, True),
-        ("front.0", "status 503", None, False),
-        ("D0", ERROR_EVENT, 1.0, True),
-        ("D0", "status 503", None, False),
-        ("P0", ERROR_EVENT, 1.0, False),
+        (FRONT, "broken", None, True),
+        (FRONT, "status 503", None, False),
+        (DECODES, ERROR_EVENT, 1.0, True),
+        (DECODES, "status 503", None, False),
+        (NEITHER, ERROR_EVENT, 1.0, False),
     ],
 )
 def test_a_kill_excuses_connections_of_a_front_door_and_streams_of_a_decode_instance(
-    what: str, fault: str, first_byte_s: float | None, may: bool
+    victim: Victim, fault: str, first_byte_s: float | None, may: bool
 ) -> None:
     one = record(Outcome.ERROR, fault=fault, first_byte_s=first_byte_s, sent_s=1.0)
-    assert excused(one, [Kill(9.5, 9.6, what)]) is may
+    assert excused(one, [Kill(9.5, 9.6, victim)]) is may
     assert not excused(one, [])
 
 
 @pytest.mark.parametrize(("sent_s", "may"), [(9.55, True), (9.65, False)])
 def test_what_was_sent_to_a_front_door_that_had_gone_already_is_not_excused(sent_s: float, may: bool) -> None:
     one = record(Outcome.ERROR, fault="broken", sent_s=sent_s)
-    assert excused(one, [Kill(9.5, 9.6, "front.0")]) is may
+    assert excused(one, [Kill(9.5, 9.6, FRONT)]) is may
 
 
 def test_a_connection_that_broke_long_after_the_kill_is_not_excused() -> None:
-    assert not excused(record(Outcome.ERROR, fault="broken", sent_s=1.0), [Kill(2.0, 2.1, "front.0")])
+    assert not excused(record(Outcome.ERROR, fault="broken", sent_s=1.0), [Kill(2.0, 2.1, FRONT)])
 
 
 def test_layouts_at_random_can_be_served_and_have_as_many_instances() -> None:
