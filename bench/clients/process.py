@@ -50,6 +50,12 @@ class Child:
         self._process.start()
         theirs.close()
 
+    @property
+    def pid(self) -> int:
+        pid = self._process.pid
+        assert pid is not None, "started"
+        return pid
+
     def tell(self, order: Any) -> None:
         """Raises StageError where the child is gone."""
         try:

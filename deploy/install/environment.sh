@@ -102,7 +102,7 @@ marker=$VENV/.epd-serve
 digest_of() { cat "$@" | sha256sum | cut -d' ' -f1; }
 wants() { # digest of all that goes into an environment for goal $1
     local inputs=(pyproject.toml deploy/install/environment.sh "$lock")
-    [[ $1 != serve ]] && inputs+=(requirements/dev.txt requirements/mooncake.txt)
+    [[ $1 != serve ]] && inputs+=(requirements/dev.txt requirements/mooncake.txt requirements/ray.txt)
     digest_of "${inputs[@]}"
 }
 stamp() { echo "$VENV/.epd-serve-$1"; }
@@ -160,11 +160,11 @@ install() {
         local tools=requirements/dev.txt
         say "[3/3] tools of $tools"
         if [[ $DEVICE == cpu ]]; then
-            pip_install --no-deps -r "$tools" -r requirements/mooncake.txt
+            pip_install --no-deps -r "$tools" -r requirements/mooncake.txt -r requirements/ray.txt
         else
             # --ignore-installed: into our environment even where the one below has them, or their commands are missing.
             pip_install --no-deps --ignore-installed -r "$tools"
-            say "Mooncake: left as installed (extras mooncake-cuda and mooncake-npu name the builds)"
+            say "Mooncake and Ray: left as installed (extras mooncake-cuda, mooncake-npu and ray name them)"
         fi
     fi
     wants serve >"$(stamp serve)" # the test environment holds all that serving needs

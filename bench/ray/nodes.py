@@ -1,0 +1,169 @@
+"""Several nodes of a Ray cluster on this machine: `ray.cluster_utils.Cluster` in a process of its own.
+
+Owns Ray's processes, their token and their folder; all of it ends with the context, also where whoever measures is
+killed. Every node believes to be a machine, with a raylet of its own. Ray is an optional extra, and only that process
+imports it. What is deployed on the nodes is the caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from bench.clients.process import Child
+from bench.served import Parts, scratch
+from deploy.host.processes import running, signal_process, stat
+from epd_serve.errors import ConfigError
+
+COUNT = 3
+CPUS = 8
+OBJECT_STORE_BYTES = 80 << 20
+"""What Ray takes at least. Nothing of ours lies in it."""
+
+START_S = 120.0
+TOKEN = secrets.token_hex(32)
+"""Of every cluster of this process: Ray reads its token once."""
+
+NOTICED = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 4,
+    "health_check_timeout_ms": 5000,
+}
+"""A raylet that is dead refuses connections, and is known to be after 2 s; one that is slow has 20 s. By default Ray
+takes 15 s for the first."""
+
+SETTINGS = {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+"""As docs/guides/several-hosts.md asks for: what actors start keeps the priority of others, and memory that stages take
+is no reason to end actors."""
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """`id`: in hex, as `ray.nodes()` has it."""
+
+    id: str
+    raylet_pid: int
+
+
+class RayNodes(Child):
+    """A running cluster. The first node is its head.
+
+    Attributes:
+        address: for `--ray-address`. env: what a process needs to reach it, `RAY_ADDRESS` among it.
+    """
+
+    def __init__(self, folder: Path, dashboard: bool, options: Mapping[str, Any]) -> None:
+        token = folder / "token"
+        token.touch(mode=0o600)
+        token.write_text(TOKEN, encoding="ascii")
+        (folder / "ray").mkdir()
+        auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_TMPDIR": str(folder)}
+        super().__init__(__name__, str(folder), dashboard, env={**auth, **SETTINGS})
+        self._options = dict(options)
+        self._nodes: list[RayNode] = []
+        self.address, self.env = "", auth
+
+    def begin(self, count: int) -> None:
+        """The nodes that there are first. Raises StageError."""
+        for _ in range(count):
+            self.add()
+        self.address = str(self.ask("address"))
+        self.env = {**self.env, "RAY_ADDRESS": self.address}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of a process that is to reach it."""
+        return {**os.environ, **self.env}
+
+    @property
+    def nodes(self) -> tuple[RayNode, ...]:
+        """Those whose raylet runs."""
+        return tuple(one for one in self._nodes if (found := stat(one.raylet_pid)) is not None and not found.dead)
+
+    def add(self, **options: Any) -> RayNode:
+        """Another node, as the others but for these options of `Cluster.add_node`. Raises StageError."""
+        node = self.ask({**self._options, **options}, START_S)
+        assert isinstance(node, RayNode), node
+        self._nodes.append(node)
+        return node
+
+    def lose(self, node: RayNode) -> None:
+        """Its raylet, by SIGKILL: for Ray the node is dead."""
+        signal_process(node.raylet_pid, signal.SIGKILL)
+
+    def parts(self) -> Parts:
+        """Ray's own processes: `gcs`, `raylet`, `actors` (workers that run one), `others` (agents, idle workers, logs).
+        What actors have started and set free is none of them."""
+        children: dict[int, list[int]] = {}
+        for one in running():
+            children.setdefault(one.parent, []).append(one.pid)
+        found: dict[str, list[int]] = {part: [] for part in ("gcs", "raylet", "actors", "others")}
+        below = list(children.get(self.pid, ()))
+        while below:
+            pid = below.pop()
+            below += children.get(pid, ())
+            found[_part(pid)].append(pid)
+        return {part: tuple(sorted(pids)) for part, pids in found.items()}
+
+
+@contextlib.contextmanager
+def ray_nodes(count: int = COUNT, *, cpus: int = CPUS, dashboard: bool = False, **options: Any) -> Iterator[RayNodes]:
+    """A cluster for the time of the context.
+
+    Args:
+        count: of nodes. cpus: of each. dashboard: Ray's, on the head.
+        options: of `Cluster.add_node`, for every node: `resources`, `num_gpus`, `labels`, …
+
+    Raises:
+        ConfigError: Ray is not installed. StageError: a node did not start; with what it said.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("Ray is not installed: pip install 'epd-serve[ray]'")
+    with scratch() as folder:
+        made = RayNodes(folder, dashboard, {"num_cpus": cpus, **options})
+        try:
+            made.begin(count)
+            yield made
+        finally:
+            made.stop()
+
+
+def main(pipe: Connection, folder: str, dashboard: bool) -> None:
+    """In the process: a node for each order of options, until nobody is there who asks."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    head = {"include_dashboard": dashboard, "_system_config": NOTICED}
+    try:
+        for order in iter(pipe.recv, None):
+            if order == "address":
+                pipe.send(cluster.address)
+                continue
+            first = cluster.head_node is None
+            node = cluster.add_node(object_store_memory=OBJECT_STORE_BYTES, **order, **(head if first else {}))
+            (raylet,) = node.all_processes["raylet"]
+            pipe.send(RayNode(node.node_id, raylet.process.pid))
+    finally:
+        for node in (*cluster.worker_nodes, cluster.head_node):
+            if node is not None:
+                node.kill_all_processes(check_alive=False, allow_graceful=False)
+
+
+def _part(pid: int) -> str:
+    try:
+        title = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return "others"
+    if title.startswith(b"ray::") and not title.startswith(b"ray::IDLE"):
+        return "actors"
+    program = Path(os.fsdecode(title.partition(b"\0")[0])).name
+    return {"gcs_server": "gcs", "raylet": "raylet"}.get(program, "others")

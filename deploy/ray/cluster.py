@@ -1,0 +1,125 @@
+"""The cluster: how to get to it, what things of ours are called there, and what is said where something is missing."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from epd_serve import __version__
+from epd_serve.errors import ConfigError, EpdError
+
+NAMESPACE = "epd-serve"
+"""Of all actors and placement groups of ours."""
+
+Actor = Any
+"""A handle: `actor.method.remote(…)`."""
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """A node of the cluster.
+
+    Attributes:
+        id: of Ray, new with each life of its raylet. address: as the others reach it. resources: all that it has.
+    """
+
+    id: str
+    address: str
+    resources: dict[str, float]
+
+
+def connect(address: str = "") -> None:
+    """Take part in the cluster that runs on this machine.
+
+    Args:
+        address: of its head, `HOST:PORT`; without one `RAY_ADDRESS` says it, or the cluster that runs here.
+
+    Raises:
+        ConfigError: there is none, it wants another token, or its versions are others.
+    """
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(
+            address=address or "auto",
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except ConnectionError as error:
+        where = "on this machine" if address in ("", "auto") else f"at {address}"
+        raise ConfigError(
+            f"no Ray cluster answers {where}: start one with `ray start --head`, join it with `ray start --address "
+            f"HOST:PORT`, or name it with --ray-address ({_first_line(error)})",
+            param="--ray-address",
+        ) from error
+    except (RayError, RuntimeError, ValueError) as error:  # no token or a wrong one, another version of Ray or Python
+        raise ConfigError(f"the Ray cluster cannot be used: {_first_line(error)}", param="--ray-address") from error
+
+
+def nodes_alive() -> list[RayNode]:
+    """Those that are alive, in the order of their ids."""
+    return sorted(
+        (
+            RayNode(node["NodeID"], node["NodeManagerAddress"], dict(node["Resources"]))
+            for node in ray.nodes()
+            if node["Alive"]
+        ),
+        key=lambda one: one.id,
+    )
+
+
+def here() -> str:
+    """The node that this process is on."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def controller_name(deployment: str) -> str:
+    return f"epd-serve/{deployment}"
+
+
+def node_name(deployment: str, node: str) -> str:
+    return f"epd-serve/{deployment}/node/{node}"
+
+
+def deployments() -> list[str]:
+    """Names of those that run on the cluster."""
+    named = (one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE)
+    found = (name.split("/")[1:] for name in named if name.startswith("epd-serve/"))
+    return sorted(words[0] for words in found if len(words) == 1)
+
+
+def controller_of(deployment: str = "") -> tuple[str, Actor]:
+    """The controller of this deployment, or of the only one there is, and its name.
+
+    Raises:
+        ConfigError: no such deployment, or several and none is named; lists them.
+        EpdError: it is of another version of this program.
+    """
+    there = deployments()
+    if not there:
+        raise ConfigError("no deployment runs on this Ray cluster: epd-serve serve … --runtime ray", param="--name")
+    if not deployment and len(there) > 1:
+        raise ConfigError(f"several deployments run; name one by --name: {', '.join(there)}", param="--name")
+    name = deployment or there[0]
+    if name not in there:
+        raise ConfigError(f"no deployment {name!r} runs on this cluster; there are: {', '.join(there)}", param="--name")
+    try:
+        actor = ray.get_actor(controller_name(name), namespace=NAMESPACE)
+        version = ray.get(actor.version.remote(), timeout=ANSWER_S)
+    except (RayError, ValueError) as error:
+        raise EpdError(f"the controller of {name} does not answer: {_first_line(error)}") from error
+    if version != __version__:
+        raise EpdError(f"deployment {name} runs on EPD-Serve {version}, this is {__version__}: use the same version")
+    return name, actor
+
+
+ANSWER_S = 60.0
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,53 @@
+"""Three nodes of a Ray cluster on this machine, for all tests of this folder, and what is left when they have ended."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.ray.nodes import TOKEN, RayNodes, ray_nodes
+from deploy.host.processes import stat
+from tests.waiting import wait_for
+
+if importlib.util.find_spec("ray") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}  # read when Ray is imported, once
+
+CPUS = 4
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[RayNodes]:
+    """Every node has CPUs, GPUs and NPUs, of which only Ray knows."""
+    with ray_nodes(3, cpus=CPUS, num_gpus=2, resources={"NPU": 2}) as nodes:
+        yield nodes
+        folder, pids = (
+            Path(nodes.env["RAY_AUTH_TOKEN_PATH"]).parent,
+            [pid for some in nodes.parts().values() for pid in some],
+        )
+    wait_for(lambda: all(found is None or found.dead for found in map(stat, pids)), "the end of Ray's processes")
+    assert not folder.exists()
+
+
+@pytest.fixture(scope="session")
+def connected(cluster: RayNodes) -> Iterator[RayNodes]:
+    """This process takes part in it."""
+    import ray
+
+    from deploy.ray.cluster import connect
+
+    before = {name: os.environ.get(name) for name in cluster.env}
+    os.environ.update(cluster.env)
+    connect(cluster.address)
+    yield cluster
+    ray.shutdown()
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
