@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from deploy.change.types import Action, Drain, Flip, Leave, Pause, Resume, Start, Stop
@@ -25,7 +25,7 @@ class Actuator:
     Args:
         overlay: where what was asked for is noted. changes: whose steps are closed as they end.
         wake: called when a wait is over: time for another look.
-        write: called when the end of a pause has become another one, before it is told.
+        write: called when the end of a pause has become another one, and waited for before it is told.
         say: takes a line for the operator.
         paused_until: seconds since the epoch; 0 while requests do not wait.
     """
@@ -39,7 +39,7 @@ class Actuator:
         deadlines: Deadlines,
         *,
         wake: Callable[[], None],
-        write: Callable[[], None],
+        write: Callable[[], Awaitable[None]],
         say: Callable[[str], None],
         paused_until: float = 0.0,
     ) -> None:
@@ -82,9 +82,9 @@ class Actuator:
                         leaving.cancel()
                     self._overlay.flipped[name] = role
                 case Pause():
-                    self._pause()
+                    await self._pause()
                 case Resume():
-                    self._resume()
+                    await self._resume()
 
     def empty(self, name: str) -> None:
         """Give it nothing new, and wait until nothing is left on it."""
@@ -147,20 +147,20 @@ class Actuator:
         task.add_done_callback(lambda _: self._wake())
         return task
 
-    def _pause(self) -> None:
+    async def _pause(self) -> None:
         change = self._changes.present
         assert change is not None, "only a change pauses"
         self._paused_at = time.monotonic()
         self.paused_until = time.time() + change.pause_s
-        self._write()
+        await self._write()
         self._doors.pause(change.pause_s)
 
-    def _resume(self) -> None:
+    async def _resume(self) -> None:
         if self._paused_at is not None:
             if self._changes.present is not None:
                 self._changes.present.paused_s += time.monotonic() - self._paused_at
             self._paused_at, self.paused_until = None, 0.0
-            self._write()
+            await self._write()
             self._doors.resume()
         self._changes.close(Pause)
         self._changes.close(Resume)

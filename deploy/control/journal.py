@@ -1,14 +1,17 @@
-"""What has to survive the controller: `<run>/wanted.json`, a few lines, replaced as a whole."""
+"""What the controller of a deployment remembers of what was wanted: one note, a few lines, replaced as a whole."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+import time
 
 import msgspec
 
 from deploy.change.types import Kind
+from deploy.control.notes import Notes
 from deploy.control.progress import Change, State
+
+WANTED = "wanted.json"
+"""The name of the note."""
 
 DEPTH = 16
 """Layouts that are remembered for `undo`."""
@@ -18,7 +21,7 @@ class Latest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The latest change, under way or over, as `Change` has it; its steps are not kept.
 
     Attributes:
-        began: of the monotonic clock, which is the machine's.
+        began: seconds since the epoch, for the next controller may run on another machine.
     """
 
     number: int
@@ -37,12 +40,14 @@ class Latest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def of(cls, change: Change) -> Latest:
         values = {name: getattr(change, name) for name in cls.__struct_fields__}
-        return cls(**{**values, "required": tuple(sorted(change.required))})
+        began = time.time() - (time.monotonic() - change.began)
+        return cls(**{**values, "began": began, "required": tuple(sorted(change.required))})
 
     def change(self) -> Change:
         """It goes on. What is late in it is so from now on."""
         values = msgspec.structs.asdict(self)
-        return Change(**{**values, "required": frozenset(self.required)})
+        began = time.monotonic() - (time.time() - self.began)
+        return Change(**{**values, "began": began, "required": frozenset(self.required)})
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,10 +65,10 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Journal:
-    """One file. Writes are few and small, and replace it at once: whoever reads it finds an old record or a new one."""
+    """The note."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
 
     def read(self) -> Record | None:
         """The last record; None before the first.
@@ -71,12 +76,12 @@ class Journal:
         Raises:
             msgspec.DecodeError: somebody else wrote there.
         """
-        try:
-            return msgspec.json.decode(self._path.read_bytes(), type=Record)
-        except FileNotFoundError:
-            return None
+        noted = self._notes.read(WANTED)
+        return msgspec.json.decode(noted, type=Record) if noted is not None else None
 
     def write(self, record: Record) -> None:
-        unnamed = self._path.with_name(f".{self._path.name}")
-        unnamed.write_bytes(msgspec.json.encode(record))
-        os.replace(unnamed, self._path)
+        self._notes.write(WANTED, msgspec.json.encode(record))
+
+    async def kept(self) -> None:
+        """Returns when what was written is sure to be found."""
+        await self._notes.kept()

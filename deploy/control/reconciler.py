@@ -76,7 +76,7 @@ class Reconciler:
             self.changes,
             self.deadlines,
             wake=self._woken.set,
-            write=self._write,
+            write=self._kept,
             say=say,
             paused_until=record.paused_until,
         )
@@ -294,3 +294,7 @@ class Reconciler:
     def _write(self) -> None:
         latest = Latest.of(self.changes.latest)
         self._journal.write(Record(self.layouts, latest, self.overlay.unwanted, self._actuator.paused_until))
+
+    async def _kept(self) -> None:
+        self._write()
+        await self._journal.kept()

@@ -5,7 +5,8 @@
                            groups.jsonl     one line per process group that was ever started: stages, Mooncake's master
                            peers.json       who is there, for the stages, see epd_serve/peers.py
                            pool.json        addresses of the MM Store's second tier, where there is one
-                           wanted.json      layouts that were wanted (deploy/control/journal.py)
+                           wanted.json      layouts that were wanted (deploy/control/journal.py), and other notes of the
+                                            controller (deploy/launch/life.py)
                            admin.sock       where commands are given (deploy/cli/change.py)
                            agent.sock       where the agent is asked (deploy/runtime/messages.py)
                            front.sock       where the front part of a node is asked (deploy/front/messages.py)
@@ -106,11 +107,6 @@ class RunDir:
         return f"{self.path / instance}.cores{{rank}}.json"
 
     @property
-    def wanted(self) -> Path:
-        """What the controller has to remember (`deploy/control/journal.py`)."""
-        return self.path / "wanted.json"
-
-    @property
     def feed(self) -> Path:
         """Of front doors."""
         return self.socket("feed")
@@ -177,6 +173,11 @@ def is_of_this_namespace(path: Path) -> bool:
         return bool(owner["pid_namespace"] == processes.pid_namespace())
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def owner_of(path: Path) -> int:
+    """Pid of the launcher whose run directory it is. Raises OSError: it has gone."""
+    return int(json.loads((path / "launcher.json").read_text(encoding="ascii"))["pid"])
 
 
 def read_groups(path: Path) -> dict[int, int]:

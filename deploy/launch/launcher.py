@@ -31,8 +31,7 @@ from deploy.keeper.interface import Keeper
 from deploy.keeper.keeper import keep
 from deploy.keeper.part import Part
 from deploy.launch.admin import open_admin
-from deploy.launch.control_setup import ControlSetup
-from deploy.launch.controller import run_controller
+from deploy.launch.controller import ControlSetup, run_controller
 from deploy.launch.screen import Screen
 from deploy.options.engines import command_of
 from deploy.plan.blueprint import Blueprint

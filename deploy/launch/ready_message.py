@@ -17,8 +17,9 @@ from epd_serve.instances import Instance
 SAMPLE = Path(epd_serve.demo.__path__[0]) / "samples" / "red_circle.png"
 
 
-def ready_message(blueprint: Blueprint, logs: Path, instances: Mapping[str, Instance], seconds: float) -> str:
-    """The whole message, without a final newline. `instances`: those of the blueprint, by id, as they run."""
+def ready_message(blueprint: Blueprint, logs: Path | str, instances: Mapping[str, Instance], seconds: float) -> str:
+    """The whole message, without a final newline. `instances`: those of the blueprint, by id, as they run.
+    `logs`: where they are, or what shows them."""
     endpoint = endpoint_url(blueprint)
     rows = [
         (*row, column)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 
-from deploy.launch.screen import Screen
+from deploy.launch.screen import Shown
 from deploy.runtime.protocol import Observed, Runtime
 from epd_serve.errors import StageError
 from epd_serve.instances import Instance
@@ -21,7 +21,7 @@ class StageNews:
         seen: all instances, by id.
     """
 
-    def __init__(self, screen: Screen, first: Iterable[str]) -> None:
+    def __init__(self, screen: Shown, first: Iterable[str]) -> None:
         self.all_up = asyncio.Event()
         self.seen: Mapping[str, Observed] = {}
         self._screen = screen

@@ -14,6 +14,7 @@ from deploy.change.place import place
 from deploy.change.types import Wanted
 from deploy.control.failure import Deadlines
 from deploy.control.journal import Journal
+from deploy.control.notes import FileNotes
 from deploy.control.progress import State
 from deploy.control.reconciler import Reconciler
 from deploy.front.occupancy import until_empty, until_quiet
@@ -225,7 +226,7 @@ class World:
 
     def __init__(self, folder: Path, layout: str, deadlines: Deadlines = QUICK, **options: object) -> None:
         self.runtime, self.doors = FakeRuntime(), FakeDoors()
-        self.journal = Journal(folder / "wanted.json")
+        self.journal = Journal(FileNotes(folder))
         self.said: list[str] = []
         self.options = options
         self.deadlines = deadlines

@@ -1,0 +1,343 @@
+"""One life of whoever controls a deployment, on one machine or on many: from the first order to the end of all.
+
+It may die: stages and front doors go on meanwhile, and the next life takes in what there is (the notes, the first word
+of the runtime) before it says anything to anybody. It decides when the deployment is over, and ends front doors and
+stages gracefully before it says so; a defect of its own ends nothing.
+
+What differs from machine to machines is said by `controller.py` here and by `deploy/ray/controller.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from deploy.agent.waits import Patience
+from deploy.change.types import Wanted
+from deploy.control.aim import Aim
+from deploy.control.controller import Controller, PartJson
+from deploy.control.doors import Doors
+from deploy.control.failure import Deadlines
+from deploy.control.journal import Journal
+from deploy.control.notes import Notes
+from deploy.control.reconciler import Reconciler
+from deploy.host.ending import Draining, Ending
+from deploy.host.event_loop import together
+from deploy.launch.screen import Shown
+from deploy.launch.stage_news import StageNews
+from deploy.plan.blueprint import Blueprint
+from deploy.plan.proxy_settings import build_proxy_settings
+from deploy.runtime.protocol import Order, Runtime, Spec
+from epd_serve.errors import EpdError
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+
+    from proxy.config.settings import ProxySettings
+    from proxy.registry.table import InstanceTable
+
+GRACE_S = 2.0
+"""How long requests in flight may go on when all is taken down; with the stages' 8 s the end is below 15 s away."""
+
+CLOSE_S, PARTS_S = 12.0, 1.0
+"""How long the runtime may take to end the stages, and to say what runs."""
+
+READY, OPTIONS = "ready", "front-options.json"
+"""Notes that say that the deployment has been ready, and what front doors go by beside its `--proxy`."""
+
+KILLED = 130
+"""The exit code after a second Ctrl-C."""
+
+
+class Host(Runtime, Protocol):
+    """What runs the instances, all of it."""
+
+    async def groups(self) -> Mapping[str, int]:
+        """Process groups that run now, by name."""
+
+    async def close(self) -> None:
+        """End everything."""
+
+
+class Fronts(Doors, Draining, Protocol):
+    """All front doors, from their start to their end."""
+
+    @property
+    def table(self) -> InstanceTable: ...
+
+    async def serve(self) -> None:
+        """Until cancelled, which leaves the processes as they are. Raises EpdError: one does not start."""
+
+    async def ready(self) -> None:
+        """Wait until all of them serve, and know what has been said."""
+
+    async def end(self) -> None:
+        """All of them, gracefully."""
+
+    async def metrics(self) -> bytes: ...
+
+    async def configure(self, settings: ProxySettings) -> None:
+        """Of those that start from now on."""
+
+
+class Process(Protocol):
+    """The process that a controller is: what it hears, and what it says of itself."""
+
+    def signals(self) -> AsyncIterator[int]:
+        """Those of the operator, at once and ever after: also what an earlier life was told."""
+
+    async def ready(self) -> None:
+        """It does its work."""
+
+    async def over(self, code: int) -> None:
+        """All that is left is to be killed, and the deployment to end with this exit code."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What every life of its controller is told.
+
+    Attributes:
+        id: of the launch. arena: where the features of a host's stages lie, or come to lie; None where none is shared
+            with its front doors.
+        observed: front doors answer `/metrics` and `/instances`, too.
+    """
+
+    id: str
+    blueprint: Blueprint
+    patience: Patience
+    arena: Path | None = None
+    observed: bool = True
+
+    def settings(self, options: Sequence[str] = ()) -> ProxySettings:
+        """Of its front doors, with these `--proxy` options beside its own. Raises ConfigError."""
+        config = self.blueprint.config
+        config = replace(config, proxy=(*config.proxy, *options))
+        settings = build_proxy_settings(replace(self.blueprint, config=config), self.arena)
+        return replace(settings, observed=self.observed)
+
+
+def front_options(notes: Notes) -> tuple[str, ...]:
+    """What front doors go by beside the `--proxy` of the launch."""
+    return msgspec.json.decode(notes.read(OPTIONS) or b"[]", type=tuple[str, ...])
+
+
+class Life(ABC):
+    """Args:
+        notes: of the lives before it.
+
+    Attributes:
+        ready: the deployment has been ready, in this life or before it.
+    """
+
+    def __init__(
+        self, deployment: Deployment, host: Host, doors: Fronts, notes: Notes, process: Process, screen: Shown, aim: Aim
+    ) -> None:
+        self.deployment = deployment
+        self.blueprint = deployment.blueprint
+        self.host = host
+        self.doors = doors
+        self.notes = notes
+        self.process = process
+        self.screen = screen
+        self.aim = aim
+        self.ready = notes.read(READY) is not None
+        self.first: tuple[Order, ...] = ()
+        self.news = StageNews(screen, ())
+        config = self.blueprint.config
+        self.ending = Ending(config.lame_duck_s, config.drain_s, screen.line, self._kill)
+        self.ending.serves(doors)
+
+    @abstractmethod
+    def introduce(self) -> None:
+        """Say what is to be known before anything starts."""
+
+    @abstractmethod
+    async def answer(self, routes: APIRouter) -> None:
+        """Answer those who run the deployment, until cancelled."""
+
+    @abstractmethod
+    async def announce(self) -> None:
+        """It is ready for the first time."""
+
+    @abstractmethod
+    async def explain(self, error: EpdError) -> str:
+        """Why it has not become ready, for the operator."""
+
+    @abstractmethod
+    async def parts(self) -> Mapping[str, PartJson]:
+        """The processes that are no stages, by name."""
+
+    async def run(self) -> int:
+        """Until the deployment is over. Returns its exit code, which the process has been told, too."""
+        heeding = asyncio.create_task(self.ending.heed(self.process.signals()))
+        fronts = asyncio.create_task(self.doors.serve(), name="front doors")
+        code = 0
+        try:
+            if not self.ready:
+                self.introduce()
+                for warning in self.blueprint.warnings:
+                    self.screen.line(f"warning: {warning}")
+            control = asyncio.create_task(self._control(), name="control")
+            try:
+                await self._until_stopped(control, fronts)
+            except EpdError as error:
+                if self.ready:
+                    raise
+                code = 1
+                self.screen.close()
+                self.screen.line(f"epd-serve: {await self.explain(error)}")
+            await self._take_down(control)
+            await self.process.over(code)
+        finally:
+            for task in (fronts, heeding):
+                task.cancel()
+            await asyncio.wait([fronts, heeding])
+        return code
+
+    async def _control(self) -> None:
+        """Have the stages be what is wanted, and answer those who run the deployment."""
+        reconciler = await self._reconciler()
+        if not self.ready:
+            self.first = tuple(Order(_id(spec), spec) for spec in reconciler.wanted.specs)
+            self.news = StageNews(self.screen, [order.id for order in self.first])
+            self.screen.open([order.id for order in self.first])
+        for order in self.first:
+            await self.host.start(order)
+        controller = Controller(self.deployment.id, reconciler, self.doors, self.aim, self.parts, self._configure)
+        await together(
+            self.news.follow(self.host),
+            reconciler.run(),
+            controller.keep_places(),
+            self._answer(controller),
+            self._say_ready(reconciler),
+        )
+
+    async def _reconciler(self) -> Reconciler:
+        """After a life before this one: with what it wanted, beside what runs."""
+        config = self.blueprint.config
+        journal = Journal(self.notes)
+        record = journal.read() if self.ready else None
+        previous = None
+        if record is None:
+            wanted = await self._first_wanted()
+        else:
+            running = await self._running()
+            wanted = await self.aim.again(record.layouts[-1], running)
+            if record.change is not None and not record.change.state.over:
+                previous = await self.aim.again(record.change.before, running)
+        return Reconciler(
+            self.host,
+            self.doors,
+            journal,
+            wanted,
+            deadlines=Deadlines(config.startup_timeout_s, config.drain_s, self.deployment.patience.stop_grace_s),
+            say=self.screen.line,
+            record=record,
+            previous=previous,
+        )
+
+    async def _first_wanted(self) -> Wanted:
+        """Raises LeaseError: there are no devices for it."""
+        if self.aim.leases is None:
+            return self.aim.first()
+        layout = str(self.blueprint.layout)
+        if await self.aim.leases.places():  # a life before this one has got as far as that
+            return await self.aim.again(layout, await self._running())
+        return await self.aim(layout, ())
+
+    async def _running(self) -> list[Spec]:
+        return [one.order.spec for one in await anext(self.host.watch())]
+
+    async def _answer(self, controller: Controller) -> None:
+        routes = await asyncio.to_thread(_control_routes)  # the web framework loads while others go on
+        await self.answer(routes(controller))
+
+    async def _configure(self, options: Sequence[str]) -> None:
+        """Noted before anybody goes by it, so that the next life does."""
+        every = (*front_options(self.notes), *options)
+        settings = self.deployment.settings(every)
+        self.notes.write(OPTIONS, msgspec.json.encode(every))
+        await self.notes.kept()
+        await self.doors.configure(settings)
+
+    async def groups(self) -> dict[str, int]:
+        """Process groups of the host that are no instances, by name; none where it does not say so in time."""
+        groups: Mapping[str, int] = {}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PARTS_S):
+                groups = await self.host.groups()
+        return {name: pid for name, pid in groups.items() if name not in self.news.seen}
+
+    async def _say_ready(self, reconciler: Reconciler) -> None:
+        """Once every stage has answered, none waits for its KV links, and the front doors know."""
+        await self.news.all_up.wait()
+        if not self.ready:
+            await reconciler.changes.over()
+        table = self.doors.table
+        while not self.ready and (
+            len(table.snapshot()) < len(self.first) or not all(view.up for view in table.snapshot())
+        ):
+            await table.changed(1.0)
+        await self.doors.ready()
+        if not self.ready:
+            self.ready = True
+            self.notes.write(READY, b"")
+            await self.notes.kept()
+            self.screen.close()
+            await self.announce()
+        await self.process.ready()
+
+    async def _until_stopped(self, *parts: asyncio.Task[None]) -> None:
+        """Show progress, and wait. Returns on a signal, raises what ended a part."""
+        stopped = asyncio.create_task(self.ending.wait())
+        try:
+            while not (stopped.done() or any(part.done() for part in parts)):
+                await asyncio.wait(
+                    (stopped, *parts), return_when=asyncio.FIRST_COMPLETED, timeout=None if self.ready else 1.0
+                )
+                if not self.ready:
+                    self.screen.tick()
+        finally:
+            stopped.cancel()
+        for part in parts:
+            if part.done() and not self.ending.stopping.is_set():
+                part.result()  # raises what ended it
+                raise EpdError(f"the {part.get_name()} ended unexpectedly")
+
+    async def _take_down(self, control: asyncio.Task[None]) -> None:
+        """First nobody changes anything any more, then no new requests, then the stages."""
+        self.screen.close()
+        if self.ending.stopping.is_set():
+            self.screen.line("stopping")
+        control.cancel()
+        await asyncio.wait([control])
+        await self.doors.end()
+        with contextlib.suppress(TimeoutError):  # what is left then is killed
+            async with asyncio.timeout(CLOSE_S):
+                await self.host.close()
+
+    def _kill(self) -> None:
+        """No more waiting."""
+        self._killing = asyncio.create_task(self.process.over(KILLED))
+
+
+def _control_routes() -> Callable[[Controller], APIRouter]:
+    """Loads the web framework: for a thread."""
+    import proxy.http.admin  # noqa: F401
+    from deploy.control.routes import control_routes
+
+    return control_routes
+
+
+def _id(spec: Spec) -> str:
+    """The name that it has in its layout."""
+    assert spec.plan is not None, "specs() says its place"
+    return spec.plan.id
