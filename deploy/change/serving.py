@@ -24,11 +24,16 @@ def served(instances: Iterable[Observed], leaving: frozenset[str] = frozenset())
     return kinds(one.order.spec.role for one in instances if one.phase is Phase.UP and one.order.id not in leaving)
 
 
-def coming(instances: Iterable[Observed]) -> Iterable[Observed]:
-    """Those that are up, and those that are coming back, whose path is not lost by that."""
-    return (one for one in instances if one.phase is Phase.UP or (one.phase is Phase.DOWN and not one.over))
-
-
 def required(wanted: Wanted, actual: Actual) -> frozenset[Kind]:
-    """What a change that begins now must go on serving all the time: what is served today, and by the wanted layout."""
-    return kinds(one.order.spec.role for one in coming(actual.instances)) & kinds(wanted.roles)
+    """What no action may take the last path of: all that is served now, and by the wanted layout, too.
+
+    Whoever has been up counts: one that is between two lives is coming back, and its path is not lost by that. What
+    went with a node is lost, and binds nobody.
+    """
+    return kinds(one.order.spec.role for one in actual.instances if _serves(one)) & kinds(wanted.roles)
+
+
+def _serves(one: Observed) -> bool:
+    """Now, or again when its next life answers."""
+    between_lives = (one.phase is Phase.DOWN and not one.over) or (one.phase is Phase.STARTING and one.ever_up)
+    return one.phase is Phase.UP or between_lives

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from deploy.change.match import Match, given_up, match
 from deploy.change.room import shortage
-from deploy.change.serving import coming, kinds, served
+from deploy.change.serving import served
 from deploy.change.types import Action, Actual, Drain, Flip, Leave, Pause, Resume, Shortage, Start, Stop, Wanted
 from deploy.runtime.protocol import Observed, Order, Phase, Spec
 from epd_serve.roles import Role
@@ -61,8 +61,6 @@ class _Turn:
         self.found: Match = match(wanted, actual.instances)
         self.present = {one.order.id: one for one in actual.instances}
         self.leaving = set(actual.leaving)
-        # What nobody serves, nor will by himself, as after the death of a node, no action can take.
-        self.required = actual.required & kinds(one.order.spec.role for one in coming(actual.instances))
 
     def taken_back(self) -> Iterator[Action]:
         for name, spec in self.found.kept.items():
@@ -122,7 +120,7 @@ class _Turn:
                 helps = shortage(spec, others, self.actual) is None and not self.actual.paused
                 return replace(why, blocks=tuple(name for name in why.blocks if name in surplus), pause_helps=helps)
         going = sorted(surplus | {name for name, spec in self.found.kept.items() if self._role(name) is not spec.role})
-        lost = self.required - served(self._those_up(going), frozenset(self.leaving))
+        lost = self.actual.required - served(self._those_up(going), frozenset(self.leaving))
         return Shortage("last path", ", ".join(sorted(lost)), blocks=tuple(going), pause_helps=not self.actual.paused)
 
     def _role(self, name: str) -> Role:
@@ -182,7 +180,7 @@ class _Turn:
         if flipped_to is not None:
             one = self.present[names[0]]
             left.append(replace(one, order=Order(one.order.id, replace(one.order.spec, role=flipped_to))))
-        return self.required <= served(left, frozenset(self.leaving))
+        return self.actual.required <= served(left, frozenset(self.leaving))
 
     def _those_up(self, but: Collection[str] = ()) -> list[Observed]:
         return [one for name, one in self.present.items() if name not in but and one.phase is Phase.UP]

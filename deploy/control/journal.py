@@ -6,7 +6,6 @@ import time
 
 import msgspec
 
-from deploy.change.types import Kind
 from deploy.control.notes import Notes
 from deploy.control.progress import Change, State
 
@@ -29,7 +28,6 @@ class Latest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     before: str
     layout: str
     pause_s: float
-    required: tuple[Kind, ...]
     state: State
     reason: str
     began: float
@@ -40,14 +38,12 @@ class Latest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def of(cls, change: Change) -> Latest:
         values = {name: getattr(change, name) for name in cls.__struct_fields__}
-        began = time.time() - (time.monotonic() - change.began)
-        return cls(**{**values, "began": began, "required": tuple(sorted(change.required))})
+        return cls(**{**values, "began": time.time() - (time.monotonic() - change.began)})
 
     def change(self) -> Change:
         """It goes on. What is late in it is so from now on."""
-        values = msgspec.structs.asdict(self)
         began = time.monotonic() - (time.time() - self.began)
-        return Change(**{**values, "began": began, "required": frozenset(self.required)})
+        return Change(**{**msgspec.structs.asdict(self), "began": began})
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

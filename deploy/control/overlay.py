@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from deploy.change.types import Actual, Kind
+from deploy.change.types import Actual
 from deploy.runtime.protocol import Node, Observed, Order, Phase
 from epd_serve.roles import Role
 
@@ -51,7 +51,7 @@ class Overlay:
             del self.flipped[name]
         return [name for name in done if name in there]
 
-    def actual(self, unwanted: Sequence[str] = (), *, required: frozenset[Kind], paused: bool) -> Actual:
+    def actual(self, unwanted: Sequence[str] = (), *, paused: bool) -> Actual:
         """For the rules.
 
         Args:
@@ -70,7 +70,6 @@ class Overlay:
             empty=frozenset(name for name, task in self.emptying.items() if _over(task)),
             leaving=frozenset(self.leaving),
             quiet=frozenset(name for name, task in self.leaving.items() if _over(task)),
-            required=required,
             paused=paused,
         )
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from deploy.change.match import given_up
-from deploy.change.types import Action, Drain, Flip, Kind, Leave, Pause, Plan, Resume, Start, Stop
+from deploy.change.types import Action, Drain, Flip, Leave, Pause, Plan, Resume, Start, Stop
 from deploy.runtime.protocol import Observed, Phase
 
 PAST = 10
@@ -54,7 +54,6 @@ class Change:
     Attributes:
         what: the command's word. before, layout: from which to which.
         pause_s: how long new requests may wait in it; 0 where they may not.
-        required: kinds of requests that stay served all the while.
         started: ids, and when. failed: those that came to nothing, and why.
         cut: requests that were still running when an instance's time to drain was over.
         paused_s: how long new requests have waited in it.
@@ -65,7 +64,6 @@ class Change:
     before: str
     layout: str
     pause_s: float = 0.0
-    required: frozenset[Kind] = frozenset()
     state: State = State.UNDER_WAY
     reason: str = ""
     began: float = field(default_factory=time.monotonic)

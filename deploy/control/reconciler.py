@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from deploy.change.serving import required
 from deploy.change.types import Action, Actual, Flip, Shortage, Start, Wanted
@@ -21,7 +22,7 @@ from deploy.control.doors import Doors
 from deploy.control.failure import Deadlines, Trouble, start_failed, why_failed
 from deploy.control.journal import DEPTH, Journal, Latest, Record
 from deploy.control.overlay import Overlay
-from deploy.control.progress import REPLACE, Change, Changes, State
+from deploy.control.progress import REPLACE, Change, Changes, State, action_json
 from deploy.control.refusals import shortage_text
 from deploy.control.watcher import Watcher
 from deploy.runtime.protocol import Observed, Runtime, Spec
@@ -132,8 +133,7 @@ class Reconciler:
             self.layouts = (*self.layouts, wanted.layout)[-DEPTH:]
         self.overlay.unwanted = tuple(unwanted)
         self._fresh()
-        kinds = required(wanted, self.actual())
-        change = Change(self._number, what, self._previous.layout, wanted.layout, pause_s, kinds)
+        change = Change(self._number, what, self._previous.layout, wanted.layout, pause_s)
         self.changes.begin(change)
         self._write()
         self._watcher.publish()
@@ -170,9 +170,8 @@ class Reconciler:
 
     def actual(self, unwanted: Sequence[str] = ()) -> Actual:
         """What there is, for the rules; `unwanted` as of `Overlay.actual`."""
-        change = self.changes.present
-        kinds = change.required if change is not None else frozenset()
-        return self.overlay.actual(unwanted, required=kinds, paused=self._actuator.paused)
+        there = self.overlay.actual(unwanted, paused=self._actuator.paused)
+        return replace(there, required=required(self.wanted, there))
 
     # What is done about it.
 
@@ -237,7 +236,7 @@ class Reconciler:
                 self._fail(change, error.message)
             return False
         except Exception as error:  # noqa: BLE001 - a call that was lost may have taken effect: all of them can be repeated
-            logger.warning("%s was not accepted: %s", action, error or type(error).__name__)
+            logger.warning("%s was not accepted: %s", action_json(action), error or type(error).__name__)
             if step is not None:
                 step.note = str(error)
             return False

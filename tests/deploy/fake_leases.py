@@ -21,6 +21,7 @@ class FakeLeases:
 
     Attributes:
         calls: what was asked for, in order. after_call: called when one has taken effect, before it is answered.
+        gives_back: called with each place that is released.
         others: devices that somebody else has taken, by node.
     """
 
@@ -29,6 +30,7 @@ class FakeLeases:
         self.others: dict[str, int] = {}
         self.calls: list[str] = []
         self.after_call: Callable[[], None] = lambda: None
+        self.gives_back: Callable[[Place], None] = lambda place: None
         self._kind = kind
         self._acquire_s = acquire_s
         self._numbers = itertools.count()
@@ -64,7 +66,8 @@ class FakeLeases:
         leases = list(leases)
         self.calls.append(f"release {len(leases)}")
         for lease in leases:
-            self._places.pop(lease, None)
+            if (place := self._places.pop(lease, None)) is not None:
+                self.gives_back(place)
         self._settle()
         self.after_call()
 

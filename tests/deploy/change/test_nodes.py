@@ -59,19 +59,20 @@ def test_the_same_number_on_another_node_is_another_device():
 
 
 def test_a_path_that_a_death_has_taken_keeps_nobody_from_making_room():
-    now = replace(actual("EP-D", gib=10, devices=2), required=frozenset({"text", "media"}))
-    alone = tuple(one for one in now.instances if one.order.id == "EP0")
+    now, goal = actual("EP-D", gib=10, devices=2), wanted("EPD", pool=1)
+    assert required(goal, now) == {"text", "media"}
+    alone = replace(now, instances=tuple(one for one in now.instances if one.order.id == "EP0"))
 
-    turn = wave(wanted("EPD", pool=1), replace(now, instances=alone))
+    turn = wave(goal, _beginning(goal, alone))
 
     assert isinstance(turn, tuple) and kinds_of(turn) == ["Drain EP0"]
 
 
 @settings(max_examples=400, deadline=None)
-@given(layouts, layouts, st.integers(0, 2**32), st.integers(1, 40))
-def test_whatever_happens_to_nodes_a_change_ends_at_what_is_wanted_and_takes_no_path(old, new, seed, turns):
+@given(layouts, layouts, st.integers(0, 2**32), st.integers(1, 40), st.sampled_from([None, 16, 10]))
+def test_whatever_happens_to_nodes_a_change_ends_at_what_is_wanted_and_takes_no_path(old, new, seed, turns, gib):
     """`World.carry_out` holds each action against what none may do; paths that a death takes are nobody's fault."""
-    chance, nodes = random.Random(seed), Nodes(4, 3, 2)
+    chance, nodes = random.Random(seed), Nodes(4, 3, 2, gib=gib)
     now, goal = started(nodes, old)
     world = World(chance, now, fails=True)
     goal = nodes.wanted(new, goal.specs)
@@ -83,6 +84,7 @@ def test_whatever_happens_to_nodes_a_change_ends_at_what_is_wanted_and_takes_no_
             assert not isinstance(action, Start) or action.spec.node not in nodes.dead
         world.something_happens()
         goal = _something_with_nodes(nodes, world, goal)
+        world.actual = _beginning(goal, world.actual)
     nodes.dead.clear()
     world.actual = _beginning(goal, _with(nodes, world.actual))
     goal = nodes.wanted(goal.layout, goal.specs)

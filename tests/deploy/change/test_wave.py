@@ -200,9 +200,10 @@ def test_nobody_flips_who_is_what_is_wanted():
     assert wave(wanted("(D-P)", both=True), now) == ()
 
 
-def test_a_path_whose_stage_is_between_two_lives_is_required_all_the_same():
+@pytest.mark.parametrize("phase", [Phase.DOWN, Phase.STARTING])
+def test_a_path_whose_stage_is_between_two_lives_is_required_all_the_same(phase):
     now = actual("EP-D")
-    there = tuple(replace(one, phase=Phase.DOWN) if one.order.id == "D0" else one for one in now.instances)
+    there = tuple(replace(one, phase=phase) if one.order.id == "D0" else one for one in now.instances)
 
     assert required(wanted("TP1"), replace(now, instances=there)) == {"text", "media"}
 

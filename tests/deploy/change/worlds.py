@@ -157,9 +157,10 @@ def kinds_of(actions: Sequence[Action]) -> list[str]:
 
 
 class Nodes:
-    """Several nodes with so many devices each, of which some have died."""
+    """Several nodes with so many devices each, of which some have died. `gib`: of each device, as of `node`."""
 
-    def __init__(self, *sizes: int) -> None:
+    def __init__(self, *sizes: int, gib: int | None = None) -> None:
+        self._gib = gib
         self._machines = Machines(
             tuple(Machine(f"n{at}", DeviceInventory("cpu", tuple(range(size)))) for at, size in enumerate((*sizes, 64)))
         )
@@ -168,7 +169,7 @@ class Nodes:
 
     def alive(self) -> tuple[Node, ...]:
         nodes = (self._machines.at(name) for name in self.ids if name not in self.dead)
-        return tuple(Node(machine.id, "cpu", machine.inventory.ids) for machine in nodes)
+        return tuple(replace(node(len(machine.inventory.ids), gib=self._gib), id=machine.id) for machine in nodes)
 
     def wanted(self, layout: str, running: Iterable[Spec] = ()) -> Wanted:
         """On those that live, beside those that run there; who finds no room waits."""
@@ -185,5 +186,6 @@ class Nodes:
         return Wanted(layout, placed, waiting)
 
     def _spec(self, role: Role, devices: tuple[int, ...]) -> Spec:
-        node, numbers = self._machines.local(devices)
-        return Spec(role=role, devices=numbers, digest=role.value, node=node)
+        there, numbers = self._machines.local(devices)
+        needs = {device_memory(device): NEEDS_GIB[role.value] * GIB for device in numbers}
+        return Spec(role=role, devices=numbers, digest=role.value, node=there, needs=needs)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from deploy.control.reconciler import Reconciler
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from deploy.plan.machines import Machine, Machines
+from deploy.runtime.leases import Place
 from deploy.runtime.protocol import Node, Observed, Order, Phase
-from epd_serve.errors import ConfigError
+from epd_serve.errors import ConfigError, EpdError
 from epd_serve.roles import Role
 from npu_ops.discovery import DeviceInventory
 from tests.deploy.control.world import FakeDoors, FakeRuntime
@@ -37,7 +39,10 @@ class FakeNodes(FakeRuntime):
         super().__init__()
         self.leases = leases
         self.silent: set[str] = set()
-        self.wanted: frozenset[Role] = frozenset()
+        self.told: tuple[Observed, ...] = ()
+        self.wanted: Callable[[], frozenset[Role]] = frozenset
+        self.broken: list[str] = []
+        leases.gives_back = self._given_back
 
     async def nodes(self) -> tuple[Node, ...]:
         return tuple(Node(name, "cpu", tuple(range(count))) for name, count in self.leases.nodes.items())
@@ -46,31 +51,32 @@ class FakeNodes(FakeRuntime):
         spec = order.spec
         if spec.node not in self.leases.nodes:
             raise ConfigError(f"there is no node {spec.node}")
-        await self._reach(spec.node)
-        assert self.leases.holds(spec.node, spec.devices), f"{order.id} is started where nothing is leased"
+        self._reach(spec.node)
+        if not self.leases.holds(spec.node, spec.devices):
+            self.broken.append(f"{order.id} is started where nothing is leased")
         await super().start(order)
 
     async def drain(self, id: str) -> None:
         if (one := self.there.get(id)) is not None:
-            await self._reach(one.order.spec.node)
-            before = self._served()
+            self._reach(one.order.spec.node)
+            if lost := (self._served() - self._served(but=id)) & kinds(self.wanted()):
+                self.broken.append(f"draining {id} takes the last path of {sorted(lost)}")
             await super().drain(id)
-            lost = (before - self._served()) & kinds(self.wanted)
-            assert not lost, f"draining {id} takes the last path of {lost}"
 
     async def stop(self, id: str, grace_s: float) -> None:
         if (one := self.there.get(id)) is not None:
-            await self._reach(one.order.spec.node)
+            self._reach(one.order.spec.node)
         await super().stop(id, grace_s)
 
     async def watch(self) -> AsyncIterator[tuple[Observed, ...]]:
         async for items in super().watch():
-            yield tuple(
+            self.told = tuple(
                 replace(one, phase=Phase.DOWN, reason=f"node {one.order.spec.node} is silent")
                 if one.order.spec.node in self.silent
                 else one
                 for one in items
             )
+            yield self.told
 
     def dies(self, node: str) -> None:
         self.silent.discard(node)
@@ -78,14 +84,21 @@ class FakeNodes(FakeRuntime):
             del self.there[name]
         self.changed.set()
 
-    async def _reach(self, node: str) -> None:
-        while node in self.silent:
-            await asyncio.sleep(0.01)
-        if node not in self.leases.nodes:
-            raise ConfigError(f"there is no node {node}")
+    def _given_back(self, place: Place) -> None:
+        for one in self.there.values():
+            spec = one.order.spec
+            if spec.node == place.node and set(spec.devices) & set(place.devices):
+                self.broken.append(f"{one.order.id} is there, and its devices are given back")
 
-    def _served(self) -> frozenset[str]:
-        up = (one for one in self.there.values() if one.phase is Phase.UP)
+    def _reach(self, node: str) -> None:
+        if node in self.silent:
+            raise EpdError(f"node {node} is silent")
+
+    def _served(self, but: str = "") -> frozenset[str]:
+        """Really, or as the controller must believe."""
+        draining = {name for name, one in self.there.items() if one.phase is Phase.DRAINING}
+        those = (*self.told, *self.there.values())
+        up = (one for one in those if one.phase is Phase.UP and one.order.id not in {*draining, but})
         return kinds(one.order.spec.role for one in up)
 
 
@@ -102,7 +115,7 @@ class Cluster:
         self.doors = FakeDoors()
         self.said: list[str] = []
         self.lives = 0
-        self.sizes = dict(nodes)
+        self._names = itertools.count()
         self._journal = Journal(folder / "wanted.json")
         self._layout = layout
         self._deadlines = deadlines
@@ -142,9 +155,12 @@ class Cluster:
         self.leases.dies(node)
         self._nodes_change()
 
-    def comes(self, node: str) -> None:
-        self.leases.comes(node, self.sizes[node])
+    def comes(self, devices: int) -> str:
+        """A node that there has never been. Returns its name."""
+        name = f"n{next(self._names)}"
+        self.leases.comes(name, devices)
         self._nodes_change()
+        return name
 
     def up(self) -> dict[str, str]:
         """Node by instance."""
@@ -155,6 +171,7 @@ class Cluster:
         """What is not as it is wanted to be; "" for nothing."""
         if self.crashed is not None:
             raise self.crashed
+        assert not self.runtime.broken, self.runtime.broken
         wanted = self.reconciler.wanted
         there = [one.order.spec for one in self.runtime.there.values() if one.phase is Phase.UP]
         if wanted.waiting or self.reconciler.changes.present is not None:
@@ -207,6 +224,7 @@ class Cluster:
             record=record,
             previous=previous,
         )
+        self.runtime.wanted = lambda: self.reconciler.wanted.roles
         self.controller = Controller("epd", self.reconciler, self.doors, self.aim, _no_parts, _no_options)
         self.lives += 1
         async with asyncio.TaskGroup() as group:
@@ -225,8 +243,6 @@ class Cluster:
 
     async def _report(self) -> None:
         while True:
-            if self.lives:
-                self.runtime.wanted = self.reconciler.wanted.roles
             self.doors.report()
             await asyncio.sleep(0.005)
 
