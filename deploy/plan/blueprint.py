@@ -107,9 +107,12 @@ class Blueprint:
 
     def at(self, node: str) -> Blueprint:
         """What the agent of one node is told: of that node alone, its devices under the numbers that they have there.
-        Raises KeyError."""
+
+        Where it has no instance now, one is given as a specimen of those that may come. Raises KeyError.
+        """
         machine = self.machines.at(node)
-        plans = next((own for one, own in self.machines.split(self.plans) if one is machine), ())
+        specimen = replace(self.plans[0], devices=machine.inventory.ids[: self.plans[0].tp])
+        plans = next((own for one, own in self.machines.split(self.plans) if one is machine), (specimen,))
         return replace(self, machines=Machines((machine,)), plans=plans, cores=None)
 
 

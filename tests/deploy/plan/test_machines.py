@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from deploy.agent.specs import specs
+from deploy.agent.specs import orders, specs
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import Blueprint, draw
 from deploy.plan.machines import HERE, Machine, Machines
 from deploy.runtime.protocol import Spec
 from epd_serve.errors import ConfigError
+from epd_serve.roles import Role
 from npu_ops.discovery import DeviceInventory
 from npu_ops.properties import DeviceProperties
 
@@ -110,6 +111,12 @@ def test_an_agent_is_told_of_its_own_node_alone() -> None:
     assert there.features_travel, "its encoders are elsewhere"
     with pytest.raises(KeyError):
         blueprint.at("c")
+
+
+def test_an_agent_whose_node_has_no_instance_is_told_what_may_come() -> None:
+    blueprint = drawn("P-D", cpu_node("a", 2), cpu_node("b", 2), devices=[("a", 0), ("a", 1)], engine="sim")
+    (order,) = orders(blueprint.at("b"))
+    assert (order.spec.role, order.spec.node, order.spec.devices) == (Role.P, "b", (0,))
 
 
 def test_what_a_node_says_of_itself_can_be_written_down() -> None:
