@@ -14,6 +14,7 @@ from deploy.control.aim import Aim
 from deploy.control.controller import Controller
 from deploy.control.failure import Deadlines
 from deploy.control.journal import Journal
+from deploy.control.notes import FileNotes
 from deploy.control.reconciler import Reconciler
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
@@ -39,13 +40,17 @@ class FakeNodes(FakeRuntime):
         super().__init__()
         self.leases = leases
         self.silent: set[str] = set()
+        self.start_s: dict[str, dict[Role, float]] = {}
         self.told: tuple[Observed, ...] = ()
         self.wanted: Callable[[], frozenset[Role]] = frozenset
         self.broken: list[str] = []
         leases.gives_back = self._given_back
 
     async def nodes(self) -> tuple[Node, ...]:
-        return tuple(Node(name, "cpu", tuple(range(count))) for name, count in self.leases.nodes.items())
+        return tuple(
+            Node(name, "cpu", tuple(range(count)), start_s=self.start_s.get(name, {}))
+            for name, count in self.leases.nodes.items()
+        )
 
     async def start(self, order: Order) -> None:
         spec = order.spec
@@ -116,7 +121,7 @@ class Cluster:
         self.said: list[str] = []
         self.lives = 0
         self._names = itertools.count()
-        self._journal = Journal(folder / "wanted.json")
+        self._journal = Journal(FileNotes(folder))
         self._layout = layout
         self._deadlines = deadlines
         self._blueprint = draw(DeployConfig(layout=layout, engine="sim", runtime="ray"), machines=self._machines())

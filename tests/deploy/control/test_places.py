@@ -16,6 +16,7 @@ from deploy.control.progress import State
 from deploy.control.refusals import RefusedError
 from deploy.runtime.leases import LeaseError
 from epd_serve.errors import EpdError
+from epd_serve.roles import Role
 from tests.deploy.control.cluster import Cluster
 from tests.waiting import until
 
@@ -106,6 +107,20 @@ async def test_a_dry_run_leases_nothing_and_says_where(tmp_path: Path) -> None:
             await cluster.controller.relayout("2E-P-D", dry_run=True)
         assert refused.value.code == "no_devices" and refused.value.details["free"] == {"a": 0, "b": 0}
         assert cluster.leases.calls == []
+
+
+async def test_a_start_takes_as_long_as_on_its_node_or_as_on_the_slowest_other(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "E-P-D", {"a": 3, "b": 1, "c": 1})
+    cluster.runtime.start_s = {"a": {Role.E: 2.0, Role.P: 3.0}, "b": {Role.E: 7.0}}
+    async with cluster.running():
+        await cluster.whole()
+        assert set(cluster.up().values()) == {"a"}
+        told = await cluster.controller.relayout("2E-P-D", dry_run=True)
+        assert told.expected_s == 7.0, "it comes to b"
+        cluster.dies("b")
+        told = await cluster.controller.relayout("E-2P-D", dry_run=True)
+        assert told.expected_s == 3.0, "c has started none yet"
+        assert (await cluster.controller.relayout("E-P-2D", dry_run=True)).expected_s is None
 
 
 async def test_what_was_leased_for_a_change_that_is_refused_is_given_back(tmp_path: Path) -> None:
