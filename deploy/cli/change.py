@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from deploy.host.running_launches import ADMIN_SOCKET, NoLaunchError, choose_launch
+from deploy.cli.which import add_which, client
 from deploy.memory.placement_table import table
 from deploy.options.flags import Parser, subparser
 from epd_serve.errors import ConfigError, EpdError
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
 
 DONE, FAILED, REFUSED = 0, 1, 2
 LOOK_S = 0.2
-ANSWER_S = 60.0
 Call = tuple[str, dict[str, Any]]
 
 
@@ -70,9 +67,8 @@ def add_change(commands: Any) -> dict[str, Parser]:
 def _add(commands: Any, name: str, help: str, call: Callable[[dict[str, Any]], Call]) -> Parser:
     parser = subparser(commands, name, help)
     parser.set_defaults(command=_status_command if call is _status else lambda arguments: _change(call, arguments))
-    parser.add_argument("--launch", metavar="ID", help="which one, where several run (or the beginning of its id)")
     parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
-    parser.add_argument("--run-root", dest="root", type=Path, help=argparse.SUPPRESS)
+    add_which(parser)
     return parser
 
 
@@ -121,7 +117,7 @@ def parse_counts(words: list[str]) -> dict[str, int]:
 
 
 def _status_command(arguments: dict[str, Any]) -> int:
-    with _client(arguments) as http:
+    with client(arguments) as http:
         status = _get(http, "/deployment")
     print(json.dumps(status, indent=2) if arguments["as_json"] else status_text(status))
     return DONE
@@ -130,7 +126,7 @@ def _status_command(arguments: dict[str, Any]) -> int:
 def _change(call: Callable[[dict[str, Any]], Call], arguments: dict[str, Any]) -> int:
     as_json = arguments["as_json"]
     path, body = call(arguments)
-    with _client(arguments) as http:
+    with client(arguments) as http:
         answer = http.post(path, json=body)
         if answer.status_code >= 400:
             return _refused(answer, as_json)
@@ -179,23 +175,6 @@ def _until_over(http: httpx.Client, change: dict[str, Any], say: Callable[[str],
 
 def _say(line: str) -> None:
     print(f"  {line}", flush=True)
-
-
-@contextlib.contextmanager
-def _client(arguments: dict[str, Any]) -> Iterator[httpx.Client]:
-    """Asks the launch that is meant. Raises ConfigError where there is none, EpdError when it no longer answers."""
-    import httpx
-
-    try:
-        launch = choose_launch(arguments["launch"], arguments["root"], keeps=ADMIN_SOCKET)
-    except NoLaunchError as error:
-        raise ConfigError(str(error)) from None  # refused, like all that names the wrong thing
-    transport = httpx.HTTPTransport(uds=str(launch.path / ADMIN_SOCKET))
-    with httpx.Client(transport=transport, base_url="http://deployment", timeout=ANSWER_S) as http:
-        try:
-            yield http
-        except httpx.TransportError as error:
-            raise EpdError(f"launch {launch.id} no longer answers, it may have ended: {error}") from None
 
 
 def _get(http: httpx.Client, path: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 from deploy.cli.change import add_change
 from deploy.cli.parts import add_proxy, add_stage
 from deploy.cli.standard_output import until_the_reader_leaves
+from deploy.cli.which import check_ray
 from deploy.options.config import DeployConfig, build_config
 from deploy.options.flags import Parser, add_option, split, subparser
 from deploy.options.suggestions import unknown
@@ -102,6 +103,9 @@ def _add_serve(commands: Any) -> Parser:
     parser = subparser(commands, "serve", "start stages and proxy as a layout says, until Ctrl-C")
     parser.set_defaults(command=_serve)
     parser.add_argument("--config", metavar="FILE.yaml", help="options from a file; flags win")
+    parser.add_argument(
+        "--detach", action="store_true", help="with --runtime ray: return as soon as it is ready; it goes on"
+    )
     for option in fields(DeployConfig):
         if option.metadata.get("positional"):
             parser.add_argument(option.name, nargs="?", default=argparse.SUPPRESS, help=option.metadata["help"])
@@ -113,7 +117,7 @@ def _add_serve(commands: Any) -> Parser:
 def serve_config(words: Sequence[str]) -> DeployConfig:
     """What `epd-serve serve WORDS…` would serve. Raises ConfigError as it would."""
     arguments = parse_words(["serve", *words])
-    del arguments["command"]
+    del arguments["command"], arguments["detach"]
     return _config(arguments)
 
 
@@ -124,13 +128,21 @@ def _config(arguments: dict[str, Any]) -> DeployConfig:
 
 
 def _serve(arguments: dict[str, Any]) -> int:
+    detach = arguments.pop("detach")
     config = _config(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    if config.runtime == "ray":
+        check_ray()
+        from deploy.ray.attach import serve_on_ray
+
+        return serve_on_ray(config, detach=detach)
+    if detach:
+        raise ConfigError("--detach is for --runtime ray", param="--detach")
     from deploy.plan.blueprint import draw
 
     blueprint = draw(config)
     from deploy.launch.launcher import Launch
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     return Launch(blueprint).run()
 
 

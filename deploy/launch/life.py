@@ -274,7 +274,7 @@ class Life(ABC):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PARTS_S):
                 groups = await self.host.groups()
-        return {name: pid for name, pid in groups.items() if name not in self.news.seen}
+        return {name: pid for name, pid in groups.items() if name.rpartition("/")[2] not in self.news.seen}
 
     async def _say_ready(self, reconciler: Reconciler) -> None:
         """Once every stage has answered, none waits for its KV links, and the front doors know."""

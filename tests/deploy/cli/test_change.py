@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli import change
+from deploy.cli import which
 from deploy.cli.command import FAILED, main
 from deploy.host.running_launches import ADMIN_SOCKET, RunningLaunch
 
@@ -17,7 +17,7 @@ def test_a_launch_that_ends_meanwhile_is_one_line_and_no_traceback(
 ) -> None:
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(tmp_path / ADMIN_SOCKET))  # nobody listens there any more
-    monkeypatch.setattr(change, "choose_launch", lambda *_, **__: RunningLaunch("f00d", tmp_path, tmp_path))
+    monkeypatch.setattr(which, "choose_launch", lambda *_, **__: RunningLaunch("f00d", tmp_path, tmp_path))
 
     assert main(["status"]) == FAILED
     said = capsys.readouterr()

@@ -1,0 +1,191 @@
+"""The operator's end: begins a deployment on the cluster and shows how it is going; asks one that runs.
+
+A deployment goes on without whoever has begun it. SIGINT and SIGTERM are passed on to it, as to a launch of this
+machine; to be killed, or to lose the terminal, is to leave it alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from deploy.host.environment import is_terminal
+from deploy.launch.screen import Screen
+from deploy.options.config import DeployConfig
+from deploy.ray.cluster import (
+    ANSWER_S,
+    NAMESPACE,
+    Actor,
+    connect,
+    controller_name,
+    controller_of,
+    deployments,
+    here,
+    node_name,
+)
+from deploy.ray.controller import ControllerActor
+from deploy.ray.news import Event, show
+from epd_serve.errors import ConfigError, EpdError
+from epd_serve.key_files import client_keys
+
+NEWS_S = 10.0
+TICK_S = 1.0
+RETRY_S = 0.2
+
+
+def serve_on_ray(config: DeployConfig, *, detach: bool = False) -> int:
+    """Begins the deployment and shows it until its end or, detached, until it is ready.
+
+    Returns:
+        Its exit code.
+
+    Raises:
+        ConfigError: no cluster, the name is taken, or the deployment cannot be had on this cluster.
+    """
+    connect(config.ray_address)
+    if config.name in deployments():
+        raise ConfigError(
+            f"deployment {config.name!r} runs on this cluster: give this one another --name, or end that one "
+            f"(epd-serve down --ray --name {config.name})",
+            param="--name",
+        )
+    own = replace(config, api_keys=client_keys(config.api_keys, config.api_key_file), api_key_file="")
+    actor = (
+        ray.remote(ControllerActor)
+        .options(
+            name=controller_name(config.name),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=-1,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(here(), soft=True),
+        )
+        .remote(own, here())
+    )
+    return asyncio.run(_Attached(config.name, actor).until_ended(detach=detach))
+
+
+@contextlib.contextmanager
+def operator(name: str = "", address: str = "") -> Iterator[httpx.Client]:
+    """Asks the controller of a deployment what `deploy/control/routes.py` answers, from any node of the cluster.
+
+    Raises:
+        ConfigError: no cluster, no such deployment, or several. EpdError: another version of this program runs it.
+    """
+    connect(address)
+    _, actor = controller_of(name)
+    with httpx.Client(transport=_ThroughActor(actor), base_url="http://deployment", timeout=ANSWER_S) as http:
+        yield http
+
+
+def end_on_ray(name: str = "", address: str = "", *, now: bool = False) -> int:
+    """Ends a deployment, once its requests have ended or, with `now`, at once; returns when it has gone."""
+    connect(address)
+    found, actor = controller_of(name)
+    attached = _Attached(found, actor)
+    attached.send(signal.SIGINT if now else signal.SIGTERM)
+    return asyncio.run(attached.until_ended(from_now=True))
+
+
+def log_reader(name: str, node: str, log: str) -> Callable[[int], tuple[bytes, int]]:
+    """As `deploy.host.logs.read_log`, of a node of the deployment. To be called while we are connected."""
+    actor = ray.get_actor(node_name(controller_of(name)[0], node), namespace=NAMESPACE)
+
+    def read(offset: int) -> tuple[bytes, int]:
+        try:
+            told: tuple[bytes, int] = ray.get(actor.log.remote(log, offset), timeout=ANSWER_S)
+        except RayError as error:
+            raise EpdError(f"node {node} does not answer: {error}") from error
+        return told
+
+    return read
+
+
+class _Attached:
+    """A terminal that shows a deployment."""
+
+    def __init__(self, name: str, actor: Actor) -> None:
+        self._name = name
+        self._actor = actor
+        self._screen = Screen(sys.stderr, terminal=is_terminal())
+
+    def send(self, number: int) -> None:
+        """A signal, as to the process of a launch."""
+        self._actor.signal.remote(number)
+
+    async def until_ended(self, *, detach: bool = False, from_now: bool = False) -> int:
+        loop = asyncio.get_running_loop()
+        for one in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(one, self.send, one)
+        ticking = asyncio.create_task(self._tick())
+        life, number = "", -1 if from_now else 0
+        try:
+            while True:
+                try:
+                    life, number, events = await self._actor.news.remote(life, number, NEWS_S)
+                except RayError as error:
+                    await self._check_there(error)
+                    continue
+                for event in events:
+                    code = self._take(event, detach=detach)
+                    if code is not None:
+                        return code
+        finally:
+            ticking.cancel()
+            self._screen.close()
+
+    def _take(self, event: Event, *, detach: bool) -> int | None:
+        """An exit code where there is nothing more to show."""
+        match event:
+            case "ready", (message,):
+                print(message, flush=True)
+                return 0 if detach else None
+            case "refused", (message, param, config):
+                raise ConfigError(message, param=param) if config else EpdError(message)
+            case "ended", (code,):
+                return int(code)
+            case _:
+                show(event, self._screen)
+        return None
+
+    async def _check_there(self, error: RayError) -> None:
+        """Ray starts a controller that has died again. Raises EpdError where this one will not come."""
+        if not isinstance(error, ActorUnavailableError) and self._name not in await asyncio.to_thread(deployments):
+            raise EpdError(f"deployment {self._name} has gone: {error}") from error
+        await asyncio.sleep(RETRY_S)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._screen.tick()
+
+
+class _ThroughActor(httpx.BaseTransport):
+    """HTTP to the application in an actor."""
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        headers = [(name.decode(), value.decode()) for name, value in request.headers.raw]
+        asked = self._actor.ask.remote(request.method, request.url.raw_path.decode(), headers, request.read())
+        timeouts: dict[str, Any] = request.extensions.get("timeout", {})
+        try:
+            status, told, content = ray.get(asked, timeout=timeouts.get("read") or ANSWER_S)
+        except GetTimeoutError as error:
+            raise httpx.ReadTimeout(str(error), request=request) from error
+        except ActorUnavailableError as error:  # another one follows
+            raise httpx.ReadError(str(error), request=request) from error
+        except RayError as error:
+            raise httpx.ConnectError(str(error), request=request) from error
+        return httpx.Response(status, headers=told, content=content, request=request)

@@ -1,0 +1,277 @@
+"""The Controller actor: the one controller of a deployment, on whichever node, started again by Ray when it dies.
+
+What a life of a controller is, `deploy/launch/life.py` says; here it gets nodes that come and go (`nodes.py`), devices
+that Ray reserves (`leases.py`), notes in the cluster's head (`notes.py`), and operators who ask through the actor.
+Stages and front doors go on without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import msgspec
+import ray
+
+from deploy.agent.waits import Patience
+from deploy.control.aim import Aim
+from deploy.control.controller import PartJson
+from deploy.front.all_doors import AllDoors
+from deploy.keeper.interface import Signals
+from deploy.launch.admin import open_admin, serve_admin
+from deploy.launch.life import GRACE_S, READY, Deployment, Life
+from deploy.launch.ready_message import ready_message
+from deploy.memory.table import memory_table
+from deploy.options.config import DeployConfig
+from deploy.plan.blueprint import draw
+from deploy.ray.leases import RayLeases, release_all
+from deploy.ray.news import Event, News
+from deploy.ray.nodes import INSTANCES, Nodes, end_nodes
+from deploy.ray.notes import EPOCH, GcsNotes
+from epd_serve import __version__
+from epd_serve.errors import ConfigError, EpdError, StageError
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter, FastAPI
+
+SIGNALS, OVER = "signals.json", "over"
+"""Notes of what operators have sent, and of the exit code that all ends with."""
+
+CRASHED = 70
+CRASH_S = 1.0
+"""From a defect to the end of the process: Ray starts the next one at once."""
+
+HEARD_S = 3.0
+LOG_TAIL_BYTES = 4096
+
+logger = logging.getLogger(__name__)
+
+
+class ControllerActor:
+    """Args:
+    config: of the deployment. What it names of files has to be on every node.
+    begun_on: the node of whoever began it.
+    """
+
+    def __init__(self, config: DeployConfig, begun_on: str) -> None:
+        self._config = config
+        self._begun_on = begun_on
+        self._began = time.monotonic()
+        self._notes = GcsNotes(config.name)
+        self._news = News()
+        self._signals = Signals()
+        self._app: asyncio.Future[FastAPI] = asyncio.get_running_loop().create_future()
+        self._code: int | None = None
+        self._nodes: Nodes | None = None
+        self._over = asyncio.Event()
+        self._living = asyncio.create_task(self._live(), name="controller")
+
+    # --- what operators ask ---------------------------------------------------------------------------------------
+
+    async def version(self) -> str:
+        return __version__
+
+    async def ask(
+        self, method: str, path: str, headers: list[tuple[str, str]], content: bytes
+    ) -> tuple[int, list[tuple[str, str]], bytes]:
+        """An HTTP request to the admin application, as soon as there is one."""
+        transport = httpx.ASGITransport(await asyncio.shield(self._app))
+        async with httpx.AsyncClient(transport=transport, base_url="http://deployment") as http:
+            answer = await http.request(method, path, headers=headers, content=content)
+        return answer.status_code, list(answer.headers.items()), answer.content
+
+    async def news(self, life: str, number: int, wait_s: float) -> tuple[str, int, list[Event]]:
+        """As `News.after`."""
+        return await self._news.after(life, number, wait_s)
+
+    async def signal(self, number: int) -> None:
+        """As to the process of a launch."""
+        self._notes.write(SIGNALS, msgspec.json.encode([*self._signals_noted(), number]))
+        self._signals.add(number)
+
+    def _signals_noted(self) -> list[int]:
+        return msgspec.json.decode(self._notes.read(SIGNALS) or b"[]", type=list[int])
+
+    # --- what its life asks of it: `deploy.launch.life.Process` -----------------------------------------------------
+
+    def signals(self) -> AsyncIterator[int]:
+        return self._signals.follow()
+
+    async def ready(self) -> None:
+        """Ray starts it again in any case."""
+
+    async def over(self, code: int) -> None:
+        """Noted first: what is left is then ended by whichever life."""
+        if self._code is None:
+            self._code = code
+            self._notes.write(OVER, str(code).encode())
+            await self._notes.kept()
+            self._over.set()
+
+    def answers(self, app: FastAPI) -> None:
+        """Operators are answered by it from now on."""
+        self._app.set_result(app)
+
+    # --- its life -------------------------------------------------------------------------------------------------
+
+    async def _live(self) -> None:
+        """Until the deployment is over, and nothing of it is left."""
+        try:
+            if not ray.get_runtime_context().was_current_actor_reconstructed:
+                await self._clear()  # somebody may have killed one of this name
+                await self._until_over()
+            elif self._notes.read(EPOCH) is not None and self._notes.read(OVER) is None:
+                for number in self._signals_noted():
+                    self._signals.add(number)
+                await self._until_over()
+            await self._clear()
+            self._news.add("ended", self._code or 0)
+            await self._news.taken(HEARD_S)
+            ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+            await asyncio.sleep(HEARD_S)
+        except BaseException:  # not by unwinding: Ray would take an actor for well that does nothing any more
+            logger.exception("the controller has failed")
+        await asyncio.sleep(CRASH_S)
+        os._exit(CRASHED)
+
+    async def _clear(self) -> None:
+        """Nothing of it is left on the cluster but this actor."""
+        await end_nodes(self._config.name)
+        await release_all(self._config.name)
+        await self._notes.forget()
+
+    async def _until_over(self) -> None:
+        was_ready = self._notes.read(READY) is not None
+        preparing = asyncio.create_task(self._prepared())
+        stopped = asyncio.create_task(self._first_signal())
+        tasks: list[asyncio.Task[Any]] = [preparing, stopped]
+        try:
+            waited = (preparing,) if was_ready else (preparing, stopped)
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if not preparing.done():
+                return await self.over(0)
+            try:
+                life = preparing.result()
+            except EpdError as error:
+                if was_ready:
+                    raise
+                self._news.add("refused", str(error), error.param, isinstance(error, ConfigError))
+                return await self.over(1)
+            living = [
+                asyncio.create_task(self._over.wait()),
+                asyncio.create_task(life.run(), name="life"),
+                asyncio.create_task(life.nodes.follow(life.aim), name="nodes"),
+                asyncio.create_task(self._remember(life), name="memory"),
+                asyncio.create_task(_superseded(life), name="rival"),
+            ]
+            tasks += living
+            done, _ = await asyncio.wait(living, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            if self._nodes is not None:
+                await self._nodes.part()
+
+    async def _first_signal(self) -> None:
+        async for _ in self._signals.follow():
+            return
+
+    async def _prepared(self) -> RayLife:
+        """The nodes as they are, the deployment drawn for them, and a process of ours on each."""
+        config, notes = self._config, self._notes
+        epoch = await asyncio.to_thread(notes.next_epoch)
+        nodes = self._nodes = Nodes(config, self._begun_on, notes, epoch, self._news.line)
+        machines = await nodes.gather()
+        leases = RayLeases(config.name, machines.kind, config.placement, notes)
+        await leases.tidy()
+        blueprint = await asyncio.to_thread(draw, config, machines=machines)
+        deployment = Deployment(config.name, blueprint, Patience(), observed=not config.admin_port)
+        doors = AllDoors(say=self._news.line, key_file=_key_file(nodes.key), goes_on=notes.read(READY) is not None)
+        await nodes.open(deployment, doors)
+        return RayLife(self, nodes, deployment, doors, notes, self._news, Aim(blueprint, leases), self._began)
+
+    async def _remember(self, life: RayLife) -> None:
+        """What runs, for a life that begins while a node is silent."""
+        async for instances in life.nodes.many.watch():
+            self._notes.write(INSTANCES, msgspec.json.encode(instances))
+
+
+class RayLife(Life):
+    """On many nodes."""
+
+    def __init__(
+        self,
+        actor: ControllerActor,
+        nodes: Nodes,
+        deployment: Deployment,
+        doors: AllDoors,
+        notes: GcsNotes,
+        news: News,
+        aim: Aim,
+        began: float,
+    ) -> None:
+        super().__init__(deployment, nodes.many, doors, notes, actor, news, aim)
+        self.nodes = nodes
+        self.superseded = nodes.many.superseded, doors.superseded
+        self._actor = actor
+        self._news = news
+        self._began = began
+
+    def introduce(self) -> None:
+        memory = self.blueprint.memory
+        if memory is not None and memory.shared_devices:
+            self.screen.line(f"memory of the devices:\n{memory_table(memory)}")
+
+    async def answer(self, routes: APIRouter) -> None:
+        from proxy.http.admin import create_admin
+
+        self._actor.answers(create_admin(self.doors.table, self.doors.metrics, more=[routes]))
+        config = self.blueprint.config
+        with open_admin(config.admin_host, config.admin_port, config.admin_key_file) as admin:
+            if admin is not None:
+                await serve_admin(admin, self.doors.table, self.doors.metrics, grace_s=GRACE_S, more=[routes])
+            await asyncio.get_running_loop().create_future()  # until cancelled
+
+    async def announce(self) -> None:
+        seconds = time.monotonic() - self._began
+        config = self.blueprint.config
+        logs = f"epd-serve logs --ray --name {config.name}"
+        self._news.add("ready", ready_message(self.aim.drawn, logs, self.news.instances(), seconds))
+
+    async def explain(self, error: EpdError) -> str:
+        """With the end of the log of the stage that is to blame: it goes with its node process."""
+        if isinstance(error, StageError) and (one := self.news.seen.get(error.stage)) is not None:
+            tail = await self.nodes.log(one.order.spec.node, error.stage, LOG_TAIL_BYTES)
+            return f"{error}; the end of its log:\n{tail}"
+        return str(error)
+
+    async def parts(self) -> Mapping[str, PartJson]:
+        others = {**await self.groups(), **self.doors.pids}
+        return {
+            "controller": {"pid": os.getpid(), "restarts": None},
+            **await self.nodes.parts(),
+            **{name: {"pid": pid, "restarts": None} for name, pid in others.items()},
+        }
+
+
+async def _superseded(life: RayLife) -> None:
+    """Raises EpdError: Ray has taken this one for dead, and there is another."""
+    waits = [asyncio.create_task(one.wait()) for one in life.superseded]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    raise EpdError("another controller has this deployment")
+
+
+def _key_file(key: str) -> str:
+    """A file that this process alone can read, and that goes with it."""
+    descriptor = os.memfd_create("key")
+    os.fchmod(descriptor, 0o600)
+    os.write(descriptor, key.encode())
+    return f"/proc/self/fd/{descriptor}"

@@ -1,0 +1,229 @@
+"""Devices reserved on the cluster: a placement group with one bundle for each lease, so that each can be given back.
+
+The groups are detached and found again by their names; Ray itself moves the bundle of a node that has died to another
+one that has room. Which devices of its node a bundle has, a short task in it says; virtual ones of CPUs, of which Ray
+knows nothing, are numbered here. What was said once is noted and stays, for as long as the bundle is where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from deploy.control.notes import Notes
+from deploy.ray.cluster import nodes_alive
+from deploy.runtime.leases import LeaseError, Place, Wish
+
+RESOURCES = {"npu": "NPU", "cuda": "GPU", "cpu": "CPU"}
+"""What Ray calls a device of each kind."""
+
+NOTE = "leases.json"
+NODE_LABEL = "ray.io/node-id"
+ACQUIRE_S = 10.0
+IDS_S = 60.0
+"""For the task that says which devices a bundle has: Ray may have to start a worker for it."""
+
+LOOK_S = 0.5
+Row = Mapping[str, Any]
+"""A placement group, as Ray's table has it."""
+
+
+class RayLeases:
+    """`Leases` of one deployment.
+
+    Args:
+        kind: of its devices. placement: `pack`, `spread` or `strict_spread`, over nodes.
+        notes: of the deployment.
+        acquire_s: how long Ray may take to find room.
+    """
+
+    def __init__(self, deployment: str, kind: str, placement: str, notes: Notes, acquire_s: float = ACQUIRE_S) -> None:
+        self._prefix = _prefix(deployment)
+        self._kind = kind
+        self._resource = RESOURCES[kind]
+        self._placement = placement
+        self._notes = notes
+        self._acquire_s = acquire_s
+        noted = msgspec.json.decode(notes.read(NOTE) or b"[]", type=list[Place])
+        self._places = {place.lease: place for place in noted}
+        self._one_at_a_time = asyncio.Lock()
+        self._changed = asyncio.Event()
+
+    async def acquire(self, wishes: Sequence[Wish]) -> tuple[Place, ...]:
+        async with self._one_at_a_time:
+            made: list[Place] = []
+            until = time.monotonic() + self._acquire_s
+            try:
+                for wish in wishes:
+                    made.append(await self._acquire(wish, made, until))
+            except BaseException:
+                await asyncio.shield(self._tidy())
+                raise
+            self._note({**self._places, **{place.lease: place for place in made}})
+            return tuple(made)
+
+    async def places(self) -> tuple[Place, ...]:
+        async with self._one_at_a_time:
+            await self._look()
+            return tuple(self._places.values())
+
+    async def free(self) -> Mapping[str, int]:
+        available = await asyncio.to_thread(_available, self._resource)
+        return {node.id: available.get(node.id, 0) for node in await asyncio.to_thread(nodes_alive)}
+
+    async def release(self, leases: Iterable[str]) -> None:
+        async with self._one_at_a_time:
+            gone = set(leases) & self._places.keys()
+            if gone:
+                self._note({name: place for name, place in self._places.items() if name not in gone})
+                await self._tidy()
+
+    async def watch(self) -> AsyncIterator[tuple[Place, ...]]:
+        told: tuple[Place, ...] | None = None
+        while True:
+            self._changed.clear()
+            if (now := await self.places()) != told:
+                told = now
+                yield now
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._changed.wait()
+
+    async def tidy(self) -> None:
+        """Give back what a controller before this one has not got to note, or to give back."""
+        async with self._one_at_a_time:
+            await self._tidy()
+
+    # --- one lease ------------------------------------------------------------------------------------------------
+
+    async def _acquire(self, wish: Wish, made: Sequence[Place], until: float) -> Place:
+        assert wish.kind == self._kind, "a deployment has devices of one kind"
+        others = [*self._places.values(), *made]
+        numbers = [int(place.lease.removeprefix(self._prefix)) for place in others]
+        name = f"{self._prefix}{max(numbers, default=-1) + 1}"
+        group = await asyncio.to_thread(
+            placement_group,
+            [{self._resource: wish.devices}],
+            strategy="PACK",
+            name=name,
+            lifetime="detached",
+            bundle_label_selector=await self._elsewhere(wish, others),
+        )
+        if not await asyncio.to_thread(group.wait, max(0.1, until - time.monotonic())):
+            raise LeaseError(self._kind, [wish.devices], await self.free())
+        return await self._placed(name, wish, (await self._groups())[name], others)
+
+    async def _elsewhere(self, wish: Wish, others: Iterable[Place]) -> list[dict[str, str]] | None:
+        """Not where a spread deployment is already, while another node has room or, strictly, in any case."""
+        taken = {place.node for place in others if place.node}
+        if self._placement == "pack" or not taken:
+            return None
+        if self._placement == "spread":
+            free = await self.free()
+            if not any(count >= wish.devices for node, count in free.items() if node not in taken):
+                return None
+        return [{NODE_LABEL: f"!in({','.join(sorted(taken))})"}]
+
+    async def _placed(self, lease: str, wish: Wish, row: Row, others: Iterable[Place]) -> Place:
+        """Where a lease's bundle is now."""
+        count = wish.devices
+        node = _node(row)
+        if not node:
+            return Place(lease, wish, "", (), f"{count} free {self._resource} on one node")
+        if self._kind == "cpu":
+            taken = {device for place in others if place.node == node for device in place.devices}
+            free = [device for device in range(len(taken) + count) if device not in taken]
+            return Place(lease, wish, node, tuple(free[:count]))
+        try:
+            async with asyncio.timeout(IDS_S):
+                return Place(lease, wish, node, await self._ids(row, count))
+        except TimeoutError:
+            return Place(lease, wish, "", (), f"which {self._resource} it has on node {node}")
+
+    async def _ids(self, row: Row, count: int) -> tuple[int, ...]:
+        asking = ray.remote(_device_ids).options(
+            num_cpus=0,
+            **({"num_gpus": count} if self._resource == "GPU" else {"resources": {self._resource: count}}),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(_group(row), placement_group_bundle_index=0),
+        )
+        ids: list[str] = await asking.remote(self._resource)
+        return tuple(sorted(map(int, ids)))
+
+    # --- all of them ----------------------------------------------------------------------------------------------
+
+    async def _look(self) -> None:
+        """Take in what has moved, and what somebody else has removed."""
+        groups = await self._groups()
+        now: dict[str, Place] = {}
+        for name, place in self._places.items():
+            if (row := groups.get(name)) is None:
+                continue
+            if place.node and _node(row) == place.node:
+                now[name] = place
+            else:
+                others = [now.get(one.lease, one) for one in self._places.values() if one.lease != name]
+                now[name] = await self._placed(name, place.wish, row, others)
+        if now != self._places:
+            self._note(now)
+
+    async def _tidy(self) -> None:
+        groups = await self._groups()
+        await _remove(row for name, row in groups.items() if name not in self._places)
+
+    async def _groups(self) -> dict[str, Row]:
+        return await asyncio.to_thread(_groups, self._prefix)
+
+    def _note(self, places: dict[str, Place]) -> None:
+        self._places = places
+        self._notes.write(NOTE, msgspec.json.encode(list(places.values())))
+        self._changed.set()
+
+
+async def release_all(deployment: str) -> None:
+    """Whatever this deployment has reserved on the cluster."""
+    groups = await asyncio.to_thread(_groups, _prefix(deployment))
+    await _remove(groups.values())
+
+
+def _prefix(deployment: str) -> str:
+    return f"epd-serve/{deployment}/lease/"
+
+
+def _groups(prefix: str) -> dict[str, Row]:
+    """By name."""
+    rows = placement_group_table().values()
+    return {row["name"]: row for row in rows if row["name"].startswith(prefix) and row["state"] != "REMOVED"}
+
+
+async def _remove(rows: Iterable[Row]) -> None:
+    for row in rows:
+        await asyncio.to_thread(remove_placement_group, _group(row))
+
+
+def _group(row: Row) -> PlacementGroup:
+    return PlacementGroup(ray.PlacementGroupID.from_hex(row["placement_group_id"]))
+
+
+def _node(row: Row) -> str:
+    """Where its bundle is; "" while it has no place."""
+    return str(row["bundles_to_node_id"].get(0) or "") if row["state"] == "CREATED" else ""
+
+
+def _device_ids(resource: str) -> list[str]:
+    """In the bundle."""
+    ids: list[str] = ray.get_runtime_context().get_accelerator_ids()[resource]
+    return ids
+
+
+def _available(resource: str) -> dict[str, int]:
+    """Whole devices of each node that nobody has reserved."""
+    nodes = ray._private.state.available_resources_per_node()
+    return {node: int(resources.get(resource, 0)) for node, resources in nodes.items()}

@@ -1,0 +1,292 @@
+"""The nodes of a deployment, as its controller has them: which there are, what each is, how it is spoken to.
+
+That a node is there or has ended is Ray's word; in between its conversations say how it is (`deploy/runtime/many.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+
+from deploy.control.aim import Aim
+from deploy.control.controller import PartJson
+from deploy.control.notes import Notes
+from deploy.front.all_doors import AllDoors
+from deploy.front.messages import FRONT_SOCKET
+from deploy.front.part import FrontSetup
+from deploy.front.remote import RemoteDoors
+from deploy.launch.life import Deployment, front_options
+from deploy.node.facts import NodeFacts, differences
+from deploy.node.setup import NodeSetup
+from deploy.options.addresses import port_range
+from deploy.options.config import DeployConfig
+from deploy.plan.machines import Machines
+from deploy.ray.cluster import NAMESPACE, Actor, RayNode, node_name, nodes_alive
+from deploy.ray.leases import RESOURCES
+from deploy.ray.node_actor import hire
+from deploy.ray.streams import through
+from deploy.runtime.client import AgentClient
+from deploy.runtime.many import ManyNodes
+from deploy.runtime.messages import AGENT_SOCKET
+from deploy.runtime.protocol import Observed
+from epd_serve.errors import ConfigError, EpdError
+
+FACTS, KEY, INSTANCES = "nodes.json", "key", "instances.json"
+"""Notes of what each node was before anything of ours ran there, of the key of stages and front doors, and of what ran
+last."""
+
+LOOK_S = 1.0
+START_S, ASK_S, END_S = 120.0, 5.0, 30.0
+"""For an actor to start and to do what takes long, to answer, and to end its node."""
+
+logger = logging.getLogger(__name__)
+
+
+class Nodes:
+    """Args:
+        begun_on: the node of whoever began the deployment.
+        epoch: of the controller, above that of those before it.
+        say: takes a line for the operator.
+
+    Attributes:
+        key: of the deployment: whoever has it is one of its processes.
+        many: runs the instances.
+    """
+
+    def __init__(
+        self, config: DeployConfig, begun_on: str, notes: Notes, epoch: int, say: Callable[[str], None]
+    ) -> None:
+        self._config = config
+        self._begun_on = begun_on
+        self._notes = notes
+        self._epoch = epoch
+        self._say = say
+        noted = msgspec.json.decode(notes.read(FACTS) or b"[]", type=list[NodeFacts])
+        self._known = {one.machine.id: one for one in noted}
+        self._there: dict[str, RayNode] = {}
+        self._actors: dict[str, Actor] = {}
+        self._left_out: set[str] = set()
+        self._resource = ""
+        if (key := notes.read(KEY)) is None:
+            key = secrets.token_hex(32).encode()
+            notes.write(KEY, key)
+        self.key = key.decode()
+        self._deployment: Deployment | None = None
+        self._doors: AllDoors | None = None
+        self.many = ManyNodes(say, msgspec.json.decode(notes.read(INSTANCES) or b"[]", type=tuple[Observed, ...]))
+
+    async def gather(self) -> Machines:
+        """Those that there are, as they were before anything of ours ran on them.
+
+        Raises:
+            ConfigError: none has devices of the kind that is wanted, or they differ in what may not differ.
+            EpdError: one does not say what it is.
+        """
+        there = await asyncio.to_thread(nodes_alive)
+        self._resource = RESOURCES[self._kind(there)]
+        fitting = [one for one in there if one.resources.get(self._resource, 0) >= 1]
+        if not fitting:
+            told = "; ".join(f"{one.address} has {_resources(one)}" for one in there)
+            raise ConfigError(f"no node of the Ray cluster has a {self._resource}: {told}", param="--device")
+        await asyncio.gather(*(self._meet(one) for one in fitting))
+        return self.machines
+
+    @property
+    def machines(self) -> Machines:
+        return Machines.of(self._known[node].machine for node in self._there)
+
+    async def _meet(self, node: RayNode) -> None:
+        """Raises ConfigError where it is not as the others are, EpdError where it does not say what it is."""
+        actor = hire(self._config.name, node.id, self._config.run_root)
+        if node.id not in self._known:
+            lent = int(node.resources.get(self._resource, 0))
+            facts = await _asked(actor.facts.remote(self._config, lent), START_S, f"node {node.address}")
+            for other in self._known.values():
+                if differing := differences(facts, other):
+                    raise ConfigError(
+                        f"the nodes of a deployment have to agree: {'; '.join(differing)}", param="--runtime"
+                    )
+            self._known[node.id] = facts
+            self._notes.write(FACTS, msgspec.json.encode(list(self._known.values())))
+        self._actors[node.id], self._there[node.id] = actor, node
+
+    def _kind(self, there: Iterable[RayNode]) -> str:
+        config = self._config
+        if config.engine == "sim":
+            return "cpu"
+        if config.device != "auto":
+            return config.device
+        return next((kind for kind in ("npu", "cuda") if any(RESOURCES[kind] in one.resources for one in there)), "cpu")
+
+    # --- how they are spoken to -----------------------------------------------------------------------------------
+
+    async def open(self, deployment: Deployment, doors: AllDoors) -> None:
+        """Has the node process run on each, with front doors where they are wanted.
+
+        Raises:
+            ConfigError: an address of front doors is taken. EpdError: a node process does not start.
+        """
+        self._deployment, self._doors = deployment, doors
+        config = self._config
+        fronts = [node for node in self._there if self._has_front(node)]
+        await asyncio.gather(*(self._call(node, "bind", config.host, config.port) for node in fronts))
+        await asyncio.gather(*(self._ensure(node) for node in self._there))
+        for node in self._there:
+            self._join(node)
+
+    def _join(self, node: str) -> None:
+        async def actor() -> Actor:
+            try:
+                await self._ensure(node)
+            except EpdError as error:
+                raise ConnectionRefusedError(str(error)) from error
+            return self._actors[node]
+
+        assert self._doors is not None, "open() has been called"
+        self.many.join(node, AgentClient(through(actor, AGENT_SOCKET), self._say, self._epoch))
+        if self._has_front(node):
+            self._doors.join(node, RemoteDoors(through(actor, FRONT_SOCKET), self._say, self._epoch))
+
+    async def _ensure(self, node: str) -> None:
+        run = await self._call(node, "ensure", self._setup(node), wait_s=START_S)
+        for warning in run.warnings:
+            self._say(f"warning: {self._called(node)}: {warning}")
+
+    def _setup(self, node: str) -> NodeSetup:
+        assert self._deployment is not None, "open() has been called"
+        config = self._config
+        front = None
+        if self._has_front(node):
+            settings = self._deployment.settings(front_options(self._notes))
+            front = FrontSetup(settings, config.host, config.port, config.workers, drain_s=config.drain_s)
+        return NodeSetup(
+            deployment=config.name,
+            node=node,
+            host=config.node_host or self._there[node].address,
+            key=self.key,
+            ports=port_range(config.node_ports),
+            blueprint=replace(self._deployment.blueprint, machines=self.machines).at(node),
+            front=front,
+            run_root=config.run_root,
+        )
+
+    def _has_front(self, node: str) -> bool:
+        every = self._config.fronts == "every" or (self._config.fronts == "auto" and len(self._known) > 1)
+        return every or node == self._begun_on
+
+    def _called(self, node: str) -> str:
+        return f"node {self._there[node].address} ({node[:8]})"
+
+    async def _call(self, node: str, method: str, *values: Any, wait_s: float = ASK_S) -> Any:
+        """What its actor answers. Raises EpdError: it is none of the deployment, or does not answer."""
+        actor = self._actors.get(node)
+        if actor is None:
+            raise EpdError(f"node {node} has gone")
+        return await _asked(getattr(actor, method).remote(*values), wait_s, self._called(node))
+
+    # --- that they come and go ------------------------------------------------------------------------------------
+
+    async def follow(self, aim: Aim) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                alive = await asyncio.to_thread(nodes_alive)
+            except (RayError, RuntimeError) as error:  # its head is away
+                logger.warning("Ray does not say which nodes there are: %s", error)
+                continue
+            for node in self._there.keys() - {one.id for one in alive}:
+                self._lose(node, aim)
+            for one in alive:
+                if one.id not in self._there and one.id not in self._left_out:
+                    await self._welcome(one, aim)
+
+    def _lose(self, node: str, aim: Aim) -> None:
+        assert self._doors is not None, "open() has been called"
+        self._say(f"{self._called(node)} has gone")
+        self.many.lose(node)
+        self._doors.lose(node)
+        ray.kill(self._actors.pop(node))
+        del self._there[node]
+        if self._there:
+            aim.machines = self.machines
+
+    async def _welcome(self, node: RayNode, aim: Aim) -> None:
+        if node.resources.get(self._resource, 0) < 1:
+            self._left_out.add(node.id)
+            return
+        try:
+            await self._meet(node)
+            await self._ensure(node.id)
+        except EpdError as error:
+            self._left_out.add(node.id)
+            self._say(f"node {node.address} is left out: {error}")
+            return
+        self._join(node.id)
+        if self._there:
+            aim.machines = self.machines
+        self._say(f"{self._called(node.id)} has come")
+
+    async def part(self) -> None:
+        """Nobody is asked anything any more; what runs goes on."""
+        self._actors.clear()
+        await self.many.disconnect()
+
+    async def parts(self) -> dict[str, PartJson]:
+        """Processes that are no stages, by node and name."""
+        nodes = tuple(self._actors)
+        told = await asyncio.gather(*(self._call(node, "parts") for node in nodes), return_exceptions=True)
+        return {
+            f"{node}/{name}": part
+            for node, parts in zip(nodes, told, strict=True)
+            if not isinstance(parts, BaseException)
+            for name, part in parts.items()
+        }
+
+    async def log(self, node: str, name: str, last_bytes: int) -> str:
+        """The end of a log, or "" where nobody has it."""
+        with contextlib.suppress(EpdError):
+            data, _ = await self._call(node, "log", name, -last_bytes)
+            return str(data.decode(errors="replace"))
+        return ""
+
+
+async def end_nodes(deployment: str) -> None:
+    """Every node process of the deployment, and the actors that have them."""
+    ending = []
+    for node in await asyncio.to_thread(nodes_alive):
+        with contextlib.suppress(ValueError):  # no part of it
+            actor = ray.get_actor(node_name(deployment, node.id), namespace=NAMESPACE)
+            ending.append((actor, asyncio.ensure_future(_asked(actor.end.remote(), END_S, f"node {node.address}"))))
+    for actor, ended in ending:
+        try:
+            await ended
+        except EpdError as error:
+            logger.warning("%s", error)
+        ray.kill(actor)
+
+
+async def _asked(answer: Awaitable[Any], wait_s: float, who: str) -> Any:
+    """Raises EpdError: no answer, or what was refused there."""
+    try:
+        async with asyncio.timeout(wait_s):
+            return await answer
+    except TimeoutError:
+        raise EpdError(f"{who} has not answered for {wait_s:g} s") from None
+    except RayError as error:
+        cause = getattr(error, "cause", None)
+        raise (cause if isinstance(cause, EpdError) else EpdError(f"{who} does not answer: {error}")) from error
+
+
+def _resources(node: RayNode) -> str:
+    shown = (f"{count:g} {name}" for name, count in node.resources.items() if name in RESOURCES.values())
+    return ", ".join(shown) or "no devices"

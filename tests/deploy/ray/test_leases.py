@@ -1,0 +1,107 @@
+"""Devices reserved on three nodes, each with 4 CPUs, 2 GPUs and 2 NPUs that only Ray knows of."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator
+from functools import partial
+
+import pytest
+
+from bench.ray.nodes import RayNodes
+from deploy.ray.leases import RayLeases, release_all
+from deploy.ray.notes import GcsNotes
+from deploy.runtime.leases import LeaseError, Place, Wish
+from tests.waiting import until
+
+pytestmark = pytest.mark.asyncio
+
+
+@contextlib.asynccontextmanager
+async def leases(kind: str, placement: str = "pack", acquire_s: float = 10.0) -> AsyncIterator[RayLeases]:
+    notes = GcsNotes("leases")
+    made = RayLeases("leases", kind, placement, notes, acquire_s)
+    try:
+        yield made
+    finally:
+        await release_all("leases")
+        await notes.forget()
+
+
+async def _is_free(held: RayLeases, node: str, count: int) -> bool:
+    """Ray says so a moment later."""
+    return (await held.free()).get(node) == count
+
+
+def devices(places: tuple[Place, ...]) -> list[tuple[str, int]]:
+    return [(place.node, device) for place in places for device in place.devices]
+
+
+@pytest.mark.parametrize(("kind", "each"), [("npu", 2), ("cuda", 2), ("cpu", 4)])
+async def test_each_lease_has_devices_of_one_node_and_its_own(connected: RayNodes, kind: str, each: int) -> None:
+    async with leases(kind) as held:
+        before = {node: each for node in await held.free()}
+        for node in before:
+            await until(partial(_is_free, held, node, each), "all of it")
+        places = await held.acquire([Wish(kind, 2), Wish(kind, 1), Wish(kind, 1)])
+        assert [len(place.devices) for place in places] == [2, 1, 1]
+        assert len(set(devices(places))) == 4
+        assert all(0 <= device < each for _, device in devices(places))
+        used = Counter(node for node, _ in devices(places))
+        for node in before:
+            await until(partial(_is_free, held, node, each - used[node]), "what is left")
+        await held.release([places[0].lease])
+        back = before[places[0].node] - used[places[0].node] + 2
+        await until(partial(_is_free, held, places[0].node, back), "what was given back")
+        assert await held.places() == places[1:]
+
+
+async def test_what_cannot_be_had_as_a_whole_is_not_had_at_all(connected: RayNodes) -> None:
+    async with leases("npu", acquire_s=5.0) as held:
+        first = await held.acquire([Wish("npu", 1)])
+        with pytest.raises(LeaseError) as refused:
+            await held.acquire([Wish("npu", 2), Wish("npu", 2), Wish("npu", 2)])
+        assert refused.value.missing == (2,)
+        assert await held.places() == first
+        await until(partial(_is_free, held, first[0].node, 1), "what was not taken")
+
+
+async def test_the_next_controller_finds_what_is_leased_and_gives_back_the_rest(connected: RayNodes) -> None:
+    async with leases("npu") as held:
+        places = await held.acquire([Wish("npu", 1), Wish("npu", 2)])
+        await held._notes.kept()
+        unnoted = RayLeases("leases", "npu", "pack", GcsNotes("elsewhere"))  # its controller dies before it notes them
+        unnoted._places = dict(held._places)
+        await unnoted.acquire([Wish("npu", 1)])
+        after = RayLeases("leases", "npu", "pack", GcsNotes("leases"))
+        await after.tidy()
+        assert await after.places() == places
+
+
+@pytest.mark.parametrize("placement", ["spread", "strict_spread"])
+async def test_a_spread_takes_node_after_node(connected: RayNodes, placement: str) -> None:
+    async with leases("npu", placement, acquire_s=5.0) as held:
+        places = await held.acquire([Wish("npu", 1)] * 3)
+        assert len({place.node for place in places}) == 3
+        if placement == "spread":
+            assert len((await held.acquire([Wish("npu", 1)]))[0].devices) == 1
+        else:
+            with pytest.raises(LeaseError):
+                await held.acquire([Wish("npu", 1)])
+
+
+async def test_the_lease_of_a_node_that_dies_moves_to_one_that_comes(connected: RayNodes) -> None:
+    dying = connected.add(num_gpus=0, resources={"NPU": 3})
+    async with leases("npu") as held:
+        (place,) = await held.acquire([Wish("npu", 3)])
+        assert (place.node, place.devices) == (dying.id, (0, 1, 2))
+        watched = held.watch()
+        assert await anext(watched) == (place,)
+        connected.lose(dying)
+        (waiting,) = await anext(watched)
+        assert (waiting.lease, waiting.node, waiting.devices) == (place.lease, "", ()) and "3 NPU" in waiting.waits
+        coming = connected.add(num_gpus=0, resources={"NPU": 3})
+        (moved,) = await anext(watched)
+        assert (moved.lease, moved.node, len(moved.devices)) == (place.lease, coming.id, 3)
+    connected.lose(coming)

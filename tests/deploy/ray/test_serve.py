@@ -1,0 +1,154 @@
+"""`epd-serve serve --runtime ray` on three nodes, with simulated stages: begun, asked, changed, ended from anywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.ray.nodes import RayNodes
+from deploy.host.ports import free_ports
+from tests.deploy.launch.test_sim_launch import profile_file
+from tests.waiting import wait_for
+
+ASKED = {"model": "epd-demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+
+
+class Served:
+    """A deployment that `epd-serve serve` has begun."""
+
+    def __init__(self, cluster: RayNodes, folder: Path, name: str, layout: str, *flags: str) -> None:
+        self.cluster, self.name = cluster, name
+        (self.port,) = free_ports(1)
+        self.said = folder / f"{name}.log"
+        words = ["serve", "--runtime", "ray", "--engine", "sim", "--layout", layout, "--name", name]
+        words += ["--fronts", "here", "--port", str(self.port), "--run-root", str(folder / "run")]
+        words += ["--sim-profile", profile_file(folder), "--arena-mib", "32", *flags]
+        with self.said.open("wb") as log:
+            self.process = subprocess.Popen(_command(words), stdout=log, stderr=log, env=cluster.environment)
+
+    def wait_ready(self) -> None:
+        wait_for(lambda: "Ready in" in self.said.read_text() or self.process.poll() is not None, "ready")
+        assert "Ready in" in self.said.read_text(), self.said.read_text()
+
+    def answers(self) -> bool:
+        answer = httpx.post(f"http://127.0.0.1:{self.port}/v1/chat/completions", json=ASKED, timeout=60)
+        return answer.status_code == 200 and bool(answer.json()["choices"][0]["message"]["content"])
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Another command about it."""
+        return run(self.cluster, words[0], "--ray", "--name", self.name, *words[1:])
+
+    def status(self) -> dict[str, Any]:
+        told = self.run("status", "--json")
+        assert told.returncode == 0, told.stderr
+        status: dict[str, Any] = json.loads(told.stdout)
+        return status
+
+
+def _command(words: list[str]) -> list[str]:
+    return [sys.executable, "-m", "deploy.cli", *words]
+
+
+def run(cluster: RayNodes, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(_command(list(words)), env=cluster.environment, capture_output=True, text=True, timeout=120)
+
+
+@contextmanager
+def served(cluster: RayNodes, folder: Path, name: str, layout: str, *flags: str) -> Iterator[Served]:
+    one = Served(cluster, folder, name, layout, *flags)
+    try:
+        one.wait_ready()
+        yield one
+    finally:
+        if one.process.poll() is None:
+            one.process.send_signal(signal.SIGINT)
+        elif "--detach" in flags:
+            one.run("down", "--now")
+        one.process.wait(60)
+
+
+def assert_nothing_is_left(connected: RayNodes, folder: Path, name: str) -> None:
+    import ray
+    from ray.experimental import internal_kv
+    from ray.util.placement_group import placement_group_table
+
+    def left() -> list[Any]:
+        named = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
+        groups = [one["name"] for one in placement_group_table().values() if one["state"] != "REMOVED"]
+        notes = internal_kv._internal_kv_list(b"", namespace=f"epd-serve/{name}".encode())
+        found = [one for one in [*named, *groups] if one.startswith(f"epd-serve/{name}")]
+        return [*found, *notes, *(folder / "run").glob("[0-9a-f]*")]
+
+    wait_for(lambda: not left(), f"nothing left: {left()}", 30)
+
+
+@pytest.mark.slow
+def test_a_layout_is_served_by_three_nodes_changed_and_ended_without_a_trace(
+    connected: RayNodes, tmp_path: Path
+) -> None:
+    with served(connected, tmp_path, "three", "E-P-D", "--placement", "spread") as one:
+        assert one.answers()
+        status = one.status()
+        assert status["layout"] == "E-P-D" and status["state"] == "steady"
+        assert len({instance["node"] for instance in status["instances"]}) == 3
+        there = status["parts"]
+        assert {"controller"} | {
+            f"{node}/{part}"
+            for node in {row["node"] for row in status["instances"]}
+            for part in ("actor", "node", "agent")
+        } <= set(there)
+
+        changed = one.run("relayout", "E-P-2D")
+        assert changed.returncode == 0, changed.stderr
+        assert len(one.status()["instances"]) == 4 and one.answers()
+
+        logs = one.run("logs", "P0")
+        assert logs.returncode == 0 and logs.stdout
+
+        again = run(connected, *one.process.args[3:])
+        assert again.returncode == 2 and "--name" in again.stderr
+    assert one.process.returncode == 0
+    assert_nothing_is_left(connected, tmp_path, "three")
+
+
+@pytest.mark.slow
+def test_a_detached_one_goes_on_without_who_began_it_until_down(connected: RayNodes, tmp_path: Path) -> None:
+    with served(connected, tmp_path, "alone", "E-PD", "--detach") as one:
+        assert one.process.wait(30) == 0
+        assert one.answers()
+        ended = one.run("down")
+        assert ended.returncode == 0, ended.stderr
+        with pytest.raises(httpx.TransportError):
+            one.answers()
+    assert_nothing_is_left(connected, tmp_path, "alone")
+
+
+def test_what_no_cluster_has_is_refused_and_nothing_is_left(connected: RayNodes, tmp_path: Path) -> None:
+    one = Served(connected, tmp_path, "greedy", "E-P-40D")
+    assert one.process.wait(120) == 1
+    assert "cpu" in one.said.read_text()
+    assert_nothing_is_left(connected, tmp_path, "greedy")
+
+
+@pytest.mark.parametrize("words", [["status"], ["down"], ["logs"], ["relayout", "E-PD"]])
+def test_a_deployment_that_does_not_run_is_named_and_refused(connected: RayNodes, words: list[str]) -> None:
+    refused = run(connected, words[0], "--ray", "--name", "nobody", *words[1:])
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+
+
+def test_no_cluster_is_said_in_one_line(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    refused = subprocess.run(
+        _command(["serve", "--runtime", "ray", "--engine", "sim"]), env=environment, capture_output=True, text=True
+    )
+    assert refused.returncode == 2 and "ray start" in refused.stderr and refused.stderr.count("\n") == 1
