@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.cli.change import add_change
+from deploy.cli.end import add_logs_and_down
 from deploy.cli.parts import add_proxy, add_stage
 from deploy.cli.standard_output import until_the_reader_leaves
 from deploy.cli.which import check_ray
@@ -73,6 +74,7 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
         "doctor": _add_doctor(commands),
         "demo-model": _add_demo_model(commands),
         **add_change(commands),
+        **add_logs_and_down(commands),
     }
 
 

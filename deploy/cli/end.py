@@ -1,0 +1,101 @@
+"""`epd-serve logs` and `epd-serve down`: what the stages of a deployment say, and its end."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from deploy.cli.which import add_which, client, local_launch, on_ray
+from deploy.host.held import is_held
+from deploy.host.logs import read_log
+from deploy.host.processes import signal_process
+from deploy.host.rundir import HELD, is_of_this_namespace, owner_of
+from deploy.options.flags import Parser, subparser
+from epd_serve.errors import ConfigError, EpdError
+
+LOOK_S = 0.2
+TAIL_BYTES = 16 << 10
+Read = Callable[[int], tuple[bytes, int]]
+"""From an offset on: a piece of a log, and where that ends."""
+
+
+def add_logs_and_down(commands: Any) -> dict[str, Parser]:
+    """The parsers, by name."""
+    logs = subparser(commands, "logs", "what the stages of a running deployment say")
+    logs.set_defaults(command=_logs)
+    logs.add_argument("instance", nargs="?", default="", metavar="INSTANCE", help="for example E0 (default: all)")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until Ctrl-C")
+    down = subparser(commands, "down", "end a running deployment once its requests have ended")
+    down.set_defaults(command=_down)
+    down.add_argument("--now", action="store_true", help="at once: requests are cut off")
+    for parser in (logs, down):
+        add_which(parser)
+    return {"logs": logs, "down": down}
+
+
+def _logs(arguments: dict[str, Any]) -> int:
+    wanted, follow = arguments["instance"], arguments["follow"]
+    there = dict(_readers(arguments))
+    if wanted and wanted not in there:
+        raise ConfigError(f"there is no instance {wanted!r}; there are {', '.join(there)}", param="instance")
+    shown = [_Log(name, read, prefixed=not wanted) for name, read in there.items() if wanted in ("", name)]
+    for log in shown:
+        log.show(from_end=follow and not wanted)
+    while follow:
+        time.sleep(LOOK_S)
+        for log in shown:
+            log.show()
+    return 0
+
+
+def _readers(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Read]]:
+    """Of each instance."""
+    if not on_ray(arguments):
+        launch = local_launch(arguments)
+        with client(arguments) as http:
+            for one in http.get("/deployment").json()["instances"]:
+                yield one["id"], partial(read_log, launch.path / f"{one['id']}.log")
+        return
+    from deploy.ray.attach import log_reader
+
+    with client(arguments) as http:
+        for one in http.get("/deployment").json()["instances"]:
+            yield one["id"], log_reader(arguments["name"], one["node"], one["id"])
+
+
+class _Log:
+    """Shows what is new, in whole lines where there are several logs."""
+
+    def __init__(self, name: str, read: Read, *, prefixed: bool) -> None:
+        self._prefix = f"[{name}] ".encode() if prefixed else b""
+        self._read = read
+        self._offset = 0
+        self._begun = b""
+
+    def show(self, *, from_end: bool = False) -> None:
+        data, self._offset = self._read(-TAIL_BYTES if from_end else self._offset)
+        while data:
+            *lines, self._begun = (self._begun + data).split(b"\n")
+            sys.stdout.buffer.write(b"".join(self._prefix + line + b"\n" for line in lines))
+            data, self._offset = self._read(self._offset)
+        sys.stdout.buffer.flush()
+
+
+def _down(arguments: dict[str, Any]) -> int:
+    now = arguments["now"]
+    if on_ray(arguments):
+        from deploy.ray.attach import end_on_ray
+
+        return end_on_ray(arguments["name"], arguments["ray_address"], now=now)
+    launch = local_launch(arguments)
+    if not is_of_this_namespace(launch.path):
+        raise EpdError(f"launch {launch.id} runs in another container: end it there")
+    signal_process(owner_of(launch.path), signal.SIGINT if now else signal.SIGTERM)
+    print(f"launch {launch.id} ends", flush=True)
+    while is_held(launch.path / HELD):  # its keeper has a deadline of its own
+        time.sleep(LOOK_S)
+    return 0
