@@ -31,6 +31,9 @@ def add_stage(commands: Any) -> Parser:
     parser.add_argument(
         "--port", type=port, default=8001, help="port of its HTTP server; with --join P and D take those after it, too"
     )
+    parser.add_argument(
+        "--stage-key-file", default="", metavar="FILE", help="the key that its server wants, without --join"
+    )
     parser.add_argument("--device", default="auto", choices=("auto", "npu", "cuda", "cpu"))
     parser.add_argument("--device-ids", default="", metavar="0,1", help="devices, one per tensor-parallel rank")
     parser.add_argument(
@@ -72,14 +75,14 @@ def _stage(arguments: dict[str, Any]) -> int:
     join = arguments.pop("join")
     own = {name: arguments.pop(name) for name in _MEMBERS_OWN}
     if join is None:
-        from deploy.cluster.alone import run_stage
+        from deploy.alone.stage import run_stage
 
         for name in ("cluster_key_file", "core_share"):
             if own[name]:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"{flag} needs --join http://HEAD:PORT", param="--join")
         return run_stage(**arguments)
-    for name in ("wiring", "print", "served_model_name"):
+    for name in ("wiring", "print", "served_model_name", "stage_key_file"):
         if arguments.pop(name):
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} is not for --join: the head decides it", param=flag)
@@ -94,6 +97,14 @@ def add_proxy(commands: Any) -> Parser:
     )
     parser.set_defaults(command=_proxy)
     parser.add_argument("--stages", metavar="FILE.yaml", help="stages and model (docs/guides/several-hosts.md)")
+    parser.add_argument(
+        "--stage",
+        action="append",
+        default=[],
+        metavar="[ROLE=]URL",
+        help="one stage, in place of a file: PD=http://HOST:PORT, or a URL alone for a whole model; repeatable",
+    )
+    parser.add_argument("--stage-key-file", default="", metavar="FILE", help="the key that those stages want")
     parser.add_argument("--host", default="127.0.0.1", help="address of the OpenAI endpoint")
     parser.add_argument("--port", type=port, default=8000, help="port of the OpenAI endpoint")
     parser.add_argument("--workers", type=int, default=1, help="proxy processes on one port (default: 1)")
@@ -125,26 +136,27 @@ def add_proxy(commands: Any) -> Parser:
     return parser
 
 
-_KEYS = ("api_keys", "api_key_file", "admin_port", "admin_host", "admin_key_file")
+_KEYS = ("served_model_name", "api_keys", "api_key_file", "admin_port", "admin_host", "admin_key_file", "run_root")
+_STAGES = ("stages", "stage", "stage_key_file")
 _HEADS_OWN = ("model", "cluster_host", "cluster_port", "mooncake_master")
 _HEADS_OPTIONS = (
-    *("served_model_name", "tenant_header", "shared_features", "send_pixels", "on_missing_feature", "recompute_limit"),
-    *("mooncake_protocol", "kv_grouping", "kv_packet_floor_kib", "media_root", "allow_private_media", "run_root"),
+    *("tenant_header", "shared_features", "send_pixels", "on_missing_feature", "recompute_limit"),
+    *("mooncake_protocol", "kv_grouping", "kv_packet_floor_kib", "media_root", "allow_private_media"),
     *("feature_path", "first_token"),
 )
 
 
 def _proxy(arguments: dict[str, Any]) -> int:
     arguments = {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
-    key_file, stages = arguments.pop("cluster_key_file"), arguments.pop("stages")
-    if (key_file is None) == (stages is None):
-        raise ConfigError("proxy needs --stages FILE.yaml, or --cluster-key-file FILE to be the head of a cluster")
+    key_file, stages = arguments.pop("cluster_key_file"), {name: arguments.pop(name) for name in _STAGES}
+    if (key_file is None) == (not any(stages.values())):
+        raise ConfigError("proxy needs --stages FILE.yaml or --stage URL, or --cluster-key-file FILE to be a head")
     if key_file is not None:
         from deploy.cluster.head import run_head
 
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
         return run_head(cluster_key_file=key_file, **arguments)
-    from deploy.cluster.alone import run_proxy
+    from deploy.alone.proxy import run_proxy
 
     for name in (*_HEADS_OPTIONS, "passed"):
         if arguments.pop(name, None):
@@ -152,4 +164,4 @@ def _proxy(arguments: dict[str, Any]) -> int:
     for name, default in zip(_HEADS_OWN, ("", "", 0, "auto"), strict=True):
         if arguments.pop(name) != default:
             raise ConfigError(f"{name} is for the head of a cluster (--cluster-key-file)", param=name)
-    return run_proxy(stages=stages, **arguments)
+    return run_proxy(**stages, **arguments)

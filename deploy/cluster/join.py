@@ -22,7 +22,7 @@ from deploy.agent.stage_life import Spawn
 from deploy.agent.supervisor import StageSpec, Supervisor
 from deploy.agent.template import stage_starts
 from deploy.agent.waits import Patience
-from deploy.cluster.alone import device_list
+from deploy.alone.stage import device_list
 from deploy.cluster.join_client import HeadClient, check_head_url
 from deploy.cluster.join_member import Member
 from deploy.cluster.join_plan import JoinPlan, address_of, check_passed

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from deploy.cluster.alone import is_http_address
+from deploy.alone.stages import is_http_address
 from epd_serve.cluster import (
     BEAT,
     JOIN,

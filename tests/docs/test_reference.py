@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from deploy.cluster.alone import read_stages_file
+from deploy.alone.stages import read_stages_file
 from deploy.options.config import build_config, read_config_file
 from deploy.options.proxy_overrides import proxy_overrides
 from proxy.background import Background

@@ -10,7 +10,7 @@ from prometheus_client import generate_latest
 from prometheus_client.registry import CollectorRegistry
 
 from bench.served import Served, Stage
-from deploy.cluster.alone import read_stages_file
+from deploy.alone.stages import read_stages_file
 from epd_serve.wire import StoreReport
 from proxy.registry.stage_metrics import StoreMetrics
 from tests.soak import duplicates

@@ -16,8 +16,11 @@ from tests.deploy.launched import neighbours
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("proxy", "proxy needs --stages FILE.yaml, or --cluster-key-file FILE"),
-        ("proxy --stages x --cluster-key-file KEY", "proxy needs --stages FILE.yaml, or --cluster-key-file FILE"),
+        ("proxy", "proxy needs --stages FILE.yaml or --stage URL, or --cluster-key-file"),
+        (
+            "proxy --stages x --cluster-key-file KEY",
+            "proxy needs --stages FILE.yaml or --stage URL, or --cluster-key-file",
+        ),
         ("proxy --stages x --kv-grouping bulk", "kv_grouping is for the head"),
         ("proxy --cluster-key-file none", "openssl rand"),
         ("proxy --cluster-key-file KEY --host 0.0.0.0", "give the address by which the other machines reach this one"),

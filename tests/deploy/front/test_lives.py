@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from deploy.host import processes
 from deploy.host.environment import LAUNCHER_PID_ENV
 from deploy.host.ports import free_ports
+from deploy.host.reaper import reap_dead
 from epd_serve.roles import Role
 from tests.deploy.launched import REPOSITORY, FakeLaunch
 from tests.proxy.fakes import FakeStage, answer, once, served, text_body
@@ -82,7 +83,7 @@ async def proxy(folder: Path, workers: int) -> AsyncIterator[Proxy]:
     async with served(WithHealth(stage)) as url:
         file = folder / "stages.yaml"
         file.write_text(f"model: m\nstages: [{{id: PD0, role: PD, url: '{url}'}}]\n")
-        argv = [sys.executable, "-m", "deploy.cli", "proxy", "--stages", str(file)]
+        argv = [sys.executable, "-m", "deploy.cli", "proxy", "--stages", str(file), "--run-root", str(folder / "run")]
         path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
         process = subprocess.Popen(
             [*argv, "--port", str(port), "--workers", str(workers), "--lame-duck-s", "0", "--drain-s", str(DEADLINE_S)],
@@ -94,8 +95,9 @@ async def proxy(folder: Path, workers: int) -> AsyncIterator[Proxy]:
             await started.until("/metrics", lambda answered: f"epd_proxy_workers {workers}.0" in answered.text)
             yield started
         finally:
-            process.kill()
-            process.wait()
+            process.send_signal(signal.SIGINT)
+            await asyncio.to_thread(process.wait, DEADLINE_S)
+            reap_dead(folder / "run")  # of one that was killed
 
 
 async def test_a_worker_killed_under_load_is_replaced_and_sigterm_cuts_nobody_off(

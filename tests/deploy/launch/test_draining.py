@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from deploy.host.ports import free_ports
-from tests.deploy.cluster.test_alone import stages_file, wait_health
+from tests.deploy.alone.test_proxy import wait_health
+from tests.deploy.alone.test_stages import stages_file
 from tests.deploy.launched import DEADLINE_S, REPOSITORY
 from tests.waiting import wait_for
 
@@ -91,7 +93,7 @@ def test_sigterm_first_says_not_ready_then_refuses_and_lets_those_in_flight_fini
         text = f"model: m\nstages: [{{id: PD0, role: PD, url: 'http://127.0.0.1:{stage.server_port}'}}]\n"
         argv = [sys.executable, "-m", "deploy.cli", "proxy", "--stages", stages_file(tmp_path, text)]
         proxy = subprocess.Popen(
-            [*argv, "--port", str(port), "--lame-duck-s", "600"],
+            [*argv, "--port", str(port), "--lame-duck-s", "600", "--run-root", str(tmp_path / "run")],
             env={**os.environ, "PYTHONPATH": path},
             stderr=subprocess.PIPE,
             text=True,
@@ -118,10 +120,8 @@ def test_sigterm_first_says_not_ready_then_refuses_and_lets_those_in_flight_fini
             assert answers == [200, 200]
             _, err = proxy.communicate(timeout=DEADLINE_S)
             assert proxy.returncode == 0, err
-            assert (
-                "accepted for 600 s, or until another SIGTERM" in err
-                and "draining: 2 requests may go on for 30 s" in err
-            )
+            assert "accepted for 600 s, or until another SIGTERM" in err
+            assert re.search(r"draining: [12] requests may go on for 30 s", err), "as of a moment ago"
         finally:
             proxy.kill()
             proxy.wait()

@@ -1,0 +1,160 @@
+"""The stages that somebody else runs, as a proxy before them is told: by a file, or by one flag for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from deploy.options.suggestions import unknown
+from epd_serve.errors import ConfigError
+from epd_serve.instances import Instance
+from epd_serve.roles import Role
+
+STATIC = "static"
+"""The incarnation of an instance whose lives nobody tells apart."""
+
+NEED_NOBODY = (Role.EPD, Role.PD)
+"""Whom an address is enough for: they hand nothing to others."""
+
+_SAID_BY_OTHERS = {"core_share", "cores", "cpu_cores"}
+"""What a launcher says of an instance, and nobody writes by hand."""
+
+
+@dataclass(frozen=True)
+class GivenStages:
+    """What a proxy is told of them.
+
+    Attributes:
+        model: the name that clients use. revision, dtype: they enter the keys of features.
+        instances: without `kv_news` of P the proxy knows nothing of KV links and waits for none, without `load_news` it
+            goes by what it has in flight.
+    """
+
+    model: str
+    instances: tuple[Instance, ...]
+    revision: str = ""
+    dtype: str = ""
+
+
+def given_stages(file: str | None, listed: Sequence[str], model: str) -> GivenStages:
+    """Of the flags `--stages` (a file), or `--stage` (each one) and `--served-model-name`.
+
+    Raises:
+        ConfigError: both or neither are given, or what is wrong in them.
+    """
+    if (file is None) == (not listed):
+        raise ConfigError("proxy needs --stages FILE.yaml, or --stage [ROLE=]URL for each stage", param="--stages")
+    if file is None:
+        return listed_stages(listed, model)
+    if model:
+        raise ConfigError("the file of --stages names the model: drop --served-model-name", param="--served-model-name")
+    return read_stages_file(file)
+
+
+def listed_stages(words: Sequence[str], model: str) -> GivenStages:
+    """Of `PD=http://10.0.0.4:8100` and the like; a URL alone is a stage that runs all of a model.
+
+    Raises:
+        ConfigError: names the word and the fix.
+    """
+    if not model:
+        raise ConfigError("--stage needs --served-model-name NAME: what clients call the model", param="--stage")
+    instances: list[Instance] = []
+    for word in words:
+        role, url = _role_and_url(word)
+        if any(one.url == url for one in instances):
+            raise ConfigError(f"--stage {word}: {url} is given twice", param="--stage")
+        number = sum(one.role is role for one in instances)
+        instances.append(Instance(f"{role.value}{number}", role, url, STATIC, node=urlsplit(url).hostname or ""))
+    return GivenStages(model, tuple(instances))
+
+
+def _role_and_url(word: str) -> tuple[Role, str]:
+    role, equals, url = ("EPD", "=", word) if word.startswith("http://") else word.partition("=")
+    if not (equals and is_http_address(url)):
+        raise ConfigError(f"--stage {word!r} is not [ROLE=]http://HOST:PORT", param="--stage")
+    if role not in set(Role):
+        raise ConfigError(f"--stage {word}: {unknown('role', role, NEED_NOBODY)}", param="--stage")
+    if Role(role) not in NEED_NOBODY:
+        raise ConfigError(
+            f"--stage {word}: {role} works with other stages, at addresses that only a file can tell: "
+            "--stages FILE.yaml, or leave all of it to epd-serve serve",
+            param="--stage",
+        )
+    return Role(role), url.rstrip("/")
+
+
+def read_stages_file(path: str) -> GivenStages:
+    """Parse and check a file with `model`, optional `revision` and `dtype`, and `stages`: mappings of `Instance` with
+    id, role, url; incarnation and addresses as in the stage's wiring.
+
+    Raises:
+        ConfigError: names the entry and the fix.
+    """
+    import yaml
+
+    try:
+        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"stages file {path}: {' '.join(str(error).split())}", param="--stages") from error
+    valid = {"model", "stages", "revision", "dtype"}
+    if not isinstance(raw, dict) or not isinstance(raw.get("stages"), list) or "model" not in raw:
+        raise ConfigError(f"stages file {path} needs `model: NAME` and a list `stages:`", param="--stages")
+    for key in raw:
+        if key not in valid:
+            raise ConfigError(f"stages file {path}: {unknown('key', str(key), valid)}", param="--stages")
+    instances = tuple(_instance(path, entry) for entry in raw["stages"])
+    if len({one.id for one in instances}) != len(instances) or not instances:
+        raise ConfigError(f"stages file {path}: stages need distinct ids, and at least one", param="--stages")
+    return GivenStages(str(raw["model"]), instances, str(raw.get("revision", "")), str(raw.get("dtype", "")))
+
+
+def _instance(path: str, entry: Any) -> Instance:
+    valid = {field.name for field in fields(Instance)} - _SAID_BY_OTHERS
+    if not isinstance(entry, dict) or not {"id", "role", "url"} <= set(entry):
+        raise ConfigError(f"stages file {path}: a stage needs id, role and url: {entry!r}", param="--stages")
+    for key in entry:
+        if key not in valid:
+            raise ConfigError(f"stages file {path}: {unknown('key', str(key), valid)}", param="--stages")
+    roles = {role.value for role in Role}
+    if str(entry["role"]) not in roles:
+        raise ConfigError(f"stages file {path}: {unknown('role', str(entry['role']), roles)}", param="--stages")
+    if not is_http_address(str(entry["url"])):
+        raise ConfigError(f"stages file {path}: url {entry['url']!r} is not http://HOST:PORT", param="--stages")
+    for name in ("kv_news", "kv_workers"):
+        addresses = entry.get(name, [])
+        if not isinstance(addresses, list) or not all(isinstance(one, str) for one in addresses):
+            raise ConfigError(f"stages file {path}: {name} {addresses!r} is not a list of addresses", param="--stages")
+    for name in ("kv_endpoint", "events", "load_news", "node"):
+        if not isinstance(entry.get(name, ""), str):
+            raise ConfigError(f"stages file {path}: {name} {entry[name]!r} is not an address", param="--stages")
+    devices = entry.get("devices", [])
+    if not isinstance(devices, list) or not all(isinstance(one, int) for one in devices):
+        raise ConfigError(f"stages file {path}: devices {devices!r} is not a list of numbers", param="--stages")
+    return Instance(
+        id=str(entry["id"]),
+        role=Role(str(entry["role"])),
+        url=str(entry["url"]).rstrip("/"),
+        incarnation=str(entry.get("incarnation", STATIC)),
+        kv_endpoint=entry.get("kv_endpoint"),
+        events=entry.get("events"),
+        devices=tuple(devices),
+        kv_news=tuple(entry.get("kv_news", ())),
+        kv_workers=tuple(entry.get("kv_workers", ())),
+        load_news=entry.get("load_news"),
+        node=str(entry.get("node") or urlsplit(str(entry["url"])).hostname),
+    )
+
+
+def is_http_address(url: str) -> bool:
+    """Whether it is http://HOST:PORT and nothing more; without a port it is 80."""
+    try:
+        address = urlsplit(url)
+        port = address.port  # raises when it is none
+    except ValueError:
+        return False
+    plain = address.path in ("", "/") and not (address.query or address.fragment or "@" in address.netloc)
+    return address.scheme == "http" and bool(address.hostname) and port != 0 and plain

@@ -1,0 +1,165 @@
+"""The proxy alone, in front of stages that somebody else runs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.alone import proxy
+from deploy.alone.proxy import run_proxy
+from deploy.front.doors import FrontDoors
+from deploy.host.ports import free_ports
+from epd_serve.errors import EpdError
+from epd_serve.instances import Instance
+from epd_serve.roles import Role
+from tests.deploy.alone.test_stages import stages_file
+from tests.waiting import PATIENCE_S, wait_for
+
+REPOSITORY = Path(__file__).parents[3]
+FAKE_STAGE = str(Path(__file__).parents[1] / "fake_stage.py")
+PATH = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+
+
+@contextmanager
+def running(*argv: str, **more: Any) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, *argv], env={**os.environ, "PYTHONPATH": PATH}, **more)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGINT)  # a proxy that is killed leaves its run directory to the next one
+        process.wait(PATIENCE_S)
+
+
+def status(port: int, path: str = "/health", key: str = "") -> int:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+def wait_health(port: int, expected: int) -> None:
+    wait_for(lambda: status(port) == expected, f"/health to be {expected}")
+
+
+def key_file(folder: Path, name: str, *keys: str) -> str:
+    path = folder / name
+    path.touch(mode=0o600)
+    path.write_text("\n".join(keys))
+    return str(path)
+
+
+def test_what_ends_the_front_door_is_one_named_error_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def fails(_: FrontDoors) -> None:
+        raise EpdError("front.0 did not start: exit code 1")
+
+    monkeypatch.setattr(FrontDoors, "serve", fails)
+    stages = stages_file(tmp_path, "model: m\nstages: [{id: PD0, role: PD, url: 'http://127.0.0.1:1'}]\n")
+    (port,) = free_ports(1)
+    with pytest.raises(EpdError, match="did not start"):
+        run_proxy(
+            stages=stages,
+            host="127.0.0.1",
+            port=port,
+            proxy=(),
+            lame_duck_s=0.0,
+            drain_s=0.0,
+            run_root=str(tmp_path / "run"),
+        )
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_the_proxy_alone_follows_its_stages_asks_for_keys_and_ends_on_sigterm(tmp_path: Path) -> None:
+    port, stage_port, admin_port = free_ports(3)
+    keys, run = key_file(tmp_path, "keys", "one", "two"), tmp_path / "run"
+    text = f"model: m\nstages: [{{id: EPD0, role: EPD, url: 'http://127.0.0.1:{stage_port}'}}]\n"
+    argv = ["-m", "deploy.cli", "proxy", "--stages", stages_file(tmp_path, text), "--port", str(port)]
+    argv += ["--api-key-file", keys, "--lame-duck-s", "0", "--run-root", str(run), "--admin-port", str(admin_port)]
+    with running(*argv, stderr=subprocess.PIPE) as alone:
+        wait_health(port, 503)
+        with running(FAKE_STAGE, str(stage_port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+            wait_health(port, 200)
+            assert [status(port, "/v1/models", key) for key in ("one", "two", "three")] == [200, 200, 401]
+            assert [status(port, path, "one") for path in ("/metrics", "/instances")] == [404, 404]
+            assert [status(admin_port, path) for path in ("/metrics", "/instances")] == [200, 200]
+        wait_health(port, 503)
+        alone.send_signal(signal.SIGTERM)
+        _, err = alone.communicate(timeout=PATIENCE_S)
+        assert alone.returncode == 0, err
+    assert list(run.iterdir()) == []
+
+
+def test_listed_stages_that_want_a_key_get_it_and_strangers_get_nothing(tmp_path: Path) -> None:
+    port, stage_port = free_ports(2)
+    key = "0123456789abcdef"
+    guarded = ["--stage-key-file", key_file(tmp_path, "key", key)]
+    stage = ["-m", "deploy.cli", "stage", "--engine", "sim", "--role", "EPD", "--port", str(stage_port), *guarded]
+    listed = ["-m", "deploy.cli", "proxy", "--stage", f"http://127.0.0.1:{stage_port}", *guarded]
+    listed += ["--served-model-name", "epd-demo", "--port", str(port), "--run-root", str(tmp_path / "run")]
+    with running(*stage), running(*listed, "--lame-duck-s", "0"):
+        wait_health(port, 200)
+        assert [status(stage_port, "/v1/models", word) for word in ("", "another-key-of-16", key)] == [401, 401, 200]
+        body = b'{"model": "epd-demo", "prompt": "hi", "max_tokens": 2}'
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body)
+        request.add_header("content-type", "application/json")
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            assert answer.status == 200
+
+
+class Seen:
+    """A status table that notes what it is told, and ends the watch when it was told enough."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def mark_up(self, _: str) -> None:
+        self.told.append("up")
+
+    def mark_down(self, _: str, why: str) -> None:
+        self.told.append(why)
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [
+        ([200, TimeoutError, TimeoutError, TimeoutError, 200], ["up", "up"]),
+        ([200, *[TimeoutError] * 4], ["up", "hung: no answer on /health, 4 times in a row"]),
+        ([200, None], ["up", "/health answers nothing"]),
+        ([200, 503, 200], ["up", "/health answers 503", "up"]),
+    ],
+    ids=["a busy stage", "one that hangs", "one that is gone", "one that is ill"],
+)
+async def test_a_stage_is_down_when_it_says_so_or_is_gone_and_not_for_one_late_answer(
+    monkeypatch: pytest.MonkeyPatch, answers: list[Any], told: list[str]
+) -> None:
+    left = iter(answers)
+
+    async def asked(*_: object) -> int | None:
+        answer = next(left, asyncio.CancelledError)
+        if isinstance(answer, type):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(proxy, "health_status", asked)
+    monkeypatch.setattr(proxy, "HEALTH_EVERY_S", 0.0)
+    table = Seen()
+    with pytest.raises(asyncio.CancelledError):
+        await proxy._watch(Instance("PD0", Role.PD, "http://127.0.0.1:1", "static"), table)
+    assert table.told == told
