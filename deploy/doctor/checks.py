@@ -13,6 +13,7 @@ from deploy.doctor.link_checks import link_checks
 from deploy.doctor.machine_checks import machine_checks
 from deploy.doctor.mooncake_checks import mooncake_checks
 from deploy.doctor.package_checks import package_checks
+from deploy.doctor.ray_checks import ray_checks
 
 CHECKS: dict[str, Callable[[Facts], Iterator[Finding]]] = {
     "Ascend": ascend_checks,
@@ -20,6 +21,7 @@ CHECKS: dict[str, Callable[[Facts], Iterator[Finding]]] = {
     "Links": link_checks,
     "Python": package_checks,
     "Mooncake": mooncake_checks,
+    "Several hosts": ray_checks,
     "Machine": machine_checks,
     "Environment": environment_checks,
 }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 
 from deploy.doctor.checks import examine
-from deploy.doctor.facts import Wanted
+from deploy.doctor.facts import RayFacts, Wanted
 from deploy.doctor.gather import gather
 from deploy.doctor.report import document, failed, text
 from deploy.host.environment import environment, is_terminal
@@ -20,8 +21,16 @@ from npu_ops.discovery import DeviceInventory, DiscoveryError, discover
 _ARENA_MIB, _STAGING_MIB = 256, 64  # of `epd-serve serve`
 
 
-def run_doctor(*, device: str, layout: str, model: str, as_json: bool, imports: bool) -> int:
-    """Print the report.
+def run_doctor(
+    *,
+    device: str,
+    layout: str,
+    model: str,
+    as_json: bool,
+    imports: bool,
+    ask_cluster: Callable[[RayFacts], RayFacts] = lambda ray: ray,
+) -> int:
+    """Print the report. `ask_cluster`: as of `gather`.
 
     Returns:
         0, or 1 when there is an error among the findings.
@@ -33,7 +42,7 @@ def run_doctor(*, device: str, layout: str, model: str, as_json: bool, imports: 
         note = str(error)
         inventory = DeviceInventory("cpu" if device == "auto" else device, note=note)  # type: ignore[arg-type]
     wanted = _wanted(inventory, layout, model, note)
-    facts = gather(wanted, inventory, environment(), imports=imports)
+    facts = gather(wanted, inventory, environment(), imports=imports, ask_cluster=ask_cluster)
     findings = examine(facts)
     if as_json:
         print(json.dumps(document(facts, findings), indent=2, ensure_ascii=False))

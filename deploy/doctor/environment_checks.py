@@ -12,6 +12,7 @@ KEPT_VALUES = frozenset(
     {
         *("VLLM_PLUGINS", "HCCL_INTRA_ROCE_ENABLE", "ASCEND_BUFFER_POOL", "NO_PROXY", "no_proxy"),
         *("ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", *VARIABLES),
+        *("RAY_AUTH_MODE", "RAY_ADDRESS"),
     }
 )
 """Their values are numbers, names of plugins, or hosts: no secrets. Printed only where a check says so."""

@@ -99,6 +99,52 @@ class LinkFacts:
 
 
 @dataclass(frozen=True)
+class HostFacts:
+    """One node of a Ray cluster.
+
+    Attributes:
+        address: that others are to reach it at. refusal: why it could not be asked, "" where it was.
+        versions: of ours, Python, Ray and what stages import, by name.
+        free_ports: how many of the range for stages are free at its address.
+        unheard: names of nodes whose connection to such a port did not come through.
+        exposed: ports of stages that run there and answer at other addresses, too.
+        niceness: of Ray's workers there, which stages inherit. settings: of Ray there, of which some matter.
+    """
+
+    name: str
+    address: str
+    refusal: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    free_ports: int = 0
+    unheard: tuple[str, ...] = ()
+    exposed: tuple[int, ...] = ()
+    niceness: int = 0
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RayFacts:
+    """What several hosts are served on.
+
+    Attributes:
+        version: "" where it is not installed.
+        token: where the token of this user was found: a variable or a file, "" for none. token_is_open: others may
+            read that file.
+        asked: somebody wants to know of a cluster: the one at `address`, or why it did not answer (`refusal`).
+        ports: the range for stages, `20000-24999`.
+    """
+
+    version: str = ""
+    token: str = ""
+    token_is_open: bool = False
+    asked: bool = False
+    address: str = ""
+    refusal: str = ""
+    ports: str = ""
+    hosts: tuple[HostFacts, ...] = ()
+
+
+@dataclass(frozen=True)
 class Wanted:
     """What the operator is about to serve; a layout may be left out.
 
@@ -137,4 +183,5 @@ class Facts:
     ascend: AscendFiles = field(default_factory=AscendFiles)
     links: LinkFacts = LinkFacts()
     master: MasterFacts = MasterFacts()
+    ray: RayFacts = RayFacts()
     namesakes: Mapping[str, Namesake] = field(default_factory=dict)

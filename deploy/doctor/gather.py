@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from deploy.doctor.ascend_files import AscendFiles, read_ascend
 from deploy.doctor.ascend_tools import read_links
 from deploy.doctor.environment_checks import KEPT_VALUES, WATCHED
-from deploy.doctor.facts import Facts, LinkFacts, Wanted
+from deploy.doctor.facts import Facts, LinkFacts, RayFacts, Wanted
 from deploy.doctor.machine import read_machine
 from deploy.doctor.packages import read_master, read_namesakes, read_packages
+from deploy.doctor.ray_facts import read_ray
 from npu_ops.discovery import DeviceInventory
 from npu_ops.properties import read_properties
 from npu_ops.vendor_tool import ask
@@ -19,12 +20,18 @@ _FRAMEWORKS = {"npu": ("torch_npu", "vllm"), "cuda": ("torch", "vllm"), "cpu": (
 
 
 def gather(
-    wanted: Wanted, inventory: DeviceInventory, environment: Mapping[str, str], *, imports: bool = False
+    wanted: Wanted,
+    inventory: DeviceInventory,
+    environment: Mapping[str, str],
+    *,
+    imports: bool = False,
+    ask_cluster: Callable[[RayFacts], RayFacts] = lambda ray: ray,
 ) -> Facts:
     """All at once, so that it takes as long as the slowest.
 
     Args:
         imports: import the frameworks, each in a process of its own.
+        ask_cluster: adds what nodes of a cluster say.
     """
     npu = wanted.device == "npu"
     with ThreadPoolExecutor(thread_name_prefix="doctor") as pool:
@@ -53,6 +60,7 @@ def gather(
             ascend=ascend,
             links=links.result() if links is not None else LinkFacts(),
             master=master.result(),
+            ray=ask_cluster(read_ray(environment)),
         )
 
 

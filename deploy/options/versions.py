@@ -28,6 +28,9 @@ OLDEST_VLLM, NEWEST_VLLM = (0, 23), (0, 32)
 
 OLDEST_PYTHON = (3, 11)
 
+RAY = "2.60.0"
+"""The one that several hosts are tried with: its authentication and its resources change between releases."""
+
 
 def numbers(text: str) -> tuple[int, ...]:
     """`9.1.0` as (9, 1, 0), `25.3.rc1` as (25, 3, 1), `2.10.0.post4+cpu` as (2, 10, 0, 4); () where there are none.
