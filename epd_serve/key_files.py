@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import shlex
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ from pathlib import Path
 from epd_serve.errors import ConfigError
 
 SHORTEST = 16
-_ADMIN = "epd-serve/admin-key/1/"
 
 
 def derived_key(key: str, purpose: str) -> bytes:
@@ -28,24 +26,6 @@ def derived_key(key: str, purpose: str) -> bytes:
 def stage_key(key: str) -> str:
     """The bearer token of the stages' own servers: their environment holds it instead of the deployment's key."""
     return derived_key(key, "epd-serve/stage-key/1").hex()
-
-
-def read_cluster_key(path: str) -> str:
-    """The cluster's key. Raises ConfigError as `read_key`, and when none is given."""
-    if not path:
-        raise ConfigError("give the file with the cluster's key by --cluster-key-file", param="--cluster-key-file")
-    return read_key(path, "--cluster-key-file")
-
-
-def admin_key(cluster_key: str) -> str:
-    """What the operators of a head have who gave it no key for them. Derived, so that Prometheus and whoever else reads
-    along does not hold the cluster key, with which one may join."""
-    return hashlib.sha256((_ADMIN + cluster_key).encode()).hexdigest()
-
-
-def admin_key_command(path: str) -> str:
-    """A shell command that prints `admin_key` of the cluster key in the file `path`; no process list shows either."""
-    return f"(printf {_ADMIN}; tr -d '[:space:]' < {shlex.quote(path)}) | sha256sum | cut -c-64"
 
 
 def read_key(path: str, flag: str) -> str:

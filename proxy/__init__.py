@@ -4,8 +4,7 @@ A request's way, from the top: `server` (a connection) → `http` (one exchange 
 order) → `media` (load it) → `encode` → `generate`, each step behind a queue of `admission`, each call to a stage
 by way of `stages`. What the steps ask: `registry` (which instances there are, and how loaded), `routing` (which of
 them to take), `request` (one request's own state), `tenants` (who asks, and their limits), `fields` (what a body
-may hold), `config` (the settings). `cluster` lets stages of other hosts join; `workers` runs several processes of
-all this behind one port.
+may hold), `config` (the settings). `workers` runs all this as processes behind one port.
 
 Rooms import downwards only, in the order of the contract in pyproject.toml. None imports vLLM or torch.
 """

@@ -1,7 +1,7 @@
 """Tasks that run as long as their process: started again when they end, counted, and shown while they are down.
 
-Everything here that feeds the proxy without a request (announcements, health of stages, beats of members, notes on
-shared counters) runs under one `Background`. A message that its handler fails on is counted by its kind, logged at most
+Everything here that feeds the proxy without a request (announcements, health of stages, notes on shared
+counters) runs under one `Background`. A message that its handler fails on is counted by its kind, logged at most
 once a minute, and skipped. Work of one request is not for here: it belongs to the request's own TaskGroup.
 """
 

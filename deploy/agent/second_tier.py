@@ -88,7 +88,7 @@ class SecondTier:
                 if self._supervisor is None:
                     self._supervise(self._master, Record(), None)
                 await self._answered()
-                record_pool(self._run, self.address, self._master.metrics)
+                _record_pool(self._run, self.address, self._master.metrics)
             self._begun = True
 
     def adopt(self, entry: Entry) -> None:
@@ -128,7 +128,7 @@ class SecondTier:
     async def _look_for_given(self) -> None:
         if not self.address:
             return
-        record_pool(self._run, self.address, "")
+        _record_pool(self._run, self.address, "")
         if not await _connects(*host_and_port(self.address)):
             self._tell(
                 f"warning: no {MASTER_PROGRAM} answers at {self.address}; until one does, features stay on their host"
@@ -151,7 +151,7 @@ def planned_tier(
     return master, master.address
 
 
-def record_pool(run: RunDir, master: str, metrics: str) -> None:
+def _record_pool(run: RunDir, master: str, metrics: str) -> None:
     """Leave the addresses where `epd-serve store` finds them; `metrics` is a base URL, or "" when it is not known."""
     unnamed = run.path / f".{POOL_FILE}"
     unnamed.write_text(json.dumps({"master": master, "metrics": metrics}), encoding="ascii")

@@ -170,12 +170,6 @@ class Supervisor:
         """Process groups that run now, by stage."""
         return {name: one.life.pid for name, one in self._stages.items() if one.life is not None}
 
-    def kill_now(self) -> None:
-        """SIGKILL every group, without waiting (second Ctrl-C)."""
-        for one in self._stages.values():
-            if one.life is not None:
-                one.life.kill()
-
     async def _supervise(self, one: _Supervised) -> None:
         stage, record, reason = one.stage, one.record, ""
         if one.life is None and record.phase is Phase.DOWN:

@@ -61,8 +61,8 @@ def run_proxy(
     """Serve until a signal (`deploy/host/ending.py`).
 
     Args:
-        stages, stage, served_model_name: as of `given_stages`. stage_key_file: the key that they want, if any, and that their
-            sockets on TCP are opened by.
+        stages, stage, served_model_name: as of `given_stages`.
+        stage_key_file: the key that they want, if any, and that opens their sockets on TCP.
         proxy: settings, as KEY=VALUE. workers: front doors on the one port.
 
     Raises:

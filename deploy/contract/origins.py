@@ -59,7 +59,6 @@ FLAGS = {
     "epd_serve/engine/argv.py": "vllm",
     "deploy/options/stage_args.py": "vllm",
     "deploy/plan/identity.py": "vllm",
-    "deploy/cluster/join_plan.py": "vllm",
     "store/mooncake/master.py": "mooncake",
     "deploy/agent/pool_master.py": "mooncake",
 }

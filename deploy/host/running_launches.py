@@ -20,7 +20,7 @@ class NoLaunchError(EpdError):
 
 @dataclass(frozen=True)
 class RunningLaunch:
-    """One launch, or one stage that joined a cluster."""
+    """One launch."""
 
     id: str
     path: Path

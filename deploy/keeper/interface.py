@@ -1,6 +1,6 @@
 """What a keeper is asked: by those in its own process (`in_process.py`), or by others, which it outlives (`client.py`).
 
-The interface is one, so that a stage joined to a cluster, which has no process for this, and a deployment, whose stages
+The interface is one, so that a proxy started by itself, which has no process for this, and a deployment, whose stages
 go on when agent or controller die, start and watch their processes in the same way.
 """
 

@@ -29,11 +29,8 @@ class Admin:
 
 
 @contextmanager
-def open_admin(host: str, port: int, key_file: str, *, usual_key: str = "") -> Iterator[Admin | None]:
+def open_admin(host: str, port: int, key_file: str) -> Iterator[Admin | None]:
     """The listener while the context lasts, or None where `port` is 0.
-
-    Args:
-        usual_key: without a key file. Beyond loopback there has to be one or the other.
 
     Raises:
         ConfigError: the port is in use, the key file is nobody's secret, or others reach the port and there is no key.
@@ -43,7 +40,7 @@ def open_admin(host: str, port: int, key_file: str, *, usual_key: str = "") -> I
             raise ConfigError("--admin-key-file needs --admin-port", param="--admin-port")
         yield None
         return
-    key = read_key(key_file, "--admin-key-file") if key_file else usual_key
+    key = read_key(key_file, "--admin-key-file") if key_file else ""
     if not key and not _is_loopback(host):
         raise ConfigError(
             f"--admin-host {host}: others reach it, so it needs a key: give a file with one by --admin-key-file",

@@ -34,7 +34,7 @@ _UNEXPLAINED = 0.1  # part of a device that is in use without any process being 
 
 @dataclass(frozen=True)
 class OneStage:
-    """The stage that a layout of one instance stands for: joined to a cluster, or run alone.
+    """The stage run alone that a layout of one instance stands for.
 
     Attributes:
         devices: ids, or empty for those that the layout was placed on. words: its vLLM flags.

@@ -80,9 +80,7 @@ class DeployConfig:
     )
     host: str = _option("127.0.0.1", "address of the OpenAI endpoint")
     port: int = _option(8000, "port of the OpenAI endpoint")
-    admin_port: int = _option(
-        0, "port of /metrics and /instances, which then leave the clients' port; a cluster's head has one in any case"
-    )
+    admin_port: int = _option(0, "port of /metrics and /instances, which then leave the clients' port")
     admin_host: str = _option("127.0.0.1", "address of that port")
     admin_key_file: str = _option("", "file with the key that they want; needed beyond loopback")
     workers: int = _option(1, "proxy processes; several share one port and one view of the stages")

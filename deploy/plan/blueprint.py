@@ -120,7 +120,6 @@ def draw(
     config: DeployConfig,
     *,
     stage: OneStage | None = None,
-    starts_stages: bool = True,
     machines: Machines | None = None,
     devices: Sequence[int] | None = None,
 ) -> Blueprint:
@@ -132,7 +131,6 @@ def draw(
             are named. On CPU they are virtual: on this machine the cores are divided among as many as the highest id
             says.
         stage: what the one instance of the layout stands for, where it is not the monolith that the layout says.
-        starts_stages: False for a head, whose stages are on other machines.
 
     Raises:
         ConfigError, LayoutError: what is wrong and how to fix it.
@@ -186,7 +184,7 @@ def draw(
     if not simulated and ways.apart and (why_not := reads_device_memory(inventory.kind)):
         raise ConfigError(f"{ways.apart[0]} are on two nodes, where KV takes Mooncake: {why_not}", param="kv_transport")
     memory = NO_MEMORY
-    if starts_stages and not simulated:
+    if not simulated:
         nodes = nodes.asked()
         memory = share_memory_of_nodes(
             plans,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from epd_serve.core_shares import FLAG, checked_share, neighbours_shares, share_cores
+from epd_serve.core_shares import FLAG, neighbours_shares, share_cores
 from epd_serve.errors import ConfigError
 from epd_serve.model_facts import ModelFacts
 from epd_serve.placement import InstancePlan
@@ -45,7 +45,10 @@ def plan_cores(
         warnings.append(f"{FLAG} {text} changes nothing: no two stages of this layout share a device")
     why_not = why_no_mps() if device == "cuda" and not warnings else ""
     if why_not:
-        warnings.append(_unenforced(why_not))
+        warnings.append(
+            f"core shares are not enforced, the stages of a GPU take turns instead: {why_not}; "
+            "start MPS with nvidia-cuda-mps-control -d"
+        )
     orders = {}
     for plan in shared:
         shares = neighbours_shares(plan, shared)
@@ -54,43 +57,10 @@ def plan_cores(
     return CorePlan(shared, orders, tuple(warnings))
 
 
-def joined_order(text: str, device: str, *, simulated: bool) -> tuple[CoreOrder | None, tuple[str, ...]]:
-    """The order of a stage that joins a cluster, and warnings. Its neighbours are other commands', so it knows of none:
-    whole cores are rounded down, and whoever starts them sees to it that the shares of one device fit. Its instance's
-    name, which the head gives, is still "".
-
-    Raises:
-        ConfigError: no share; a stage on CPU, whose neighbour would get the same cores.
-    """
-    if not text:
-        return None, ()
-    share = checked_share(text, "this stage")
-    if device == "cpu" or simulated:
-        raise ConfigError(
-            f"{FLAG} is for NPUs and GPUs here: stages that join apart know nothing of each other's cores; "
-            "give each its own, as in taskset -c 0-3 epd-serve stage …",
-            param=FLAG,
-        )
-    why_not = why_no_mps() if device == "cuda" else ""
-    return CoreOrder(device, "", {"": share}, enforced=not why_not), (_unenforced(why_not),) if why_not else ()
-
-
-def named_order(order: CoreOrder | None, instance: str, report: str) -> CoreOrder | None:
-    """A `joined_order` once the stage has its name."""
-    return order and replace(order, instance=instance, shares={instance: order.share}, report=report)
-
-
 def order_for(orders: Mapping[str, CoreOrder], instance: str, report: str) -> CoreOrder | None:
     """Of one instance, with where its workers leave their grants; None for one without a share."""
     order = orders.get(instance)
     return replace(order, report=report) if order is not None else None
-
-
-def _unenforced(why: str) -> str:
-    return (
-        f"core shares are not enforced, the stages of a GPU take turns instead: {why}; "
-        "start MPS with nvidia-cuda-mps-control -d"
-    )
 
 
 def _cores(plan: InstancePlan, shares: Mapping[str, float], cores: CoreSets | None) -> tuple[int, ...]:

@@ -1,8 +1,6 @@
-"""The admin listener: metrics, the status table, and what changes the deployment or, at a head, the cluster's calls.
-A port of its own.
+"""The admin listener: metrics, the status table, and what changes the deployment. A port of its own.
 
-Whoever reaches the clients' port reaches none of this. In one process with the table: of several proxy processes that
-is their parent.
+Whoever reaches the clients' port reaches none of this. In the process that tells the front doors of the instances.
 """
 
 from __future__ import annotations
@@ -15,13 +13,10 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from epd_serve.errors import RequestError
-from proxy.cluster.membership import Membership
-from proxy.cluster.routes import add_cluster_routes
 from proxy.errors import error_body
 from proxy.http import status
 from proxy.http.app import add_error_seam
 from proxy.registry.table import InstanceTable
-from proxy.stages.circuits import Circuits
 from proxy.tenants.auth import AuthenticationError, bears
 
 
@@ -30,17 +25,12 @@ def create_admin(
     metrics_text: Callable[[], Awaitable[bytes]],
     *,
     key: str = "",
-    circuits: Circuits | None = None,
-    members: Membership | None = None,
-    cluster_key: str = "",
     more: Sequence[APIRouter] = (),
 ) -> FastAPI:
     """The application.
 
     Args:
         key: bearer token that `/metrics` and `/instances` want, or "" for none. `/health` wants none.
-        circuits: of the proxy, where one process has all of them.
-        members, cluster_key: of the head of a cluster: `/cluster/*` wants the cluster's key.
         more: routes that want `key`, too.
     """
     app = FastAPI(title="EPD-Serve admin", docs_url=None, redoc_url=None, openapi_url=None)
@@ -65,7 +55,7 @@ def create_admin(
     @app.get("/instances")
     async def instances(request: Request) -> Response:
         check(request)
-        return JSONResponse(status.instances(table, circuits))
+        return JSONResponse(status.instances(table))
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
@@ -79,6 +69,4 @@ def create_admin(
 
     for router in more:
         app.include_router(router, dependencies=[Depends(check)])
-    if members is not None:
-        add_cluster_routes(app, members, cluster_key)
     return app

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 RELOOK_S = 60.0
 QUEUE = 20_000  # messages that may wait; the oldest subscriber is dropped from beyond it, never the sender held up
 HEARTBEAT_MS = 5_000
-MAX_MESSAGE_BYTES = 1 << 20  # as on a cluster's event bus; whoever sends more loses the connection, which comes back
+MAX_MESSAGE_BYTES = 1 << 20  # whoever sends more loses the connection, which comes back
 TASK = "announcements"
 MALFORMED = "malformed"
 """The kind of a message that does not decode."""

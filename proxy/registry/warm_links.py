@@ -2,8 +2,8 @@
 
 Senders open and probe their links by themselves and report them (`epd_serve.wire.KvReport`). A pair of healthy stages
 is warm when all workers of the sender have reported in this incarnation, and no link of theirs to the other one is
-still being opened. Links that nobody reports are not waited for: a sender that tells no news, or a receiver that joined
-a cluster after the sender and that it meets with its first transfer. The status table asks this at the start of an
+still being opened. Links that nobody reports are not waited for: a sender that tells no news, or a receiver that
+came after the sender and that it meets with its first transfer. The status table asks this at the start of an
 incarnation only, and for `GRACE_S` at most (`proxy/registry/table.py`).
 """
 

@@ -11,7 +11,6 @@ import pytest
 
 from deploy.host.ports import free_ports
 from deploy.host.reaper import reap_dead
-from tests.deploy.hosts import Hosts
 from tests.deploy.launched import FakeLaunch
 
 
@@ -36,10 +35,3 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., FakeLaunch]]:
             one.process.kill()
         one.process.communicate()
     reap_dead(tmp_path / "run")
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    made = Hosts(tmp_path)
-    yield made
-    made.end_all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -15,8 +14,6 @@ from typing import Any
 
 from deploy.host import processes
 from deploy.host.environment import LAUNCH_ENV
-from deploy.host.ports import free_ports, listen
-from epd_serve.errors import ConfigError
 from tests.waiting import PATIENCE_S, wait_for
 
 REPOSITORY = Path(__file__).parents[2]
@@ -85,14 +82,15 @@ class FakeLaunch:
         assert self.get("/health")[0] == 0
 
 
-def neighbours(count: int) -> int:
-    """The first of some free ports in a row."""
-    for first in free_ports(100):
-        with contextlib.suppress(ConfigError):
-            for port in range(first, first + count):
-                listen("127.0.0.1", port).close()
-            return first
-    raise AssertionError(f"no {count} free ports in a row")
+def fetch(url: str) -> tuple[int, str]:
+    """Status and body; (0, "") where nobody answers."""
+    try:
+        with urllib.request.urlopen(url, timeout=DEADLINE_S) as answer:
+            return int(answer.status), answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError:
+        return 0, ""
 
 
 def children(parent: int) -> dict[int, str]:

@@ -1,14 +1,13 @@
-"""Files with keys: the one that opens a cluster, and those of clients."""
+"""Files with keys: one word, or a line for each client."""
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from epd_serve.errors import ConfigError
-from epd_serve.key_files import admin_key, admin_key_command, client_keys, read_cluster_key, stage_key
+from epd_serve.key_files import client_keys, read_key, stage_key
 
 
 def key_file(folder: Path, content: bytes, mode: int = 0o600) -> str:
@@ -19,7 +18,7 @@ def key_file(folder: Path, content: bytes, mode: int = 0o600) -> str:
 
 
 def test_a_key_is_one_line(tmp_path: Path) -> None:
-    assert read_cluster_key(key_file(tmp_path, b"0123456789abcdef\n", 0o640)) == "0123456789abcdef"
+    assert read_key(key_file(tmp_path, b"0123456789abcdef\n", 0o640), "--key-file") == "0123456789abcdef"
 
 
 @pytest.mark.parametrize(
@@ -35,23 +34,18 @@ def test_a_key_is_one_line(tmp_path: Path) -> None:
 )
 def test_a_file_that_is_no_secret_is_refused(tmp_path: Path, content: bytes, mode: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        read_cluster_key(key_file(tmp_path, content, mode))
+        read_key(key_file(tmp_path, content, mode), "--key-file")
 
 
-def test_the_operators_key_is_another_one_and_printed_by_the_command_that_is_named(tmp_path: Path) -> None:
-    folder = tmp_path / "it's here"
-    folder.mkdir()
-    path = key_file(folder, b" 0123456789abcdef\n")
-    command = ["bash", "-c", admin_key_command(path)]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    derived = admin_key(read_cluster_key(path))
-    assert shown.stdout.strip() == derived and len(derived) == 64
-    assert derived != stage_key(read_cluster_key(path)) and derived != admin_key("0123456789abcdeg")
+def test_what_stages_are_shown_tells_no_key_and_is_the_same_on_every_machine() -> None:
+    key = "0123456789abcdef"
+    assert stage_key(key) == stage_key(key) != stage_key(key + "x")
+    assert key not in stage_key(key)
 
 
 def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="openssl rand"):
-        read_cluster_key(str(tmp_path / "none"))
+        read_key(str(tmp_path / "none"), "--key-file")
 
 
 def test_clients_keys_are_lines_of_a_file_after_those_given_in_words(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import pytest
 
 from deploy.host import processes
 from deploy.host.environment import LAUNCH_ENV
-from tests.deploy.hosts import fetch
 from tests.deploy.launch.test_sim_launch import launched
+from tests.deploy.launched import fetch
 from tests.deploy.sim_load import CHAT, TEXT, in_flight, load, more
 from tests.waiting import PATIENCE_S, wait_for
 

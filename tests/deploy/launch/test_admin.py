@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -13,10 +12,8 @@ from deploy.host.ports import free_ports, listen
 from deploy.launch.admin import open_admin
 from deploy.options.config import DeployConfig
 from epd_serve.errors import ConfigError
-from epd_serve.key_files import admin_key
-from tests.deploy.hosts import KEY, Hosts
 from tests.deploy.launch.test_sim_launch import launched
-from tests.waiting import PATIENCE_S, wait_for
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -25,13 +22,6 @@ def key_file(tmp_path: Path) -> str:
     path.touch(mode=0o600)
     path.write_text("an-admin-key-of-some-length\n")
     return str(path)
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    made = Hosts(tmp_path)
-    yield made
-    made.end_all()
 
 
 def get(url: str, key: str = "") -> httpx.Response:
@@ -87,24 +77,3 @@ def test_metrics_and_the_table_move_to_the_admin_port(tmp_path: Path, key_file: 
         text = get(f"{admin}/metrics", key).text
         assert 'epd_proxy_requests_total{endpoint="/v1/chat/completions",status="200"} 1.0' in text
         assert "epd_stage_running" in text, "what the stages report, too"
-
-
-def test_a_cluster_is_joined_at_the_admin_port_and_nowhere_else(hosts: Hosts) -> None:
-    hosts.head("--workers", "2")
-    wait_for(lambda: "stages join it at" in hosts.log("head"), "a head")
-    assert f"stages join it at {hosts.admin}" in hosts.log("head")
-    wait_for(lambda: get(f"{hosts.url}/health").status_code in (200, 503), "a front door")
-    for path in ("/cluster/join", "/cluster/beat", "/cluster/leave"):
-        headers = {"authorization": f"Bearer {KEY}"}
-        assert httpx.post(f"{hosts.url}{path}", headers=headers, trust_env=False).status_code == 404
-        assert httpx.post(f"{hosts.admin}{path}", trust_env=False).status_code == 401
-        assert httpx.post(f"{hosts.admin}{path}", headers=headers, trust_env=False).status_code == 400
-    for path in ("/instances", "/metrics"):
-        for wrong in ("", KEY, "wrong"):  # who only looks needs not hold what stages join with
-            assert get(f"{hosts.admin}{path}", wrong).status_code == 401
-        assert get(f"{hosts.admin}{path}", admin_key(KEY)).status_code == 200
-    derived = {"authorization": f"Bearer {admin_key(KEY)}"}
-    assert httpx.post(f"{hosts.admin}/cluster/join", headers=derived, trust_env=False).status_code == 401
-    assert KEY not in hosts.log("head") and admin_key(KEY) not in hosts.log("head")
-    hosts.simulated("EPD", "EPD", "127.0.0.3")
-    wait_for(lambda: hosts.up() == ["EPD0"], "a stage that has joined")

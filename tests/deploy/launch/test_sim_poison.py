@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tests.deploy.front.test_sim_front_doors import command_line, launch_id, members
-from tests.deploy.hosts import fetch
 from tests.deploy.launch.test_sim_launch import launched
+from tests.deploy.launched import fetch
 from tests.deploy.sim_load import CHAT, TEXT, in_flight
 from tests.waiting import PATIENCE_S, wait_for
 

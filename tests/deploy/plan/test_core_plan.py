@@ -12,15 +12,14 @@ from deploy.launch.ready_message import ready_message
 from deploy.options.config import DeployConfig, build_config
 from deploy.plan import core_plan
 from deploy.plan.blueprint import Blueprint, draw
-from deploy.plan.core_plan import CorePlan, joined_order, named_order, order_for, plan_cores
+from deploy.plan.core_plan import CorePlan, order_for, plan_cores
 from deploy.plan.machines import Machine, Machines
 from epd_serve.cpu_threads import CPU_THREADS_ENV
 from epd_serve.engine.argv import stage_command
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
 from epd_serve.placement import lower
-from npu_ops.core_grants import CoreGrant, CoreOrder
-from npu_ops.core_limits import whole_cores
+from npu_ops.core_grants import CoreGrant
 from npu_ops.core_sets import core_sets
 from npu_ops.discovery import DeviceInventory
 from tests.deploy.wired import RUN, Wired
@@ -120,27 +119,3 @@ def test_the_ready_message_shows_what_the_workers_read_back() -> None:
     assert "  cores     E0: 7 of 24 cube, 14 of 48 vector   P0: unknown\n" in message
     shared = on_cores(8, "(E-P)-D", "")
     assert "  cores     " not in ready_message(shared, run, Wired(shared).instances(), 1.0)
-
-
-def test_a_stage_that_joins_is_limited_by_itself_and_rounds_down() -> None:
-    order, warnings = joined_order("0.3", "npu", simulated=False)
-    named = named_order(order, "E4", "/run/E4.cores{rank}.json")
-    assert named is not None and warnings == ()
-    assert (named.instance, dict(named.shares), named.report) == ("E4", {"E4": 0.3}, "/run/E4.cores{rank}.json")
-    both = [whole_cores({"cube": 24, "vector": 48}, CoreOrder("npu", "x", {"x": share})) for share in (0.3, 0.7)]
-    assert both == [{"cube": 7, "vector": 14}, {"cube": 16, "vector": 32}]
-    assert joined_order("", "cpu", simulated=False) == (None, ())
-    assert named_order(None, "E4", "x") is None
-
-
-@pytest.mark.parametrize(("text", "device"), [("0.3", "cpu"), ("1.5", "npu"), ("E=0.3", "npu"), ("auto", "npu")])
-def test_what_a_joining_stage_cannot_have_is_refused(text: str, device: str) -> None:
-    with pytest.raises(ConfigError, match=r"--core-share.*(taskset -c|this stage gets .*; a share is a fraction)"):
-        joined_order(text, device, simulated=False)
-
-
-def test_a_joining_stage_on_a_gpu_without_mps_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_plan, "why_no_mps", lambda: "no daemon")
-    order, (warning,) = joined_order("0.3", "cuda", simulated=False)
-    assert order is not None and not order.enforced
-    assert "not enforced" in warning and "no daemon" in warning

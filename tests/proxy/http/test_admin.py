@@ -60,14 +60,25 @@ async def test_what_an_admin_listener_has_is_not_on_the_clients_port(keys: tuple
         assert not {"/instances", "/metrics"} & document["paths"].keys()
 
 
-async def test_an_admin_listener_without_a_key_asks_for_none_and_serves_no_model() -> None:
-    async def counts() -> bytes:
-        return b"counted 1.0\n"
+async def counts() -> bytes:
+    return b"counted 1.0\n"
 
+
+async def test_an_admin_listener_wants_its_key_and_health_none() -> None:
+    app = create_admin(InstanceTable(), counts, key="key")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin") as client:
+        for path in ("/instances", "/metrics", "/openapi.json"):
+            for wrong in ({}, {"authorization": "Bearer "}, {"authorization": "Bearer keys"}, {"authorization": "key"}):
+                assert (await client.get(path, headers=wrong)).status_code == 401, path
+            assert (await client.get(path, headers=KEY)).status_code == 200, path
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_an_admin_listener_without_a_key_asks_for_none_and_serves_no_model() -> None:
     app = create_admin(InstanceTable(), counts)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin") as client:
         assert (await client.get("/metrics")).content == await counts()
         assert (await client.get("/instances")).json() == {"instances": []}
-        for path in ("/v1/models", "/deployment", "/docs", "/cluster/join"):
+        for path in ("/v1/models", "/deployment", "/docs"):
             answer = await client.get(path)
             assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_url"

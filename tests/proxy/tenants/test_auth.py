@@ -111,3 +111,11 @@ async def test_shared_features_are_shared_but_prefix_caches_are_not() -> None:
         assert len(await probe(c)) == 1
         salts = [call.body["cache_salt"] for call in c["PD0"].calls]
         assert salts[0] != salts[1] == salts[2]
+
+
+@pytest.mark.parametrize(("key", "heard"), [("the-stages-key", "Bearer the-stages-key"), ("", None)])
+async def test_stages_hear_their_own_key_and_never_the_clients(key: str, heard: str | None) -> None:
+    async with cluster("E0", "PD0", config=settings(stage_key=key, api_keys=("client",))) as c:
+        assert (await c.ask(headers=bearer("client"))).status_code == 200
+        for stage in ("E0", "PD0"):
+            assert [call.headers.get("authorization") for call in c[stage].calls] == [heard]
